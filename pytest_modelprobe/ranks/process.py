@@ -19,6 +19,8 @@ import pytest
 import torch
 from torch import distributed
 
+from pytest_modelprobe._pytest import explain_without_terminal
+
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
@@ -56,6 +58,7 @@ def main(assignment: Assignment, connection: Connection) -> None:
         {**assignment.options, "basetemp": str(assignment.path("tmp"))},
         [*(f"-p{name}" for name in (*assignment.plugins, "no:terminal")), assignment.test],
     )
+    explain_without_terminal(config)
     config.pluginmanager.register(RankPlugin(assignment, connection), "modelprobe-rank")
     code = config.hook.pytest_cmdline_main(config=config)
     connection.send(("ended", int(code)))
