@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import pickle
 import pkgutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 
@@ -43,6 +44,13 @@ def _is_picklable(value: object) -> bool:
     except Exception:  # noqa: BLE001 - an object may raise whatever it likes
         return False
     return True
+
+
+def explain_without_terminal(config: pytest.Config) -> None:
+    """Let failed assertions be explained in a run without a terminal, of which pytest 8.2 asks for the highlighting."""
+    with contextlib.suppress(AttributeError):
+        create = pkgutil.resolve_name("_pytest.config.create_terminal_writer")
+        cast(Any, config).get_terminal_writer = functools.partial(create, config)
 
 
 def run_again(item: pytest.Item) -> list[pytest.TestReport]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pytest_modelprobe._pytest import picklable
+from pytest_modelprobe._pytest import explain_without_terminal, picklable
 
 # A child writes no report and stops nowhere; the process that starts it does.
 _OWN_OPTIONS: dict[str, Any] = {
@@ -116,7 +116,9 @@ def _end_with_parent() -> None:
 def configured(options: Mapping[str, Any], plugins: Iterable[str], arguments: Iterable[str]) -> pytest.Config:
     """Return the configuration of a child."""
     given = [*(f"-p{name}" for name in (*plugins, "no:terminal")), *arguments]
-    return pytest.Config.fromdictargs(dict(options), given)
+    config = pytest.Config.fromdictargs(dict(options), given)
+    explain_without_terminal(config)
+    return config
 
 
 def run_as_worker(config: pytest.Config, worker: Mapping[str, Any]) -> int:

@@ -97,6 +97,8 @@ class ModelState:
         self._savers_by_type: dict[type, tuple[_Saver, ...]] = {}
         self._found: deque[tuple[str, Any]] = deque()
         with _modes_off():
+            for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+                self.save(name, tensor)  # first, as there may be too many objects to save
             for name, module in reversed(list(model.named_modules())):  # those inside are known then
                 self.save(name, module)
             self._follow()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import maps
-from .compiled import Compiled
+from .compiled import Compiled, compiles_hooks
 from .loss import Loss, NoGradientError, check_loss, loss_of
 from .maps import Target
 from .origin import Source, SourceMode, find_gradient_origin
@@ -28,6 +28,7 @@ __all__ = [
     "watched",
     "WeakRerun",
     "check_loss",
+    "compiles_hooks",
     "find_gradient_origin",
     "is_same_device",
     "loss_of",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import torch
@@ -22,11 +23,30 @@ def is_inside(compiled: Compiled, **asked: bool) -> bool:
         raise UsageError(f"compiled is 'eager' or 'inside'; got {compiled!r}")
     if compiled == "eager":
         return False
-    if torch.__version__.startswith("2.6."):
-        raise UsageError('torch 2.6 compiles no hooks on tensors, as compiled="inside" needs: take a newer one')
     for option in asked:
         if asked[option]:
             raise UsageError(
                 f'{option}= needs Python at each layer, and compiled="inside" runs none there: leave one of them out'
             )
+    if not compiles_hooks():
+        raise UsageError(
+            f'torch {torch.__version__} compiles no hooks on tensors, as compiled="inside" needs: take a newer one'
+        )
+    return True
+
+
+@functools.cache
+def compiles_hooks() -> bool:
+    """Return whether `torch.compile` traces a hook on a tensor into a graph, as torch 2.6 does not."""
+
+    def hooked(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        y.register_hook(lambda gradient: None)  # type: ignore[no-untyped-call, unused-ignore]
+        return y
+
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), torch.compiler.set_stance("default"):
+            torch.compile(hooked, backend="eager", fullgraph=True)(torch.ones(1, requires_grad=True))
+    except Exception:  # noqa: BLE001 - its class is private
+        return False
     return True

@@ -1180,7 +1180,7 @@ def test_an_inference_tensor_that_requires_grad_is_read():
     assert reads(value(watch.record, "0", "input").forward, x)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_model_that_is_traced_is_not_recorded():
     model, x = mlp(), randn(3, 4)
 

@@ -47,6 +47,7 @@ def shard(model: nn.Sequential, mesh: distributed.DeviceMesh) -> None:
     fsdp.fully_shard(model, mesh=mesh)
 
 
+@pytest.mark.usefixtures("_fsdp2")
 def test_fully_sharded_layers_have_the_names_of_their_own_classes(mesh: distributed.DeviceMesh) -> None:
     model = net()
     shard(model, mesh)
@@ -63,6 +64,7 @@ def test_fully_sharded_layers_have_the_names_of_their_own_classes(mesh: distribu
     assert watch.record.notes == (FSDP2,)
 
 
+@pytest.mark.usefixtures("_fsdp2")
 @pytest.mark.parametrize("first", ["watch", "shard"])
 def test_parameters_of_the_root_are_read_as_shards_whatever_came_first(
     mesh: distributed.DeviceMesh, first: str

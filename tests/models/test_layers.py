@@ -124,7 +124,7 @@ def test_wrappers_around_wrappers_are_looked_through(process_group):
     assert names(nn.parallel.DistributedDataParallel(torch.compile(model, backend="eager"))) == NAMES
 
 
-@pytest.mark.skipif(torch.__version__ < "2.7", reason="fully_shard runs on the CPU from torch 2.7 on")
+@pytest.mark.usefixtures("_fsdp2")
 def test_fsdp2_is_recorded_by_its_local_shard(process_group):
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     mesh = torch.distributed.init_device_mesh("cpu", (1,))

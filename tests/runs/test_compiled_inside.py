@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe import ModelProbe, UsageError, Watch, assert_finite, assert_frozen, assert_params_updated
+from pytest_modelprobe.runs import compiles_hooks
 
-pytestmark = pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 compiles no hooks on tensors")
+pytestmark = pytest.mark.usefixtures("_traced_hooks")
 
 
 @pytest.fixture(autouse=True)
@@ -271,7 +272,16 @@ def test_a_model_on_several_devices_is_refused(modelprobe):
 
 
 def test_a_torch_that_compiles_no_hooks_on_tensors_is_named(modelprobe, monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "2.6.0+cpu")
-    with pytest.raises(UsageError) as error:
-        modelprobe.watch(Small(), compiled="inside")
-    assert str(error.value) == ('torch 2.6 compiles no hooks on tensors, as compiled="inside" needs: take a newer one')
+    def refused(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("Compilation of intermediate hooks requires compiled autograd")
+
+    compiles_hooks.cache_clear()
+    monkeypatch.setattr(torch, "compile", refused)
+    try:
+        with pytest.raises(UsageError) as error:
+            modelprobe.watch(Small(), compiled="inside")
+    finally:
+        compiles_hooks.cache_clear()
+    assert str(error.value) == (
+        f'torch {torch.__version__} compiles no hooks on tensors, as compiled="inside" needs: take a newer one'
+    )
