@@ -110,6 +110,8 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+        if hasattr(os, "killpg"):
+            os.killpg(0, signal.SIGKILL)  # with whatever it started
         os._exit(1)
 
 

@@ -23,16 +23,23 @@ _open = True
 """Whether an interrupt is raised at once."""
 _waiting = False
 """Whether one was held."""
+_in_user_code = False
+"""Whether a block of `interruptible` runs."""
 
 
 def _receive(number: int, frame: FrameType | None) -> None:
     global _open, _waiting
-    if not _open:
+    if not _open and not (_in_user_code and _is_of_user(frame)):
         _waiting = True
         return
     _open = False  # before it is raised: nothing comes between what follows and its end
     _before(number, frame)
     _open = True
+
+
+def _is_of_user(frame: FrameType | None) -> bool:
+    """Whether other code than ours runs: if it catches an interrupt and goes on, it gets the next one too."""
+    return frame is not None and not str(frame.f_globals.get("__name__")).startswith(__package__)
 
 
 def _raise_waiting() -> None:
@@ -50,21 +57,25 @@ class held:
 
     def __init__(self) -> None:
         self._outermost = self._was_open = False
+        self._was_in_user_code: bool | None = None
 
     def __enter__(self) -> None:
-        global _before, _open, _waiting
+        global _before, _open, _waiting, _in_user_code
         if threading.current_thread() is not threading.main_thread():
             return
         handler = signal.getsignal(_number)
         if handler is _receive:
             self._was_open, _open = _open, False
+            self._was_in_user_code, _in_user_code = _in_user_code, False
         elif callable(handler):
             _before, _open, _waiting = handler, False, False
             self._outermost = True
             signal.signal(_number, _receive)
 
     def __exit__(self, *error: object) -> None:
-        global _open
+        global _open, _in_user_code
+        if self._was_in_user_code is not None:
+            _in_user_code = self._was_in_user_code
         if self._outermost:
             signal.signal(_number, _before)
         if self._outermost or self._was_open:
@@ -95,13 +106,13 @@ class interruptible:
         self._was_held = False
 
     def __enter__(self) -> None:
-        global _open
+        global _open, _in_user_code
         if _open or threading.current_thread() is not threading.main_thread():
             return
-        self._was_held = _open = True
+        self._was_held = _open = _in_user_code = True
         _raise_waiting()
 
     def __exit__(self, *error: object) -> None:
-        global _open
+        global _open, _in_user_code
         if self._was_held:
-            _open = False
+            _open = _in_user_code = False

@@ -24,9 +24,12 @@ from pytest_modelprobe import ModelProbe, Watch, checks, intervene
 from pytest_modelprobe.exceptions import SnapshotError
 from pytest_modelprobe.files import storage
 from pytest_modelprobe.files.layout import Texts
-from pytest_modelprobe.interrupts import held, interruptible
+from pytest_modelprobe.interrupts import finished, held, interruptible
 
 OURS = str(Path(pytest_modelprobe.__file__).parent), contextlib.__file__
+WHOLE = finished(lambda: None).__code__
+TRY = WHOLE.co_firstlineno + 2
+"""Where what undoes something begins: Python has no way to hold an interrupt there, nor before."""
 
 
 class Interrupt:
@@ -46,8 +49,10 @@ class Interrupt:
         return self._line if frame.f_code.co_filename.startswith(OURS) else None
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        self.lines += event == "line"
-        if event == "line" and self.lines == self.at:
+        if event != "line" or (frame.f_code is WHOLE and frame.f_lineno == TRY):
+            return self._line
+        self.lines += 1
+        if self.lines == self.at:
             sys.settrace(None)
             frame.f_trace = None
             signal.raise_signal(signal.SIGINT)
@@ -173,7 +178,7 @@ def test_an_intervention_that_is_interrupted_while_it_begins_leaves_no_trace() -
         intervene(model, "fc", weight=torch.zeros_like, output=torch.zeros_like).__enter__().close()
 
     before = state_of(model)
-    for at in range(1, lines_of(begin), 7):
+    for at in range(1, lines_of(begin)):
         interrupted(begin, at)
         assert state_of(model) == before, at
 
@@ -227,6 +232,18 @@ def test_an_interrupt_waits_for_the_end_or_for_code_of_the_user() -> None:
             steps.append("put back")
     assert steps == ["held", "put back"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_code_of_the_user_that_catches_an_interrupt_gets_the_next_one_too() -> None:
+    caught = []
+    with pytest.raises(KeyboardInterrupt), held(), interruptible():
+        for _ in range(2):
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                caught.append(True)
+        signal.raise_signal(signal.SIGINT)
+    assert caught == [True, True]
 
 
 def test_the_handler_of_the_user_gets_the_interrupt_that_waited() -> None:
