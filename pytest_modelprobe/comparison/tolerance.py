@@ -1,10 +1,9 @@
 """The distance of two readings of one value, and its tolerance.
 
 A change is the distance of two tensors relative to the norm of the expected one, ‖x − y‖ / ‖y‖, estimated from their
-fingerprints. The tolerance is the floor of the dtype, which is the precision of a fingerprint in a file, and a multiple
-of the noise measured with the expected record: a value changes by its noise, and both values are known with that
-precision. It is at most a hundredth: a value with more noise is not repeatable, and no number in a file may switch the
-comparison off.
+fingerprints. The tolerance is a multiple of the noise measured with the expected record, plus the precision of a
+fingerprint in a file. It is at least the floor of the dtype, and at most a hundredth: a value with more noise is not
+repeatable, and no number in a file may switch the comparison off.
 """
 
 from __future__ import annotations
@@ -120,9 +119,9 @@ def change(
     if actual.tensors != expected.tensors or not _same_counts(a, e):
         return CAME
     floor = _floor(direction, dtype, measured)
-    noise = NOISE_FACTOR * expected.noise if expected.noise and expected.noise > 0 else 0.0  # a file may have NaN
+    noise = NOISE_FACTOR * max(0.0, expected.noise or 0.0)  # in this order the largest of 0 and NaN is 0
     most = max(LARGEST_TOLERANCE[direction], NOISE_FACTOR * rounding)
-    limit = min(floor + noise, max(floor, most)) * times
+    limit = max(floor, min(_FLOOR[direction] + noise, most)) * times
     if expected.digest is not None:
         same = actual.digest == expected.digest and _same_zeros(actual, expected)
         share = 0.0 if same and _moments_change(a, e, 0.0) <= _MOMENTS_FACTOR * floor else _share(actual, expected)
@@ -144,7 +143,7 @@ def change(
             found = estimated_change(x, y, size)
         if size:  # a value that is nearly zero is all noise: compared with the scale
             nothing = NOISE_FACTOR * max(_ZERO_SHARE, rounding) * scaled / size
-            limit = min(floor + noise, max(floor, most, nothing)) * times
+            limit = max(floor, min(_FLOOR[direction] + noise, max(most, nothing))) * times
         moments = 0.0 if found > limit else _moments_change(a, e, least)
     return ValueChange(moments if moments > _MOMENTS_FACTOR * limit else found, expected.noise, limit)
 
