@@ -177,10 +177,10 @@ def test_calls_of_a_layer_in_one_forward_are_one(modelprobe):
 
     model = Twice()
     watch = modelprobe.watch(model, compiled="inside")
-    torch.compile(model, backend="eager", fullgraph=True)(torch.ones(4, 8))
+    torch.compile(model, backend="eager", fullgraph=True)(torch.ones(4, 8))["logits"].sum().backward()
     (call,) = watch.record["fc"].calls
-    assert call.outputs[0].forward.tensors == 2
-    assert call.outputs[0].statistics.count == 24
+    assert (call.outputs[0].forward.tensors, call.outputs[0].backward.tensors) == (2, 2)
+    assert (call.outputs[0].statistics.count, call.outputs[0].gradient.count) == (24, 24)
 
 
 def test_steps_and_evaluations_are_apart(modelprobe):
