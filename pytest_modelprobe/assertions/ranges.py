@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Call, Layer, Record, Selector, Statistics, Value, address, label_of
+from pytest_modelprobe.record import Call, Layer, Record, Selector, Statistics, Value, address, call_name, label_of
 from pytest_modelprobe.report.text import Cell, count, failure, number
 
 from .activations import find_dead
@@ -91,7 +91,7 @@ class _Slope:
 
     @property
     def name(self) -> str:
-        return address(self.layer.name, self.call, "").rstrip()
+        return call_name(self.layer.name, self.call)
 
     @property
     def label(self) -> str:

@@ -7,7 +7,7 @@ from .call_tree import CallScope, CallTree, Connection, ForwardKind, Step, conne
 from .calls import Attention, Call, Dimension, EmittedTensor, IsolatedResponse, Plain, Value, merge_dimensions
 from .garbage import gc_paused
 from .layer import Layer, Parameter, elements
-from .naming import NOT_DEFAULT, ROOT, address, containers, label_of, parent, qualified
+from .naming import NOT_DEFAULT, ROOT, address, call_name, containers, label_of, parent, qualified
 from .profile import LayerProfile, Profile
 from .ranks import process_group, this_rank
 from .record import COMPILED_INSIDE, Operation, Record, Rerun, Training, has_numbers, with_applied_gradients, with_rerun
@@ -56,6 +56,7 @@ __all__ = [
     "Units",
     "Value",
     "address",
+    "call_name",
     "applicable_rename",
     "connections",
     "containers",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .calls import Call, Value
 from .layer import Layer
-from .naming import ROOT, address, label_of
+from .naming import ROOT, address, call_name, label_of
 from .record import Record
 
 ForwardKind = tuple[str, bool]
@@ -52,7 +52,7 @@ class Step:
     @property
     def name(self) -> str:
         """The layer's name, with the number of the call from the second one on."""
-        return address(self.layer.name, self.call, "").rstrip()
+        return call_name(self.layer.name, self.call)
 
     @property
     def label(self) -> str:

@@ -59,4 +59,9 @@ def containers(name: str) -> list[str]:
 
 def address(layer: str, call: Indexed, path: str) -> str:
     """Return where a value was seen, for messages: ``fc1 output``, ``fc1 (call 2) input``."""
-    return f"{layer} (call {call.index + 1}) {path}" if call.index else f"{layer} {path}"
+    return f"{call_name(layer, call)} {path}"
+
+
+def call_name(layer: str, call: Indexed) -> str:
+    """Return the name of a layer, with the number of the call from the second one on: ``fc1 (call 2)``."""
+    return f"{layer} (call {call.index + 1})" if call.index else layer

@@ -8,7 +8,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from pytest_modelprobe.record import Call, Dimension, Layer, Record, Statistics, Value, address, elements
+from pytest_modelprobe.record import Call, Dimension, Layer, Record, Statistics, Value, call_name, elements
 
 MOST_ROWS = 20
 """Rows of a table above which the rest is counted."""
@@ -282,7 +282,7 @@ def _parameters(layer: Layer) -> Cell:
 def _layer_row(layer: Layer, call: Call, value: Value | None, gradients: bool) -> list[Cell]:
     row: list[Cell] = [layer.name, layer.type_name, _parameters(layer), _number_of_calls(layer, call)]
     if call.index:
-        row = [address(layer.name, call, "").rstrip(), layer.type_name, "-", "-"]
+        row = [call_name(layer.name, call), layer.type_name, "-", "-"]
     if value is None:
         return [*row, *"-" * (len(_NUMBERS) + gradients)]
     s, units = value.forward.statistics, value.forward.units
