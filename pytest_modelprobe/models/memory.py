@@ -55,7 +55,7 @@ def holds_elements(tensor: torch.Tensor) -> bool:
     if not tensor.numel():
         return True
     reached = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.storage_offset() + reached) * tensor.element_size() <= storage.nbytes()
+    return bool((tensor.storage_offset() + reached) * tensor.element_size() <= storage.nbytes())
 
 
 def lacks_memory(tensor: torch.Tensor) -> bool:
