@@ -1,6 +1,6 @@
 """Twelve models compared with their snapshots in other environments: each alarm is a false one.
 
-    python benchmarks/environments                    # all, and writes RESULTS.md beside this
+    python benchmarks/environments                    # all, and writes RESULTS.md beside this: an hour on two cores
     python benchmarks/environments -k "gpt2 or rwkv"  # some models, arguments go to pytest; writes nothing
 
 The snapshots are written in the default environment of this machine.
@@ -39,7 +39,7 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
 HEAD = """\
 # Models that did not change, in other environments
 
-Command: `python benchmarks/environments`. Machine: {machine}, torch {torch}, {threads} threads, {capability}.
+Command: `tox -e environments`. Machine: {machine}, torch {torch}, {threads} threads, {capability}.
 
 Twelve models × float32, float64, bfloat16 × three losses, of which two are constant, so that their gradients are
 rounding alone. The snapshots were written in the default environment. An alarm is a test that fails.
