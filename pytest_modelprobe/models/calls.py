@@ -49,6 +49,7 @@ class CallTracer(Generic[C]):
         prepend: Whether these hooks run before all others of a module.
         skip_recomputed: Whether to ignore calls in a backward pass, which activation checkpointing repeats.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.ReLU(), nn.ReLU())
     >>> names = []
     >>> with CallTracer(dict(model.named_modules()), ModuleCall, after=lambda call, *_: names.append(call.layer)):
