@@ -109,7 +109,7 @@ def change(
     if direction == "state" and actual.reason is not None:
         return UNKNOWN  # the weights changed after the forward
     if direction == "backward" and is_rounding(expected, scale):
-        return UNKNOWN if norm(actual) <= _still_rounding(expected, scale()) else CAME
+        return ValueChange(0.0, expected.noise) if norm(actual) <= _still_rounding(expected, scale()) else CAME
     x, y = actual.fingerprint, expected.fingerprint
     if x is None or y is None or actual.digest is not None or expected.digest is not None:
         both = is_read(actual) and is_read(expected)
