@@ -60,7 +60,7 @@ Which = Literal["all", "first", "last", "evaluations"] | int
 
 _CHANGED = "changed after this forward"
 _APART = "the {} forward is part of no step of training: first_step and steps are those that are"
-_REPLACED = Reading(tensors=0, reason="it was computed of another tensor in its place, by torch.func perhaps")
+_REPLACED = Reading(tensors=0, reason="it was computed of another tensor in its place, as torch.func and offloading do")
 _SKIPPED = "{} skipped, as gradients were not finite: these gradients are left out"
 
 
@@ -255,7 +255,8 @@ class _Builder:
         first = self.ties.setdefault(id(tensor), full)
         tensor = self.shards.get((self.observed.layers.modules[layer], name), tensor)
         gradient = self.gradients.get(full)
-        unknown = _REPLACED if self.backwards and full in self.observed.replaced else None
+        in_place = full in self.observed.replaced or (tensor.is_meta and tensor.requires_grad)
+        unknown = _REPLACED if self.backwards and in_place else None
         then, now = self.own[full]
         reading = self.reading(then)
         applied, updated = self.step.applied.get(full), self.step.after.get(full)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_modelprobe import ModelProbe, assert_finite
+from pytest_modelprobe import ModelProbe, NothingObservedError, assert_all_params_have_grad, assert_finite
 from pytest_modelprobe.record import Reading, Record
 
 accelerate = pytest.importorskip("accelerate")
@@ -77,3 +77,11 @@ def test_an_offloaded_model_is_run_and_left_as_it_was(way: str, tmp_path: Path) 
         assert numbers(probe.run(model, x)) == numbers(probe.run(Scaled().eval(), x))
     assert torch.equal(model(x), Scaled().eval()(x))
     assert all(p.is_meta for p in model.out.parameters())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_of_offloaded_weights_are_not_known_instead_of_missing(way: str, tmp_path: Path) -> None:
+    record = ModelProbe().run(WAYS[way](Scaled().eval(), tmp_path), torch.randn(3, 4), loss="random")
+    with pytest.raises(NothingObservedError, match="computed of another tensor in its place"):
+        assert_all_params_have_grad(record)
