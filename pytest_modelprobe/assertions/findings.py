@@ -49,8 +49,10 @@ def findings(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
 
 def _rounding(record: Record) -> Iterator[str]:
     """Yield one line on the first layer on the way back whose gradients cancel, where noise was measured."""
+    if record.noise != "measured":
+        return
     largest = largest_gradient(record)
-    for step in reversed(CallTree(record).returned if record.noise == "measured" else ()):
+    for step in reversed(CallTree(record).returned):
         if any(v.backward is not None and is_rounding(v.backward, lambda: largest) for v in step.call.outputs):
             yield (
                 f"rounding: gradients cancel from {step.label} back, and are not compared there: use "

@@ -143,7 +143,7 @@ class Capture:
         self._unhooked: list[str] = []
         self._unseen_thread = False
         self._abstract = 0
-        """Forwards that returned meta or fake tensors."""
+        """Forwards that returned nothing but meta or fake tensors."""
         self._exit = contextlib.ExitStack()
 
     @property
@@ -407,7 +407,7 @@ class Capture:
 def _is_abstract(output: Any) -> bool:
     with statistics.ambient_modes_disabled():
         reasons = {statistics.as_plain_tensor(tensor)[1] for _, tensor in flatten("output", output).tensors}
-    return not reasons.isdisjoint(statistics.ABSTRACT)
+    return bool(reasons) and reasons <= statistics.ABSTRACT
 
 
 def _is_on_cuda(layers: Layers) -> bool:

@@ -1072,6 +1072,18 @@ def test_fake_tensors_have_structure_and_the_reason():
     assert (output.shape, output.forward.reason, output.backward.reason) == ((3, 2), "fake tensor", "fake tensor")
 
 
+def test_a_forward_that_also_returns_a_meta_tensor_has_numbers() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x * 2, torch.empty(3, device="meta") if x.sum() > 3 else x
+
+    model = Pair()
+    with Watch(model) as watch:
+        model(torch.ones(2))
+        model(torch.ones(4))
+        assert not any("meta or fake" in note for note in watch.record.notes)
+
+
 @pytest.mark.parametrize("first", ["fake", "meta", "real"])
 def test_forwards_on_fake_or_meta_tensors_leave_the_numbers_of_the_others(first):
     model, x = mlp(), randn(3, 4)
