@@ -45,7 +45,7 @@ MEANING: Mapping[Class, str] = {
     "interface": "shapes, dtypes or names of what a layer takes or gives changed",
     "trainable": "parameters were frozen or unfrozen",
     "behavior": "the model computes something else, its numbers moved for what cannot be found, or a tolerance grew",
-    "weights": "weights or buffers have other values, and all else agrees",
+    "weights": "weights or buffers have other values, and nothing else differs where it could be compared",
     "renamed": "a snapshot, or layers that are made as before, have another name",
     "new": "a snapshot is new",
     "format": "the text changed, not what it says",

@@ -280,14 +280,15 @@ SHARED_CAUSE_COLUMNS = ("cause", "class", "changed by", "models")
 def shared_cause_rows(verdict: Verdict) -> list[list[Cell]]:
     """Return the cells of `SHARED_CAUSE_COLUMNS`: a row for each cause, whichever snapshots have it."""
     alike: dict[tuple[str, Class], dict[str, float | None]] = {}
-    for change in verdict.changes:
-        diagnosis = change.diagnosis
-        if diagnosis is None:
-            continue
-        for sure, causes in (("", diagnosis.causes), ("possibly ", diagnosis.possible)):
-            for cause, times in comparison.grouped(causes):
+    for sure in (True, False):
+        for change in verdict.changes:
+            diagnosis = change.diagnosis
+            if diagnosis is None:
+                continue
+            for cause, times in comparison.grouped(diagnosis.causes if sure else diagnosis.possible):
                 what = "all layers" if cause.is_retraining else cause.what
-                said = sure + _repeated_cause_text(dataclasses.replace(cause, change=None, what=what), times)
+                said = _repeated_cause_text(dataclasses.replace(cause, change=None, what=what), times)
+                said = said if sure else f"possibly {said}"
                 models = alike.setdefault((said, class_of(cause, diagnosis)), {})
                 models[change.model] = max(
                     (models.get(change.model), comparison.known_change(cause)), key=lambda size: size or 0.0

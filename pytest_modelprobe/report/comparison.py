@@ -352,7 +352,8 @@ def _worst(differences: Iterable[Difference]) -> Difference | None:
 
 _HIDDEN = "The run does not show it: what that code computes is multiplied by zero, or not used."
 _REDRAWN = (
-    "All random weights are other ones and all else agrees: perhaps the model was built outside the seed. "
+    "All random weights are other ones, and every layer's code answers the same, alone: perhaps the model was built "
+    "outside the seed. "
     "modelprobe.build(Net) gives the same weights in every run."
 )
 

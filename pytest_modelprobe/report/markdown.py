@@ -142,10 +142,8 @@ def diff(verdict: Verdict, most_bytes: int = MOST_SUMMARY_BYTES) -> str:
         lines += [f"- {escaped(f'{finding.kind}: {finding_text(finding, change)}')}" for finding in change.findings]
         diagnosis = change.diagnosis
         if diagnosis is not None:
-            lines += [
-                "",
-                *table(comparison.CAUSE_COLUMNS, comparison.cause_rows((*diagnosis.causes, *diagnosis.possible))),
-            ]
+            doubtful = [[f"possibly {said}", *cells] for said, *cells in comparison.cause_rows(diagnosis.possible)]
+            lines += ["", *table(comparison.CAUSE_COLUMNS, comparison.cause_rows(diagnosis.causes) + doubtful)]
             lines += ["", *graph(change)]
             lines += ["", *_folded("all that differs", CHANGE_COLUMNS, [row.cells for row in details(change)])]
         blocks.append([*lines, ""])

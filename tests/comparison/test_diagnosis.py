@@ -385,13 +385,42 @@ def test_all_weights_changed_accuses_no_code(alone: bool) -> None:
     assert {kind for kind, _, _ in causes(diagnosed(edit, alone=alone))} == {"weights"}
 
 
-def test_a_model_drawn_anew_is_recognized() -> None:
-    def edit(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            if parameter.std() > 0:  # not the ones of a norm
-                parameter.data.copy_(parameter.flip(0))
+def as_if_drawn_anew(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.std() > 0:  # not the ones of a norm
+            parameter.data.copy_(parameter.flip(0))
 
-    assert diagnosed(edit).redrawn
+
+def test_a_model_drawn_anew_is_recognized() -> None:
+    assert diagnosed(as_if_drawn_anew).redrawn
+
+
+def test_of_a_model_drawn_anew_it_is_not_said_that_the_code_is_the_same_where_it_was_not_compared() -> None:
+    assert not diagnosed(as_if_drawn_anew, alone=False).redrawn
+
+
+def test_a_layer_drawn_at_another_scale_is_named_among_weights_drawn_anew() -> None:
+    def edit(model: Any) -> None:
+        as_if_drawn_anew(model)
+        model.embed.weight.data.mul_(1.5)
+
+    found = diagnosed(edit)
+    (weights,) = found.causes
+    assert weights.is_retraining
+    assert weights.hints[1:] == ("embed is drawn at another scale: rms 1.05 → 1.57",)
+    assert not found.redrawn
+
+
+def test_an_activation_that_changed_comes_before_the_weights_of_another_training() -> None:
+    def edit(model: Any) -> None:
+        as_if_drawn_anew(model)
+        model.blocks[1].act = nn.Identity()
+
+    found = diagnosed(edit)
+    assert [(cause.layer, cause.what) for cause in found.causes] == [
+        ("blocks.1.act", "type"),
+        ("(root)", "all 8 layers"),
+    ]
 
 
 def test_a_buffer_is_told_as_one() -> None:
@@ -2284,7 +2313,7 @@ def test_what_a_container_hands_on_in_another_shape_is_its_own_code(
     diagnosis = diagnose(compare(recorded(new, x, like=expected), expected))
     assert line in first_line(diagnosis)
     assert not diagnosis.redrawn
-    assert "all else agrees" not in text(diagnosis)
+    assert "built outside the seed" not in text(diagnosis)
     assert "∞" not in first_line(diagnosis)
 
 

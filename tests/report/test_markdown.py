@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from pytest_modelprobe.comparison import Cause
 from pytest_modelprobe.gate.classes import DEFAULTS
 from pytest_modelprobe.gate.verdict import SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record import Layer, Parameter, Record
@@ -237,6 +240,30 @@ def test_a_summary_that_cannot_be_short_says_so_and_no_more() -> None:
 
 def test_of_a_long_text_the_end_is_left_out() -> None:
     assert markdown.escaped("a b " * 2000) == "a b " * 1024 + "…"
+
+
+def with_doubts() -> Verdict:
+    """Return a verdict on two models: the cause is only possible in the first."""
+    before, now = ({name: snapshot(net(width, model=name), name) for name in "AB"} for width in (2, 3))
+    verdict = judge(before, now)
+    first, second = verdict.changes
+    assert first.diagnosis is not None
+    doubtful = dataclasses.replace(
+        first.diagnosis, causes=(), possible=(Cause(kind="computation", layer="act", change=0.5),)
+    )
+    return dataclasses.replace(verdict, changes=(dataclasses.replace(first, diagnosis=doubtful), second))
+
+
+def test_causes_of_any_model_come_before_possible_ones() -> None:
+    causes = changes.shared_cause_rows(with_doubts())
+    assert [row[0] for row in causes] == [
+        "blocks.*.fc.weight (2, 4) → (3, 4) x2",
+        "possibly act: own code changed",
+    ]
+
+
+def test_a_diff_says_which_causes_are_only_possible() -> None:
+    assert "| possibly act: own code changed | computation | 50 % |" in markdown.diff(with_doubts())
 
 
 def test_a_diff_has_a_table_of_causes() -> None:

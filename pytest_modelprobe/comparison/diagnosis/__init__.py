@@ -77,7 +77,7 @@ def diagnose(comparison: Comparison) -> Diagnosis:
         output=max((d.change or 0.0 for d in _outputs(comparison)), default=None),
         moved=moved,
         not_judged=tuple(name for name in moved if not index.can_be_judged(name)),
-        redrawn=all_redrawn(index, causes),
+        redrawn=not possible and all_redrawn(index, causes),
         unknown=None if causes or possible else _why_unknown(comparison.expected),
     )
 

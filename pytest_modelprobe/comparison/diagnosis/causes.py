@@ -126,16 +126,16 @@ def by_importance(causes: Iterable[Cause]) -> list[Cause]:
     Changes of the test's own inputs come first: the rest may follow from them.
     """
 
-    def weight(cause: Cause) -> tuple[bool, int, int, bool]:
+    def weight(cause: Cause) -> tuple[bool, bool, int, int, bool]:
         silent = cause.change is None
         # Other arguments or numbers of calls may have no effect; other computations and gradients have one.
         own = cause.kind == "computation"
         measured = own and (cause.is_exact or (cause.evidence != "recorded" and not cause.is_call_change))
         measured = measured or cause.kind == "gradient" or cause.what.endswith(" requires_grad")
         given = cause.kind in ("input", "seed")
+        rank = 0 if not silent or measured or given else 1 if own and NO_EFFECT not in cause.hints else 2
         # A model that was trained again explains every number, so it comes last.
-        rank = 0 if not silent or measured or given else 1 if own and NO_EFFECT not in cause.hints else 3
-        return not given, 2 if cause.is_retraining else rank, _WEIGHT[cause.kind], silent
+        return not given, cause.is_retraining, rank, _WEIGHT[cause.kind], silent
 
     return sorted(causes, key=weight)
 

@@ -417,11 +417,10 @@ class ComparisonIndex:
 
     @property
     def is_all_comparable(self) -> bool:
-        """Whether all shapes and all synthetic inputs are the same, so that nothing was left out of the comparison."""
+        """Whether all shapes are the same and all code was compared, alone, on the same synthetic inputs."""
         if any(self.differences("interface", "input added", "input removed", "path")):
             return False
-        both = ((pair.actual.response, pair.expected.response) for pair in self.comparison.calls)
-        return all(a is None or e is None or comparable(a, e) for a, e in both)
+        return all(map(self.is_response_conclusive, self.first_calls.values()))
 
     def can_be_judged(self, layer: str) -> bool:
         """Whether isolated or propagation evidence is available for a layer."""

@@ -22,6 +22,10 @@ _NO_EFFECT_ALONE = ("buffer added", "buffer removed", "buffer persistent", "para
 _ANOTHER_DRAW = 0.5
 """Relative change of weights drawn anew: 1.4 for independent ones."""
 
+_STANDARD_ERRORS = 6.0
+"""Difference of the sizes of two draws up to which they may be of one distribution; the standard error of the rms of n
+normal numbers is 1/√(2n) of it, and less of uniform ones."""
+
 _MANY = 3
 """Layers with weights from which on changes of all weights are one cause."""
 
@@ -105,13 +109,30 @@ def _is_reshaped(interface: Difference) -> bool:
 
 
 def all_redrawn(index: ComparisonIndex, causes: Collection[Cause]) -> bool:
-    """Whether all causes are redrawn weights, and every layer with random weights is among them."""
+    """Whether all causes are weights drawn anew at the same scale, in every layer, and all else was compared."""
     if not causes or any(cause.kind != "weights" or (cause.change or 0.0) < _ANOTHER_DRAW for cause in causes):
         return False
-    if not index.is_all_comparable:
+    if not index.is_all_comparable or _drawn_at_another_scale(index):
         return False
     random = {name for name, layer in index.comparison.actual.layers.items() if _is_drawn(layer)}
     return random <= {cause.layer for cause in causes}
+
+
+def _drawn_at_another_scale(index: ComparisonIndex) -> dict[str, str]:
+    """Return layer → the sizes of its weights before and now, where they differ by more than those of two draws do."""
+    found: dict[str, str] = {}
+    for difference in index.differences("weights"):
+        then, now = (
+            next(p for p in record.layers[difference.layer].parameters if p.name == difference.what)
+            for record in (index.comparison.expected, index.comparison.actual)
+        )
+        numbers = then.reading.statistics
+        before, after = _rms([then]), _rms([now])
+        if numbers is None or not (before and after):
+            continue
+        if abs(math.log(after / before)) > _STANDARD_ERRORS / math.sqrt(2 * numbers.count):
+            found.setdefault(difference.layer, _rms_hint([then], [now])[0])
+    return found
 
 
 def with_weights_folded(index: ComparisonIndex, causes: Sequence[Cause]) -> list[Cause]:
@@ -131,11 +152,17 @@ def with_weights_folded(index: ComparisonIndex, causes: Sequence[Cause]) -> list
     if len(owning) < _MANY or not owning <= {cause.layer for cause in weights}:
         return list(causes)
     worst = max(weights, key=lambda cause: cause.change or 0.0)
+    others_scales = _drawn_at_another_scale(index)
+    few = 2 * len(others_scales) < len(weights)  # else it was trained, or all are drawn otherwise
+    scales = [f"{name} is drawn at another scale: {sizes}" for name, sizes in others_scales.items() if few]
     whole = dataclasses.replace(
         worst,
         layer=ROOT,
         what=f"all {len(weights)} layers",
-        hints=_rms_hint(*([p for name in owning for p in layers[name].parameters] for layers in (then, now))),
+        hints=(
+            *_rms_hint(*([p for name in owning for p in layers[name].parameters] for layers in (then, now))),
+            *scales,
+        ),
         differences=tuple(difference for cause in weights for difference in cause.differences),
     )
     return [*others, whole]
@@ -143,7 +170,7 @@ def with_weights_folded(index: ComparisonIndex, causes: Sequence[Cause]) -> list
 
 def _is_drawn(layer: Layer) -> bool:
     """Whether a layer has trainable weights that are not constant; those of a new norm layer are."""
-    own = (p.reading.statistics for p in layer.parameters if p.requires_grad)
+    own = (p.reading.statistics for p in layer.parameters if p.requires_grad and p.tied_to is None)
     return any(numbers is not None and numbers.std for numbers in own)
 
 
