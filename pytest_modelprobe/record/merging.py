@@ -18,12 +18,13 @@ from .naming import address, qualified
 from .record import Record
 from .tensor_parallel import MIXED, TENSOR_PARALLEL, Joining
 from .tensor_statistics import Reading, has_nonfinite
-from .together import demand_equal, mean, once, rms, scaled, together
+from .together import NOT_REDUCED, OTHER_STEP, SAME_START, demand_equal, mean, once, rms, scaled, together
 
 _MIXED = (
     "records are not merged where ranks have their parts in several ways, as under tensor parallelism beside FSDP2 or "
     "DDP: which part of the whole a rank has is not known. Assert on the watch in each rank"
 )
+_REDUCED = "whether gradients are reduced over the ranks, as DistributedDataParallel does"
 _NOT_AVERAGED = "each rank has its own, before averaging: merge the record of a step"
 
 
@@ -116,6 +117,7 @@ class _Merging:
         self._same_inputs = len(records) > 1 and _have_same_inputs(records)
         self.is_step = records[0].step is not None
         """Whether the forwards are those of one step: microbatches, that make up a batch."""
+        self._same_start = f"{SAME_START}; in the steps before, at {_REDUCED}" if records[0].step else SAME_START
         self.nonfinite: list[tuple[int, str]] = []
         """What is not finite in some ranks alone, each with the place of its call in the order of computation."""
 
@@ -153,7 +155,8 @@ class _Merging:
         demand_equal(have, name, "requires_grad", lambda p: p.requires_grad)
         merged: dict[str, Any] = {"applied": None, "layout": None}
         is_applied = all(own.applied is not None for _, own in have)
-        for field in ("reading", "after", "updated", "gradient"):
+        advice = {"reading": self._same_start, "gradient": NOT_REDUCED}
+        for field in ("reading", "gradient", "updated", "after"):  # each decides the next
             readings = [own.applied or own.gradient if field == "gradient" else getattr(own, field) for _, own in have]
             merged[field] = readings[0]
             if (first.layout or "").startswith("shard"):
@@ -164,8 +167,8 @@ class _Merging:
             else:
                 what = f"the gradient of {name}" if field == "gradient" else name
                 numbered = [(rank, reading) for (rank, _), reading in zip(have, readings, strict=True)]
-                demand_equal(numbered, what, "mean", mean)
-                demand_equal(numbered, what, "rms", rms)
+                demand_equal(numbered, what, "mean", mean, advice.get(field, OTHER_STEP))
+                demand_equal(numbered, what, "rms", rms, advice.get(field, OTHER_STEP))
         return dataclasses.replace(first, **merged)
 
     def _buffer(self, have: list[Parameter]) -> Parameter:

@@ -13,7 +13,17 @@ from .tensor_statistics import Histogram, Reading, Statistics, Units
 T = TypeVar("T")
 
 
-def demand_equal(have: Sequence[tuple[int, T]], name: str, what: str, of: Callable[[T], Any]) -> None:
+SAME_START = "All ranks should have the same: look at the seed, at the weights that each loads, and at what is frozen"
+NOT_REDUCED = (
+    "Gradients were not reduced over the ranks before the optimizer's step: call the model that "
+    "DistributedDataParallel wraps through the wrapper, and outside no_sync()"
+)
+OTHER_STEP = "The gradients are the same: look at each rank's optimizer, its hyperparameters and its state"
+
+
+def demand_equal(
+    have: Sequence[tuple[int, T]], name: str, what: str, of: Callable[[T], Any], advice: str = SAME_START
+) -> None:
     """Raise AssertionError where a rank differs from the first in what all should have in common."""
     rank, first = have[0]
     for other, one in have[1:]:
@@ -23,8 +33,7 @@ def demand_equal(have: Sequence[tuple[int, T]], name: str, what: str, of: Callab
                 here, there = str(of(one)), str(of(first))
             raise AssertionError(
                 f"ranks disagree: {name} has another {what} in [rank {other}] than in [rank {rank}]: "
-                f"{here}, not {there}. All ranks should have the same: look at the seed, at "
-                "the weights that each loads, and at what is frozen"
+                f"{here}, not {there}. {advice}"
             )
 
 

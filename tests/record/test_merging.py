@@ -9,6 +9,7 @@ import pytest
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Units, Value
 from pytest_modelprobe.record.parts import merge_part, merged_of, split
+from pytest_modelprobe.record.together import NOT_REDUCED, OTHER_STEP
 
 
 def reading(*elements: float, **more: object) -> Reading:
@@ -154,6 +155,36 @@ def test_replicas_that_differ_name_the_parameter_and_the_rank() -> None:
         "ranks disagree: fc.weight has another mean in [rank 2] than in [rank 0]: 0.25, not 0.5. All ranks should have "
         "the same: look at the seed, at the weights that each loads, and at what is frozen"
     )
+
+
+@pytest.mark.parametrize(
+    ("gradients", "message"),
+    [
+        (
+            (1.0, 2.0),
+            "the gradient of fc.weight has another mean in [rank 1] than in [rank 0]: 2, not 1. " + NOT_REDUCED,
+        ),
+        (
+            (1.0, 1.0),
+            "fc.weight has another mean in [rank 1] than in [rank 0]: 0.3, not 0.4. " + OTHER_STEP,
+        ),
+    ],
+    ids=["not reduced", "another optimizer"],
+)
+def test_what_makes_replicas_differ_in_a_step_is_told(gradients: tuple[float, float], message: str) -> None:
+    records = [
+        record((x,), value("output", x), dataclasses.replace(weight(reading(0.5), reading(g)), after=reading(after)))
+        for x, g, after in zip((1.0, 2.0), gradients, (0.4, 0.3), strict=True)
+    ]
+    with pytest.raises(AssertionError) as caught:
+        Record.merge(records)
+    assert str(caught.value) == f"ranks disagree: {message}"
+
+
+def test_of_weights_that_differ_in_a_later_step_the_steps_before_are_told() -> None:
+    records = [record((x,), value("output", x), weight(reading(x)), step=3) for x in (1.0, 2.0)]
+    with pytest.raises(AssertionError, match="; in the steps before, at whether gradients are reduced over the ranks"):
+        Record.merge(records)
 
 
 def test_a_layer_that_is_frozen_on_one_rank_is_named() -> None:
