@@ -266,6 +266,7 @@ def _test(i: int, test: Data, unfolded: bool) -> Markup:
     body = [
         [_snapshot(snapshot) for snapshot in test["snapshots"]],
         _failure(test),
+        [tag("section", tag("p", tag("b", "Hint")), preformatted(said)) for said in test.get("hints", ())],
         # A browser with scripts does not build these elements, a million in a large report, before the script asks.
         seen if unfolded or not any(seen) else tag("noscript", seen),
     ]
