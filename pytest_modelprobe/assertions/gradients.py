@@ -25,6 +25,7 @@ from pytest_modelprobe.report.text import Cell, count, failure, listed, number, 
 from pytest_modelprobe.report.text import shape as shape_text
 
 from .activations import find_nonfinite, from_forward, nonfinite_counts
+from .experts import Unreached, find_unreached
 from .sources import LEAVE_OUT, Subject, backward_of, called, fail_or_hint, full_name, not_ignored, selected
 from .zeros import excuse_gradients, has_zero_parameters, second_look
 
@@ -337,7 +338,9 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
 
     Raises:
         AssertionError: The gradient of a layer is missing, zero, not finite, or vanishing; or the gradients of outputs
-            explode. Zeros are looked at twice, and may be a `HintWarning`, see `assert_no_dead_layers`.
+            explode. Zeros are looked at twice, and may be a `HintWarning`, see `assert_no_dead_layers`. Experts in one
+            parameter of which some get no gradient in several backwards fail where there were 16 tokens or more for
+            each; else they are a `HintWarning`.
         NothingObservedError: No backward was seen, no selected layer takes part in it, or no gradient can be read.
         UsageError: ``max_ratio`` is not above 1.
 
@@ -375,11 +378,30 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
     )
     if bad:
         fail_or_hint(_flow_text(record, bad, flow, max_ratio), why)
+    unreached = list(find_unreached(looked_at))
+    if unreached:
+        seen = record.backwards > 1 and any(one.is_certain for one in unreached)
+        fail_or_hint(_unreached_text(unreached, record), hint=not seen)
     exploding = [
         g for g in _growth_of_calls(record, {layer.name for layer in looked_at}) if g.times > _GROWTH_FACTOR * max_ratio
     ]
     if exploding:
         raise AssertionError(_growth_text(exploding, looked_at, max_ratio))
+
+
+def _unreached_text(unreached: list[Unreached], record: Record) -> str:
+    unreached.sort(key=lambda one: not one.is_certain)
+    first = unreached[0]
+    return failure(
+        f"{first} in {count(record.backwards, 'backward')}",
+        ["parameter", "layer type", "shape", "no gradient"],
+        [
+            [one.name, one.layer.type_name, shape_text(one.parameter.shape), f"{len(one.slices):,}/{one.of:,}"]
+            for one in unreached
+        ],
+        "Those slices along its first axis get nothing: look at the router, at which experts it may choose, and at "
+        "what is added up.",
+    )
 
 
 _GROWTH_FACTOR = 100

@@ -59,6 +59,11 @@ def _show_record(scanned: ScannedModel) -> Sequence[str]:
     print("\nFindings:" if found else "\nFindings: none")
     for finding in found:
         print(printable(f"  {finding}"))
+    hints = scanned.hints()
+    if hints:
+        print("\nHints:")
+    for hint in hints:
+        print(printable(f"  {hint}"))
     return found
 
 

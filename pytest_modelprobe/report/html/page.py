@@ -354,7 +354,7 @@ def _run(prefix: str, run: Data) -> Markup:
     anchors = {layer["name"]: f"l{prefix}.{n}" for n, layer in enumerate(layers)}
     words = list(dict.fromkeys(word for layer in run["layers"] for word in layer["status"]))
     title = [run["name"], tag("small", f" {run['model']}") if run["model"] != run["name"] else None]
-    said = [tag("li", finding) for finding in run["findings"]]
+    said = [tag("li", finding) for finding in (*run["findings"], *(f"hint: {one}" for one in run.get("hints", ())))]
     parts: list[Child] = [
         tag("h3", title),
         tag("ul", [tag("li", fact) for fact in _run_facts(run)], class_="facts"),
