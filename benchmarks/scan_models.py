@@ -81,7 +81,8 @@ def _parts(text: str) -> dict[str, Any]:
     inputs = re.search(r"^Inputs: (.*?)(?: \(guessed.*)?$", text, re.MULTILINE)
     model = re.search(r"^(\S+: .*layers?, .*)$", text, re.MULTILINE)
     findings = text.partition("\nFindings:\n")[2].partition("\n\n")[0]
-    checks = re.findall(r"^  (\w+) +(holds|broken|not applicable) +(.*)$", text.partition("\nChecks:")[2], re.MULTILINE)
+    table = text.partition("\nChecks:")[2]
+    checks = re.findall(r"^  (\w+) +(holds|hint|broken|not applicable) +(.*)$", table, re.MULTILINE)
     return {
         "model": model[1] if model else "",
         "inputs": inputs[1] if inputs else "",
@@ -112,14 +113,14 @@ def report(known: dict[str, dict[str, Any]]) -> str:
         "and of the others only the table and the findings were asked for (`--seconds 0`). Findings and broken checks:",
         f"{len(broken)}, of which {explained} explained below as true.",
         "",
-        "| model | inputs | layers | findings | checks | hold | not applicable | broken |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | inputs | layers | findings | checks | hold | not applicable | hints | broken |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, one in found.items():
         verdicts = [verdict for verdict, _ in one["checks"].values()]
-        counts = [verdicts.count(verdict) for verdict in ("holds", "not applicable", "broken")]
+        counts = [verdicts.count(verdict) for verdict in ("holds", "not applicable", "hint", "broken")]
         layers = (re.search(r"([\d,]+) layers?", one["model"]) or ["", ""])[1]
-        ran = [len(verdicts), *counts] if verdicts or one["error"] else ["-"] * 4
+        ran = [len(verdicts), *counts] if verdicts or one["error"] else ["-"] * 5
         numbers = " | ".join(map(str, [len(one["findings"]), *ran]))
         lines.append(f"| `{name}` | {one['inputs'] or one['error']} | {layers} | {numbers} |")
     if broken:

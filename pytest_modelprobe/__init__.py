@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         assert_update_ratio,
     )
     from .exceptions import (
+        HintWarning,
         ModelProbeError,
         NothingObservedError,
         SelectionError,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from .snapshot.snapshot import ModelProbeSnapshot
 
 __all__ = [
+    "HintWarning",
     "ModelProbe",
     "ModelProbeError",
     "ModelProbeSnapshot",
@@ -103,7 +105,7 @@ _MODULES = {
     "ModelProbeSnapshot": "snapshot.snapshot",
     **{name: "assertions" for name in __all__ if name.startswith("assert_")},
     **dict.fromkeys(["ablation", "assert_layer_matters", "faults", "intervene"], "interventions"),
-    **{name: "exceptions" for name in __all__ if name.endswith("Error")},
+    **{name: "exceptions" for name in __all__ if name.endswith(("Error", "Warning"))},
 }
 
 

@@ -1,4 +1,4 @@
-"""The exceptions that pytest-modelprobe raises. Each message says in one sentence what to do instead."""
+"""The exceptions that pytest-modelprobe raises, and the warning. Each says in one sentence what to do instead."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ class UsageError(ModelProbeError, ValueError):
 
 class StoppedError(ModelProbeError, AssertionError):
     """A value met ``stop_on=`` of a watch, which is closed; its record has what was seen until then."""
+
+
+class HintWarning(UserWarning):
+    """What a check or an assertion says of a model that may be healthy. `--modelprobe-strict` makes it an error."""
 
 
 class SnapshotError(ModelProbeError, ValueError):

@@ -167,7 +167,7 @@ class ModelProbe:
             histograms=self._histograms if histograms is None else histograms,
         )
         record, self.kept = run.record(keep)
-        with_rerun(record, WeakRerun(run, _FORGOTTEN, Run.isolated, Run.measured))
+        with_rerun(record, WeakRerun(run, _FORGOTTEN, Run.isolated, Run.measured, Run.varied))
         self._runs.append(run)
         self._models.append(model)
         self._remember(record.model, record)

@@ -1,4 +1,4 @@
-"""Findings of a record that are shown without an assertion: dead layers, NaN, no calls, no gradient, rounding."""
+"""Findings of a record that are shown without an assertion, and hints: dead layers, NaN, no gradient, rounding."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pytest_modelprobe.record import CallTree, Record
 from pytest_modelprobe.report.text import count, listed
 
 from .activations import Dead, find_dead, find_nonfinite
+from .experts import find_unreached
 from .sources import full_name
 from .structure import uncalled, weights_in_use
+from .zeros import returns_drawn_zeros
 
 
 def findings(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
@@ -27,6 +29,7 @@ def findings(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
         return []
     found = []
     dead = find_dead(record, record.layers) if dead is None else dead
+    dead = [d for d in dead if not returns_drawn_zeros(d.step.call)]
     if dead:
         found.append(f"dead: {listed([d.label for d in dead])}")
     origin = find_nonfinite(record, record.layers)
@@ -44,7 +47,20 @@ def findings(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
     ]
     if without:
         found.append(f"no gradient: {count(len(without), 'parameter')}, {listed(without)}")
+    found += [f"experts without a gradient: {one}" for one in find_unreached(record.layers.values()) if one.is_certain]
     return [*found, *_rounding(record)]
+
+
+def hints(record: Record) -> list[str]:
+    """Return one line for each thing that is often wrong and may be meant; empty if there are none.
+
+    >>> hints(Record(model="Net"))
+    []
+    """
+    chance = [d.label for d in find_dead(record, record.layers) if returns_drawn_zeros(d.step.call)]
+    found = [f"dead, perhaps by chance: {listed(chance)}"] if chance else []
+    unreached = (one for one in find_unreached(record.layers.values()) if not one.is_certain)
+    return [*found, *(f"experts without a gradient: {one}" for one in unreached)]
 
 
 def _rounding(record: Record) -> Iterator[str]:

@@ -32,6 +32,7 @@ from .sources import (
     bounds,
     called,
     deviation,
+    fail_or_hint,
     full_name,
     is_watch,
     not_ignored,
@@ -39,6 +40,7 @@ from .sources import (
     selected,
     source_of,
 )
+from .zeros import excuse_gradients
 
 # --- static facts -------------------------------------------------------------------------------------------------
 
@@ -208,6 +210,7 @@ _CANCELED = (
     "Its gradient is rounding error: the norm after it cancels it. A bias there has no effect: remove it from the "
     "model, or exclude it here with ignore=."
 )
+_ZERO = "Its gradient is all zero: the layers after it are dead or zero-initialized."
 _ORIGIN = "assert_grad_finite names where that began."
 _NEVER_UPDATED = "No optimizer has updated it: assert_params_updated says why."
 _LEARNING_RATE = "The learning rate is too {0} for it, or its gradient is."
@@ -303,7 +306,9 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: 
         ignore: Globs of full names of parameters that need not change, such as a bias before a norm.
 
     Raises:
-        AssertionError: A parameter is unchanged since the first forward, or is not finite.
+        AssertionError: A parameter is unchanged since the first forward, or is not finite. If it is unchanged because
+            its gradient is only rounding, is zero by chance in the only step, or comes through a layer initialized to
+            zero, that is a `HintWarning`.
         SelectionError: ``ignore`` matches no parameter.
         NothingObservedError: The model was not called, or the layers have no parameters that require a gradient.
         UsageError: The subject is a record, which has no training.
@@ -323,27 +328,34 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: 
     found = _finite(_trained(subject, layers, ignore))
     unchanged = [one for one in found if one.change == 0 and 0 not in one.own.shape]
     if unchanged:
-        first = unchanged[0]
-        gradient = first.own.gradient
-        if gradient is None:
-            why = "It has no gradient: it is detached, unused, or the watch began too late."
-        elif has_nonfinite(gradient):
-            why = f"Its gradient is not finite, and such steps are skipped. {_ORIGIN}"
-        elif gradient.statistics is not None and gradient.statistics.all_zero:
-            why = "Its gradient is all zero: the layers after it are dead or zero-initialized."
-        elif _is_rounding(first):
-            why = _CANCELED
-        else:
-            why = "It has a gradient: it is in no group of the optimizer, the step is too small, or was never taken."
-        raise AssertionError(
-            failure(
-                f"{first.name} was not updated; {len(unchanged):,} of {count(len(found), 'parameter')} looked at",
-                ["parameter", "shape", "gradient rms"],
-                [[one.name, str(one.own.shape), _rms(one.own.gradient)] for one in unchanged],
-                why,
-            )
+        explained = (
+            excuse_gradients(record_of(subject)) if any(_why_unchanged(one) == _ZERO for one in unchanged) else ""
         )
+        harmless = (_CANCELED, _ZERO) if explained else (_CANCELED,)
+        unchanged.sort(key=lambda one: _why_unchanged(one) in harmless)
+        first, why = unchanged[0], _why_unchanged(unchanged[0])
+        text = failure(
+            f"{first.name} was not updated; {len(unchanged):,} of {count(len(found), 'parameter')} looked at",
+            ["parameter", "shape", "gradient rms"],
+            [[one.name, str(one.own.shape), _rms(one.own.gradient)] for one in unchanged],
+            why,
+            explained,
+        )
+        fail_or_hint(text, hint=why in harmless)
     _reject_unknown(found)
+
+
+def _why_unchanged(one: _Change) -> str:
+    gradient = one.own.gradient
+    if gradient is None:
+        return "It has no gradient: it is detached, unused, or the watch began too late."
+    if has_nonfinite(gradient):
+        return f"Its gradient is not finite, and such steps are skipped. {_ORIGIN}"
+    if gradient.statistics is not None and gradient.statistics.all_zero:
+        return _ZERO
+    if _is_rounding(one):
+        return _CANCELED
+    return "It has a gradient: it is in no group of the optimizer, the step is too small, or was never taken."
 
 
 def assert_update_ratio(
@@ -368,7 +380,8 @@ def assert_update_ratio(
         ignore: Globs of full names of parameters to exclude, such as a bias before a norm.
 
     Raises:
-        AssertionError: The ratio of a parameter is out of range, or a parameter is not finite.
+        AssertionError: The ratio of a parameter is out of range, or a parameter is not finite. A ratio that is too
+            small because the gradient is only rounding is a `HintWarning`.
         SelectionError: ``ignore`` matches no parameter.
         NothingObservedError: The model was not called, or the layers have no parameters that require a gradient.
         UsageError: The subject is a record; ``low`` is above ``high``.
@@ -402,6 +415,7 @@ def assert_update_ratio(
         raise NothingObservedError("the selected layers have no parameters that require a gradient and were not zero")
     bad = [(n, one) for n, one in found if not low <= (one.change or 0.0) <= high]
     bad.sort(key=lambda pair: -_times_outside(pair[1].change or 0.0, low, high))
+    bad.sort(key=lambda pair: _is_canceled(pair[1], low))
     if bad:
         step, first = bad[0]
         large = (first.change or 0.0) > high
@@ -418,16 +432,15 @@ def assert_update_ratio(
             ]
             for n, one in bad
         ]
-        raise AssertionError(
-            failure(
-                f"{first.name} changed by {number(first.change)} of its norm{when}, not {number(low)} to "
-                f"{number(high)}; {len({one.name for _, one in bad}):,} of "
-                f"{count(len({one.name for _, one in found}), 'parameter')} looked at{of}",
-                ["parameter", "shape", *(["step"] if numbers else []), "ratio", "gradient rms"],
-                rows,
-                _NEVER_UPDATED if numbers and step is None else _why_outside(first, large=large),
-            )
+        text = failure(
+            f"{first.name} changed by {number(first.change)} of its norm{when}, not {number(low)} to "
+            f"{number(high)}; {len({one.name for _, one in bad}):,} of "
+            f"{count(len({one.name for _, one in found}), 'parameter')} looked at{of}",
+            ["parameter", "shape", *(["step"] if numbers else []), "ratio", "gradient rms"],
+            rows,
+            _NEVER_UPDATED if numbers and step is None else _why_outside(first, large=large),
         )
+        fail_or_hint(text, hint=_is_canceled(first, low))
     _reject_unknown(trained)
 
 
@@ -438,6 +451,13 @@ def _trained(subject: Subject, layers: Selector, ignore: str | Iterable[str]) ->
     ]
     if not found:
         raise NothingObservedError("the selected layers have no parameters that require a gradient")
+    record = record_of(subject)
+    if not (record.backwards or (record.training and record.training.steps) or any(one.change for one in found)):
+        raise NothingObservedError(
+            f"{printable(record.model)} was not trained while it was watched: no gradient reached it, no optimizer "
+            "with one of its parameters stepped, and none changed; watch the model that is trained (of an average "
+            "of its weights, checks.ema_tracks checks the update)"
+        )
     left = not_ignored([one.name for one in found], ignore)
     return [one for one in found if one.name in left]
 
@@ -502,6 +522,11 @@ def _why_outside(one: _Change, *, large: bool) -> str:
     if not large and has_nonfinite(one.own.gradient):
         return f"Its gradient is not finite, and such steps are skipped. {_ORIGIN}"
     return _CANCELED if not large and _is_rounding(one) else _LEARNING_RATE.format("large" if large else "small")
+
+
+def _is_canceled(one: _Change, low: float) -> bool:
+    """Whether a parameter changes too little because its gradient is only rounding."""
+    return (one.change or 0.0) < low and not has_nonfinite(one.own.gradient) and _is_rounding(one)
 
 
 def _times_outside(ratio: float, low: float, high: float) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeGuard
 
-from pytest_modelprobe.exceptions import NothingObservedError, SelectionError, UsageError
+from pytest_modelprobe.exceptions import HintWarning, NothingObservedError, SelectionError, UsageError
 from pytest_modelprobe.record import Glob, Layer, Record, Selector, Statistics, Value, nearest, qualified, select
 from pytest_modelprobe.report.text import count, listed, printable
 
@@ -93,6 +94,17 @@ def source_of(subject: Subject) -> WatchLike | Record:
         "the first argument of an assertion is modelprobe, a watch or a record; "
         f"got {type(subject).__name__}: record = modelprobe.run(model, ...) makes one"
     )
+
+
+def fail_or_hint(text: str, why: str = "", *, hint: bool = False) -> None:
+    """Raise AssertionError; or give a hint, as a healthy model may look so: because of ``why``, or if ``hint`` says so.
+
+    It is called by the assertion itself, whose caller the warning names.
+    """
+    __tracebackhide__ = True
+    if not (why or hint):
+        raise AssertionError(text)
+    warnings.warn(HintWarning("\n\n".join(filter(None, [text, why]))), stacklevel=3)
 
 
 def is_watch(subject: Any) -> TypeGuard[WatchLike]:

@@ -9,7 +9,7 @@ from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import Layer, Record, Training, has_nonfinite
 from pytest_modelprobe.report.text import Cell, count, failure, printable
 
-from .sources import Subject, full_name, record_of
+from .sources import Subject, fail_or_hint, full_name, record_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,8 @@ class _Finding:
     of: int
     """The number of steps, or of other events, that were checked."""
     advice: str
+    hint: bool = False
+    """Whether a healthy loop may do it."""
 
 
 def assert_training_loop(subject: Subject) -> None:
@@ -30,11 +32,12 @@ def assert_training_loop(subject: Subject) -> None:
       generator to the discriminator's);
     - an optimizer with the parameters of another copy of the model;
     - training in evaluation mode and evaluation in training mode, if a layer depends on the mode;
-    - BatchNorm with a batch that is accumulated in parts;
-    - most steps skipped by a ``GradScaler`` because gradients are not finite.
+    - most steps skipped by a ``GradScaler`` because gradients are not finite;
+    - BatchNorm with a batch that is accumulated in parts: a `HintWarning`, as many sound loops do it.
 
-    Gradients may be accumulated on purpose if they are reset after the step. Forwards in training mode without
-    gradients count as evaluation only if some steps have none.
+    Forwards that compute the statistics of a BatchNorm again, as ``torch.optim.swa_utils.update_bn`` does, are no
+    evaluation. Gradients may be accumulated on purpose if they are reset after the step. Forwards in training mode
+    without gradients count as evaluation only if some steps have none.
 
     Args:
         subject: A watch, or a probe with one, over two or more steps of an optimizer. If several models are trained,
@@ -67,14 +70,13 @@ def assert_training_loop(subject: Subject) -> None:
     if found:
         first = found[0]
         rows: list[list[Cell]] = [[finding.what, finding.times, finding.of] for finding in found]
-        raise AssertionError(
-            failure(
-                f"{first.what}: {first.times:,} of {count(first.of, 'time')}, in the training of {record.model}",
-                ["in the training loop", "times", "of"],
-                rows,
-                first.advice,
-            )
+        text = failure(
+            f"{first.what}: {first.times:,} of {count(first.of, 'time')}, in the training of {record.model}",
+            ["in the training loop", "times", "of"],
+            rows,
+            first.advice,
         )
+        fail_or_hint(text, hint=first.hint)
     if training is None or not training.steps:
         others = f" ({count(training.others, 'step')} of others)" if training is not None and training.others else ""
         raise NothingObservedError(
@@ -112,15 +114,6 @@ def _findings(record: Record, training: Training) -> Iterator[_Finding]:
             "model is copied, loaded, wrapped or built again.",
         )
     yield from _modes(record, training)
-    norm = next((layer for layer in _called(record, training=True) if _is_batch_norm(layer)), None)
-    if training.accumulated and training.optimizers == 1 and not training.others and norm is not None:
-        yield _Finding(
-            f"{norm.name} sees an accumulated batch in parts",
-            training.accumulated,
-            steps,
-            f"{norm.type_name} computes mean and variance of each part separately: call eval() on it, or use a norm "
-            "that does not depend on the batch.",
-        )
     nonfinite = next(_nonfinite_gradients(record), None)
     if nonfinite is not None and training.discarded > max(1, steps):
         yield _Finding(
@@ -129,6 +122,16 @@ def _findings(record: Record, training: Training) -> Iterator[_Finding]:
             training.discarded + steps,
             "A GradScaler skips such a step and lowers its scale: look at its initial scale; assert_grad_finite names "
             "where NaN or inf began.",
+        )
+    norm = next((layer for layer in _called(record, training=True) if _is_batch_norm(layer)), None)
+    if training.accumulated and training.optimizers == 1 and not training.others and norm is not None:
+        yield _Finding(
+            f"{norm.name} sees an accumulated batch in parts",
+            training.accumulated,
+            steps,
+            f"{norm.type_name} computes mean and variance of each part separately. If that is not meant, call eval() "
+            "on it, or use a norm that does not depend on the batch.",
+            hint=True,
         )
 
 

@@ -49,7 +49,7 @@ class BackwardPasses:
         self._newest_task = -1
         self._reached = -1  # the newest pass that reached an observed tensor
         # Gradients of the newest backward pass, by index of the forward and content key.
-        self._cache: dict[tuple[int, ContentKey], tuple[Reduction, Any]] = {}
+        self._cache: dict[tuple[int, int | None, ContentKey], tuple[Reduction, Any]] = {}
         self.count = 0
         """Passes, those inside a forward left out."""
         self.on_pass: Callable[[], None] | None = None
@@ -98,13 +98,13 @@ class BackwardPasses:
         if self._stop is not None:
             self._stop.gradient(observed, reduced)
 
-    def receive_parameter(self, names: list[str], gradient: torch.Tensor) -> None:
-        """Take the gradient of a parameter, before it is added to ``.grad``."""
+    def receive_parameter(self, names: list[str], gradient: torch.Tensor, axis: int | None = None) -> None:
+        """Take the gradient of a parameter, before it is added to ``.grad``; ``axis`` is that of its units."""
         first, newest = self._forwards.first, self._forwards.newest
         if self._forwards.take is not None and not self._forwards.keeps_step:
             return  # reading every parameter would cost more than all that is traced
         index, samples = (0, WHOLE) if newest is None else (newest.index, newest.samples.whole)
-        reduced = self._reduced(gradient, index, samples)
+        reduced = self._reduced(gradient, index, samples, axis)
         step = self._forwards.step
         step.reached_by(self._current)
         receiving = [step.gradients]
@@ -135,16 +135,16 @@ class BackwardPasses:
         """Forget the gradients of the newest pass, which are kept to be recognized."""
         self._cache.clear()
 
-    def _reduced(self, gradient: torch.Tensor, index: int, samples: Samples) -> Reduction:
+    def _reduced(self, gradient: torch.Tensor, index: int, samples: Samples, axis: int | None = None) -> Reduction:
         """Reduce a gradient: a large one once in a pass, though a sum hands it to each of its terms."""
         key = content_key(gradient) if gradient.numel() > _LARGE else None
-        known = None if key is None else self._cache.get((index, key))
+        known = None if key is None else self._cache.get((index, axis, key))
         if known is not None:
             return known[0]
         reduced = statistics.reduce(
-            gradient, index=index, samples=samples, histogram=self._histograms, small=self._small
+            gradient, axis=axis, index=index, samples=samples, histogram=self._histograms, small=self._small
         )
         if key is not None:
             # While the storage is held weakly its address is not used again.
-            self._cache[index, key] = reduced, WeakStorage(gradient.untyped_storage())
+            self._cache[index, axis, key] = reduced, WeakStorage(gradient.untyped_storage())
         return reduced

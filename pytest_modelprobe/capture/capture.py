@@ -372,7 +372,7 @@ class Capture:
         self._backward.recomputed = None
         self._views.mark_overwritten()
         self._tensors.drop_dead_hooks()
-        self._steps.forward_begins(training=module.training)
+        self._steps.forward_begins(module)
         self._set_attributes.clear()
         if self._forwards.is_new(kind):
             self._set_attributes.begin(name)

@@ -20,6 +20,7 @@ from .backward import BackwardPasses
 from .guard import HookGuard, hidden
 from .steps import GradientState, Steps
 from .training_steps import TrainingSteps, computes_gradients
+from .units import stacked_axis
 
 
 class ParameterHooks:
@@ -64,7 +65,7 @@ class ParameterHooks:
                     self._hooked[prefix + name] = parameter
                     hook = self._hook_on(parameter)
                     if hook is None:
-                        hook = _ParameterHook(self, parameter)
+                        hook = _ParameterHook(self, parameter, stacked_axis(owner, parameter))
                         self._handles.append(parameter.register_hook(hook))
                         if type(parameter) is not nn.Parameter:  # FSDP2 calls no other hook of its DTensors
                             self.see_accumulated(hook, parameter)
@@ -119,11 +120,12 @@ class _ParameterHook:
     The sum of a gradient that comes in parts is taken from ``.grad``.
     """
 
-    __slots__ = ("_arrived", "_parameter", "_parts", "held", "names", "owner", "sees_accumulated")
+    __slots__ = ("_arrived", "_axis", "_parameter", "_parts", "held", "names", "owner", "sees_accumulated")
     is_modelprobe = True
 
-    def __init__(self, owner: ParameterHooks, parameter: nn.Parameter) -> None:
+    def __init__(self, owner: ParameterHooks, parameter: nn.Parameter, axis: int | None) -> None:
         self.owner = owner
+        self._axis = axis
         self.held = GradientState()
         self._parameter = ref(parameter)
         self.names: list[str] = []
@@ -145,7 +147,7 @@ class _ParameterHook:
                 self._arrived, self._parts = backward, 1
                 if parameter is not None and owner.steps.arrives(parameter, self.held, backward):
                     owner.backward.discard_step()
-                owner.backward.receive_parameter(self.names, gradient)
+                owner.backward.receive_parameter(self.names, gradient, self._axis)
 
     def take_accumulated(self, parameter: nn.Parameter) -> None:
         """Take ``.grad`` where the hook could not: the gradient came in parts, or (FSDP2) torch did not call it."""
@@ -155,7 +157,7 @@ class _ParameterHook:
                     return
                 gradient = parameter.grad
                 if gradient is not None and (self._parts > 1 or self.owner.backward.current() != self._arrived):
-                    self.owner.backward.receive_parameter(self.names, gradient)
+                    self.owner.backward.receive_parameter(self.names, gradient, self._axis)
 
 
 class _AccumulatedHook:

@@ -90,12 +90,12 @@ class Steps:
             discarded=self._discarded,
         )
 
-    def forward_begins(self, *, training: bool) -> None:
-        """Count a forward that begins."""
+    def forward_begins(self, module: nn.Module) -> None:
+        """Count a forward of a module that begins."""
         if torch.is_grad_enabled():
-            self._forwards += training
-        else:
-            self._idle |= training
+            self._forwards += module.training
+        elif module.training:
+            self._idle |= not _computes_statistics(module)
 
     def reached(self, *, training: bool) -> None:
         """Count a backward pass that reached a forward of that mode."""
@@ -188,3 +188,9 @@ class Steps:
             shapes = Counter(p.shape for group in optimizer.param_groups for p in group["params"])
             self._optimizers[optimizer] = shapes <= Counter(p.shape for p in parameters)
         return self._optimizers[optimizer]
+
+
+def _computes_statistics(module: nn.Module) -> bool:
+    """Whether the norms of a module average over all batches now, as `torch.optim.swa_utils.update_bn` has them do."""
+    norms = (one for one in module.modules() if "running_mean" in one._buffers)
+    return any(one.training and getattr(one, "momentum", 0.0) is None for one in norms)

@@ -67,6 +67,29 @@ def is_pointwise(module: nn.Module) -> bool:
     return _rule(cls) == _INHERITED
 
 
+def stacked_axis(owner: nn.Module, parameter: Tensor) -> int | None:
+    """Return the axis of a parameter along which weights of several modules, such as experts, are stacked: the first.
+
+    None if they are not: if slices are no matrices, and of a convolution or of a bilinear layer, of which a slice is a
+    unit, which may be dead.
+
+    >>> import torch
+    >>> stacked_axis(nn.Module(), nn.Parameter(torch.empty(8, 16, 4)))
+    -3
+    >>> stacked_axis(nn.Conv1d(16, 8, 4), nn.Parameter(torch.empty(8, 16, 4)))
+    """
+    if parameter.ndim < 3 or type(parameter) is not nn.Parameter:  # as most; a DTensor has a part of the slices
+        return None
+    first, *others = parameter.shape
+    if first < 2 or sum(size > 1 for size in others) < 2:
+        return None
+    made_of_units = any(base.__module__ in _OF_UNITS for base in type(owner).__mro__)
+    return None if made_of_units else -parameter.ndim
+
+
+_OF_UNITS = ("torch.nn.modules.conv", "torch.nn.modules.linear", "torch.nn.utils.parametrize")
+
+
 def _axis(module: nn.Module, rule: str | None, shape: Sequence[int], inherited: int | None) -> int | None:
     if rule == _SECOND:
         return 1 - len(shape) if len(shape) > 1 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.exceptions import HintWarning, UsageError
 from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.progress import progress
@@ -116,7 +117,7 @@ Inputs = Any
 
 
 class Outcomes(tuple[Outcome, ...]):
-    """The outcomes of checks; ``str`` lists the broken ones in full.
+    """The outcomes of checks; ``str`` lists the broken ones in full, then the hints.
 
     >>> one = Outcome(check="seeded", model="Net", verdict="holds")
     >>> print(Outcomes([one]))
@@ -132,14 +133,21 @@ class Outcomes(tuple[Outcome, ...]):
         """The outcomes of properties that are broken."""
         return tuple(outcome for outcome in self if outcome.verdict == "broken")
 
+    @property
+    def hints(self) -> tuple[Outcome, ...]:
+        """The outcomes of properties that do not hold of models that may be healthy."""
+        return tuple(outcome for outcome in self if outcome.verdict == "hint")
+
     def __str__(self) -> str:
         verdicts = [outcome.verdict for outcome in self]
         counts = f"{verdicts.count('holds')} hold, {verdicts.count('not applicable')} are not applicable"
-        first = f"{count(len(self.broken), 'check')} of {len(self)} broken; {counts}"
-        if self.broken:
-            first = f"{self.broken[0].text.partition(chr(10))[0]}; {first}"
-        whole = [f"--- {outcome.check} ---\n{outcome}" for outcome in self.broken]
-        return "\n\n".join([first, *whole])
+        hints = f", {count(len(self.hints), 'hint')}" if self.hints else ""
+        first = f"{count(len(self.broken), 'check')} of {len(self)} broken{hints}; {counts}"
+        found = (*self.broken, *self.hints)
+        if found:
+            first = f"{found[0].text.partition(chr(10))[0]}; {first}"
+        broken = [f"--- {outcome.check} ---\n{outcome}" for outcome in self.broken]
+        return "\n\n".join([first, *broken, *(f"--- {hint.check}, a hint ---\n{hint}" for hint in self.hints)])
 
 
 @in_order
@@ -154,7 +162,7 @@ def standard(
     kwargs: Mapping[str, Any] | None = None,
     **model_kwargs: Any,
 ) -> Outcomes:
-    """Run the standard checks, assert that none is broken, and return their outcomes.
+    """Run the standard checks, assert that none is broken, and return their outcomes. Hints are a `HintWarning`.
 
     `STANDARD` has their names. Other checks are called by themselves: those that only some models have to pass
     (`causal`, `incremental`, `permutation_equivariant`, `permutation_invariant`, `export_parity`), those that take long
@@ -194,6 +202,8 @@ def standard(
         _check_runs(probe, model, inputs, given, _one_input(inputs))
     if outcomes.broken:
         raise AssertionError(str(outcomes))
+    if outcomes.hints:
+        warnings.warn(HintWarning(str(outcomes)), stacklevel=3)
     return outcomes
 
 
@@ -268,6 +278,7 @@ class CaseCheck:
             pytest.skip(str(outcome))
         if outcome.verdict == "broken":
             raise AssertionError(str(outcome))
+        outcome.warn(stacklevel=3)
         return outcome
 
     def __repr__(self) -> str:

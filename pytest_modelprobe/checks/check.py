@@ -90,7 +90,7 @@ class Check:
         kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Outcome:
-        """Assert that the property holds, and return the outcome.
+        """Assert that the property holds, and return the outcome. A hint is a `HintWarning`.
 
         Raises:
             AssertionError: The property is broken; the message names the first layer at which it is.
@@ -103,6 +103,7 @@ class Check:
             raise AssertionError(str(found))
         if found.verdict == "not applicable":
             raise UsageError(str(found))
+        found.warn(stacklevel=4)
         return found
 
     @in_order
@@ -143,7 +144,7 @@ class Check:
         if isinstance(found, Break):
             module = trial.layers.modules.get(found.layer)
             text = message_of(found, "" if module is None else type(module).__name__)
-            return Outcome(check=self.__name__, model=trial.name, verdict="broken", text=text, layer=found.layer)
+            return Outcome(check=self.__name__, model=trial.name, verdict=found.level, text=text, layer=found.layer)
         if trial.numbers:
             found += f"; not looked at, as numbers of Python: {listed(list(trial.numbers))}"
         return Outcome(check=self.__name__, model=trial.name, verdict="holds", text=found)

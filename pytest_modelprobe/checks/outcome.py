@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from dataclasses import dataclass
 from typing import Literal
 
+from pytest_modelprobe.exceptions import HintWarning
 from pytest_modelprobe.record import label_of
 from pytest_modelprobe.report.text import Cell, failure
 
-CheckVerdict = Literal["holds", "broken", "not applicable"]
+CheckVerdict = Literal["holds", "hint", "broken", "not applicable"]
 
 
 class NotApplicableError(Exception):
@@ -29,6 +31,8 @@ class Break:
     """All places where it is broken, in the order of computation."""
     advice: str = ""
     """Where to look."""
+    level: Literal["broken", "hint"] = "broken"
+    """``hint``: a healthy model may look so too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +47,22 @@ class Outcome:
     model: str
     """Name of the model's class."""
     verdict: CheckVerdict
+    """``hint``: the property does not hold, but a healthy model may look so: it is said, and fails nothing."""
     text: str = ""
     """The whole message; of a property that holds, a summary."""
     layer: str | None = None
     """The first layer, or the parameter, at which the property breaks."""
 
     def __str__(self) -> str:
-        if self.verdict == "broken":
+        if self.verdict in ("broken", "hint"):
             return self.text
         verb = "holds for" if self.verdict == "holds" else "is not applicable to"
         return f"{self.check} {verb} {self.model}" + (f": {self.text}" if self.text else "")
+
+    def warn(self, stacklevel: int) -> None:
+        """Give the warning of a hint."""
+        if self.verdict == "hint":
+            warnings.warn(HintWarning(f"{self.check}: {self.text}"), stacklevel=stacklevel)
 
 
 def line_of(error: BaseException | None) -> str:

@@ -30,21 +30,18 @@ from pytest_modelprobe.models import (
     run_eagerly,
     seeding,
     settings_preserved,
-    unexpanded,
     unseen,
     version,
+    wake_zeros,
 )
 from pytest_modelprobe.probe import ModelProbe
-from pytest_modelprobe.record import ROOT, address, label_of, qualified
+from pytest_modelprobe.record import ROOT, address, label_of
 from pytest_modelprobe.runs import Loss, Mode, NoGradientError, check_loss, loss_of
 
 from .outcome import NotApplicableError, line_of
 
 Vary: TypeAlias = Callable[[str, Tensor], Tensor]
 ReferenceCheck: TypeAlias = "Callable[[Trial, Trace, Mapping[str, Any]], None]"
-
-_ZERO_STD = 0.02
-"""Standard deviation for parameters that are all zero, as in initializations of transformers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,7 +205,7 @@ class Trial:
                     f"the model cannot be moved to {self.probe.device}: {line_of(error)}"
                 ) from error
             if self._randomize_zeros:
-                self._randomize_zero_layers()
+                wake_zeros(self.layers, self.probe.seed)
             self._state = ModelState(self.model, generators=False)  # else no run would show that they matter
             self._exit = stack.pop_all()
         return self
@@ -432,18 +429,6 @@ class Trial:
                 return
             trace.gradients = {name: _taken(p) for name, p in parameters.items()}
             trace.input_gradients = {path: _taken(x) for path, x in floating.items()}
-
-    def _randomize_zero_layers(self) -> None:
-        for name, module in self.layers.modules.items():
-            own = [(n, p) for n, p in module.named_parameters(recurse=False) if p.is_floating_point() and p.numel()]
-            zero = [(n, p) for n, p in own if not p.any()]
-            # A bias hides nothing, unless there is nothing but zeros.
-            if len(zero) == len(own) or any(not n.endswith("bias") for n, _ in zero):
-                for parameter_name, parameter in zero:
-                    full = qualified(name, parameter_name)
-                    with torch.no_grad():
-                        written = unexpanded(parameter)
-                        written.copy_(self.randn_like(written, full) * _ZERO_STD)
 
 
 def plain(tensor: Tensor) -> Tensor:

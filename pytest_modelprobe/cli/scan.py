@@ -37,9 +37,11 @@ def run_scan(options: argparse.Namespace) -> int:
         except SystemExit as error:  # with code 0 it would read as a model that was scanned
             raise ModelProbeError(f"{options.model} ends the process: it calls sys.exit({error.code!r})") from error
         broken = [outcome for outcome in outcomes if outcome.verdict == "broken"]
-        for outcome in broken:
+        hints = [outcome for outcome in outcomes if outcome.verdict == "hint"]
+        for outcome in (*broken, *hints):
             print(f"\n--- {outcome.check} ---\n{printable_lines(str(outcome))}")
-        print(f"\n{count(len(findings), 'finding')}, {count(len(broken), 'broken check')} of {len(outcomes)}")
+        also = f"; {count(len(hints), 'hint')}" if hints else ""
+        print(f"\n{count(len(findings), 'finding')}, {count(len(broken), 'broken check')} of {len(outcomes)}{also}")
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(as_test_file(scanned, outcomes), "utf-8")
@@ -57,6 +59,11 @@ def _show_record(scanned: ScannedModel) -> Sequence[str]:
     print("\nFindings:" if found else "\nFindings: none")
     for finding in found:
         print(printable(f"  {finding}"))
+    hints = scanned.hints()
+    if hints:
+        print("\nHints:")
+    for hint in hints:
+        print(printable(f"  {hint}"))
     return found
 
 

@@ -42,6 +42,7 @@ from .offloading import Offloaded
 from .process import GENERATORS, settings_preserved
 from .restoring import ModelState, has_lazy, preserved
 from .seeding import derive, seeded
+from .waking import wake_zeros
 
 __all__ = [
     "GENERATORS",
@@ -92,4 +93,5 @@ __all__ = [
     "unseen",
     "value_layout",
     "version",
+    "wake_zeros",
 ]

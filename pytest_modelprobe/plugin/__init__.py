@@ -19,7 +19,7 @@ from .marker import is_rank, marker_arguments, marker_error, marker_location
 from .other_plugins import add_checks, told_to_plugins
 from .progress_line import ProgressLine
 from .properties import Properties, is_asked
-from .settings import SETTINGS, add_options, settings_of
+from .settings import SETTINGS, add_filter, add_options, settings_of
 from .terminal import Terminal, named_records, summaries
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "their seconds, for one test, class or module",
     )
     config.stash[SETTINGS] = settings_of(config)
+    add_filter(config)
     from pytest_modelprobe.snapshot.options import policy_of
     from pytest_modelprobe.snapshot.session import SnapshotSession
 

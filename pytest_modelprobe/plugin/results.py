@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ class ResultsWriter:
         self._lost = False
         self._interrupted: str | None = None
         self._unwritten: list[str] = []
+        self._hints: defaultdict[str, dict[str, None]] = defaultdict(dict)
+        """By test; a test that runs again gives them again."""
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Count the tests that are to run."""
@@ -58,6 +62,13 @@ class ResultsWriter:
             self._ended.add(report.nodeid)
             test.update(getattr(report, "modelprobe_results", {}))
 
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, nodeid: str) -> None:
+        """Collect the hints."""
+        from pytest_modelprobe.exceptions import HintWarning
+
+        if issubclass(warning_message.category, HintWarning):
+            self._hints[nodeid][str(warning_message.message)] = None
+
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         """Learn why the run ends early: pytest-xdist interrupts it after the failures that -x allows."""
         self._interrupted = str(excinfo.value) or "the run was interrupted"
@@ -76,7 +87,7 @@ class ResultsWriter:
 
         settings = self._config.stash[SETTINGS]
         results = document(
-            [test for test in self._tests.values() if "runs" in test],
+            [{**test, "hints": list(self._hints[name])} for name, test in self._tests.items() if "runs" in test],
             dataclasses.asdict(self._unused()),
             stopped=self._stopped(session),
             exit_status=int(session.exitstatus),

@@ -71,6 +71,12 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
         metavar="DEVICE",
         help="device of the probe: cpu, cuda, cuda:N, mps or auto; may be repeated: each test runs on each",
     )
+    group.addoption(
+        "--modelprobe-strict",
+        action="store_true",
+        default=None,
+        help="hints, which also healthy models may give, fail tests",
+    )
     group.addoption("--modelprobe-seed", type=int, default=None, metavar="N", help="seed of all random numbers (0)")
     group.addoption(
         "--modelprobe-verbose", action="store_true", default=None, help="show the layers that each test recorded"
@@ -118,6 +124,7 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
     )
     parser.addini("modelprobe_devices", "devices of the probe; those that are missing skip", type="args", default=[])
     parser.addini("modelprobe_seed", "seed of all random numbers", default="0")
+    parser.addini("modelprobe_strict", "hints fail tests", type="bool", default=False)
     parser.addini("modelprobe_verbose", "show the layers that each test recorded", type="bool", default=False)
 
 
@@ -149,6 +156,13 @@ def _check_mutate(config: pytest.Config) -> None:
         raise pytest.UsageError("--modelprobe-mutate compares with snapshots: update them first, in another run")
     if getattr(option, "usepdb", False):
         raise pytest.UsageError("--modelprobe-mutate makes tests fail on purpose: leave out --pdb")
+
+
+def add_filter(config: pytest.Config) -> None:
+    """Make hints errors if that was asked for, else warnings, whatever the ini file says of warnings in general."""
+    option = config.getoption("--modelprobe-strict")
+    strict = config.getini("modelprobe_strict") if option is None else option
+    config.addinivalue_line("filterwarnings", f"{'error' if strict else 'always'}::pytest_modelprobe.HintWarning")
 
 
 def settings_of(config: pytest.Config) -> Settings:

@@ -103,6 +103,11 @@ class Rerun(Protocol):
     def measured(self, record: Record) -> Record:
         """Fill in the noise of each reading and response."""
 
+    def varied(self, record: Record) -> Record | None:
+        """Return the record of the same run with other random numbers, and small ones in the place of parameters that
+        are all zero; None if it cannot be repeated.
+        """
+
 
 _RERUNS: dict[int, Rerun] = {}
 """The rerun of each record that lives, by the record's id."""

@@ -89,4 +89,4 @@ def _of_test(test: Mapping[str, Any]) -> Iterator[_Found]:
             yield rule, "warning", f"{run['name']}: {finding}", f"{run['name']} {kind}", None
 
 
-_FINDINGS = {"dead", "not finite", "never called", "no gradient", "rounding"}
+_FINDINGS = {"dead", "not finite", "never called", "no gradient", "experts without a gradient", "rounding"}

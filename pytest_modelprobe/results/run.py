@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from pytest_modelprobe.assertions.activations import find_dead
-from pytest_modelprobe.assertions.findings import findings
+from pytest_modelprobe.assertions.findings import findings, hints
 from pytest_modelprobe.comparison import Diagnosis
 from pytest_modelprobe.record import Record, elements
 
@@ -55,6 +55,7 @@ def run_data(
         "trainable": elements(parameter for parameter in record.parameters if parameter.requires_grad),
         "notes": [text(note) for note in record.notes],
         "findings": [text(finding) for finding in (*findings(record, dead), *others)],
+        "hints": [text(hint) for hint in hints(record)],
         "error": None,
         "versions": {name: text(version) for name, version in record.versions.items()},
         "profile": None if profile is None else {**costs(profile), "probe_time": profile.probe_time},

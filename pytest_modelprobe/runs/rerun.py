@@ -36,6 +36,7 @@ class WeakRerun(Generic[S]):
         gone: The note for a record whose source does not exist any more.
         isolated: Takes the source, a record and a request; returns the record with isolated responses.
         measured: Takes the source and a record, returns the record with noise. None: noise cannot be measured.
+        varied: Takes the source and a record, returns that of the run with other zeros. None: there is none.
     """
 
     def __init__(
@@ -44,10 +45,11 @@ class WeakRerun(Generic[S]):
         gone: str,
         isolated: Callable[[S, Record, IsolationRequest], Record],
         measured: Callable[[S, Record], Record] | None = None,
+        varied: Callable[[S, Record], Record | None] | None = None,
     ) -> None:
         self._source = weakref.ref(source)
         self._gone = gone
-        self._isolated, self._measured = isolated, measured
+        self._isolated, self._measured, self._varied = isolated, measured, varied
 
     def isolated(
         self,
@@ -76,6 +78,11 @@ class WeakRerun(Generic[S]):
         else:
             found = self._measured(source, record)
         return with_rerun(found, self)
+
+    def varied(self, record: Record) -> Record | None:
+        """Return the record of the run with other random numbers, and none that are zero at first."""
+        source = self._source()
+        return None if self._varied is None or source is None else self._varied(source, record)
 
 
 def responses_of(record: Record) -> dict[Key, IsolatedResponse]:

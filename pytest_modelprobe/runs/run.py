@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import weakref
@@ -33,6 +34,7 @@ from pytest_modelprobe.models import (
     preserved,
     seeding,
     unseen,
+    wake_zeros,
 )
 from pytest_modelprobe.progress import Parts, progress
 from pytest_modelprobe.record import IsolatedResponse, Reading, Record, Selector, has_nonfinite, nearest, qualified
@@ -149,6 +151,15 @@ class Run:
                     reason = f"a repeat raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return with_note(record, f"no noise was measured: {reason}")
 
+    def varied(self, record: Record) -> Record | None:
+        """Return the record of the step with other random numbers and woken parameters, see `Rerun`."""
+        with self._started(record) as start:
+            if start.obstacle is not None:
+                return None
+            other = copy.copy(self)
+            other.seed = seeding.derive(self.seed, "again")
+            return other._observed(start=start, woken=True)[0]
+
     def _measured(self, record: Record, start: _Start, each: Parts) -> Record:
         repeat, _ = self._observed(repeat=1, start=start)
         where = noise.first_difference(record, repeat)
@@ -261,6 +272,7 @@ class Run:
         *,
         repeat: int = 0,
         start: _Start | None = None,
+        woken: bool = False,
         profile: bool = False,
         histograms: bool = False,
     ) -> tuple[Record, Mapping[str, list[Any]]]:
@@ -274,7 +286,9 @@ class Run:
             self._watch(keep, profile=profile, histograms=histograms) as watch,
         ):
             watch._capture.notes.update(dict.fromkeys(state.notes))
-            if start is None:
+            if woken:
+                wake_zeros(Layers(self.model), self.seed)
+            if start is None or woken:
                 watch._capture.read_parameters()
             else:
                 watch._capture.parameters = start.parameters

@@ -71,3 +71,4 @@ def test_standard(scanned: ScannedModel, modelprobe: ModelProbe, check: str) -> 
         pytest.skip(str(outcome))
     if outcome.verdict == "broken":
         raise AssertionError(str(outcome))
+    outcome.warn(stacklevel=2)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pytest_modelprobe import assertions
-from pytest_modelprobe.assertions.findings import findings
+from pytest_modelprobe.assertions.findings import findings, hints
 from pytest_modelprobe.checks import STANDARD, Outcome, outcome
 from pytest_modelprobe.exceptions import ModelProbeError, UsageError
 from pytest_modelprobe.probe import ModelProbe
@@ -94,6 +94,10 @@ class ScannedModel:
         if self._no_gradient and trainable and floating:
             found.append(f"no gradient: {self._no_gradient}")
         return found
+
+    def hints(self) -> list[str]:
+        """Return a line for each thing of the record that is often wrong and may be meant."""
+        return hints(self.record)
 
     def failed_assertions(self) -> list[str]:
         """Return the first line of each assertion on the record that fails."""

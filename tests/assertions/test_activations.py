@@ -380,7 +380,9 @@ def test_a_zero_gradient_before_a_layer_with_a_gradient_is_not_excused_by_what_c
         return h + model.zero(h)
 
     model = Net(forward, b=linear(), live=linear(), zero=linear(weight=0.0))
-    assert failure_of(assert_no_dead_layers, run(model, loss="random")).startswith("b has a zero gradient: ")
+    with ModelProbe() as probe:
+        record = probe.run(model, X, loss="random")
+        assert failure_of(assert_no_dead_layers, record).startswith("b has a zero gradient: ")
 
 
 def test_saturated_is_a_zero_gradient() -> None:

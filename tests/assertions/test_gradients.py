@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import math
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_modelprobe import (
+    HintWarning,
     ModelProbe,
     NothingObservedError,
     Record,
@@ -24,7 +26,10 @@ from pytest_modelprobe import (
     assert_all_params_have_grad,
     assert_grad_finite,
     assert_grad_flow,
+    assert_no_dead_layers,
+    assert_params_updated,
 )
+from pytest_modelprobe.models import seeded
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
 ASSERTIONS = [assert_grad_finite, assert_all_params_have_grad, assert_grad_flow]
@@ -452,9 +457,99 @@ def test_a_zero_gradient_is_named_nearest_to_the_loss() -> None:
 
 
 def test_a_zero_gradient_before_a_zero_initialized_layer_says_so() -> None:
-    text = failure_of(assert_grad_flow, run(Net(lambda m, x: m.b(m.a(x)), a=linear(), b=linear(weight=0.0))))
+    model = Net(lambda m, x: m.b(m.a(x)), a=linear(), b=linear(weight=0.0))
+    with pytest.warns(HintWarning) as hints:
+        assert_grad_flow(run(model))
+    (text,) = (str(one.message) for one in hints)
     assert text.startswith("a gets a zero gradient; ")
-    assert text.endswith("or have a zero derivative there: zero-initialized (b).")
+    assert "or have a zero derivative there: zero-initialized (b)." in text
+    assert text.endswith(
+        "A hint, because of what is zero-initialized: b. Other layers get a gradient after its first step."
+    )
+
+
+class Modulated(nn.Module):
+    """A block whose scale and gate are computed of a condition by a projection that is zero at first: AdaLN-Zero."""
+
+    def __init__(self, *, scale: float = 1.0) -> None:
+        super().__init__()
+        self.condition, self.fc, self.head = linear(), linear(), linear()
+        self.modulation = linear(outputs=12, weight=0.0)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale, gate = self.modulation(F.silu(self.condition(x) * self.scale)).chunk(2, -1)
+        return self.head(x + gate * self.fc(x * (1 + scale)))
+
+
+def test_zero_gradients_behind_zero_initialized_projections_are_a_hint() -> None:
+    with ModelProbe() as probe:
+        model = Modulated()
+        record = probe.run(model, X, loss="random")
+        for assertion in (assert_grad_flow, assert_no_dead_layers):
+            with pytest.warns(HintWarning, match=r"because of what is zero-initialized: modulation\."):
+                assertion(record)
+        model = Modulated(scale=0.0)
+        record = probe.run(model, X, loss="random")
+        with pytest.raises(AssertionError, match=r"^condition gets a zero gradient; 1 of 4 layers"):
+            assert_grad_flow(record)
+        with pytest.raises(AssertionError, match=r"^modulation input is dead: "):
+            assert_no_dead_layers(record)
+
+
+class DropPath(nn.Module):
+    """Leaves a branch out for some samples of a batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.bernoulli(torch.full((len(x), 1), 0.9)) if self.training else x
+
+
+def dropping(factor: float = 1.0) -> Net:
+    return Net(lambda m, x: m.head(x + m.drop(m.branch(x)) * factor), branch=linear(), drop=DropPath(), head=linear())
+
+
+def seed_that_drops() -> int:
+    runs = ((seed, ModelProbe(seed=seed).run(dropping(), X[:1])) for seed in range(200))
+    return next(seed for seed, record in runs if record["drop"].output.statistics.all_zero)
+
+
+@pytest.mark.parametrize("assertion", [assert_grad_flow, assert_no_dead_layers])
+def test_a_branch_that_a_run_drops_by_chance_is_looked_at_again(assertion: Callable[..., None]) -> None:
+    with ModelProbe(seed=seed_that_drops()) as probe, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = dropping()
+        assertion(probe.run(model, X[:1], loss="random"))
+        model = dropping(factor=0.0)
+        record = probe.run(model, X[:1], loss="random")
+        with pytest.raises(AssertionError, match=r"^(branch gets|drop has|branch has) a zero gradient"):
+            assertion(record)
+
+
+@pytest.mark.parametrize("assertion", [assert_grad_flow, assert_no_dead_layers, assert_params_updated])
+def test_a_branch_that_is_dropped_in_the_only_step_of_a_watch_is_a_hint_and_in_one_of_several_nothing(
+    assertion: Callable[..., None],
+) -> None:
+    for dropped in ([True], [True, False], [False, True]):
+        with ModelProbe() as probe, warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            watch = probe.watch(dropping())
+            optimizer = torch.optim.SGD(watch.model.parameters(), 0.1)
+            for drop in dropped:
+                torch.manual_seed(seed_of_draw(drop=drop))
+                optimizer.zero_grad()
+                watch.model(X[:1]).square().mean().backward()
+                optimizer.step()
+            assertion(watch)
+        assert [one.category for one in said] == ([HintWarning] if dropped == [True] else [])
+
+
+def seed_of_draw(*, drop: bool) -> int:
+    """Return a seed with which `DropPath` drops the only sample, or does not."""
+    for seed in range(200):
+        with seeded(seed):
+            if bool(DropPath()(torch.ones(1, 1))) != drop:
+                return seed
+    raise AssertionError
 
 
 def test_a_gradient_that_is_not_finite_is_referred_on() -> None:

@@ -10,14 +10,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 from pytest_modelprobe import (
+    HintWarning,
     ModelProbe,
     NothingObservedError,
     Record,
     UsageError,
     Watch,
+    assert_params_updated,
     assert_training_loop,
 )
 
@@ -296,6 +298,29 @@ def test_a_model_that_is_averaged_is_sound() -> None:
                 averaged.eval()(X)
 
 
+@pytest.mark.parametrize("which", ["model", "average"])
+def test_weight_averaging_by_the_recipe_of_torch_is_sound(which: str) -> None:
+    model = net(norm=True, dropout=0.1)
+    averaged, optimizer = AveragedModel(model), sgd(model)
+    with ModelProbe() as probe:
+        watch = probe.watch(model if which == "model" else averaged)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss(model).backward()
+            optimizer.step()
+            averaged.update_parameters(model)
+        update_bn([X], averaged)
+        update_bn([X], model)
+        if which == "model":
+            assert_training_loop(watch)
+            with pytest.warns(HintWarning, match=r"^0\.bias was not updated; 1 of 6 .*\n(.*\n)*.*is rounding error"):
+                assert_params_updated(watch)
+        else:
+            for assertion in (assert_training_loop, assert_params_updated):
+                with pytest.raises(NothingObservedError, match="AveragedModel"):
+                    assertion(watch)
+
+
 # --- modes --------------------------------------------------------------------------------------------------------
 
 
@@ -378,9 +403,25 @@ def accumulating(model: nn.Module) -> None:
 
 
 def test_a_norm_over_the_parts_of_an_accumulated_batch_is_said() -> None:
-    text = failure_of(accumulating, net(norm=True))
+    with pytest.warns(HintWarning) as hints, watched(net(norm=True)) as watch:
+        accumulating(watch.model)
+    (text,) = (str(one.message) for one in hints)
     assert text.startswith("1 sees an accumulated batch in parts: 3 of 3 times")
     assert "BatchNorm1d computes mean and variance of each part separately" in text
+
+
+def test_a_fault_stands_before_what_sound_loops_do_too() -> None:
+    def loop(model: nn.Module) -> None:
+        optimizer = sgd(model)
+        for _ in range(STEPS):
+            for part in X.chunk(2):
+                loss(model, part).backward()
+            optimizer.step()
+
+    lines = failure_of(loop, net(norm=True)).splitlines()
+    assert [line.split("  ")[0] for line in lines[3:5]] == [
+        "gradients are never reset", "1 sees an accumulated batch in parts",
+    ]  # fmt: skip
 
 
 def test_accumulation_with_other_norms_or_a_frozen_one_is_sound() -> None:

@@ -266,6 +266,7 @@ def _test(i: int, test: Data, unfolded: bool) -> Markup:
     body = [
         [_snapshot(snapshot) for snapshot in test["snapshots"]],
         _failure(test),
+        [tag("section", tag("p", tag("b", "Hint")), preformatted(said)) for said in test.get("hints", ())],
         # A browser with scripts does not build these elements, a million in a large report, before the script asks.
         seen if unfolded or not any(seen) else tag("noscript", seen),
     ]
@@ -353,7 +354,7 @@ def _run(prefix: str, run: Data) -> Markup:
     anchors = {layer["name"]: f"l{prefix}.{n}" for n, layer in enumerate(layers)}
     words = list(dict.fromkeys(word for layer in run["layers"] for word in layer["status"]))
     title = [run["name"], tag("small", f" {run['model']}") if run["model"] != run["name"] else None]
-    said = [tag("li", finding) for finding in run["findings"]]
+    said = [tag("li", finding) for finding in (*run["findings"], *(f"hint: {one}" for one in run.get("hints", ())))]
     parts: list[Child] = [
         tag("h3", title),
         tag("ul", [tag("li", fact) for fact in _run_facts(run)], class_="facts"),
