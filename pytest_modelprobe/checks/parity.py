@@ -427,7 +427,7 @@ def _outputs(one: Trace, two: Trace, tolerance: float | None, how: str, advice: 
 
 def _gradients(one: Trace, two: Trace, tolerance: float | None, how: str, advice: str) -> Break | None:
     found = []
-    zero = negligible(one.gradients)
+    zero = negligible(one)
     for name, gradient in one.gradients.items():
         other = two.gradients.get(name)
         if (gradient is None) != (other is None):

@@ -101,7 +101,7 @@ def _accumulated(
             except UsageError as error:  # it took the whole batch
                 raise NotApplicableError(_TARGETS) from error
     found = []
-    zero = negligible(whole.gradients)
+    zero = negligible(whole)
     for name, gradient in whole.gradients.items():
         pieces = [g for g in (p.gradients.get(name) for p in parts) if g is not None]
         if gradient is None or not pieces:

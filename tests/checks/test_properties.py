@@ -175,6 +175,31 @@ def test_of_gradients_that_do_not_add_up_the_one_next_to_the_loss_is_named(probe
     assert found.text.endswith("The other gradients agree, so a layer between those and these may be the cause too.")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("last", "loss"),
+    [
+        (nn.LayerNorm(5, elementwise_affine=False, eps=0.0), lambda o: o.square().mean()),
+        (nn.Identity(), lambda o: F.normalize(o, dim=-1).square().mean()),  # what cancels does so within the loss
+    ],
+    ids=["squares of a norm", "squares of normalized rows"],
+)
+def test_gradients_that_cancel_everywhere_are_rounding_in_parts_too(
+    probe: ModelProbe, last: nn.Module, loss: Any, dtype: torch.dtype
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 5), last).to(dtype)
+    assert checks.gradient_accumulation(probe, model, probe.randn(3, 4).to(dtype), loss=loss).verdict == "holds"
+
+
+def test_a_sum_over_rows_shows_where_other_gradients_cancel(probe: ModelProbe) -> None:
+    model = Code(lambda self, x: (self.fc(x).softmax(-1), self.other(x)), fc=nn.Linear(4, 5), other=nn.Linear(4, 1))
+    found = checks.gradient_accumulation.outcome(
+        probe, model, probe.randn(3, 4), loss=lambda o: o[0].mean() + o[1].square().sum()
+    )
+    assert found.layer in ("other.weight", "other.bias")
+    assert "fc.weight" not in found.text
+
+
 def test_a_loss_that_raises_is_refused_with_the_whole_batch(probe: ModelProbe) -> None:
     with pytest.raises(UsageError, match="loss= raised AttributeError"):
         checks.gradient_accumulation.outcome(probe, nn.Linear(4, 5), probe.randn(3, 4), loss=lambda o: o.nothing)
