@@ -130,7 +130,7 @@ def negligible(trace: Trace) -> float:
     It is small beside the largest gradient on the way from the loss back: where all gradients of the parameters cancel,
     none of them has the size of what canceled.
     """
-    own = [gradient.norm().item() for gradient in trace.gradients.values() if gradient is not None]
+    own: list[float] = [gradient.norm().item() for gradient in trace.gradients.values() if gradient is not None]
     return 1e-6 * max([trace.largest_gradient, *own])
 
 
