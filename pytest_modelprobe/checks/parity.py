@@ -26,6 +26,7 @@ from .agreement import TOLERANCE, break_of, changed, disagreements, in_backward_
 from .check import check
 from .drawing import check_not_random
 from .outcome import Break, NotApplicableError, line_of
+from .recomputation import other_recomputation
 from .trial import LayerTensor, Trace, Trial, Vary
 
 _Found = TypeVar("_Found", bound="Break | str | None")
@@ -178,12 +179,17 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
     runs without its cache of keys and values, as when it checkpoints itself, unless ``use_cache=True`` is given, and
     the power iteration of `torch.nn.utils.spectral_norm`, which advances in each training forward, is stopped.
 
+    A model that checkpoints itself in training is looked at first: what runs again in its backward has to draw the same
+    random numbers. The break names the layer that returns something else. What no layer takes or returns is not seen.
+
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
     >>> probe = ModelProbe()
     >>> print(checks.checkpoint_parity(probe, nn.Sequential(nn.Linear(3, 3), nn.ReLU()), probe.randn(4, 3)))
     checkpoint_parity holds for Sequential: 2 parameters, 2 modules checkpointed, reentrant and not
     """
+    if other := other_recomputation(trial):
+        return other
     model, stopped = _stopped(trial)
     wanted = True
     try:
@@ -196,14 +202,14 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
         raise NotApplicableError("the model has no children that could be checkpointed")
     for reentrant in (False, True):
         how = "reentrant" if reentrant else "not reentrant"
-        other = copy.deepcopy(model)
+        again = copy.deepcopy(model)
         for name in parts:
-            module = other.get_submodule(name)
+            module = again.get_submodule(name)
             module.forward = functools.partial(_checkpointed, module.forward, use_reentrant=reentrant)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                two = trial.run(backward=True, input_gradients=wanted, model=other)
+                two = trial.run(backward=True, input_gradients=wanted, model=again)
             except NotApplicableError:  # no gradient is left
                 two = Trace()
         if two.in_backward:
