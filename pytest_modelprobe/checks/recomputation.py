@@ -53,8 +53,8 @@ def other_recomputation(trial: Trial) -> Break | None:
     return break_of(
         seen.found,
         "computes something else when a checkpoint runs it again, so gradients are wrong: {path} {changed}",
-        "Look for preserve_rng_state=False, which is for code without randomness; for random numbers of numpy, of random "
-        "or of a generator of its own, which no checkpoint draws again; and for state that the layers write to.",
+        "Look for preserve_rng_state=False, which is for code without randomness; for random numbers of numpy, of "
+        "random or of a generator of its own, which no checkpoint draws again; and for state that the layers write to.",
     )
 
 
