@@ -59,7 +59,10 @@ def test_a_row_for_padding_that_an_initialization_wrote_over_is_named(probe: Mod
 
 def test_a_row_for_padding_that_is_zero_is_counted(probe: ModelProbe) -> None:
     found = checks.initialized(probe, Padded())
-    assert found.text == "2 parameters and buffers, as far as their values show, 1 row for padding"
+    assert found.text == (
+        "2 parameters and buffers, as far as values show; not looked at, whether each was written to: no factory=; "
+        "1 row for padding"
+    )
 
 
 def test_a_row_for_padding_that_a_tied_head_trains_may_hold_anything(probe: ModelProbe) -> None:
