@@ -76,10 +76,11 @@ def device_parity(trial: Trial, *, device: str | torch.device = "cuda", toleranc
 
 @check
 def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance: float | None = None) -> Break | str:
-    """Check that the model returns the same in another floating dtype, and that every layer computes in it.
+    """Check that the model returns the same in another floating dtype, and returns it in that dtype.
 
-    In float64, the default, a difference beyond rounding in float32 is amplified by the model; a layer that still
-    returns float32 has a hard-coded dtype.
+    In float64, the default, a difference beyond rounding in float32 is amplified by the model. A layer that still
+    returns float32 has a hard-coded dtype, unless the code around it casts what it returns, as that of a sinusoidal
+    embedding may. A run in bfloat16 shows whether it does: else that run returns float32, or raises.
 
     Args:
         trial: The model and its inputs.
@@ -107,29 +108,48 @@ def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance:
         if _in_dtype(trial, another).error is None:
             runs = str(another).removeprefix("torch.")
             raise NotApplicableError(f"the model runs in {runs} and not in {name}: {two.failure}")
-    else:
-        own = {given.where: given.tensor.dtype for given in one.tensors}
-        kept = [
-            given
-            for given in two.outputs
-            if given.tensor.is_floating_point()
-            and given.tensor.dtype != dtype
-            and own.get(given.where) != dtype
-            # A loss is often summed in float32 on purpose.
-            and not (given.layer == ROOT and not given.tensor.dim())
-        ]
-        if kept:
-            first = kept[0]
-            return Break(
-                layer=first.layer,
-                line=f"{first.layer} returns {_dtype(first)} in a model of {name}",
-                columns=("tensor", "dtype"),
-                rows=tuple((given.where, _dtype(given)) for given in kept),
-                advice="Look for a hard-coded dtype, and for tensors that are created without dtype=.",
-            )
+    elif first := _leading_out(trial, one, two, dtype):
+        return Break(
+            layer=first.layer,
+            line=f"{first.layer} returns {_dtype(first)} in a model of {name}",
+            columns=("tensor", "dtype"),
+            rows=tuple((given.where, _dtype(given)) for given in _kept(one, two, dtype)),
+            advice="Look for a hard-coded dtype, and for tensors that are created without dtype=.",
+        )
     floating = [given.tensor for given in (*one.tensors, *two.tensors) if given.tensor.is_floating_point()]
     widest = max((limit(x, tolerance, least=_ELSEWHERE) for x in floating), default=_ELSEWHERE)
     return _not_by_chance(trial, two, _parity(one, two, f"in {name}", widest, _DTYPE))
+
+
+def _kept(one: Trace, two: Trace, dtype: torch.dtype) -> list[LayerTensor]:
+    """Return the outputs of layers that stay in a dtype of their own in a model of ``dtype``."""
+    own = {given.where: given.tensor.dtype for given in one.tensors}
+    return [
+        given
+        for given in two.outputs
+        if given.tensor.is_floating_point()
+        and given.tensor.dtype != dtype
+        and own.get(given.where) != dtype
+        # A loss is often summed in float32 on purpose.
+        and not (given.layer == ROOT and not given.tensor.dim())
+    ]
+
+
+def _leading_out(trial: Trial, one: Trace, two: Trace, dtype: torch.dtype) -> LayerTensor | None:
+    """Return the first output in another dtype of which an output of the model is made without a cast; None: no output.
+
+    What a layer computes in float32, and the code around it casts, is meant to be precise.
+    """
+    kept = _kept(one, two, dtype)
+    if any(given.is_final for given in kept):
+        inside = [given for given in two.outputs if given.tensor.is_floating_point() and not given.is_final]
+        after = max((i for i, given in enumerate(inside) if given not in kept), default=-1)
+        return next(given for given in kept if given in inside[after + 1 :] or given.is_final)
+    if kept and dtype.itemsize > 2:  # a wide dtype takes in what is added to it; of a narrow one float32 remains
+        narrow = _in_dtype(trial, torch.bfloat16)
+        if narrow.error is not None or any(given.is_final for given in _kept(one, narrow, torch.bfloat16)):
+            return kept[0]
+    return None
 
 
 def _in_dtype(trial: Trial, dtype: torch.dtype) -> Trace:

@@ -135,6 +135,54 @@ def test_a_backward_that_runs_once_is_no_matter_of_the_inputs(probe: ModelProbe)
     assert found.text.startswith("in another run its backward raised RuntimeError: Trying to backward through")
 
 
+class Timesteps(nn.Module):
+    """Sinusoids of a time, in float32 whatever the dtype of the model is, as diffusion models compute them."""
+
+    def forward(self, time: Tensor) -> Tensor:
+        angles = time.float()[:, None] * torch.arange(1, 3)
+        return torch.cat([angles.sin(), angles.cos()], -1)
+
+
+def denoiser(combine: Any) -> nn.Module:
+    return Code(combine, timesteps=Timesteps(), time=nn.Linear(4, 4), stem=nn.Linear(4, 4), act=nn.Tanh())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "combine",
+    [
+        lambda self, x, t: self.act(self.stem(x) + self.time(self.timesteps(t).to(x.dtype))),
+        lambda self, x, t: self.act((self.stem(x).float() + self.timesteps(t)).to(x.dtype)),
+        lambda self, x, t: self.act(self.stem(x).float()).to(x.dtype),
+    ],
+    ids=["cast before a layer", "cast after an addition", "a layer in float32"],
+)
+def test_what_is_computed_in_float32_and_cast_afterwards_is_meant(
+    probe: ModelProbe, combine: Any, dtype: torch.dtype
+) -> None:
+    found = checks.dtype_parity(probe, denoiser(combine), probe.randn(3, 4), probe.randn(3, name="t"), dtype=dtype)
+    assert found.verdict == "holds"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("combine", "layer"),
+    [
+        (lambda self, x, t: self.act(self.stem(x) + self.timesteps(t)), "timesteps"),
+        (lambda self, x, t: self.stem(x) + self.time(self.timesteps(t)), "time"),
+        (lambda self, x, t: self.act(self.stem(x) + self.time(self.timesteps(t).to(x.dtype))).float(), "(root)"),
+    ],
+    ids=["added", "given to a layer", "the output is cast"],
+)
+def test_float32_that_reaches_the_output_or_a_layer_is_named(
+    probe: ModelProbe, combine: Any, layer: str, dtype: torch.dtype
+) -> None:
+    found = checks.dtype_parity.outcome(
+        probe, denoiser(combine), probe.randn(3, 4), probe.randn(3, name="t"), dtype=dtype
+    )
+    assert found.layer == layer
+
+
 def test_what_runs_in_a_narrower_dtype_alone_is_said_to(probe: ModelProbe) -> None:
     model = Code(lambda self, x: x + torch.full((), torch.finfo(x.dtype).min) * 0, fc=nn.Linear(3, 3))
     found = checks.dtype_parity.outcome(probe, model, probe.randn(3, 3))
