@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torch import nn
 from . import interventions
 from .exceptions import NothingObservedError, UsageError
 from .interventions import Ablation, Change, Metric, ablation, faults
-from .models import as_array, check_supported, initialization, seeding
+from .models import as_array, check_supported, initialization, seeding, version
 from .record import Record, Selector, with_rerun
 from .runs import (
     Compiled,
@@ -49,6 +50,14 @@ _FORGOTTEN = (
 )
 
 
+class Built(NamedTuple):
+    """What made a model."""
+
+    factory: Callable[[], nn.Module]
+    versions: dict[str, int | None]
+    """How often each parameter and buffer was written to, when it was made."""
+
+
 class ModelProbe:
     """Runs and watches models on a device with a seed; the fixture ``modelprobe`` is one.
 
@@ -80,6 +89,8 @@ class ModelProbe:
         self.seed = seed
         self.kept: Mapping[str, list[Any]] = {}
         """Outputs of the layers in ``keep=`` of the newest `run`."""
+        self.built: WeakKeyDictionary[nn.Module, Built] = WeakKeyDictionary()
+        """What made each model of `build`, while the model is alive."""
         self._device_required = device_required
         self._histograms = histograms
         self._sources: deque[tuple[str, Watch | Record]] = deque(maxlen=_REMEMBERED)
@@ -474,9 +485,11 @@ class ModelProbe:
             rename: Glob of layers → glob of their former names, by which their weights are drawn.
         """
         model = initialization.build(factory, seed=self.seed, rename=rename)
-        if any(p.is_meta for p in model.parameters()):
-            return model
-        return model.to(self.device)
+        if not any(p.is_meta for p in model.parameters()):
+            model = model.to(self.device)
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        self.built[model] = Built(factory, {name: version(tensor) for name, tensor in tensors})
+        return model
 
     def randn(self, *shape: int | Sequence[int], name: str = "x") -> torch.Tensor:
         """Return normally distributed numbers on the device, drawn from ``name``, the shape and the seed.

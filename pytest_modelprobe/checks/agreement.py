@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -124,9 +124,14 @@ def changed(by: float) -> str:
     return f"changed by {percent(by)}"
 
 
-def negligible(gradients: Mapping[str, Tensor | None]) -> float:
-    """Return the norm up to which a gradient is a rounding error of terms that cancel, as before a softmax."""
-    return 1e-6 * max((g.norm().item() for g in gradients.values() if g is not None), default=0.0)
+def negligible(trace: Trace) -> float:
+    """Return the norm up to which a gradient is a rounding error of terms that cancel, as before a softmax.
+
+    It is small beside the largest gradient on the way from the loss back: where all gradients of the parameters cancel,
+    none of them has the size of what canceled.
+    """
+    own: list[float] = [gradient.norm().item() for gradient in trace.gradients.values() if gradient is not None]
+    return 1e-6 * max([trace.largest_gradient, *own])
 
 
 def compare_runs(

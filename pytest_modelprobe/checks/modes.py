@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -265,8 +266,8 @@ class _RandomCall(ModuleCall):
     arguments: Any = None
     drew: bool = False
     """Whether its own code drew random numbers."""
-    went_on: bool = False
-    """Whether it called another layer afterwards."""
+    inside: int = 0
+    """Number of calls that began inside it so far."""
 
 
 class _DrawDetector:
@@ -281,27 +282,26 @@ class _DrawDetector:
         """Note the versions of the tensors of a model before its forward."""
         self._versions = {id(t): t._version for t in (*model.parameters(), *model.buffers())}
 
-    def begin(self, call: _RandomCall, given: Any) -> None:
-        """Note that a call begins, and its arguments."""
-        self._compare_states(call.parent)
-        if call.parent is not None:
-            call.parent.went_on = call.parent.drew
+    def begin(self, call: _RandomCall, given: Any) -> bool:
+        """Note that a call begins, and its arguments. Return whether the code around it drew just before."""
         call.arguments = given
+        return self._drew(call.parent)
 
-    def end(self, call: _RandomCall) -> None:
-        """Note that a call ends."""
-        self._compare_states(call)
+    def end(self, call: _RandomCall) -> bool:
+        """Note that a call ends. Return whether its own code drew just before."""
+        return self._drew(call)
 
     def written(self, module: nn.Module) -> bool:
         """Whether one of the module's own floating parameters and buffers was written to since."""
         own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
         return any(self._versions.get(id(t)) != t._version for t in own if t.is_floating_point())
 
-    def _compare_states(self, running: _RandomCall | None) -> None:
-        states = self._now()
-        if running is not None and states != self._states:
-            running.drew = True
-        self._states = states
+    def _drew(self, running: _RandomCall | None) -> bool:
+        before, self._states = self._states, self._now()
+        drew = running is not None and before != self._states
+        if running is not None:
+            running.drew |= drew
+        return drew
 
     def _now(self) -> tuple[bytes, ...]:
         return seeding.generator_states(self._device)
@@ -332,18 +332,37 @@ class _Dropped:
     """Upper bound of the probability of this fraction if the scale is right."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A tensor in which what the own code of a layer drew is seen first."""
+
+    layer: str
+    inside: int
+    """Number of calls that begin inside the layer before."""
+    child: str | None
+    """The layer inside that takes it; None: the layer itself returns it."""
+    path: str
+
+    @property
+    def values(self) -> str:
+        """What is dropped, for a sentence."""
+        return "its values" if self.child is None else f"the values that {self.child} takes"
+
+
 @check
 def dropout_scaled(trial: Trial) -> Break | str:
     """Check that layers with dropout of their own scale the kept elements such that the mean stays.
 
-    The mean in training is then the output in evaluation mode. Checked is each layer whose own code draws random
-    numbers after its last call of another layer, on its input in the model, over 3,000 calls, 750 if it calls others.
-    Each element of its output has to be zero or one multiple of that in evaluation mode, with the input added or not.
-    Layers of torch are not checked. Layers before the first parameter, which augment the data, and layers that use
-    random numbers in another way are left out.
+    The mean in training is then the output in evaluation mode. Checked is what the own code of a layer, or of the model
+    itself, returns or gives to a layer inside it after it drew random numbers. It runs on its input in the model 3,000
+    times, 750 if it calls others, which are in evaluation mode. Each element has to be zero or one multiple of that in
+    evaluation mode, with an input added or not. Layers of torch are not checked. What augments the data, before the
+    first parameter, and layers that use random numbers in another way are left out, and the outcome names them.
 
     The probability of a false alarm is at most one in a billion. A scale that is applied twice is detected if at most
-    95 % are kept, or 80 % in a layer that calls others; a missing scale is always detected.
+    95 % are kept, or 80 % in a layer that calls others. A missing scale is always detected. A layer that calls others
+    is left out if its first 20 runs drop nothing, whole rows, or a residual branch of the whole batch: a condition and
+    a layer that are left out at random are not scaled on purpose.
 
     Args:
         trial: The model and its inputs.
@@ -359,57 +378,61 @@ def dropout_scaled(trial: Trial) -> Break | str:
     '1'
     """
     trial.reference(mode="train")
-    calls, others = _drawing(trial)
-    looked_at, wrong = [], []
+    places = _drawing(trial)
+    looked_at, wrong = dict[str, None](), []
     known: dict[Any, _Dropped | None] = {}
-    for name, call in calls.items():
-        module = trial.layers.modules[name]
-        alike = type(module), repr(attributes(module)) if trial.layers.is_leaf(name) else name
+    for place, given in places.items():
+        if given is None:
+            continue
+        module = trial.layers.modules[place.layer]
+        alike = type(module), (repr(attributes(module)), place.path) if trial.layers.is_leaf(place.layer) else place
         if alike not in known:
-            known[alike] = _dropped(trial, name, call)
+            known[alike] = _dropped(trial, place, given)
         dropped = known[alike]
         if dropped is None:
-            others.append(name)
             continue
-        looked_at.append(name)
+        looked_at[place.layer] = None
         if dropped.doubt < _DOUBT:
-            wrong.append((name, dropped))
+            wrong.append((place, dropped))
+    others = [name for name in dict.fromkeys(place.layer for place in places) if name not in looked_at]
+    left = f"; left out: {listed(others)}" if others else ""
     if not looked_at:
-        left = f"; left out: {listed(others)}" if others else ""
         raise NotApplicableError(f"no layer has dropout of its own{left}")
     if not wrong:
-        return count(len(looked_at), "layer") + (f"; left out: {listed(others)}" if others else "")
-    name, first = wrong[0]
+        return f"{count(len(looked_at), 'layer')}{left}"
+    place, first = wrong[0]
     return Break(
-        layer=name,
-        line=f"{name} keeps {percent(first.kept)} of its values in training and multiplies them by "
+        layer=place.layer,
+        line=f"{place.layer} keeps {percent(first.kept)} of {place.values} in training and multiplies them by "
         f"{number(first.scale)}: the mean is {percent(first.kept * first.scale)} of the mean in evaluation mode",
         columns=("layer", "keeps", "times", "mean"),
-        rows=tuple((n, percent(d.kept), d.scale, percent(d.kept * d.scale)) for n, d in wrong),
+        rows=tuple((p.layer, percent(d.kept), d.scale, percent(d.kept * d.scale)) for p, d in wrong),
         advice="Elements that are kept with probability q have to be divided by q, once, in training.",
     )
 
 
-def _drawing(trial: Trial) -> tuple[dict[str, _Arguments], list[str]]:
-    """Return the arguments of each layer that draws last in training, and the names of other layers that draw."""
-    calls: dict[str, _Arguments] = {}
-    others: list[str] = []
+def _drawing(trial: Trial) -> dict[_Place, _Arguments | None]:
+    """Return where what layers drew in training is seen, each with the arguments of the layer; None: no gradient."""
+    places: dict[_Place, _Arguments | None] = {}
     watcher = _DrawDetector(trial)
 
+    def note(call: _RandomCall | None, child: str | None, tensors: list[tuple[str, Tensor]]) -> None:
+        if call is not None and not type(call.module).__module__.startswith("torch.nn."):
+            for path, x in tensors:
+                place = _Place(call.layer, call.inside, child, path)
+                places.setdefault(place, call.arguments if x.requires_grad else None)
+
     def begin(call: _RandomCall, args: Any, kwargs: Any) -> None:
-        copied = map_tensors(lambda x: copy_of(x).requires_grad_(x.requires_grad), [args, kwargs])
-        watcher.begin(call, tuple(copied))
+        if watcher.begin(call, tuple(map_tensors(copy_of, [args, kwargs]))):
+            note(call.parent, call.layer, flatten_call(args, kwargs).tensors)
+        around = call.parent
+        while around is not None:
+            around.inside += 1
+            around = around.parent
 
     def end(call: _RandomCall, args: Any, output: Any) -> None:
-        watcher.end(call)
-        if not call.drew or type(call.module).__module__.startswith("torch.nn."):
-            return
-        given: _Arguments = call.arguments
-        tensors = [x for _, x in flatten_call(*given).tensors]
-        if call.went_on or not any(x.requires_grad for x in tensors):
-            others.append(call.layer)
-        else:
-            calls.setdefault(call.layer, given)
+        if watcher.end(call):
+            note(call, None, flatten("output", output).tensors)
 
     def run() -> None:
         tracer = CallTracer(trial.layers.modules, _RandomCall, before=begin, after=end)
@@ -420,39 +443,104 @@ def _drawing(trial: Trial) -> tuple[dict[str, _Arguments], list[str]]:
     with trial.keep_changes():
         trial.model.train()
         trial.trace_call(run)
-    return calls, [name for name in dict.fromkeys(others) if name not in calls]
+    return places
 
 
-def _dropped(trial: Trial, name: str, given: _Arguments) -> _Dropped | None:
+def _dropped(trial: Trial, place: _Place, given: _Arguments) -> _Dropped | None:
     """Return the dropout of a layer over many calls in training; None if its randomness is no dropout."""
-    module = trial.layers.modules[name]
-    draws = _DRAWS if trial.layers.is_leaf(name) else _DRAWS // _FEWER
-
-    def called() -> Tensor:
-        args, kwargs = map_tensors(copy_of, list(given))
-        (found,) = [x for _, x in flatten("output", module(*args, **kwargs)).tensors]
-        return plain(found).double()
-
-    seeds = seeding.seeded(seeding.derive(trial.probe.seed, f"check draws of {name}"))
-    children = nullcontext() if trial.layers.is_leaf(name) else _AsInEvaluation()
-    with trial.keep_changes(), seeds, torch.no_grad(), children:
+    module, leaf = trial.layers.modules[place.layer], trial.layers.is_leaf(place.layer)
+    seeds = seeding.seeded(seeding.derive(trial.probe.seed, f"check draws of {place.layer}"))
+    others = nullcontext() if leaf else _AsInEvaluation()
+    with trial.keep_changes(), seeds, torch.no_grad(), others, _Replay(trial, place, given) as replay:
         try:
-            evaluated = called() if not module.eval().training else None
+            taken: list[Tensor] = []
+            evaluated = replay(taken) if not module.eval().training else None
             module.train()
-            first = torch.stack([called() for _ in range(_LOOKED_AT)])
+            for child in module.children():
+                child.eval()
+            first = torch.stack([replay() for _ in range(_LOOKED_AT)])
             if evaluated is None or first.shape[1:] != evaluated.shape:
                 return None
-            inputs = [plain(x).double() for _, x in flatten_call(*given).tensors if x.shape == evaluated.shape]
-            for base in (torch.zeros_like(evaluated), *inputs):
+            for base in (torch.zeros_like(evaluated), *(x for x in taken if x.shape == evaluated.shape)):
                 scale = _scale(first, evaluated, base)
-                if scale is not None:
+                if scale is not None and (leaf or _drops_parts(first, evaluated, base)):
                     at = int((evaluated - base).abs().argmax())
-                    rest = [called().flatten()[at] for _ in range(draws - _LOOKED_AT)]
+                    draws = _DRAWS if leaf else _DRAWS // _FEWER
+                    rest = [replay().flatten()[at] for _ in range(draws - _LOOKED_AT)]
                     values = torch.cat([first.flatten(1)[:, at], torch.stack(rest)]) - base.flatten()[at]
                     return _measured(values != 0, scale)
         except Exception:  # noqa: BLE001 - called alone it may lack state that its model sets
             return None
     return None
+
+
+def _drops_parts(outputs: Tensor, evaluated: Tensor, base: Tensor) -> bool:
+    """Whether parts of a row are dropped, or of a batch where something is added to a base.
+
+    A layer that is left out for the whole batch, or a condition for a whole row, is not scaled on purpose.
+    """
+    known = evaluated != base
+    shape = len(outputs), 1 if base.any() else len(evaluated), -1
+    dropped, kept = ((known & (outputs == base)).reshape(shape), (known & (outputs != base)).reshape(shape))
+    return bool((dropped.any(-1) & kept.any(-1)).any())
+
+
+class _ReachedError(Exception):
+    """The place is reached: what the layer computes after it is of no interest."""
+
+
+class _Replay:
+    """Calls a layer alone with the same arguments again and again, and returns the tensor at a place.
+
+    Args:
+        trial: The model.
+        place: The layer and the tensor.
+        given: Arguments of the layer.
+    """
+
+    def __init__(self, trial: Trial, place: _Place, given: _Arguments) -> None:
+        self._modules, self._place, self._given = trial.layers.modules, place, given
+        self._inside, self._found = 0, torch.empty(0)
+        self._taken: list[Tensor] | None = None
+        self._exit = ExitStack()
+
+    def __enter__(self) -> _Replay:
+        for name, module in self._modules.items():
+            if name != self._place.layer and _within(name, self._place.layer):
+                hook = functools.partial(self._begin, name)
+                self._exit.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._exit.close()
+
+    def __call__(self, taken: list[Tensor] | None = None) -> Tensor:
+        """Return the tensor, and add to ``taken`` what the layer took, and gave to others before."""
+        self._inside, self._taken = 0, taken
+        args, kwargs = map_tensors(copy_of, list(self._given))
+        self._take(flatten_call(args, kwargs).tensors)
+        try:
+            output = self._modules[self._place.layer](*args, **kwargs)
+        except _ReachedError:
+            return self._found
+        if (self._inside, None) != (self._place.inside, self._place.child):
+            raise LookupError("it leaves out layers at random")
+        return self._at_place(flatten("output", output).tensors)
+
+    def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        tensors = flatten_call(args, kwargs).tensors
+        if (self._inside, name) == (self._place.inside, self._place.child):
+            self._found = self._at_place(tensors)
+            raise _ReachedError
+        self._inside += 1
+        self._take(tensors)
+
+    def _take(self, tensors: list[tuple[str, Tensor]]) -> None:
+        if self._taken is not None:
+            self._taken += [plain(copy_of(x)).double() for _, x in tensors if x.is_floating_point()]
+
+    def _at_place(self, tensors: list[tuple[str, Tensor]]) -> Tensor:
+        return plain(copy_of(dict(tensors)[self._place.path])).double()
 
 
 _LOOKED_AT = 20

@@ -26,6 +26,7 @@ from .agreement import TOLERANCE, break_of, changed, disagreements, in_backward_
 from .check import check
 from .drawing import check_not_random
 from .outcome import Break, NotApplicableError, line_of
+from .recomputation import other_recomputation
 from .trial import LayerTensor, Trace, Trial, Vary
 
 _Found = TypeVar("_Found", bound="Break | str | None")
@@ -75,10 +76,11 @@ def device_parity(trial: Trial, *, device: str | torch.device = "cuda", toleranc
 
 @check
 def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance: float | None = None) -> Break | str:
-    """Check that the model returns the same in another floating dtype, and that every layer computes in it.
+    """Check that the model returns the same in another floating dtype, and returns it in that dtype.
 
-    In float64, the default, a difference beyond rounding in float32 is amplified by the model; a layer that still
-    returns float32 has a hard-coded dtype.
+    In float64, the default, a difference beyond rounding in float32 is amplified by the model. A layer that still
+    returns float32 has a hard-coded dtype, unless the code around it casts what it returns, as that of a sinusoidal
+    embedding may. A run in bfloat16 shows whether it does: else that run returns float32, or raises.
 
     Args:
         trial: The model and its inputs.
@@ -106,29 +108,48 @@ def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance:
         if _in_dtype(trial, another).error is None:
             runs = str(another).removeprefix("torch.")
             raise NotApplicableError(f"the model runs in {runs} and not in {name}: {two.failure}")
-    else:
-        own = {given.where: given.tensor.dtype for given in one.tensors}
-        kept = [
-            given
-            for given in two.outputs
-            if given.tensor.is_floating_point()
-            and given.tensor.dtype != dtype
-            and own.get(given.where) != dtype
-            # A loss is often summed in float32 on purpose.
-            and not (given.layer == ROOT and not given.tensor.dim())
-        ]
-        if kept:
-            first = kept[0]
-            return Break(
-                layer=first.layer,
-                line=f"{first.layer} returns {_dtype(first)} in a model of {name}",
-                columns=("tensor", "dtype"),
-                rows=tuple((given.where, _dtype(given)) for given in kept),
-                advice="Look for a hard-coded dtype, and for tensors that are created without dtype=.",
-            )
+    elif first := _leading_out(trial, one, two, dtype):
+        return Break(
+            layer=first.layer,
+            line=f"{first.layer} returns {_dtype(first)} in a model of {name}",
+            columns=("tensor", "dtype"),
+            rows=tuple((given.where, _dtype(given)) for given in _kept(one, two, dtype)),
+            advice="Look for a hard-coded dtype, and for tensors that are created without dtype=.",
+        )
     floating = [given.tensor for given in (*one.tensors, *two.tensors) if given.tensor.is_floating_point()]
     widest = max((limit(x, tolerance, least=_ELSEWHERE) for x in floating), default=_ELSEWHERE)
     return _not_by_chance(trial, two, _parity(one, two, f"in {name}", widest, _DTYPE))
+
+
+def _kept(one: Trace, two: Trace, dtype: torch.dtype) -> list[LayerTensor]:
+    """Return the outputs of layers that stay in a dtype of their own in a model of ``dtype``."""
+    own = {given.where: given.tensor.dtype for given in one.tensors}
+    return [
+        given
+        for given in two.outputs
+        if given.tensor.is_floating_point()
+        and given.tensor.dtype != dtype
+        and own.get(given.where) != dtype
+        # A loss is often summed in float32 on purpose.
+        and not (given.layer == ROOT and not given.tensor.dim())
+    ]
+
+
+def _leading_out(trial: Trial, one: Trace, two: Trace, dtype: torch.dtype) -> LayerTensor | None:
+    """Return the first output in another dtype of which an output of the model is made without a cast; None: no output.
+
+    What a layer computes in float32, and the code around it casts, is meant to be precise.
+    """
+    kept = _kept(one, two, dtype)
+    if any(given.is_final for given in kept):
+        inside = [given for given in two.outputs if given.tensor.is_floating_point() and not given.is_final]
+        after = max((i for i, given in enumerate(inside) if given not in kept), default=-1)
+        return next(given for given in kept if given in inside[after + 1 :] or given.is_final)
+    if kept and dtype.itemsize > 2:  # a wide dtype takes in what is added to it; of a narrow one float32 remains
+        narrow = _in_dtype(trial, torch.bfloat16)
+        if narrow.error is not None or any(given.is_final for given in _kept(one, narrow, torch.bfloat16)):
+            return kept[0]
+    return None
 
 
 def _in_dtype(trial: Trial, dtype: torch.dtype) -> Trace:
@@ -178,12 +199,17 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
     runs without its cache of keys and values, as when it checkpoints itself, unless ``use_cache=True`` is given, and
     the power iteration of `torch.nn.utils.spectral_norm`, which advances in each training forward, is stopped.
 
+    A model that checkpoints itself in training is looked at first: what runs again in its backward has to draw the same
+    random numbers. The break names the layer that returns something else. What no layer takes or returns is not seen.
+
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
     >>> probe = ModelProbe()
     >>> print(checks.checkpoint_parity(probe, nn.Sequential(nn.Linear(3, 3), nn.ReLU()), probe.randn(4, 3)))
     checkpoint_parity holds for Sequential: 2 parameters, 2 modules checkpointed, reentrant and not
     """
+    if other := other_recomputation(trial):
+        return other
     model, stopped = _stopped(trial)
     wanted = True
     try:
@@ -196,14 +222,14 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
         raise NotApplicableError("the model has no children that could be checkpointed")
     for reentrant in (False, True):
         how = "reentrant" if reentrant else "not reentrant"
-        other = copy.deepcopy(model)
+        again = copy.deepcopy(model)
         for name in parts:
-            module = other.get_submodule(name)
+            module = again.get_submodule(name)
             module.forward = functools.partial(_checkpointed, module.forward, use_reentrant=reentrant)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                two = trial.run(backward=True, input_gradients=wanted, model=other)
+                two = trial.run(backward=True, input_gradients=wanted, model=again)
             except NotApplicableError:  # no gradient is left
                 two = Trace()
         if two.in_backward:
@@ -427,7 +453,7 @@ def _outputs(one: Trace, two: Trace, tolerance: float | None, how: str, advice: 
 
 def _gradients(one: Trace, two: Trace, tolerance: float | None, how: str, advice: str) -> Break | None:
     found = []
-    zero = negligible(one.gradients)
+    zero = negligible(one)
     for name, gradient in one.gradients.items():
         other = two.gradients.get(name)
         if (gradient is None) != (other is None):

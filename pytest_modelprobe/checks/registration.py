@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+import math
 import pickle
+import statistics
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -14,18 +17,24 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.models import has_dense_storage, seeding, unexpanded
+from pytest_modelprobe.models import has_dense_storage, seeding, unexpanded, version
 from pytest_modelprobe.record import ROOT, qualified
-from pytest_modelprobe.report.text import count, number
+from pytest_modelprobe.report.text import count, listed, number
 
 from .agreement import break_of, disagreements
 from .check import check_unmodified
 from .outcome import Break, NotApplicableError, line_of
-from .trial import Trace, Trial, plain
+from .trial import Trace, Trial, as_double, plain
 
 _DEEPEST = 3
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+_BEYOND = 1e4
+"""A root mean square that many times the median of all parameters is no initialization."""
+
+_SMALL = 0.02
+"""The least that counts as the scale of parameters: norms have ones where all weights are small."""
 
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
 """Attributes of every module: its parameters, buffers and hooks."""
@@ -115,15 +124,19 @@ def _kind(value: Any) -> str:
 def initialized(trial: Trial, *, factory: Callable[[], nn.Module] | None = None) -> Break | str:
     """Check that every parameter and buffer is initialized, and that rows of embeddings for padding are zero.
 
-    Without a factory, only values that are not finite are detected. With one, the model is built again while new memory
-    is filled with NaN, or with the largest integer; elements that keep this value were never written to.
+    The model is built again while new memory is filled with NaN, or with the largest integer; elements that keep this
+    value were never written to. `ModelProbe.build` remembers the factory; tensors of such a model that were written to
+    since, as by loading, are left out.
+
+    Without a factory only values are looked at: NaN and infinity, and parameters whose root mean square is more than
+    10,000 times the median of all.
 
     The row of an embedding at ``padding_idx`` gets no gradient, so values that an initialization wrote there are never
     changed. Frozen weights, and weights that another layer trains, such as a tied head, are left out.
 
     Args:
         trial: The model.
-        factory: Builds such a model.
+        factory: Builds such a model; None: that of `ModelProbe.build`, if it made the model.
 
     >>> import torch
     >>> from torch import nn
@@ -136,12 +149,12 @@ def initialized(trial: Trial, *, factory: Callable[[], nn.Module] | None = None)
     scale
     """
     rows = _padding_rows(trial.model)
-    found = _finite(trial.model) if factory is None else _written(trial.model, factory)
+    found = _without_factory(trial) if factory is None else _written(trial.model, factory)
     if isinstance(found, Break):
         return found
     filled = [(name, index, row.abs().max().item()) for name, index, row in rows if bool(row.any())]
     if not filled:
-        return found + (f", {count(len(rows), 'row')} for padding" if rows else "")
+        return found + (f"; {count(len(rows), 'row')} for padding" if rows else "")
     name, index, most = filled[0]
     return Break(
         layer=name,
@@ -172,10 +185,27 @@ def _padding_rows(model: nn.Module) -> list[tuple[str, int, Tensor]]:
     return rows
 
 
-def _written(model: nn.Module, factory: Callable[[], nn.Module]) -> Break | str:
-    """Return the tensors that still hold NaN in a model that was built in memory filled with it."""
+def _written(
+    model: nn.Module, factory: Callable[[], nn.Module], versions: Mapping[str, int | None] | None = None
+) -> Break | str:
+    """Return the tensors that still hold NaN in a model that was built in memory filled with it.
+
+    Args:
+        model: The model.
+        factory: Builds such a model.
+        versions: Version of each tensor when the model was built; those with another one are left out.
+    """
     here = dict(_numbers(model, integers=True))
-    made = _numbers(_made_in_nan(factory), integers=True)
+    again = _made_in_nan(factory)
+    if again is model:
+        raise UsageError("factory= returns the model itself: it makes no other")
+    made = _numbers(again, integers=True)
+    left: list[str] = []
+    if versions is not None:
+        left = [n for n, t in here.items() if version(t) != versions.get(n, -1)]
+        made = [(n, t) for n, t in made if n in here and n not in left and here[n].shape == t.shape]
+        if not made:
+            raise UsageError("all parameters and buffers were written to since the model was built")
     if not made:
         raise NotApplicableError("the model has no parameters or buffers of numbers")
     found = []
@@ -189,7 +219,8 @@ def _written(model: nn.Module, factory: Callable[[], nn.Module]) -> Break | str:
         if missing := int(empty.sum()):
             found.append((name, missing, t.numel()))
     if not found:
-        return count(len(made), "parameters and buffer")
+        later = f"; not looked at, as written to since it was built: {listed(left)}" if left else ""
+        return count(len(made), "parameters and buffer") + later
     name, missing, numel = found[0]
     return Break(
         layer=name,
@@ -200,8 +231,21 @@ def _written(model: nn.Module, factory: Callable[[], nn.Module]) -> Break | str:
     )
 
 
-def _finite(model: nn.Module) -> Break | str:
-    """Return the tensors that are not finite: uninitialized memory, or the result of training."""
+def _without_factory(trial: Trial) -> Break | str:
+    """Return the same by the factory of `ModelProbe.build`, if it made the model, and by the values of the tensors."""
+    built, told = trial.probe.built.get(trial.model), ""
+    if built is not None:
+        with contextlib.suppress(UsageError):  # it makes no model again
+            found = _written(trial.model, built.factory, built.versions)
+            if isinstance(found, Break):
+                return found
+            told = found
+    by_values = _by_values(trial.model)
+    return told or by_values if isinstance(by_values, str) else by_values
+
+
+def _by_values(model: nn.Module) -> Break | str:
+    """Return the tensors that hold what no initialization gives: uninitialized memory, or the result of training."""
     floating = _numbers(model, integers=False)
     numbers = [(name, plain(t.detach()), isinstance(t, nn.Parameter)) for name, t in floating]
     if not floating:
@@ -213,7 +257,10 @@ def _finite(model: nn.Module) -> Break | str:
         if bool((~t.isfinite() if trained else t.isnan()).any())
     ]
     if not found:
-        return f"{count(len(floating), 'parameters and buffer')}, as far as their values show"
+        return _of_one_scale(model) or (
+            f"{count(len(floating), 'parameters and buffer')}, as far as values show; not looked at, whether each was "
+            "written to: no factory="
+        )
     name, missing, numel = found[0]
     return Break(
         layer=name,
@@ -223,6 +270,35 @@ def _finite(model: nn.Module) -> Break | str:
         advice="Either they were never initialized (look for torch.empty without an nn.init after it), or training "
         "diverged: factory= tells which.",
     )
+
+
+def _of_one_scale(model: nn.Module) -> Break | None:
+    """Return the parameters that are far larger than the others, as memory that nothing wrote to may be.
+
+    Buffers may hold any number, as masks do. Zeros have no scale.
+    """
+    trained = {id(t) for t in model.parameters()}
+    sizes = {name: _rms(t) for name, t in _numbers(model, integers=False) if id(t) in trained}
+    sizes = {name: size for name, size in sizes.items() if size}
+    usual = max(statistics.median_low(sizes.values()), _SMALL) if len(sizes) > 1 else 1.0
+    found = [(name, size) for name, size in sizes.items() if size > _BEYOND * usual]
+    if not found:
+        return None
+    name, size = found[0]
+    return Break(
+        layer=name,
+        line=f"{name} is {number(size / usual)} times as large as other parameters: its root mean square is "
+        f"{number(size)}, their median {number(usual)}",
+        columns=("name", "root mean square"),
+        rows=tuple(found),
+        advice="Look for torch.empty without an nn.init after it: factory= tells whether something wrote to it.",
+    )
+
+
+def _rms(tensor: Tensor) -> float:
+    """Return the root mean square of the elements."""
+    norm = torch.linalg.vector_norm(as_double(plain(tensor.detach()))).item()
+    return float(norm) / math.sqrt(max(tensor.numel(), 1))
 
 
 def _numbers(model: nn.Module, *, integers: bool) -> list[tuple[str, Tensor]]:

@@ -28,6 +28,7 @@ from .batch import batched, check_rows_go_together, size_of
 from .check import check, check_unmodified
 from .drawing import check_not_random
 from .outcome import Break, NotApplicableError, line_of
+from .recomputation import other_recomputation
 from .trial import Trace, Trial, as_double
 
 _TARGETS = "the loss does not accept a part of the batch: pass the targets as inputs, to a model that returns its loss"
@@ -101,7 +102,7 @@ def _accumulated(
             except UsageError as error:  # it took the whole batch
                 raise NotApplicableError(_TARGETS) from error
     found = []
-    zero = negligible(whole.gradients)
+    zero = negligible(whole)
     for name, gradient in whole.gradients.items():
         pieces = [g for g in (p.gradients.get(name) for p in parts) if g is not None]
         if gradient is None or not pieces:
@@ -160,6 +161,9 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
     ``(loss(x + step d) - loss(x - step d)) / 2 step`` has to equal the gradient times d, for one direction d each. Half
     of d is the direction of the gradient, which shows a wrong norm, and half is random.
 
+    The model is in evaluation mode. In training mode what activation checkpointing runs again has to draw the same
+    random numbers, as in `checkpoint_parity`.
+
     Args:
         trial: The model and its inputs.
         tolerance: Largest difference, relative to the gradient's norm.
@@ -173,6 +177,8 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
     """
     if step <= 0:
         raise UsageError(f"step= is the distance for finite differences, more than 0; got {step}")
+    if other := other_recomputation(trial):
+        return other
     model = trial.copied()
     converted(model, as_double)  # .double() leaves complex ones in single precision
     parameters = dict(model.named_parameters())

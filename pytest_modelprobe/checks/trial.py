@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -35,8 +35,8 @@ from pytest_modelprobe.models import (
     wake_zeros,
 )
 from pytest_modelprobe.probe import ModelProbe
-from pytest_modelprobe.record import ROOT, address, label_of
-from pytest_modelprobe.runs import Loss, Mode, NoGradientError, check_loss, loss_of
+from pytest_modelprobe.record import ROOT, address, label_of, qualified
+from pytest_modelprobe.runs import Loss, Mode, NoGradientError, check_loss, graph_nodes, loss_of
 
 from .outcome import NotApplicableError, line_of
 
@@ -81,6 +81,8 @@ class Trace:
     """Gradients of the floating inputs, by path."""
     quantized: bool = False
     """Whether some of the tensors are quantized; `tensors` holds them dequantized."""
+    largest_gradient: float = 0.0
+    """The largest norm of a gradient that arrived at an operation, from the loss back."""
     loss: Tensor | None = None
     error: Exception | None = None
     raised_in: str = ""
@@ -423,7 +425,8 @@ class Trial:
             for parameter in parameters.values():
                 parameter.grad = None  # a step of training leaves it there
             try:
-                trace.loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
+                with _measured(trace, trace.loss) if traced else nullcontext():
+                    trace.loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
             except Exception as error:  # noqa: BLE001 - the same
                 trace.error, trace.in_backward = error, True
                 return
@@ -477,6 +480,22 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 def _is_unreadable(tensor: Tensor) -> bool:
     return is_wrapped(tensor) or lacks_memory(tensor)
+
+
+@contextmanager
+def _measured(trace: Trace, loss: Tensor) -> Iterator[None]:
+    """Record the largest gradient that arrives at a node of the graph of a loss."""
+
+    def hook(_: object, arrived: tuple[Tensor | None, ...]) -> None:
+        norms = [x.norm().item() for x in arrived if x is not None and not x.is_nested and not _is_unreadable(x)]
+        trace.largest_gradient = max([trace.largest_gradient, *filter(math.isfinite, norms)])
+
+    handles = [node.register_hook(hook) for node in graph_nodes(loss.grad_fn)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _taken(leaf: Tensor) -> Tensor | None:

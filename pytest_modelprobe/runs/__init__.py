@@ -6,7 +6,7 @@ from . import maps
 from .compiled import Compiled, compiles_hooks
 from .loss import Loss, NoGradientError, check_loss, loss_of
 from .maps import Target
-from .origin import Source, SourceMode, find_gradient_origin
+from .origin import Source, SourceMode, find_gradient_origin, graph_nodes
 from .ranks import merged
 from .rerun import WeakRerun
 from .run import Mode, Run, is_same_device
@@ -30,6 +30,7 @@ __all__ = [
     "check_loss",
     "compiles_hooks",
     "find_gradient_origin",
+    "graph_nodes",
     "is_same_device",
     "loss_of",
     "maps",

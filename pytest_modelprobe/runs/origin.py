@@ -173,7 +173,7 @@ def find_gradient_origin(make_loss: Callable[[], torch.Tensor]) -> Operation | N
         warnings.filterwarnings("ignore", "Anomaly Detection has been enabled")
         with torch.autograd.detect_anomaly(check_nan=False):
             loss = make_loss()
-    handles = [node.register_hook(hook_of(node)) for node in _nodes(loss.grad_fn)]
+    handles = [node.register_hook(hook_of(node)) for node in graph_nodes(loss.grad_fn)]
     try:
         loss.backward()
     finally:
@@ -182,7 +182,7 @@ def find_gradient_origin(make_loss: Callable[[], torch.Tensor]) -> Operation | N
     return found[0] if found else None
 
 
-def _nodes(start: Node | None) -> Iterator[Node]:
+def graph_nodes(start: Node | None) -> Iterator[Node]:
     """Yield the nodes of a graph, each once."""
     waiting, seen = [start], set()
     while waiting:

@@ -781,6 +781,73 @@ def test_a_weight_that_nothing_wrote_to_is_named(probe: ModelProbe) -> None:
     assert named(checks.initialized.outcome(probe, factory(), factory=factory)) == "blocks.1.fc1.weight"
 
 
+class Scaled(nn.Module):
+    """A layer with a scale that may be uninitialized."""
+
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.fc, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.scale
+
+
+def test_the_factory_of_build_shows_what_nothing_wrote_to(probe: ModelProbe, rows: Tensor) -> None:
+    model = probe.build(lambda: Scaled(torch.empty(WIDTH)))
+    with pytest.raises(AssertionError, match=r"^scale is not initialized: 8 of 8 elements were never written to"):
+        checks.standard(probe, model, probe.randn(3, WIDTH), only="initialized")
+
+
+def test_what_is_loaded_after_build_was_written_to(probe: ModelProbe) -> None:
+    model = probe.build(lambda: Scaled(torch.empty(WIDTH)))
+    model.load_state_dict(Scaled(torch.ones(WIDTH)).state_dict())
+    found = checks.initialized(probe, model)
+    assert found.text == (
+        "3 parameters and buffers, as far as values show; not looked at, whether each was written to: no factory="
+    )
+    nn.init.constant_(model.scale, float("nan"))
+    assert checks.initialized.outcome(probe, model).layer == "scale"
+
+
+def test_a_factory_that_makes_no_model_again_is_no_factory(probe: ModelProbe) -> None:
+    model = Scaled(torch.ones(WIDTH))
+    models = [model]
+    for factory in (lambda: model), models.pop:
+        assert checks.initialized(probe, probe.build(factory)).text.endswith("no factory=")
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "scale"])
+def test_values_far_beyond_those_of_other_parameters_are_no_initialization(probe: ModelProbe, name: str) -> None:
+    model = Scaled(torch.ones(WIDTH))
+    nn.init.constant_(model.get_parameter(name), 1e31)
+    found = checks.initialized.outcome(probe, model)
+    first = found.text.partition("\n")[0]
+    assert first.startswith(f"{name} is ")
+    assert " times as large as other parameters: its root mean square is 1e+31, their median " in first
+
+
+class AllScales(nn.Module):
+    """Parameters and buffers of scales that are far apart, on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.zero = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1)
+        self.logit_scale = nn.Parameter(torch.tensor(100.0))
+        self.layer_scale = nn.Parameter(torch.full((WIDTH,), 1e-6))
+        self.register_buffer("running_var", torch.full((WIDTH,), 1e7))
+        self.register_buffer("mask", torch.full((2, 2), torch.finfo(torch.float32).min))
+        nn.init.normal_(self.embedding.weight, std=0.006)
+        nn.init.zeros_(self.zero.weight)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [AllScales(), nn.Embedding(3, 2), Scaled(torch.full((WIDTH,), 1e-6)), nn.ParameterList([torch.tensor(1e3)])],
+)
+def test_parameters_of_other_scales_and_buffers_of_any_pass(probe: ModelProbe, model: nn.Module) -> None:
+    assert checks.initialized(probe, model).verdict == "holds"
+
+
 def test_a_weight_that_is_not_finite_is_named(probe: ModelProbe, net: Any) -> None:
     nn.init.constant_(net.blocks[1].fc1.weight, float("nan"))
     assert named(checks.initialized.outcome(probe, net)) == "blocks.1.fc1.weight"

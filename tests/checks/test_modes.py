@@ -59,7 +59,10 @@ def test_a_row_for_padding_that_an_initialization_wrote_over_is_named(probe: Mod
 
 def test_a_row_for_padding_that_is_zero_is_counted(probe: ModelProbe) -> None:
     found = checks.initialized(probe, Padded())
-    assert found.text == "2 parameters and buffers, as far as their values show, 1 row for padding"
+    assert found.text == (
+        "2 parameters and buffers, as far as values show; not looked at, whether each was written to: no factory=; "
+        "1 row for padding"
+    )
 
 
 def test_a_row_for_padding_that_a_tied_head_trains_may_hold_anything(probe: ModelProbe) -> None:
@@ -446,6 +449,91 @@ def test_augmentation_of_the_inputs_is_left_out(probe: ModelProbe, rows: Tensor)
     found = checks.dropout_scaled.outcome(probe, nn.Sequential(DropPath(power=0), nn.Linear(WIDTH, 2)), rows)
     assert found.verdict == "not applicable"
     assert found.text == "no layer has dropout of its own; left out: 0"
+
+
+class Masked(nn.Module):
+    """A model that drops in its own code: at the end, before its last layer, in a residual branch, or its input."""
+
+    def __init__(self, where: str, p: float = 0.3, power: int = 1) -> None:
+        super().__init__()
+        self.where, self.p, self.power = where, p, power
+        self.stem, self.branch, self.head = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def drop(self, where: str, x: Tensor) -> Tensor:
+        if where != self.where or not self.training:
+            return x
+        return x * (torch.rand_like(x) > self.p) / (1 - self.p) ** self.power
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(self.drop("input", x))
+        x = x + self.drop("branch", self.branch(x))
+        return self.drop("end", self.head(self.drop("middle", x)))
+
+
+@pytest.mark.parametrize(
+    ("where", "values"),
+    [
+        ("end", "its values"),
+        ("middle", "the values that head takes"),
+        ("branch", "the values that head takes"),
+    ],
+)
+def test_a_mask_without_its_scale_in_the_code_of_the_model_is_named(
+    probe: ModelProbe, rows: Tensor, where: str, values: str
+) -> None:
+    found = checks.dropout_scaled.outcome(probe, Masked(where, power=0), rows)
+    assert found.layer == "(root)"
+    assert re.match(
+        rf"\(root\) keeps (6\d|7\d)(\.\d)? % of {values} in training and multiplies them by 1: ", found.text
+    )
+
+
+@pytest.mark.parametrize("where", ["end", "middle", "branch"])
+def test_a_mask_with_its_scale_in_the_code_of_the_model_passes(probe: ModelProbe, rows: Tensor, where: str) -> None:
+    assert checks.dropout_scaled(probe, Masked(where), rows).text == "1 layer"
+
+
+def test_augmentation_in_the_code_of_the_model_is_left_out(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.dropout_scaled.outcome(probe, Masked("input", power=0), rows)
+    assert found.text == "no layer has dropout of its own; left out: (root)"
+
+
+class LayerDrop(nn.ModuleList):
+    """Leaves out layers at random: does not call them, or calls them for nothing."""
+
+    def __init__(self, number: int, *, called: bool) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH) for _ in range(number))
+        self.called = called
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            y = layer(x) if self.called else None
+            if not (self.training and torch.rand([]) < 0.5):
+                x = x + (layer(x) if y is None else y)
+        return x
+
+
+@pytest.mark.parametrize("called", [True, False])
+@pytest.mark.parametrize("number", [1, 3])
+def test_layers_that_are_left_out_at_random_are_no_dropout(
+    probe: ModelProbe, rows: Tensor, number: int, called: bool
+) -> None:
+    found = checks.dropout_scaled.outcome(probe, between(LayerDrop(number, called=called)), rows)
+    assert found.text == "no layer has dropout of its own; left out: 2"
+
+
+def test_a_condition_that_is_left_out_for_some_rows_is_no_dropout(probe: ModelProbe, rows: Tensor) -> None:
+    class Guided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.condition, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+
+        def forward(self, x: Tensor, given: Tensor) -> Tensor:
+            condition = self.condition(given)
+            return self.head(condition * (torch.rand(len(x), 1) > 0.2) if self.training else condition) + x[:, :2]
+
+    found = checks.dropout_scaled.outcome(probe, Guided(), rows, rows + 1)
+    assert found.text == "no layer has dropout of its own; left out: (root)"
 
 
 def test_dropout_of_torch_needs_no_judging(probe: ModelProbe, rows: Tensor) -> None:

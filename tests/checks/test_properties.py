@@ -135,6 +135,54 @@ def test_a_backward_that_runs_once_is_no_matter_of_the_inputs(probe: ModelProbe)
     assert found.text.startswith("in another run its backward raised RuntimeError: Trying to backward through")
 
 
+class Timesteps(nn.Module):
+    """Sinusoids of a time, in float32 whatever the dtype of the model is, as diffusion models compute them."""
+
+    def forward(self, time: Tensor) -> Tensor:
+        angles = time.float()[:, None] * torch.arange(1, 3)
+        return torch.cat([angles.sin(), angles.cos()], -1)
+
+
+def denoiser(combine: Any) -> nn.Module:
+    return Code(combine, timesteps=Timesteps(), time=nn.Linear(4, 4), stem=nn.Linear(4, 4), act=nn.Tanh())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "combine",
+    [
+        lambda self, x, t: self.act(self.stem(x) + self.time(self.timesteps(t).to(x.dtype))),
+        lambda self, x, t: self.act((self.stem(x).float() + self.timesteps(t)).to(x.dtype)),
+        lambda self, x, t: self.act(self.stem(x).float()).to(x.dtype),
+    ],
+    ids=["cast before a layer", "cast after an addition", "a layer in float32"],
+)
+def test_what_is_computed_in_float32_and_cast_afterwards_is_meant(
+    probe: ModelProbe, combine: Any, dtype: torch.dtype
+) -> None:
+    found = checks.dtype_parity(probe, denoiser(combine), probe.randn(3, 4), probe.randn(3, name="t"), dtype=dtype)
+    assert found.verdict == "holds"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("combine", "layer"),
+    [
+        (lambda self, x, t: self.act(self.stem(x) + self.timesteps(t)), "timesteps"),
+        (lambda self, x, t: self.stem(x) + self.time(self.timesteps(t)), "time"),
+        (lambda self, x, t: self.act(self.stem(x) + self.time(self.timesteps(t).to(x.dtype))).float(), "(root)"),
+    ],
+    ids=["added", "given to a layer", "the output is cast"],
+)
+def test_float32_that_reaches_the_output_or_a_layer_is_named(
+    probe: ModelProbe, combine: Any, layer: str, dtype: torch.dtype
+) -> None:
+    found = checks.dtype_parity.outcome(
+        probe, denoiser(combine), probe.randn(3, 4), probe.randn(3, name="t"), dtype=dtype
+    )
+    assert found.layer == layer
+
+
 def test_what_runs_in_a_narrower_dtype_alone_is_said_to(probe: ModelProbe) -> None:
     model = Code(lambda self, x: x + torch.full((), torch.finfo(x.dtype).min) * 0, fc=nn.Linear(3, 3))
     found = checks.dtype_parity.outcome(probe, model, probe.randn(3, 3))
@@ -173,6 +221,31 @@ def test_of_gradients_that_do_not_add_up_the_one_next_to_the_loss_is_named(probe
     found = checks.gradient_accumulation.outcome(probe, model, probe.randn(3, 4), loss=lambda o: o.square().mean())
     assert (found.layer or "").startswith("1.")
     assert found.text.endswith("The other gradients agree, so a layer between those and these may be the cause too.")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("last", "loss"),
+    [
+        (nn.LayerNorm(5, elementwise_affine=False, eps=0.0), lambda o: o.square().mean()),
+        (nn.Identity(), lambda o: F.normalize(o, dim=-1).square().mean()),  # what cancels does so within the loss
+    ],
+    ids=["squares of a norm", "squares of normalized rows"],
+)
+def test_gradients_that_cancel_everywhere_are_rounding_in_parts_too(
+    probe: ModelProbe, last: nn.Module, loss: Any, dtype: torch.dtype
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 5), last).to(dtype)
+    assert checks.gradient_accumulation(probe, model, probe.randn(3, 4).to(dtype), loss=loss).verdict == "holds"
+
+
+def test_a_sum_over_rows_shows_where_other_gradients_cancel(probe: ModelProbe) -> None:
+    model = Code(lambda self, x: (self.fc(x).softmax(-1), self.other(x)), fc=nn.Linear(4, 5), other=nn.Linear(4, 1))
+    found = checks.gradient_accumulation.outcome(
+        probe, model, probe.randn(3, 4), loss=lambda o: o[0].mean() + o[1].square().sum()
+    )
+    assert found.layer in ("other.weight", "other.bias")
+    assert "fc.weight" not in found.text
 
 
 def test_a_loss_that_raises_is_refused_with_the_whole_batch(probe: ModelProbe) -> None:

@@ -1,0 +1,97 @@
+"""Whether layers that activation checkpointing runs again in the backward compute what they computed first."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from pytest_modelprobe._torch import graph_task
+from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, flatten_call, seeding
+from pytest_modelprobe.record import ROOT
+
+from .agreement import Disagreement, break_of, limit, relative_error
+from .outcome import Break, NotApplicableError
+from .trial import LayerTensor, Trial, copy_of, plain
+
+
+def other_recomputation(trial: Trial) -> Break | None:
+    """Return where a model that checkpoints its layers in training computes something else in the backward.
+
+    The model trains for one step. What a layer takes and returns in the backward, after the random state has moved, has
+    to be what it took and returned in a call of the forward. A backward that draws nothing may call layers for other
+    reasons, as an adjoint method does.
+    """
+    seen = _Seen(trial)
+
+    def step() -> None:
+        args, kwargs = trial.copied_inputs()
+        loss = trial.loss(trial.model(*args, **kwargs))
+        seen.states = seeding.generator_states(trial.probe.device)
+        loss.backward()
+
+    def run() -> None:
+        tracer = CallTracer(trial.layers.modules, ModuleCall, before=seen.begin, after=seen.end)
+        # Without early stops: else a layer ends by an exception as soon as all that the backward needs is there.
+        with torch.enable_grad(), set_checkpoint_early_stop(False), tracer, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step()
+
+    with trial.keep_changes():
+        trial.model.train()
+        try:
+            failed = trial.trace_call(run).error is not None
+        except (NotApplicableError, UsageError):  # of the loss in training mode
+            failed = True
+    if failed or not seen.found:
+        return None
+    return break_of(
+        seen.found,
+        "computes something else when a checkpoint runs it again, so gradients are wrong: {path} {changed}",
+        "Look for preserve_rng_state=False, which is for code without randomness; for random numbers of numpy, of "
+        "random or of a generator of its own, which no checkpoint draws again; and for state that the layers write to.",
+    )
+
+
+class _Seen:
+    """What layers took and returned in the forward, and what of it is another value in the backward."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.states: tuple[bytes, ...] | None = None
+        """The random states before the backward; None once they moved."""
+        self.found: list[Disagreement] = []
+        self._first: dict[tuple[str, str], list[LayerTensor]] = defaultdict(list)
+        self._device = trial.probe.device
+
+    def begin(self, call: ModuleCall, args: Any, kwargs: Any) -> None:
+        """Look at what a layer takes: the own code around it computed that."""
+        around = ROOT if call.parent is None else call.parent.layer
+        for path, x in flatten_call(args, kwargs).tensors:
+            self._look((call.layer, path), LayerTensor(around, call.index, f"{path} of {call.layer}", x, inside=True))
+
+    def end(self, call: ModuleCall, args: Any, output: Any) -> None:
+        """Look at what a layer returns."""
+        for path, x in flatten("output", output).tensors:
+            self._look((call.layer, path), LayerTensor(call.layer, call.index, path, x))
+
+    def _look(self, place: tuple[str, str], given: LayerTensor) -> None:
+        if not (given.tensor.is_floating_point() or given.tensor.is_complex()):
+            return
+        given = dataclasses.replace(given, tensor=plain(copy_of(given.tensor)))  # not saved for the backward
+        first = self._first[place]
+        if graph_task() == -1:
+            first.append(given)
+        elif first and self._moved():
+            changes = [relative_error(one.tensor, given.tensor) for one in first]
+            if not min(changes) <= limit(given.tensor):
+                self.found.append(Disagreement(first[0], min(changes)))
+
+    def _moved(self) -> bool:
+        if self.states is not None and self.states != seeding.generator_states(self._device):
+            self.states = None
+        return self.states is None
