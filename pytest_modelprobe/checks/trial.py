@@ -35,7 +35,7 @@ from pytest_modelprobe.models import (
     wake_zeros,
 )
 from pytest_modelprobe.probe import ModelProbe
-from pytest_modelprobe.record import ROOT, address, label_of, qualified
+from pytest_modelprobe.record import ROOT, address, label_of
 from pytest_modelprobe.runs import Loss, Mode, NoGradientError, check_loss, graph_nodes, loss_of
 
 from .outcome import NotApplicableError, line_of
