@@ -66,7 +66,7 @@ def test_a_hint_is_in_the_terminal_and_the_reports_and_fails_where_that_is_asked
     pytester: pytest.Pytester,
 ) -> None:
     pytester.makepyfile(TEST)
-    pytester.makeini("[pytest]\nfilterwarnings = error")
+    pytester.makeini("[pytest]\nfilterwarnings =\n  error\n  ignore:Module already imported")
     quiet = ("-p", "no:cacheprovider")
     result = pytester.runpytest(*quiet, "--modelprobe-json=r.json", "--modelprobe-html=r.html")
     result.assert_outcomes(passed=2, warnings=1)
