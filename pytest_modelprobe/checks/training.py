@@ -304,6 +304,8 @@ def overfits_batch(
 ) -> Break | str:
     """Check that training on one batch decreases the loss.
 
+    A cross entropy that begins at more than twice that of equal guesses, ln C for C classes, is a hint.
+
     Args:
         trial: The model and its inputs, with a loss.
         steps: Number of steps; one or more.
@@ -327,6 +329,7 @@ def overfits_batch(
     if not trial.has_loss:
         raise NotApplicableError("without loss= there is no loss to decrease")
     first = last = math.nan
+    guesses: float | None = None
     if trial.inputs and not any(x.numel() for _, x in trial.inputs):
         raise NotApplicableError("the inputs have no elements")
     parameters = [p for p in trial.model.parameters() if p.requires_grad]
@@ -342,6 +345,7 @@ def overfits_batch(
             assert trace.loss is not None
             if not done:
                 trial.check_reference(trace)
+                guesses = _loss_of_equal_guesses(trace)
             last = trace.loss.item()
             first = first if done else last
             if not math.isfinite(last):
@@ -360,7 +364,15 @@ def overfits_batch(
     moved = f"; {count(len(still), 'parameter')} never moved" if still else ""
     if last <= below * first:
         names = f": {listed(still)}" if still else ""
-        return f"loss {number(first)} → {number(last)} in {count(done, 'step')}{moved}{names}"
+        said = f"loss {number(first)} → {number(last)} in {count(done, 'step')}{moved}{names}"
+        if guesses is None or first <= 2 * guesses:
+            return said
+        return Break(
+            layer=ROOT,
+            line=f"{ROOT} begins at a cross entropy of {number(first)}, equal guesses have {number(guesses)}; {said}",
+            advice="It begins with confident wrong guesses: look at the scale of the last layer and of the inputs.",
+            level="hint",
+        )
     name = still[0] if still else ROOT
     return Break(
         layer=name,
@@ -370,6 +382,18 @@ def overfits_batch(
         advice="Look for a detached or frozen part, a softmax before a cross entropy, targets that do not belong "
         "to the inputs; or pass more steps=, another optimizer=.",
     )
+
+
+def _loss_of_equal_guesses(trace: Trace) -> float | None:
+    """Return the mean cross entropy of equal guesses; None if the loss is not that of an output of classes."""
+    output, loss = trace.output, trace.loss
+    is_entropy = loss is not None and type(loss.grad_fn).__name__.startswith("NllLoss")
+    if not (is_entropy and isinstance(output, Tensor) and output.ndim == 2 and output.shape[1] > 1):
+        return None
+    guesses = math.log(output.shape[1])
+    assert loss is not None
+    is_sum = 0.5 * guesses <= loss.item() / len(output) <= 1.5 * guesses
+    return None if is_sum else guesses
 
 
 def _made(optimizer: Callable[[Any], torch.optim.Optimizer], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
