@@ -143,12 +143,13 @@ def _beyond_rounding(
     trial: Trial, size: int, axis: int, tolerance: float, found: list[tuple[str, str, str]]
 ) -> list[tuple[str, str, str]]:
     """Return the differences in float64; those found before if the model does not run in float64."""
-    try:
-        wide = trial.copied(torch.float64)
-        whole = trial.variation(mode="eval", backward=True, model=wide, vary=_wide)
-    except (NotApplicableError, UsageError):  # the loss may hold tensors of float32
-        return found
-    return _accumulated(trial, whole, size, axis, tolerance, wide)
+    with _InDouble():
+        try:
+            wide = trial.copied(torch.float64)
+            whole = trial.variation(mode="eval", backward=True, model=wide, vary=_wide)
+        except (NotApplicableError, UsageError):  # the loss may hold tensors of float32
+            return found
+        return _accumulated(trial, whole, size, axis, tolerance, wide)
 
 
 def _wide(_: str, x: Tensor) -> Tensor:
@@ -249,7 +250,8 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
         direction = trial.randn_like(known, f"direction {name or path}")
         direction = direction / direction.norm()
         if gradient is not None and gradient.norm() > 0:
-            direction = direction + gradient / gradient.norm()
+            against = (gradient.conj() * direction).sum().real < 0  # of a scalar the two would cancel
+            direction = gradient / gradient.norm() + (-direction if against else direction)
             direction = direction / direction.norm()
         near = (loss_at(name, path, direction, step) - loss_at(name, path, direction, -step)) / (2 * step)
         exact = 0.0 if gradient is None else (gradient.conj() * direction).sum().real.item()

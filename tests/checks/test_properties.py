@@ -239,6 +239,15 @@ def test_gradients_that_cancel_everywhere_are_rounding_in_parts_too(
     assert checks.gradient_accumulation(probe, model, probe.randn(3, 4).to(dtype), loss=loss).verdict == "holds"
 
 
+def test_gradients_that_cancel_in_a_loss_that_casts_to_float32_are_rounding(probe: ModelProbe) -> None:
+    model = Code(lambda self, x: 1e4 * self.fc(1e-4 * x), fc=nn.Linear(4, 5))  # rounding grows on its way back
+    nn.init.zeros_(model.fc.bias)  # type: ignore[union-attr, arg-type]
+    found = checks.gradient_accumulation(
+        probe, model, probe.randn(3, 4), loss=lambda o: F.normalize(o.float(), dim=-1).square().mean()
+    )
+    assert found.verdict == "holds"
+
+
 def test_a_sum_over_rows_shows_where_other_gradients_cancel(probe: ModelProbe) -> None:
     model = Code(lambda self, x: (self.fc(x).softmax(-1), self.other(x)), fc=nn.Linear(4, 5), other=nn.Linear(4, 1))
     found = checks.gradient_accumulation.outcome(
@@ -272,6 +281,12 @@ def test_finite_differences_are_exact_where_code_casts_to_float32(probe: ModelPr
     ]
     for one in code:
         assert checks.gradcheck(probe, Code(one, fc=nn.Linear(4, 5)), probe.randn(3, 4)).text == "3 gradients"
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_scalar_has_a_direction_whatever_the_sign_of_its_gradient(probe: ModelProbe, sign: int) -> None:
+    model = Code(lambda self, x: sign * self.scale * x, scale=nn.Parameter(torch.tensor(2.0)))
+    assert checks.gradcheck(probe, model, probe.randn(3, 4)).text == "2 gradients"
 
 
 def test_a_wrong_gradient_of_what_is_cast_to_float32_is_named(probe: ModelProbe) -> None:
