@@ -139,6 +139,17 @@ class Perturbation:
         moved = self(unexpanded(tensor), name)
         return moved if moved.shape == tensor.shape else moved.expand(tensor.shape)
 
+    def gradients(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Perturb the gradient that arrives at each output by one unit, as the loss may round it otherwise.
+
+        A sum over rows of a gradient that depends on no number of the model, as of a bias, changes in no other way. A
+        scalar has no such sum.
+        """
+        for number, output in enumerate(outputs):
+            if output.requires_grad and not output.is_leaf and output.numel() > 1:
+                name = f"{self.name} loss {number}"
+                output.register_hook(functools.partial(perturbed, name=name, units=FORWARD_ULPS))
+
     def in_place(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return a floating tensor, perturbed in place; any other as it is."""
         if tensor.is_floating_point() or tensor.is_complex():

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetModel
 
 from pytest_modelprobe import ModelProbe
+from pytest_modelprobe.comparison import compare
 from pytest_modelprobe.record import Call, Layer, Reading, Record, Statistics, Value
 from pytest_modelprobe.runs import run
 from pytest_modelprobe.runs.isolation import isolate_repeatedly
@@ -244,6 +245,20 @@ def test_a_gate_near_zero_shows_in_the_noise_of_gradients_alone(probe: ModelProb
     assert gradient is not None
     assert 0.1 < (gradient.noise or 0.0) < 1  # infinite, where the repeats have no gradient
     assert (record["relu"].output.forward.noise or 0.0) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [48, 1024])
+def test_the_gradient_of_a_bias_may_be_added_up_in_another_order_and_nothing_more(
+    probe: ModelProbe, dtype: torch.dtype, rows: int
+) -> None:
+    model, x = nn.LayerNorm(64).to(dtype), probe.randn(rows, 64).to(dtype)
+    record = measured(probe.run(model, x, loss="random"))
+    with other_threads():
+        assert compare(probe.run(model, x, loss="random"), record).same
+    model.bias.register_hook(lambda gradient: gradient * 1.1)
+    (difference,) = compare(probe.run(model, x, loss="random"), record).differences
+    assert (difference.kind, difference.what) == ("parameter gradient", "bias")
 
 
 def test_indices_that_tip_over_have_the_share_that_does_as_noise(probe: ModelProbe) -> None:
