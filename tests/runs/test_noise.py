@@ -247,6 +247,35 @@ def test_a_gate_near_zero_shows_in_the_noise_of_gradients_alone(probe: ModelProb
     assert (record["relu"].output.forward.noise or 0.0) < 1e-5
 
 
+def one_by_one(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(len(x), len(weight))
+    for products in torch.mul(x.T[:, :, None], weight.T[:, None, :]):
+        total += products
+    return total + bias
+
+
+def in_half_precision(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return torch.addmm(bias.half(), x.half(), weight.half().T).float()
+
+
+def test_a_long_sum_may_be_added_up_in_another_order_and_not_with_fewer_digits(
+    probe: ModelProbe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = probe.build(lambda: nn.Linear(100_000, 4)), probe.randn(2, 100_000)
+    record = measured(probe.run(model, x))
+    monkeypatch.setattr(nn.functional, "linear", one_by_one)
+    assert compare(probe.run(model, x), record).same
+    monkeypatch.setattr(nn.functional, "linear", in_half_precision)
+    assert not compare(probe.run(model, x), record).same
+
+
+def test_the_weights_of_a_short_sum_are_perturbed_by_one_unit() -> None:
+    model = nn.Linear(4096, 2)
+    before = model.weight.detach().clone()
+    Perturbation("repeat 0", far=False).parameters(model)
+    assert (model.weight - before).abs().max() < 2e-9  # weights are below 1/64, where a unit is 1.9e-9
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [48, 1024])
 def test_the_gradient_of_a_bias_may_be_added_up_in_another_order_and_nothing_more(
