@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from pytest_modelprobe.comparison import is_rounding, largest_gradient
 from pytest_modelprobe.record import Call, CallTree, Record, label_of
@@ -98,7 +99,7 @@ def _rounding(record: Record) -> Iterator[str]:
         return
     largest = largest_gradient(record)
     for step in reversed(CallTree(record).returned):
-        if any(v.backward is not None and is_rounding(v.backward, lambda: largest) for v in step.call.outputs):
+        if any(v.backward and is_rounding(v.backward, partial(largest.beside, v.forward)) for v in step.call.outputs):
             yield (
                 f"rounding: gradients cancel from {step.label} back, and are not compared there: use "
                 'loss="random", or a loss that does not cancel'
