@@ -21,6 +21,7 @@ from pytest_modelprobe.report.text import count, listed
 
 from .agreement import changed, disagreements, limit, relative_error
 from .check import check
+from .masking import MaskedOut, masked_out
 from .outcome import Break, NotApplicableError
 from .sequence import sequence
 from .trial import LayerTensor, Trace, Trial, Vary, copy_of, plain
@@ -66,7 +67,8 @@ def incremental(
 
     Args:
         trial: The model and its inputs. The first input, or ``decoder_input_ids``, is split into chunks, and so are
-            other inputs of this length; masks of this length are given up to the end of each chunk.
+            other inputs of this length; masks of this length are given up to the end of each chunk. Positions that a
+            mask leaves out are not compared.
         step: Takes the model, a chunk of the first input, and the state, at first None; returns the output and the
             state. None: use the forward, as above.
         chunks: The lengths of the chunks; they add up to the sequence.
@@ -100,10 +102,11 @@ def incremental(
             raise NotApplicableError(f"it returns no {name} to continue from{why}")
     else:
         call = _by_step(trial, step, tensor, axis)
-    found = _Attempt(trial, one, call, sizes, tolerance)
+    excluded = masked_out(trial, path, axis)
+    found = _Attempt(trial, one, call, sizes, tolerance, excluded)
     if found.ok or chunks is not None or max(sizes[1:]) == 1:
         return found.verdict(name)
-    single = _Attempt(trial, one, call, (sizes[0], *[1] * (length - sizes[0])), tolerance)
+    single = _Attempt(trial, one, call, (sizes[0], *[1] * (length - sizes[0])), tolerance, excluded)
     alone = f"chunks=({sizes[0]}, 1, ...)"
     note = (
         f"One position at a time it is right: if longer chunks are not supported, pass {alone}. " if single.ok else ""
@@ -118,8 +121,16 @@ _Call = Callable[[int, int, Any], tuple[Any, Any]]
 class _Attempt:
     """A run in chunks, compared with one forward."""
 
-    def __init__(self, trial: Trial, one: Trace, call: _Call, sizes: Sequence[int], tolerance: float | None) -> None:
-        self._trial, self._one, self._sizes = trial, one, sizes
+    def __init__(
+        self,
+        trial: Trial,
+        one: Trace,
+        call: _Call,
+        sizes: Sequence[int],
+        tolerance: float | None,
+        excluded: MaskedOut,
+    ) -> None:
+        self._trial, self._one, self._sizes, self._excluded = trial, one, sizes, excluded
         self._length = sum(sizes)
         self._starts = [0, *accumulate(sizes)][:-1]
         self._parts, _ = _chunk_by_chunk(trial, call, sizes)
@@ -248,7 +259,10 @@ class _Attempt:
         """Return the error of each chunk along the axes that grow; empty if these are not known."""
         layouts = self._layouts(whole, parts)
         for layout in layouts:
-            changes = {i: relative_error(self._cut(whole, layout, i), part) for i, part in enumerate(parts)}
+            changes = {
+                i: relative_error(self._seen(self._cut(whole, layout, i), layout, i), self._seen(part, layout, i))
+                for i, part in enumerate(parts)
+            }
             if changes[0] <= least or (len(layouts) == 1 and not any(outer > 1 for _, outer in layout)):
                 return changes
         return {}
@@ -279,6 +293,16 @@ class _Attempt:
             else:
                 whole = whole.narrow(axis, 0, start + n)
         return whole
+
+    def _seen(self, part: Tensor, layout: _Layout, chunk: int) -> Tensor:
+        """Return a part with zeros at positions that a mask leaves out."""
+        for axis, outer in layout:
+            if outer:
+                split = part.unflatten(axis, (outer, self._sizes[chunk], -1))
+                part = self._excluded.filled(split, axis + 1, start=self._starts[chunk]).flatten(axis, axis + 2)
+            else:
+                part = self._excluded.filled(part, axis)
+        return part
 
 
 _Layout = list[tuple[int, int]]

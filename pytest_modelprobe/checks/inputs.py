@@ -15,6 +15,7 @@ from pytest_modelprobe.runs import Mode
 
 from .agreement import disagreements
 from .check import check
+from .masking import masked_out
 from .outcome import Break, NotApplicableError
 from .trial import Trial, Vary
 
@@ -133,6 +134,8 @@ def _unreached(trial: Trial, inputs: dict[str, Tensor], reached: dict[str, Tenso
         if not there.any():
             yield _Part(path, torch.ones((), dtype=torch.bool), "")
             continue
+        if there.dim() > 1:
+            there = masked_out(trial, path, 1).filled(there, 1, True)
         for axis in range(1, there.dim()):
             lost = ~there.movedim(axis, 0).flatten(1).any(1)
             if slides and not _holds_channels(there, axis):

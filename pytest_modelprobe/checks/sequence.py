@@ -27,6 +27,7 @@ from .agreement import (
 )
 from .check import check
 from .drawing import check_not_random
+from .masking import MaskedOut, mark, masked_out, masks_of, positions_of
 from .outcome import Break, NotApplicableError
 from .trial import Trace, Trial, Vary, keep_input
 
@@ -39,7 +40,8 @@ def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Br
     """Check that the output at each position does not depend on later positions of the input.
 
     The second half of the first input is replaced, then one position more: a leak within chunks of one length shows in
-    one of the two runs. Of each layer, the axis that is as long as the sequence is compared.
+    one of the two runs. Of each layer, the axis that is as long as the sequence is compared. Positions that an argument
+    called a mask leaves out are neither replaced nor compared.
 
     Args:
         trial: The model and its inputs.
@@ -57,18 +59,24 @@ def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Br
     """
     path, tensor = sequence(trial, axis)
     length = tensor.shape[axis]
-    half = (length + 1) // 2
+    excluded = masked_out(trial, path, axis)
+    seen = (
+        list(range(length)) if excluded.positions is None else (~excluded.positions).any(0).nonzero().flatten().tolist()
+    )
+    half = (len(seen) + 1) // 2
+    cuts = [seen[i] for i in (half, half - 1) if 0 < i < len(seen)]
+    if not cuts:
+        raise NotApplicableError("the mask leaves fewer than two positions")
     one = trial.reference(mode="eval")
     axes_in = _axes_that_follow(trial, one, path, axis)
-    cuts = [before for before in (half, half - 1) if before]
     inside = None
     for before in cuts:
 
         def vary(name: str, x: Tensor, before: int = before) -> Tensor:
-            return replaced_from(trial, x, axis, before) if name == path else x
+            return excluded.filled(replaced_from(trial, x, axis, before), axis, x) if name == path else x
 
         def pairs_of(trace: Trace, before: int = before) -> Pairs:
-            return _first(before, axes_in(trace))
+            return _first(before, axes_in(trace), excluded)
 
         two = trial.variation(mode="eval", vary=vary)
         found, hidden = compare_runs(trial, (one, two), (keep_input, vary), pairs_of, tolerance, exact=True)
@@ -81,7 +89,8 @@ def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Br
                 "over all positions, or over those of a chunk: a norm, a mean.",
             )
     firsts = " and ".join(f"the first {n}" for n in cuts)
-    return _looked_at(one, pairs_of(one), length, f"at {firsts} of {length} positions", inside)
+    without = " without those that are masked" if excluded else ""
+    return _looked_at(one, pairs_of(one), length, f"at {firsts} of {length} positions{without}", inside)
 
 
 @check
@@ -123,16 +132,17 @@ def padding_invariant(
     9 layers at the first 6 of 8 positions without the others, masked by True in src_key_padding_mask
     """
     path, tensor = sequence(trial, axis)
-    axis, length = axis % tensor.dim(), tensor.shape[axis]
+    axis = axis % tensor.dim()
+    batch, length = positions_of(trial, path, axis)
     kept = length - max(1, length // 4)
-    batch = tensor.shape[0 if axis else 1 % tensor.dim()]
     if isinstance(mask, Tensor):
         trial.kwargs["mask"], mask = mask, "mask"
     padding = _padding(trial, tensor, pad_id)
     name = None
     if padding is None or mask is not None or any(where.endswith("mask") for where, _ in trial.dense):
         name = _mask_name(trial, mask, path, (batch, length), axis)
-    marks = _marks(name, dict(trial.inputs)[name]) if name else 0
+    marks = mark(name, dict(trial.inputs)[name]) if name else 0
+    excluded = masked_out(trial, path, axis)
 
     def masked(where: str, x: Tensor) -> Tensor:
         if where == name:
@@ -170,7 +180,9 @@ def padding_invariant(
 
     def pairs_of(trace: Trace) -> Pairs:
         cut = padding is not None
-        return _cut_and_pooled(rows, kept, length) if cut else _first_and_pooled(rows, kept, axes_in(trace))
+        if cut:
+            return _cut_and_pooled(rows, kept, length, excluded)
+        return _first_and_pooled(rows, kept, axes_in(trace), excluded)
 
     found, inside = compare_runs(trial, (one, two), varied, pairs_of, tolerance, exact=padding is None)
     how = "replaced" if padding is None else "removed"
@@ -285,9 +297,9 @@ def _orders_text(length: int) -> str:
     return "2 other orders" if length > 2 else "another order"
 
 
-def _first_and_pooled(batch: int, before: int, axes_of: _Axes) -> Pairs:
+def _first_and_pooled(batch: int, before: int, axes_of: _Axes, excluded: MaskedOut) -> Pairs:
     """Return pairs of the first positions of two tensors, or of whole pooled tensors (one row an example)."""
-    first = _first(before, axes_of)
+    first = _first(before, axes_of, excluded)
 
     def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
         pooled = one.dim() == 2 and len(one) == batch
@@ -296,7 +308,7 @@ def _first_and_pooled(batch: int, before: int, axes_of: _Axes) -> Pairs:
     return pairs
 
 
-def _cut_and_pooled(batch: int, before: int, length: int) -> Pairs:
+def _cut_and_pooled(batch: int, before: int, length: int, excluded: MaskedOut) -> Pairs:
     """Return pairs of the first positions of a tensor and a whole shorter one, or of whole pooled tensors."""
 
     def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -306,7 +318,11 @@ def _cut_and_pooled(batch: int, before: int, length: int) -> Pairs:
         cut = functools.reduce(lambda x, axis: x.narrow(axis, 0, before), axes, one)
         if one is other:
             return [(cut, cut)] if axes or one.shape[:1] == (batch,) else []
-        return [(cut, other)] if cut.shape == other.shape and (axes or one.shape[:1] == (batch,)) else []
+        if cut.shape != other.shape:
+            return []
+        for axis in axes[:1]:  # queries come before keys
+            cut, other = excluded.filled(cut, axis), excluded.filled(other, axis)
+        return [(cut, other)] if axes or one.shape[:1] == (batch,) else []
 
     return pairs
 
@@ -328,10 +344,12 @@ def _unused_masks(trial: Trial) -> list[str]:
 
 
 def _reordered(trial: Trial, path: str, axis: int, order: Tensor) -> Trace:
-    """Return a run with the elements of one input permuted."""
+    """Return a run with the elements of one input permuted, and its masks with them."""
+    masks = masks_of(trial, path, positions_of(trial, path, axis))
 
     def vary(name: str, x: Tensor) -> Tensor:
-        return x.index_select(axis, order.to(x.device)) if name == path else x
+        along = axis if name == path else -1 if name in masks else None
+        return x if along is None else x.index_select(along, order.to(x.device))
 
     return trial.variation(mode="eval", vary=vary)
 
@@ -401,16 +419,6 @@ def _mask_name(trial: Trial, name: str | None, path: str, shape: tuple[int, int]
     return found[0]
 
 
-def _marks(name: str, mask: Tensor) -> bool | int | float:
-    """Return the value that marks a masked position, such that the given mask does not mask everything."""
-    if mask.is_floating_point() and not bool((mask > 0).any()):
-        return -math.inf
-    marks = mask.dtype == torch.bool and "pad" in name
-    if bool((mask.bool() == marks).all()):
-        marks = not marks
-    return marks if mask.dtype == torch.bool else int(marks)
-
-
 def _axes(tensor: Tensor, length: int) -> list[int]:
     return [axis for axis, n in enumerate(tensor.shape) if n == length]
 
@@ -458,14 +466,15 @@ def _known_axes(known: Mapping[str, list[int]], guessed: _Axes, trace: Trace) ->
     return lambda x: of[id(x)] if id(x) in of else guessed(x)
 
 
-def _first(before: int, axes_of: _Axes) -> Pairs:
+def _first(before: int, axes_of: _Axes, excluded: MaskedOut) -> Pairs:
     """Return pairs of the first positions of two tensors, along each axis that may be that of positions."""
 
     def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
         axes = axes_of(one)
         if axes and one.shape != other.shape:
             return [(one, other)]
-        return [(one.narrow(axis, 0, before), other.narrow(axis, 0, before)) for axis in axes]
+        firsts = [(axis, one.narrow(axis, 0, before), other.narrow(axis, 0, before)) for axis in axes]
+        return [(excluded.filled(x, axis), excluded.filled(y, axis)) for axis, x, y in firsts]
 
     return pairs
 
