@@ -422,7 +422,10 @@ EXPLAINED: dict[str, dict[str, str]] = {
         "overfits_batch": "its targets are pixels of noise, and it sees other patches in each step",
     },
     "olmo2": {"dtype_parity": "its rotary embedding stays in float32 on purpose"},
-    "fnet": {"padding_invariant": "its Fourier transform mixes all positions and takes no mask"},
+    "fnet": {
+        "padding_invariant": "its Fourier transform mixes all positions and takes no mask",
+        "inputs_used": "it accepts a mask and does nothing with it",
+    },
     "funnel": {"padding_invariant": "it pools neighboring positions, a masked one with one that is not"},
     "xlnet": {"dtype_parity": "its relative positions are made in float32"},
     "mamba2": {

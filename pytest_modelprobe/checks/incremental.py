@@ -95,7 +95,7 @@ def incremental(
     length = tensor.shape[axis]
     sizes = _sizes(length, chunks, alone=name == "cache_params")
     if step is None:
-        call = _by_forward(trial, name, "use_cache" in parameters, _cut(path, length, axis))
+        call = _by_forward(trial, name, "use_cache" in parameters, _cut(trial, path, length, axis))
         (one,), state = _chunk_by_chunk(trial, call, (length,))
         if one.error is not None or state is None:
             why = f": {one.failure}" if one.error is not None else ""
@@ -380,7 +380,7 @@ def _by_forward(trial: Trial, name: str, cached: bool, cut: Callable[[int, int],
     return call
 
 
-def _cut(path: str, length: int, axis: int) -> Callable[[int, int], Vary]:
+def _cut(trial: Trial, path: str, length: int, axis: int) -> Callable[[int, int], Vary]:
     """Return a function that cuts a chunk out of each input, and masks up to its end."""
     beside = path.startswith("decoder_")  # what goes to the encoder stays whole
 
@@ -389,7 +389,7 @@ def _cut(path: str, length: int, axis: int) -> Callable[[int, int], Vary]:
             other = not -x.dim() <= axis < x.dim() or x.shape[axis] != length
             if other or (beside and not where.startswith("decoder_")):
                 return x
-            return x.narrow(axis, 0, start + n) if where.endswith("mask") else x.narrow(axis, start, n)
+            return x.narrow(axis, 0, start + n) if trial.argument(where).endswith("mask") else x.narrow(axis, start, n)
 
         return vary
 

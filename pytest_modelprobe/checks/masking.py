@@ -57,8 +57,8 @@ def masked_out(trial: Trial, path: str, axis: int) -> MaskedOut:
     shape = positions_of(trial, path, axis)
     names = masks_of(trial, path, shape)
     if shape[0] == shape[1]:  # any other may be of (positions, positions)
-        names = [name for name in names if name.endswith("attention_mask")]
-    found = [left_out(name, dict(trial.dense)[name]) for name in names]
+        names = [name for name in names if trial.argument(name).endswith("attention_mask")]
+    found = [left_out(trial.argument(name), dict(trial.dense)[name]) for name in names]
     return MaskedOut(torch.stack(found).any(0) if found else None)
 
 
@@ -70,8 +70,9 @@ def positions_of(trial: Trial, path: str, axis: int) -> tuple[int, int]:
 
 def masks_of(trial: Trial, path: str, shape: tuple[int, int]) -> list[str]:
     """Return the arguments that are masks of an input, by their names: of shape (batch, positions)."""
-    masks = [name for name, x in trial.dense if name.endswith("mask") and x.shape == shape]
-    return [name for name in masks if name.startswith("decoder_") == path.startswith("decoder_")]
+    of_decoder = trial.argument(path).startswith("decoder_")
+    named = [(name, trial.argument(name)) for name, x in trial.dense if x.shape == shape]
+    return [path for path, name in named if name.endswith("mask") and name.startswith("decoder_") == of_decoder]
 
 
 def left_out(name: str, mask: Tensor) -> Tensor:

@@ -139,9 +139,9 @@ def padding_invariant(
         trial.kwargs["mask"], mask = mask, "mask"
     padding = _padding(trial, tensor, pad_id)
     name = None
-    if padding is None or mask is not None or any(where.endswith("mask") for where, _ in trial.dense):
+    if padding is None or mask is not None or any(trial.argument(where).endswith("mask") for where, _ in trial.dense):
         name = _mask_name(trial, mask, path, (batch, length), axis)
-    marks = mark(name, dict(trial.inputs)[name]) if name else 0
+    marks = mark(trial.argument(name), dict(trial.inputs)[name]) if name else 0
     excluded = masked_out(trial, path, axis)
 
     def masked(where: str, x: Tensor) -> Tensor:
@@ -388,7 +388,7 @@ def sequence(trial: Trial, axis: int) -> tuple[str, Tensor]:
     """Return the first input that has positions."""
     for path, tensor in trial.dense:
         positions = -tensor.dim() <= axis < tensor.dim() and tensor.shape[axis] > 1
-        if positions and tensor.dtype != torch.bool and not path.endswith("mask"):
+        if positions and tensor.dtype != torch.bool and not trial.argument(path).endswith("mask"):
             return path, tensor
     raise NotApplicableError(f"no input has more than one position along axis {axis}")
 
@@ -404,7 +404,7 @@ def _mask_name(trial: Trial, name: str | None, path: str, shape: tuple[int, int]
         if shapes[name] != shape:
             raise NotApplicableError(f"{name} has the shape {shapes[name]}, not (batch, positions), here {shape}")
         return name
-    found = [path for path in shapes if path.endswith("mask") and shapes[path] == shape]
+    found = [path for path in shapes if trial.argument(path).endswith("mask") and shapes[path] == shape]
     if not found:
         raise NotApplicableError(
             f"no argument of shape {shape}, the batch and axis {axis} of {path}, is called a mask: give mask= its name"
@@ -444,7 +444,7 @@ def _axes_that_follow(trial: Trial, one: Trace, path: str, axis: int) -> Callabl
     for n in dict.fromkeys((length - 1, length // 2)):
 
         def shorter(where: str, x: Tensor, n: int = n) -> Tensor:
-            if where.endswith("mask"):
+            if trial.argument(where).endswith("mask"):
                 return functools.reduce(lambda x, axis: x.narrow(axis, 0, n), _axes(x, length)[-2:], x).clone()
             return x.narrow(axis, 0, n).clone() if x.shape[: axis + 1] == tensor.shape[: axis + 1] else x
 
