@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -150,7 +149,7 @@ def _unused(path: str, said: str, seen_by: str) -> Break:
 
 def _optional(trial: Trial, path: str) -> list[str]:
     """Return the other keyword arguments that can be left out."""
-    parameters = inspect.signature(trial.model.forward).parameters
+    parameters = trial.parameters
     names = [name for name in trial.kwargs if name in parameters and parameters[name].default is None]
     return [name for name in names if path != name and not path.startswith((f"{name}.", f"{name}["))]
 

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from pytest_modelprobe.record import ROOT
+
 from .trial import Trial
 
 _MASKED = -1e3
@@ -53,12 +55,15 @@ class MaskedOut:
 
 
 def masked_out(trial: Trial, path: str, axis: int) -> MaskedOut:
-    """Return the positions of an input that its masks leave out."""
+    """Return the positions of an input that its masks leave out, or that have the id of padding."""
     shape = positions_of(trial, path, axis)
     names = masks_of(trial, path, shape)
     if shape[0] == shape[1]:  # any other may be of (positions, positions)
         names = [name for name in names if trial.argument(name).endswith("attention_mask")]
     found = [left_out(trial.argument(name), dict(trial.dense)[name]) for name in names]
+    tensor, padding = dict(trial.dense)[path], pad_id_of(trial)
+    if padding is not None and not tensor.is_floating_point() and tensor.shape == shape:
+        found.append(tensor == padding)
     return MaskedOut(torch.stack(found).any(0) if found else None)
 
 
@@ -66,6 +71,12 @@ def positions_of(trial: Trial, path: str, axis: int) -> tuple[int, int]:
     """Return the numbers of rows and of positions of an input, the shape of its masks."""
     tensor = dict(trial.dense)[path]
     return tensor.shape[0 if axis % tensor.dim() else 1 % tensor.dim()], tensor.shape[axis]
+
+
+def pad_id_of(trial: Trial) -> int | None:
+    """Return the id by which a model of transformers detects padding."""
+    found = getattr(getattr(trial.layers.modules[ROOT], "config", None), "pad_token_id", None)
+    return found if isinstance(found, int) and found >= 0 else None
 
 
 def masks_of(trial: Trial, path: str, shape: tuple[int, int]) -> list[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import inspect
 import math
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.record import ROOT, nearest
@@ -27,9 +27,15 @@ from .agreement import (
 )
 from .check import check
 from .drawing import check_not_random
-from .masking import MaskedOut, mark, masked_out, masks_of, positions_of
+from .evidence import attended, causal_input, disagreeing_attention
+from .masking import MaskedOut, mark, masked_out, masks_of, pad_id_of, positions_of
 from .outcome import Break, NotApplicableError
 from .trial import Trace, Trial, Vary, keep_input
+
+_OFFERED = ("attention_mask", "src_key_padding_mask", "key_padding_mask", "padding_mask", "pad_mask")
+"""Arguments that are masks of padding by their name."""
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 
 _Axes = Callable[[Tensor], list[int]]
 """Takes a tensor of a run, returns the axes that may be those of its positions."""
@@ -57,8 +63,36 @@ def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Br
     ... # doctest: +ELLIPSIS
     (root) is not causal: ...
     """
-    path, tensor = sequence(trial, axis)
-    length = tensor.shape[axis]
+    return later_unseen(trial, sequence(trial, axis)[0], axis, tolerance)
+
+
+def _causal_where_meant(trial: Trial) -> Break | str:
+    """Check that a model which is meant to be causal is so.
+
+    Raises:
+        NotApplicableError: Nothing says that it is meant to be, or only a part of it may be.
+    """
+    given = causal_input(trial)
+    found = later_unseen(trial, given.path, given.axis, None)
+    if not isinstance(found, Break):
+        return found
+    others = disagreeing_attention(trial, positions_of(trial, given.path, given.axis)[1])
+    if others:
+        raise NotApplicableError(
+            f"a part of it is causal, as {given.reason}, but not {listed(others)}: call checks.causal if all of it is "
+            "meant to be"
+        )
+    return dataclasses.replace(found, advice=f"It is taken for causal, as {given.reason}. {found.advice}")
+
+
+_causal_where_meant.__name__ = "causal"
+causal_where_meant = check(_causal_where_meant)
+"""`causal` among the standard checks."""
+
+
+def later_unseen(trial: Trial, path: str, axis: int, tolerance: float | None) -> Break | str:
+    """Return where the output at a position depends on later positions of an input, or a summary."""
+    length = positions_of(trial, path, axis)[1]
     excluded = masked_out(trial, path, axis)
     seen = (
         list(range(length)) if excluded.positions is None else (~excluded.positions).any(0).nonzero().flatten().tolist()
@@ -107,6 +141,10 @@ def padding_invariant(
     The last quarter of the positions is masked, and the inputs there are replaced. Outputs at the other positions must
     not change, nor may pooled outputs of the shape (batch, features).
 
+    Where later positions are not seen anyway, as in a decoder, some after the first position are masked and replaced
+    too. Without a mask, a model of attention that takes one called ``attention_mask``, or after keys or padding, is
+    given one that masks nothing, if its output stays the same.
+
     A model may detect padding by its id, with or without a mask. If that id is known, the last quarter is filled with
     it, and the other outputs have to be those of a sequence without that quarter.
 
@@ -137,9 +175,10 @@ def padding_invariant(
     kept = length - max(1, length // 4)
     if isinstance(mask, Tensor):
         trial.kwargs["mask"], mask = mask, "mask"
+    offered = None if mask is not None or _masks(trial) else _offered(trial, path, (batch, length))
     padding = _padding(trial, tensor, pad_id)
     name = None
-    if padding is None or mask is not None or any(trial.argument(where).endswith("mask") for where, _ in trial.dense):
+    if padding is None or mask is not None or _masks(trial):
         name = _mask_name(trial, mask, path, (batch, length), axis)
     marks = mark(trial.argument(name), dict(trial.inputs)[name]) if name else 0
     excluded = masked_out(trial, path, axis)
@@ -175,7 +214,7 @@ def padding_invariant(
     if padding is not None:  # without padding a model may pass on no mask
         both = {given.where for given in two.tensors}
         one.tensors = [given for given in one.tensors if given.is_final or given.where in both]
-    rows = batch if axis else -1
+    rows = batch if axis and not offered else -1  # what is pooled need not follow a mask that nobody gave
     axes_in = _axes_that_follow(trial, one, path, axis)
 
     def pairs_of(trace: Trace) -> Pairs:
@@ -191,9 +230,16 @@ def padding_invariant(
         others += f", masked by {marks} in {name}"
     if padding is not None:
         others += f", padded by {padding}"
+    if not found and name is not None and (between := _seen_between(trial, path, axis, name, padding)):
+        return between
     if not found:
         where = f"at the first {kept} of {length} positions without {others}"
         return _looked_at(one, pairs_of(one), length, where, inside)
+    at = found[0].layer_tensor.layer
+    if offered and isinstance(trial.layers.modules[at], _CONVOLUTIONS):
+        raise NotApplicableError(
+            f"{at}, a convolution, mixes neighbors; give {offered}= if it is meant to know padding"
+        )
     unused = _unused_masks(trial) if name is None and pad_id is None else []
     if unused:
         raise NotApplicableError(f"the model detects no padding without {listed(unused)}: give it, or pad_id=")
@@ -333,14 +379,75 @@ def _padding(trial: Trial, ids: Tensor, pad_id: int | None) -> int | None:
         if pad_id is not None:
             raise NotApplicableError("pad_id= needs an input of ids, and the first input is not of integers")
         return None
-    if pad_id is None:
-        pad_id = getattr(getattr(trial.model, "config", None), "pad_token_id", None)
-    return pad_id if isinstance(pad_id, int) and pad_id >= 0 else None
+    return pad_id_of(trial) if pad_id is None or pad_id < 0 else pad_id
+
+
+def _seen_between(trial: Trial, path: str, axis: int, name: str, padding: int | None) -> Break | None:
+    """Return where outputs depend on masked positions before them, of a model that sees no later ones anyway."""
+    try:
+        meant = causal_input(trial)
+    except NotApplicableError:
+        return None
+    if not meant.attends or (meant.path, meant.axis) != (path, axis):
+        return None
+    batch, length = positions_of(trial, path, axis)
+    last = max(1, length // 4)
+    between = torch.zeros(batch, length, dtype=torch.bool)
+    between[:, 1 : last + 1] = True  # the first stays: others have something to attend to
+    given = masked_out(trial, path, axis).positions
+    excluded = MaskedOut(between if given is None else between | given.cpu())
+
+    def masked(where: str, x: Tensor) -> Tensor:
+        value = mark(trial.argument(name), dict(trial.inputs)[name])
+        return MaskedOut(between).filled(x, 1, value) if where == name else x
+
+    def replaced(where: str, x: Tensor) -> Tensor:
+        if where != path:
+            return masked(where, x)
+        other = replacement(trial, x)
+        if padding is not None:  # a model may count the positions that are not padded
+            other = torch.where((x == padding) | (other == padding), x, other)
+        return MaskedOut(between).filled(x, axis, other)
+
+    one, two = (trial.variation(mode="eval", vary=vary) for vary in (masked, replaced))
+    axes_of = _axes_that_follow(trial, one, path, axis)(one)
+    found, _ = compare_runs(
+        trial, (one, two), (masked, replaced), lambda _: _first(length, axes_of, excluded), None, exact=True
+    )
+    if not found:
+        return None
+    said = f"depends on masked positions: others {{changed}} when positions 1 to {last} of {length}, masked in {name}, "
+    return break_of(found, said + "were replaced", "Check that the mask reaches the attention of each layer.")
+
+
+def _masks(trial: Trial) -> list[str]:
+    """Return the arguments that are given and called masks."""
+    return [path for path, _ in trial.dense if trial.argument(path).endswith("mask")]
+
+
+def _offered(trial: Trial, path: str, shape: tuple[int, int]) -> str | None:
+    """Give a model of attention a mask that masks nothing, if the output is the same with it; return its name.
+
+    If it attends to other positions too, as a model that pools neighbors, what padding may reach is not known.
+    """
+    names = [n for n in _OFFERED if n in trial.parameters and not trial.argument(path).startswith("decoder_")]
+    if not names or attended(trial) != {shape[1]}:
+        return None
+    without = trial.reference(mode="eval")
+    for name in names:
+        kept = torch.ones(shape, dtype=torch.bool if "pad" in name else torch.int64)
+        for given in (~kept, kept) if "pad" in name else (kept,):
+            trial.kwargs[name] = given
+            again = trial.run(mode="eval")
+            if again.error is None and not any(far.layer_tensor.is_final for far in disagreements(without, again)):
+                return name
+        del trial.kwargs[name]
+    return None
 
 
 def _unused_masks(trial: Trial) -> list[str]:
     """Return the names of arguments that are masks."""
-    return [name for name in inspect.signature(trial.model.forward).parameters if name.endswith("mask")]
+    return [name for name in trial.parameters if name.endswith("mask")]
 
 
 def _reordered(trial: Trial, path: str, axis: int, order: Tensor) -> Trace:

@@ -182,9 +182,13 @@ class Trial:
         >>> trial.argument("input[3]"), trial.argument("attn_mask")
         ('key_padding_mask', 'attn_mask')
         """
-        names = list(inspect.signature(self.layers.modules[ROOT].forward).parameters)
         paths = ["input"] if len(self.args) == 1 else [f"input[{i}]" for i in range(len(self.args))]
-        return dict(zip(paths, names, strict=False)).get(path, path)
+        return dict(zip(paths, self.parameters, strict=False)).get(path, path)
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the model's forward."""
+        return inspect.signature(self.layers.modules[ROOT].forward).parameters
 
     @property
     def has_loss(self) -> bool:
