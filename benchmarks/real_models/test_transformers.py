@@ -420,7 +420,10 @@ EXPLAINED: dict[str, dict[str, str]] = {
         "dtype_parity": "it makes its mask of patches in float32, whatever its own dtype is",
         "overfits_batch": "its targets are pixels of noise, and it sees other patches in each step",
     },
-    "fnet": {"padding_invariant": "its Fourier transform mixes all positions and takes no mask"},
+    "fnet": {
+        "padding_invariant": "its Fourier transform mixes all positions and takes no mask",
+        "inputs_used": "it accepts a mask and does nothing with it",
+    },
     "funnel": {"padding_invariant": "it pools neighboring positions, a masked one with one that is not"},
     "mamba2": {
         "dtype_parity": "it casts its logits to float32 whatever its own dtype is",
