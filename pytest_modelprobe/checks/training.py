@@ -251,7 +251,7 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
         direction = direction / direction.norm()
         if gradient is not None and gradient.norm() > 0:
             against = (gradient.conj() * direction).sum().real < 0  # of a scalar the two would cancel
-            direction = gradient / gradient.norm() + (-direction if against else direction)
+            direction = (-direction if against else direction) + gradient / gradient.norm()  # which may be sparse
             direction = direction / direction.norm()
         near = (loss_at(name, path, direction, step) - loss_at(name, path, direction, -step)) / (2 * step)
         exact = 0.0 if gradient is None else (gradient.conj() * direction).sum().real.item()
