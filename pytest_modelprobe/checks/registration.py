@@ -10,7 +10,7 @@ import pickle
 import statistics
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import has_dense_storage, seeding, unexpanded, version
 from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.report.text import count, listed, number
+from pytest_modelprobe.runs import Mode, graph_nodes
 
 from .agreement import break_of, disagreements
 from .check import check_unmodified
@@ -46,6 +47,7 @@ def registered(trial: Trial) -> Break | str:
 
     Unregistered tensors are in no optimizer and no state_dict, and do not move with the model. With inputs, a forward
     shows which tensors the model computes again, such as stored attention weights: those need not be registered.
+    Running statistics do, which training replaces by what depends on them, and evaluation leaves alone.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -61,6 +63,7 @@ def registered(trial: Trial) -> Break | str:
         trial.run()
         after = _all_unregistered(trial)
     found = [(where, _kind(value)) for where, value in before.items() if after.get(where) is value]
+    found += [(where, "a running statistic") for where in _running_statistics(trial, before)]
     if not found:
         return count(sum(1 for _ in trial.model.modules()), "module")
     where, what = found[0]
@@ -87,6 +90,34 @@ def _all_unregistered(trial: Trial) -> dict[str, Any]:
     }
 
 
+def _running_statistics(trial: Trial, before: Mapping[str, Any]) -> list[str]:
+    """Return the tensors that a forward in training replaces by what depends on them, and one in evaluation does not.
+
+    Of a state that evaluation replaces too, such as that of a recurrent layer, nothing has to be kept.
+    """
+
+    def after(mode: Mode, change: float = 0.0) -> dict[str, Tensor]:
+        with trial.keep_changes():
+            for where, tensor in tensors.items() if change else ():
+                layer, _, key = where.rpartition(".")
+                setattr(trial.layers.modules[layer or ROOT], key, tensor + change)
+            failed = trial.run(mode=mode).error is not None
+            found = {} if failed else _all_unregistered(trial)
+        return {where: found[where] for where in tensors if where in found}
+
+    tensors = {
+        where: value
+        for where, value in before.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and not where.endswith("]")
+    }
+    evaluated = after("eval") if tensors else {}
+    kept = [where for where, value in evaluated.items() if value is tensors[where]]
+    trained = after("train") if kept else {}
+    replaced = [where for where in kept if where in trained and trained[where] is not tensors[where]]
+    moved = after("train", 1.0) if replaced else {}
+    return [where for where in replaced if where in moved and not torch.equal(moved[where], trained[where])]
+
+
 def _meant(module: nn.Module, key: str, attribute: Any) -> bool:
     """Whether an attribute is not registered on purpose."""
     # A plain assignment would have registered it.
@@ -97,7 +128,7 @@ def _meant(module: nn.Module, key: str, attribute: Any) -> bool:
 
 def _unregistered(where: str, value: Any, known: set[int], depth: int) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (nn.Module, Tensor)):
-        if id(value) not in known and _is_state(value):
+        if id(value) not in known and _is_state(value, known):
             yield where, value
     elif depth and isinstance(value, Mapping):
         for key, item in value.items():
@@ -107,17 +138,22 @@ def _unregistered(where: str, value: Any, known: set[int], depth: int) -> Iterat
             yield from _unregistered(f"{where}[{i}]", item, known, depth - 1)
 
 
-def _is_state(value: nn.Module | Tensor) -> bool:
+def _is_state(value: nn.Module | Tensor, known: Collection[int]) -> bool:
     if isinstance(value, nn.Module | nn.Parameter):
         return True
-    # One number may be a constant; FSDP and weight norms compute tensors from parameters, which are no leaves.
-    return value.is_leaf and value.numel() > 1
+    if value.is_leaf:
+        return value.numel() > 1  # one number may be a constant
+    # FSDP and weight norms compute tensors from parameters of the model; `nn.Parameter(x).to(dtype)` from its own.
+    leaves = (getattr(node, "variable", None) for node in graph_nodes(value.grad_fn))
+    return any(isinstance(leaf, nn.Parameter) and id(leaf) not in known for leaf in leaves)
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, nn.Module):
         return f"a module ({type(value).__name__})"
-    return "a parameter" if isinstance(value, nn.Parameter) else "a tensor"
+    if isinstance(value, nn.Parameter):
+        return "a parameter"
+    return "a tensor" if value.is_leaf else "a tensor computed from a parameter"
 
 
 @check_unmodified

@@ -775,6 +775,32 @@ def test_a_tensor_that_a_forward_uses_is_no_map_of_it(probe: ModelProbe) -> None
     assert checks.registered.outcome(probe, model, probe.randn(2, 3)).layer == "_mean"
 
 
+def test_running_statistics_that_are_plain_tensors_are_named(probe: ModelProbe) -> None:
+    def code(self: Any, x: Tensor) -> Tensor:
+        if self.training:
+            self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        return x - self.average
+
+    model = nn.Sequential(Code(code, average=torch.zeros(3)))
+    outcome = checks.registered.outcome(probe, model, probe.randn(2, 3))
+    assert outcome.text.startswith("0.average is a running statistic that the model has not registered")
+
+
+def test_a_state_that_evaluation_replaces_too_needs_no_registering(probe: ModelProbe) -> None:
+    def code(self: Any, x: Tensor) -> Tensor:
+        self.hidden = torch.tanh(x + self.hidden)
+        return self.hidden
+
+    model = nn.Sequential(Code(code, hidden=torch.zeros(2, 3)))
+    assert checks.registered(probe, model, probe.randn(2, 3)).verdict == "holds"
+
+
+def test_a_parameter_that_was_cast_after_it_was_made_is_named(probe: ModelProbe) -> None:
+    model = nn.Sequential(Code(lambda self, x: x * self.scale, scale=nn.Parameter(torch.ones(3)).double()))
+    outcome = checks.registered.outcome(probe, model, probe.randn(2, 3).double())
+    assert outcome.text.startswith("0.scale is a tensor computed from a parameter that the model has not registered")
+
+
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.spectral_norm`:FutureWarning")
 @pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.weight_norm])
