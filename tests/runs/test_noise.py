@@ -261,7 +261,7 @@ def in_half_precision(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor)
 def test_a_long_sum_may_be_added_up_in_another_order_and_not_with_fewer_digits(
     probe: ModelProbe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, x = probe.build(lambda: nn.Linear(100_000, 4)), probe.randn(2, 100_000)
+    model, x = probe.build(lambda: nn.Linear(200_000, 16)), probe.randn(4, 200_000)
     record = measured(probe.run(model, x))
     monkeypatch.setattr(nn.functional, "linear", one_by_one)
     assert compare(probe.run(model, x), record).same
