@@ -411,6 +411,17 @@ def test_a_layer_drawn_at_another_scale_is_named_among_weights_drawn_anew() -> N
     assert not found.redrawn
 
 
+def test_the_structure_of_a_layer_comes_before_the_weights_that_follow_from_it() -> None:
+    old, new = (
+        recorded(
+            PROBE.build(lambda i=i: nn.Sequential(nn.Embedding(32, 8, padding_idx=i))), PROBE.randint(0, 32, (2, 6))
+        )
+        for i in (1, 0)
+    )
+    found = diagnose(compare(new, old))
+    assert causes(found) == [("attribute", "0", "padding_idx"), ("weights", "0", "weight")]
+
+
 def test_an_activation_that_changed_comes_before_the_weights_of_another_training() -> None:
     def edit(model: Any) -> None:
         as_if_drawn_anew(model)

@@ -123,8 +123,11 @@ _WEIGHT: Mapping[CauseKind, int] = {
 def by_importance(causes: Iterable[Cause]) -> list[Cause]:
     """Return causes with a measured effect before those without; code before structure before weights.
 
-    Changes of the test's own inputs come first: the rest may follow from them.
+    Changes of the test's own inputs come first: the rest may follow from them. So may new weights of a layer from its
+    structure, as those of an embedding with another ``padding_idx``.
     """
+    causes = list(causes)
+    reweighted = {cause.layer for cause in causes if cause.kind in ("weights", "buffers")}
 
     def weight(cause: Cause) -> tuple[bool, bool, int, int, bool]:
         silent = cause.change is None
@@ -132,6 +135,7 @@ def by_importance(causes: Iterable[Cause]) -> list[Cause]:
         own = cause.kind == "computation"
         measured = own and (cause.is_exact or (cause.evidence != "recorded" and not cause.is_call_change))
         measured = measured or cause.kind == "gradient" or cause.what.endswith(" requires_grad")
+        measured = measured or (cause.kind in ("attribute", "architecture") and cause.layer in reweighted)
         given = cause.kind in ("input", "seed")
         rank = 0 if not silent or measured or given else 1 if own and NO_EFFECT not in cause.hints else 2
         # A model that was trained again explains every number, so it comes last.
