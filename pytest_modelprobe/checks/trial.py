@@ -228,6 +228,7 @@ class Trial:
         backward: bool = False,
         input_gradients: bool = False,
         model: nn.Module | None = None,
+        loss: Loss | None = None,
         traced: bool = True,
     ) -> Trace:
         """Run the model and return the trace; the model is restored afterwards.
@@ -239,6 +240,7 @@ class Trial:
             backward: Whether to run backward too.
             input_gradients: Whether floating inputs require a gradient too. Some models reject such inputs.
             model: The model to run instead, such as a copy.
+            loss: The loss instead of that of the trial.
             traced: Whether to record each layer; a compiled model has none.
         """
         trace = Trace()
@@ -247,7 +249,8 @@ class Trial:
         try:
             with seeds, settings_preserved(), torch.set_grad_enabled(backward or self._graph):
                 inputs = self.copied_inputs(vary, requires_grad=input_gradients)
-                self._run(trace, self.model if model is None else model, inputs, mode, backward=backward, traced=traced)
+                run = self.model if model is None else model
+                self._run(trace, run, inputs, mode, loss=loss, backward=backward, traced=traced)
         finally:
             if not self._keep_changes:
                 self._state.restore()
@@ -318,8 +321,8 @@ class Trial:
             raise NotApplicableError(f"{where} {trace.failure}") from trace.error
         return trace
 
-    def loss(self, output: Any) -> Tensor:
-        """Return the loss of an output, which has a gradient.
+    def loss(self, output: Any, loss: Loss | None = None) -> Tensor:
+        """Return the loss of an output, which has a gradient: the given one, or that of the trial.
 
         Raises:
             NotApplicableError: Nothing in the output has a gradient.
@@ -328,7 +331,7 @@ class Trial:
         if self.has_loss and not flatten("output", output).tensors:
             raise NotApplicableError("the model returns no tensor to compute a loss of")
         try:
-            return loss_of(output, self._loss, seed=self.probe.seed)
+            return loss_of(output, self._loss if loss is None else loss, seed=self.probe.seed)
         except NoGradientError as error:
             raise NotApplicableError(str(error)) from error
         except UsageError:
@@ -396,6 +399,7 @@ class Trial:
         inputs: tuple[tuple[Any, ...], dict[str, Any]],
         mode: Mode | None,
         *,
+        loss: Loss | None,
         backward: bool,
         traced: bool,
     ) -> None:
@@ -417,7 +421,7 @@ class Trial:
         numbers = (path for path, x in found.plain.items() if isinstance(x, (int, float)) and not isinstance(x, bool))
         self.numbers.update(dict.fromkeys(numbers))
         if backward:
-            trace.loss = self.loss(trace.output)
+            trace.loss = self.loss(trace.output, loss)
             parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
             floating = {
                 path: x for path, x in flatten_call(args, kwargs, objects=True).tensors if x.requires_grad and x.is_leaf
