@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pytest_modelprobe.models import CallTracer, ModuleCall, flatten
+from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, has_dense_storage
 from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.runs import Loss, graph_nodes, loss_of
 
@@ -64,15 +64,14 @@ def outputs_train(trial: Trial) -> Break | str:
 
 
 def _is_trained(x: Tensor) -> bool:
-    return x.is_floating_point() and x.requires_grad and x.numel() > 0
+    return x.is_floating_point() and x.requires_grad and has_dense_storage(x) and x.numel() > 0
 
 
 def _trains_nothing(trial: Trial, path: str, draw: int) -> bool:
     """Whether no parameter gets more than a rounding error, with other parameters in each draw."""
-    with trial.keep_changes(), torch.no_grad():
-        for name, p in trial.model.named_parameters():
-            if draw and p.is_floating_point() and p.requires_grad:
-                p.mul_(4 * trial.randn_like(p, f"{name} {draw}"))
+    with trial.keep_changes():
+        if draw:
+            trial.multiply_parameters(f"draw {draw}", mean=0.0, std=4.0)
         trace = trial.run(mode="train", backward=True, loss=_loss_at(trial, path), seed=f"draw {draw}")
     arrived = [g.norm().item() for g in trace.gradients.values() if g is not None]
     if trace.error is not None or trace.loss is None or not trace.loss.item() or not arrived:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe.models import CallTracer, ModuleCall, map_tensors
+from pytest_modelprobe.models import CallTracer, ModuleCall, has_dense_storage, map_tensors
 from pytest_modelprobe.report.text import count, number
 
 from .check import check
@@ -65,13 +65,17 @@ def _norm_calls(trial: Trial) -> dict[str, _Call]:
 
     def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
         module = trial.layers.modules[call.layer]
-        if call.layer not in calls and _NORM.search(type(module).__name__) and args and isinstance(args[0], Tensor):
+        if call.layer not in calls and _NORM.search(type(module).__name__) and _is_dense(*args[:1]):
             given = map_tensors(lambda x: as_double(x.detach()).clone(), (args, dict(kwargs)))
             calls[call.layer] = (module, *given)
 
     with CallTracer(trial.layers.modules, ModuleCall, before=begin):
         trial.reference(mode="train")
     return calls
+
+
+def _is_dense(x: object = None) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and has_dense_storage(x) and x.numel() > 0
 
 
 def _factor(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:

@@ -416,7 +416,7 @@ def _lost_of_training(trial: Trial, other: nn.Module) -> Break | None:
         if trial.run(mode="train", traced=False).error is not None:
             return None
         written = changed_attributes(before, attributes(trial))
-        _take_small_step(trial)
+        trial.multiply_parameters("small step", mean=1.0, std=0.01)  # what is computed again shows then
         other.train(trial.model.training)  # before it is loaded: merged weights are others in each mode
         state = _load_state(trial, other, " after a forward in training mode")
         if isinstance(state, Break):
@@ -426,16 +426,6 @@ def _lost_of_training(trial: Trial, other: nn.Module) -> Break | None:
             two = trial.run(mode=mode, seed="loaded", model=other)
             found = found or (None if one.error else _lost(trial, other, (one, two), written))
     return found if found and _repeats(trial) else None
-
-
-def _take_small_step(trial: Trial) -> None:
-    """Change parameters as a step does, so that what is computed again from the same inputs shows."""
-    with torch.no_grad():
-        for name, p in trial.model.named_parameters():
-            if p.requires_grad and has_dense_storage(p):
-                written = unexpanded(p)
-                now = plain(written)
-                written.copy_(now * (1 + 0.01 * trial.randn_like(now, name)))
 
 
 def _lost(trial: Trial, other: nn.Module, runs: tuple[Trace, Trace], written: list[str]) -> Break | None:

@@ -25,11 +25,13 @@ from pytest_modelprobe.models import (
     detached_copy,
     flatten,
     flatten_call,
+    has_dense_storage,
     lacks_memory,
     map_tensors,
     run_eagerly,
     seeding,
     settings_preserved,
+    unexpanded,
     unseen,
     version,
     wake_zeros,
@@ -386,6 +388,15 @@ class Trial:
             return other.to(to)
         except Exception as error:
             raise NotApplicableError(f"the model cannot be converted to {to}: {line_of(error)}") from error
+
+    def multiply_parameters(self, name: str, *, mean: float, std: float) -> None:
+        """Multiply each trainable parameter by normal numbers; within `keep_changes`."""
+        with torch.no_grad():
+            for path, p in self.model.named_parameters():
+                if p.requires_grad and has_dense_storage(p):
+                    written = unexpanded(p)
+                    now = plain(written)
+                    written.copy_(now * (mean + std * self.randn_like(now, f"{name} {path}")))
 
     def randn_like(self, tensor: Tensor, name: str) -> Tensor:
         """Return normal numbers with the shape, dtype and device of a tensor, drawn from the seed and the name."""
