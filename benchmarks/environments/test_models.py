@@ -12,7 +12,10 @@ from torch import nn
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 WORDS = {**SMALL, "vocab_size": 200}
+EXPERTS = {**WORDS, "num_key_value_heads": 2, "num_local_experts": 4, "experts_implementation": "eager"}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+GPT2 = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 200}
+GPT2 |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
 
 class Normed(nn.Module):
@@ -59,9 +62,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "encoder": (lambda: nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), 32, "sequences"),
     "vit": (lambda: t.ViTModel(t.ViTConfig(**SMALL, **NO_DROPOUT, image_size=32, patch_size=8)), 64, "pixels"),
     "bert": (lambda: t.BertModel(t.BertConfig(**WORDS, **NO_DROPOUT), add_pooling_layer=False), 64, "words"),
-    "gpt2": (lambda: t.GPT2LMHeadModel(t.GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=200)), 200, "words"),
+    "gpt2": (lambda: t.GPT2LMHeadModel(t.GPT2Config(**GPT2)), 200, "words"),
     "llama": (lambda: t.LlamaForCausalLM(t.LlamaConfig(**WORDS)), 200, "words"),
-    "mixtral": (lambda: t.MixtralForCausalLM(t.MixtralConfig(**WORDS, num_local_experts=4)), 200, "words"),
+    "mixtral": (lambda: t.MixtralForCausalLM(t.MixtralConfig(**EXPERTS)), 200, "words"),
     "rwkv": (lambda: t.RwkvForCausalLM(t.RwkvConfig(**WORDS, attention_hidden_size=64)), 200, "words"),
 }
 """Name → the model, its features, what it is given."""

@@ -414,17 +414,17 @@ LOSSES = {"detr": square}
 """Name of a model that computes no loss itself → one."""
 
 EXPLAINED: dict[str, dict[str, str]] = {
-    "switch": {"dtype_parity": "its router computes in float32, as its configuration says, whatever the model does"},
     "clip": {"gradient_accumulation": "its contrastive loss takes the other rows for negatives"},
     "mae": {
         "eval_stable": "it masks random patches, in evaluation mode too",
         "dtype_parity": "it makes its mask of patches in float32, whatever its own dtype is",
         "overfits_batch": "its targets are pixels of noise, and it sees other patches in each step",
     },
-    "olmo2": {"dtype_parity": "its rotary embedding stays in float32 on purpose"},
-    "fnet": {"padding_invariant": "its Fourier transform mixes all positions and takes no mask"},
+    "fnet": {
+        "padding_invariant": "its Fourier transform mixes all positions and takes no mask",
+        "inputs_used": "it accepts a mask and does nothing with it",
+    },
     "funnel": {"padding_invariant": "it pools neighboring positions, a masked one with one that is not"},
-    "xlnet": {"dtype_parity": "its relative positions are made in float32"},
     "mamba2": {
         "dtype_parity": "it casts its logits to float32 whatever its own dtype is",
         "padding_invariant": "the state that it gives out goes on through padding behind the last word",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
@@ -336,32 +336,40 @@ def _check_max_dead_units(allowed: float | None) -> None:
 
 
 @dataclass(frozen=True)
-class _DeadUnits:
+class DeadUnits:
+    """The dead units of the calls of a layer."""
+
     layer: Layer
     where: str
     dead: int
     units: int
+    elements: int
+    """Elements that were seen of each unit."""
 
 
-def _too_many_dead_units(record: Record, names: set[str], allowed: float) -> list[_DeadUnits]:
-    known, found = 0, []
+def find_dead_units(record: Record, names: Collection[str]) -> Iterator[DeadUnits]:
+    """Yield the calls whose units are known, with how many of them are dead; those of the inputs do not count."""
     seen: set[tuple[int, ...]] = set()  # a container returns the tensors of its children, which come first
     for layer, where, calls in _calls_with_units(record):
         values = [call.outputs[0] for call in calls]
         tensors = tuple(value.tensor for value in values)
         if layer.name not in names or tensors in seen or len({len(_units(v)) for v in values}) != 1:
             continue
-        known += 1
         seen.add(tensors)
         dead, units = _dead_units(values), len(_units(values[0]))
-        limit = allowed * units if isinstance(allowed, float) else allowed
-        if dead > limit and dead > _dead_inputs(calls, units) and not starts_from_zero(layer):
-            found.append(_DeadUnits(layer, where, dead, units))
+        is_own = dead > _dead_inputs(calls, units) and not starts_from_zero(layer)
+        seen_of_each = sum(s.count for s in map(numbers, values) if s is not None) // max(units, 1)
+        yield DeadUnits(layer, where, dead if is_own else 0, units, seen_of_each)
+
+
+def _too_many_dead_units(record: Record, names: set[str], allowed: float) -> list[DeadUnits]:
+    known = list(find_dead_units(record, names))
     if not known:
         raise NothingObservedError(
             f"the units of none of the {count(len(names), 'layer')} looked at are known: select layers with channels "
             "or features (conv, linear, norm, and activations after them)"
         )
+    found = [c for c in known if c.dead > (allowed * c.units if isinstance(allowed, float) else allowed)]
     return sorted(found, key=lambda c: -c.dead / c.units)
 
 
@@ -404,7 +412,7 @@ def _dead_inputs(calls: Iterable[Call], units: int) -> int:
     return max((e.dead for e in entered if len(e) == units), default=0)
 
 
-def _units_text(above_limit: list[_DeadUnits], looked_at: list[Layer], allowed: float) -> str:
+def _units_text(above_limit: list[DeadUnits], looked_at: list[Layer], allowed: float) -> str:
     worst = above_limit[0]
     label = label_of(worst.where, worst.layer.type_name)
     limit = f"{100 * allowed:g}%" if isinstance(allowed, float) else f"{allowed:,}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from pytest_modelprobe.comparison import is_rounding, largest_gradient
-from pytest_modelprobe.record import CallTree, Record
+from pytest_modelprobe.record import Call, CallTree, Record, label_of
 from pytest_modelprobe.report.text import count, listed
 
-from .activations import Dead, find_dead, find_nonfinite
+from .activations import Dead, find_dead, find_dead_units, find_nonfinite
 from .experts import find_unreached
 from .sources import full_name
 from .structure import uncalled, weights_in_use
@@ -51,16 +52,45 @@ def findings(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
     return [*found, *_rounding(record)]
 
 
-def hints(record: Record) -> list[str]:
+def hints(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
     """Return one line for each thing that is often wrong and may be meant; empty if there are none.
+
+    Args:
+        record: The record.
+        dead: What `find_dead` returned for all of its layers, if it is known.
 
     >>> hints(Record(model="Net"))
     []
     """
-    chance = [d.label for d in find_dead(record, record.layers) if returns_drawn_zeros(d.step.call)]
+    if not record.forwards:
+        return []
+    dead = find_dead(record, record.layers) if dead is None else dead
+    chance = [d.label for d in dead if returns_drawn_zeros(d.step.call)]
     found = [f"dead, perhaps by chance: {listed(chance)}"] if chance else []
     unreached = (one for one in find_unreached(record.layers.values()) if not one.is_certain)
-    return [*found, *(f"experts without a gradient: {one}" for one in unreached)]
+    found += [f"experts without a gradient: {one}" for one in unreached]
+    units = [
+        f"{label_of(one.where, one.layer.type_name)} {one.dead:,} of {one.units:,}"
+        for one in find_dead_units(record, record.layers)
+        if one.units * _MANY <= one.dead < one.units and one.elements >= _ELEMENTS
+    ]
+    if units:
+        found.append(f"dead units: {listed(units)}")
+    uniform = [layer.label for layer in record.layers.values() if any(map(_attends_equally, layer.calls))]
+    if uniform:
+        found.append(f"attention close to uniform: {listed(uniform)}")
+    return found
+
+
+_MANY = 0.25
+"""Share of the units of a layer that are dead, from which on it is worth a look."""
+_ELEMENTS = 32
+"""Elements of each unit, from which on all zeros are no chance: one of a ReLU is zero half of the time."""
+
+
+def _attends_equally(call: Call) -> bool:
+    heads = [share for one in call.attention if one.kind == "attention" for share in one.entropy if share is not None]
+    return bool(heads) and min(heads) > 0.999
 
 
 def _rounding(record: Record) -> Iterator[str]:
@@ -69,7 +99,7 @@ def _rounding(record: Record) -> Iterator[str]:
         return
     largest = largest_gradient(record)
     for step in reversed(CallTree(record).returned):
-        if any(v.backward is not None and is_rounding(v.backward, lambda: largest) for v in step.call.outputs):
+        if any(v.backward and is_rounding(v.backward, partial(largest.beside, v.forward)) for v in step.call.outputs):
             yield (
                 f"rounding: gradients cancel from {step.label} back, and are not compared there: use "
                 'loss="random", or a loss that does not cancel'

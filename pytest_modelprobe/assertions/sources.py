@@ -78,7 +78,8 @@ def backward_of(subject: Subject) -> Record:
     if not record.backwards:
         raise NothingObservedError(
             f"{printable(record.model)} saw {count(record.forwards, 'forward')} but no backward: pass "
-            "run(..., loss=...), or call loss.backward() while the watch is open; if it was, the graph is cut before it"
+            "run(..., loss=...), or call loss.backward() while the watch is open; if it was, the graph is cut before "
+            "it, or the newest forward is an evaluation: watch.steps has those of training"
         )
     return record
 

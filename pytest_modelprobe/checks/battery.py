@@ -23,6 +23,7 @@ from .batch import any_batch_size, batch_independent
 from .check import Check, from_assertion, in_order
 from .finite import finite
 from .gradients import labels_ignored, outputs_train
+from .incremental import incremental_where_meant
 from .inputs import inputs_used
 from .modes import dropout_scaled, modes_agree
 from .norms import norms_cancel_scale
@@ -30,7 +31,7 @@ from .outcome import NotApplicableError, Outcome
 from .parity import checkpoint_parity, dtype_parity, layout_parity
 from .registration import copy_and_pickle, initialized, registered, state_dict_round_trip
 from .repetition import deterministic, eval_stable, seeded, train_eval_differ
-from .sequence import padding_invariant
+from .sequence import causal_where_meant, padding_invariant
 from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
 from .training import gradient_accumulation, overfits_batch
 from .trial import Trial
@@ -40,7 +41,7 @@ _standard: ChainMap[str, Check] = ChainMap({}, {
     for check in (
         finite, registered, initialized, deterministic, eval_stable, seeded, train_eval_differ,
         modes_agree, dropout_scaled,
-        batch_independent, any_batch_size, padding_invariant,
+        batch_independent, any_batch_size, causal_where_meant, incremental_where_meant, padding_invariant,
         inputs_used, state_unchanged_by_forward, inputs_unchanged_by_forward, state_dict_round_trip, copy_and_pickle,
         layout_parity, dtype_parity, checkpoint_parity, norms_cancel_scale,
         outputs_train, labels_ignored, gradient_accumulation, overfits_batch,
@@ -51,8 +52,6 @@ STANDARD: Mapping[str, Check] = MappingProxyType(_standard)
 """Name → check, of those that `standard` runs: what a model is expected to be unless it is meant to be otherwise."""
 
 APART: Mapping[str, str] = {
-    "causal": "as only some models are meant to be so",
-    "incremental": "as only some models go on from a state",
     "permutation_equivariant": "as only some models are meant to be so",
     "permutation_invariant": "as only some models are meant to be so",
     "compile_parity": "as compiling takes long",
@@ -167,10 +166,10 @@ def standard(
 ) -> Outcomes:
     """Run the standard checks, assert that none is broken, and return their outcomes. Hints are a `HintWarning`.
 
-    `STANDARD` has their names. Other checks are called by themselves: those that only some models have to pass
-    (`causal`, `incremental`, `permutation_equivariant`, `permutation_invariant`, `export_parity`), those that take long
-    (`compile_parity`, `gradcheck`) and those with a required option (`device_parity`, `optimizer_covers`,
-    `ema_tracks`).
+    `STANDARD` has their names. Among them, `causal` is not applicable unless something says that the model is meant to
+    be so. Other checks are called by themselves: those that only some models have to pass (`permutation_equivariant`,
+    `permutation_invariant`, `export_parity`), those that take long (`compile_parity`, `gradcheck`) and those with a
+    required option (`device_parity`, `optimizer_covers`, `ema_tracks`).
 
     Args:
         probe: Gives the device and the seed.

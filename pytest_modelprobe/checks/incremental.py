@@ -20,16 +20,13 @@ from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, listed
 
 from .agreement import changed, disagreements, limit, relative_error
+from .cache import CACHES, STATES, state_of
 from .check import check
+from .evidence import attended, check_attended, sequence_alone
+from .masking import MaskedOut, masked_out, pad_id_of
 from .outcome import Break, NotApplicableError
-from .sequence import sequence
+from .sequence import later_unseen, sequence
 from .trial import LayerTensor, Trace, Trial, Vary, copy_of, plain
-
-_CACHES = ("past_key_values", "cache_params")
-"""Names of caches in transformers, as an argument and in the output."""
-
-_STATES = (*_CACHES, "kv_cache", "cache", "past", "hx", "hidden", "hidden_state", "state")
-"""Names of arguments for a state, None at first."""
 
 _ADVICE = (
     "Look at how it uses the state: a causal mask as long as the chunk alone, positions or rotary angles that "
@@ -66,7 +63,8 @@ def incremental(
 
     Args:
         trial: The model and its inputs. The first input, or ``decoder_input_ids``, is split into chunks, and so are
-            other inputs of this length; masks of this length are given up to the end of each chunk.
+            other inputs of this length; masks of this length are given up to the end of each chunk, beside
+            ``cache_params`` as the others. Positions that a mask leaves out are not compared.
         step: Takes the model, a chunk of the first input, and the state, at first None; returns the output and the
             state. None: use the forward, as above.
         chunks: The lengths of the chunks; they add up to the sequence.
@@ -83,33 +81,65 @@ def incremental(
     >>> print(checks.incremental(probe, model, probe.randn(2, 10, 4)))
     incremental holds for LSTM: 1 layer in chunks of 5, 1, 2 and 2 positions
     """
+    return _incremental(trial, step=step, chunks=chunks, axis=axis, tolerance=tolerance)
+
+
+def _incremental(
+    trial: Trial,
+    *,
+    step: Callable[..., Any] | None = None,
+    chunks: Sequence[int] | None = None,
+    axis: int | None = None,
+    tolerance: float | None = None,
+) -> Break | str:
     root = trial.layers.modules[ROOT]
     if axis is None:
         axis = 0 if isinstance(root, nn.RNNBase) and not root.batch_first else 1
     one = trial.reference(mode="eval")
-    parameters = inspect.signature(root.forward).parameters
+    parameters = trial.parameters
     name = _taking_a_state(trial, parameters) if step is None else ""
     path, tensor = _input(trial, axis, of_decoder=step is None and "decoder_input_ids" in parameters)
     length = tensor.shape[axis]
     sizes = _sizes(length, chunks, alone=name == "cache_params")
     if step is None:
-        call = _by_forward(trial, name, "use_cache" in parameters, _cut(path, length, axis))
+        call = _by_forward(trial, name, "use_cache" in parameters, _cut(trial, path, length, axis, name))
         (one,), state = _chunk_by_chunk(trial, call, (length,))
         if one.error is not None or state is None:
             why = f": {one.failure}" if one.error is not None else ""
             raise NotApplicableError(f"it returns no {name} to continue from{why}")
     else:
         call = _by_step(trial, step, tensor, axis)
-    found = _Attempt(trial, one, call, sizes, tolerance)
+    excluded = masked_out(trial, path, axis)
+    unseen = functools.partial(later_unseen, trial, path, axis, tolerance)
+    found = _Attempt(trial, one, call, sizes, tolerance, excluded, unseen)
     if found.ok or chunks is not None or max(sizes[1:]) == 1:
         return found.verdict(name)
-    single = _Attempt(trial, one, call, (sizes[0], *[1] * (length - sizes[0])), tolerance)
+    single = _Attempt(trial, one, call, (sizes[0], *[1] * (length - sizes[0])), tolerance, excluded, unseen)
     alone = f"chunks=({sizes[0]}, 1, ...)"
     note = (
         f"One position at a time it is right: if longer chunks are not supported, pass {alone}. " if single.ok else ""
     )
     return (single if found.raised and not single.ok else found).verdict(name, note)
 
+
+def _incremental_where_meant(trial: Trial) -> Break | str:
+    """Check that a model with a state, of one sequence, returns the same chunk by chunk.
+
+    Raises:
+        NotApplicableError: There are several sequences, attention is over other positions, or there is padding.
+    """
+    _taking_a_state(trial, trial.parameters)
+    path, tensor = sequence_alone(trial)
+    check_attended(attended(trial), path, tensor)
+    padding = pad_id_of(trial)
+    if padding is not None and not tensor.is_floating_point() and bool((tensor == padding).any()):
+        raise NotApplicableError(f"{path} holds {padding}, the id of padding, which may not count as a position")
+    return _incremental(trial)
+
+
+_incremental_where_meant.__name__ = "incremental"
+incremental_where_meant = check(_incremental_where_meant)
+"""`incremental` among the standard checks."""
 
 _Call = Callable[[int, int, Any], tuple[Any, Any]]
 """Takes the start of a chunk, its length and the state; returns the output and the state."""
@@ -118,8 +148,18 @@ _Call = Callable[[int, int, Any], tuple[Any, Any]]
 class _Attempt:
     """A run in chunks, compared with one forward."""
 
-    def __init__(self, trial: Trial, one: Trace, call: _Call, sizes: Sequence[int], tolerance: float | None) -> None:
-        self._trial, self._one, self._sizes = trial, one, sizes
+    def __init__(
+        self,
+        trial: Trial,
+        one: Trace,
+        call: _Call,
+        sizes: Sequence[int],
+        tolerance: float | None,
+        excluded: MaskedOut,
+        later_unseen: Callable[[], Break | str],
+    ) -> None:
+        self._trial, self._one, self._sizes, self._excluded = trial, one, sizes, excluded
+        self._later_unseen = later_unseen
         self._length = sum(sizes)
         self._starts = [0, *accumulate(sizes)][:-1]
         self._parts, _ = _chunk_by_chunk(trial, call, sizes)
@@ -145,7 +185,7 @@ class _Attempt:
         """
         told = f"chunks of {listed([str(n) for n in self._sizes], len(self._sizes))} positions"
         if self.raised:
-            if name and name not in _CACHES and not note:
+            if name and name not in CACHES and not note:
                 raise NotApplicableError(f"it does not continue from what it returns for {name}: {self.raised}")
             return Break(
                 layer=self._raised_in,
@@ -161,6 +201,8 @@ class _Attempt:
             return f"{count(len(self._looked_at), 'layer')} in {told}"
         self._check_sense(first, name)
         where = self._positions(first.chunk)
+        if name and not first.chunk:
+            note += "Later positions do not change it, but their number does: look for a scale or a norm that uses it. "
         return Break(
             layer=first.layer_tensor.layer,
             line=f"{first.layer_tensor.layer} differs when it is called chunk by chunk: {first.layer_tensor.path} "
@@ -198,7 +240,7 @@ class _Attempt:
         again = self._trial.reference(mode="eval")
         if disagreements(again, self._trial.variation(mode="eval", seed="another"), tolerance=0.0):
             raise NotApplicableError("the model is random in evaluation mode: eval_stable names the layer")
-        if name and not first.chunk:
+        if name and not first.chunk and isinstance(self._later_unseen(), Break):
             raise NotApplicableError(
                 f"its first positions depend on later ones, from {first.layer_tensor.where} on: it is not causal"
             )
@@ -248,7 +290,10 @@ class _Attempt:
         """Return the error of each chunk along the axes that grow; empty if these are not known."""
         layouts = self._layouts(whole, parts)
         for layout in layouts:
-            changes = {i: relative_error(self._cut(whole, layout, i), part) for i, part in enumerate(parts)}
+            changes = {
+                i: relative_error(self._seen(self._cut(whole, layout, i), layout, i), self._seen(part, layout, i))
+                for i, part in enumerate(parts)
+            }
             if changes[0] <= least or (len(layouts) == 1 and not any(outer > 1 for _, outer in layout)):
                 return changes
         return {}
@@ -279,6 +324,16 @@ class _Attempt:
             else:
                 whole = whole.narrow(axis, 0, start + n)
         return whole
+
+    def _seen(self, part: Tensor, layout: _Layout, chunk: int) -> Tensor:
+        """Return a part with zeros at positions that a mask leaves out."""
+        for axis, outer in layout:
+            if outer:
+                split = part.unflatten(axis, (outer, self._sizes[chunk], -1))
+                part = self._excluded.filled(split, axis + 1, start=self._starts[chunk]).flatten(axis, axis + 2)
+            else:
+                part = self._excluded.filled(part, axis)
+        return part
 
 
 _Layout = list[tuple[int, int]]
@@ -320,7 +375,7 @@ def _taking_a_state(trial: Trial, parameters: Mapping[str, inspect.Parameter]) -
     Raises:
         NotApplicableError: There is none, or something else than None is given for it.
     """
-    name = next((n for n in _STATES if n in parameters and parameters[n].default is not inspect.Parameter.empty), None)
+    name = next((n for n in STATES if n in parameters and parameters[n].default is not inspect.Parameter.empty), None)
     if name is None:
         raise NotApplicableError("its forward has no argument past_key_values, state, hx or the like: give step=")
     given = dict(zip(parameters, trial.args, strict=False)) | trial.kwargs
@@ -351,12 +406,12 @@ def _by_forward(trial: Trial, name: str, cached: bool, cut: Callable[[int, int],
         args, kwargs = trial.copied_inputs(cut(start, n))
         kwargs.pop("labels", None)
         output = trial.model(*args, **(kwargs | {name: state} | ({"use_cache": True} if cached else {})))
-        return output, _state_of(output, name)
+        return output, state_of(output, name)
 
     return call
 
 
-def _cut(path: str, length: int, axis: int) -> Callable[[int, int], Vary]:
+def _cut(trial: Trial, path: str, length: int, axis: int, state: str) -> Callable[[int, int], Vary]:
     """Return a function that cuts a chunk out of each input, and masks up to its end."""
     beside = path.startswith("decoder_")  # what goes to the encoder stays whole
 
@@ -365,20 +420,13 @@ def _cut(path: str, length: int, axis: int) -> Callable[[int, int], Vary]:
             other = not -x.dim() <= axis < x.dim() or x.shape[axis] != length
             if other or (beside and not where.startswith("decoder_")):
                 return x
-            return x.narrow(axis, 0, start + n) if where.endswith("mask") else x.narrow(axis, start, n)
+            if trial.argument(where).endswith("mask") and state != "cache_params":  # where padding is in no state
+                return x.narrow(axis, 0, start + n)
+            return x.narrow(axis, start, n)
 
         return vary
 
     return cut
-
-
-def _state_of(output: Any, name: str) -> Any:
-    """Return the state in the output of a forward; None if there is none."""
-    if isinstance(output, Mapping):
-        return output.get(name)
-    if hasattr(output, name):
-        return getattr(output, name)
-    return output[1] if isinstance(output, tuple) and len(output) == 2 and name not in _CACHES else None
 
 
 def _chunk_by_chunk(trial: Trial, call: _Call, sizes: Sequence[int]) -> tuple[list[Trace], Any]:

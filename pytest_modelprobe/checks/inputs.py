@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.record import ROOT
+from pytest_modelprobe.models import flatten
 from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.runs import Mode
 
 from .agreement import disagreements
 from .check import check
+from .masking import masked_out
 from .outcome import Break, NotApplicableError
-from .trial import Trial, Vary
+from .trial import Trace, Trial, Vary
+from .values import other_values
 
 _TIMES = ("one", "two", "three")
 """Seeds of random inputs: several, since a ReLU or a maximum may block the gradient of one."""
 
 _MODES: tuple[Mode, ...] = ("eval", "train")
+
+_MAY_BE_UNUSED = ("position_ids", "token_type_ids")
+"""Arguments that tokenizers return for all models, of which some have relative positions, or one type."""
 
 _SLIDING = (
     nn.Conv1d,
@@ -55,50 +62,106 @@ class _Part:
 
 @check
 def inputs_used(trial: Trial) -> Break | str:
-    """Check that every feature, channel and position of each floating input is used.
+    """Check that every input is used, and every feature, channel and position of each floating input.
 
     A slice along any axis but the first, which is the batch, is unused if no gradient arrives at it in any row, for
     several random inputs in both modes, and if other values do not change any output. The remainder that the strides of
-    a convolution or a pooling leave at the end of an axis is ignored.
+    a convolution or a pooling leave at the end of an axis is ignored, and so is what a mask leaves out.
+
+    Integers, bools, masks, labels and targets are replaced as a whole, within their range: integers by others that
+    occur in them or are below the largest, masks and bools by their opposite at the middle position, at random, and
+    everywhere. One that changes no output is unused, unless it is used as soon as another argument is left out.
+    ``position_ids`` and ``token_type_ids`` may be unused: not every model needs them.
 
     Args:
-        trial: The model and its inputs. Integers, bools, masks, labels and targets are left out.
+        trial: The model and its inputs.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
     >>> probe = ModelProbe()
     >>> print(checks.inputs_used(probe, nn.Linear(8, 2), probe.randn(4, 8)))
     inputs_used holds for Linear: 1 input
+    >>> print(checks.inputs_used(probe, nn.Embedding(9, 2), probe.randint(0, 9, (4, 8))))
+    inputs_used holds for Embedding: 1 input; input replaced by others that occur in it
     """
     trial.reference(mode="eval")
-    left_out = ("mask", "labels", "label", "targets", "target")
-    inputs = {
-        path: x
-        for path, x in {id(x): (path, x) for path, x in reversed(trial.dense)}.values()  # each tensor once
-        if x.is_floating_point() and x.numel() and x.dim() and not path.endswith(left_out)
-    }
-    if not inputs:
-        raise NotApplicableError("no input is of floating numbers")
-    reached = _reached(trial, inputs)
-    if reached is None:
+    once = {id(x): (path, x) for path, x in reversed(trial.dense) if x.numel()}
+    given = dict(reversed(once.values()))
+    whole = {path: x for path, x in given.items() if _is_whole(trial.argument(path), x)}
+    sliced = {path: x for path, x in given.items() if path not in whole and x.is_floating_point() and x.dim()}
+    if not whole and not sliced:
+        raise NotApplicableError("no input is of numbers whose range is known")
+    reached = _reached(trial, sliced) if sliced else {}
+    if reached is None and not whole:
         raise NotApplicableError("no gradient can be taken of the inputs")
     by_value = []
-    for part in _unreached(trial, inputs, reached):
-        changed, seen_by = _effect(trial, part)
-        if changed:
+    for part in _unreached(trial, sliced, reached or {}):
+        changed, seen_by = _effect(trial, [_replacing(trial, {part.path: part.where}, time) for time in _TIMES])
+        if changed is not None:
             by_value.append(part.name)
             continue
         lost = f"is not used at {part.said}" if part.said else "is not used"
-        return Break(
-            layer=part.path,
-            line=f"{part.path} {lost}: no gradient arrives there, and other values change no output",
-            advice=f"The values reach {seen_by} and no further."
-            if seen_by
-            else "No layer uses them: look for "
-            "a slice or an index, a weight that is zero, and an argument that is taken and not used.",
-        )
-    alone = f"; {listed(by_value)} by values alone, without a gradient" if by_value else ""
-    return f"{count(len(inputs), 'input')}{alone}"
+        return _unused(part.path, f"{lost}: no gradient arrives there, and other values change no output", seen_by)
+    notes = [f"{listed(by_value)} by values alone, without a gradient"] if by_value else []
+    for path, x in whole.items():
+        found = _use(trial, path, x)
+        if isinstance(found, Break):
+            return found
+        notes.append(found)
+    if reached is None:
+        notes.append(f"not looked at, as no gradient can be taken: {listed(list(sliced))}")
+    return "; ".join([count(len(given), "input"), *notes])
+
+
+def _is_whole(name: str, x: Tensor) -> bool:
+    """Whether an input is replaced as a whole: no gradient says which of its parts are used."""
+    integers = not x.is_floating_point() and not x.is_complex() and not x.is_quantized
+    return integers or name.endswith(("mask", "labels", "label", "targets", "target"))
+
+
+def _use(trial: Trial, path: str, x: Tensor) -> Break | str:
+    """Return how an input was replaced, with an effect, or that it is not used."""
+    ways = other_values(trial, path, x)
+    if not ways:
+        return f"{path} not looked at, as no other valid values are known"
+    varies = [way.vary for way in ways]
+    changed, seen_by = _effect(trial, varies)
+    if changed is not None:
+        return f"{path} {ways[changed].said}"
+    for other in _optional(trial, path):
+        with _without(trial, other):
+            if _effect(trial, varies)[0] is not None:
+                return f"{path} is used if {other} is left out"
+    if trial.argument(path) in _MAY_BE_UNUSED:
+        return f"{path} is not used, which may be meant"
+    how = listed(list(dict.fromkeys(way.said for way in ways)))
+    return _unused(path, f"is not used: {how}, it changes no output", seen_by)
+
+
+def _unused(path: str, said: str, seen_by: str) -> Break:
+    nowhere = (
+        "No layer uses them: look for a slice or an index, a weight that is zero, and an argument that is taken and "
+        "not used."
+    )
+    advice = f"The values reach {seen_by} and no further." if seen_by else nowhere
+    return Break(layer=path, line=f"{path} {said}", advice=advice)
+
+
+def _optional(trial: Trial, path: str) -> list[str]:
+    """Return the other keyword arguments that can be left out."""
+    parameters = trial.parameters
+    names = [name for name in trial.kwargs if name in parameters and parameters[name].default is None]
+    return [name for name in names if path != name and not path.startswith((f"{name}.", f"{name}["))]
+
+
+@contextmanager
+def _without(trial: Trial, name: str) -> Iterator[None]:
+    given = trial.kwargs
+    trial.kwargs = {key: value for key, value in given.items() if key != name}
+    try:
+        yield
+    finally:
+        trial.kwargs = given
 
 
 def _reached(trial: Trial, inputs: dict[str, Tensor]) -> dict[str, Tensor] | None:
@@ -133,6 +196,8 @@ def _unreached(trial: Trial, inputs: dict[str, Tensor], reached: dict[str, Tenso
         if not there.any():
             yield _Part(path, torch.ones((), dtype=torch.bool), "")
             continue
+        if there.dim() > 1:
+            there = masked_out(trial, path, 1).filled(there, 1, True)
         for axis in range(1, there.dim()):
             lost = ~there.movedim(axis, 0).flatten(1).any(1)
             if slides and not _holds_channels(there, axis):
@@ -182,19 +247,24 @@ def _replacing(trial: Trial, parts: dict[str, Tensor], time: str) -> Vary:
     return vary
 
 
-def _effect(trial: Trial, part: _Part) -> tuple[bool, str]:
-    """Return whether other values there change an output, and the last tensor that they change."""
+def _effect(trial: Trial, varies: Sequence[Vary]) -> tuple[int | None, str]:
+    """Return which of several changes of the inputs changes an output, and the last tensor that one of them changes."""
     seen_by = ""
     for mode in _MODES:
         one = trial.run(mode=mode)
         if one.error is not None:
             continue
-        for time in _TIMES:
-            two = trial.run(mode=mode, vary=_replacing(trial, {part.path: part.where}, time))
-            if two.error is not None:
-                return True, ""
+        for number, vary in enumerate(varies):
+            two = trial.run(mode=mode, vary=vary)
+            if two.error is not None or _plain(one) != _plain(two):
+                return number, ""
             found = disagreements(one, two, tolerance=0.0, integers=True)
-            if any(far.layer_tensor.layer == ROOT and not far.layer_tensor.inside for far in found):
-                return True, ""
+            if any(far.layer_tensor.is_final for far in found):
+                return number, ""
             seen_by = found[-1].layer_tensor.where if found else seen_by
-    return False, seen_by
+    return None, seen_by
+
+
+def _plain(trace: Trace) -> dict[str, Any]:
+    """Return the outputs that are numbers of Python."""
+    return dict(flatten("output", trace.output).plain)

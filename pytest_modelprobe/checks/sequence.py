@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import inspect
 import math
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.record import ROOT, nearest
@@ -27,8 +27,15 @@ from .agreement import (
 )
 from .check import check
 from .drawing import check_not_random
+from .evidence import attended, causal_input, disagreeing_attention
+from .masking import MaskedOut, mark, masked_out, masks_of, pad_id_of, positions_of
 from .outcome import Break, NotApplicableError
 from .trial import Trace, Trial, Vary, keep_input
+
+_OFFERED = ("attention_mask", "src_key_padding_mask", "key_padding_mask", "padding_mask", "pad_mask")
+"""Arguments that are masks of padding by their name."""
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 
 _Axes = Callable[[Tensor], list[int]]
 """Takes a tensor of a run, returns the axes that may be those of its positions."""
@@ -39,7 +46,8 @@ def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Br
     """Check that the output at each position does not depend on later positions of the input.
 
     The second half of the first input is replaced, then one position more: a leak within chunks of one length shows in
-    one of the two runs. Of each layer, the axis that is as long as the sequence is compared.
+    one of the two runs. Of each layer, the axis that is as long as the sequence is compared. Positions that an argument
+    called a mask leaves out are neither replaced nor compared.
 
     Args:
         trial: The model and its inputs.
@@ -55,20 +63,54 @@ def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Br
     ... # doctest: +ELLIPSIS
     (root) is not causal: ...
     """
-    path, tensor = sequence(trial, axis)
-    length = tensor.shape[axis]
-    half = (length + 1) // 2
+    return later_unseen(trial, sequence(trial, axis)[0], axis, tolerance)
+
+
+def _causal_where_meant(trial: Trial) -> Break | str:
+    """Check that a model which is meant to be causal is so.
+
+    Raises:
+        NotApplicableError: Nothing says that it is meant to be, or only a part of it may be.
+    """
+    given = causal_input(trial)
+    found = later_unseen(trial, given.path, given.axis, None)
+    if not isinstance(found, Break):
+        return found
+    others = disagreeing_attention(trial, positions_of(trial, given.path, given.axis)[1])
+    if others:
+        raise NotApplicableError(
+            f"a part of it is causal, as {given.reason}, but not {listed(others)}: call checks.causal if all of it is "
+            "meant to be"
+        )
+    return dataclasses.replace(found, advice=f"It is taken for causal, as {given.reason}. {found.advice}")
+
+
+_causal_where_meant.__name__ = "causal"
+causal_where_meant = check(_causal_where_meant)
+"""`causal` among the standard checks."""
+
+
+def later_unseen(trial: Trial, path: str, axis: int, tolerance: float | None) -> Break | str:
+    """Return where the output at a position depends on later positions of an input, or a summary."""
+    length = positions_of(trial, path, axis)[1]
+    excluded = masked_out(trial, path, axis)
+    seen = (
+        list(range(length)) if excluded.positions is None else (~excluded.positions).any(0).nonzero().flatten().tolist()
+    )
+    half = (len(seen) + 1) // 2
+    cuts = [seen[i] for i in (half, half - 1) if 0 < i < len(seen)]
+    if not cuts:
+        raise NotApplicableError("the mask leaves fewer than two positions")
     one = trial.reference(mode="eval")
     axes_in = _axes_that_follow(trial, one, path, axis)
-    cuts = [before for before in (half, half - 1) if before]
     inside = None
     for before in cuts:
 
         def vary(name: str, x: Tensor, before: int = before) -> Tensor:
-            return replaced_from(trial, x, axis, before) if name == path else x
+            return excluded.filled(replaced_from(trial, x, axis, before), axis, x) if name == path else x
 
         def pairs_of(trace: Trace, before: int = before) -> Pairs:
-            return _first(before, axes_in(trace))
+            return _first(before, axes_in(trace), excluded)
 
         two = trial.variation(mode="eval", vary=vary)
         found, hidden = compare_runs(trial, (one, two), (keep_input, vary), pairs_of, tolerance, exact=True)
@@ -81,7 +123,8 @@ def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Br
                 "over all positions, or over those of a chunk: a norm, a mean.",
             )
     firsts = " and ".join(f"the first {n}" for n in cuts)
-    return _looked_at(one, pairs_of(one), length, f"at {firsts} of {length} positions", inside)
+    without = " without those that are masked" if excluded else ""
+    return _looked_at(one, pairs_of(one), length, f"at {firsts} of {length} positions{without}", inside)
 
 
 @check
@@ -97,6 +140,10 @@ def padding_invariant(
 
     The last quarter of the positions is masked, and the inputs there are replaced. Outputs at the other positions must
     not change, nor may pooled outputs of the shape (batch, features).
+
+    Where later positions are not seen anyway, as in a decoder, some after the first position are masked and replaced
+    too. Without a mask, a model of attention that takes one called ``attention_mask``, or after keys or padding, is
+    given one that masks nothing, if its output stays the same.
 
     A model may detect padding by its id, with or without a mask. If that id is known, the last quarter is filled with
     it, and the other outputs have to be those of a sequence without that quarter.
@@ -123,16 +170,18 @@ def padding_invariant(
     9 layers at the first 6 of 8 positions without the others, masked by True in src_key_padding_mask
     """
     path, tensor = sequence(trial, axis)
-    axis, length = axis % tensor.dim(), tensor.shape[axis]
+    axis = axis % tensor.dim()
+    batch, length = positions_of(trial, path, axis)
     kept = length - max(1, length // 4)
-    batch = tensor.shape[0 if axis else 1 % tensor.dim()]
     if isinstance(mask, Tensor):
         trial.kwargs["mask"], mask = mask, "mask"
+    offered = None if mask is not None or _masks(trial) else _offered(trial, path, (batch, length))
     padding = _padding(trial, tensor, pad_id)
     name = None
-    if padding is None or mask is not None or any(where.endswith("mask") for where, _ in trial.dense):
+    if padding is None or mask is not None or _masks(trial):
         name = _mask_name(trial, mask, path, (batch, length), axis)
-    marks = _marks(name, dict(trial.inputs)[name]) if name else 0
+    marks = mark(trial.argument(name), dict(trial.inputs)[name]) if name else 0
+    excluded = masked_out(trial, path, axis)
 
     def masked(where: str, x: Tensor) -> Tensor:
         if where == name:
@@ -165,12 +214,14 @@ def padding_invariant(
     if padding is not None:  # without padding a model may pass on no mask
         both = {given.where for given in two.tensors}
         one.tensors = [given for given in one.tensors if given.is_final or given.where in both]
-    rows = batch if axis else -1
+    rows = batch if axis and not offered else -1  # what is pooled need not follow a mask that nobody gave
     axes_in = _axes_that_follow(trial, one, path, axis)
 
     def pairs_of(trace: Trace) -> Pairs:
         cut = padding is not None
-        return _cut_and_pooled(rows, kept, length) if cut else _first_and_pooled(rows, kept, axes_in(trace))
+        if cut:
+            return _cut_and_pooled(rows, kept, length, excluded)
+        return _first_and_pooled(rows, kept, axes_in(trace), excluded)
 
     found, inside = compare_runs(trial, (one, two), varied, pairs_of, tolerance, exact=padding is None)
     how = "replaced" if padding is None else "removed"
@@ -179,9 +230,16 @@ def padding_invariant(
         others += f", masked by {marks} in {name}"
     if padding is not None:
         others += f", padded by {padding}"
+    if not found and name is not None and (between := _seen_between(trial, path, axis, name, padding)):
+        return between
     if not found:
         where = f"at the first {kept} of {length} positions without {others}"
         return _looked_at(one, pairs_of(one), length, where, inside)
+    at = found[0].layer_tensor.layer
+    if offered and isinstance(trial.layers.modules[at], _CONVOLUTIONS):
+        raise NotApplicableError(
+            f"{at}, a convolution, mixes neighbors; give {offered}= if it is meant to know padding"
+        )
     unused = _unused_masks(trial) if name is None and pad_id is None else []
     if unused:
         raise NotApplicableError(f"the model detects no padding without {listed(unused)}: give it, or pad_id=")
@@ -285,9 +343,9 @@ def _orders_text(length: int) -> str:
     return "2 other orders" if length > 2 else "another order"
 
 
-def _first_and_pooled(batch: int, before: int, axes_of: _Axes) -> Pairs:
+def _first_and_pooled(batch: int, before: int, axes_of: _Axes, excluded: MaskedOut) -> Pairs:
     """Return pairs of the first positions of two tensors, or of whole pooled tensors (one row an example)."""
-    first = _first(before, axes_of)
+    first = _first(before, axes_of, excluded)
 
     def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
         pooled = one.dim() == 2 and len(one) == batch
@@ -296,7 +354,7 @@ def _first_and_pooled(batch: int, before: int, axes_of: _Axes) -> Pairs:
     return pairs
 
 
-def _cut_and_pooled(batch: int, before: int, length: int) -> Pairs:
+def _cut_and_pooled(batch: int, before: int, length: int, excluded: MaskedOut) -> Pairs:
     """Return pairs of the first positions of a tensor and a whole shorter one, or of whole pooled tensors."""
 
     def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -306,7 +364,11 @@ def _cut_and_pooled(batch: int, before: int, length: int) -> Pairs:
         cut = functools.reduce(lambda x, axis: x.narrow(axis, 0, before), axes, one)
         if one is other:
             return [(cut, cut)] if axes or one.shape[:1] == (batch,) else []
-        return [(cut, other)] if cut.shape == other.shape and (axes or one.shape[:1] == (batch,)) else []
+        if cut.shape != other.shape:
+            return []
+        for axis in axes[:1]:  # queries come before keys
+            cut, other = excluded.filled(cut, axis), excluded.filled(other, axis)
+        return [(cut, other)] if axes or one.shape[:1] == (batch,) else []
 
     return pairs
 
@@ -317,21 +379,84 @@ def _padding(trial: Trial, ids: Tensor, pad_id: int | None) -> int | None:
         if pad_id is not None:
             raise NotApplicableError("pad_id= needs an input of ids, and the first input is not of integers")
         return None
-    if pad_id is None:
-        pad_id = getattr(getattr(trial.model, "config", None), "pad_token_id", None)
-    return pad_id if isinstance(pad_id, int) and pad_id >= 0 else None
+    return pad_id_of(trial) if pad_id is None or pad_id < 0 else pad_id
+
+
+def _seen_between(trial: Trial, path: str, axis: int, name: str, padding: int | None) -> Break | None:
+    """Return where outputs depend on masked positions before them, of a model that sees no later ones anyway."""
+    try:
+        meant = causal_input(trial)
+    except NotApplicableError:
+        return None
+    if not meant.attends or (meant.path, meant.axis) != (path, axis):
+        return None
+    batch, length = positions_of(trial, path, axis)
+    last = max(1, length // 4)
+    between = torch.zeros(batch, length, dtype=torch.bool)
+    between[:, 1 : last + 1] = True  # the first stays: others have something to attend to
+    given = masked_out(trial, path, axis).positions
+    excluded = MaskedOut(between if given is None else between | given.cpu())
+
+    def masked(where: str, x: Tensor) -> Tensor:
+        value = mark(trial.argument(name), dict(trial.inputs)[name])
+        return MaskedOut(between).filled(x, 1, value) if where == name else x
+
+    def replaced(where: str, x: Tensor) -> Tensor:
+        if where != path:
+            return masked(where, x)
+        other = replacement(trial, x)
+        if padding is not None:  # a model may count the positions that are not padded
+            other = torch.where((x == padding) | (other == padding), x, other)
+        return MaskedOut(between).filled(x, axis, other)
+
+    one, two = (trial.variation(mode="eval", vary=vary) for vary in (masked, replaced))
+    axes_of = _axes_that_follow(trial, one, path, axis)(one)
+    found, _ = compare_runs(
+        trial, (one, two), (masked, replaced), lambda _: _first(length, axes_of, excluded), None, exact=True
+    )
+    if not found:
+        return None
+    said = f"depends on masked positions: others {{changed}} when positions 1 to {last} of {length}, masked in {name}, "
+    return break_of(found, said + "were replaced", "Check that the mask reaches the attention of each layer.")
+
+
+def _masks(trial: Trial) -> list[str]:
+    """Return the arguments that are given and called masks."""
+    return [path for path, _ in trial.dense if trial.argument(path).endswith("mask")]
+
+
+def _offered(trial: Trial, path: str, shape: tuple[int, int]) -> str | None:
+    """Give a model of attention a mask that masks nothing, if the output is the same with it; return its name.
+
+    If it attends to other positions too, as a model that pools neighbors, what padding may reach is not known.
+    """
+    names = [n for n in _OFFERED if n in trial.parameters and not trial.argument(path).startswith("decoder_")]
+    if not names or attended(trial) != {shape[1]}:
+        return None
+    without = trial.reference(mode="eval")
+    for name in names:
+        kept = torch.ones(shape, dtype=torch.bool if "pad" in name else torch.int64)
+        for given in (~kept, kept) if "pad" in name else (kept,):
+            trial.kwargs[name] = given
+            again = trial.run(mode="eval")
+            if again.error is None and not any(far.layer_tensor.is_final for far in disagreements(without, again)):
+                return name
+        del trial.kwargs[name]
+    return None
 
 
 def _unused_masks(trial: Trial) -> list[str]:
     """Return the names of arguments that are masks."""
-    return [name for name in inspect.signature(trial.model.forward).parameters if name.endswith("mask")]
+    return [name for name in trial.parameters if name.endswith("mask")]
 
 
 def _reordered(trial: Trial, path: str, axis: int, order: Tensor) -> Trace:
-    """Return a run with the elements of one input permuted."""
+    """Return a run with the elements of one input permuted, and its masks with them."""
+    masks = masks_of(trial, path, positions_of(trial, path, axis))
 
     def vary(name: str, x: Tensor) -> Tensor:
-        return x.index_select(axis, order.to(x.device)) if name == path else x
+        along = axis if name == path else -1 if name in masks else None
+        return x if along is None else x.index_select(along, order.to(x.device))
 
     return trial.variation(mode="eval", vary=vary)
 
@@ -370,7 +495,7 @@ def sequence(trial: Trial, axis: int) -> tuple[str, Tensor]:
     """Return the first input that has positions."""
     for path, tensor in trial.dense:
         positions = -tensor.dim() <= axis < tensor.dim() and tensor.shape[axis] > 1
-        if positions and tensor.dtype != torch.bool and not path.endswith("mask"):
+        if positions and tensor.dtype != torch.bool and not trial.argument(path).endswith("mask"):
             return path, tensor
     raise NotApplicableError(f"no input has more than one position along axis {axis}")
 
@@ -386,7 +511,7 @@ def _mask_name(trial: Trial, name: str | None, path: str, shape: tuple[int, int]
         if shapes[name] != shape:
             raise NotApplicableError(f"{name} has the shape {shapes[name]}, not (batch, positions), here {shape}")
         return name
-    found = [path for path in shapes if path.endswith("mask") and shapes[path] == shape]
+    found = [path for path in shapes if trial.argument(path).endswith("mask") and shapes[path] == shape]
     if not found:
         raise NotApplicableError(
             f"no argument of shape {shape}, the batch and axis {axis} of {path}, is called a mask: give mask= its name"
@@ -399,16 +524,6 @@ def _mask_name(trial: Trial, name: str | None, path: str, shape: tuple[int, int]
             "too: give mask= its name"
         )
     return found[0]
-
-
-def _marks(name: str, mask: Tensor) -> bool | int | float:
-    """Return the value that marks a masked position, such that the given mask does not mask everything."""
-    if mask.is_floating_point() and not bool((mask > 0).any()):
-        return -math.inf
-    marks = mask.dtype == torch.bool and "pad" in name
-    if bool((mask.bool() == marks).all()):
-        marks = not marks
-    return marks if mask.dtype == torch.bool else int(marks)
 
 
 def _axes(tensor: Tensor, length: int) -> list[int]:
@@ -436,7 +551,7 @@ def _axes_that_follow(trial: Trial, one: Trace, path: str, axis: int) -> Callabl
     for n in dict.fromkeys((length - 1, length // 2)):
 
         def shorter(where: str, x: Tensor, n: int = n) -> Tensor:
-            if where.endswith("mask"):
+            if trial.argument(where).endswith("mask"):
                 return functools.reduce(lambda x, axis: x.narrow(axis, 0, n), _axes(x, length)[-2:], x).clone()
             return x.narrow(axis, 0, n).clone() if x.shape[: axis + 1] == tensor.shape[: axis + 1] else x
 
@@ -458,14 +573,15 @@ def _known_axes(known: Mapping[str, list[int]], guessed: _Axes, trace: Trace) ->
     return lambda x: of[id(x)] if id(x) in of else guessed(x)
 
 
-def _first(before: int, axes_of: _Axes) -> Pairs:
+def _first(before: int, axes_of: _Axes, excluded: MaskedOut) -> Pairs:
     """Return pairs of the first positions of two tensors, along each axis that may be that of positions."""
 
     def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
         axes = axes_of(one)
         if axes and one.shape != other.shape:
             return [(one, other)]
-        return [(one.narrow(axis, 0, before), other.narrow(axis, 0, before)) for axis in axes]
+        firsts = [(axis, one.narrow(axis, 0, before), other.narrow(axis, 0, before)) for axis in axes]
+        return [(excluded.filled(x, axis), excluded.filled(y, axis)) for axis, x, y in firsts]
 
     return pairs
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.overrides import TorchFunctionMode
 
 from pytest_modelprobe._torch import BatchOrInstanceNorm, converted
 from pytest_modelprobe.exceptions import UsageError
@@ -29,7 +30,7 @@ from .check import check, check_unmodified
 from .drawing import check_not_random
 from .outcome import Break, NotApplicableError, line_of
 from .recomputation import other_recomputation
-from .trial import Trace, Trial, as_double
+from .trial import Trace, Trial, Vary, as_double
 
 _TARGETS = "the loss does not accept a part of the batch: pass the targets as inputs, to a model that returns its loss"
 
@@ -142,16 +143,31 @@ def _beyond_rounding(
     trial: Trial, size: int, axis: int, tolerance: float, found: list[tuple[str, str, str]]
 ) -> list[tuple[str, str, str]]:
     """Return the differences in float64; those found before if the model does not run in float64."""
-    try:
-        wide = trial.copied(torch.float64)
-        whole = trial.variation(mode="eval", backward=True, model=wide, vary=_wide)
-    except (NotApplicableError, UsageError):  # the loss may hold tensors of float32
-        return found
-    return _accumulated(trial, whole, size, axis, tolerance, wide)
+    with _InDouble():
+        try:
+            wide = trial.copied(torch.float64)
+            whole = trial.variation(mode="eval", backward=True, model=wide, vary=_wide)
+        except (NotApplicableError, UsageError):  # the loss may hold tensors of float32
+            return found
+        return _accumulated(trial, whole, size, axis, tolerance, wide)
 
 
 def _wide(_: str, x: Tensor) -> Tensor:
     return as_double(x)
+
+
+class _InDouble(TorchFunctionMode):
+    """Computes in double precision what code casts to single precision, as models do with logits and norms."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        func = Tensor.double if func is Tensor.float else func
+        args = [_DOUBLE.get(x, x) if isinstance(x, torch.dtype) else x for x in args]
+        return func(
+            *args, **{k: _DOUBLE.get(x, x) if isinstance(x, torch.dtype) else x for k, x in (kwargs or {}).items()}
+        )
+
+
+_DOUBLE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
 @check
@@ -182,8 +198,13 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
     model = trial.copied()
     converted(model, as_double)  # .double() leaves complex ones in single precision
     parameters = dict(model.named_parameters())
+
+    def run(vary: Vary) -> Trace:
+        with _InDouble():
+            return trial.run(mode="eval", model=model, vary=vary, backward=True, input_gradients=True)
+
     try:
-        one = trial.run(mode="eval", model=model, vary=_wide, backward=True, input_gradients=True)
+        one = run(_wide)
     except UsageError as error:
         trial.reference(mode="eval", backward=True)  # a loss that never works is refused
         raise NotApplicableError(
@@ -191,6 +212,10 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
         ) from error
     if one.error is not None:
         raise NotApplicableError(f"the model does not run in float64: {one.failure}")
+    if one.loss is not None and one.loss.dtype != torch.float64:
+        raise NotApplicableError(
+            f"the loss is computed in {one.loss.dtype}, too coarse for small differences".replace("torch.", "")
+        )
     trial.check_reference(one, mode="eval", model=model, vary=_wide)
 
     def loss_at(tensor_name: str | None, path: str | None, direction: Tensor, by: float) -> float:
@@ -200,12 +225,12 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
 
         parameter = parameters.get(tensor_name or "")
         if parameter is None:
-            trace = trial.run(mode="eval", model=model, vary=moved, backward=True, input_gradients=True)
+            trace = run(moved)
         else:
             before = parameter.detach().clone()
             with torch.no_grad():
                 parameter.add_(by * direction)
-            trace = trial.run(mode="eval", model=model, vary=moved, backward=True, input_gradients=True)
+            trace = run(moved)
             with torch.no_grad():
                 parameter.copy_(before)
         if trace.error is not None or trace.loss is None:
@@ -225,7 +250,8 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
         direction = trial.randn_like(known, f"direction {name or path}")
         direction = direction / direction.norm()
         if gradient is not None and gradient.norm() > 0:
-            direction = direction + gradient / gradient.norm()
+            against = (gradient.conj() * direction).sum().real < 0  # of a scalar the two would cancel
+            direction = (-direction if against else direction) + gradient / gradient.norm()  # which may be sparse
             direction = direction / direction.norm()
         near = (loss_at(name, path, direction, step) - loss_at(name, path, direction, -step)) / (2 * step)
         exact = 0.0 if gradient is None else (gradient.conj() * direction).sum().real.item()
@@ -304,6 +330,8 @@ def overfits_batch(
 ) -> Break | str:
     """Check that training on one batch decreases the loss.
 
+    A cross entropy that begins at more than twice that of equal guesses, ln C for C classes, is a hint.
+
     Args:
         trial: The model and its inputs, with a loss.
         steps: Number of steps; one or more.
@@ -327,6 +355,7 @@ def overfits_batch(
     if not trial.has_loss:
         raise NotApplicableError("without loss= there is no loss to decrease")
     first = last = math.nan
+    guesses: float | None = None
     if trial.inputs and not any(x.numel() for _, x in trial.inputs):
         raise NotApplicableError("the inputs have no elements")
     parameters = [p for p in trial.model.parameters() if p.requires_grad]
@@ -342,6 +371,7 @@ def overfits_batch(
             assert trace.loss is not None
             if not done:
                 trial.check_reference(trace)
+                guesses = _loss_of_equal_guesses(trace)
             last = trace.loss.item()
             first = first if done else last
             if not math.isfinite(last):
@@ -360,7 +390,15 @@ def overfits_batch(
     moved = f"; {count(len(still), 'parameter')} never moved" if still else ""
     if last <= below * first:
         names = f": {listed(still)}" if still else ""
-        return f"loss {number(first)} → {number(last)} in {count(done, 'step')}{moved}{names}"
+        said = f"loss {number(first)} → {number(last)} in {count(done, 'step')}{moved}{names}"
+        if guesses is None or first <= 2 * guesses:
+            return said
+        return Break(
+            layer=ROOT,
+            line=f"{ROOT} begins at a cross entropy of {number(first)}, equal guesses have {number(guesses)}; {said}",
+            advice="It begins with confident wrong guesses: look at the scale of the last layer and of the inputs.",
+            level="hint",
+        )
     name = still[0] if still else ROOT
     return Break(
         layer=name,
@@ -370,6 +408,18 @@ def overfits_batch(
         advice="Look for a detached or frozen part, a softmax before a cross entropy, targets that do not belong "
         "to the inputs; or pass more steps=, another optimizer=.",
     )
+
+
+def _loss_of_equal_guesses(trace: Trace) -> float | None:
+    """Return the mean cross entropy of equal guesses; None if the loss is not that of an output of classes."""
+    output, loss = trace.output, trace.loss
+    is_entropy = loss is not None and type(loss.grad_fn).__name__.startswith("NllLoss")
+    if not (is_entropy and isinstance(output, Tensor) and output.ndim == 2 and output.shape[1] > 1):
+        return None
+    guesses = math.log(output.shape[1])
+    assert loss is not None
+    is_sum = 0.5 * guesses <= loss.item() / len(output) <= 1.5 * guesses
+    return None if is_sum else guesses
 
 
 def _made(optimizer: Callable[[Any], torch.optim.Optimizer], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

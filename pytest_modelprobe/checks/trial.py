@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -173,6 +174,22 @@ class Trial:
         packed = {id(x) for value in given if isinstance(value, nn.utils.rnn.PackedSequence) for x in value}
         dense = [(path, x) for path, x in self.inputs if x.layout is torch.strided and not x.is_nested]
         return [(path, x) for path, x in dense if id(x) not in packed]
+
+    def argument(self, path: str) -> str:
+        """Return the parameter of the forward that takes the input at a path; the path itself if it is not known.
+
+        >>> x, mask = torch.ones(2, 3), torch.zeros(2, 3)
+        >>> trial = Trial(ModelProbe(), nn.MultiheadAttention(3, 1), (x, x, x, mask))
+        >>> trial.argument("input[3]"), trial.argument("attn_mask")
+        ('key_padding_mask', 'attn_mask')
+        """
+        paths = ["input"] if len(self.args) == 1 else [f"input[{i}]" for i in range(len(self.args))]
+        return dict(zip(paths, self.parameters, strict=False)).get(path, path)
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the model's forward."""
+        return inspect.signature(self.layers.modules[ROOT].forward).parameters
 
     @property
     def has_loss(self) -> bool:

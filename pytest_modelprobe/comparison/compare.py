@@ -147,7 +147,6 @@ class _Comparer:
         self.both_read = has_numbers(actual) and has_numbers(expected)
         self.rounding = _largest_epsilon(expected)
         self.has_both_modes = has_both_modes(actual) or has_both_modes(expected)
-        self.gradient_scale = _Scale(lambda: _tolerance.largest_gradient(expected))
 
     def differences(self) -> Iterator[Difference]:
         """Yield the differences of the layers that are in both records."""
@@ -220,7 +219,8 @@ class _Comparer:
             yield from self._value((layer, None, "after", a.name), "state", left, was_left, e.dtype, "forward")
         if self.backward and a.requires_grad and e.requires_grad:
             place = (layer, None, "parameter gradient", a.name)
-            yield from self._gradient(place, "parameter gradient", a.gradient, e.gradient, e.dtype)
+            rounding = self.rounding * _growth(_rows(self.expected.layers[layer], e))
+            yield from self._gradient(place, "parameter gradient", a.gradient, e.gradient, e.dtype, e.reading, rounding)
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
@@ -286,11 +286,11 @@ class _Comparer:
         yield from found if reported else ()
         if self.backward and not (a.overwritten or e.overwritten):
             place = (pair.layer, pair.key, "input gradient" if is_input else "gradient", a.path)
-            found = self._gradient(place, "gradient", a.backward, e.backward, e.dtype)
+            found = self._gradient(place, "gradient", a.backward, e.backward, e.dtype, e.forward)
             yield from found if reported else ()
         if a.backward_inner is not None or e.backward_inner is not None:
             place = (pair.layer, pair.key, "inner gradient", a.path)
-            yield from self._gradient(place, "gradient", a.backward_inner, e.backward_inner, e.dtype)
+            yield from self._gradient(place, "gradient", a.backward_inner, e.backward_inner, e.dtype, e.forward)
 
     def _is_same_tensor(self, pair: CallPair, a: Value, e: Value) -> bool:
         """Whether two sources are the same tensor, as the output of a container and of its last child.
@@ -311,6 +311,10 @@ class _Comparer:
         return found(self._outputs_now, pair.actual, a, e.source) or found(
             self._outputs_then, pair.expected, e, a.source
         )
+
+    @functools.cached_property
+    def _largest_gradient(self) -> _tolerance.LargestGradient:
+        return _tolerance.largest_gradient(self.expected)
 
     @functools.cached_property
     def _outputs_now(self) -> Mapping[tuple[str, bool, str], Value]:
@@ -360,6 +364,7 @@ class _Comparer:
         dtype: str,
         direction: Direction,
         scale: Callable[[], float] = float,
+        rounding: float | None = None,
     ) -> Sequence[Difference]:
         if not (self.both_read or (is_read(a) and is_read(e))):  # reported once for the whole record
             return ()
@@ -379,9 +384,9 @@ class _Comparer:
                 measured=self.measured,
                 scale=scale,
                 times=times,
-                rounding=self.rounding,
+                rounding=self.rounding if rounding is None else rounding,
             )
-            of_call = isinstance(scale, _Scale) and scale is not self.gradient_scale and scale.computed
+            of_call = isinstance(scale, _Scale) and scale.computed
             if not found.differs and not of_call:
                 self.within_tolerance[pair] = found
         self.changes[place] = found
@@ -401,9 +406,12 @@ class _Comparer:
         a: Reading | None,
         e: Reading | None,
         dtype: str,
+        of: Reading,
+        rounding: float | None = None,
     ) -> Sequence[Difference]:
         if a is not None and e is not None:
-            return self._value(place, kind, a, e, dtype, "backward", self.gradient_scale)
+            scale = functools.partial(self._largest_gradient.beside, of)
+            return self._value(place, kind, a, e, dtype, "backward", scale, rounding)
         if a is e or not self.both_read:
             return ()
         layer, key, _, path = place
@@ -432,6 +440,22 @@ def _largest_epsilon(record: Record) -> float:
         v.dtype for call in calls for v in (*call.inputs, *call.outputs)
     }
     return max(map(_tolerance.epsilon, dtypes), default=0.0)
+
+
+def _rows(layer: Layer, parameter: Parameter) -> float:
+    """Return how many rows of a layer's outputs there are for a parameter, whose gradient is the sum over them."""
+    numbers = (value.forward.statistics for _, value in layer.outputs)
+    outputs = sum(one.count for one in numbers if one is not None)
+    own = parameter.reading.statistics
+    return outputs / own.count if own is not None and own.count else 0.0
+
+
+def _growth(rows: float) -> float:
+    """Return the factor of the rounding of a sum that rounds after each addition, as a narrow dtype's may.
+
+    Two orders of ``n`` random numbers differ by up to sqrt(n) / 4 epsilon of their sum. Noise allows four anyway.
+    """
+    return max(1.0, math.sqrt(rows) / 16)
 
 
 def _outputs(record: Record) -> Mapping[tuple[str, bool, str], Value]:

@@ -97,7 +97,7 @@ def change(
         dtype: Of the value; narrow ones have higher floors.
         measured: Whether noise was measured with the expected record.
         scale: Returns the norm that values are compared with which are zero in exact arithmetic: the largest in a call,
-            or `largest_gradient`.
+            or `LargestGradient.beside`.
         times: The user's factor for the tolerance.
         rounding: The largest `epsilon` of any dtype in the run: noise allows four of it.
 
@@ -164,16 +164,38 @@ def norm(reading: Reading | None) -> float:
     return 0.0 if reading is None or reading.statistics is None else reading.statistics.norm
 
 
-def largest_gradient(record: Record) -> float:
-    """Return the largest norm of a gradient that repeats, in all of a record; infinity if none does.
+class LargestGradient(NamedTuple):
+    """What the gradients of a step are small against."""
+
+    norm: float
+    """Largest norm of a gradient that repeats; infinity if none does."""
+    effect: float
+    """Largest product of the norms of such a gradient and of its value: what scaling the value does to the loss."""
+
+    def beside(self, value: Reading) -> float:
+        """Return the norm that a gradient of this value is small against.
+
+        Small values have large gradients, also where these are rounding.
+
+        >>> largest = LargestGradient(norm=1.0, effect=10.0)
+        >>> [largest.beside(Reading(statistics=Statistics(count=1, mean=mean))) for mean in (100.0, 0.01, 0.0)]
+        [1.0, 1000.0, 1.0]
+        """
+        size = norm(value)
+        return max(self.norm, self.effect / size if size else 0.0)
+
+
+def largest_gradient(record: Record) -> LargestGradient:
+    """Return the largest gradient in all of a record.
 
     Where gradients cancel, what is left is the rounding of those that canceled, which may be anywhere on the way.
     """
     values = {id(v): v for _, call in record.calls for v in (*call.inputs, *call.outputs)}.values()
-    readings = [reading for value in values for reading in (value.backward, value.backward_inner)]
-    readings += [parameter.gradient for parameter in record.parameters]
-    known = [norm(reading) for reading in readings if reading is not None and (reading.noise or 0.0) < UNREPEATABLE]
-    return max(known, default=0.0) or math.inf
+    found = [(v.forward, gradient) for v in values for gradient in (v.backward, v.backward_inner)]
+    found += [(parameter.reading, parameter.gradient) for parameter in record.parameters]
+    norms = [(norm(of), norm(g)) for of, g in found if g is not None and (g.noise or 0.0) < UNREPEATABLE]
+    effects = (of * gradient for of, gradient in norms if math.isfinite(of))
+    return LargestGradient(max((g for _, g in norms), default=0.0) or math.inf, max(effects, default=0.0))
 
 
 def is_rounding(gradient: Reading, scale: Callable[[], float]) -> bool:
@@ -188,7 +210,7 @@ def is_rounding(gradient: Reading, scale: Callable[[], float]) -> bool:
 
 def _still_rounding(expected: Reading, scale: float) -> float:
     """Return the largest norm of a gradient that is still rounding where the expected one is."""
-    return 10 * ROUNDING * scale if math.isfinite(scale) else 100 * norm(expected)
+    return 10 * ROUNDING * scale if math.isfinite(scale) else 100 * norm(expected) or math.inf
 
 
 def epsilon(dtype: str) -> float:

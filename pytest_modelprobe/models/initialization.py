@@ -33,7 +33,7 @@ from pytest_modelprobe.interrupts import held, interruptible
 from pytest_modelprobe.record import old_name
 
 from .memory import as_bytes, has_dense_storage
-from .seeding import derive, seeded
+from .seeding import derive, fill_normal, seeded
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -505,21 +505,65 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _execute(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the operation, on the CPU if it draws: all devices get the same numbers."""
-    if op.seed is None:
-        return op.func(*args, **kwargs)
+    """Call the operation, on the CPU if it draws: all devices and machines get the same numbers."""
+    with _Portable():
+        return op.func(*args, **kwargs) if op.seed is None else _draw(op.func, op.seed, args, kwargs)
+
+
+def _draw(func: Callable[..., Any], seed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves = _leaves((args, kwargs))
     devices = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
     devices += [leaf for leaf in leaves if isinstance(leaf, torch.device)]
     device = next((device for device in devices if device.type != "cpu"), None)
     if device is None:
-        torch.default_generator.manual_seed(op.seed)
-        return op.func(*args, **kwargs)
-    if _name(op.func) in _FILLS | _SOURCES | {""}:
-        torch.default_generator.manual_seed(op.seed)
-        return _on_cpu(op.func, args, kwargs, device)
-    torch.manual_seed(op.seed)
-    return op.func(*args, **kwargs)
+        torch.default_generator.manual_seed(seed)
+        return func(*args, **kwargs)
+    if _name(func) in _FILLS | _SOURCES | {""}:
+        torch.default_generator.manual_seed(seed)
+        return _on_cpu(func, args, kwargs, device)
+    torch.manual_seed(seed)
+    return func(*args, **kwargs)
+
+
+class _Portable(_Dispatching, TorchDispatchMode):  # type: ignore[misc]
+    """Computes bits that are the same on every machine, where torch's depend on instructions and threads."""
+
+    def stay_uncompiled(self) -> None:
+        """Do nothing: none of these operations is compiled."""
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        portable = _PORTABLE.get(_name(func))
+        return func(*args, **kwargs) if portable is None else portable(func, *args, **kwargs)
+
+
+# Scaled in two steps, each is rounded alike everywhere; torch's instructions may round once for both.
+
+
+def _normal(func: Any, tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> Any:
+    return fill_normal(tensor, generator).mul_(std).add_(complex(mean, mean) if tensor.is_complex() else mean)
+
+
+def _uniform(func: Any, tensor: torch.Tensor, low: float = 0.0, high: float = 1.0, *, generator: Any = None) -> Any:
+    return func(tensor, generator=generator).mul_(high - low).add_(low)
+
+
+def _randn(func: Any, *args: Any, **kwargs: Any) -> Any:
+    generator = kwargs.get("generator") or torch.default_generator
+    state = generator.get_state()
+    made = func(*args, **kwargs)
+    generator.set_state(state)
+    return fill_normal(made, generator)
+
+
+def _in_float64(func: Any, tensor: torch.Tensor, *args: Any) -> Any:
+    """Return what `orthogonal_` makes of random numbers."""
+    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float64))
+    return tuple(result.to(tensor.dtype) for result in func(wide, *args))
+
+
+_PORTABLE: Mapping[str, Callable[..., Any]] = {
+    "normal_": _normal, "uniform_": _uniform, "randn": _randn, "randn_like": _randn, "linalg_qr": _in_float64,
+}  # fmt: skip
 
 
 def _on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import pickle
 import random
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,12 @@ from pytest_modelprobe._torch import without_torch_function
 
 from .memory import as_array
 from .process import GENERATORS
+
+_BLOCK = 16
+"""Uniform numbers of which torch makes as many normal ones at once: cosines, then sines."""
+
+_AT_ONCE = 1 << 15
+"""Numbers that are computed at once, in the cache; a multiple of `_BLOCK`."""
 
 
 def derive(seed: int, name: str) -> int:
@@ -115,8 +122,37 @@ def randn(
     drawn_in = torch.complex64 if dtype.is_complex else torch.float32
     with without_torch_function():  # no mode of the caller's may move or change the draw
         generator = _generator(seed, name)
-        drawn = torch.randn(tuple(shape), generator=generator, dtype=drawn_in, device="cpu")
+        drawn = fill_normal(torch.empty(tuple(shape), dtype=drawn_in, device="cpu"), generator)
         return drawn.to(device=device, dtype=dtype)
+
+
+def fill_normal(tensor: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Fill a tensor on the CPU with the standard normal numbers that torch draws: the same bits on every machine.
+
+    torch computes float32 numbers by vector instructions, whose last bits differ between machines. Here the same
+    uniform numbers, which are exact, become normal ones in float64, and are rounded once.
+
+    >>> torch.allclose(fill_normal(torch.empty(40), torch.Generator()), torch.randn(40, generator=torch.Generator()))
+    True
+    """
+    if tensor.is_complex():
+        fill_normal(torch.view_as_real(tensor), generator).mul_(math.sqrt(0.5))
+        return tensor
+    if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.numel() < _BLOCK:
+        return tensor.normal_(generator=generator)
+    flat = tensor.detach().view(-1).uniform_(generator=generator)
+    for part in flat[: len(flat) // _BLOCK * _BLOCK].split(_AT_ONCE):
+        part.copy_(_normal(part))
+    if len(flat) % _BLOCK:  # torch draws the last ones again
+        flat[-_BLOCK:] = _normal(flat.new_empty(_BLOCK).uniform_(generator=generator))
+    return tensor
+
+
+def _normal(uniform: torch.Tensor) -> torch.Tensor:
+    """Return as many normal numbers, by the Box-Muller transform, in the order in which torch has them."""
+    first, second = uniform.double().view(-1, 2, _BLOCK // 2).unbind(1)
+    radius, angle = (1 - first).log_().mul_(-2).sqrt_(), second * (2 * math.pi)
+    return torch.stack((radius * angle.cos(), radius * angle.sin()), 1).view(-1)
 
 
 def randint(

@@ -52,6 +52,7 @@ def named_records(probe: ModelProbe) -> list[NamedRecord]:
 
 def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[dict[str, Any]]:
     """Return a summary of each run and watch, in builtin types."""
+    from pytest_modelprobe.assertions.activations import find_dead
     from pytest_modelprobe.assertions.findings import findings, hints
     from pytest_modelprobe.models import RUN_EAGERLY
     from pytest_modelprobe.report.text import layer_table
@@ -62,13 +63,15 @@ def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[di
         if record is None:
             found.append({"name": name, "layers": 0, "calls": 0, "dead": 0, "findings": [error], "table": []})
             continue
+        dead = find_dead(record, record.layers)
+        said = [*findings(record, dead), *others, *(f"hint: {hint}" for hint in hints(record, dead))]
         found.append(
             {
                 "name": name,
                 "layers": len(record.layers),
                 "calls": sum(len(layer.calls) for layer in record.layers.values()),
                 "forwards": record.forwards,
-                "findings": [*findings(record), *others, *(f"hint: {hint}" for hint in hints(record))],
+                "findings": said,
                 "eager": any(note.endswith(RUN_EAGERLY) for note in record.notes),
                 "table": layer_table(record) if with_table and record.forwards else [],
                 **(properties.of_record(record) if properties.is_asked(config) else {}),

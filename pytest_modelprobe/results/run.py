@@ -55,7 +55,7 @@ def run_data(
         "trainable": elements(parameter for parameter in record.parameters if parameter.requires_grad),
         "notes": [text(note) for note in record.notes],
         "findings": [text(finding) for finding in (*findings(record, dead), *others)],
-        "hints": [text(hint) for hint in hints(record)],
+        "hints": [text(hint) for hint in hints(record, dead)],
         "error": None,
         "versions": {name: text(version) for name, version in record.versions.items()},
         "profile": None if profile is None else {**costs(profile), "probe_time": profile.probe_time},

@@ -41,6 +41,14 @@ BACKWARD_ULPS = {torch.float32: 84, torch.float64: 84}
 Other dtypes: `FORWARD_ULPS`.
 """
 
+SUM_ULPS = 1 / 64
+"""Perturbation of a weight for the noise of the forward, in units in the last place and in square roots of the number
+of products that are added up for an output.
+
+Two orders of ``n`` additions differ by up to sqrt(n) / 4 epsilon, which is more than rounding all weights does where
+``n`` is 10,000 or more; the tolerance is four times the noise and 2e-6.
+"""
+
 _TOGETHER = 1 << 16
 """Elements that are perturbed at once; a multiple of 8."""
 
@@ -125,7 +133,8 @@ class Perturbation:
         for path, parameter in model.named_parameters():
             plain = has_dense_storage(parameter) and 0 not in parameter.stride()
             if plain:
-                self.in_place(parameter.data, path)
+                owner = model.get_submodule(path.rpartition(".")[0])
+                self.in_place(parameter.data, path, terms_of(owner, parameter))
 
     def input(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return an input perturbed; masks, lengths, targets and one-hot codes stay unchanged.
@@ -139,11 +148,28 @@ class Perturbation:
         moved = self(unexpanded(tensor), name)
         return moved if moved.shape == tensor.shape else moved.expand(tensor.shape)
 
-    def in_place(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a floating tensor, perturbed in place; any other as it is."""
+    def gradients(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Perturb the gradient that arrives at each output by one unit, as the loss may round it otherwise.
+
+        A sum over rows of a gradient that depends on no number of the model, as of a bias, changes in no other way. A
+        scalar has no such sum.
+        """
+        for number, output in enumerate(outputs):
+            if output.requires_grad and not output.is_leaf and output.numel() > 1:
+                name = f"{self.name} loss {number}"
+                output.register_hook(functools.partial(perturbed, name=name, units=FORWARD_ULPS))
+
+    def in_place(self, tensor: torch.Tensor, name: str, terms: int = 1) -> torch.Tensor:
+        """Return a floating tensor, perturbed in place; any other as it is.
+
+        Args:
+            tensor: The tensor.
+            name: Seed of the signs, with that of the perturbation.
+            terms: See `terms_of`.
+        """
         if tensor.is_floating_point() or tensor.is_complex():
             numbers = as_real(tensor)
-            _perturb(numbers, f"{self.name} {name}", self._units(tensor.dtype), numbers)
+            _perturb(numbers, f"{self.name} {name}", self._units(tensor.dtype, terms), numbers)
         return tensor
 
     def __call__(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -152,8 +178,22 @@ class Perturbation:
             return tensor
         return perturbed(tensor, f"{self.name} {name}", self._units(tensor.dtype))
 
-    def _units(self, dtype: torch.dtype) -> int:
-        return BACKWARD_ULPS.get(dtype, FORWARD_ULPS) if self.far else FORWARD_ULPS
+    def _units(self, dtype: torch.dtype, terms: int = 1) -> int:
+        if dtype not in BACKWARD_ULPS:
+            return FORWARD_ULPS  # sums are in float32
+        return BACKWARD_ULPS[dtype] if self.far else max(FORWARD_ULPS, round(SUM_ULPS * math.sqrt(terms)))
+
+
+def terms_of(owner: nn.Module, weight: torch.Tensor) -> int:
+    """Return how many products with a weight are added up for an output: of a matrix, and of a convolution.
+
+    >>> conv = nn.Conv2d(3, 8, 5)
+    >>> terms_of(conv, conv.weight), terms_of(conv, conv.bias)
+    (75, 1)
+    """
+    if weight.dim() == 2 or isinstance(owner, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return math.prod(weight.shape[1:])
+    return 1
 
 
 def _is_quantity(tensor: torch.Tensor) -> bool:

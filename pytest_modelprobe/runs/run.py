@@ -421,7 +421,10 @@ class Run:
         __tracebackhide__ = True
         assert self.loss is not None
         with torch.enable_grad():
-            return loss_of(self._forward(move), self.loss, seed=self.seed)
+            output = self._forward(move)
+            if move is not None:
+                move.gradients(tensor for _, tensor in flatten("output", output).tensors)
+            return loss_of(output, self.loss, seed=self.seed)
 
     def _with_origins(self, record: Record) -> Record:
         """Fill in the origin of values that are not finite, by running once more."""

@@ -95,4 +95,4 @@ def test_dead_channels_of_a_convolution_are_no_experts(normalized: bool) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_grad_flow(record)
-    assert (findings(record), hints(record)) == ([], [])
+    assert not any("expert" in line for line in (*findings(record), *hints(record)))

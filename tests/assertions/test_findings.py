@@ -25,7 +25,7 @@ from pytest_modelprobe import (
     assert_no_dead_layers,
     assert_shapes,
 )
-from pytest_modelprobe.assertions.findings import findings
+from pytest_modelprobe.assertions.findings import findings, hints
 from pytest_modelprobe.report.text import layer_table
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
@@ -235,3 +235,18 @@ def test_gradients_that_cancel_are_said_to_be_rounding_where_their_noise_is_know
     assert record.rerun is not None
     (found,) = findings(record.rerun.measured(record))
     assert found.startswith("rounding: gradients cancel from (root) back, and are not compared there: use ")
+
+
+def test_many_dead_units_and_equal_attention_are_hints() -> None:
+    probe = ModelProbe()
+    for bias, found in ((-100.0, ["dead units: layer '1' (ReLU) 3 of 8"]), (0.0, [])):
+        model = probe.build(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)))
+        with torch.no_grad():
+            model[0].bias[:3] = bias
+        record = probe.run(model, probe.randn(64, 8))
+        assert (hints(record), findings(record)) == (found, [])
+        assert hints(probe.run(model, probe.randn(4, 8))) == []  # too few rows
+    x = probe.randn(2, 6, 8)
+    for scale, found in ((1e-3, ["attention close to uniform: (root)"]), (30.0, [])):
+        attention = probe.build(lambda: nn.MultiheadAttention(8, 2, batch_first=True))
+        assert hints(probe.run(attention, x * scale, x, x, attention=True)) == found

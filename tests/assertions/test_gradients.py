@@ -653,7 +653,8 @@ def test_no_backward_is_an_error_that_says_so(assertion: Callable[..., None]) ->
         assertion(run(linear(), loss=None))
     assert str(error.value) == (
         "Linear saw 1 forward but no backward: pass run(..., loss=...), or call loss.backward() while the watch is "
-        "open; if it was, the graph is cut before it"
+        "open; if it was, the graph is cut before it, or the newest forward is an evaluation: watch.steps has those of "
+        "training"
     )
 
 

@@ -414,8 +414,8 @@ CHOICES: list[tuple[dict[str, Any], str]] = [
         "skip= names compile_parity, which is no part of the standard checks, as",
     ),
     (
-        {"only": "causal"},
-        "only= names causal, which is no part of the standard checks, as only some",
+        {"only": "permutation_invariant"},
+        "only= names permutation_invariant, which is no part of the standard checks, as only some",
     ),
     ({"only": "sead"}, "only= names a check 'sead' that there is not: is seeded meant?"),
 ]

@@ -369,11 +369,6 @@ def test_what_counts_by_its_values_alone_is_said(probe: ModelProbe, rows: Tensor
     )
 
 
-def test_ids_are_no_floating_input(probe: ModelProbe) -> None:
-    found = checks.inputs_used.outcome(probe, nn.Embedding(WORDS, WIDTH), probe.randint(0, WORDS, (2, 3)))
-    assert found.text == "no input is of floating numbers"
-
-
 # --- dropout_scaled -----------------------------------------------------------------------------------------------
 
 

@@ -239,6 +239,15 @@ def test_gradients_that_cancel_everywhere_are_rounding_in_parts_too(
     assert checks.gradient_accumulation(probe, model, probe.randn(3, 4).to(dtype), loss=loss).verdict == "holds"
 
 
+def test_gradients_that_cancel_in_a_loss_that_casts_to_float32_are_rounding(probe: ModelProbe) -> None:
+    model = Code(lambda self, x: 1e4 * self.fc(1e-4 * x), fc=nn.Linear(4, 5))  # rounding grows on its way back
+    nn.init.zeros_(model.fc.bias)  # type: ignore[union-attr, arg-type]
+    found = checks.gradient_accumulation(
+        probe, model, probe.randn(3, 4), loss=lambda o: F.normalize(o.float(), dim=-1).square().mean()
+    )
+    assert found.verdict == "holds"
+
+
 def test_a_sum_over_rows_shows_where_other_gradients_cancel(probe: ModelProbe) -> None:
     model = Code(lambda self, x: (self.fc(x).softmax(-1), self.other(x)), fc=nn.Linear(4, 5), other=nn.Linear(4, 1))
     found = checks.gradient_accumulation.outcome(
@@ -262,6 +271,42 @@ def test_a_loss_that_holds_float32_means_nothing_in_float64(probe: ModelProbe) -
     found = checks.gradcheck.outcome(probe, model, probe.randn(3, 4), loss=holding_float32)
     assert found.verdict == "not applicable"
     assert found.text.endswith("in float64: cast the tensors that it holds, target.to(output.dtype)")
+
+
+def test_finite_differences_are_exact_where_code_casts_to_float32(probe: ModelProbe) -> None:
+    code = [
+        lambda self, x: self.fc(x).float().log_softmax(-1),
+        lambda self, x: self.fc(x).to(torch.float32).log_softmax(-1),
+        lambda self, x: self.fc(x).log_softmax(-1, dtype=torch.float32),
+    ]
+    for one in code:
+        assert checks.gradcheck(probe, Code(one, fc=nn.Linear(4, 5)), probe.randn(3, 4)).text == "3 gradients"
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_scalar_has_a_direction_whatever_the_sign_of_its_gradient(probe: ModelProbe, sign: int) -> None:
+    model = Code(lambda self, x: sign * self.scale * x, scale=nn.Parameter(torch.tensor(2.0)))
+    assert checks.gradcheck(probe, model, probe.randn(3, 4)).text == "2 gradients"
+
+
+def test_a_wrong_gradient_of_what_is_cast_to_float32_is_named(probe: ModelProbe) -> None:
+    model = Code(lambda self, x: self.fc(x).float() * self.fc(x).float().detach(), fc=nn.Linear(4, 5))
+    assert checks.gradcheck.outcome(probe, model, probe.randn(3, 4)).layer == "fc.weight"
+
+
+def test_a_loss_in_float32_is_too_coarse_for_finite_differences(probe: ModelProbe) -> None:
+    class Narrow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return torch.from_numpy(x.numpy().astype(np.float32))
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient.double()
+
+    model = Code(lambda self, x: Narrow.apply(self.fc(x)), fc=nn.Linear(4, 5))
+    found = checks.gradcheck.outcome(probe, model, probe.randn(3, 4), loss=lambda o: o.square().mean())
+    assert found.text == "the loss is computed in float32, too coarse for small differences"
 
 
 def test_a_loss_that_never_works_is_refused_by_gradcheck(probe: ModelProbe) -> None:

@@ -85,8 +85,6 @@ CASES = [
         "mixtral",
         made("MixtralForCausalLM", "MixtralConfig", **COMMON, num_key_value_heads=1, num_local_experts=4),
         labeled,
-        # Where torch has no grouped product, it runs in float64 too.
-        xfail={} if hasattr(torch, "_grouped_mm") else {"dtype_parity": "its router returns float32 always"},
     ),
     case(
         "mamba",

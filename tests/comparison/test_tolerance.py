@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -20,8 +21,9 @@ from pytest_modelprobe.comparison.tolerance import (
     ValueChange,
     change,
     epsilon,
+    largest_gradient,
 )
-from pytest_modelprobe.record import Reading, Statistics
+from pytest_modelprobe.record import Layer, Parameter, Reading, Record, Statistics
 
 
 def reading(*numbers: float, noise: float | None = None, **counts: int) -> Reading:
@@ -196,6 +198,24 @@ def test_where_no_gradient_repeats_all_are_rounding() -> None:
     expected = reading(1e-7, noise=1.4)
     assert not change(reading(-3e-6), expected, direction="backward", scale=lambda: math.inf, measured=True).differs
     assert change(reading(1.0), expected, direction="backward", scale=lambda: math.inf, measured=True).differs
+
+
+def test_where_no_gradient_repeats_one_that_was_zero_may_be_any_rounding() -> None:
+    expected = reading(0.0, noise=math.inf)
+    assert not change(reading(7e-10), expected, direction="backward", scale=lambda: math.inf, measured=True).differs
+    assert change(reading(7e-10), reading(0.0, noise=math.inf), direction="backward", measured=True).differs
+
+
+def test_a_gradient_of_a_small_value_is_judged_by_what_scaling_the_value_does_to_the_loss() -> None:
+    head = Parameter(name="weight", shape=(1,), dtype="float32", device="cpu", reading=reading(100.0))
+    head = dataclasses.replace(head, gradient=reading(0.02, noise=1e-6))
+    tiny = dataclasses.replace(head, reading=reading(0.005), gradient=reading(1e-3, noise=8.0))
+    layers = {name: Layer(name=name, type="Linear", parameters=(p,)) for name, p in (("head", head), ("tiny", tiny))}
+    largest = largest_gradient(Record(model="Net", layers=layers))
+    small, large = (functools.partial(largest.beside, reading(of)) for of in (0.005, 100.0))
+    rounding, other = reading(1e-3, noise=8.0), reading(-9e-4)
+    assert not change(other, rounding, direction="backward", scale=small, measured=True).differs
+    assert change(other, rounding, direction="backward", scale=large, measured=True).differs
 
 
 def test_noise_that_is_not_a_number_allows_nothing() -> None:

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import json
+import os
 import random
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from torch.nn.utils import parametrizations
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import initialization as initialization
 from pytest_modelprobe.models.initialization import build
-from pytest_modelprobe.models.seeding import seeded
+from pytest_modelprobe.models.seeding import randn, seeded
 
 
 def rng_states():
@@ -592,16 +593,45 @@ class Compiled(nn.Module):
         self.weight = nn.Parameter(doubled(torch.randn(2)))
 
 
+class Drawn(nn.ParameterDict):
+    def __init__(self):
+        super().__init__(
+            {
+                "linear": nn.Linear(37, 20).weight,
+                "embedding": nn.Embedding(37, 20).weight,
+                "lstm": nn.LSTM(5, 20).weight_hh_l0,
+                "randn": torch.randn(7, 9) * 0.02,
+                "like": torch.randn_like(torch.empty(7, 9)),
+                "imaginary": torch.randn(7, 9, dtype=torch.complex64),
+                "narrow": nn.init.normal_(torch.empty(7, 9, dtype=torch.bfloat16), 1, 0.02),
+                "wide": nn.Linear(7, 9, dtype=torch.float64).weight,
+                "truncated": nn.init.trunc_normal_(torch.empty(40, 30), std=0.02),
+                "orthogonal": nn.init.orthogonal_(torch.empty(33, 33)),
+            }
+        )
+
+
+def as_drawn():
+    drawn = {name: torch.view_as_real(p) if p.is_complex() else p for name, p in build(Drawn, seed=0).items()}
+    drawn["an input"] = randn((3, 77), seed=0, name="x", device="cpu")
+    return {name: tensor.tolist() for name, tensor in drawn.items()}
+
+
 IN_ANOTHER_PROCESS = f"""
 import json, sys
 import torch
 from torch import nn
 from pytest_modelprobe.models.initialization import build
+from pytest_modelprobe.models.seeding import randn
 
 seen = [build(lambda: nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2), nn.LSTM(2, 2)), seed=0)[0].weight.tolist()]
 seen.append("torch._dynamo" in sys.modules)
 {inspect.getsource(Compiled)}
 seen.append(torch.equal(build(Compiled, seed=0).weight, build(Compiled, seed=0).weight))
+{inspect.getsource(Drawn)}
+{inspect.getsource(as_drawn)}
+torch.set_num_threads(3)
+seen.append(as_drawn())
 print(json.dumps(seen))
 """
 
@@ -612,7 +642,8 @@ def another_process(tmp_path_factory):
     path.write_text(IN_ANOTHER_PROCESS)
     # Of a temporary folder that torch 2.6 leaves to the end of the process, it says ResourceWarning.
     command = [sys.executable, "-Werror", "-Wignore::ResourceWarning", path]
-    out = subprocess.run(command, capture_output=True, text=True, check=True)
+    base = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}  # without vector instructions
+    out = subprocess.run(command, env=base, capture_output=True, text=True, check=True)
     assert out.stderr == ""
     return json.loads(out.stdout)
 
@@ -628,6 +659,13 @@ def test_building_a_model_does_not_import_the_compiler(another_process):
 
 def test_a_factory_may_be_the_first_to_run_compiled_code(another_process):
     assert another_process[2] is True
+
+
+@pytest.mark.parametrize("name", as_drawn())
+def test_what_is_drawn_by_name_has_the_same_bits_without_vector_instructions_and_with_other_threads(
+    another_process, name
+):
+    assert another_process[3][name] == as_drawn()[name]
 
 
 def test_a_factory_may_run_compiled_code():

@@ -903,7 +903,8 @@ def test_noise_is_what_a_response_moves_by_under_rounding() -> None:
     model = made("gpt2", 0)
     inputs = MODELS["gpt2"][1](0)
     repeats = [
-        isolate(model, lambda: model(**inputs), perturb=Perturbation(f"repeat {i}", far=False)) for i in range(2)
+        isolate(model, lambda: model(**inputs), perturb=Perturbation(f"repeat {i}", far=False).in_place)
+        for i in range(2)
     ]
     measured = noisy(isolate(model, lambda: model(**inputs)), repeats)
     noise = [h.reading.noise for r in measured.values() for h in r.handed if h.reading is not None]
@@ -918,7 +919,7 @@ def test_masks_and_integers_are_not_perturbed() -> None:
         def forward(self, x: torch.Tensor, mask: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
             return (x + mask)[index]
 
-    def perturb(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    def perturb(tensor: torch.Tensor, name: str, terms: int) -> torch.Tensor:
         moved.append(name)
         return tensor
 

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetModel
 
 from pytest_modelprobe import ModelProbe
+from pytest_modelprobe.comparison import compare
 from pytest_modelprobe.record import Call, Layer, Reading, Record, Statistics, Value
 from pytest_modelprobe.runs import run
 from pytest_modelprobe.runs.isolation import isolate_repeatedly
@@ -244,6 +245,49 @@ def test_a_gate_near_zero_shows_in_the_noise_of_gradients_alone(probe: ModelProb
     assert gradient is not None
     assert 0.1 < (gradient.noise or 0.0) < 1  # infinite, where the repeats have no gradient
     assert (record["relu"].output.forward.noise or 0.0) < 1e-5
+
+
+def one_by_one(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(len(x), len(weight))
+    for products in torch.mul(x.T[:, :, None], weight.T[:, None, :]):
+        total += products
+    return total + bias
+
+
+def in_half_precision(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return torch.addmm(bias.half(), x.half(), weight.half().T).float()
+
+
+def test_a_long_sum_may_be_added_up_in_another_order_and_not_with_fewer_digits(
+    probe: ModelProbe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = probe.build(lambda: nn.Linear(100_000, 4)), probe.randn(2, 100_000)
+    record = measured(probe.run(model, x))
+    monkeypatch.setattr(nn.functional, "linear", one_by_one)
+    assert compare(probe.run(model, x), record).same
+    monkeypatch.setattr(nn.functional, "linear", in_half_precision)
+    assert not compare(probe.run(model, x), record).same
+
+
+def test_the_weights_of_a_short_sum_are_perturbed_by_one_unit() -> None:
+    model = nn.Linear(4096, 2)
+    before = model.weight.detach().clone()
+    Perturbation("repeat 0", far=False).parameters(model)
+    assert (model.weight - before).abs().max() < 2e-9  # weights are below 1/64, where a unit is 1.9e-9
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [48, 1024])
+def test_the_gradient_of_a_bias_may_be_added_up_in_another_order_and_nothing_more(
+    probe: ModelProbe, dtype: torch.dtype, rows: int
+) -> None:
+    model, x = nn.LayerNorm(64).to(dtype), probe.randn(rows, 64).to(dtype)
+    record = measured(probe.run(model, x, loss="random"))
+    with other_threads():
+        assert compare(probe.run(model, x, loss="random"), record).same
+    model.bias.register_hook(lambda gradient: gradient * 1.1)
+    (difference,) = compare(probe.run(model, x, loss="random"), record).differences
+    assert (difference.kind, difference.what) == ("parameter gradient", "bias")
 
 
 def test_indices_that_tip_over_have_the_share_that_does_as_noise(probe: ModelProbe) -> None:

@@ -64,8 +64,9 @@ def isolate(
         arguments: Plain arguments of calls, in place of their own as far as the code has such parameters.
         names: Names of layers → different names that they had when these recipes were made.
         gradient: Whether to run backward through each call too.
-        perturb: Takes a synthetic tensor, which it may write to, and its name, and returns it perturbed, to measure the
-            noise of a response. It is not applied to masks, integers and the like.
+        perturb: Takes a synthetic tensor, which it may write to, its name, and how many products with it are added up
+            for an output; returns it perturbed, to measure the noise of a response. It is not applied to masks,
+            integers and the like.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     >>> responses = isolate(model, lambda: model(torch.ones(2, 4)))
@@ -166,7 +167,7 @@ def noisy(
     >>> model = nn.Linear(4, 4)
     >>> def respond(perturb=None):
     ...     return isolate(model, lambda: model(torch.ones(2, 4)), perturb=perturb)
-    >>> (response,) = noisy(respond(), [respond(lambda tensor, name: tensor * 1.001)]).values()
+    >>> (response,) = noisy(respond(), [respond(lambda tensor, name, terms: tensor * 1.001)]).values()
     >>> 0.001 < response.handed[0].reading.noise < 0.01
     True
     """

@@ -18,6 +18,7 @@ from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import BatchOrInstanceNorm, graph_task
 from pytest_modelprobe.models import Flat, Layers, as_bits, flatten, flatten_call, has_dense_storage
 from pytest_modelprobe.record import NOT_DEFAULT, ROOT, EmittedTensor, IsolatedResponse, Plain
+from pytest_modelprobe.runs.noise import terms_of
 
 from .alike import is_plain, likeness
 from .arguments import with_arguments
@@ -31,7 +32,7 @@ from .tracing import ArgumentTemplate, TensorSpec, TracedCall, Tracer, copied
 Key = tuple[str, int]
 """A call: its layer, and its index among the calls of the layer, from 0."""
 
-Perturb = Callable[[Tensor, str], Tensor]
+Perturb = Callable[[Tensor, str, int], Tensor]
 
 Part = Literal["all", "outputs", "gradients"]
 """What is read of each response."""
@@ -142,11 +143,11 @@ class Session:
         finally:
             self.current = None
 
-    def synthetic(self, kind: str, shape: Sequence[int], name: str, dtype: torch.dtype) -> Tensor:
+    def synthetic(self, kind: str, shape: Sequence[int], name: str, dtype: torch.dtype, terms: int = 1) -> Tensor:
         """Return the tensor of a recipe, on the CPU."""
         tensor = synthetic(kind, shape, name, dtype, draws=self.draws)
         if self.perturb is not None and kind.startswith(("2^", "near")):
-            tensor = self.perturb(tensor, name)
+            tensor = self.perturb(tensor, name, terms)
         return tensor
 
     def _response_layer(self, layer: str) -> str | None:
@@ -176,17 +177,18 @@ class Session:
                         continue  # a shard of a distributed tensor
                     name = f"{path}.{own}" if path else own
                     if id(tensor) not in self._weights:
-                        self._weights[id(tensor)] = self._weight(name, tensor, recipes.get(prefix + name, ""))
+                        self._weights[id(tensor)] = self._weight(owner, name, tensor, recipes.get(prefix + name, ""))
                     weight: Any = self._weights[id(tensor)]
                     if response_layer is not None:
                         self.owned[response_layer][prefix + name] = weight._modelprobe_kind
                     self._exit.callback(_put, owner, own, tensor)
                     _put(owner, own, weight)
 
-    def _weight(self, name: str, tensor: Tensor, wanted: str) -> Tensor:
+    def _weight(self, owner: nn.Module, name: str, tensor: Tensor, wanted: str) -> Tensor:
         kind = wanted if fits(wanted, tensor.dtype) else kind_of(tensor, weight=True)
         kind = kind if tensor.is_floating_point() else "const 0"  # batches counted
-        drawn = self.synthetic(kind, tensor.shape, name, tensor.dtype).to(tensor.device)
+        terms = terms_of(owner, tensor)
+        drawn = self.synthetic(kind, tensor.shape, name, tensor.dtype, terms).to(tensor.device)
         weight: Any = drawn
         if drawn.stride() != tensor.stride():
             weight = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
