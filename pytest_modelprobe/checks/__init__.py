@@ -4,9 +4,11 @@ from .batch import any_batch_size, batch_independent
 from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_checks, standard
 from .check import Check
 from .finite import finite
+from .gradients import labels_ignored, outputs_train
 from .incremental import incremental
 from .inputs import inputs_used
 from .modes import dropout_scaled, modes_agree
+from .norms import norms_cancel_scale
 from .outcome import NotApplicableError, Outcome
 from .parity import checkpoint_parity, compile_parity, device_parity, dtype_parity, export_parity, layout_parity
 from .registration import copy_and_pickle, initialized, registered, state_dict_round_trip
@@ -43,9 +45,12 @@ __all__ = [
     "initialized",
     "inputs_unchanged_by_forward",
     "inputs_used",
+    "labels_ignored",
     "layout_parity",
     "modes_agree",
+    "norms_cancel_scale",
     "optimizer_covers",
+    "outputs_train",
     "overfits_batch",
     "padding_invariant",
     "parametrize_with_checks",

@@ -22,9 +22,11 @@ from pytest_modelprobe.runs import Loss
 from .batch import any_batch_size, batch_independent
 from .check import Check, from_assertion, in_order
 from .finite import finite
+from .gradients import labels_ignored, outputs_train
 from .incremental import incremental_where_meant
 from .inputs import inputs_used
 from .modes import dropout_scaled, modes_agree
+from .norms import norms_cancel_scale
 from .outcome import NotApplicableError, Outcome
 from .parity import checkpoint_parity, dtype_parity, layout_parity
 from .registration import copy_and_pickle, initialized, registered, state_dict_round_trip
@@ -41,7 +43,8 @@ _standard: ChainMap[str, Check] = ChainMap({}, {
         modes_agree, dropout_scaled,
         batch_independent, any_batch_size, causal_where_meant, incremental_where_meant, padding_invariant,
         inputs_used, state_unchanged_by_forward, inputs_unchanged_by_forward, state_dict_round_trip, copy_and_pickle,
-        layout_parity, dtype_parity, checkpoint_parity, gradient_accumulation, overfits_batch,
+        layout_parity, dtype_parity, checkpoint_parity, norms_cancel_scale,
+        outputs_train, labels_ignored, gradient_accumulation, overfits_batch,
     )
 })  # fmt: skip
 """What was added in this run of pytest, or without one in this process, and what there always is."""

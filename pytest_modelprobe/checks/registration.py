@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
 import math
 import pickle
@@ -25,6 +26,7 @@ from pytest_modelprobe.runs import Mode, graph_nodes
 from .agreement import break_of, disagreements
 from .check import check_unmodified
 from .outcome import Break, NotApplicableError, line_of
+from .state import attributes, changed_attributes, same
 from .trial import Trace, Trial, as_double, plain
 
 _DEEPEST = 3
@@ -372,6 +374,11 @@ def state_dict_round_trip(trial: Trial, *, factory: Callable[[], nn.Module] | No
     The state_dict is saved by `torch.save` and loaded, strictly, into a model whose parameters and persistent buffers
     were replaced by random numbers.
 
+    The same is done after a forward in training mode and a small change of each parameter, as by a step. What that
+    forward wrote and the state_dict lacks, such as ``self.initialized = True``, shows in the next forwards: the
+    property is broken if a forward of the loaded model overwrites parameters, and an output that differs is a hint, as
+    a hidden state may be meant to begin anew.
+
     Args:
         trial: The model and its inputs.
         factory: Builds such a model, to load into; None: a copy, which keeps state outside the state_dict, such as a
@@ -384,27 +391,10 @@ def state_dict_round_trip(trial: Trial, *, factory: Callable[[], nn.Module] | No
     state_dict_round_trip holds for Linear: 2 keys, 1 output
     """
     one = trial.reference(mode="eval")
-    stored = io.BytesIO()
-    torch.save(trial.model.state_dict(), stored)
-    stored.seek(0)
-    if factory is None:
-        other = trial.copied()
-    else:
-        with seeding.seeded(seeding.derive(trial.probe.seed, "check another model")):
-            other = factory().to(trial.probe.device)
-    with torch.no_grad():
-        for name, tensor in (*other.named_parameters(), *_stored_buffers(other)):
-            if has_dense_storage(tensor):
-                written = unexpanded(tensor)
-                floating = written.is_floating_point() or written.is_complex()
-                written.copy_(trial.randn_like(written, name) if floating else written == 0)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of sparse tensors torch warns that they are validated
-            state = torch.load(stored, weights_only=True, map_location=trial.probe.device)
-        other.load_state_dict(state)
-    except Exception as error:  # noqa: BLE001 - whatever a model's own hooks raise
-        return Break(layer=ROOT, line=f"{ROOT} cannot load its own state_dict: {line_of(error)}")
+    other = _another(trial, factory)
+    state = _load_state(trial, other)
+    if isinstance(state, Break):
+        return state
     lost = [(a, b) for a, b in _ties(trial.model) if not _tied(other, a, b)]
     if lost:
         first, second = lost[0]
@@ -415,7 +405,90 @@ def state_dict_round_trip(trial: Trial, *, factory: Callable[[], nn.Module] | No
             rows=tuple((b, a) for a, b in lost),
             advice="Tie the parameters again after loading, or keep one module for both.",
         )
-    return _compared(one, trial.run(mode="eval", model=other), "a state_dict", f"{count(len(state), 'key')}, ")
+    found = _compared(one, trial.run(mode="eval", model=other), "a state_dict", f"{count(len(state), 'key')}, ")
+    if isinstance(found, Break):
+        return found
+    return _lost_of_training(trial, _another(trial, factory)) or found
+
+
+def _another(trial: Trial, factory: Callable[[], nn.Module] | None) -> nn.Module:
+    if factory is None:
+        return trial.copied()
+    with seeding.seeded(seeding.derive(trial.probe.seed, "check another model")):
+        return factory().to(trial.probe.device)
+
+
+def _load_state(trial: Trial, other: nn.Module, when: str = "") -> Mapping[str, Any] | Break:
+    """Load the state_dict of the model into another one, whose own numbers are replaced before."""
+    stored = io.BytesIO()
+    torch.save(trial.model.state_dict(), stored)
+    stored.seek(0)
+    with torch.no_grad():
+        for name, tensor in (*other.named_parameters(), *_stored_buffers(other)):
+            if has_dense_storage(tensor):
+                written = unexpanded(tensor)
+                floating = written.is_floating_point() or written.is_complex()
+                written.copy_(trial.randn_like(written, name) if floating else written == 0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of sparse tensors torch warns that they are validated
+            state: Mapping[str, Any] = torch.load(stored, weights_only=True, map_location=trial.probe.device)
+        other.load_state_dict(state)
+    except Exception as error:  # noqa: BLE001 - whatever a model's own hooks raise
+        return Break(layer=ROOT, line=f"{ROOT} cannot load its own state_dict{when}: {line_of(error)}")
+    return state
+
+
+def _lost_of_training(trial: Trial, other: nn.Module) -> Break | None:
+    """Return what a forward in training mode wrote that matters later and is not in the state_dict.
+
+    Args:
+        trial: The model and its inputs.
+        other: Such a model that has run in no training forward.
+    """
+    found = None
+    with trial.keep_changes():
+        before = attributes(trial)
+        if trial.run(mode="train", traced=False).error is not None:
+            return None
+        written = changed_attributes(before, attributes(trial))
+        trial.multiply_parameters("small step", mean=1.0, std=0.01)  # what is computed again shows then
+        other.train(trial.model.training)  # before it is loaded: merged weights are others in each mode
+        state = _load_state(trial, other, " after a forward in training mode")
+        if isinstance(state, Break):
+            return state
+        for mode in ("train", "eval"):
+            one = trial.run(mode=mode, seed="loaded")
+            two = trial.run(mode=mode, seed="loaded", model=other)
+            found = found or (None if one.error else _lost(trial, other, (one, two), written))
+    return found if found and _repeats(trial) else None
+
+
+def _lost(trial: Trial, other: nn.Module, runs: tuple[Trace, Trace], written: list[str]) -> Break | None:
+    """Return the parameters that the last forward of the loaded model overwrote, or the first output that differs."""
+    setting = f"; attributes that it set: {listed(written)}" if written else ""
+    there = dict(other.named_parameters())
+    changed = [name for name, p in trial.model.named_parameters() if name in there and not same(p, there[name])]
+    if changed:
+        return Break(
+            layer=changed[0],
+            line=f"{changed[0]} is overwritten by the first forward in training mode after load_state_dict",
+            columns=("overwritten",),
+            rows=tuple((name,) for name in changed),
+            advice="Look for an initialization by the first batch whose flag is a plain attribute, and make it a "
+            f"buffer: self.register_buffer('initialized', torch.tensor(False)){setting}.",
+        )
+    found = _compared(*runs, "a state_dict of a model that was trained", "")
+    if isinstance(found, str):
+        return None
+    advice = "A forward in training mode wrote what is not in the state_dict: a counter, statistics, a hidden state"
+    return dataclasses.replace(found, advice=f"{advice}{setting}.", level="hint")
+
+
+def _repeats(trial: Trial) -> bool:
+    """Whether training draws from nothing but the seeded random generators."""
+    one, two = (trial.run(mode="train") for _ in range(2))
+    return not disagreements(one, two, tolerance=0.0, integers=True)
 
 
 @check_unmodified

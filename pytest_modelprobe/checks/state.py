@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +39,9 @@ def state_unchanged_by_forward(trial: Trial) -> Break | str:
     fresh = trial.run(mode="eval", vary=rolled)
     with trial.keep_changes():
         before = {name: tensor.detach().clone() for name, tensor in _state(trial.model)}
-        kept = _kept(trial)
+        kept = attributes(trial)
         one = trial.reference(mode="eval")
-        changed = [name for name, tensor in _state(trial.model) if not _same(tensor, before.get(name))]
+        changed = [name for name, tensor in _state(trial.model) if not same(tensor, before.get(name))]
         if changed:
             first = changed[0]
             return Break(
@@ -52,11 +52,11 @@ def state_unchanged_by_forward(trial: Trial) -> Break | str:
                 advice="Look for running statistics that ignore self.training, and for writes to a buffer.",
             )
         two = trial.variation(mode="eval")
-        now = _kept(trial)
+        now = attributes(trial)
         found = disagreements(one, two, tolerance=0.0, integers=True)
         if not found and fresh.error is None:  # state of the first inputs may fit these alone
             found = disagreements(fresh, trial.run(mode="eval", vary=rolled), tolerance=0.0, integers=True)
-    changed = [name for name in sorted(kept | now) if not _alike(kept.get(name), now.get(name))]
+    changed = changed_attributes(kept, now)
     if found:
         what = f"; attributes that it set: {', '.join(changed)}" if changed else ""
         return break_of(
@@ -128,8 +128,8 @@ class _Contents:
         """Whether it is unchanged; tensors are compared bit for bit, as writes through .data count no version."""
         if not isinstance(self._value, Tensor):
             return repr(self._value) == repr(before._value)  # NaN is not equal to itself
-        same = self._value is before._value and self._version == before._version
-        return same and (self._copy is None or _same(self._copy, before._copy))
+        untouched = self._value is before._value and self._version == before._version
+        return untouched and (self._copy is None or same(self._copy, before._copy))
 
 
 def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, _Contents]:
@@ -143,9 +143,12 @@ def _state(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
 
+Attributes: TypeAlias = dict[str, dict[str, Any]]
+"""Name of an attribute of a module → path → tensor or plain value."""
 
-def _kept(trial: Trial) -> dict[str, dict[str, Any]]:
-    """Return copies of the attributes of all modules: name → path → tensor or plain value."""
+
+def attributes(trial: Trial) -> Attributes:
+    """Return copies of the attributes of all modules, without parameters and buffers."""
     found = {}
     for layer, module in trial.layers.modules.items():
         for key in vars(module).keys() - _OF_ANY_MODULE:
@@ -156,17 +159,23 @@ def _kept(trial: Trial) -> dict[str, dict[str, Any]]:
     return found
 
 
+def changed_attributes(before: Attributes, now: Attributes) -> list[str]:
+    """Return the names of the attributes that are not the same in both."""
+    return [name for name in sorted(before | now) if not _alike(before.get(name), now.get(name))]
+
+
 def _alike(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
     if one is None or other is None or one.keys() != other.keys():
         return one is other
     pairs = [(value, other[path]) for path, value in one.items()]
     return all(
-        _same(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) and has_dense_storage(x) else repr(x) == repr(y)
+        same(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) and has_dense_storage(x) else repr(x) == repr(y)
         for x, y in pairs
     )
 
 
-def _same(now: Tensor, before: Tensor | None) -> bool:
+def same(now: Tensor, before: Tensor | None) -> bool:
+    """Whether two tensors are equal; NaN is equal to NaN."""
     if before is None or now.shape != before.shape or now.dtype != before.dtype:
         return False
     now, before = plain(now), plain(before)

@@ -26,11 +26,13 @@ from pytest_modelprobe.models import (
     detached_copy,
     flatten,
     flatten_call,
+    has_dense_storage,
     lacks_memory,
     map_tensors,
     run_eagerly,
     seeding,
     settings_preserved,
+    unexpanded,
     unseen,
     version,
     wake_zeros,
@@ -245,6 +247,7 @@ class Trial:
         backward: bool = False,
         input_gradients: bool = False,
         model: nn.Module | None = None,
+        loss: Loss | None = None,
         traced: bool = True,
     ) -> Trace:
         """Run the model and return the trace; the model is restored afterwards.
@@ -256,6 +259,7 @@ class Trial:
             backward: Whether to run backward too.
             input_gradients: Whether floating inputs require a gradient too. Some models reject such inputs.
             model: The model to run instead, such as a copy.
+            loss: The loss instead of that of the trial.
             traced: Whether to record each layer; a compiled model has none.
         """
         trace = Trace()
@@ -264,7 +268,8 @@ class Trial:
         try:
             with seeds, settings_preserved(), torch.set_grad_enabled(backward or self._graph):
                 inputs = self.copied_inputs(vary, requires_grad=input_gradients)
-                self._run(trace, self.model if model is None else model, inputs, mode, backward=backward, traced=traced)
+                run = self.model if model is None else model
+                self._run(trace, run, inputs, mode, loss=loss, backward=backward, traced=traced)
         finally:
             if not self._keep_changes:
                 self._state.restore()
@@ -335,8 +340,8 @@ class Trial:
             raise NotApplicableError(f"{where} {trace.failure}") from trace.error
         return trace
 
-    def loss(self, output: Any) -> Tensor:
-        """Return the loss of an output, which has a gradient.
+    def loss(self, output: Any, loss: Loss | None = None) -> Tensor:
+        """Return the loss of an output, which has a gradient: the given one, or that of the trial.
 
         Raises:
             NotApplicableError: Nothing in the output has a gradient.
@@ -345,7 +350,7 @@ class Trial:
         if self.has_loss and not flatten("output", output).tensors:
             raise NotApplicableError("the model returns no tensor to compute a loss of")
         try:
-            return loss_of(output, self._loss, seed=self.probe.seed)
+            return loss_of(output, self._loss if loss is None else loss, seed=self.probe.seed)
         except NoGradientError as error:
             raise NotApplicableError(str(error)) from error
         except UsageError:
@@ -401,6 +406,15 @@ class Trial:
         except Exception as error:
             raise NotApplicableError(f"the model cannot be converted to {to}: {line_of(error)}") from error
 
+    def multiply_parameters(self, name: str, *, mean: float, std: float) -> None:
+        """Multiply each trainable parameter by normal numbers; within `keep_changes`."""
+        with torch.no_grad():
+            for path, p in self.model.named_parameters():
+                if p.requires_grad and has_dense_storage(p):
+                    written = unexpanded(p)
+                    now = plain(written)
+                    written.copy_(now * (mean + std * self.randn_like(now, f"{name} {path}")))
+
     def randn_like(self, tensor: Tensor, name: str) -> Tensor:
         """Return normal numbers with the shape, dtype and device of a tensor, drawn from the seed and the name."""
         name = f"check {name}"
@@ -413,6 +427,7 @@ class Trial:
         inputs: tuple[tuple[Any, ...], dict[str, Any]],
         mode: Mode | None,
         *,
+        loss: Loss | None,
         backward: bool,
         traced: bool,
     ) -> None:
@@ -434,7 +449,7 @@ class Trial:
         numbers = (path for path, x in found.plain.items() if isinstance(x, (int, float)) and not isinstance(x, bool))
         self.numbers.update(dict.fromkeys(numbers))
         if backward:
-            trace.loss = self.loss(trace.output)
+            trace.loss = self.loss(trace.output, loss)
             parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
             floating = {
                 path: x for path, x in flatten_call(args, kwargs, objects=True).tensors if x.requires_grad and x.is_leaf

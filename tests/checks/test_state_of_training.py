@@ -1,0 +1,132 @@
+"""What a forward in training mode writes, and a state_dict has to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from pytest_modelprobe import HintWarning, ModelProbe, checks
+
+
+@pytest.fixture
+def probe() -> ModelProbe:
+    torch.manual_seed(0)  # of weights
+    return ModelProbe()
+
+
+class ActNorm(nn.Module):
+    """Initializes its scale and shift by the first batch."""
+
+    def __init__(self, flag: bool | Tensor) -> None:
+        super().__init__()
+        if isinstance(flag, Tensor):
+            self.register_buffer("initialized", flag)
+        else:
+            self.initialized = flag
+        self.log_scale, self.shift = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not self.initialized:
+            with torch.no_grad():
+                self.log_scale.copy_(-x.std(0).log())
+                self.shift.copy_(-(x * self.log_scale.exp()).mean(0))
+            self.initialized = torch.tensor(True) if isinstance(self.initialized, Tensor) else True
+        return x * self.log_scale.exp() + self.shift
+
+
+def test_parameters_that_a_loaded_model_initializes_again_are_named(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), ActNorm(False))
+    with pytest.raises(AssertionError) as caught:
+        checks.state_dict_round_trip(probe, model, probe.randn(6, 3))
+    first, *_, advice = str(caught.value).splitlines()
+    said = "is overwritten by the first forward in training mode after load_state_dict"
+    assert first == f"1.log_scale {said}"
+    assert advice.endswith("; attributes that it set: 1.initialized.")
+
+
+class Momentum(nn.Module):
+    """Norms by statistics of all batches so far, in attributes that a test chooses."""
+
+    def __init__(self, use: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.use, self.kept, self.calls = use, torch.zeros(3), 0
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, x)
+
+
+def statistics(self: Momentum, x: Tensor) -> Tensor:
+    if self.training:
+        self.kept = 0.9 * self.kept + 0.1 * x.detach().mean(0)
+    return x - self.kept
+
+
+def annealed(self: Momentum, x: Tensor) -> Tensor:
+    self.calls += self.training
+    return x * 0.9**self.calls
+
+
+@pytest.mark.parametrize(("use", "name"), [(statistics, "1.kept"), (annealed, "1.calls")])
+def test_another_output_after_training_is_a_hint(
+    probe: ModelProbe, use: Callable[[nn.Module, Tensor], Tensor], name: str
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Momentum(use))
+    with pytest.warns(HintWarning) as told:
+        found = checks.state_dict_round_trip(probe, model, probe.randn(6, 3))
+    assert (found.verdict, found.layer) == ("hint", "1")
+    assert f"a hidden state; attributes that it set: {name}." in str(told[0].message)
+
+
+def counted(self: Momentum, x: Tensor) -> Tensor:
+    self.calls += 1
+    return x
+
+
+def drawn(self: Momentum, x: Tensor) -> Tensor:
+    return x + torch.randn(x.shape, generator=self.generator) if self.training else x
+
+
+class Merged(nn.Linear):
+    """Adds its update to the weight in evaluation mode, and subtracts it in training mode, as LoRA does."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.update, self.merged = nn.Parameter(torch.randn(3, 3)), False
+
+    def train(self, mode: bool = True) -> Merged:
+        if mode == self.merged:
+            self.weight.data += -self.update.data if mode else self.update.data
+            self.merged = not mode
+        return super().train(mode)  # type: ignore[return-value]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.merged else super().forward(x) + x @ self.update.T
+
+
+HEALTHY: dict[str, Callable[[], nn.Module]] = {
+    "a flag in a buffer": lambda: ActNorm(torch.tensor(False)),
+    "running statistics": lambda: nn.BatchNorm1d(3),
+    "a power iteration": lambda: parametrizations.spectral_norm(nn.Linear(3, 3)),
+    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(3, 3)),
+    "dropout": lambda: nn.Dropout(),
+    "a counter that nothing uses": lambda: Momentum(counted),
+    "numbers that nothing seeds": lambda: Momentum(drawn),
+    "weights that are merged in evaluation": Merged,
+    "weights that are merged already": lambda: Merged().eval(),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_model_whose_state_dict_is_all_that_training_writes_holds(probe: ModelProbe, name: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), HEALTHY[name]())
+    assert checks.state_dict_round_trip(probe, model, probe.randn(6, 3)).verdict == "holds"
+
+
+def test_a_model_that_cannot_train_on_these_inputs_is_checked_in_evaluation(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    assert checks.state_dict_round_trip(probe, model, probe.randn(1, 3)).verdict == "holds"
