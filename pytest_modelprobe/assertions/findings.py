@@ -10,6 +10,7 @@ from pytest_modelprobe.report.text import count, listed
 
 from .activations import Dead, find_dead, find_nonfinite
 from .experts import find_unreached
+from .lost_calls import find_lost_calls
 from .sources import full_name
 from .structure import uncalled, weights_in_use
 from .zeros import returns_drawn_zeros
@@ -60,7 +61,11 @@ def hints(record: Record) -> list[str]:
     chance = [d.label for d in find_dead(record, record.layers) if returns_drawn_zeros(d.step.call)]
     found = [f"dead, perhaps by chance: {listed(chance)}"] if chance else []
     unreached = (one for one in find_unreached(record.layers.values()) if not one.is_certain)
-    return [*found, *(f"experts without a gradient: {one}" for one in unreached)]
+    found += [f"experts without a gradient: {one}" for one in unreached]
+    lost = [step.label for step in find_lost_calls(record)]
+    if lost:
+        found.append(f"no gradient at the output of {count(len(lost), 'call')}: {listed(lost)}, but at other calls")
+    return found
 
 
 def _rounding(record: Record) -> Iterator[str]:
