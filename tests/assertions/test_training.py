@@ -207,14 +207,15 @@ def hints_of(loop: Callable[[nn.Module], None], model: nn.Module) -> list[str]:
 
 
 def test_gradients_that_are_reset_before_each_part_of_a_batch_are_a_hint() -> None:
-    assert hints_of(functools.partial(in_parts, reset="each"), net()) == [
+    (text,) = hints_of(functools.partial(in_parts, reset="each"), net())
+    assert text == (
         "gradients are thrown away before a step: 11 of 16 times, in the training of Sequential\n\n"
         "in the training loop                      times   of\n"
         "gradients are thrown away before a step      11   16\n\n"
         "Backward passes were followed by zero_grad() before a step was taken. Where gradients are accumulated over "
         "several passes, call zero_grad() only after a step, and take one with the last passes of an epoch too. "
         "Optimizers that compute a gradient twice, as SAM does, do so on purpose."
-    ]
+    )
 
 
 def test_the_last_parts_of_each_epoch_without_a_step_are_a_hint() -> None:
