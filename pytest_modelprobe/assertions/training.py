@@ -130,8 +130,8 @@ def _findings(record: Record, training: Training) -> Iterator[_Finding]:
             training.lost,
             training.passes,
             "Backward passes were followed by zero_grad() before a step was taken. Where gradients are accumulated "
-            "over several passes, call zero_grad() only after a step, and take one with the last passes of an epoch too. "
-            "Optimizers that compute a gradient twice, as SAM does, do so on purpose.",
+            "over several passes, call zero_grad() only after a step, and take one with the last passes of an epoch "
+            "too. Optimizers that compute a gradient twice, as SAM does, do so on purpose.",
             hint=True,
         )
     norm = next((layer for layer in _called(record, training=True) if _is_batch_norm(layer)), None)
