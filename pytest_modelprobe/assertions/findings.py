@@ -12,7 +12,7 @@ from .activations import Dead, find_dead, find_nonfinite
 from .experts import find_unreached
 from .lost_calls import find_lost_calls
 from .sources import full_name
-from .structure import uncalled, weights_in_use
+from .structure import taken_for_another, uncalled, weights_in_use
 from .zeros import returns_drawn_zeros
 
 
@@ -65,7 +65,10 @@ def hints(record: Record) -> list[str]:
     lost = [step.label for step in find_lost_calls(record)]
     if lost:
         found.append(f"no gradient at the output of {count(len(lost), 'call')}: {listed(lost)}, but at other calls")
-    return found
+    return [
+        *found,
+        *(f"never called: {idle.label}; {step.label} in its place?" for idle, step in taken_for_another(record)),
+    ]
 
 
 def _rounding(record: Record) -> Iterator[str]:
