@@ -11,8 +11,9 @@ from pytest_modelprobe.report.text import count, listed
 
 from .activations import Dead, find_dead, find_dead_units, find_nonfinite
 from .experts import find_unreached
+from .lost_calls import find_lost_calls
 from .sources import full_name
-from .structure import uncalled, weights_in_use
+from .structure import taken_for_another, uncalled, weights_in_use
 from .zeros import returns_drawn_zeros
 
 
@@ -79,7 +80,13 @@ def hints(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
     uniform = [layer.label for layer in record.layers.values() if any(map(_attends_equally, layer.calls))]
     if uniform:
         found.append(f"attention close to uniform: {listed(uniform)}")
-    return found
+    lost = [step.label for step in find_lost_calls(record)]
+    if lost:
+        found.append(f"no gradient at the output of {count(len(lost), 'call')}: {listed(lost)}, but at other calls")
+    return [
+        *found,
+        *(f"never called: {idle.label}; {step.label} in its place?" for idle, step in taken_for_another(record)),
+    ]
 
 
 _MANY = 0.25

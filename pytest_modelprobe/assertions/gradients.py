@@ -26,6 +26,7 @@ from pytest_modelprobe.report.text import shape as shape_text
 
 from .activations import find_nonfinite, from_forward, nonfinite_counts
 from .experts import Unreached, find_unreached
+from .lost_calls import find_lost_calls
 from .sources import LEAVE_OUT, Subject, backward_of, called, fail_or_hint, full_name, not_ignored, selected
 from .zeros import excuse_gradients, has_zero_parameters, second_look
 
@@ -340,7 +341,8 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
         AssertionError: The gradient of a layer is missing, zero, not finite, or vanishing; or the gradients of outputs
             explode. Zeros are looked at twice, and may be a `HintWarning`, see `assert_no_dead_layers`. Experts in one
             parameter of which some get no gradient in several backwards fail where there were 16 tokens or more for
-            each; else they are a `HintWarning`.
+            each; else they are a `HintWarning`. So is a call at whose output no gradient arrives, though one does at
+            another call of the same layer.
         NothingObservedError: No backward was seen, no selected layer takes part in it, or no gradient can be read.
         UsageError: ``max_ratio`` is not above 1.
 
@@ -382,6 +384,9 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
     if unreached:
         seen = record.backwards > 1 and any(one.is_certain for one in unreached)
         fail_or_hint(_unreached_text(unreached, record), hint=not seen)
+    lost = [step for step in find_lost_calls(record) if step.layer in looked_at]
+    if lost:
+        fail_or_hint(_lost_text(lost), hint=True)
     exploding = [
         g for g in _growth_of_calls(record, {layer.name for layer in looked_at}) if g.times > _GROWTH_FACTOR * max_ratio
     ]
@@ -401,6 +406,17 @@ def _unreached_text(unreached: list[Unreached], record: Record) -> str:
         ],
         "Those slices along its first axis get nothing: look at the router, at which experts it may choose, and at "
         "what is added up.",
+    )
+
+
+def _lost_text(lost: list[Step]) -> str:
+    first = lost[0]
+    return failure(
+        f"{first.label} gets no gradient, unlike other calls of it; {count(len(lost), 'such call')}",
+        ["call", "type", "calls of the layer"],
+        [[step.name, step.layer.type_name, len(step.layer.calls)] for step in lost],
+        f"Nothing that is trained depends on the output of {first.label}: is its result used? It may be meant, as for "
+        "a target that is detached.",
     )
 
 

@@ -274,6 +274,7 @@ class _Builder:
             gradient=unknown if gradient is None else self.reading(gradient),
             applied=None if applied is None else self.reading(applied),
             updated=None if updated is None or persistent is not None else self.reading(updated),
+            left_out=tensor.requires_grad and bool(self.step.after) and updated is None,
         )
 
     def _calls(self, layer: str) -> tuple[Call, ...]:

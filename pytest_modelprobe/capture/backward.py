@@ -127,9 +127,9 @@ class BackwardPasses:
         if self._stop is not None:
             self._stop.parameter(names[0], gradient, reduced)
 
-    def discard_step(self) -> None:
-        """Note that the gradients of earlier passes were reset before a step was taken."""
-        self._forwards.discard_step()
+    def discard_step(self) -> int:
+        """Note that the gradients of earlier passes were reset before a step was taken; see `ObservedForwards`."""
+        return self._forwards.discard_step()
 
     def clear(self) -> None:
         """Forget the gradients of the newest pass, which are kept to be recognized."""

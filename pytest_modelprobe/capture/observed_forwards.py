@@ -151,14 +151,18 @@ class ObservedForwards:
         """Whether no forward before the newest is of that kind."""
         return self._kinds[kind] < 2
 
-    def discard_step(self) -> None:
-        """Note that the gradients of all passes before the one that runs were reset before a step was taken."""
+    def discard_step(self) -> int:
+        """Note that the gradients of all passes before the one that runs were reset before a step was taken.
+
+        Return how many passes these were if the gradients are not finite, and 0 otherwise.
+        """
         if self.step.taken:  # by another optimizer, with part of them
-            return
+            return 0
         discarded, self.step = self.step, ObservedStep()
         skipped = discarded.has_nonfinite_gradient()
         self.skipped += skipped
         (self._skipped if skipped else self._later).merge_from(discarded)
+        return discarded.backwards if skipped else 0
 
     def parts_of_step(self, step: ObservedStep) -> Parts:
         """Return the forwards of a step, merged into copies."""

@@ -146,7 +146,7 @@ class _ParameterHook:
                     return
                 self._arrived, self._parts = backward, 1
                 if parameter is not None and owner.steps.arrives(parameter, self.held, backward):
-                    owner.backward.discard_step()
+                    owner.steps.skipped(owner.backward.discard_step())
                 owner.backward.receive_parameter(self.names, gradient, self._axis)
 
     def take_accumulated(self, parameter: nn.Parameter) -> None:

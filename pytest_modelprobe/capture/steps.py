@@ -16,10 +16,23 @@ from pytest_modelprobe.record import Training
 from pytest_modelprobe.statistics import ambient_modes_disabled
 
 
+class _Passes:
+    """Backward passes of which the gradients of some parameters consist: the first of them was the same."""
+
+    __slots__ = ("count", "held", "used")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.held = 0
+        """Parameters whose gradients are not reset."""
+        self.used = False
+        """Whether a step was taken with the gradient of one of these parameters."""
+
+
 class GradientState:
     """What the ``.grad`` of one parameter consists of."""
 
-    __slots__ = ("mixed", "passes", "stale", "total", "used")
+    __slots__ = ("began", "mixed", "passes", "stale", "total", "used")
 
     def __init__(self) -> None:
         self.passes = 0
@@ -32,6 +45,8 @@ class GradientState:
         """Whether passes before and after a step of another optimizer were added up."""
         self.total = 0
         """Steps of all optimizers when the newest pass arrived."""
+        self.began: _Passes | None = None
+        """The passes since the newest reset, with those of other parameters that were reset then."""
 
 
 class _OptimizerSteps:
@@ -60,6 +75,8 @@ class Steps:
         self._optimizer_steps: list[_OptimizerSteps] = []
         self._optimizers: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._stepping = False
+        self._lost = 0
+        self._began = _Passes()  # those of gradients that begin in the newest pass
         self._task = self._discarded_in = -1
         self._adds = True  # whether the newest pass adds to ``.grad``
         self._kept: bool | None = None  # whether gradients of the last step were kept in the newest pass
@@ -88,6 +105,7 @@ class Steps:
             evaluating=self._evaluating,
             idle=irregular,
             discarded=self._discarded,
+            lost=max(0, self._lost),
         )
 
     def forward_begins(self, module: nn.Module) -> None:
@@ -107,8 +125,9 @@ class Steps:
         Return whether it is the first that shows that those of earlier passes were discarded.
         """
         discarded = False
-        if task != self._task:
-            self._task, self._kept = task, None
+        is_new = task != self._task
+        if is_new:
+            self._task, self._kept, self._began = task, None, _Passes()
             with ambient_modes_disabled():  # the node of a leaf is that of a view of it, and there is none in inference
                 self._adds = accumulates(parameter)
             self._passes += self._adds
@@ -122,15 +141,32 @@ class Steps:
                 self._discarded_in = task
                 discarded = True
             held.passes, held.used, held.stale, held.mixed = 0, False, False, False
+            self._reset(held)
         elif held.used:
             held.stale = True
         elif held.passes and held.total != total:
             held.mixed = True
         held.passes += 1
         held.total = total
+        if held.began is None:
+            held.began = self._began
+            held.began.held += 1
+        held.began.count += is_new
         if self._stepping:  # in the closure of a step, which uses it
-            held.used = True
+            held.used = held.began.used = True
         return discarded
+
+    def skipped(self, passes: int) -> None:
+        """Note that gradients of passes were not finite, and rightly thrown away."""
+        self._lost -= passes
+
+    def _reset(self, held: GradientState) -> None:
+        """Note that a gradient was reset: if those of all others were, its passes are lost, unless a step used them."""
+        if held.began is not None:
+            held.began.held -= 1
+            if not (held.began.held or held.began.used):
+                self._lost += held.began.count
+            held.began = None
 
     def step_begins(
         self, optimizer: Optimizer, held: Collection[GradientState], parameters: Collection[nn.Parameter]
@@ -154,6 +190,8 @@ class Steps:
             self._in_evaluation = False
             for one in held:
                 one.used, one.stale, one.mixed, one.passes = True, False, False, 0
+                if one.began is not None:
+                    one.began.used = True
             counts = self._by_optimizer.get(optimizer)
             if counts is None:
                 counts = self._by_optimizer[optimizer] = _OptimizerSteps()

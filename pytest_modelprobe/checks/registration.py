@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import has_dense_storage, seeding, unexpanded, version
 from pytest_modelprobe.record import ROOT, qualified
-from pytest_modelprobe.report.text import count, listed, number
+from pytest_modelprobe.report.text import count, listed, number, pattern
 from pytest_modelprobe.runs import Mode, graph_nodes
 
 from .agreement import break_of, disagreements
@@ -172,6 +172,8 @@ def initialized(trial: Trial, *, factory: Callable[[], nn.Module] | None = None)
     The row of an embedding at ``padding_idx`` gets no gradient, so values that an initialization wrote there are never
     changed. Frozen weights, and weights that another layer trains, such as a tied head, are left out.
 
+    Layers of one list with the same random weights are a hint: they are copies that were not initialized anew.
+
     Args:
         trial: The model.
         factory: Builds such a model; None: that of `ModelProbe.build`, if it made the model.
@@ -192,7 +194,8 @@ def initialized(trial: Trial, *, factory: Callable[[], nn.Module] | None = None)
         return found
     filled = [(name, index, row.abs().max().item()) for name, index, row in rows if bool(row.any())]
     if not filled:
-        return found + (f"; {count(len(rows), 'row')} for padding" if rows else "")
+        held = found + (f"; {count(len(rows), 'row')} for padding" if rows else "")
+        return _copied(trial.model) or held
     name, index, most = filled[0]
     return Break(
         layer=name,
@@ -202,6 +205,39 @@ def initialized(trial: Trial, *, factory: Callable[[], nn.Module] | None = None)
         advice="Look for an initialization of the whole weight, and zero the row after it: "
         "weight[padding_idx].zero_() under torch.no_grad(). Pretrained values do no harm if everything at padding is "
         "masked.",
+    )
+
+
+_LOOKED_AT = 1024
+"""Elements of a parameter that tell whether it was drawn at random, and by which an equal one is looked for."""
+
+
+def _copied(model: nn.Module) -> Break | None:
+    """Return a hint if layers of one list have the same random weights: one was initialized, and the others copied.
+
+    Values that are not all different were not drawn at random: an identity, or a range in each row.
+    """
+    originals: dict[tuple[object, ...], tuple[str, Tensor]] = {}
+    rows = []
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and parameter.requires_grad and has_dense_storage(parameter):
+            values = plain(parameter.detach())
+            some = tuple(values.flatten()[:_LOOKED_AT].tolist())
+            if len(some) > 1 and len(set(some)) >= 0.99 * len(some):
+                key = (pattern(name), values.shape, values.dtype, some)
+                original, first = originals.setdefault(key, (name, values))
+                if original != name and first.data_ptr() != values.data_ptr() and torch.equal(first, values):
+                    rows.append((name, original, str(tuple(values.shape))))
+    if not rows:
+        return None
+    return Break(
+        layer=rows[0][0],
+        line=f"{rows[0][0]} has the same values as {rows[0][1]}, though they are two parameters",
+        columns=("parameter", "same values as", "shape"),
+        rows=tuple(rows),
+        advice="copy.deepcopy copies weights too, as nn.TransformerEncoder does with its layer: initialize each copy "
+        "anew. If they are meant to begin alike, it is well; if one is not trained, freeze it.",
+        level="hint",
     )
 
 

@@ -221,6 +221,9 @@ class _Comparer:
             place = (layer, None, "parameter gradient", a.name)
             rounding = self.rounding * _growth(_rows(self.expected.layers[layer], e))
             yield from self._gradient(place, "parameter gradient", a.gradient, e.gradient, e.dtype, e.reading, rounding)
+        if a.requires_grad and e.requires_grad and a.left_out != e.left_out:
+            presence = {"actual": not a.left_out, "expected": not e.left_out}
+            yield Difference(layer=layer, kind="update presence", what=a.name, **presence)
 
     # --- calls ----------------------------------------------------------------------------------------------------
 

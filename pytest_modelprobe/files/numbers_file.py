@@ -244,6 +244,7 @@ class RecordBuilder:
                     requires_grad=spec.requires_grad,
                     tied_to=spec.origin,
                     persistent=spec.persistent,
+                    left_out=spec.left_out,
                     reading=first,
                     after=after,
                     gradient=gradient,

@@ -40,6 +40,7 @@ class ParsedSpec(NamedTuple):
     origin: str | None = None
     """The relative text after ``from``, or the full name after ``tied to``."""
     persistent: bool | None = None
+    left_out: bool = False
 
 
 def floating(dtype: str) -> bool:
@@ -79,12 +80,17 @@ def parameter_text(parameter: Parameter, defaults: Defaults, *, trainable: bool)
     >>> table = Parameter(name="table", shape=(4,), dtype="float32", device="cpu", persistent=False)
     >>> parameter_text(table, Defaults(), trainable=False)
     '(4) not persistent'
+    >>> scale = Parameter(name="scale", shape=(4,), dtype="float32", device="cpu", requires_grad=True, left_out=True)
+    >>> parameter_text(scale, Defaults(), trainable=True)  # in a step of an optimizer that does not hold it
+    '(4) not updated'
     """
     text = _shape_text(parameter.shape)
     if parameter.dtype != defaults.dtype:
         text += f" {parameter.dtype}"
     if parameter.requires_grad != trainable:
         text += " trainable" if parameter.requires_grad else " frozen"
+    if parameter.left_out:
+        text += " not updated"
     if parameter.persistent is not None:
         text += " persistent" if parameter.persistent else " not persistent"
     return text if parameter.tied_to is None else f"{text} tied to {parameter.tied_to}"
@@ -97,7 +103,7 @@ _VALUE = re.compile(
 )
 _PARAMETER = re.compile(
     r"\(([0-9., ]*)\)(?: (?!frozen\b|trainable\b|persistent\b|not\b|tied\b)(\w+))?( frozen| trainable)?"
-    r"( not persistent| persistent)?(?: tied to (.*))?",
+    r"( not updated)?( not persistent| persistent)?(?: tied to (.*))?",
     re.DOTALL,
 )
 
@@ -120,12 +126,13 @@ def parse_parameter(text: str, defaults: Defaults, trainable: bool) -> ParsedSpe
     found = _PARAMETER.fullmatch(text)
     if found is None:
         raise FormatError(f"{text[:80]!r} describes no parameter")
-    shape, dtype, grad, persistent, tied_to = found.groups()
+    shape, dtype, grad, left_out, persistent, tied_to = found.groups()
     if ".." in shape:
         raise FormatError(f"{text[:80]!r} describes no parameter: its size varies")
     requires_grad = grad == " trainable" if grad else trainable
     stored = None if persistent is None else persistent == " persistent"
-    return ParsedSpec(_shape(shape), dtype or defaults.dtype, requires_grad, False, tied_to, stored)
+    dtype = dtype or defaults.dtype
+    return ParsedSpec(_shape(shape), dtype, requires_grad, False, tied_to, stored, left_out is not None)
 
 
 def _shape_text(shape: tuple[Dimension, ...]) -> str:

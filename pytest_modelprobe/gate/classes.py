@@ -43,7 +43,7 @@ MEANING: Mapping[Class, str] = {
     "removed": "a snapshot or its numbers are gone, or a part of it is not compared any more",
     "structure": "layers, types, attributes or dataflow changed",
     "interface": "shapes, dtypes or names of what a layer takes or gives changed",
-    "trainable": "parameters were frozen or unfrozen",
+    "trainable": "parameters were frozen or unfrozen, or left out of an optimizer",
     "behavior": "the model computes something else, its numbers moved for what cannot be found, or a tolerance grew",
     "weights": "weights or buffers have other values, and nothing else differs where it could be compared",
     "renamed": "a snapshot, or layers that are made as before, have another name",
@@ -78,6 +78,8 @@ def class_of(cause: Cause, diagnosis: Diagnosis) -> Class:
         return "structure"
     if cause.kind == "architecture":
         return _class_of_difference(cause.differences[0], diagnosis.comparison) if cause.differences else "structure"
+    if cause.gradient in ("updated", "not updated"):
+        return "trainable"
     return "structure" if diagnosis.unchanged and cause.change is None else "behavior"
 
 
@@ -107,6 +109,8 @@ def _class_of_numbers(diagnosis: Diagnosis) -> Class:
 def _class_of_difference(difference: Difference, comparison: Comparison) -> Class:
     if difference.kind in ("weights", "buffer"):
         return "renamed" if difference.layer in comparison.names_before else "weights"
+    if difference.kind == "update presence":
+        return "trainable"
     if difference.kind in BEHAVIOR:
         return "behavior"
     if difference.kind == "layer renamed":

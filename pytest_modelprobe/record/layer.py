@@ -42,6 +42,8 @@ class Parameter:
     where it had none, or where it keeps its gradients elsewhere, as ZeRO does."""
     updated: Reading | None = None
     """In the record of a step: of the values as the optimizer left them; `reading` has them as it found them."""
+    left_out: bool = False
+    """In the record of a step: whether it requires a gradient, and no optimizer that stepped holds it."""
 
 
 def elements(parameters: Iterable[Parameter]) -> int:

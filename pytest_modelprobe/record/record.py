@@ -76,6 +76,8 @@ class Training:
     gradients; one more if such a forward ran after the last."""
     discarded: int = 0
     """Times that gradients were reset before any step was taken."""
+    lost: int = 0
+    """Backward passes with finite gradients that were reset, those of all parameters, before a step was taken."""
 
 
 class Rerun(Protocol):

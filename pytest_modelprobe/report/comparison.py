@@ -28,7 +28,7 @@ def first_line(diagnosis: Diagnosis) -> str:
     sure = bool(diagnosis.causes) and not _only_possible_moved_it(diagnosis)
     found = grouped(diagnosis.causes if sure else diagnosis.possible)
     unchanged = "output unchanged; " if diagnosis.unchanged else ""
-    if unchanged and found and all(cause.change is None for cause, _ in found):
+    if unchanged and found and all(cause.change is None and cause.kind != "gradient" for cause, _ in found):
         return printable(f"{unchanged}structure differs in {_places(found, diagnosis)}")
     if not found:
         worst = _worst(diagnosis.comparison.differences)
@@ -266,6 +266,9 @@ def _gradient(cause: Cause, label: str) -> str:
     if cause.gradient == "switched":
         child = cause.what.removesuffix(" grad_enabled")
         return f"{label}: own code calls {child} with gradients {'on' if cause.actual else 'off'}"
+    if cause.gradient in ("updated", "not updated"):
+        now = cause.gradient == "updated"
+        return f"{label}: the optimizer {'updates' if now else 'no longer updates'} {cause.what}{' now' * now}"
     if cause.gradient == "of value":
         return f"{label}: gradient of {cause.what} changed"
     return f"{label}: gradient {cause.gradient or 'changed'} {cause.what or 'in its own code'}"

@@ -172,3 +172,47 @@ def test_a_name_of_no_layer_is_an_error_at_the_line_of_the_call(options: dict[st
 def test_a_tolerance_of_nothing_is_an_error() -> None:
     with pytest.raises(UsageError):
         assert_same_behavior(run(reference()), run(reference()), tolerance=0)
+
+
+# --- what an optimizer holds --------------------------------------------------------------------------------------
+
+
+def first_step(*trained: str) -> Record:
+    probe = ModelProbe()
+    model = probe.build(Port)
+    children = dict(model.named_children())
+    optimizer = torch.optim.SGD((p for name in trained for p in children[name].parameters()), 0.1)
+    watch = probe.watch(model)
+    model(X).square().mean().backward()
+    optimizer.step()
+    return watch.first_step
+
+
+@pytest.mark.parametrize("structure", [True, False])
+def test_a_parameter_that_the_optimizer_of_a_step_no_longer_holds_is_named(structure: bool) -> None:
+    every = [name for name, _ in Port().named_children()]
+    last = every[-1]
+    for mine, theirs, said in (
+        (every[:-1], every, "no longer updates weight, bias"),
+        (every, every[:-1], "updates weight, bias now"),
+    ):
+        with pytest.raises(AssertionError) as error:
+            assert_same_behavior(first_step(*mine), first_step(*theirs), structure=structure)
+        assert str(error.value).startswith(f"output unchanged; {last}: the optimizer {said}; 1 cause\n")
+
+
+def test_steps_of_optimizers_that_hold_the_same_parameters_are_the_same() -> None:
+    every = [name for name, _ in Port().named_children()]
+    for trained in (every, every[:-1]):
+        assert_same_behavior(first_step(*trained), first_step(*reversed(trained)))
+
+
+def test_a_frozen_parameter_is_left_out_of_an_optimizer_rightly() -> None:
+    model = Port().requires_grad_(False)
+    children = list(model.children())
+    children[-1].requires_grad_(True)
+    with ModelProbe() as probe:
+        watch = probe.watch(model)
+        model(X).square().mean().backward()
+        torch.optim.SGD(children[-1].parameters(), 0.1).step()
+        assert not any(p.left_out for p in watch.first_step.parameters)

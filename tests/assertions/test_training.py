@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -180,6 +182,80 @@ def test_a_closure_without_a_reset_is_said() -> None:
     assert failure_of(loop, net()).startswith("gradients are never reset")
 
 
+# --- gradients that are thrown away -------------------------------------------------------------------------------
+
+
+def in_parts(model: nn.Module, *, reset: str, epochs: int = 2, parts: int = 8) -> None:
+    """Take a step for every three parts; ``reset`` says before which parts gradients are reset."""
+    optimizer = sgd(model)
+    for _ in range(epochs):
+        optimizer.zero_grad()
+        for part in range(parts):
+            if reset == "each":
+                optimizer.zero_grad()
+            loss(model).backward()
+            if part % 3 == 2 or (part == parts - 1 and reset == "step"):
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def hints_of(loop: Callable[[nn.Module], None], model: nn.Module) -> list[str]:
+    with warnings.catch_warnings(record=True) as given, watched(model):
+        warnings.simplefilter("always")
+        loop(model)
+    return [str(one.message) for one in given if issubclass(one.category, HintWarning)]
+
+
+def test_gradients_that_are_reset_before_each_part_of_a_batch_are_a_hint() -> None:
+    (text,) = hints_of(functools.partial(in_parts, reset="each"), net())
+    assert text == (
+        "gradients are thrown away before a step: 11 of 16 times, in the training of Sequential\n\n"
+        "in the training loop                      times   of\n"
+        "gradients are thrown away before a step      11   16\n\n"
+        "Backward passes were followed by zero_grad() before a step was taken. Where gradients are accumulated over "
+        "several passes, call zero_grad() only after a step, and take one with the last passes of an epoch too. "
+        "Optimizers that compute a gradient twice, as SAM does, do so on purpose."
+    )
+
+
+def test_the_last_parts_of_each_epoch_without_a_step_are_a_hint() -> None:
+    (text,) = hints_of(functools.partial(in_parts, reset="epoch", epochs=3), net())
+    assert text.startswith("gradients are thrown away before a step: 4 of 24 times")  # those of the last are not reset
+
+
+@pytest.mark.parametrize("parts", [8, 9])
+def test_parts_of_a_batch_that_all_lead_to_a_step_are_sound(parts: int) -> None:
+    assert hints_of(functools.partial(in_parts, reset="step", parts=parts), net()) == []
+
+
+def test_a_closure_that_resets_before_each_of_its_passes_is_sound() -> None:
+    def loop(model: nn.Module) -> None:
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            value = loss(model)
+            value.backward()
+            return value
+
+        for _ in range(STEPS):
+            optimizer.step(closure)
+
+    assert hints_of(loop, net()) == []
+
+
+def test_passes_that_are_thrown_away_because_they_are_not_finite_are_sound() -> None:
+    def loop(model: nn.Module) -> None:
+        optimizer = sgd(model)
+        for step in range(8):
+            optimizer.zero_grad()
+            (loss(model) * (math.inf if step % 3 == 2 else 1.0)).backward()
+            if step % 3 < 2:
+                optimizer.step()
+
+    assert hints_of(loop, net()) == []
+
+
 # --- two models ---------------------------------------------------------------------------------------------------
 
 
@@ -218,7 +294,28 @@ def test_a_generator_trained_by_the_loss_of_the_discriminator_is_said(watch: str
 @pytest.mark.parametrize("watch", ["generator", "discriminator", "both"])
 @pytest.mark.parametrize(("reset", "detach"), [("own", True), ("own", False), ("first", True)])
 def test_adversaries_that_are_reset_or_detached_are_sound(reset: str, detach: bool, watch: str) -> None:
-    assert_training_loop(adversaries(reset=reset, detach=detach, watch=watch))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_training_loop(adversaries(reset=reset, detach=detach, watch=watch))
+
+
+@pytest.mark.parametrize("watch", ["generator", "discriminator", "both"])
+def test_adversaries_whose_passes_come_before_both_steps_are_sound(watch: str) -> None:
+    generator, discriminator = net(), net()[3]
+    models = {"generator": generator, "discriminator": nn.Sequential(nn.Linear(2, 4), discriminator)}
+    both = nn.ModuleList(models.values())
+    optimizers = {name: sgd(model) for name, model in models.items()}
+    with ModelProbe() as probe, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        seen = probe.watch({**models, "both": both}[watch])
+        for _ in range(STEPS):
+            optimizers["generator"].zero_grad()
+            models["discriminator"][0](generator(X)).mean().backward()
+            optimizers["discriminator"].zero_grad()
+            models["discriminator"][0](X[:, :2]).mean().backward()
+            optimizers["generator"].step()
+            optimizers["discriminator"].step()
+        assert_training_loop(seen)
 
 
 def test_several_optimizers_that_share_a_backward_are_sound() -> None:

@@ -858,6 +858,42 @@ def test_a_buffer_of_minus_infinity_is_a_mask(probe: ModelProbe, net: Any) -> No
     assert checks.initialized(probe, net).verdict == "holds"
 
 
+def encoder(*, drawn: bool, frozen: bool = False) -> nn.Module:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 16), 3, enable_nested_tensor=False)
+    for layer in list(model.layers)[1:]:
+        layer.requires_grad_(not frozen)
+        for parameter in layer.parameters():
+            if drawn and parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+    return model
+
+
+def test_layers_that_are_copies_with_the_same_weights_are_a_hint(probe: ModelProbe) -> None:
+    found = checks.initialized.outcome(probe, encoder(drawn=False))
+    name = "layers.1.self_attn.in_proj_weight"
+    assert (found.verdict, found.layer) == ("hint", name)
+    first = f"{name} has the same values as {name.replace('1', '0')}, though they are two parameters"
+    assert found.text.splitlines()[0] == first
+    assert found.text.count(" layers.0.") == 8 + 1  # four weights of two copies, and the first line
+
+
+def test_layers_that_are_drawn_anew_frozen_or_tied_are_no_copies(probe: ModelProbe) -> None:
+    tied = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    tied[1].weight = nn.Parameter(tied[0].weight.data)
+    teacher = nn.ModuleDict({"student": nn.Linear(WIDTH, WIDTH)})
+    teacher["teacher"] = copy.deepcopy(teacher["student"])
+    for model in (encoder(drawn=True), encoder(drawn=False, frozen=True), tied, teacher):
+        assert checks.initialized.outcome(probe, model).verdict == "holds"
+
+
+def test_layers_with_the_same_values_that_are_not_random_are_no_copies(probe: ModelProbe) -> None:
+    model = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6))
+    for one, layer in enumerate(model):
+        ranges = torch.arange(1.0, WIDTH + 1).log().expand(WIDTH, WIDTH)  # as of a state space model
+        layer.weight.data.copy_((torch.eye(WIDTH), torch.ones(WIDTH, WIDTH), ranges)[one // 2])
+    assert checks.initialized.outcome(probe, model).verdict == "holds"
+
+
 def test_a_renamed_key_that_leaves_random_weights_is_named(probe: ModelProbe, net: Any, ids: Tensor) -> None:
     def load_state_dict(self: Any, state: Any, strict: bool = True) -> Any:
         state["blocks.1.ff1.weight"] = state.pop("blocks.1.fc1.weight")

@@ -404,6 +404,27 @@ assert watch.first_step == modelprobe_snapshot
     project.run(test=test.replace("LARGEST", "0.2")).assert_outcomes(failed=1)
 
 
+def test_the_snapshot_of_a_step_knows_which_parameters_the_optimizer_holds(project: Project) -> None:
+    body = """
+model = modelprobe.build(lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+watch = modelprobe.watch(model)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model(modelprobe.randn(3, 2)).square().sum().backward()
+optimizer.step()
+assert watch.first_step == modelprobe_snapshot
+"""
+    test = one(body.strip(), "modelprobe, modelprobe_snapshot", "import torch")
+    part = test.replace("SGD(model.", "SGD(model[0].")
+    for healthy, other, said in (
+        (test, part, "no longer updates weight, bias"),
+        (part, test, "updates weight, bias now"),
+    ):
+        project.update(test=healthy).assert_outcomes(passed=1)
+        project.run(test=healthy).assert_outcomes(passed=1)
+        result = project.run(test=other)
+        result.stdout.fnmatch_lines([f"E*output unchanged; layer '1' (Linear): the optimizer {said}; 1 cause"])
+
+
 GATED = """
 import torch
 from torch import nn

@@ -19,7 +19,7 @@ from .causes import DRIFT, Cause, CauseKind, Diagnosis, Evidence, by_importance
 from .computation import computation_causes
 from .hints import hints
 from .index import ComparisonIndex
-from .recorded import all_redrawn, explained_by, recorded_causes, with_effect, with_weights_folded
+from .recorded import all_redrawn, explained_by, recorded_causes, update_causes, with_effect, with_weights_folded
 from .zero_factors import changes_code, layers_behind_zeros
 
 __all__ = [
@@ -57,7 +57,7 @@ def diagnose(comparison: Comparison) -> Diagnosis:
     explained = explained_by(index, recorded)
     computation, possible = computation_causes(index, recorded, explained)
     forward = [*(with_effect(index, cause) for cause in recorded), *computation]
-    causes = [*forward, *gradient_causes(index, forward, explained)]
+    causes = [*forward, *gradient_causes(index, forward, explained), *update_causes(index)]
     unchanged = _is_unchanged(comparison)
     if unchanged and _has_same_gradients(comparison):
         causes, possible = ([*map(_without_effect, found)] for found in (causes, possible))

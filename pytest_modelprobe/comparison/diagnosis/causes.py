@@ -38,9 +38,10 @@ class Cause:
     effect: str = ""
     """Of a cause that the records show: what it changed, ``output``, its ``shape``, or a buffer."""
     evidence: Evidence = "recorded"
-    gradient: Literal["of loss", "of value", "lost", "switched", "cut"] | None = None
+    gradient: Literal["of loss", "of value", "lost", "switched", "cut", "updated", "not updated"] | None = None
     """Of a gradient: the loss changed; the gradient of one value changed; some values get none; grad mode changed; the
-    code blocks it now; None: the code's own backward changed."""
+    code blocks it now; an optimizer holds the parameters only now, or no longer; None: the code's own backward
+    changed."""
     share_method: ShareMethod | None = None
     """Of code that generates another mask, other positions or tokens for a child: how `change`, the share of its
     entries that differ, is known; `what` names it."""

@@ -37,6 +37,17 @@ def recorded_causes(index: ComparisonIndex) -> list[Cause]:
     return [*_inputs(index), *_architecture(index), *_attributes(index), *_weights(index)]
 
 
+def update_causes(index: ComparisonIndex) -> Iterator[Cause]:
+    """Yield the layers with parameters that an optimizer holds no longer, or only now, in records of a step."""
+    for found in index.of_layer.values():
+        for updated in (False, True):
+            here = [d for d in found if d.kind == "update presence" and d.actual is updated]
+            if here:
+                yield dataclasses.replace(
+                    _all_named("gradient", here), gradient="updated" if updated else "not updated"
+                )
+
+
 def explained_by(index: ComparisonIndex, recorded: Iterable[Cause]) -> set[str]:
     """Return the layers whose isolated response may differ because of these causes."""
     kinds = ("architecture", "attribute", "buffers")
