@@ -1200,7 +1200,7 @@ def test_the_memory_of_large_weights_is_used_again_for_the_next_repeat() -> None
     def forward() -> None:
         model(torch.ones(2, 400))
 
-    taken = isolate_repeatedly(model, forward, [(lambda x, _: x.mul_(2), "all"), (None, "all"), (None, "all")])
+    taken = isolate_repeatedly(model, forward, [(lambda x, *_: x.mul_(2), "all"), (None, "all"), (None, "all")])
     assert taken[1] == taken[2] == isolate(model, forward) != taken[0]
 
 
