@@ -46,10 +46,16 @@ def find_unreached(layers: Iterable[Layer]) -> Iterator[Unreached]:
     for layer in layers:
         for parameter in layer.parameters:
             units = None if parameter.gradient is None else parameter.gradient.units
-            if units is not None and 0 < units.dead < len(units):
+            if units is not None and 0 < units.dead < len(units) and _takes_rows(layer, parameter):
                 pairs = enumerate(zip(units.low, units.high, strict=True))
                 zero = tuple(place for place, (low, high) in pairs if low == high == 0)
                 yield Unreached(layer, parameter, zero, len(units), _tokens(layer))
+
+
+def _takes_rows(layer: Layer, parameter: Parameter) -> bool:
+    """Whether the slices are matrices that fit the rows that the layer is given; of a table of segments they do not."""
+    widths = {value.shape[-1] for call in layer.calls for value in call.inputs if len(value.shape) > 1}
+    return not widths or not widths.isdisjoint(parameter.shape[1:])
 
 
 def _tokens(layer: Layer) -> int:

@@ -96,3 +96,16 @@ def test_dead_channels_of_a_convolution_are_no_experts(normalized: bool) -> None
         warnings.simplefilter("error")
         assert_grad_flow(record)
     assert not any("expert" in line for line in (*findings(record), *hints(record)))
+
+
+def test_a_table_of_segments_of_which_one_does_not_occur_holds_no_experts() -> None:
+    class Segments(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(2, 3, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.table[1].flatten()
+
+    record = trained(ModelProbe().build(Segments))
+    assert (findings(record), hints(record)) == ([], [])
