@@ -190,7 +190,7 @@ WATCHED = {"run", "functionals", "profile", "watch", "autocast", "device", "disp
 CANNOT = {
     "torch._C._current_graph_task_id": {*WATCHED, "isolate"},
     "torch.Tensor._backward_hooks": WATCHED,
-    "torch._C.DisableTorchFunction": {"functionals", "device"},
+    "torch._C.DisableTorchFunction": {"functionals", "device", "checks"},
     "torch.utils._python_dispatch._disable_current_modes": {"dispatch", "architecture", "profile"},
     "torch._C._DisableFuncTorch": {"transform"},
     "torch._C._len_torch_function_stack": {"functionals"},

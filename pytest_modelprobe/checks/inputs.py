@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def inputs_used(trial: Trial) -> Break | str:
     Integers, bools, masks, labels and targets are replaced as a whole, within their range: integers by others that
     occur in them or are below the largest, masks and bools by their opposite at the middle position, at random, and
     everywhere. One that changes no output is unused, unless it is used as soon as another argument is left out.
-    ``position_ids`` and ``token_type_ids`` may be unused: not every model needs them.
+    ``position_ids`` and ``token_type_ids`` that are not used are a hint: not every model needs them.
 
     Args:
         trial: The model and its inputs.
@@ -103,11 +104,17 @@ def inputs_used(trial: Trial) -> Break | str:
         lost = f"is not used at {part.said}" if part.said else "is not used"
         return _unused(part.path, f"{lost}: no gradient arrives there, and other values change no output", seen_by)
     notes = [f"{listed(by_value)} by values alone, without a gradient"] if by_value else []
+    hint = None
     for path, x in whole.items():
         found = _use(trial, path, x)
-        if isinstance(found, Break):
+        if isinstance(found, str):
+            notes.append(found)
+        elif found.level == "broken":
             return found
-        notes.append(found)
+        else:
+            hint = hint or found
+    if hint is not None:
+        return hint
     if reached is None:
         notes.append(f"not looked at, as no gradient can be taken: {listed(list(sliced))}")
     return "; ".join([count(len(given), "input"), *notes])
@@ -132,10 +139,9 @@ def _use(trial: Trial, path: str, x: Tensor) -> Break | str:
         with _without(trial, other):
             if _effect(trial, varies)[0] is not None:
                 return f"{path} is used if {other} is left out"
-    if trial.argument(path) in _MAY_BE_UNUSED:
-        return f"{path} is not used, which may be meant"
     how = listed(list(dict.fromkeys(way.said for way in ways)))
-    return _unused(path, f"is not used: {how}, it changes no output", seen_by)
+    found = _unused(path, f"is not used: {how}, it changes no output", seen_by)
+    return dataclasses.replace(found, level="hint") if trial.argument(path) in _MAY_BE_UNUSED else found
 
 
 def _unused(path: str, said: str, seen_by: str) -> Break:

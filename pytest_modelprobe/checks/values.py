@@ -57,9 +57,8 @@ def _flipped(trial: Trial, path: str, mask: Tensor) -> Iterator[tuple[Tensor, st
         for draw in _DRAWS:
             half = trial.randn_like(mask.to(torch.float32), f"{path} {draw}") > 0
             yield torch.where(half, opposite, mask), "flipped at random"
-    if positions > 1 or not trial.argument(path).endswith(
-        "mask"
-    ):  # a softmax over one position is 1 whatever is masked
+    # A softmax over one position is 1 whatever is masked; a mask that leaves out whole rows is of another kind.
+    if positions > 1 or not bool((mask == mask.flatten()[0]).all()) or not trial.argument(path).endswith("mask"):
         yield opposite, "flipped"
 
 

@@ -67,7 +67,6 @@ ONES, ZEROS = torch.ones(3, 6, dtype=torch.long), torch.zeros(3, 6, dtype=torch.
         (with_loss, {"labels": ONES}, "; labels replaced by integers from 0 to 1"),
         (with_loss, {"labels": ZEROS}, "; labels replaced by 1"),
         (conditioned, {"kind": torch.zeros(3, dtype=torch.long)}, "; kind replaced by 1"),
-        (alone, {"token_type_ids": ZEROS}, "; token_type_ids is not used, which may be meant"),
         (alone, {"labels": ZEROS - 100}, "; labels not looked at, as no other valid values are known"),
     ],
 )
@@ -92,6 +91,19 @@ def test_an_input_whose_replacement_changes_nothing_is_named(inputs: Any, said: 
     found = outcome(alone, **inputs)
     assert (found.verdict, found.layer) == ("broken", next(iter(inputs)))
     assert found.text.startswith(said)
+
+
+def test_types_of_tokens_and_positions_that_are_not_used_are_a_hint() -> None:
+    found = outcome(alone, token_type_ids=ZEROS)
+    assert (found.verdict, found.layer) == ("hint", "token_type_ids")
+    assert outcome(alone, token_type_ids=ZEROS, labels=ZEROS.clone()).layer == "labels"
+
+
+def test_a_mask_that_leaves_out_whole_rows_is_flipped() -> None:
+    mask = torch.tensor([[0.0], [1.0], [0.0]])
+    assert outcome(alone, mask=mask).text.startswith("mask is not used: flipped, it changes no output")
+    used = outcome(lambda model, x, mask, **_: model.head(x).mean(1) * mask, mask=mask)
+    assert used.text.endswith("; mask flipped")
 
 
 def test_identifiers_that_are_not_used_are_named_with_the_layer_that_sees_them_last() -> None:
