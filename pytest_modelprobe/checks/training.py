@@ -40,7 +40,8 @@ def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-
     """Check that the gradients of a batch are the mean of those of its rows, in evaluation mode.
 
     With a loss that is a mean over all tokens, rows of different lengths break it: each accumulation step divides by
-    its own number of tokens.
+    its own number of tokens. A loss that compares the rows of a batch, as contrastive ones and the balancing of experts
+    do, breaks it on purpose: where rows alone give no gradient, or other parameters get the same, it is a hint.
 
     Args:
         trial: The model and its inputs, with a loss. Targets that the loss function holds fit the whole batch alone:
@@ -73,9 +74,15 @@ def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-
     found.sort(key=lambda row: order.index(row[0]))
     name, far_by, _ = found[0]
     advice = "Look at the loss: a sum is not divided, and a mean over tokens is divided by the tokens of each part."
-    if len(found) < sum(gradient is not None for gradient in whole.gradients.values()):
+    in_part = len(found) < sum(gradient is not None for gradient in whole.gradients.values())
+    if in_part:
         advice += " The other gradients agree, so a layer between those and these may be the cause too."
+    sizes = {times for *_, times in found}
+    compares = (in_part and sizes != {number(1 / size)}) or sizes == {"0"}  # not a sum, which is not divided
+    if compares:
+        advice += " A loss that compares the rows of a batch does this on purpose."
     return Break(
+        level="hint" if compares else "broken",
         layer=name,
         line=f"{name} gets a gradient in {size} parts that differs by {far_by} from that of the whole batch",
         columns=("parameter", "changed by", "norm, times"),

@@ -128,6 +128,29 @@ def test_targets_of_the_loss_show_where_the_rows_of_the_output_are_almost_the_sa
     assert found.text.startswith("the loss does not accept a part of the batch")
 
 
+def contrastive(o: Tensor) -> Tensor:
+    return F.cross_entropy(o @ o.T, torch.arange(len(o), device=o.device))
+
+
+def balanced(o: tuple[Tensor, Tensor]) -> Tensor:
+    return o[0].square().mean() + o[1].mean(0).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("code", "loss", "verdict"),
+    [
+        (lambda self, x: contrastive(self.fc(x)), lambda loss: loss, "hint"),
+        (lambda self, x: (self.fc(x), self.gate(x)), balanced, "hint"),
+        (lambda self, x: (self.fc(x), self.gate(x)), lambda o: o[0].square().mean() + o[1].square().sum(), "broken"),
+        (lambda self, x: self.fc(x), lambda o: o.square().sum(), "broken"),
+    ],
+    ids=["contrastive", "balancing", "a sum in part", "a sum"],
+)
+def test_a_loss_that_compares_rows_is_a_hint(probe: ModelProbe, code: Any, loss: Any, verdict: str) -> None:
+    model = Code(code, fc=nn.Linear(4, 5), gate=nn.Linear(4, 3))
+    assert checks.gradient_accumulation.outcome(probe, model, probe.randn(3, 4), loss=loss).verdict == verdict
+
+
 def test_a_backward_that_runs_once_is_no_matter_of_the_inputs(probe: ModelProbe) -> None:
     kept: dict[str, Tensor] = {}
     model = Code(lambda self, x: x * kept.setdefault("bias", self.fc.weight.square().sum()), fc=nn.Linear(3, 3))
