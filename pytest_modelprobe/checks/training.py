@@ -7,7 +7,7 @@ import inspect
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -72,29 +72,28 @@ def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-
         raise NotApplicableError(_TARGETS)
     order = in_backward_order([name for name, *_ in found], whole)
     found.sort(key=lambda row: order.index(row[0]))
-    name, far_by, _ = found[0]
+    name, far, _ = found[0]
     advice = "Look at the loss: a sum is not divided, and a mean over tokens is divided by the tokens of each part."
     in_part = len(found) < sum(gradient is not None for gradient in whole.gradients.values())
     if in_part:
         advice += " The other gradients agree, so a layer between those and these may be the cause too."
-    sizes = {times for *_, times in found}
-    compares = (in_part and sizes != {number(1 / size)}) or sizes == {"0"}  # not a sum, which is not divided
+    compares = _compares_rows(whole, found)
     if compares:
-        advice += " A loss that compares the rows of a batch does this on purpose."
+        advice = f"A loss that compares the rows of a batch does this on purpose. {advice}"
     return Break(
         level="hint" if compares else "broken",
         layer=name,
-        line=f"{name} gets a gradient in {size} parts that differs by {far_by} from that of the whole batch",
+        line=f"{name} gets a gradient in {size} parts that differs by {percent(far)} from that of the whole batch",
         columns=("parameter", "changed by", "norm, times"),
-        rows=tuple(found),
+        rows=tuple((name, percent(far), number(times)) for name, far, times in found),
         advice=advice,
     )
 
 
 def _accumulated(
     trial: Trial, whole: Trace, size: int, axis: int, tolerance: float, model: nn.Module | None = None
-) -> list[tuple[str, str, str]]:
-    """Return the parameters whose gradient differs when each row is a part, as rows of a table."""
+) -> list[tuple[str, float, float]]:
+    """Return the parameters whose gradient differs when each row is a part: name, relative change, and norm, times."""
     rows_of = batched(trial, size, axis)
     parts = []
     for i in range(size):
@@ -118,8 +117,20 @@ def _accumulated(
         mean = torch.stack(pieces).sum(0) / size
         far, norm = relative_error(gradient, mean), gradient.norm().item()
         if not far <= tolerance and not max(norm, mean.norm().item()) <= zero:
-            found.append((name, percent(far), number(mean.norm().item() / norm if norm else math.inf)))
+            found.append((name, far, mean.norm().item() / norm if norm else math.inf))
     return found
+
+
+def _compares_rows(whole: Trace, found: Sequence[tuple[str, float, float]]) -> bool:
+    """Whether the loss seems to compare the rows of a batch: rows alone give nothing, or some parameters another sum.
+
+    Other parameters get the same gradient then. Gradients that are scaled alike are a sum that is not divided.
+    """
+    if all(times == 0 for *_, times in found):
+        return True
+    differing, zero = {name for name, *_ in found}, negligible(whole)
+    agree = any(g is not None and g.norm() > zero for name, g in whole.gradients.items() if name not in differing)
+    return agree and not any(math.isclose(far, abs(times - 1), rel_tol=0.1) for _, far, times in found)
 
 
 def _knows_rows(trial: Trial, whole: Trace, size: int, axis: int) -> bool:
@@ -147,8 +158,8 @@ def _knows_rows(trial: Trial, whole: Trace, size: int, axis: int) -> bool:
 
 
 def _beyond_rounding(
-    trial: Trial, size: int, axis: int, tolerance: float, found: list[tuple[str, str, str]]
-) -> list[tuple[str, str, str]]:
+    trial: Trial, size: int, axis: int, tolerance: float, found: list[tuple[str, float, float]]
+) -> list[tuple[str, float, float]]:
     """Return the differences in float64; those found before if the model does not run in float64."""
     with _InDouble():
         try:

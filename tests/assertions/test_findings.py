@@ -158,6 +158,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]] = {
 UNUSED = {"Wav2Vec2ForCTC": "wav2vec2.masked_spec_embed"}  # in eval mode nothing is masked
 
 
+@pytest.mark.filterwarnings("ignore::pytest_modelprobe.HintWarning")  # an expert gets none of few tokens
 @pytest.mark.parametrize("name", MODELS)
 def test_no_assertion_fails_on_an_untrained_model_that_is_sound(name: str) -> None:
     transformers = pytest.importorskip("transformers")
