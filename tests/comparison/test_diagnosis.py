@@ -422,6 +422,27 @@ def test_the_structure_of_a_layer_comes_before_the_weights_that_follow_from_it()
     assert causes(found) == [("attribute", "0", "padding_idx"), ("weights", "0", "weight")]
 
 
+def test_a_dropout_that_changed_comes_before_the_running_statistics_of_another_training() -> None:
+    def factory() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 8), nn.Linear(8, 8)
+        ).eval()
+
+    def trained(model: Any) -> Any:
+        for i in (0, 3, 4):
+            model[i].weight.data.mul_(1.1).add_(0.01)
+        model[1].running_mean.add_(0.01)
+        model[2].p = 0.5
+        return model
+
+    x = PROBE.randn(4, 8)
+    old, new = recorded(factory(), x), recorded(trained(factory()), x)
+    found = diagnose(compare(new, old))
+    assert [(cause.kind, cause.layer) for cause in found.causes] == [
+        ("attribute", "2"), ("buffers", "1"), ("weights", "(root)"),
+    ]  # fmt: skip
+
+
 def test_an_activation_that_changed_comes_before_the_weights_of_another_training() -> None:
     def edit(model: Any) -> None:
         as_if_drawn_anew(model)

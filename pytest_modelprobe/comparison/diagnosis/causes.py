@@ -128,6 +128,7 @@ def by_importance(causes: Iterable[Cause]) -> list[Cause]:
     structure, as those of an embedding with another ``padding_idx``.
     """
     causes = list(causes)
+    trained = any(cause.is_retraining for cause in causes)
     reweighted = {cause.layer for cause in causes if cause.kind in ("weights", "buffers")}
 
     def weight(cause: Cause) -> tuple[bool, bool, int, int, bool]:
@@ -139,8 +140,9 @@ def by_importance(causes: Iterable[Cause]) -> list[Cause]:
         measured = measured or (cause.kind in ("attribute", "architecture") and cause.layer in reweighted)
         given = cause.kind in ("input", "seed")
         rank = 0 if not silent or measured or given else 1 if own and NO_EFFECT not in cause.hints else 2
-        # A model that was trained again explains every number, so it comes last.
-        return not given, cause.is_retraining, rank, _WEIGHT[cause.kind], silent
+        # A model that was trained again explains every number, so that comes last, with its running statistics.
+        last = trained and cause.kind in ("weights", "buffers")
+        return not given, last, rank, _WEIGHT[cause.kind], silent
 
     return sorted(causes, key=weight)
 
