@@ -76,15 +76,16 @@ def assert_same_behavior(
 
         def alone(only: Collection[str] | None = None) -> Comparison:
             before = found.names_before
-            reference = then.isolated(theirs, only=None if only is None else [before.get(n, n) for n in only])
+            reference = then.isolated(theirs, only=None if only is None else [before.layers.get(n, n) for n in only])
             like = compared(mine, reference).expected
             return compared(now.isolated(mine, like=like, names=before, only=only), reference)
 
         behind_zeros = layers_behind_zeros(mine) if found.same else []
         if not found.same or (behind_zeros and changes_code(diagnose(alone(behind_zeros)))):
             found = alone()
-    if not found.same:
-        raise AssertionError(text(diagnose(found), _next_steps(structure=structure)))
+    diagnosis = diagnose(found)
+    if not diagnosis.same:
+        raise AssertionError(text(diagnosis, _next_steps(structure=structure)))
 
 
 def _next_steps(*, structure: bool) -> list[str]:

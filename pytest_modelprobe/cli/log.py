@@ -94,7 +94,7 @@ def _log_entries(repository: Repository, name: str, glob: str | None) -> Iterato
             chosen = None if glob is None else wanted
             found = [compare(state.record, old.record) for old in before if isinstance(old, SnapshotVersion)]
             yield _log_entry(commit, state, before, found, chosen, glob)
-        was = [comparison.names_before for comparison in found] or [{}]
+        was = [comparison.names_before.layers for comparison in found] or [{}]
         for parent in commit.parents:
             for names in was:
                 asked_for.setdefault(parent, set()).update(names.get(layer, layer) for layer in wanted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .compare import compare
 from .diagnosis import Cause, CauseKind, Diagnosis, changes_code, diagnose, layers_behind_zeros
 from .differences import BEHAVIOR, CallPair, Comparison, Difference, Parts, Tolerance
+from .pairing import is_drawn_otherwise
 from .tolerance import LARGEST_TOLERANCE, is_rounding, largest_gradient
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Tolerance",
     "compare",
     "diagnose",
+    "is_drawn_otherwise",
     "is_rounding",
     "largest_gradient",
     "layers_behind_zeros",

@@ -15,6 +15,7 @@ from pytest_modelprobe.record import (
     Glob,
     IsolatedResponse,
     Layer,
+    NamesBefore,
     Parameter,
     Plain,
     Reading,
@@ -29,9 +30,10 @@ from pytest_modelprobe.record import (
 )
 
 from . import tolerance as _tolerance
+from .call_syntax import with_current_paths
 from .differences import BEHAVIOR, CallKey, CallPair, Comparison, Difference, DifferenceKind, Parts, Tolerance, ValueKey
 from .matching import match
-from .pairing import comparable, has_both_modes, paired_emitted, paired_values
+from .pairing import comparable, has_both_modes, is_drawn_otherwise, paired_emitted, paired_values
 from .tolerance import CAME, GONE, UNKNOWN, Direction, ValueChange, allows_more
 
 
@@ -44,6 +46,7 @@ def compare(
     tolerance: Tolerance = None,
     parts: Parts = "all",
     nondeterministic: bool = False,
+    strict: bool = False,
 ) -> Comparison:
     """Return what differs between two records.
 
@@ -55,6 +58,7 @@ def compare(
         tolerance: Factor of the tolerance of each value: one number, or a number for each glob of layers.
         parts: Compare everything, the architecture alone, or the values alone.
         nondeterministic: Do not compare values whose noise is above a hundredth; they are counted.
+        strict: Whether it differs how a call is written, where every value is the same.
 
     Raises:
         SelectionError: ``rename`` or ``tolerance`` names no layer.
@@ -76,9 +80,11 @@ def compare(
     names = found | {name: f"{name} (removed)" for name in removed if name != ROOT or ROOT in actual.layers}
     kept = set(found.values())
     original = expected
-    expected = renamed(expected, names)
-    comparer = _Comparer(actual, expected, _ToleranceFactors(tolerance, actual), nondeterministic=nondeterministic)
     moved_names = {old: new for old, new in found.items() if old != new and old not in renames}
+    before = {new: old for old, new in {**renames, **moved_names}.items()}
+    expected, names_before, other_paths = with_current_paths(actual, renamed(expected, names), before)
+    factors = _ToleranceFactors(tolerance, actual)
+    comparer = _Comparer(actual, expected, names_before, factors, nondeterministic=nondeterministic)
     with gc_paused():
         differences = [
             *(Difference(layer=name, kind="layer added") for name in actual.layers if name not in kept),
@@ -91,7 +97,9 @@ def compare(
                 for old, new in moved_names.items()
             ),
             *comparer.differences(),
+            *(difference for difference in other_paths if strict or difference.kind == "path"),
         ]
+    notes = [] if strict else [difference for difference in other_paths if difference.kind == "name"]
     found_of_parts = tuple(d for d in differences if parts == "all" or (d.kind in BEHAVIOR) == (parts == "behavior"))
     if parts == "behavior" and not found_of_parts and not any(change.known for change in comparer.changes.values()):
         raise NothingObservedError(
@@ -102,10 +110,12 @@ def compare(
         actual=actual,
         expected=expected,
         found=found_of_parts,
-        notes=() if parts == "behavior" else tuple(comparer.notes),
+        notes=() if parts == "behavior" else (*comparer.notes, *notes),
+        strict=strict,
         looser=tuple(comparer.looser),
         wanted=None if wanted is None else frozenset(wanted),
         renamed={**renames, **moved_names},
+        names_before=names_before,
         changes=comparer.changes,
         calls=tuple(comparer.pairs),
     )
@@ -132,8 +142,16 @@ class _ToleranceFactors:
 
 
 class _Comparer:
-    def __init__(self, actual: Record, expected: Record, times: _ToleranceFactors, *, nondeterministic: bool) -> None:
-        self.actual, self.expected = actual, expected
+    def __init__(
+        self,
+        actual: Record,
+        expected: Record,
+        names: NamesBefore,
+        times: _ToleranceFactors,
+        *,
+        nondeterministic: bool,
+    ) -> None:
+        self.actual, self.expected, self.names = actual, expected, names
         self.times = times
         self.changes: dict[ValueKey, ValueChange] = {}
         self.within_tolerance: dict[tuple[int, int, str, Direction, float], ValueChange] = {}
@@ -268,9 +286,7 @@ class _Comparer:
                 yield at(kind="path", what=value.path, actual=value.path, expected=other.path)
             yield from self._values(pair, "output", value, other, scale)
         if a.response is not None and e.response is not None:
-            yield from self._responses(
-                pair, a.response, e.response, {value.path: other.path for value, other in outputs}
-            )
+            yield from self._responses(pair, a.response, e.response)
 
     def _values(self, pair: CallPair, side: str, a: Value, e: Value, scale: _Scale) -> Iterator[Difference]:
         index = pair.actual.index
@@ -327,15 +343,13 @@ class _Comparer:
     def _outputs_then(self) -> Mapping[tuple[str, bool, str], Value]:
         return _outputs(self.expected)
 
-    def _responses(
-        self, pair: CallPair, a: IsolatedResponse, e: IsolatedResponse, paths: Mapping[str, str]
-    ) -> Iterator[Difference]:
-        """Yield the differences of isolated responses; ``paths`` maps paths of outputs to the expected ones."""
-        if not comparable(a, e):
+    def _responses(self, pair: CallPair, a: IsolatedResponse, e: IsolatedResponse) -> Iterator[Difference]:
+        """Yield the differences of isolated responses."""
+        if not comparable(a, e) or is_drawn_otherwise(pair.layer, a, self.names):
             return
         at = functools.partial(Difference, layer=pair.layer, kind="response", call=pair.actual.index)
         dtype = next((value.dtype for value in pair.expected.outputs), "float32")
-        pairs, gone = paired_emitted(a.handed, e.handed, paths)
+        pairs, gone = paired_emitted(a.handed, e.handed)
         for handed, other in pairs:
             if other is None:
                 yield from _one_sided(at(what=handed.where, actual=handed.passed or "computed"))
@@ -350,9 +364,7 @@ class _Comparer:
         lost, found = (tuple(n for n in x.without_gradient if n not in y.without_gradient) for x, y in ((a, e), (e, a)))
         for name in (*lost, *found):
             yield at(kind="response gradient", what=name, actual=name in found, expected=name in lost)
-        # The gradient is a sum over names, so renamed inputs change it.
-        renamed = any(other is not None and handed.where != other.where for handed, other in pairs)
-        if a.gradient is not None and e.gradient is not None and not (lost or found or renamed):
+        if a.gradient is not None and e.gradient is not None and not (lost or found):
             place = (pair.layer, pair.key, "response gradient", "")
             yield from self._value(place, "response gradient", a.gradient, e.gradient, dtype, "backward")
 

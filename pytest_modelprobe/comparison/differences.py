@@ -8,6 +8,7 @@ from typing import Literal
 
 from pytest_modelprobe.record import (
     Call,
+    NamesBefore,
     Plain,
     Record,
 )
@@ -15,7 +16,7 @@ from pytest_modelprobe.record import (
 from .tolerance import UNKNOWN, ValueChange
 
 DifferenceKind = Literal[
-    "layer added", "layer removed", "layer renamed", "type", "attribute", "mode",
+    "layer added", "layer removed", "layer renamed", "type", "attribute", "mode", "name",
     "parameter added", "parameter removed", "parameter shape", "parameter dtype", "parameter trainable",
     "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
     "buffer persistent", "calls", "source", "interface", "path", "input added", "input removed", "argument", "context",
@@ -93,13 +94,17 @@ class Comparison:
     found: tuple[Difference, ...] = ()
     """All differences, also of layers that were not selected."""
     notes: tuple[Difference, ...] = ()
-    """Attributes that only one record has: an effect of theirs is a difference of its own."""
+    """Attributes that only one record has, and values of other names: an effect of theirs is a difference itself."""
+    strict: bool = False
+    """Whether it differs how a call is written, where every value is the same; else it is noted."""
     looser: tuple[Difference, ...] = ()
     """Values whose noise grew tenfold: an update would tolerate larger changes."""
     wanted: frozenset[str] | None = None
     """The selected layers; None: all."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Renamed layers: expected → actual name."""
+    names_before: NamesBefore = field(default_factory=NamesBefore)
+    """What had another name in the expected record."""
     changes: Mapping[ValueKey, ValueChange] = field(default_factory=dict, repr=False)
     """The change of each value."""
     calls: tuple[CallPair, ...] = field(default=(), repr=False)
@@ -121,11 +126,6 @@ class Comparison:
     def unknown(self) -> int:
         """The number of values without numbers in both records; they count as equal."""
         return sum(not change.known for change in self.changes.values())
-
-    @property
-    def names_before(self) -> dict[str, str]:
-        """Renamed layers: actual → expected name."""
-        return {new: old for old, new in self.renamed.items()}
 
     def change(self, layer: str, key: CallKey | None, side: str, path: str) -> ValueChange:
         """Return the change of a value; `UNKNOWN` if it was not compared."""

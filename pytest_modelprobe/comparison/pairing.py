@@ -7,9 +7,14 @@ from collections.abc import Mapping, Sequence
 from pytest_modelprobe.record import (
     EmittedTensor,
     IsolatedResponse,
+    NamesBefore,
+    Reading,
     Record,
     Value,
+    qualified,
 )
+
+from .tolerance import change
 
 
 def comparable(a: IsolatedResponse | None, e: IsolatedResponse | None) -> bool:
@@ -19,6 +24,14 @@ def comparable(a: IsolatedResponse | None, e: IsolatedResponse | None) -> bool:
     if a.recipes == e.recipes:
         return True
     return all(e.recipes[name] == recipe for name, recipe in a.recipes.items() if name in e.recipes)
+
+
+def is_drawn_otherwise(layer: str, a: IsolatedResponse | None, names: NamesBefore) -> bool:
+    """Whether the synthetic tensors of a response were drawn by other names than those of the expected one."""
+    if a is None or a.by_names_before or not names.paths:
+        return False
+    called = (qualified(layer, child.partition(" ")[0]) for child in children(a))
+    return any(name in names.paths for name in (layer, *called))
 
 
 def children(response: IsolatedResponse) -> Mapping[str, None]:
@@ -33,50 +46,16 @@ def has_both_modes(record: Record) -> bool:
 
 
 def paired_emitted(
-    actual: Sequence[EmittedTensor], expected: Sequence[EmittedTensor], paths: Mapping[str, str]
+    actual: Sequence[EmittedTensor], expected: Sequence[EmittedTensor]
 ) -> tuple[Sequence[tuple[EmittedTensor, EmittedTensor | None]], Sequence[EmittedTensor]]:
-    """Return each emitted tensor with the expected one at the same place, and the expected ones that are left.
-
-    ``paths`` maps paths of outputs to the expected ones.
-    """
-    now, then = ([handed.where for handed in side] for side in (actual, expected))
-    positions = {} if now == then else _numbered_otherwise(now, then)
-    was = [positions.get(where) or paths.get(where, where) for where in now]
-    if was == then:
+    """Return each emitted tensor with the expected one at the same place, and the expected ones that are left."""
+    if [handed.where for handed in actual] == [handed.where for handed in expected]:
         return list(zip(actual, expected, strict=True)), ()
     theirs: dict[str, list[EmittedTensor]] = {}
     for handed in expected:
         theirs.setdefault(handed.where, []).append(handed)
-    pairs = [(h, theirs[where].pop(0) if theirs.get(where) else None) for h, where in zip(actual, was, strict=True)]
-    gone = [handed for left in theirs.values() for handed in left]
-    came = [handed for handed, other in pairs if other is None]
-
-    def alone(handed: EmittedTensor, others: Sequence[EmittedTensor]) -> bool:
-        child = _child(handed)
-        tensor = child != "" and not (handed.passed or "").startswith("=")
-        return tensor and sum(_child(other) == child for other in others) == 1
-
-    # One tensor that a child gets by keyword now, and got by position then.
-    renamed = {id(h): other for h in came for other in gone if _child(h) == _child(other) and alone(h, came)}
-    renamed = {key: other for key, other in renamed.items() if alone(other, gone)}
-    moved = set(map(id, renamed.values()))
-    return [(h, other or renamed.get(id(h))) for h, other in pairs], [h for h in gone if id(h) not in moved]
-
-
-def _numbered_otherwise(now: Sequence[str], then: Sequence[str]) -> Mapping[str, str]:
-    """Return the path of the first positional input now → then, of children that get one on one side only.
-
-    A single one is called ``input``, the first of several ``input[0]``.
-    """
-    came, gone = set(now) - set(then), set(then) - set(now)
-    alone = {where: f"{where}[0]" for where in came if where.endswith(" input")}
-    first = {where: where.removesuffix("[0]") for where in came if where.endswith(" input[0]")}
-    return {where: other for where, other in (alone | first).items() if other in gone}
-
-
-def _child(handed: EmittedTensor) -> str:
-    """Return the child that a tensor is passed to; empty for an output."""
-    return handed.where.rpartition(" ")[0]
+    pairs = [(h, theirs[h.where].pop(0) if theirs.get(h.where) else None) for h in actual]
+    return pairs, [handed for left in theirs.values() for handed in left]
 
 
 def paired_values(
@@ -84,18 +63,37 @@ def paired_values(
 ) -> tuple[list[tuple[Value, Value]], list[Value], list[Value]]:
     """Return pairs of values, added values and removed values.
 
-    They are paired by path; those left over (by keyword now, by position then) in order by like shape and dtype.
+    They are paired by path. Where the paths are not the same, as by keyword now and by position then, equal values are
+    pairs first, and what is left at last is paired in order by like shape and dtype.
     """
     if [value.path for value in actual] == [value.path for value in expected]:
         return list(zip(actual, expected, strict=True)), [], []
-    theirs = {value.path: value for value in expected}
-    pairs = {value.path: theirs.pop(value.path) for value in actual if value.path in theirs}
-    left = list(theirs.values())
-    for value in actual:
-        if value.path not in pairs:
-            alike = (v for v in left if (v.shape, v.dtype) == (value.shape, value.dtype))
-            if (other := next(alike, None)) is not None:
+    pairs: dict[str, Value] = {}
+    left = list(expected)
+
+    def is_same_path(a: Value, e: Value) -> bool:
+        return a.path == e.path
+
+    def is_alike(a: Value, e: Value) -> bool:
+        return (a.shape, a.dtype) == (e.shape, e.dtype)
+
+    def is_equal(a: Value, e: Value) -> bool:
+        return is_alike(a, e) and is_same(a.forward, e.forward)
+
+    def is_both(a: Value, e: Value) -> bool:
+        return is_same_path(a, e) and is_equal(a, e)
+
+    other_paths = {value.path for value in actual} != {value.path for value in expected}
+    for matches in (is_both, is_equal, is_same_path, is_alike) if other_paths else (is_same_path,):
+        for value in actual:
+            if value.path not in pairs and (other := next((e for e in left if matches(value, e)), None)) is not None:
                 pairs[value.path] = other
-                left = [v for v in left if v is not other]
+                left = [e for e in left if e is not other]
     added = [value for value in actual if value.path not in pairs]
     return [(value, pairs[value.path]) for value in actual if value.path in pairs], added, left
+
+
+def is_same(a: Reading, e: Reading) -> bool:
+    """Whether two readings are known to be of the same numbers."""
+    found = change(a, e, measured=True)
+    return found.known and not found.differs

@@ -108,7 +108,7 @@ def _class_of_numbers(diagnosis: Diagnosis) -> Class:
 
 def _class_of_difference(difference: Difference, comparison: Comparison) -> Class:
     if difference.kind in ("weights", "buffer"):
-        return "renamed" if difference.layer in comparison.names_before else "weights"
+        return "renamed" if difference.layer in comparison.names_before.layers else "weights"
     if difference.kind == "update presence":
         return "trainable"
     if difference.kind in BEHAVIOR:

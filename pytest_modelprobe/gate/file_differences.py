@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 
-from pytest_modelprobe.comparison import CallPair, Comparison, Difference
+from pytest_modelprobe.comparison import CallPair, Comparison, Difference, is_drawn_otherwise
 from pytest_modelprobe.record import ROOT, Call, IsolatedResponse, Layer, Parameter, Record, Value
 
 
@@ -95,7 +95,8 @@ def run_differences(comparison: Comparison) -> Iterator[Difference]:
             if now_dead != then_dead:
                 yield make(kind="run", what=f"dead units of {value.path}", actual=now_dead, expected=then_dead)
         x, y = _answered(pair.actual.response), _answered(pair.expected.response)
-        if x != y and not any(_lost(pair)):
+        drawn_otherwise = is_drawn_otherwise(pair.layer, pair.actual.response, comparison.names_before)
+        if (x != y or drawn_otherwise) and not any(_lost(pair)):
             yield make(kind="response", what="of the layer alone", actual=_kept(x, y), expected=_kept(y, x))
 
 

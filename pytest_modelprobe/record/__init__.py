@@ -10,8 +10,18 @@ from .layer import Layer, Parameter, elements
 from .naming import NOT_DEFAULT, ROOT, address, call_name, containers, label_of, parent, qualified
 from .profile import LayerProfile, Profile
 from .ranks import process_group, this_rank
-from .record import COMPILED_INSIDE, Operation, Record, Rerun, Training, has_numbers, with_applied_gradients, with_rerun
-from .renames import applicable_rename, infer_rename, numbers_in, old_name, renamed, resolve_rename
+from .record import (
+    COMPILED_INSIDE,
+    NamesBefore,
+    Operation,
+    Record,
+    Rerun,
+    Training,
+    has_numbers,
+    with_applied_gradients,
+    with_rerun,
+)
+from .renames import applicable_rename, infer_rename, numbers_in, old_name, renamed, resolve_rename, with_paths
 from .selection import Glob, Selector, nearest, select
 from .tensor_statistics import (
     Histogram,
@@ -39,6 +49,7 @@ __all__ = [
     "Layer",
     "LayerProfile",
     "NOT_DEFAULT",
+    "NamesBefore",
     "Operation",
     "Parameter",
     "CallScope",
@@ -84,5 +95,6 @@ __all__ = [
     "select",
     "this_rank",
     "with_applied_gradients",
+    "with_paths",
     "with_rerun",
 ]

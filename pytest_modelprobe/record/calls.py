@@ -123,6 +123,10 @@ class IsolatedResponse:
     arguments_matter: bool | None = field(default=None, repr=False, compare=False)
     """Whether this, the answer to the plain arguments of the expected call, differs from that to the call's own. None:
     it is the answer to the call's own. In no file."""
+    defaults: Mapping[str, object] = field(default_factory=dict, repr=False, compare=False)
+    """The parameters of the code and their defaults, where its plain arguments are not those expected. In no file."""
+    by_names_before: bool = field(default=False, repr=False, compare=False)
+    """Whether its synthetic tensors were drawn by the names of the expected call. In no file."""
 
 
 @quickly_made

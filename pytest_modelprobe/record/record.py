@@ -80,6 +80,16 @@ class Training:
     """Backward passes with finite gradients that were reset, those of all parameters, before a step was taken."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamesBefore:
+    """What has another name now than when another record was made."""
+
+    layers: Mapping[str, str] = field(default_factory=dict)
+    """Current name → name before, of layers."""
+    paths: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Current name of a layer → current path → path before, of what it takes and gives, and of its parameters."""
+
+
 class Rerun(Protocol):
     """Runs the model of a record again. Each method returns the record with more filled in."""
 
@@ -87,7 +97,7 @@ class Rerun(Protocol):
         self,
         record: Record,
         like: Record | None = None,
-        names: Mapping[str, str] | None = None,
+        names: NamesBefore | None = None,
         only: Collection[str] | None = None,
         *,
         own_arguments: bool = False,
@@ -97,7 +107,7 @@ class Rerun(Protocol):
         Args:
             record: The record to fill in.
             like: A record with the same names of layers.
-            names: Current name → name when ``like`` was made, of the layers that were renamed.
+            names: What had another name when ``like`` was made.
             only: Names of the layers to run; None: all.
             own_arguments: Whether plain arguments are those of the run, and not those of ``like``.
         """

@@ -12,7 +12,7 @@ from pytest_modelprobe.exceptions import SelectionError
 from .calls import Call, IsolatedResponse, Value
 from .layer import Layer, Parameter
 from .naming import ROOT, qualified
-from .record import Record
+from .record import NamesBefore, Record
 
 
 def renamed(record: Record, names: Mapping[str, str]) -> Record:
@@ -87,6 +87,61 @@ def old_name(name: str, rename: Mapping[str, str]) -> str:
     """
     matches = ((_pattern(new).fullmatch(name), old) for new, old in reversed(list(rename.items())))
     return next((_filled(old, found.groups()) for found, old in matches if found), name)
+
+
+def with_paths(record: Record, names: NamesBefore) -> Record:
+    """Return a record whose layers have their current names, with the current paths of what these take and give.
+
+    >>> call = Call(root="fc", root_training=False, index=0, arguments={"input[1]": 2})
+    >>> old = Record(model="Net", layers={"fc": Layer(name="fc", type="Linear", calls=(call,))})
+    >>> with_paths(old, NamesBefore(paths={"fc": {"scale": "input[1]"}})).layers["fc"].calls[0].arguments
+    {'scale': 2}
+    """
+    if not names.paths:
+        return record
+    paths = {layer: {old: new for new, old in known.items()} for layer, known in names.paths.items()}
+
+    def moved(address: str, layer: str) -> str:
+        """Return the address of a value of the layer itself, ``output``, or of one inside, ``attn (call 2) mask``."""
+        what, space, path = address.rpartition(" ")
+        own = paths.get(qualified(layer, what.partition(" ")[0]) if what else layer, {})
+        return what + space + own.get(path, path)
+
+    def value(one: Value, layer: str) -> Value:
+        source = None if one.source is None else moved(one.source, ROOT)
+        return dataclasses.replace(one, path=paths.get(layer, {}).get(one.path, one.path), source=source)
+
+    def response(one: IsolatedResponse, layer: str) -> IsolatedResponse:
+        handed = (
+            dataclasses.replace(
+                h,
+                where=moved(h.where, layer),
+                passed=h.passed if h.passed is None or h.passed.startswith("=") else moved(h.passed, layer),
+            )
+            for h in one.handed
+        )
+        return dataclasses.replace(
+            one,
+            handed=tuple(handed),
+            recipes={moved(name, layer): recipe for name, recipe in one.recipes.items()},
+            without_gradient=tuple(moved(name, layer) for name in one.without_gradient),
+        )
+
+    def call(one: Call, layer: str) -> Call:
+        own = paths.get(layer, {})
+        return dataclasses.replace(
+            one,
+            inputs=tuple(value(v, layer) for v in one.inputs),
+            outputs=tuple(value(v, layer) for v in one.outputs),
+            arguments={own.get(path, path): v for path, v in one.arguments.items()},
+            response=None if one.response is None else response(one.response, layer),
+        )
+
+    layers = {
+        name: dataclasses.replace(layer, calls=tuple(call(one, name) for one in layer.calls))
+        for name, layer in record.layers.items()
+    }
+    return dataclasses.replace(record, layers=layers)
 
 
 def infer_rename(actual: Record, expected: Record, names: Mapping[str, str]) -> dict[str, str]:

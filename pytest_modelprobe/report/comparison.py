@@ -25,6 +25,9 @@ def first_line(diagnosis: Diagnosis) -> str:
     >>> first_line(diagnose(compare(new, old)))
     'norm.eps 1e-05 → 1e-06; 1 cause'
     """
+    if diagnosis.same and diagnosis.notes:
+        places = _places(grouped(diagnosis.notes), diagnosis)
+        return printable(f"every value is the same; calls are written otherwise in {places}")
     sure = bool(diagnosis.causes) and not _only_possible_moved_it(diagnosis)
     found = grouped(diagnosis.causes if sure else diagnosis.possible)
     unchanged = "output unchanged; " if diagnosis.unchanged else ""
@@ -80,7 +83,7 @@ def _label(layer: str, diagnosis: Diagnosis) -> str:
 def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
     """Return the text of a failure: the first line, the tables of causes, the counts, the next steps."""
     parts = [first_line(diagnosis)]
-    for title, causes in (("", diagnosis.causes), (_POSSIBLE, diagnosis.possible)):
+    for title, causes in (("", diagnosis.causes), (_POSSIBLE, diagnosis.possible), (_NOTES, diagnosis.notes)):
         if causes:
             parts.append("\n".join([title] * bool(title) + table(CAUSE_COLUMNS, cause_rows(causes))))
     counts = []
@@ -123,7 +126,7 @@ def noted(notes: Iterable[Difference]) -> list[str]:
     """Return one sentence on added and removed attributes, which fail no test by themselves."""
     came: dict[str, int] = {}
     went: dict[str, int] = {}
-    for note in notes:
+    for note in (note for note in notes if note.kind == "attribute"):
         there, value = (went, note.expected) if note.actual is None else (came, note.actual)
         said = f"{qualified(pattern(note.layer), note.what)} {_value_text(value)}"
         there[said] = there.get(said, 0) + 1
@@ -361,6 +364,8 @@ _REDRAWN = (
 )
 
 _POSSIBLE = "Possible (an input is unknown, or only one of two kinds of evidence shows it):"
+
+_NOTES = "Calls that are written otherwise; this alone fails no test:"
 
 _SEEN = {
     "recorded": "in the record",

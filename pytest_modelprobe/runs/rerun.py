@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from pytest_modelprobe.record import IsolatedResponse, Layer, Plain, Record, with_rerun
+from pytest_modelprobe.record import IsolatedResponse, Layer, NamesBefore, Plain, Record, with_rerun
 
 from .isolation import Key
 
@@ -23,7 +23,7 @@ class IsolationRequest:
     """Which responses are asked for; see `Rerun.isolated`."""
 
     like: Record
-    names: Mapping[str, str] | None = None
+    names: NamesBefore | None = None
     only: Collection[str] | None = None
     own_arguments: bool = False
 
@@ -55,7 +55,7 @@ class WeakRerun(Generic[S]):
         self,
         record: Record,
         like: Record | None = None,
-        names: Mapping[str, str] | None = None,
+        names: NamesBefore | None = None,
         only: Collection[str] | None = None,
         *,
         own_arguments: bool = False,

@@ -24,6 +24,8 @@ class Arguments:
     name: str | None = None
     tolerance: Tolerance = None
     compare: Parts = "all"
+    strict: bool = False
+    """Whether a test asks for all: then it fails too where calls are written otherwise."""
     allow: tuple[Allowed, ...] = ()
     rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -41,6 +43,7 @@ class Arguments:
         _check_choices(given["compare"], given["allow"] or ())
         _check_tolerance(given["tolerance"])
         _check_rename(given["rename"])
+        given["strict"] = given["compare"] == "all" if given["compare"] else None
         return dataclasses.replace(self, **{key: value for key, value in given.items() if value is not None})
 
     def check_globs(self, record: Record) -> None:

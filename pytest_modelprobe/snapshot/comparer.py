@@ -176,10 +176,12 @@ class Comparer:
         stored = read_stored(outcome.place, outcome.record, parts, updating=self._updates, config=config)
         if stored.record is not None:
             known = parts if stored.complete else "architecture"
-            diagnosis = _diagnosis(outcome.record, stored.record, known, arguments)
+            strict = arguments.strict or self._policy.strict
+            diagnosis = _diagnosis(outcome.record, stored.record, known, arguments, strict=strict)
             outcome.values_not_compared = diagnosis.comparison.unknown
             outcome.expected = diagnosis.comparison.expected
-            if not diagnosis.comparison.same or self._updates_notes(outcome, arguments, diagnosis):
+            outcome.notes = diagnosis.notes
+            if not diagnosis.same or self._updates_notes(outcome, arguments, diagnosis):
                 outcome.diagnosis = diagnosis
         outcome.scope_message = self._scope_message(outcome, stored.texts)
         if stored.texts is not None and stored.complete and outcome.diagnosis is None and not outcome.scope_message:
@@ -190,8 +192,8 @@ class Comparer:
         self._handle_difference(outcome, arguments, stored)
 
     def _updates_notes(self, outcome: Outcome, arguments: Arguments, same: Diagnosis) -> bool:
-        """Whether an update has to write attributes that were added or removed, or names given by ``rename=``."""
-        other = same.comparison.notes or same.comparison.renamed
+        """Whether an update has to write what is noted, or names given by ``rename=``."""
+        other = same.comparison.notes or same.notes or same.comparison.renamed
         return bool(other) and self._updates and self._refusal(outcome, arguments) is None
 
     def _scope_message(self, outcome: Outcome, old: Texts | None) -> str:
@@ -249,7 +251,7 @@ class Comparer:
         texts = texts_to_write(outcome, record, stored.texts, self._policy.reason)
         try:
             back = decode(*texts, where=outcome.place.arch.name, numbers_at=outcome.place.probe.name).record
-            found = _comparison(record, back, outcome.compared, arguments)
+            found = _comparison(record, back, outcome.compared, arguments, strict=True)
         except (SnapshotError, NothingObservedError) as error:
             why = str(error).removesuffix(f": {RESTORE}")
         else:
@@ -311,20 +313,20 @@ class Comparer:
         return shlex.quote(shown_path(path, self._item.config))
 
 
-def _diagnosis(actual: Record, expected: Record, parts: Parts, arguments: Arguments) -> Diagnosis:
+def _diagnosis(actual: Record, expected: Record, parts: Parts, arguments: Arguments, *, strict: bool) -> Diagnosis:
     """Return why a record differs from the expected one, if it does.
 
     Modules are called in isolation only if it differs, or if changes of their code may be hidden by zeros.
     """
     __tracebackhide__ = True
-    found = _comparison(actual, expected, parts, arguments)
+    found = _comparison(actual, expected, parts, arguments, strict=strict)
     rerun = None if parts == "architecture" else actual.rerun
     if rerun is None:
         return diagnose(found)
 
     def isolated(only: list[str] | None = None) -> Comparison:
         record = rerun.isolated(actual, like=found.expected, names=found.names_before, only=only)
-        return _comparison(record, expected, parts, arguments)
+        return _comparison(record, expected, parts, arguments, strict=strict)
 
     if found.same:
         behind_zeros = [name for name in layers_behind_zeros(actual) if _has_responses(found.expected.layers[name])]
@@ -333,7 +335,7 @@ def _diagnosis(actual: Record, expected: Record, parts: Parts, arguments: Argume
     return diagnose(isolated())
 
 
-def _comparison(actual: Record, expected: Record, parts: Parts, arguments: Arguments) -> Comparison:
+def _comparison(actual: Record, expected: Record, parts: Parts, arguments: Arguments, *, strict: bool) -> Comparison:
     __tracebackhide__ = True
     return compare(
         actual,
@@ -342,6 +344,7 @@ def _comparison(actual: Record, expected: Record, parts: Parts, arguments: Argum
         tolerance=arguments.tolerance,
         parts=parts,
         nondeterministic="nondeterministic" in arguments.allow,
+        strict=strict,
     )
 
 
@@ -356,9 +359,8 @@ def _record_to_write(outcome: Outcome, expected: Record | None) -> Record:
         return structure_of(record)
     if (rerun := outcome.rerun) is None:
         return record
-    if not any(call.response for _, call in record.calls):
-        record = rerun.isolated(record, like=expected, own_arguments=True)
-    return rerun.measured(record)
+    # Responses made for a diagnosis are to the arguments of the expected calls, by their names.
+    return rerun.measured(rerun.isolated(record, like=expected, own_arguments=True))
 
 
 def _compared_parts(asked: Parts, policy: Parts) -> tuple[Parts | None, str | None]:

@@ -52,7 +52,9 @@ def _rename_argument(diagnosis: Diagnosis) -> str:
     comparison = diagnosis.comparison
     names = {str(d.expected): d.layer for d in comparison.differences if d.kind == "layer renamed"}
     found = (
-        infer_rename(comparison.actual, renamed(comparison.expected, comparison.names_before), names) if names else {}
+        infer_rename(comparison.actual, renamed(comparison.expected, comparison.names_before.layers), names)
+        if names
+        else {}
     )
     return f"modelprobe_snapshot(rename={found!r}), and modelprobe.build(..., rename=...) the same" if found else ""
 

@@ -49,6 +49,8 @@ class Policy:
     """The options of a run."""
 
     compare: Parts = "all"
+    strict: bool = False
+    """Whether all is compared because an option says so: then tests fail too where calls are written otherwise."""
     compare_from: str = ""
     """The option or ini line that says so, as it was written."""
     for_this_run: bool = False
@@ -67,7 +69,8 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
         "--modelprobe-compare",
         choices=get_args(Parts),
         default=None,
-        help="what snapshots compare: all, the architecture alone, or the behavior alone",
+        help="what snapshots compare: the architecture alone, the behavior alone, or all, which fails too where calls "
+        "are written otherwise and every value is the same",
     )
     group.addoption(
         "--modelprobe-reason", metavar="TEXT", default=None, help="written beside each architecture that is updated"
@@ -92,7 +95,7 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
         default=False,
         help="let --snapshot-update write model snapshots although CI is set; on the command line only",
     )
-    parser.addini("modelprobe_compare", "what snapshots compare: all, architecture or behavior", default="all")
+    parser.addini("modelprobe_compare", "what snapshots compare: all, architecture or behavior", default="")
 
 
 _IN_CI = pytest.StashKey[bool]()
@@ -106,7 +109,7 @@ def read_environment(config: pytest.Config) -> None:
 def policy_of(config: pytest.Config) -> Policy:
     """Return the options of the command line and the ini file."""
     option, ini = config.getoption("--modelprobe-compare"), config.getini("modelprobe_compare")
-    if ini not in get_args(Parts):
+    if ini not in ("", *get_args(Parts)):
         raise pytest.UsageError(f"modelprobe_compare is all, architecture or behavior; the ini file has {ini!r}")
     reason, accept = config.getoption("--modelprobe-reason"), config.getoption("--modelprobe-accept") or ()
     updating, output = getattr(config.option, "update_snapshots", False), config.getoption("--modelprobe-output")
@@ -116,7 +119,8 @@ def policy_of(config: pytest.Config) -> Policy:
         if given and not updating:
             raise pytest.UsageError(f"--modelprobe-{name} is about what an update writes: add --snapshot-update")
     return Policy(
-        compare=option or ini,
+        compare=option or ini or "all",
+        strict=(option or ini) == "all",
         for_this_run=_of_command_line(config, "--modelprobe-compare"),
         compare_from=f"--modelprobe-compare={option}" if option else f"modelprobe_compare = {ini}",
         reason=reason,

@@ -50,6 +50,8 @@ class Outcome:
     declared: bool = False
     """Whether the reason that was given is written into the file."""
     diagnosis: Diagnosis | None = None
+    notes: Sequence[Cause] = ()
+    """Calls that are written otherwise, where every value is the same."""
     given: Record = dataclasses.field(init=False)
     """The record as the test gave it."""
     expected: Record | None = None
@@ -105,6 +107,7 @@ class Outcome:
             "first_line": self.text.partition("\n")[0],
             "causes": told(diagnosis.causes) if diagnosis else [],
             "possible": told(diagnosis.possible) if diagnosis else [],
+            "notes": told(self.notes),
             "moved": len(diagnosis.moved) if diagnosis else 0,
             "text": self.text,
             "key": str(self.place.probe),

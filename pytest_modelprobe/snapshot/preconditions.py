@@ -72,7 +72,7 @@ def refuse_nondeterministic(record: Record, arguments: Arguments) -> Refusal | N
 def refuse_causes(diagnosis: Diagnosis, policy: Policy) -> Refusal | None:
     """Return which causes ``--modelprobe-accept`` does not cover; None if it covers all."""
     causes = [*diagnosis.causes, *diagnosis.possible]
-    if diagnosis.comparison.same:  # only attributes added or removed, and names given by rename=
+    if diagnosis.same:  # only notes, and names given by rename=
         return None
     if not causes:
         return Refusal(f"not written: the cause is unknown, so {policy.accept_from} does not cover it")

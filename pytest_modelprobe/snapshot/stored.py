@@ -75,7 +75,9 @@ def texts_to_write(outcome: Outcome, record: Record, old: Texts | None, reason: 
         chain = superseded(chain, before, now)
         new = encode(record, reason=reason, supersedes=chain, compared=outcome.compared)
     found = None if outcome.diagnosis is None else outcome.diagnosis.comparison
-    changed = () if found is None else (*(d.layer for d in (*found.differences, *found.notes)), *found.names_before)
+    changed = (
+        () if found is None else (*(d.layer for d in (*found.differences, *found.notes)), *found.names_before.layers)
+    )
     return rewritten(new, old, set(changed))
 
 

@@ -52,6 +52,7 @@ def lines(
         _caught(caught),
         _written(results),
         _shared_causes(results),
+        _other_calls(results),
         _not_compared(results, policy),
         _unused_lines(unused, len(unused.unused) if details else _MOST),
         _unused_reason(results, policy),
@@ -137,6 +138,17 @@ def _for_pull_request(results: Results, unused: UnusedFiles, policy: Policy) -> 
     because += f" And {len(causes) - _MOST} more causes." if len(causes) > _MOST else ""
     yield "for the pull request:"
     yield f"  Model snapshots: {what}.{because}{f' {policy.reason}' if policy.reason else ''}"
+
+
+def _other_calls(results: Results) -> Iterator[str]:
+    """Yield how many tests pass though calls inside their models are written otherwise, and what to do."""
+    from pytest_modelprobe.report.text import count
+
+    passed = [result for result in results if result["verdict"] == "same" and result["notes"]]
+    if passed:
+        n = count(len(passed), "model")
+        verb = "passes" if len(passed) == 1 else "pass"
+        yield f"{n} {verb} with other calls inside: --modelprobe-json lists them, --snapshot-update takes them over"
 
 
 def _not_compared(results: Results, policy: Policy) -> Iterator[str]:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.models import seeding
-from pytest_modelprobe.record import IsolatedResponse, Reading
+from pytest_modelprobe.record import IsolatedResponse, NamesBefore, Reading
 from pytest_modelprobe.runs.isolation import Key, fits, isolate, isolate_repeatedly, kind_of, noisy, synthetic
 from pytest_modelprobe.runs.isolation.recipes import Draws
 from pytest_modelprobe.runs.noise import Perturbation, relative_change
@@ -44,7 +44,7 @@ def respond(
         with seeding.seeded(0):
             model(*args, **kwargs)
 
-    return isolate(model, forward, recipes=recipes, names=names, gradient=gradient)
+    return isolate(model, forward, recipes=recipes, names=names and NamesBefore(layers=names), gradient=gradient)
 
 
 def differs(a: Reading | None, b: Reading | None) -> bool:

@@ -15,11 +15,20 @@ from pytest_modelprobe.comparison.differences import Comparison, Difference, Dif
 from pytest_modelprobe.record import Record
 
 from .backward import gradient_causes
+from .call_changes import is_of_call_syntax
 from .causes import DRIFT, Cause, CauseKind, Diagnosis, Evidence, by_importance
 from .computation import computation_causes
 from .hints import hints
 from .index import ComparisonIndex
-from .recorded import all_redrawn, explained_by, recorded_causes, update_causes, with_effect, with_weights_folded
+from .recorded import (
+    all_redrawn,
+    explained_by,
+    path_cause,
+    recorded_causes,
+    update_causes,
+    with_effect,
+    with_weights_folded,
+)
 from .zero_factors import changes_code, layers_behind_zeros
 
 __all__ = [
@@ -50,8 +59,9 @@ def diagnose(comparison: Comparison) -> Diagnosis:
     >>> [(c.kind, c.layer, c.what) for c in diagnose(compare(new, old)).causes]
     [('attribute', 'norm', 'eps')]
     """
+    renamed = [path_cause(note) for note in comparison.notes if note.kind == "name"]
     if comparison.same:
-        return Diagnosis(comparison=comparison)
+        return Diagnosis(comparison=comparison, notes=tuple(renamed))
     index = ComparisonIndex(comparison)
     recorded = recorded_causes(index)
     explained = explained_by(index, recorded)
@@ -59,6 +69,9 @@ def diagnose(comparison: Comparison) -> Diagnosis:
     forward = [*(with_effect(index, cause) for cause in recorded), *computation]
     causes = [*forward, *gradient_causes(index, forward, explained), *update_causes(index)]
     unchanged = _is_unchanged(comparison)
+    if unchanged and not comparison.strict and all(is_of_call_syntax(index, d) for d in comparison.differences):
+        notes = (*renamed, *map(_without_effect, (*causes, *possible)))
+        return Diagnosis(comparison=comparison, notes=notes, unchanged=True)
     if unchanged and _has_same_gradients(comparison):
         causes, possible = ([*map(_without_effect, found)] for found in (causes, possible))
     wanted = comparison.wanted
@@ -73,6 +86,7 @@ def diagnose(comparison: Comparison) -> Diagnosis:
         comparison=comparison,
         causes=tuple(by_importance(with_weights_folded(index, causes))),
         possible=tuple(c for c in possible if c.layer not in explained_layers and not (causes and DRIFT in c.hints)),
+        notes=tuple(renamed),
         unchanged=unchanged,
         output=max((d.change or 0.0 for d in _outputs(comparison)), default=None),
         moved=moved,

@@ -80,6 +80,8 @@ class Diagnosis:
     causes: tuple[Cause, ...] = ()
     possible: tuple[Cause, ...] = ()
     """Causes of which not all inputs are known, or that only one of two kinds of evidence shows."""
+    notes: tuple[Cause, ...] = ()
+    """Calls that are written otherwise, where every value is the same."""
     unchanged: bool = False
     """Whether the outputs of the model were compared and none differs."""
     output: float | None = None
@@ -92,6 +94,11 @@ class Diagnosis:
     """Whether all random weights changed and nothing else did: as of a model built outside the seed."""
     unknown: str | None = None
     """Why no cause was found, where none was."""
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs but how calls are written."""
+        return self.comparison.same or not (self.causes or self.possible or self.unknown)
 
 
 def cause_of(kind: CauseKind, found: Sequence[Difference]) -> Cause:

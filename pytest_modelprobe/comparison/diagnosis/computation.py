@@ -146,7 +146,7 @@ def _changed_child_inputs(index: ComparisonIndex) -> Iterator[Cause]:
             if asked and difference.kind != "context":
                 continue
             if difference.kind == "source":
-                if not _has_new_source(index, difference, step.parent):
+                if not has_new_source(index, difference, step.parent):
                     continue
             elif above is not None and _is_forwarded(index, above, difference):
                 continue
@@ -199,7 +199,7 @@ def _size_texts(described: Plain) -> list[str]:
     return str(described).replace("(", "").replace(")", "").replace(",", "").split()
 
 
-def _has_new_source(index: ComparisonIndex, difference: Difference, container: Step) -> bool:
+def has_new_source(index: ComparisonIndex, difference: Difference, container: Step) -> bool:
     """Whether a value comes from another child of the container than before, or from outside in one record only.
 
     Which layer inside that child produced it does not count. An added or removed child is a cause of its own.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pytest_modelprobe.comparison.differences import CallPair, Comparison, Difference, DifferenceKind
-from pytest_modelprobe.comparison.pairing import children, comparable
+from pytest_modelprobe.comparison.pairing import children, comparable, is_drawn_otherwise
 from pytest_modelprobe.comparison.tolerance import ValueChange
 from pytest_modelprobe.record import (
     NOT_DEFAULT,
@@ -204,6 +204,19 @@ class ComparisonIndex:
         """Return a call with the expected one; None if there is none."""
         return None if step is None else self._pair_of_step.get(step)
 
+    def pair_at(self, difference: Difference) -> CallPair | None:
+        """Return the call that a difference is of; None if there is none."""
+        return self._pair_at.get((difference.layer, difference.call))
+
+    @functools.cached_property
+    def _pair_at(self) -> Mapping[tuple[str, int], CallPair]:
+        return {(pair.layer, pair.actual.index): pair for pair in reversed(self.comparison.calls)}
+
+    def caller_of(self, pair: CallPair) -> Step | None:
+        """Return the call that makes a call; None if the test does."""
+        step = self._step_of_pair.get(id(pair))
+        return None if step is None else step.parent
+
     # --- of one call ----------------------------------------------------------------------------------------------
 
     def compare_inputs(self, pair: CallPair) -> InputComparison:
@@ -258,48 +271,21 @@ class ComparisonIndex:
 
     def has_comparable_responses(self, pair: CallPair) -> bool:
         """Whether the isolated responses of a call were made from the same synthetic tensors and arguments."""
-        # The synthetic output of a child depends on its path.
-        return self._has_same_synthetic_inputs(pair) and not any(
-            self.has(name, "path") for name in self._receivers(pair)
-        )
-
-    def _has_same_synthetic_inputs(self, pair: CallPair) -> bool:
         asked = _is_asked_alike(pair)
         given = self.of_call(pair, "context", "interface", *(() if asked else ("argument",)), side="input")
         # An argument that came or went may be the default; then it is a matter of the caller.
         came_or_went = all(d.kind == "argument" and None in (d.actual, d.expected) for d in given)
         same = comparable(pair.actual.response, pair.expected.response)
         other_false = not asked and self._gets_non_default_false(pair)
-        return came_or_went and same and not (other_false or self._has_other_names(pair))
-
-    def _has_other_names(self, pair: CallPair) -> bool:
-        """Whether parameters or inputs were renamed: synthetic tensors are drawn by name."""
-        if self.has(pair.layer, "parameter added") and self.has(pair.layer, "parameter removed"):
-            return True
-        paths, before = ({value.path for value in call.inputs} for call in (pair.actual, pair.expected))
-        return bool(paths - before) and bool(before - paths)  # by keyword now, by position then
-
-    def _receivers(self, pair: CallPair) -> list[str]:
-        """Return the child that each value of the isolated response goes to, in their order; empty for outputs."""
-        return _receivers(pair, pair.actual.response)
+        drawn_otherwise = is_drawn_otherwise(pair.layer, pair.actual.response, self.comparison.names_before)
+        return came_or_went and same and not (other_false or drawn_otherwise)
 
     def is_difference_conclusive(self, pair: CallPair, difference: Difference) -> bool:
-        """Whether a difference between the isolated responses of a call shows a change of its own code.
-
-        What comes after a child whose output has another path is not comparable.
-        """
-        if not self._has_same_synthetic_inputs(pair) or self.is_rewritten(pair) or self._is_regrouped(pair):
+        """Whether a difference between the isolated responses of a call shows a change of its own code."""
+        if not self.has_comparable_responses(pair) or self.is_rewritten(pair) or self._is_regrouped(pair):
             return False
         before = self._before_pass_through(pair)
-        if before is not None and difference.what not in before:
-            return False
-        called = self._receivers(pair)
-        renamed = next((name for name in called if name and self.has(name, "path")), None)
-        if renamed is None or pair.actual.response is None:
-            return True
-        first = called.index(renamed)
-        last = next((i for i in range(first, len(called)) if called[i] != renamed), len(called))
-        return difference.what in [handed.where for handed in pair.actual.response.handed[:last]]
+        return before is None or difference.what in before
 
     def _gets_non_default_false(self, pair: CallPair) -> bool:
         """Whether the caller's response shows that the call gets a False in one record that is not the default."""

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from pytest_modelprobe.comparison.differences import Difference, DifferenceKind
+from pytest_modelprobe.comparison.differences import CallPair, Difference, DifferenceKind
 from pytest_modelprobe.record import ROOT, Layer, Parameter, Plain, containers, parent
 
 from .causes import Cause, CauseKind, cause_of, worst_first
@@ -236,17 +236,29 @@ def _architecture(index: ComparisonIndex) -> Iterator[Cause]:
 
 def _outputs(index: ComparisonIndex) -> Iterator[Cause]:
     """Yield outputs that were added, removed or have another path, at the layer that makes them."""
-    inside: dict[int, set[tuple[Plain, Plain]]] = {}
-    for step in index.steps:
-        pair_here, above = index.pair_of(step), index.pair_of(step.parent)
-        if pair_here is not None and above is not None:
-            renamed = ((d.actual, d.expected) for d in index.of_call(pair_here, "path"))
-            inside.setdefault(id(above), set()).update(renamed)
+    seen = set()
     for pair in index.comparison.calls:
-        for difference in index.of_call(pair, "path"):
-            reported = pair.actual.index > 0 or index.has(pair.layer, "type")
-            if not reported and (difference.actual, difference.expected) not in inside.get(id(pair), ()):
-                yield dataclasses.replace(cause_of("architecture", [difference]), what="path")
+        for difference in index.of_call(pair, "path", "name"):
+            layer = _maker(index, pair, difference)
+            told = layer, difference.actual, difference.expected
+            if pair.actual.index == 0 and not index.has(layer, "type") and told not in seen:
+                yield dataclasses.replace(path_cause(difference), layer=layer)
+            seen.add(told)
+
+
+def _maker(index: ComparisonIndex, pair: CallPair, difference: Difference) -> str:
+    """Return the innermost layer that gives out a value of another path."""
+    paths = (difference.actual, difference.expected)
+    for child in index.child_calls(pair):
+        renamed = index.comparison.names_before.paths.get(child.layer, {}).items()
+        if paths in renamed or any(paths == (d.actual, d.expected) for d in index.of_call(child, "path")):
+            return _maker(index, child, difference)
+    return pair.layer
+
+
+def path_cause(difference: Difference) -> Cause:
+    """Return the cause of a value that was added, was removed or has another path."""
+    return dataclasses.replace(cause_of("architecture", [difference]), what="path")
 
 
 def _came_or_went(index: ComparisonIndex, kind: DifferenceKind, what: str) -> Iterator[Cause]:

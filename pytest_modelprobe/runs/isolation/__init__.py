@@ -22,7 +22,7 @@ from torch import nn
 from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import Layers, preserved, run_eagerly, seeding, settings_preserved
 from pytest_modelprobe.progress import progress
-from pytest_modelprobe.record import IsolatedResponse, Plain, Reading
+from pytest_modelprobe.record import IsolatedResponse, NamesBefore, Plain, Reading
 from pytest_modelprobe.runs.noise import relative_change
 
 from .alone import Key, Part, Perturb, Session
@@ -45,7 +45,7 @@ def isolate(
     only: Collection[str] | None = None,
     recipes: Mapping[Key, Mapping[str, str]] | None = None,
     arguments: Mapping[Key, Mapping[str, Plain]] | None = None,
-    names: Mapping[str, str] | None = None,
+    names: NamesBefore | None = None,
     gradient: bool = False,
     perturb: Perturb | None = None,
 ) -> dict[Key, IsolatedResponse]:
@@ -62,7 +62,7 @@ def isolate(
             skipped writes to a buffer of one that is not.
         recipes: The `IsolatedResponse.recipes` of other responses, to be used where shape and dtype allow it.
         arguments: Plain arguments of calls, in place of their own as far as the code has such parameters.
-        names: Names of layers → different names that they had when these recipes were made.
+        names: What had another name when these recipes were made.
         gradient: Whether to run backward through each call too.
         perturb: Takes a synthetic tensor, which it may write to, its name, and how many products with it are added up
             for an output; returns it perturbed, to measure the noise of a response. It is not applied to masks,
@@ -106,7 +106,7 @@ def isolate_repeatedly(
     only: Collection[str] | None = None,
     recipes: Mapping[Key, Mapping[str, str]] | None = None,
     arguments: Mapping[Key, Mapping[str, Plain]] | None = None,
-    names: Mapping[str, str] | None = None,
+    names: NamesBefore | None = None,
     gradient: bool = False,
 ) -> list[dict[Key, IsolatedResponse]]:
     """Return what `isolate` returns for each of some perturbations; the model runs once for all of them.
@@ -142,7 +142,7 @@ def isolate_repeatedly(
                 recipes or {},
                 calls,
                 arguments=arguments or {},
-                names=names or {},
+                names=names,
                 gradient=gradient,
                 of=of,
                 perturb=perturb,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import BatchOrInstanceNorm, graph_task
 from pytest_modelprobe.models import Flat, Layers, as_bits, flatten, flatten_call, has_dense_storage
-from pytest_modelprobe.record import NOT_DEFAULT, ROOT, EmittedTensor, IsolatedResponse, Plain
+from pytest_modelprobe.record import NOT_DEFAULT, ROOT, EmittedTensor, IsolatedResponse, NamesBefore, Plain
 from pytest_modelprobe.runs.noise import terms_of
 
 from .alike import is_plain, likeness
@@ -49,14 +49,15 @@ class Session:
         calls: Iterable[TracedCall],
         *,
         arguments: Mapping[Key, Mapping[str, Plain]],
-        names: Mapping[str, str],
+        names: NamesBefore | None,
         gradient: bool,
         of: Part,
         perturb: Perturb | None,
         draws: Draws,
     ) -> None:
         self.layers = layers
-        self.names = names
+        self.names = names or NamesBefore()
+        self.by_names_before = names is not None
         self.modules = traced.modules
         self.called = traced.called
         self.hooked = [m for m in layers.modules.values() if m._forward_pre_hooks or m._forward_hooks]
@@ -90,7 +91,7 @@ class Session:
             for name, module in self.layers.modules.items():
                 response_layer = self._response_layer(name)
                 inside = "" if response_layer in (None, name) else f"{_relative(name, response_layer or ROOT)}."
-                self._replace_weights(response_layer, inside, module, by_layer.get(response_layer or "", {}))
+                self._replace_weights(name, response_layer, inside, module, by_layer.get(response_layer or "", {}))
                 self._replace_forward(name, module)
             self._exit = self._exit.pop_all()
         return self
@@ -121,7 +122,8 @@ class Session:
             return None
         like = likeness(call, stub.__wrapped__, self._made, None if expected is None else dict(expected))
         recipes = self.recipes.get((call.layer, call.index), {}), self.owned.get(call.layer, {})
-        return None if like is None else (like, *(tuple(some.items()) for some in recipes))
+        names = (*recipes, self.names.paths.get(call.layer, {}))
+        return None if like is None else (like, *(tuple(some.items()) for some in names))
 
     def _response_to(self, call: TracedCall, expected: Mapping[str, Plain] | None) -> IsolatedResponse:
         alone = _IsolatedCall(self, call, expected)
@@ -131,7 +133,8 @@ class Session:
         own = self._response(_IsolatedCall(self, call))
         if found.reason is not None:
             return own  # code may raise for what it was not called with
-        return dataclasses.replace(found, arguments_matter=_tensors_differ(own, found))
+        defaults = _defaults_of(call.module.forward)
+        return dataclasses.replace(found, arguments_matter=_tensors_differ(own, found), defaults=defaults)
 
     def _response(self, alone: _IsolatedCall) -> IsolatedResponse:
         self.current = alone
@@ -150,6 +153,10 @@ class Session:
             tensor = self.perturb(tensor, name, terms)
         return tensor
 
+    def path_before(self, layer: str, path: str) -> str:
+        """Return the path that a value or a parameter of a layer had before: synthetic tensors are drawn by it."""
+        return self.names.paths.get(layer, {}).get(path, path)
+
     def _response_layer(self, layer: str) -> str | None:
         """Return the layer whose response has the recipes of the weights: itself, or the nearest called one around it.
 
@@ -160,7 +167,7 @@ class Session:
         return next((name for name in (*names, ROOT) if name in self.called), None)
 
     def _replace_weights(
-        self, response_layer: str | None, prefix: str, module: nn.Module, recipes: Mapping[str, str]
+        self, layer: str, response_layer: str | None, prefix: str, module: nn.Module, recipes: Mapping[str, str]
     ) -> None:
         """Replace the parameters of the layer by synthetic ones; the real ones are not written to."""
         inside = module.named_modules() if isinstance(module, ATOMIC) else [("", module)]
@@ -177,18 +184,19 @@ class Session:
                         continue  # a shard of a distributed tensor
                     name = f"{path}.{own}" if path else own
                     if id(tensor) not in self._weights:
-                        self._weights[id(tensor)] = self._weight(owner, name, tensor, recipes.get(prefix + name, ""))
+                        role, wanted = self.path_before(layer, name), recipes.get(prefix + name, "")
+                        self._weights[id(tensor)] = self._weight(owner, role, tensor, wanted)
                     weight: Any = self._weights[id(tensor)]
                     if response_layer is not None:
                         self.owned[response_layer][prefix + name] = weight._modelprobe_kind
                     self._exit.callback(_put, owner, own, tensor)
                     _put(owner, own, weight)
 
-    def _weight(self, owner: nn.Module, name: str, tensor: Tensor, wanted: str) -> Tensor:
+    def _weight(self, owner: nn.Module, role: str, tensor: Tensor, wanted: str) -> Tensor:
         kind = wanted if fits(wanted, tensor.dtype) else kind_of(tensor, weight=True)
         kind = kind if tensor.is_floating_point() else "const 0"  # batches counted
         terms = terms_of(owner, tensor)
-        drawn = self.synthetic(kind, tensor.shape, name, tensor.dtype, terms).to(tensor.device)
+        drawn = self.synthetic(kind, tensor.shape, role, tensor.dtype, terms).to(tensor.device)
         weight: Any = drawn
         if drawn.stride() != tensor.stride():
             weight = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -200,7 +208,7 @@ class Session:
         weight._modelprobe_kind = kind
         if all(map(is_plain, vars(tensor).values())):
             layout = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
-            self._made[id(weight)] = name, kind, layout, repr(vars(tensor))
+            self._made[id(weight)] = role, kind, layout, repr(vars(tensor))
         return weight  # type: ignore[no-any-return]
 
     def _replace_forward(self, name: str, module: nn.Module) -> None:
@@ -278,9 +286,10 @@ class _IsolatedCall:
         """Run it, and return its response."""
         try:
             for name, weight in weights_of(self._call.module):
-                self._register_input(weight, name, self._leaf(name, name, weight))
+                role = self._session.path_before(self._call.layer, name)
+                self._register_input(weight, name, self._leaf(role, name, weight))
             assert self._call.inputs is not None
-            args, kwargs = self._made(self._call.inputs, "", "", None)
+            args, kwargs = self._made(self._call.inputs, self._call.layer)
             module = self._call.module
             asked = None if self._expected is None else with_arguments(module.forward, args, kwargs, self._expected)
             if asked is not None:
@@ -292,7 +301,7 @@ class _IsolatedCall:
                 output = module(*args, **kwargs)
             returned = flatten("output", output, objects=False)
             self._emit_state(buffers, inputs, returned)
-            self._emit("", "", returned)
+            self._emit(self._call.layer, "", "", returned)
         except Exception as error:  # noqa: BLE001 - whatever a model does with numbers it was not made for
             return IsolatedResponse(recipes=self._recipes, reason=reason_of(error))
         return self._response()
@@ -315,22 +324,25 @@ class _IsolatedCall:
         call = f" (call {number + 1}) " if number else " "
         label = _relative(name, self._call.layer) + call
         # By name and not by order: another child, or a moved line, does not change the outputs of the others.
-        names = self._session.names
+        names = self._session.names.layers
         role = _relative(names.get(name, name), names.get(self._call.layer, self._call.layer)) + call
         flat = flatten_call(args, kwargs)
         if not again:
             self._counts[name] += 1
-            self._emit(label, role, flat, _defaults_of(forward))
+            self._emit(name, label, role, flat, _defaults_of(forward))
         actual = tuple(flat.tensors[0][1].shape) if flat.tensors else None
-        return self._made(child.outputs, role, label, (child.shape, actual))
+        return self._made(child.outputs, name, role, label, (child.shape, actual))
 
     # --- what goes in ---------------------------------------------------------------------------------------------
 
-    def _made(self, template: ArgumentTemplate, role: str, label: str, shapes: _Shapes) -> Any:
+    def _made(
+        self, template: ArgumentTemplate, layer: str, role: str = "", label: str = "", shapes: _Shapes = None
+    ) -> Any:
         def make(placeholder: Any) -> Tensor:
             spec = placeholder._modelprobe_spec
             with statistics.ambient_modes_disabled(), torch.no_grad():
-                return self._tensor(spec, role + spec.name, label + spec.name, _followed(spec.shape, shapes))
+                own = self._session.path_before(layer, spec.name)
+                return self._tensor(spec, role + own, label + spec.name, _followed(spec.shape, shapes))
 
         return copied(template.value, make, {} if template.known else self._session.modules)
 
@@ -385,7 +397,14 @@ class _IsolatedCall:
 
     # --- what comes out -------------------------------------------------------------------------------------------
 
-    def _emit(self, label: str, role: str, flat: Flat, defaults: Mapping[str, object] = MappingProxyType({})) -> None:
+    def _emit(
+        self,
+        layer: str,
+        label: str,
+        role: str,
+        flat: Flat,
+        defaults: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
         for path, tensor in flat.tensors:
             self._seen.add(id(tensor))
             name = self._passed(tensor)
@@ -395,7 +414,7 @@ class _IsolatedCall:
                 self._emitted.append((label + path, name))
             if tensor.is_floating_point() and not tensor.requires_grad:
                 self._cut.append(label + path)
-            self._add_term(role + path, tensor)
+            self._add_term(role + self._session.path_before(layer, path), tensor)
         for path, value in flat.plain.items():
             if value is not None:
                 other = NOT_DEFAULT if value is False and defaults.get(path, False) is not False else ""
@@ -465,6 +484,7 @@ class _IsolatedCall:
             gradient=combined(list(zip(roles, computed, strict=True))) if roles else None,
             without_gradient=(*unreached, *self._cut) if self._session.gradient and reason is None else (),
             reason=reason,
+            by_names_before=self._session.by_names_before,
         )
 
     def _gradients(self) -> tuple[list[str], list[Tensor], str | None]:
@@ -528,13 +548,13 @@ def _relative(name: str, container: str) -> str:
 
 
 def _defaults_of(function: Callable[..., Any]) -> Mapping[str, object]:
-    """Return the defaults of a function's parameters by name; empty if it has no signature.
+    """Return the parameters of a function and their defaults, `inspect.Parameter.empty` where there is none.
 
     >>> _defaults_of(lambda x, is_causal=True: x)
-    {'is_causal': True}
+    {'x': <class 'inspect._empty'>, 'is_causal': True}
     """
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
-    return {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+    return {name: p.default for name, p in parameters.items()}
