@@ -14,6 +14,10 @@ from .differences import Difference
 from .pairing import is_same, paired_values
 
 
+_FORMER = "former_"
+"""Prefix of the path of a value that is gone, where another has its path now."""
+
+
 def with_current_paths(
     actual: Record, expected: Record, layers: Mapping[str, str]
 ) -> tuple[Record, NamesBefore, list[Difference]]:
@@ -36,6 +40,7 @@ def with_current_paths(
         Difference(layer=name, kind="path" if now in seen[name] else "name", what=now, actual=now, expected=before)
         for name, found in paths.items()
         for now, before in found.items()
+        if not now.startswith(_FORMER)
     ]
     known = with_paths(expected, NamesBefore(paths=paths))
     for a, e in both:
@@ -53,15 +58,17 @@ def _of_calls(a: Layer, e: Layer) -> dict[str, str]:
 
 
 def _of_call(a: Call, e: Call) -> Iterator[tuple[str, str]]:
-    pairs, _, _ = paired_values(a.inputs, e.inputs)
-    for value, other in pairs:
+    inputs, _, gone = paired_values(a.inputs, e.inputs)
+    for value, other in inputs:
         # Of two keywords with other values, one came and one went.
         written = any(map(_is_positional, (value.path, other.path)))
         if value.path != other.path and (written or is_same(value.forward, other.forward)):
             yield value.path, other.path
-    pairs, _, _ = paired_values(a.outputs, e.outputs)
-    yield from ((value.path, other.path) for value, other in pairs if value.path != other.path)
+    outputs, _, lost = paired_values(a.outputs, e.outputs)
+    yield from ((value.path, other.path) for value, other in outputs if value.path != other.path)
     yield from _of_arguments(a.arguments, e.arguments)
+    taken = {value.path for value in (*a.inputs, *a.outputs)}
+    yield from ((f"{_FORMER}{value.path}", value.path) for value in (*gone, *lost) if value.path in taken)
 
 
 def _of_arguments(actual: Mapping[str, Plain], expected: Mapping[str, Plain]) -> Iterator[tuple[str, str]]:

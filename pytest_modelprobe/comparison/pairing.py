@@ -23,7 +23,13 @@ def comparable(a: IsolatedResponse | None, e: IsolatedResponse | None) -> bool:
         return False
     if a.recipes == e.recipes:
         return True
-    return all(e.recipes[name] == recipe for name, recipe in a.recipes.items() if name in e.recipes)
+    return all(_made(e.recipes[name]) == _made(recipe) for name, recipe in a.recipes.items() if name in e.recipes)
+
+
+def _made(recipe: str) -> str:
+    """Return a recipe, the same for masks of bools and of floats: the same entries are masked."""
+    shape, _, kind = recipe.partition(" ")
+    return f"{shape.partition(':')[0]} mask" if kind == "bool" or kind.startswith("mask ") else recipe
 
 
 def is_drawn_otherwise(layer: str, a: IsolatedResponse | None, names: NamesBefore) -> bool:

@@ -70,8 +70,10 @@ def diagnose(comparison: Comparison) -> Diagnosis:
     causes = [*forward, *gradient_causes(index, forward, explained), *update_causes(index)]
     unchanged = _is_unchanged(comparison)
     if unchanged and not comparison.strict and all(is_of_call_syntax(index, d) for d in comparison.differences):
-        notes = (*renamed, *map(_without_effect, (*causes, *possible)))
-        return Diagnosis(comparison=comparison, notes=notes, unchanged=True)
+        hidden = set(layers_behind_zeros(comparison.actual))
+        if not any(cause.changes_code and cause.layer in hidden for cause in causes):
+            notes = (*renamed, *map(_without_effect, (*causes, *possible)))
+            return Diagnosis(comparison=comparison, notes=notes, unchanged=True)
     if unchanged and _has_same_gradients(comparison):
         causes, possible = ([*map(_without_effect, found)] for found in (causes, possible))
     wanted = comparison.wanted

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
+from pytest_modelprobe.comparison.compare import is_quantity
 from pytest_modelprobe.comparison.differences import CallPair, Difference
 from pytest_modelprobe.comparison.pairing import comparable, is_same
-from pytest_modelprobe.record import NOT_DEFAULT, Value
+from pytest_modelprobe.record import Reading, Value
 
 from .computation import has_new_source
 from .index import ComparisonIndex
 
-_NOTHING = (None, False, "=None", "=False")
+_NOTHING = (None, False)
 
 
 def is_of_call_syntax(index: ComparisonIndex, difference: Difference) -> bool:
@@ -19,6 +22,10 @@ def is_of_call_syntax(index: ComparisonIndex, difference: Difference) -> bool:
     shape of the same elements; a mask in another dtype; and an output inside the model that nobody uses. Where a value
     differs, all of these may matter.
     """
+    if difference.kind in ("response", "response gradient"):
+        return True  # the run does not show it; where zeros may hide it, see `layers_behind_zeros`
+    if difference.kind in ("buffer added", "buffer removed"):
+        return _is_kept_beside(index, difference)
     pair = index.pair_at(difference)
     if pair is None:
         return False
@@ -26,19 +33,21 @@ def is_of_call_syntax(index: ComparisonIndex, difference: Difference) -> bool:
         return not pair.outermost and _is_unused(index, pair, difference)
     if difference.kind == "argument":
         return _is_same_argument(pair, difference) and not (pair.outermost and not _is_nothing(difference))
-    if difference.kind == "interface":
+    if difference.kind in ("interface", "input"):
         return not pair.outermost and _has_same_elements(pair, difference.what)
     if difference.kind == "path":
         return not pair.outermost
     if difference.kind == "source":
         above = index.caller_of(pair)
         return above is not None and not has_new_source(index, difference, above)
-    if difference.kind == "response":
-        return difference.change is None and _is_handed_alike(index, pair, difference)
-    if difference.kind == "response gradient":
-        came_or_went = {d.what for d in index.of_call(pair, "input added", "input removed")}
-        return difference.what in came_or_went
     return False
+
+
+def _is_kept_beside(index: ComparisonIndex, difference: Difference) -> bool:
+    """Whether a buffer came or went that is in no checkpoint: like an attribute of one record alone."""
+    record = index.comparison.actual if difference.kind == "buffer added" else index.comparison.expected
+    buffers = {buffer.name: buffer for buffer in record.layers[difference.layer].buffers}
+    return buffers[difference.what].persistent is False
 
 
 def _is_nothing(difference: Difference) -> bool:
@@ -81,7 +90,7 @@ def _has_same_elements(pair: CallPair, path: str) -> bool:
         for mine, theirs in ((pair.actual.inputs, pair.expected.inputs), (pair.actual.outputs, pair.expected.outputs))
         for now, then in zip(_at(mine, path), _at(theirs, path), strict=False)
     ]
-    return bool(found) and all(_is_reshaped(*values) or _is_recast(*values) for values in found)
+    return bool(found) and all(_is_reshaped(*values) or _is_same_mask(*values) for values in found)
 
 
 def _at(values: tuple[Value, ...], path: str) -> list[Value]:
@@ -95,24 +104,23 @@ def _is_reshaped(now: Value, then: Value) -> bool:
         return True
     a, e = now.forward.statistics, then.forward.statistics
     # In another order of axes; the fingerprint of one that is split into other samples is another one, too.
-    return a is not None and e is not None and a.count == e.count and a == e
+    return a is not None and e is not None and is_same(Reading(statistics=a), Reading(statistics=e))
 
 
-def _is_recast(now: Value, then: Value) -> bool:
-    """Whether a mask that no layer gives out is one of bools, integers or floats now, and was another."""
-    return now.shape == then.shape and None is now.source is then.source and now.is_floating != then.is_floating
+def _is_same_mask(now: Value, then: Value) -> bool:
+    """Whether a value that no layer gives out is a mask of the same share, in another dtype or expanded."""
+    shares = [_attended(value) for value in (now, then) if value.source is None]
+    return len(shares) == 2 and None not in shares and math.isclose(*shares, abs_tol=1e-6)
 
 
-def _is_handed_alike(index: ComparisonIndex, pair: CallPair, difference: Difference) -> bool:
-    """Whether what the code passes to a child differs only in how the call of the child is written."""
-    child, space, path = difference.what.rpartition(" ")
-    called = index.child_call(pair, child) if space else None
-    if called is None:
-        return False
-    sides = {str(side).removesuffix(NOT_DEFAULT) for side in (difference.actual, difference.expected)}
-    if any(str(side).endswith(NOT_DEFAULT) for side in (difference.actual, difference.expected)):
-        return False
-    if sides <= {"None", "=None", "=False"}:
-        return True
-    found = [d for d in index.of_call(called, "argument", "input added", "input removed") if d.what == path]
-    return bool(found) and all(is_of_call_syntax(index, d) for d in found)
+def _attended(value: Value) -> float | None:
+    """Return the share of a mask that is not masked out; None of what is no mask."""
+    numbers = value.forward.statistics
+    if numbers is None or numbers.nan or numbers.posinf or numbers.min is None or numbers.max is None:
+        return None
+    zeros = numbers.zeros / numbers.count
+    if value.is_floating and not is_quantity(value):
+        return zeros
+    if not value.is_floating and 0 <= numbers.min <= numbers.max <= 1:
+        return 1 - zeros
+    return None

@@ -58,6 +58,11 @@ class Cause:
         return first is not None and first.kind == "response" and self.change is None and self.what == first.what
 
     @property
+    def changes_code(self) -> bool:
+        """Whether the own code of the layer computes something else, not only calls a child with other arguments."""
+        return self.kind in ("computation", "gradient") and not self.is_call_change
+
+    @property
     def is_retraining(self) -> bool:
         """Whether the weights of all layers changed, as after another training."""
         return self.kind == "weights" and self.what.startswith("all ")

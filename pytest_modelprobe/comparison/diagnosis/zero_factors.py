@@ -35,7 +35,7 @@ def layers_behind_zeros(record: Record) -> list[str]:
 
 def changes_code(diagnosis: Diagnosis) -> bool:
     """Whether the own code of a layer computes something else, not only calls a child with other arguments."""
-    return any(cause.kind in ("computation", "gradient") and not cause.is_call_change for cause in diagnosis.causes)
+    return any(cause.changes_code for cause in diagnosis.causes)
 
 
 def _any_zero(some: Iterable[Parameter | Value]) -> bool:
