@@ -13,7 +13,6 @@ from pytest_modelprobe.record import Call, Layer, NamesBefore, Plain, Record, wi
 from .differences import Difference
 from .pairing import is_same, paired_values
 
-
 _FORMER = "former_"
 """Prefix of the path of a value that is gone, where another has its path now."""
 

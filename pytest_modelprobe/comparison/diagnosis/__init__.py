@@ -15,9 +15,9 @@ from pytest_modelprobe.comparison.differences import Comparison, Difference, Dif
 from pytest_modelprobe.record import Record
 
 from .backward import gradient_causes
-from .call_changes import is_of_call_syntax
 from .causes import DRIFT, Cause, CauseKind, Diagnosis, Evidence, by_importance
 from .computation import computation_causes
+from .harmless import is_harmless
 from .hints import hints
 from .index import ComparisonIndex
 from .recorded import (
@@ -69,7 +69,7 @@ def diagnose(comparison: Comparison) -> Diagnosis:
     forward = [*(with_effect(index, cause) for cause in recorded), *computation]
     causes = [*forward, *gradient_causes(index, forward, explained), *update_causes(index)]
     unchanged = _is_unchanged(comparison)
-    if unchanged and not comparison.strict and all(is_of_call_syntax(index, d) for d in comparison.differences):
+    if unchanged and not comparison.strict and all(is_harmless(index, d) for d in comparison.differences):
         hidden = set(layers_behind_zeros(comparison.actual))
         if not any(cause.changes_code and cause.layer in hidden for cause in causes):
             notes = (*renamed, *map(_without_effect, (*causes, *possible)))

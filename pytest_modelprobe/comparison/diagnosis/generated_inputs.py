@@ -115,6 +115,17 @@ def _least_share(now: Value, then: Value) -> float:
     return min((abs(x - y) for x in _hidden(now, a) for y in _hidden(then, e)), default=0) / a.count
 
 
+def may_mask_the_same(now: Value, then: Value) -> bool:
+    """Whether two masks, of any shape and dtype, hide the same share of entries."""
+    shares = [
+        {round(n / numbers.count, 6) for n in _hidden(value, numbers)}
+        if numbers is not None and numbers.count
+        else set()
+        for value, numbers in ((value, value.forward.statistics) for value in (now, then))
+    ]
+    return not shares[0].isdisjoint(shares[1])
+
+
 def _hidden(value: Value, numbers: Statistics) -> Sequence[int]:
     """Return how many entries a mask may hide; nothing if it is no mask."""
     masked = _masked(value, numbers)

@@ -214,8 +214,12 @@ class ComparisonIndex:
 
     def caller_of(self, pair: CallPair) -> Step | None:
         """Return the call that makes a call; None if the test does."""
-        step = self._step_of_pair.get(id(pair))
+        step = self.step_of(pair)
         return None if step is None else step.parent
+
+    def step_of(self, pair: CallPair) -> Step | None:
+        """Return a call of the actual record in the tree of calls."""
+        return self._step_of_pair.get(id(pair))
 
     # --- of one call ----------------------------------------------------------------------------------------------
 
@@ -470,7 +474,7 @@ def _handed_on(pair: CallPair, response: IsolatedResponse, record: Record) -> di
 
 def _returns_its_input(record: Record, name: str) -> bool:
     """Whether a layer without parameters, itself or inside it, returned its inputs in the run."""
-    if not _passes_on(record.layers[name], {}):
+    if not returns_its_input(record.layers[name]):
         return False
     inside = [layer for other, layer in record.layers.items() if f"{other}.".startswith(f"{name}.")]
     return not any(layer.parameters for layer in inside)
@@ -486,6 +490,11 @@ def _by_root(steps: Iterable[Step]) -> dict[str, list[Step]]:
 
 def _started(step: Step) -> int:
     return step.call.started
+
+
+def returns_its_input(layer: Layer) -> bool:
+    """Whether each output of a layer is one of its inputs."""
+    return _passes_on(layer, {})
 
 
 def _passes_on(layer: Layer, steps: Mapping[str, Sequence[Step]]) -> bool:

@@ -1,0 +1,162 @@
+"""How calls are written: differences that change nothing that is computed, where every value is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pytest_modelprobe.comparison.differences import CallPair, Difference
+from pytest_modelprobe.comparison.pairing import comparable, is_same
+from pytest_modelprobe.record import Layer, Reading, Value
+
+from .computation import has_new_source
+from .generated_inputs import may_mask_the_same
+from .index import ComparisonIndex, returns_its_input
+from .layer_names import relative_name
+
+_NOTHING = (None, False)
+
+
+def is_harmless(index: ComparisonIndex, difference: Difference) -> bool:
+    """Whether a difference is one of how a call is written; what it gets or gives is the same, or is not used.
+
+    So are arguments with their default, ``None`` or ``False``; a tensor that the code called does not use; another
+    shape of the same elements; a mask in another dtype; and an output inside the model that nobody uses. Where a value
+    differs, all of these may matter.
+    """
+    if difference.kind in ("response", "response gradient"):
+        return True  # the run does not show it; where zeros may hide it, see `layers_behind_zeros`
+    if difference.kind in ("buffer added", "buffer removed"):
+        return _is_kept_beside(index, difference)
+    if difference.kind in ("layer added", "layer removed", "calls"):
+        return all(_computes_nothing(layer) or _was_or_is_shared(index, layer) for layer in _layers(index, difference))
+    pair = index.pair_at(difference)
+    if pair is None:
+        return False
+    if difference.kind in ("input added", "input removed"):
+        return not pair.outermost and _is_unused(index, pair, difference)
+    if difference.kind == "argument":
+        return _is_same_argument(pair, difference) and not (pair.outermost and not _is_nothing(difference))
+    if difference.kind in ("interface", "input"):
+        return not pair.outermost and _has_same_elements(index, pair, difference)
+    if difference.kind == "path":
+        return not pair.outermost
+    if difference.kind == "source":
+        above = index.caller_of(pair)
+        return above is not None and not has_new_source(index, difference, above)
+    return False
+
+
+def _layers(index: ComparisonIndex, difference: Difference) -> list[Layer]:
+    """Return the layer of a difference in the records that have it."""
+    records = (index.comparison.actual, index.comparison.expected)
+    return [record.layers[difference.layer] for record in records if difference.layer in record.layers]
+
+
+def _computes_nothing(layer: Layer) -> bool:
+    """Whether a layer returns its input in either mode: an identity, dropout of nothing, an empty list of layers."""
+    if layer.parameters or layer.buffers:
+        return False
+    if not layer.calls and layer.type.startswith("torch.nn.modules.container."):
+        return True  # what it holds is compared by itself
+    if layer.type == "torch.nn.modules.linear.Identity":
+        return True
+    chance = [layer.attributes[name] for name in ("p", "drop_prob") if name in layer.attributes]
+    return chance == [0] and layer.leaf and returns_its_input(layer)
+
+
+def _was_or_is_shared(index: ComparisonIndex, layer: Layer) -> bool:
+    """Whether a layer without weights was another one of its kind under a second name, or is now."""
+    if layer.parameters or layer.buffers or not layer.leaf:
+        return False
+    actual, expected = index.comparison.actual, index.comparison.expected
+    own = layer.name.removesuffix(" (removed)")
+    others = (expected if layer.name in index.added else actual).layers.values()
+    if layer.name in index.added or layer.name in index.removed:
+        return any(own in other.aliases and _is_alike(layer, other) for other in others)
+    aliases = [set(record.layers[layer.name].aliases) for record in (actual, expected)]
+    return aliases[0] != aliases[1]
+
+
+def _is_alike(layer: Layer, other: Layer) -> bool:
+    return (layer.type, layer.attributes) == (other.type, other.attributes)
+
+
+def _is_kept_beside(index: ComparisonIndex, difference: Difference) -> bool:
+    """Whether a buffer came or went that is in no checkpoint: like an attribute of one record alone."""
+    record = index.comparison.actual if difference.kind == "buffer added" else index.comparison.expected
+    buffers = {buffer.name: buffer for buffer in record.layers[difference.layer].buffers}
+    return buffers[difference.what].persistent is False
+
+
+def _is_nothing(difference: Difference) -> bool:
+    return difference.actual in _NOTHING and difference.expected in _NOTHING
+
+
+def _is_same_argument(pair: CallPair, difference: Difference) -> bool:
+    """Whether a plain argument means the same: ``None`` or ``False``, its default, or one that the code has no more."""
+    if _is_nothing(difference):
+        return True
+    response = pair.actual.response
+    if (
+        None not in (difference.actual, difference.expected)
+        or response is None
+        or response.arguments_matter is not False
+    ):
+        return False
+    given = difference.expected if difference.actual is None else difference.actual
+    return difference.what not in response.defaults or response.defaults[difference.what] == given
+
+
+def _is_unused(index: ComparisonIndex, pair: CallPair, difference: Difference) -> bool:
+    """Whether the code of a call answers the same, alone, with a tensor and without it."""
+    first = index.first_calls[pair.layer]
+    a, e = first.actual.response, first.expected.response
+    if a is None or e is None or not comparable(a, e):
+        return False
+    recipe = (a if difference.kind == "input added" else e).recipes.get(difference.what, "")
+    _, _, kind = recipe.partition(" ")
+    # A mask that masks nothing makes no difference, and the next one may.
+    if not kind or kind.startswith(("const", "true", "false")):
+        return False
+    return all(d.change is None for d in index.of_call(first, "response"))
+
+
+def _has_same_elements(index: ComparisonIndex, pair: CallPair, difference: Difference) -> bool:
+    """Whether a value has the same elements in another shape, or is a mask of the same entries in another form."""
+    inputs = [_at(call.inputs, difference.what) for call in (pair.actual, pair.expected)]
+    outputs = [_at(call.outputs, difference.what) for call in (pair.actual, pair.expected)]
+    found = [(now, then) for now, then in (inputs, outputs) if now is not None and then is not None]
+    return bool(found) and all(
+        _is_reshaped(now, then) or (now is inputs[0] and _is_same_mask(index, pair, now, then)) for now, then in found
+    )
+
+
+def _at(values: Sequence[Value], path: str) -> Value | None:
+    return next((value for value in values if value.path == path), None)
+
+
+def _is_reshaped(now: Value, then: Value) -> bool:
+    if now.dtype != then.dtype:
+        return False
+    if is_same(now.forward, then.forward):
+        return True
+    a, e = now.forward.statistics, then.forward.statistics
+    # In another order of axes; the fingerprint of one that is split into other samples is another one, too.
+    return a is not None and e is not None and is_same(Reading(statistics=a), Reading(statistics=e))
+
+
+def _is_same_mask(index: ComparisonIndex, pair: CallPair, now: Value, then: Value) -> bool:
+    """Whether an input that no layer gives out masks the same: in another dtype, by another number, or expanded."""
+    if now.source or then.source or not may_mask_the_same(now, then):
+        return False
+    above = index.caller_of(pair)
+    caller = index.pair_of(above)
+    step = index.step_of(pair)
+    if now.shape != then.shape or above is None or caller is None or step is None:
+        return now.shape != then.shape
+    where = f"{relative_name(step.name, above.layer.name)} {now.path}"
+    a, e = ({h.where: h for h in r.handed} if r else {} for r in (caller.actual.response, caller.expected.response))
+    if where not in a or where not in e or any(d.what == where for d in index.of_call(caller, "response")):
+        return False
+    # What the caller passes on is compared where it was made.
+    return a[where].passed is not None or index.has_comparable_responses(caller)
