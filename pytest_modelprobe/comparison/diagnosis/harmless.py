@@ -112,14 +112,14 @@ def _is_unused(index: ComparisonIndex, pair: CallPair, difference: Difference) -
     """Whether the code of a call answers the same, alone, with a tensor and without it."""
     first = index.first_calls[pair.layer]
     a, e = first.actual.response, first.expected.response
-    if a is None or e is None or not comparable(a, e):
+    if a is None or e is None or not comparable(a, e) or a.arguments_matter:
         return False
     recipe = (a if difference.kind == "input added" else e).recipes.get(difference.what, "")
     _, _, kind = recipe.partition(" ")
     # A mask that masks nothing makes no difference, and the next one may.
     if not kind or kind.startswith(("const", "true", "false")):
         return False
-    return all(d.change is None for d in index.of_call(first, "response"))
+    return a.arguments_matter is False or all(d.change is None for d in index.of_call(first, "response"))
 
 
 def _has_same_elements(index: ComparisonIndex, pair: CallPair, difference: Difference) -> bool:
