@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from pytest_modelprobe.record import IsolatedResponse, Layer, NamesBefore, Plain, Record, with_rerun
+from pytest_modelprobe.record import Call, IsolatedResponse, Layer, NamesBefore, Record, with_rerun
 
 from .isolation import Key
 
@@ -90,13 +90,9 @@ def responses_of(record: Record) -> dict[Key, IsolatedResponse]:
     return {(layer.name, call.index): call.response for layer, call in record.calls if call.response is not None}
 
 
-def arguments_of(request: IsolationRequest) -> dict[Key, Mapping[str, Plain]]:
-    """Return the plain arguments of the calls to be answered alike, of a record of one forward; empty: its own."""
-    return (
-        {}
-        if request.own_arguments
-        else {(layer.name, call.index): call.arguments for layer, call in request.like.calls}
-    )
+def expected_calls(request: IsolationRequest) -> dict[Key, Call]:
+    """Return the calls whose arguments are taken, of a record of one forward; empty: each takes its own."""
+    return {} if request.own_arguments else {(layer.name, call.index): call for layer, call in request.like.calls}
 
 
 def with_responses(record: Record, found: Mapping[Place, IsolatedResponse]) -> Record:

@@ -46,7 +46,7 @@ from .loss import Loss, NoGradientError, loss_of
 from .origin import find_gradient_origin, find_origin
 from .rerun import (
     IsolationRequest,
-    arguments_of,
+    expected_calls,
     modules_of,
     responses_of,
     with_note,
@@ -227,7 +227,7 @@ class Run:
                 layers=modules_of(record),
                 only=request.only,
                 recipes={key: response.recipes for key, response in responses_of(request.like).items()},
-                arguments=arguments_of(request),
+                expected=expected_calls(request),
                 names=request.names,
                 gradient=self.loss is not None,
             )

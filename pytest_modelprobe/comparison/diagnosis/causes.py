@@ -55,7 +55,7 @@ class Cause:
     def is_call_change(self) -> bool:
         """Whether the response shows only that a child is called with other plain arguments, or not called."""
         first = self.differences[0] if self.differences else None
-        return first is not None and first.kind == "response" and self.change is None and self.what == first.what
+        return first is not None and first.kind == "response" and first.change is None and self.what == first.what
 
     @property
     def changes_code(self) -> bool:

@@ -79,8 +79,23 @@ def computation_causes(
             possible.setdefault(cause.layer, dataclasses.replace(cause, hints=(*cause.hints, hint)))
         else:
             certain[cause.layer] = cause
-    told = [_with_attributes(index, cause) for cause in certain.values()]
+    told = [_with_attributes(index, _with_effect_of_call(index, cause, possible)) for cause in certain.values()]
     return in_layer_order(told, index.executed_layers), in_layer_order(possible.values(), index.executed_layers)
+
+
+def _with_effect_of_call(index: ComparisonIndex, cause: Cause, possible: Collection[str]) -> Cause:
+    """Add to a cause without a size what it changed in the run: the output of a child that else gets the same."""
+    pair = index.first_calls.get(cause.layer)
+    if pair is None or cause.kind != "computation" or cause.change is not None or cause.is_exact:
+        return cause
+    places = [d.what for d in cause.differences if d.kind == "response"] or [cause.what]
+    for child in dict.fromkeys(place.rpartition(" ")[0] for place in places):
+        called = index.child_call(pair, child) if child else None
+        # A child that may have changed itself is told beside it.
+        moved = None if called is None or called.layer in possible else index.change_by_call(called)
+        if moved is not None:
+            return dataclasses.replace(cause, change=moved.change, noise=moved.noise, effect=f"output of {child}")
+    return cause
 
 
 def _is_far_beyond_noise(cause: Cause) -> bool:

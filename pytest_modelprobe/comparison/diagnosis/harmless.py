@@ -40,6 +40,9 @@ def is_harmless(index: ComparisonIndex, difference: Difference) -> bool:
         return not pair.outermost and _has_same_elements(index, pair, difference)
     if difference.kind == "path":
         return not pair.outermost
+    if difference.kind == "gradient":
+        # Those of all parameters are the same: another tensor of the same numbers takes the gradients of some uses.
+        return _at(pair.actual.inputs, difference.what) is not None
     if difference.kind == "source":
         above = index.caller_of(pair)
         return above is not None and not has_new_source(index, difference, above)
@@ -56,12 +59,10 @@ def _computes_nothing(layer: Layer) -> bool:
     """Whether a layer returns its input in either mode: an identity, dropout of nothing, an empty list of layers."""
     if layer.parameters or layer.buffers:
         return False
-    if not layer.calls and layer.type.startswith("torch.nn.modules.container."):
+    if layer.type_name in ("ModuleList", "ModuleDict", "Sequential") and not layer.calls:
         return True  # what it holds is compared by itself
-    if layer.type == "torch.nn.modules.linear.Identity":
-        return True
     chance = [layer.attributes[name] for name in ("p", "drop_prob") if name in layer.attributes]
-    return chance == [0] and layer.leaf and returns_its_input(layer)
+    return layer.leaf and (chance == [0] or layer.type_name == "Identity") and returns_its_input(layer)
 
 
 def _was_or_is_shared(index: ComparisonIndex, layer: Layer) -> bool:
@@ -78,7 +79,7 @@ def _was_or_is_shared(index: ComparisonIndex, layer: Layer) -> bool:
 
 
 def _is_alike(layer: Layer, other: Layer) -> bool:
-    return (layer.type, layer.attributes) == (other.type, other.attributes)
+    return (layer.type_name, layer.attributes) == (other.type_name, other.attributes)
 
 
 def _is_kept_beside(index: ComparisonIndex, difference: Difference) -> bool:
@@ -111,14 +112,14 @@ def _is_unused(index: ComparisonIndex, pair: CallPair, difference: Difference) -
     """Whether the code of a call answers the same, alone, with a tensor and without it."""
     first = index.first_calls[pair.layer]
     a, e = first.actual.response, first.expected.response
-    if a is None or e is None or not comparable(a, e):
+    if a is None or e is None or not comparable(a, e) or a.arguments_matter:
         return False
     recipe = (a if difference.kind == "input added" else e).recipes.get(difference.what, "")
     _, _, kind = recipe.partition(" ")
     # A mask that masks nothing makes no difference, and the next one may.
     if not kind or kind.startswith(("const", "true", "false")):
         return False
-    return all(d.change is None for d in index.of_call(first, "response"))
+    return a.arguments_matter is False or all(d.change is None for d in index.of_call(first, "response"))
 
 
 def _has_same_elements(index: ComparisonIndex, pair: CallPair, difference: Difference) -> bool:

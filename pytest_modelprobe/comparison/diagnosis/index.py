@@ -169,7 +169,7 @@ class ComparisonIndex:
         """Return what else may explain a layer's response than its own code: its mode, or inputs that came or went."""
         if self.has(pair.layer, "mode"):
             return "its mode changed too"
-        others = self.of_call(pair, "input added", "input removed", *(() if _is_asked_alike(pair) else ("argument",)))
+        others = [] if _is_asked_alike(pair) else self.of_call(pair, "input added", "input removed", "argument")
         if others and not pair.outermost:
             came = others[0].kind == "input added" or others[0].expected is None
             return f"it {'gets' if came else 'does not get'} {others[0].what} now"
@@ -178,6 +178,17 @@ class ComparisonIndex:
     def is_indifferent(self, call: CallPair | None) -> bool:
         """Whether the code of a call answers the same, alone, to the plain arguments of either record."""
         return call is not None and _is_same_for_arguments(call)
+
+    def change_by_call(self, pair: CallPair) -> ValueChange | None:
+        """Return the largest change among the outputs of a call that gets other arguments, and else the same values."""
+        if self.is_indifferent(pair) or not self.has_same_layer(pair):
+            return None
+        known = {value.path for value in pair.expected.inputs}
+        changes = [
+            self.comparison.change(pair.layer, pair.key, "input", v.path) for v in pair.actual.inputs if v.path in known
+        ]
+        same = not self.of_call(pair, "interface", side="input") and not any(change.differs for change in changes)
+        return self.largest_change(pair, "output") if same else None
 
     def uses_changed_input(self, pair: CallPair) -> bool:
         """Whether a floating-point tensor came or went that the code of the call uses, or used.

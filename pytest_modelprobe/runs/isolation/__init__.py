@@ -22,7 +22,7 @@ from torch import nn
 from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import Layers, preserved, run_eagerly, seeding, settings_preserved
 from pytest_modelprobe.progress import progress
-from pytest_modelprobe.record import IsolatedResponse, NamesBefore, Plain, Reading
+from pytest_modelprobe.record import Call, IsolatedResponse, NamesBefore, Reading
 from pytest_modelprobe.runs.noise import relative_change
 
 from .alone import Key, Part, Perturb, Session
@@ -44,7 +44,7 @@ def isolate(
     layers: Collection[str] | None = None,
     only: Collection[str] | None = None,
     recipes: Mapping[Key, Mapping[str, str]] | None = None,
-    arguments: Mapping[Key, Mapping[str, Plain]] | None = None,
+    expected: Mapping[Key, Call] | None = None,
     names: NamesBefore | None = None,
     gradient: bool = False,
     perturb: Perturb | None = None,
@@ -61,7 +61,7 @@ def isolate(
         only: Names of some of these, to skip the others. The responses are the same, except where a layer that is
             skipped writes to a buffer of one that is not.
         recipes: The `IsolatedResponse.recipes` of other responses, to be used where shape and dtype allow it.
-        arguments: Plain arguments of calls, in place of their own as far as the code has such parameters.
+        expected: Calls whose arguments are taken, in place of their own as far as the code has such parameters.
         names: What had another name when these recipes were made.
         gradient: Whether to run backward through each call too.
         perturb: Takes a synthetic tensor, which it may write to, its name, and how many products with it are added up
@@ -89,7 +89,7 @@ def isolate(
             layers=layers,
             only=only,
             recipes=recipes,
-            arguments=arguments,
+            expected=expected,
             names=names,
             gradient=gradient,
         )
@@ -105,7 +105,7 @@ def isolate_repeatedly(
     layers: Collection[str] | None = None,
     only: Collection[str] | None = None,
     recipes: Mapping[Key, Mapping[str, str]] | None = None,
-    arguments: Mapping[Key, Mapping[str, Plain]] | None = None,
+    expected: Mapping[Key, Call] | None = None,
     names: NamesBefore | None = None,
     gradient: bool = False,
 ) -> list[dict[Key, IsolatedResponse]]:
@@ -141,7 +141,7 @@ def isolate_repeatedly(
                 traced,
                 recipes or {},
                 calls,
-                arguments=arguments or {},
+                expected=expected or {},
                 names=names,
                 gradient=gradient,
                 of=of,

@@ -25,9 +25,7 @@ class _UnknownError(Exception):
     """A value of which it is not known what code does with it."""
 
 
-def likeness(
-    call: TracedCall, forward: Any, weights: Mapping[int, Hashable], expected: dict[str, Any] | None
-) -> Hashable | None:
+def likeness(call: TracedCall, forward: Any, weights: Mapping[int, Hashable], expected: object) -> Hashable | None:
     """Return what determines the response of a call: it is equal for calls that compute the same.
 
     None: it is not known. So it is for layers with children, hooks, ``__slots__``, a ``forward`` of their own, objects
@@ -37,7 +35,7 @@ def likeness(
         call: The call.
         forward: The ``forward`` of its layer.
         weights: By id of a synthetic weight, what it was made from.
-        expected: The plain arguments that it gets in place of its own.
+        expected: The arguments that it gets in place of its own.
     """
     module, attributes = call.module, vars(call.module)
     if call.calls or call.inputs is None or not call.inputs.known:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import BatchOrInstanceNorm, graph_task
 from pytest_modelprobe.models import Flat, Layers, as_bits, flatten, flatten_call, has_dense_storage
-from pytest_modelprobe.record import NOT_DEFAULT, ROOT, EmittedTensor, IsolatedResponse, NamesBefore, Plain
+from pytest_modelprobe.record import NOT_DEFAULT, ROOT, Call, EmittedTensor, IsolatedResponse, NamesBefore
 from pytest_modelprobe.runs.noise import terms_of
 
 from .alike import is_plain, likeness
@@ -48,7 +49,7 @@ class Session:
         recipes: Mapping[Key, Mapping[str, str]],
         calls: Iterable[TracedCall],
         *,
-        arguments: Mapping[Key, Mapping[str, Plain]],
+        expected: Mapping[Key, Call],
         names: NamesBefore | None,
         gradient: bool,
         of: Part,
@@ -62,7 +63,7 @@ class Session:
         self.called = traced.called
         self.hooked = [m for m in layers.modules.values() if m._forward_pre_hooks or m._forward_hooks]
         self.recipes = recipes
-        self.arguments = arguments
+        self.expected = expected
         self.gradient = gradient
         self.of = of
         self.perturb = perturb
@@ -106,7 +107,7 @@ class Session:
         """Return the response of a call."""
         if call.reason is not None or call.inputs is None:
             return IsolatedResponse(reason=call.reason or "its inputs are not known")
-        expected = self.arguments.get((call.layer, call.index)) if call.parent is not None else None
+        expected = self.expected.get((call.layer, call.index)) if call.parent is not None else None
         like = self._likeness(call, expected)
         found = None if like is None else self._responses.get(like)
         if found is None:
@@ -116,16 +117,17 @@ class Session:
                 self._responses[like] = found
         return found
 
-    def _likeness(self, call: TracedCall, expected: Mapping[str, Plain] | None) -> Hashable | None:
+    def _likeness(self, call: TracedCall, expected: Call | None) -> Hashable | None:
         stub = vars(call.module).get("forward")
         if not isinstance(stub, _ForwardStub):
             return None
-        like = likeness(call, stub.__wrapped__, self._made, None if expected is None else dict(expected))
+        given = expected and (dict(expected.arguments), [(v.path, v.shape, v.dtype) for v in expected.inputs])
+        like = likeness(call, stub.__wrapped__, self._made, given)
         recipes = self.recipes.get((call.layer, call.index), {}), self.owned.get(call.layer, {})
         names = (*recipes, self.names.paths.get(call.layer, {}))
         return None if like is None else (like, *(tuple(some.items()) for some in names))
 
-    def _response_to(self, call: TracedCall, expected: Mapping[str, Plain] | None) -> IsolatedResponse:
+    def _response_to(self, call: TracedCall, expected: Call | None) -> IsolatedResponse:
         alone = _IsolatedCall(self, call, expected)
         found = self._response(alone)
         if not alone.has_other_arguments:
@@ -260,7 +262,7 @@ class _Leaf:
 class _IsolatedCall:
     """One call, run in isolation."""
 
-    def __init__(self, session: Session, call: TracedCall, expected: Mapping[str, Plain] | None = None) -> None:
+    def __init__(self, session: Session, call: TracedCall, expected: Call | None = None) -> None:
         self._session = session
         self.call = self._call = call
         self._expected = expected
@@ -291,9 +293,12 @@ class _IsolatedCall:
             assert self._call.inputs is not None
             args, kwargs = self._made(self._call.inputs, self._call.layer)
             module = self._call.module
-            asked = None if self._expected is None else with_arguments(module.forward, args, kwargs, self._expected)
+            expected = self._expected
+            asked = None
+            if expected is not None:
+                asked = with_arguments(module.forward, args, kwargs, expected, self._expected_tensor)
             if asked is not None:
-                kwargs, self.has_other_arguments = asked, True
+                (args, kwargs), self.has_other_arguments = asked, True
             buffers = {name: as_bits(buffer).clone() for name, buffer in buffers_of(self._call.module)}
             inputs = list(self._inputs.values())
             self._session.seed()
@@ -345,6 +350,24 @@ class _IsolatedCall:
                 return self._tensor(spec, role + own, label + spec.name, _followed(spec.shape, shapes))
 
         return copied(template.value, make, {} if template.known else self._session.modules)
+
+    def _expected_tensor(self, path: str) -> Tensor | None:
+        """Return the synthetic tensor of an input that only the expected call gets; None if its recipe does not fit."""
+        value = next(value for value in self._expected.inputs if value.path == path) if self._expected else None
+        dtype = getattr(torch, value.dtype, None) if value is not None else None
+        _, _, kind = self._wanted.get(path, "").partition(" ")
+        shape = () if value is None else value.shape
+        sizes = tuple(size for size in shape if isinstance(size, int))
+        if value is None or not isinstance(dtype, torch.dtype) or len(sizes) != len(shape) or not fits(kind, dtype):
+            return None
+        spec = TensorSpec(path, sizes, _contiguous(sizes), dtype, self._device, kind)
+        with statistics.ambient_modes_disabled(), torch.no_grad():
+            return self._tensor(spec, self._session.path_before(self._call.layer, path), path, sizes)
+
+    @property
+    def _device(self) -> torch.device:
+        """The device of the first input."""
+        return next((tensor.device for tensor, *_ in self._inputs.values()), torch.device("cpu"))
 
     def _tensor(self, spec: TensorSpec, role: str, label: str, shape: tuple[int, ...]) -> Tensor:
         if spec.value is not None:
@@ -528,6 +551,11 @@ def _parsed(text: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     sizes = tuple(int(size) for size in text.split("x") if size.isdecimal())
     fit = len(sizes) == len(shape) and all(size in (1, n) for size, n in zip(sizes, shape, strict=True))
     return sizes if fit else shape
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _laid_out(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:

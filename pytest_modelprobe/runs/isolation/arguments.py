@@ -1,57 +1,93 @@
-"""The plain arguments of the expected call in place of those of the run, so that both answer the same question."""
+"""The arguments of the expected call in place of those of the run, so that both answer the same question."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from pytest_modelprobe.models import flatten_call
-from pytest_modelprobe.record import Plain
+from pytest_modelprobe.record import Call
 
 _PLAIN = (bool, int, float, type(None))
+_POSITION = re.compile(r"input\[(\d+)\]")
 
 
 def with_arguments(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], expected: Mapping[str, Plain]
-) -> dict[str, Any] | None:
-    """Return the keyword arguments of a call with the plain ones that are expected.
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    expected: Call,
+    make: Callable[[str], Tensor | None] = lambda path: None,
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments of a call with those that the expected one gets, as far as the function takes them.
 
-    One that the function does not take is left out. None if nothing differs, or not by keyword.
+    Plain values are the expected ones; tensors that the expected call does not get are left out, and those that it gets
+    besides are made. What the function has no parameter for is left out. None if nothing differs, or if that cannot be
+    done.
 
     Args:
         function: What is called.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        expected: The plain arguments expected, by name.
+        expected: The expected call.
+        make: Returns the tensor at a path of the expected call; None if there is none.
 
-    >>> with_arguments(lambda x, scale=1, flag=None: x, (0.5,), {"flag": True}, {"input": 0.5, "scale": 2, "old": 1})
-    {'scale': 2}
+    >>> call = Call(root="f", root_training=False, index=0, arguments={"input": 0.5, "scale": 2, "old": 1})
+    >>> with_arguments(lambda x, scale=1, flag=None: x, (0.5,), {"flag": True}, call)
+    ((0.5,), {'scale': 2})
     """
-    now = flatten_call(args, kwargs).plain
-    differing = [name for name in {**now, **expected} if not _is_same(now.get(name), expected.get(name))]
+    flat = flatten_call(args, kwargs)
+    tensors, given = {path for path, _ in flat.tensors}, {value.path for value in expected.inputs}
+    now, then = flat.plain, expected.arguments
+    plain = [path for path in {**now, **then} if not _is_same(now.get(path), then.get(path))]
+    came, gone = sorted(tensors - given), sorted(given - tensors)
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return None
-    by_position = [*parameters][: len(args)]
+    named = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    found = dict(kwargs)
-    for name in differing:
-        parameter = parameters.get(name)
-        given = name in kwargs and name not in now  # a tensor, where a plain value is expected
-        if name in by_position or given or type(expected.get(name)) not in _PLAIN:
+    found = {**dict(zip(named, args, strict=False)), **kwargs} if len(args) <= len(named) else {}
+
+    def name_of(path: str) -> str:
+        """Return the name of the parameter at a path; of an element of a container, that of the container."""
+        position = _POSITION.match(path)
+        number = int(position[1]) if position else 0 if path == "input" and len(args) == 1 else len(named)
+        return named[number] if number < len(named) else re.split(r"[.\[]", path)[0]
+
+    if not (plain or came or gone):
+        return None
+    if len(args) > len(named) or any(name_of(path) in map(name_of, tensors & given) for path in came):
+        return None
+    changed: dict[str, Any] = {}
+    for path in (path for path in plain if path in then):
+        value = then[path]
+        if type(value) not in _PLAIN or name_of(path) in map(name_of, tensors & given):
             return None
-        if name not in expected:
-            if name not in kwargs or (parameter is not None and parameter.default is parameter.empty):
-                return None
-            del found[name]
-        elif parameter is not None or (takes_any and name.isidentifier()):
-            found[name] = expected[name]
-        elif not name.isidentifier():
+        changed[path] = value
+    for path in (path for path in (*came, *plain) if path not in then and path not in gone):
+        parameter = parameters.get(name_of(path))
+        if name_of(path) not in found or (parameter is not None and parameter.default is parameter.empty):
             return None
-    return found if differing else None
+        del found[name_of(path)]
+    for path in gone:
+        if (made := make(path)) is None:
+            return None
+        changed[path] = made
+    for path, value in changed.items():
+        if name_of(path) in parameters or (takes_any and path.isidentifier()):
+            found[name_of(path)] = value
+        elif not path.isidentifier() and not _POSITION.match(path):
+            return None
+    by_position = 0
+    while by_position < len(args) and named[by_position] in found:
+        by_position += 1
+    return tuple(found.pop(name) for name in named[:by_position]), found
 
 
-def _is_same(a: Plain, b: Plain) -> bool:
+def _is_same(a: object, b: object) -> bool:
     return type(a) is type(b) and (a == b or (a != a and b != b))
