@@ -123,7 +123,7 @@ def _class_of_difference(difference: Difference, comparison: Comparison) -> Clas
         return "behavior"
     if difference.kind == "layer renamed":
         return "renamed"
-    if difference.kind in ("interface", "path"):
+    if difference.kind in ("interface", "path", "name"):
         return "interface"
     if difference.kind == "parameter trainable":
         return "trainable"

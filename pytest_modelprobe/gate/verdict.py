@@ -330,7 +330,9 @@ def _change(
         return SnapshotChange(before=old, now=new, findings=(Finding(kind=kind, level=levels[kind]),))
     # Numbers of another device, or none, cannot be compared.
     gone = old.numbers is not None and (new.numbers is None or new.record.device != old.record.device)
-    comparison = compare(new.record, old.record, parts="architecture" if gone else "all")
+    # Without numbers nobody knows whether every value is the same.
+    strict = gone or old.numbers is None or new.numbers is None
+    comparison = compare(new.record, old.record, parts="architecture" if gone else "all", strict=strict)
     if not architecture:
         of_values = tuple(found for found in comparison.found if found.kind in BEHAVIOR)
         comparison = dataclasses.replace(comparison, found=of_values, notes=())
