@@ -18,7 +18,7 @@ from pytest_modelprobe.comparison import (
     diagnose,
     layers_behind_zeros,
 )
-from pytest_modelprobe.record import CallTree, Connection, Layer, Reading, Record, connections
+from pytest_modelprobe.record import CallTree, Connection, Layer, Reading, Record, connections, has_numbers
 
 from .checkpoints import Effect, effect_on_checkpoints
 from .classes import (
@@ -331,7 +331,7 @@ def _change(
     # Numbers of another device, or none, cannot be compared.
     gone = old.numbers is not None and (new.numbers is None or new.record.device != old.record.device)
     # Without numbers nobody knows whether every value is the same.
-    strict = gone or old.numbers is None or new.numbers is None
+    strict = gone or not (has_numbers(old.record) and has_numbers(new.record))
     comparison = compare(new.record, old.record, parts="architecture" if gone else "all", strict=strict)
     if not architecture:
         of_values = tuple(found for found in comparison.found if found.kind in BEHAVIOR)
