@@ -72,9 +72,9 @@ tree that is made like a repository is not taken for one.
 - **The value of an attribute that is no longer written.** If only one side has an attribute, that is a note, because
   versions of libraries add and drop them. What it changes shows in the numbers of a run that uses it.
 - **What a layer does alone, if its arguments have other names now.** It is then given other tensors, alone, so its
-  answers in the two files cannot be compared: the verdict counts these layers. Their code is judged by the values of the
-  run; where these may hide it, behind zeros, that is `behavior`. Nor do the files have the defaults of arguments: one
-  that is given now is `structure`, unless it is `None` or `False`. `--deny interface` denies `calls` too.
+  answers in the two files cannot be compared: the verdict counts these layers. Their code is judged by the values of
+  the run; where these may hide it, behind zeros, that is `behavior`. `--deny interface` denies `calls` too.
+- **The defaults of arguments.** An argument that is given now is `structure`, unless it is `None` or `False`.
 - **Whether a reason is a good one.** It has a word, and differs from that of the base. It may repeat an earlier one, or
   that of another file.
 - **What is in a submodule,** or is fetched by Git LFS.

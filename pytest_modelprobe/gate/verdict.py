@@ -366,12 +366,13 @@ def _change(
         changes={place: change for place, change in comparison.changes.items() if not change.known},
         calls=(),
     )
+    differs = bool(diagnosis.notes) or not comparison.same
     return SnapshotChange(
         before=old,
         now=new,
         findings=tuple(findings),
         comparison=outlined,
-        diagnosis=None if comparison.same and not diagnosis.notes else dataclasses.replace(diagnosis, comparison=outlined),
+        diagnosis=dataclasses.replace(diagnosis, comparison=outlined) if differs else None,
         effect=effect,
         connections=connected[0],
         connections_before=connected[1],

@@ -142,7 +142,8 @@ def noted_calls(notes: Iterable[Cause]) -> list[str]:
     """Return one sentence on calls that are written otherwise, which fail no test by themselves.
 
     >>> noted_calls(
-    ...     Cause(kind="architecture", layer=f"{i}.attn", what="path", expected="input[1]", actual="mask") for i in range(6)
+    ...     Cause(kind="architecture", layer=f"{i}.attn", what="path", expected="input[1]", actual="mask")
+    ...     for i in range(6)
     ... )
     ['Calls that are written otherwise: input[1] renamed to mask in *.attn x6.']
     """

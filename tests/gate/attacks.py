@@ -395,7 +395,7 @@ FAMILIES: dict[str, list[Attack]] = {
         Attack(what="the same, and another attribute", before="masked", check="denied: structure", pytest="passed",
                edit=update("masked, by keyword, with another rate"), why="a note beside it hides no denial"),
         Attack(what="the same, and another output of the layer", before="masked", check="warning: behavior",
-               edit=update("masked, by keyword, scaled"), pytest="passed", why="values are compared whatever is renamed"),
+               edit=update("masked, by keyword, scaled"), pytest="passed", why="values are compared all the same"),
         Attack(what="the same, where a parameter of the layer is zero", before="gated", check="warning: behavior",
                edit=update("gated, by keyword"), pytest="passed",
                why="its code may not show, and what it does alone cannot be compared"),
