@@ -71,7 +71,7 @@ def diagnose(comparison: Comparison) -> Diagnosis:
     unchanged = _is_unchanged(comparison)
     if unchanged and not comparison.strict and all(is_harmless(index, d) for d in comparison.differences):
         hidden = set(layers_behind_zeros(comparison.actual))
-        if not any(cause.changes_code and cause.layer in hidden for cause in causes):
+        if not any(cause.changes_code and cause.layer in hidden and not cause.is_call_count for cause in causes):
             notes = (*renamed, *map(_without_effect, (*causes, *possible)))
             return Diagnosis(comparison=comparison, notes=notes, unchanged=True)
     if unchanged and _has_same_gradients(comparison):

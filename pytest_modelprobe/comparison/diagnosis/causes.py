@@ -58,6 +58,11 @@ class Cause:
         return first is not None and first.kind == "response" and first.change is None and self.what == first.what
 
     @property
+    def is_call_count(self) -> bool:
+        """Whether a child is called more or less often."""
+        return self._first_kind == "calls"
+
+    @property
     def changes_code(self) -> bool:
         """Whether the own code of the layer computes something else, not only calls a child with other arguments."""
         return self.kind in ("computation", "gradient") and not self.is_call_change
