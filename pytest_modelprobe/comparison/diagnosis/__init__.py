@@ -15,7 +15,7 @@ from pytest_modelprobe.comparison.differences import Comparison, Difference, Dif
 from pytest_modelprobe.record import Record
 
 from .backward import gradient_causes
-from .causes import DRIFT, Cause, CauseKind, Diagnosis, Evidence, by_importance
+from .causes import ABSORBED, DRIFT, NO_EFFECT, SAME_ELEMENTS, Cause, CauseKind, Diagnosis, Evidence, by_importance
 from .computation import computation_causes
 from .harmless import is_harmless
 from .hints import hints
@@ -26,12 +26,15 @@ from .recorded import (
     path_cause,
     recorded_causes,
     update_causes,
+    with_absorbed,
     with_effect,
     with_weights_folded,
 )
 from .zero_factors import changes_code, layers_behind_zeros
 
 __all__ = [
+    "ABSORBED",
+    "NO_EFFECT",
     "Cause",
     "CauseKind",
     "Diagnosis",
@@ -66,7 +69,8 @@ def diagnose(comparison: Comparison) -> Diagnosis:
     recorded = recorded_causes(index)
     explained = explained_by(index, recorded)
     computation, possible = computation_causes(index, recorded, explained)
-    forward = [*(with_effect(index, cause) for cause in recorded), *computation]
+    forward = [with_absorbed(index, with_effect(index, cause)) for cause in recorded]
+    forward += [_with_same_elements(index, with_absorbed(index, cause)) for cause in computation]
     causes = [*forward, *gradient_causes(index, forward, explained), *update_causes(index)]
     unchanged = _is_unchanged(comparison)
     if unchanged and not comparison.strict and all(is_harmless(index, d) for d in comparison.differences):
@@ -86,7 +90,7 @@ def diagnose(comparison: Comparison) -> Diagnosis:
     moved = tuple(name for name in moved if name not in to_blame and (wanted is None or name in wanted))
     return Diagnosis(
         comparison=comparison,
-        causes=tuple(by_importance(with_weights_folded(index, causes))),
+        causes=tuple(by_importance(with_weights_folded(index, causes), _roots(comparison))),
         possible=tuple(c for c in possible if c.layer not in explained_layers and not (causes and DRIFT in c.hints)),
         notes=tuple(renamed),
         unchanged=unchanged,
@@ -118,6 +122,16 @@ def _is_unchanged(comparison: Comparison) -> bool:
     kinds = {d.kind for d in comparison.found}
     moved_inside = not kinds.isdisjoint({"output", *_GRADIENTS})
     return kinds.isdisjoint({"state", *_OTHER_RUN}) and (not moved_inside or _has_same_gradients(comparison))
+
+
+def _with_same_elements(index: ComparisonIndex, cause: Cause) -> Cause:
+    """Add the hint `SAME_ELEMENTS` to a shape or dtype that changes nothing by itself."""
+    same = cause.is_exact and is_harmless(index, cause.differences[0])
+    return dataclasses.replace(cause, hints=(*cause.hints, SAME_ELEMENTS)) if same else cause
+
+
+def _roots(comparison: Comparison) -> set[str]:
+    return {pair.layer for pair in comparison.calls if pair.outermost}
 
 
 def _has_same_gradients(comparison: Comparison) -> bool:
