@@ -152,8 +152,9 @@ _WEIGHT: Mapping[CauseKind, int] = {
 def by_importance(causes: Iterable[Cause], roots: Collection[str] = (ROOT,)) -> list[Cause]:
     """Return causes with a measured effect, then outputs of the model that came or went, then the others.
 
-    Of those with an effect, code comes before structure before weights. Changes of the test's own inputs come first: the rest may follow from them. So may new weights of a layer from its
-    structure, as those of an embedding with another ``padding_idx``.
+    Of those with an effect, code comes before structure before weights. Changes of the test's own inputs come first:
+    the rest may follow from them. So may new weights of a layer from its structure, as those of an embedding with
+    another ``padding_idx``.
     """
     causes = list(causes)
     trained = any(cause.is_retraining for cause in causes)

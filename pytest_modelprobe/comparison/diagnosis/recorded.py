@@ -129,8 +129,10 @@ def with_absorbed(index: ComparisonIndex, cause: Cause) -> Cause:
         for value in taken.actual.inputs:
             if is_quantity(value) and (value.source is None or value.source.startswith(f"{step.name} ")):
                 change = index.comparison.change(taken.layer, taken.key, "input", value.path)
-                absorbed = change.known and not change.differs
-                return dataclasses.replace(cause, hints=(*cause.hints, ABSORBED)) if absorbed else cause
+                if change.known and not change.differs:
+                    return dataclasses.replace(cause, hints=(*cause.hints, ABSORBED))
+                if index.largest_change(taken, "output") is not None:  # else it does not matter there
+                    return cause
     return cause
 
 
