@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pytest_modelprobe.comparison.differences import CallPair, Difference
 from pytest_modelprobe.comparison.pairing import comparable, is_same
 from pytest_modelprobe.record import Layer, Reading, Value
 
+from .causes import Cause
 from .computation import has_new_source
 from .generated_inputs import may_mask_the_same
 from .index import ComparisonIndex, returns_its_input
@@ -47,6 +48,18 @@ def is_harmless(index: ComparisonIndex, difference: Difference) -> bool:
         above = index.caller_of(pair)
         return above is not None and not has_new_source(index, difference, above)
     return False
+
+
+def in_run(index: ComparisonIndex, cause: Cause) -> Iterator[Difference]:
+    """Yield the differences of a cause; where a layer alone calls a child otherwise, those of the call in the run."""
+    for difference in cause.differences:
+        yield difference
+        pair = index.pair_at(difference)
+        child, space, path = difference.what.rpartition(" ")
+        called = index.child_call(pair, child) if pair is not None and space else None
+        if difference.kind == "response" and called is not None:
+            given = index.of_call(called, "argument", "input added", "input removed")
+            yield from (other for other in given if other.what == path)
 
 
 def _layers(index: ComparisonIndex, difference: Difference) -> list[Layer]:
