@@ -1,0 +1,86 @@
+"""Small models of timm: one or a few of each family, and images as small as they take."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import Inputs, Model, adopt, drawn
+
+for operator in ("nms", "qnms"):
+    # timm imports torchvision, whose operators are compiled for one build of torch alone. Where they are declared, it
+    # can be imported beside any other. No model here calls them.
+    torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+import timm  # noqa: E402 - after what it needs
+from timm.models.beit import Beit  # noqa: E402
+
+CONVOLUTIONAL = """
+    resnet10t resnet18 resnet26d seresnet18 skresnet18 ecaresnet26t resnest14d resnext26ts gcresnext26ts nf_resnet26
+    nf_regnet_b0 lambda_resnet26t res2net50_26w_4s resnetv2_50 convnext_atto convnext_nano_ols convnextv2_atto
+    edgenext_xx_small poolformer_s12 convmixer_768_32 inception_next_tiny efficientnet_b0 efficientnetv2_rw_t
+    tf_efficientnet_lite0 mobilenetv2_050 mobilenetv3_small_050 mnasnet_small ghostnet_100 repghostnet_050 lcnet_035
+    tinynet_e fbnetc_100 mixnet_s rexnet_100 hardcorenas_a regnetx_002 regnety_002 regnetz_b16 gernet_s repvgg_a2
+    selecsls42 dla46x_c dpn68 densenet121 ese_vovnet19b_slim_dw hrnet_w18_small cspresnet50 xception41 hgnetv2_b0
+    repvit_m1 fastvit_t8 efficientvit_b0 focalnet_tiny_srf davit_tiny caformer_s18
+    crossvit_tiny_240 xcit_nano_12_p16_224_dist twins_pcpvt_small twins_svt_small mobilevit_xxs mobilevitv2_050
+    pvt_v2_b0 mvitv2_tiny sequencer2d_s
+"""
+"""They take images of any size."""
+SIZED = """
+    botnet26t_256 vit_tiny_patch16_224 vit_small_patch32_224 vit_relpos_small_patch16_224
+    vit_srelpos_small_patch16_224 deit_tiny_patch16_224 deit_tiny_distilled_patch16_224 deit3_small_patch16_224
+    flexivit_small eva02_tiny_patch14_224 cait_xxs24_224 convit_tiny coat_lite_tiny coat_tiny pit_ti_224
+    tnt_s_patch16_224 volo_d1_224 visformer_tiny levit_128s mixer_s32_224 gmlp_ti16_224 resmlp_12_224 gmixer_24_224
+    swinv2_cr_tiny_ns_224 swinv2_tiny_window8_256 gcvit_xxtiny maxvit_rmlp_pico_rw_256 coatnet_nano_rw_224
+    jx_nest_tiny
+"""
+"""They take images of a size that is given when they are made."""
+LARGE = {
+    "inception_v3": 128, "swin_tiny_patch4_window7_224": 224, "efficientformer_l1": 224, "halonet26t": 256,
+    "bat_resnext26ts": 256, "efficientvit_m0": 224, "efficientformerv2_s0": 224,
+    "tiny_vit_5m_224": 224,
+}  # fmt: skip
+"""They take images of one size."""
+
+
+@dataclass(frozen=True)
+class Created(Model):
+    """A model of which timm knows the names that its weights had."""
+
+    def load(self, folder: Path) -> tuple[nn.Module, list[str]]:
+        model, saved = self.build().eval(), torch.load(folder / f"{self.name}.weights.pt")
+        mapped = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+        if mapped and saved.keys() != model.state_dict().keys():
+            saved = mapped(saved, model)
+        return model, adopt(model, saved)
+
+
+def created(name: str, size: int, **options: Any) -> Model:
+    def build() -> nn.Module:
+        return timm.create_model(name, num_classes=10, **options)
+
+    return Created(name, build, lambda: Inputs((drawn(2, 3, size, size),)))
+
+
+def beit() -> nn.Module:
+    """A BEiT of two layers: those that have a name are large."""
+    return Beit(64, num_classes=10, embed_dim=64, depth=2, num_heads=2, init_values=0.1, use_rel_pos_bias=True)
+
+
+def _known() -> Iterator[Model]:
+    yield Model("beit", beit, lambda: Inputs((drawn(2, 3, 64, 64),)))
+    yield created("vgg11_bn", 64, mlp_ratio=0.01)
+    sizes = {**dict.fromkeys(CONVOLUTIONAL.split(), 64), **LARGE}
+    yield from (created(name, size) for name, size in sizes.items() if timm.is_model(name))
+    # A patch of 14 pixels does not divide 64.
+    at = {name: 56 if "patch14" in name else 64 for name in SIZED.split()}
+    yield from (created(name, size, img_size=size) for name, size in at.items() if timm.is_model(name))
+
+
+MODELS = list(_known())
