@@ -142,7 +142,7 @@ def _said(test: dict[str, Any]) -> Row:
         "first_line": found["first_line"],
         "causes": [{key: cause[key] for key in ("kind", "layer", "said")} for cause in found["causes"]],
         "text": found["text"],
-        "seconds": test["duration"],
+        "lines": len(test["failure"].splitlines()) if test["failure"] else 0,
     }
 
 
@@ -199,19 +199,19 @@ def page(results: dict[str, list[Row]]) -> Iterator[str]:
 
 
 def table(results: dict[str, list[Row]]) -> Iterator[str]:
-    yield "| pair | models | " + " | ".join(VERDICTS) + " | seconds |"
+    yield "| pair | models | " + " | ".join(VERDICTS) + " | lines |"
     yield "|---" * (len(VERDICTS) + 3) + "|"
     total: Counter[str] = Counter()
     for pair, rows in results.items():
         found = Counter(verdict(pair, row) for row in rows)
-        found.update(models=len(rows), seconds=round(sum(row.get("seconds", 0) for row in rows)))
+        found.update(models=len(rows), lines=sum(row.get("lines", 0) for row in rows))
         total += found
         yield _line(pair, found)
     yield _line("all", total)
 
 
 def _line(name: str, found: Counter[str]) -> str:
-    return f"| {name} | " + " | ".join(str(found[column]) for column in ("models", *VERDICTS, "seconds")) + " |"
+    return f"| {name} | " + " | ".join(str(found[column]) for column in ("models", *VERDICTS, "lines")) + " |"
 
 
 def details(pair: str, rows: list[Row]) -> Iterator[str]:
@@ -248,7 +248,7 @@ HEAD = [
     'structure differs"; *false* is any other failure. Where the function changed, the first line should name what',
     "changed, as read in the two sources (`expected.py`); *wrong* is that no line does, *missed* that the test passes",
     "or says that the output is unchanged. *Not run* are models that a version lacks or cannot run, and those of which",
-    "the first version has no weights for the second.",
+    "the first version has no weights for the second. *lines* are those that pytest prints of failures.",
     "",
 ]
 
@@ -266,17 +266,17 @@ def main() -> None:
     wanted = [] if options.kept else [pair for pair in PAIRS if pair.name.startswith(tuple(options.pairs))]
     environments = Environments(options.environments) if wanted else None
     for pair in wanted:
-        path = folder / f"{pair.name}.json"
-        rows = {row["model"]: row for row in _read(path)}
+        rows = {row["model"]: row for row in _kept(folder, pair)}
         found = judged(pair, environments, folder / pair.name, options.slice)
         rows.update((row["model"], row) for row in found)
-        path.write_text(json.dumps([*rows.values()], indent=1), "utf-8")
-    results = {f"{pair.library} {pair.old} → {pair.new}": _read(folder / f"{pair.name}.json") for pair in PAIRS}
+        (folder / f"{pair.name}.json").write_text(json.dumps([*rows.values()], indent=1), "utf-8")
+    results = {f"{pair.library} {pair.old} → {pair.new}": _kept(folder, pair) for pair in PAIRS}
     options.results.write_text("\n".join(page(results)) + "\n", "utf-8")
     print("\n".join(table(results)))
 
 
-def _read(path: Path) -> list[Row]:
+def _kept(folder: Path, pair: Pair) -> list[Row]:
+    path = folder / f"{pair.name}.json"
     return json.loads(path.read_text("utf-8")) if path.exists() else []
 
 

@@ -25,6 +25,10 @@ EXPECTED: dict[tuple[str, str], tuple[str, str]] = {
     ),
     (DIFFUSERS, "unet-spatio-temporal"): (r"down_blocks\.0\.attentions\.0: own code changed", SHARED_TIME),
     (TIMM_9, "dpn68"): (r"features\.conv5_bn_ac\.bn\.act: ELU → ReLU", "the last activation is ReLU, no longer ELU"),
+    (TIMM_10, "gcvit_xxtiny"): (
+        r"stages\.\S*\.blocks\.\S*\.attn: own code changed",
+        "the global query of an image goes to its own windows, no longer to those of other images",
+    ),
     (TRANSFORMERS, "gemma2"): (
         r"model: .*\battention_mask\b|model\.layers\.\S*\.self_attn: own code",
         "attention is eager with a softcap, no longer SDPA without; where all is masked, a mean and not zeros",
@@ -34,5 +38,11 @@ EXPECTED: dict[tuple[str, str], tuple[str, str]] = {
 }  # fmt: skip
 """The lines that name what changed, by pair and model, and what that is."""
 
-FALSE: dict[tuple[str, str], str] = {}
+FALSE: dict[tuple[str, str], str] = {
+    (TRANSFORMERS, "swinv2"): "an argument that is no tensor went from None to False, which is the same to the code",
+    (
+        DIFFUSERS,
+        "vq",
+    ): "the new output commit_loss is said in the last row; activations that are no longer shared stand first",
+}
 """Why a verdict on a function that is the same is false, by pair and model."""

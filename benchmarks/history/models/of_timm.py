@@ -47,6 +47,8 @@ LARGE = {
     "tiny_vit_5m_224": 224,
 }  # fmt: skip
 """They take images of one size."""
+LATER = {"tnt_s_patch16_224": "tnt_s_legacy_patch16_224"}
+"""Names of later versions, in which the old name is another architecture."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class Created(Model):
 
 def created(name: str, size: int, **options: Any) -> Model:
     def build() -> nn.Module:
-        return timm.create_model(name, num_classes=10, **options)
+        later = LATER.get(name, name)
+        return timm.create_model(later if timm.is_model(later) else name, num_classes=10, **options)
 
     return Created(name, build, lambda: Inputs((drawn(2, 3, size, size),)))
 

@@ -248,7 +248,7 @@ MODELS = [
     vision("mobilenet_v2", "MobileNetV2", depth_multiplier=0.25, image_size=32),
     vision("levit", "Levit", image_size=32, hidden_sizes=[16, 32, 48], num_attention_heads=[2, 3, 4],
            depths=[1, 1, 1], key_dim=[8, 8, 8], attention_ratio=[2, 2, 2], mlp_ratio=[2, 2, 2]),
-    vision("cvt", "Cvt", embed_dim=[8, 16, 24], num_heads=[1, 2, 3], depth=[1, 1, 1]),
+    vision("cvt", "Cvt", embed_dim=[8, 16, 24], num_heads=[1, 2, 3], depth=[1, 2, 3]),
     vision("pvt", "Pvt", image_size=32, hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], num_encoder_blocks=4,
            num_attention_heads=[1, 1, 2, 2], sequence_reduction_ratios=[8, 4, 2, 1], mlp_ratios=[2, 2, 2, 2]),
     vision("poolformer", "PoolFormer", hidden_sizes=[8, 12, 16, 20], depths=[1, 1, 1, 1]),
