@@ -24,6 +24,7 @@ import venv
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,17 @@ PAIRS = [
 
 
 class Environments:
-    """The virtual environments, in a folder; the wheel of this checkout is made once."""
+    """The virtual environments, in a folder; the wheel of this checkout is made once, when it is needed."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._wheel = folder, folder / "wheel"
-        shutil.rmtree(self._wheel, ignore_errors=True)
-        self._pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", self._wheel, ROOT)
+        self._folder = folder
+
+    @cached_property
+    def _wheel(self) -> Path:
+        folder = self._folder / "wheel"
+        shutil.rmtree(folder, ignore_errors=True)
+        self._pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", folder, ROOT)
+        return next(folder.glob("*.whl"))
 
     def python(self, library: str, version: str) -> Path:
         """Return the interpreter of an environment with that version of a library, and with this checkout."""
@@ -84,7 +90,7 @@ class Environments:
             beside = BESIDE.get(library, []) + BESIDE.get(home.name, [])
             self._pip(python, "install", f"{library}=={version}", "torch==2.13.0", "numpy", "pytest", "syrupy", *beside)
             (home / "ready").touch()
-        self._pip(python, "install", "--no-deps", "--force-reinstall", *self._wheel.glob("*.whl"))
+        self._pip(python, "install", "--no-deps", "--force-reinstall", self._wheel)
         return python
 
     def _pip(self, python: str | Path, *arguments: object) -> None:
@@ -113,10 +119,10 @@ def _run(python: Path, work: Path, log: str, *arguments: object) -> None:
         "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error",
     }  # fmt: skip
     with (work / log).open("a", encoding="utf-8") as file:
-        command = [python, *map(str, arguments)]
+        command = [str(python), *map(str, arguments)]
         code = subprocess.run(command, cwd=work, env=settings, stdout=file, stderr=file, check=False).returncode
     if code not in (0, 1):  # 1: tests fail, which is what is counted
-        raise SystemExit(f"{' '.join(map(str, command))} ended with {code}: see {work / log}")
+        raise SystemExit(f"{' '.join(command)} ended with {code}: see {work / log}")
 
 
 def _rows(work: Path) -> Iterator[Row]:
@@ -169,12 +175,14 @@ def verdict(pair: str, row: Row) -> str:
         blamed = "  behavior  " in row["text"]  # a cause of that class has an effect
         # The path of an output that one version alone has says so too.
         return "said unchanged" if (unchanged and not blamed) or _names_output_of_one(row) else "false"
-    if row["passed"] or unchanged:
+    if row["passed"]:
         return "missed"
     pattern, _ = EXPECTED.get((pair, row["model"]), ("(?!)", ""))
-    if re.match(pattern, row["first_line"]):
+    if re.search(f"(?:^|: |; )(?:{pattern})", row["first_line"]):
         return "first line"
-    return "in the table" if re.search(f"^(?:{pattern})", row["text"], re.MULTILINE) else "wrong"
+    if re.search(f"^(?:{pattern})", row["text"], re.MULTILINE):
+        return "in the table"
+    return "missed" if unchanged else "wrong"
 
 
 def _names_output_of_one(row: Row) -> bool:
@@ -247,8 +255,8 @@ HEAD = [
     'Where the function is the same, the test should pass; *said unchanged* is that it fails with "output unchanged;',
     'structure differs"; *false* is any other failure. Where the function changed, the first line should name what',
     "changed, as read in the two sources (`expected.py`); *wrong* is that no line does, *missed* that the test passes",
-    "or says that the output is unchanged. *Not run* are models that a version lacks or cannot run, and those of which",
-    "the first version has no weights for the second. *lines* are those that pytest prints of failures.",
+    "or says that only the structure differs. *Not run* are models that a version lacks or cannot run, and those for",
+    "which the first version has no weights. *lines* are those that pytest prints of failures.",
     "",
 ]
 
@@ -264,11 +272,11 @@ def main() -> None:
     folder = options.environments / "results"
     folder.mkdir(parents=True, exist_ok=True)
     wanted = [] if options.kept else [pair for pair in PAIRS if pair.name.startswith(tuple(options.pairs))]
-    environments = Environments(options.environments) if wanted else None
+    environments = Environments(options.environments)
     for pair in wanted:
-        rows = {row["model"]: row for row in _kept(folder, pair)}
         found = judged(pair, environments, folder / pair.name, options.slice)
-        rows.update((row["model"], row) for row in found)
+        kept = _kept(folder, pair) if options.slice != "1/1" else []
+        rows = {row["model"]: row for row in [*kept, *found]}
         (folder / f"{pair.name}.json").write_text(json.dumps([*rows.values()], indent=1), "utf-8")
     results = {f"{pair.library} {pair.old} → {pair.new}": _kept(folder, pair) for pair in PAIRS}
     options.results.write_text("\n".join(page(results)) + "\n", "utf-8")
@@ -281,4 +289,4 @@ def _kept(folder: Path, pair: Pair) -> list[Row]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -25,6 +25,10 @@ EXPECTED: dict[tuple[str, str], tuple[str, str]] = {
     ),
     (DIFFUSERS, "unet-spatio-temporal"): (r"down_blocks\.0\.attentions\.0: own code changed", SHARED_TIME),
     (TIMM_9, "dpn68"): (r"features\.conv5_bn_ac\.bn\.act: ELU → ReLU", "the last activation is ReLU, no longer ELU"),
+    (TIMM_9, "poolformer_s12"): (
+        r"(head|norm|head\.norm)( added| removed|: )", "the last norm comes after the pooling, no longer before"
+    ),
+    (TIMM_9, "PyramidVisionTransformerV2"): (r"\S*\.eps 1e-05 → 1e-06", "the default norm has another eps"),
     (TIMM_10, "gcvit_xxtiny"): (
         r"stages\.\S*\.blocks\.\S*\.attn: own code changed",
         "the global query of an image goes to its own windows, no longer to those of other images",
@@ -39,6 +43,7 @@ EXPECTED: dict[tuple[str, str], tuple[str, str]] = {
 """The lines that name what changed, by pair and model, and what that is."""
 
 FALSE: dict[tuple[str, str], str] = {
+    (TIMM_9, "levit_128s"): "layers that were renamed and moved into stages are paired with layers of another stage",
     (TRANSFORMERS, "swinv2"): "an argument that is no tensor went from None to False, which is the same to the code",
     (
         DIFFUSERS,

@@ -141,7 +141,7 @@ def _distance(x: Tensor, y: Tensor) -> float:
     if x.shape != y.shape or not torch.equal(x.isfinite(), y.isfinite()):
         return float("inf")
     x, y = x[x.isfinite()].double(), y[y.isfinite()].double()
-    return ((x - y).norm() / y.norm().clamp_min(1e-300)).item()
+    return float((x - y).norm() / y.norm().clamp_min(1e-300))
 
 
 def _gradient_distance(now: dict[str, list[float]], then: dict[str, list[float]]) -> float:

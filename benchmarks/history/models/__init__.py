@@ -67,7 +67,7 @@ def perturb(model: nn.Module) -> None:
     seeded = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=seeded)
+            parameter.add_(torch.randn(parameter.shape, generator=seeded), alpha=0.05)
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             module.weight[module.padding_idx] = 0

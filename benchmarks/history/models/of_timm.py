@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ for operator in ("nms", "qnms"):
     # can be imported beside any other. No model here calls them.
     torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 import timm  # noqa: E402 - after what it needs
-from timm.models.beit import Beit  # noqa: E402
 
 CONVOLUTIONAL = """
     resnet10t resnet18 resnet26d seresnet18 skresnet18 ecaresnet26t resnest14d resnext26ts gcresnext26ts nf_resnet26
@@ -66,18 +66,75 @@ class Created(Model):
 def created(name: str, size: int, **options: Any) -> Model:
     def build() -> nn.Module:
         later = LATER.get(name, name)
-        return timm.create_model(later if timm.is_model(later) else name, num_classes=10, **options)
+        model: nn.Module = timm.create_model(later if timm.is_model(later) else name, num_classes=10, **options)
+        return model
 
     return Created(name, build, lambda: Inputs((drawn(2, 3, size, size),)))
 
 
-def beit() -> nn.Module:
-    """A BEiT of two layers: those that have a name are large."""
-    return Beit(64, num_classes=10, embed_dim=64, depth=2, num_heads=2, init_values=0.1, use_rel_pos_bias=True)
+def tiny(place: str, **settings: Any) -> Model:
+    """Return a model of a class, given with its module."""
+    module, _, kind = place.partition(".")
+    size = settings.get("img_size", 64)
+
+    def build() -> nn.Module:
+        model: nn.Module = getattr(importlib.import_module(f"timm.models.{module}"), kind)(num_classes=10, **settings)
+        return model
+
+    return Created(kind, build, lambda: Inputs((drawn(2, 3, size, size),)))
+
+
+TINY = [
+    tiny("beit.Beit", img_size=64, embed_dim=64, depth=2, num_heads=2, init_values=0.1, use_rel_pos_bias=True),
+    tiny("cait.Cait", img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2),
+    tiny("convnext.ConvNeXt", depths=(1, 1, 1, 1), dims=(8, 12, 16, 20)),
+    tiny("densenet.DenseNet", growth_rate=4, block_config=(2, 2)),
+    tiny("edgenext.EdgeNeXt", dims=(8, 16, 24, 32), depths=(1, 1, 2, 1), heads=(2, 2, 2, 2)),
+    tiny("mlp_mixer.MlpMixer", img_size=32, patch_size=8, num_blocks=2, embed_dim=16),
+    tiny("nest.Nest", img_size=64, patch_size=4, num_levels=2, embed_dims=(8, 16), num_heads=(1, 2), depths=(1, 1)),
+    tiny("pvt_v2.PyramidVisionTransformerV2", depths=(1, 1, 1, 1), embed_dims=(8, 16, 16, 32), num_heads=(1, 2, 2, 4)),
+    tiny(
+        "swin_transformer.SwinTransformer",
+        img_size=32,
+        patch_size=4,
+        embed_dim=8,
+        depths=(1, 1),
+        num_heads=(1, 2),
+        window_size=4,
+    ),
+    tiny(
+        "swin_transformer_v2.SwinTransformerV2",
+        img_size=32,
+        patch_size=4,
+        embed_dim=8,
+        depths=(1, 1),
+        num_heads=(1, 2),
+        window_size=4,
+    ),
+    tiny(
+        "twins.Twins",
+        img_size=64,
+        embed_dims=(8, 16, 16, 32),
+        num_heads=(1, 2, 2, 4),
+        depths=(1, 1, 1, 1),
+        mlp_ratios=(2, 2, 2, 2),
+    ),
+    tiny("visformer.Visformer", img_size=64, init_channels=8, embed_dim=32, depth=(1, 1, 1), num_heads=2),
+    tiny("vision_transformer.VisionTransformer", img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2),
+    tiny(
+        "volo.VOLO",
+        img_size=64,
+        layers=(1, 1, 1, 1),
+        embed_dims=(16, 32, 32, 32),
+        num_heads=(2, 4, 4, 4),
+        stem_hidden_dim=8,
+    ),
+]
+"""Classes with the defaults of the class, which are not always those of the models that have names."""
 
 
 def _known() -> Iterator[Model]:
-    yield Model("beit", beit, lambda: Inputs((drawn(2, 3, 64, 64),)))
+    yield from TINY
     yield created("vgg11_bn", 64, mlp_ratio=0.01)
     sizes = {**dict.fromkeys(CONVOLUTIONAL.split(), 64), **LARGE}
     yield from (created(name, size) for name, size in sizes.items() if timm.is_model(name))

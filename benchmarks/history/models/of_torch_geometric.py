@@ -127,7 +127,8 @@ def schnet() -> nn.Module:
             edges = (same & ~torch.eye(len(batch), dtype=torch.bool)).nonzero().T
             return edges, (positions[edges[0]] - positions[edges[1]]).norm(dim=-1)
 
-    return pyg.SchNet(16, 16, 2, 10, interaction_graph=AllPairs())
+    model: nn.Module = pyg.SchNet(16, 16, 2, 10, interaction_graph=AllPairs())
+    return model
 
 
 def molecules() -> Inputs:

@@ -20,7 +20,7 @@ COMMON = {
     "vocab_size": VOCABULARY, "max_position_embeddings": 32, **PADS,
 }  # fmt: skip
 GROUPED = {**COMMON, "num_key_value_heads": 1}
-IMAGE = {
+IMAGE: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32,
     "patch_size": 8,
 }  # fmt: skip
