@@ -170,7 +170,8 @@ def by_importance(causes: Iterable[Cause], roots: Collection[str] = (ROOT,)) -> 
         measured = measured or cause.kind == "gradient" or cause.what.endswith(" requires_grad")
         measured = measured or (cause.kind in ("attribute", "architecture") and cause.layer in reweighted)
         given = cause.kind in ("input", "seed")
-        of_model = cause.layer in roots and (cause.is_exact or cause.is_output_path)
+        at_root = bool(cause.differences) and cause.differences[0].layer in roots
+        of_model = at_root and (cause.is_exact or cause.is_output_path)
         groups = (not silent or measured or given, of_model, own and NO_EFFECT not in cause.hints, True)
         # A model that was trained again explains every number, so that comes last, with its running statistics.
         last = trained and cause.kind in ("weights", "buffers")

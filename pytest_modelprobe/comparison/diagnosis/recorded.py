@@ -109,7 +109,7 @@ def with_effect(index: ComparisonIndex, cause: Cause) -> Cause:
     # The layers that it calls, and its weights, may have changed themselves.
     alone = index.has_no_child_calls(pair) and not index.has(cause.layer, "weights")
     moved = index.largest_change(pair, "output") if alone and index.compare_inputs(pair).match else None
-    if moved is None or index.of_call(pair, "interface", side="output"):
+    if moved is None or index.reshaped_outputs(pair):
         return cause  # another shape has no relative change
     return dataclasses.replace(cause, change=moved.change, noise=moved.noise, effect="output")
 
