@@ -362,7 +362,9 @@ class _Comparer:
         for other in gone:
             yield from _one_sided(at(what=other.where, expected=other.passed or "computed"))
         lost, found = (tuple(n for n in x.without_gradient if n not in y.without_gradient) for x, y in ((a, e), (e, a)))
-        for name in (*lost, *found):
+        # A mask of bools has no gradient.
+        others = {value.path for value in (*pair.actual.inputs, *pair.expected.inputs) if not value.is_floating}
+        for name in (name for name in (*lost, *found) if name not in others):
             yield at(kind="response gradient", what=name, actual=name in found, expected=name in lost)
         if a.gradient is not None and e.gradient is not None and not (lost or found):
             place = (pair.layer, pair.key, "response gradient", "")
