@@ -38,7 +38,8 @@ and whether its author gave a reason.
   file is asked for before it is read. Links to snapshots are refused. No name is a command to the runner, a link or a
   column of a table.
 - **To authors:** the same files give the same verdict, on every machine and without a GPU. A rename, a refactoring with
-  the same numbers and the attributes of another version are not reported as changed behavior.
+  the same numbers, calls that are written otherwise and the attributes of another version are not reported as changed
+  behavior.
 
 ## What it compares with
 
@@ -70,6 +71,10 @@ tree that is made like a repository is not taken for one.
 - **How wide a tolerance is.** `tolerance=` and `allow=` stand in the test, not in the files.
 - **The value of an attribute that is no longer written.** If only one side has an attribute, that is a note, because
   versions of libraries add and drop them. What it changes shows in the numbers of a run that uses it.
+- **What a layer does alone, if its arguments have other names now.** It is then given other tensors, alone, so its
+  answers in the two files cannot be compared: the verdict counts these layers. Their code is judged by the values of
+  the run; where these may hide it, behind zeros, that is `behavior`. `--deny interface` denies `calls` too.
+- **The defaults of arguments.** An argument that is given now is `structure`, unless it is `None` or `False`.
 - **Whether a reason is a good one.** It has a word, and differs from that of the base. It may repeat an earlier one, or
   that of another file.
 - **What is in a submodule,** or is fetched by Git LFS.

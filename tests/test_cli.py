@@ -79,6 +79,29 @@ def net(width: int = 2, act: str = "ReLU", mean: float = 1.0) -> Record:
     return Record(model="Net", layers={layer.name: layer for layer in layers}, forwards=1, seed=0)
 
 
+def calling(path: str) -> Record:
+    """Return a record of a model that gives its linear layer the input by that name."""
+    found = net()
+    (whole,) = found.layers["(root)"].calls
+    call = dataclasses.replace(
+        whole, started=1, finished=2, inputs=(dataclasses.replace(whole.outputs[0], path=path, tensor=1),)
+    )
+    whole = dataclasses.replace(whole, finished=3)
+    layers = {"(root)": dataclasses.replace(found.layers["(root)"], calls=(whole,))}
+    layers["fc"] = dataclasses.replace(found.layers["fc"], calls=(call,), parameters=())
+    return dataclasses.replace(found, layers={**found.layers, **layers})
+
+
+@pytest.fixture
+def by_keyword(git: Git) -> None:
+    """A branch on which the linear layer gets its input by keyword, and nothing else changed."""
+    write(calling("input"))
+    commit(git, "Record the net")
+    git("switch", "-q", "-c", "branch")
+    write(calling("x"))
+    commit(git, "Give the input by keyword")
+
+
 def write(record: Record, path: str = PATH, **declaration: str) -> str:
     """Write a snapshot as the fixture does; returns the digest of its architecture."""
     texts = encode(record, **declaration)
@@ -288,6 +311,20 @@ def test_a_link_outside_of_a_sparse_checkout_is_refused(git: Git, branch: str, m
 def test_levels_are_given_by_class(branch: str, modelprobe: Run) -> None:
     write(net(mean=3.0))
     assert modelprobe("check", "--base", "main", "--deny", "behavior")[0] == 1
+
+
+def test_calls_that_are_written_otherwise_are_allowed_and_named(by_keyword: None, modelprobe: Run) -> None:
+    code, out, _ = modelprobe("check", "--base", "main")
+    assert (code, out.splitlines()[0]) == (0, "nothing to object: 1 model changed, 0 unchanged")
+    assert out.endswith("fc: input renamed to x; every value is the same\n")
+
+
+def test_to_deny_interface_is_to_deny_calls_unless_these_have_a_level(by_keyword: None, modelprobe: Run) -> None:
+    denied, out, _ = modelprobe("check", "--base", "main", "--deny", "interface")
+    assert (denied, out.splitlines()[0]) == (1, "Net: calls change is not declared; 1 model changed, 0 unchanged")
+    assert modelprobe("check", "--base", "main", "--deny", "calls")[0] == 1
+    assert modelprobe("check", "--base", "main", "--deny", "interface", "--warn", "calls")[0] == 0
+    assert modelprobe("check", "--base", "main", "--warn", "interface")[0] == 0
 
 
 def test_a_class_has_one_level(branch: str, modelprobe: Run) -> None:
@@ -730,6 +767,45 @@ def test_a_diff_names_the_cause(modelprobe: Run, tmp_path: Path, monkeypatch: py
     code, out, _ = modelprobe("diff", "old/__modelprobe__/m/t.arch.json", "new/__modelprobe__/m/t.probe.json")
     assert code == 1
     assert "output unchanged; structure differs in 1 place: act: ReLU → GELU" in out
+
+
+def test_a_diff_has_the_calls_that_are_written_otherwise(by_keyword: None, modelprobe: Run) -> None:
+    code, out, _ = modelprobe("diff", "--base", "main")
+    assert code == 1
+    assert (
+        out
+        == f"""\
+Net ({PATH}.arch.json)
+every value is the same; calls are written otherwise in 1 place: fc: input renamed to x
+
+call that is written otherwise   layers
+fc: input renamed to x                1
+"""
+    )
+    _, out, _ = modelprobe("diff", "--base", "main", "--format", "markdown")
+    assert "| fc: input renamed to x | 1 |" in out
+    _, out, _ = modelprobe("diff", "--base", "main", "--format", "json")
+    (change,) = json.loads(out)["changes"]
+    assert [finding["class"] for finding in change["findings"]] == ["calls"]
+    assert change["causes"] == []
+    assert change["notes"] == [{"kind": "architecture", "layer": "fc", "said": "fc: input renamed to x"}]
+
+
+def test_a_diff_of_many_has_each_call_that_is_written_otherwise_once(
+    modelprobe: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for i in range(6):
+        write(calling("input"), f"old/__modelprobe__/m/t{i}")
+        write(calling("x"), f"new/__modelprobe__/m/t{i}")
+    out = modelprobe("diff", "old", "new")[1]
+    rows = [line.split("   ") for line in out.splitlines() if line.startswith("fc: input renamed to x ")]
+    assert [[cell.strip() for cell in row if cell] for row in rows] == [["fc: input renamed to x", "calls", "-", "Net"]]
+
+
+def test_the_log_has_the_calls_that_are_written_otherwise(by_keyword: None, modelprobe: Run) -> None:
+    out = modelprobe("log", PATH)[1]
+    assert out.splitlines()[2].split() == ["fc", "name", "x", "x", "input"]
 
 
 def test_a_diff_of_the_same_is_0(modelprobe: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

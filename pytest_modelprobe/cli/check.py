@@ -66,6 +66,8 @@ def run_check(options: argparse.Namespace) -> int:
             if levels[kind] != level and any(kind in getattr(options, other) for other in LEVELS if other != level):
                 raise UsageError(f"{kind} is given two levels: choose one of {', '.join(LEVELS)}")
             levels[kind] = level
+    if "interface" in options.deny and not any("calls" in getattr(options, level) for level in LEVELS):
+        levels["calls"] = "deny"  # as a test with compare="all", which fails too where only calls are written otherwise
     verdict = _since_base(options, levels, differences=options.format == "json")
     _print(options.format, verdict, changes.verdict_text, markdown.verdict)
     return DIFFERENT if verdict.denied else SAME

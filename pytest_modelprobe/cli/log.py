@@ -92,7 +92,9 @@ def _log_entries(repository: Repository, name: str, glob: str | None) -> Iterato
             if glob is not None and not wanted:
                 wanted = {layer for layer in state.record.layers if Glob(glob).matches(layer)}
             chosen = None if glob is None else wanted
-            found = [compare(state.record, old.record) for old in before if isinstance(old, SnapshotVersion)]
+            found = [
+                compare(state.record, old.record, strict=True) for old in before if isinstance(old, SnapshotVersion)
+            ]
             yield _log_entry(commit, state, before, found, chosen, glob)
         was = [comparison.names_before.layers for comparison in found] or [{}]
         for parent in commit.parents:

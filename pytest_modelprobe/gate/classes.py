@@ -10,7 +10,8 @@ from pytest_modelprobe.comparison import BEHAVIOR, Cause, Comparison, Diagnosis,
 from .checkpoints import Effect, effect_on_checkpoints
 
 Class = Literal[
-    "checkpoint", "removed", "structure", "interface", "trainable", "behavior", "weights", "renamed", "new", "format"
+    "checkpoint", "removed", "structure", "interface", "trainable", "behavior", "weights", "renamed", "new", "calls",
+    "format",
 ]  # fmt: skip
 """Classes of change, the most severe first."""
 
@@ -34,6 +35,7 @@ DEFAULTS: Mapping[Class, Level] = {
     "weights": "warn",
     "renamed": "warn",
     "new": "warn",
+    "calls": "allow",
     "format": "allow",
 }
 
@@ -48,17 +50,21 @@ MEANING: Mapping[Class, str] = {
     "weights": "weights or buffers have other values, and nothing else differs where it could be compared",
     "renamed": "a snapshot, or layers that are made as before, have another name",
     "new": "a snapshot is new",
+    "calls": "calls are written otherwise, or layers that compute nothing came or went; every value is the same",
     "format": "the text changed, not what it says",
 }
 
 
 def differences_by_class(diagnosis: Diagnosis, effect: Effect) -> dict[Class, list[Difference]]:
     """Return class → differences; a class may have causes alone."""
+    comparison = diagnosis.comparison
     of_numbers = _class_of_numbers(diagnosis)
     found: dict[Class, list[Difference]] = {}
-    for difference in diagnosis.comparison.differences:
-        kind = _class_of_difference(difference, diagnosis.comparison)
+    for difference in comparison.differences:
+        kind = "calls" if diagnosis.same else _class_of_difference(difference, comparison)
         found.setdefault(of_numbers if kind == "behavior" else kind, []).append(difference)
+    if names := [note for note in comparison.notes if note.kind == "name"]:
+        found.setdefault("calls", []).extend(names)
     if not effect.none:  # as of an added layer, whose parameters are no differences of their own
         found.setdefault("checkpoint", [])
     return found
@@ -85,6 +91,8 @@ def class_of(cause: Cause, diagnosis: Diagnosis) -> Class:
 
 def causes_of(kind: Class, diagnosis: Diagnosis) -> Iterator[Cause]:
     """Yield the causes of a class; behavior includes those of other classes that have a measured effect."""
+    if kind == "calls":
+        yield from diagnosis.notes
     for cause in (*diagnosis.causes, *diagnosis.possible):
         own = class_of(cause, diagnosis)
         if own == kind or (kind == "behavior" and own not in ("weights", "renamed") and cause.change is not None):
@@ -115,7 +123,7 @@ def _class_of_difference(difference: Difference, comparison: Comparison) -> Clas
         return "behavior"
     if difference.kind == "layer renamed":
         return "renamed"
-    if difference.kind in ("interface", "path"):
+    if difference.kind in ("interface", "path", "name"):
         return "interface"
     if difference.kind == "parameter trainable":
         return "trainable"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from pytest_modelprobe.comparison import CallPair, Comparison, Difference, is_drawn_otherwise
 from pytest_modelprobe.record import ROOT, Call, IsolatedResponse, Layer, Parameter, Record, Value
@@ -17,17 +17,26 @@ def noise_differences(comparison: Comparison) -> Iterator[Difference]:
     yield from comparison.looser
 
 
-def architecture_differences(comparison: Comparison) -> Iterator[Difference]:
-    """Yield differences of the architecture files that no comparison of two records reports."""
+def architecture_differences(comparison: Comparison, other_calls: Collection[str] = ()) -> Iterator[Difference]:
+    """Yield differences of the architecture files that no comparison of two records reports.
+
+    Args:
+        comparison: What the comparison reports.
+        other_calls: Layers without weights that are called more or less often, where this changes nothing: one may be
+            shared now, or no longer.
+    """
     now, before = comparison.actual, comparison.expected
     if now.model != before.model:
         yield Difference(layer=ROOT, kind="type", what="of the model", actual=now.model, expected=before.model)
     for name, layer in now.layers.items():
         if (was := before.layers.get(name)) is not None:
-            yield from _fields(layer, was, functools.partial(Difference, layer=name, kind="type"))
+            for difference in _fields(layer, was, functools.partial(Difference, layer=name, kind="type")):
+                if not (difference.what == "aliases" and name in other_calls):
+                    yield difference
             for call, other in zip(layer.calls, was.calls, strict=False):
                 yield from _in_call(call, other, functools.partial(Difference, layer=name, call=call.index))
-    for x, y in zip(_order(now), _order(before), strict=False):
+    order = ([step for step in _order(record) if step[0] not in other_calls] for record in (now, before))
+    for x, y in zip(*order, strict=False):
         if x != y:
             yield Difference(layer=x[0], kind="calls", what="order", call=x[1], actual=x[0], expected=y[0])
             return
@@ -71,7 +80,7 @@ def _fields(now: object, before: object, make: _MakeDifference, of: str = "") ->
 
 
 def run_differences(comparison: Comparison) -> Iterator[Difference]:
-    """Yield differences of the numbers files where all compared values are within tolerance."""
+    """Yield differences of the numbers files where every compared value is the same."""
     now, before = comparison.actual, comparison.expected
     for what in ("notes", "origin", "gradient_origin"):
         x, y = getattr(now, what), getattr(before, what)
@@ -84,7 +93,8 @@ def run_differences(comparison: Comparison) -> Iterator[Difference]:
             if x != y:  # the comparison does not look at it where nothing is trained
                 yield Difference(layer=name, kind="run", what=f"gradient of {own.name}", actual=x, expected=y)
     for (name, _, side, path), moved in comparison.changes.items():
-        if moved.differs:  # as of an input, whose difference is reported at its source
+        # As of an input, whose difference is reported at its source; responses that differ are differences themselves.
+        if moved.differs and not (side in _REPORTED and comparison.differences):
             yield Difference(layer=name, kind="run", what=f"{side} {path}", change=moved.change)
     for pair in comparison.calls:
         make = functools.partial(Difference, layer=pair.layer, call=pair.actual.index)
@@ -94,10 +104,19 @@ def run_differences(comparison: Comparison) -> Iterator[Difference]:
             now_dead, then_dead = (0 if v.forward.units is None else v.forward.units.dead for v in (value, other))
             if now_dead != then_dead:
                 yield make(kind="run", what=f"dead units of {value.path}", actual=now_dead, expected=then_dead)
+
+
+_REPORTED = ("input", "handed", "response gradient")
+
+
+def responses_to_other_tensors(comparison: Comparison) -> Iterator[Difference]:
+    """Yield the layers whose answers, alone, cannot be compared: they were given other tensors, or there are none."""
+    for pair in comparison.calls:
         x, y = _answered(pair.actual.response), _answered(pair.expected.response)
         drawn_otherwise = is_drawn_otherwise(pair.layer, pair.actual.response, comparison.names_before)
         if (x != y or drawn_otherwise) and not any(_lost(pair)):
-            yield make(kind="response", what="of the layer alone", actual=_kept(x, y), expected=_kept(y, x))
+            make = functools.partial(Difference, layer=pair.layer, kind="response", call=pair.actual.index)
+            yield make(what="of the layer alone", actual=_kept(x, y), expected=_kept(y, x))
 
 
 def lost_responses(comparison: Comparison) -> Iterator[Difference]:

@@ -16,8 +16,9 @@ from pytest_modelprobe.comparison import (
     Parts,
     compare,
     diagnose,
+    layers_behind_zeros,
 )
-from pytest_modelprobe.record import Connection, Layer, Reading, Record, connections
+from pytest_modelprobe.record import CallTree, Connection, Layer, Reading, Record, connections, has_numbers
 
 from .checkpoints import Effect, effect_on_checkpoints
 from .classes import (
@@ -34,6 +35,7 @@ from .file_differences import (
     architecture_differences,
     lost_responses,
     noise_differences,
+    responses_to_other_tensors,
     run_differences,
 )
 
@@ -70,6 +72,12 @@ class Finding:
     differences: tuple[Difference, ...] = ()
     causes: tuple[Cause, ...] = ()
     """Their causes, as in the failure of the test."""
+
+    @property
+    def not_comparable(self) -> tuple[Difference, ...]:
+        """Of calls that are written otherwise: the answers of layers, alone, that differ or are missing for that."""
+        found = (d for d in self.differences if self.kind == "calls" and d.kind == "response")
+        return tuple(d for d in found if d.change is not None or d.what == "of the layer alone")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +307,7 @@ class _Outlines:
 
 def _without_explained(change: SnapshotChange) -> SnapshotChange:
     """Return a change without the differences that are not printed where there are causes."""
-    findings = tuple(dataclasses.replace(f, differences=()) if f.causes else f for f in change.findings)
+    findings = tuple(dataclasses.replace(f, differences=f.not_comparable) if f.causes else f for f in change.findings)
     if change.comparison is None:
         return change
     found = tuple(d for d in change.comparison.found if d.kind in ("layer added", "layer removed"))
@@ -322,14 +330,16 @@ def _change(
         return SnapshotChange(before=old, now=new, findings=(Finding(kind=kind, level=levels[kind]),))
     # Numbers of another device, or none, cannot be compared.
     gone = old.numbers is not None and (new.numbers is None or new.record.device != old.record.device)
-    comparison = compare(new.record, old.record, parts="architecture" if gone else "all")
+    # Without numbers nobody knows whether every value is the same.
+    strict = gone or not (has_numbers(old.record) and has_numbers(new.record))
+    comparison = compare(new.record, old.record, parts="architecture" if gone else "all", strict=strict)
     if not architecture:
         of_values = tuple(found for found in comparison.found if found.kind in BEHAVIOR)
         comparison = dataclasses.replace(comparison, found=of_values, notes=())
     connected = tuple(outlines.of_connections(snapshot.record) for snapshot in (new, old))
     old, new = outlines.of_snapshot(old), outlines.of_snapshot(new)
     effect = effect_on_checkpoints(comparison) if architecture else Effect()
-    diagnosis = diagnose(comparison)
+    diagnosis = _diagnosis(comparison)
     by_class = _differences(diagnosis, effect, architecture=architecture)
     if gone or part_not_compared(new, old):
         by_class["removed"] = []
@@ -356,29 +366,61 @@ def _change(
         changes={place: change for place, change in comparison.changes.items() if not change.known},
         calls=(),
     )
+    differs = bool(diagnosis.notes) or not comparison.same
     return SnapshotChange(
         before=old,
         now=new,
         findings=tuple(findings),
         comparison=outlined,
-        diagnosis=None if comparison.same else dataclasses.replace(diagnosis, comparison=outlined),
+        diagnosis=dataclasses.replace(diagnosis, comparison=outlined) if differs else None,
         effect=effect,
         connections=connected[0],
         connections_before=connected[1],
     )
 
 
+def _diagnosis(comparison: Comparison) -> Diagnosis:
+    """Return the causes; where a layer answers otherwise, alone, no difference is only one of how calls are written.
+
+    A test does not ask for that answer where the run shows no change, but the files have it.
+    """
+    diagnosis = diagnose(comparison)
+    if any(note.changes_code and note.evidence != "recorded" for note in diagnosis.notes):
+        return diagnose(dataclasses.replace(comparison, strict=True))
+    return diagnosis
+
+
 def _differences(diagnosis: Diagnosis, effect: Effect, *, architecture: bool) -> dict[Class, list[Difference]]:
     """Return class → differences, with those of the files that the comparison does not report."""
     comparison = diagnosis.comparison
     by_class = differences_by_class(diagnosis, effect)
-    behavior = [*noise_differences(comparison), *(() if comparison.differences else run_differences(comparison))]
-    if behavior:
-        by_class.setdefault("behavior", []).extend(behavior)
+    of_files: list[tuple[Class, Difference]] = [("behavior", found) for found in noise_differences(comparison)]
+    if diagnosis.same:
+        of_files += (("behavior", found) for found in run_differences(comparison))
+        # A layer that takes other names is given other tensors, alone. The run shows its code, but behind zeros.
+        shown = _written_otherwise(comparison)
+        shown -= {*layers_behind_zeros(comparison.actual), *layers_behind_zeros(comparison.expected)}
+        for found in responses_to_other_tensors(comparison):
+            of_files.append(("calls" if found.layer in shown else "behavior", found))
+        moved = (d for d in comparison.differences if d.kind == "response" and d.change is not None)
+        of_files += (("behavior", found) for found in moved if found.layer not in shown)
     if architecture and "structure" not in by_class:
-        structure = list(architecture_differences(comparison))
-        by_class |= {"structure": structure} if structure else {}
+        resting = {d.layer for d in comparison.differences if diagnosis.same and d.kind in _OF_RESTING_LAYERS}
+        of_files += (("structure", found) for found in architecture_differences(comparison, resting))
+    for kind, found in of_files:
+        by_class.setdefault(kind, []).append(found)
     return by_class
+
+
+_OF_RESTING_LAYERS = frozenset({"layer added", "layer removed", "calls"})
+"""Where every value is the same, these are of layers that compute nothing, and of shared ones without weights."""
+
+
+def _written_otherwise(comparison: Comparison) -> set[str]:
+    """Return the layers that are called with other arguments or names, and those that call them."""
+    own = {*(difference.layer for difference in comparison.differences), *comparison.names_before.paths}
+    callers = (step.parent for step in CallTree(comparison.actual).started if step.layer.name in own)
+    return own | {step.layer.name for step in callers if step is not None}
 
 
 def part_not_compared(now: SnapshotVersion, before: SnapshotVersion) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_modelprobe.comparison import Cause
 from pytest_modelprobe.gate import Class, Effect, Finding, SnapshotChange, Verdict, class_of, part_not_compared
@@ -72,6 +72,8 @@ def finding_text(finding: Finding, change: SnapshotChange) -> str:
         return f"was {change.before.path}"
     if finding.kind == "checkpoint":
         return effect_text(change.effect)
+    if finding.kind == "calls":
+        return _calls_text(finding, change)
     if change.comparison is None or finding.kind == "format":
         notes = () if change.comparison is None else change.comparison.notes
         return " ".join(["the same architecture, and numbers within tolerance", *(f"({n})" for n in noted(notes))])
@@ -86,6 +88,19 @@ def finding_text(finding: Finding, change: SnapshotChange) -> str:
         return f"{count(len(layers), 'layer')} moved{by}: {listed(collapsed(layers))}"
     found = rows(finding.differences, change.comparison.actual, change.comparison.expected)
     return listed([_row_text(row) for row in found], most=2)
+
+
+def _calls_text(finding: Finding, change: SnapshotChange) -> str:
+    """Return how calls are written now, and how many layers cannot be compared alone for that."""
+    told = [_repeated_cause_text(*pair) for pair in comparison.grouped(finding.causes)]
+    if not told and change.comparison is not None:
+        found = rows(finding.differences, change.comparison.actual, change.comparison.expected)
+        told = [_row_text(row) for row in found]
+    parts = [listed(told, most=2)]
+    parts += ["every value is the same"] * (len(change.findings) == 1)
+    alone = {difference.layer for difference in finding.not_comparable}
+    parts += [f"{count(len(alone), 'layer')} cannot be compared alone"] * bool(alone)
+    return "; ".join(parts)
 
 
 def _causes_text(finding: Finding, change: SnapshotChange) -> str:
@@ -277,8 +292,13 @@ def verdict_text(verdict: Verdict) -> str:
 SHARED_CAUSE_COLUMNS = ("cause", "class", "changed by", "models")
 
 
-def shared_cause_rows(verdict: Verdict) -> list[list[Cell]]:
-    """Return the cells of `SHARED_CAUSE_COLUMNS`: a row for each cause, whichever snapshots have it."""
+def shared_cause_rows(verdict: Verdict, *, notes: bool = False) -> list[list[Cell]]:
+    """Return the cells of `SHARED_CAUSE_COLUMNS`: a row for each cause, whichever snapshots have it.
+
+    Args:
+        verdict: The changes.
+        notes: Whether calls that are written otherwise have rows too.
+    """
     alike: dict[tuple[str, Class], dict[str, float | None]] = {}
     for sure in (True, False):
         for change in verdict.changes:
@@ -293,10 +313,21 @@ def shared_cause_rows(verdict: Verdict) -> list[list[Cell]]:
                 models[change.model] = max(
                     (models.get(change.model), comparison.known_change(cause)), key=lambda size: size or 0.0
                 )
+    for change in verdict.changes if notes else ():
+        for note, times in comparison.grouped(change.diagnosis.notes if change.diagnosis else ()):
+            alike.setdefault((_repeated_cause_text(note, times), "calls"), {})[change.model] = None
     return [
         [said, kind, percent(max(models.values(), key=lambda size: size or 0.0)), listed(list(models))]
         for (said, kind), models in alike.items()
     ]
+
+
+NOTE_COLUMNS = ("call that is written otherwise", "layers")
+
+
+def note_rows(notes: Iterable[Cause]) -> list[list[Cell]]:
+    """Return the cells of `NOTE_COLUMNS`, equal notes of repeated layers in one row."""
+    return [[comparison.cause_text(note), times] for note, times in comparison.grouped(notes)]
 
 
 def _heading(same: Sequence[SnapshotChange]) -> str:
@@ -314,9 +345,12 @@ def diff_text(verdict: Verdict) -> str:
         lines = [printable(f"{kind}: {said}") for kind, said in _whole(change)]
         if change.diagnosis is not None:
             lines.append((comparison.first_line if folded else comparison.text)(change.diagnosis))
+            if change.diagnosis.notes and not folded:
+                notes = note_rows(change.diagnosis.notes)
+                lines += ["", *table(NOTE_COLUMNS, notes, most=len(notes))]
         alike.setdefault(tuple(lines), []).append(change)
     parts = ["\n".join([_heading(same), *lines]) for lines, same in alike.items()]
-    causes = shared_cause_rows(verdict) if folded else []
+    causes = shared_cause_rows(verdict, notes=True) if folded else []
     if causes:
         parts.append("\n".join(table(SHARED_CAUSE_COLUMNS, causes, most=len(causes))))
         parts.append("The diff of one snapshot alone has more: the changed layers, and the evidence of each cause.")

@@ -91,7 +91,7 @@ def _label(layer: str, diagnosis: Diagnosis) -> str:
 def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
     """Return the text of a failure: the first line, the tables of causes, the counts, the next steps."""
     parts = [first_line(diagnosis)]
-    for title, causes in (("", diagnosis.causes), (_POSSIBLE, diagnosis.possible), (_NOTES, diagnosis.notes)):
+    for title, causes in (("", diagnosis.causes), (_POSSIBLE, diagnosis.possible)):
         if causes:
             parts.append("\n".join([title] * bool(title) + table(CAUSE_COLUMNS, cause_rows(causes))))
     counts = []
@@ -107,6 +107,8 @@ def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
         counts.append(_HIDDEN)
     counts += not_compared_sentence(diagnosis.comparison.unknown)
     counts += noted(diagnosis.comparison.notes)
+    if not diagnosis.same:  # else the first line says so
+        counts += noted_calls(diagnosis.notes)
     counts += _lacking(diagnosis.comparison.actual, diagnosis.comparison.expected)
     parts += ["\n".join(map(printable, counts))] if counts else []
     parts += [printable(step) for step in next_steps]
@@ -142,6 +144,24 @@ def noted(notes: Iterable[Difference]) -> list[str]:
     shown = ([_repeated(said, n) for said, n in found.items()] for found in told.values())
     parts = [f"{what}: {listed(names, most=8)}" for what, names in zip(told, shown, strict=True) if names]
     return [f"{'. '.join(parts)}."] if parts else []
+
+
+def noted_calls(notes: Iterable[Cause]) -> list[str]:
+    """Return one sentence on calls that are written otherwise, which fail no test by themselves.
+
+    >>> noted_calls(
+    ...     Cause(kind="architecture", layer=f"{i}.attn", what="path", expected="input[1]", actual="mask")
+    ...     for i in range(6)
+    ... )
+    ['Calls that are written otherwise: input[1] renamed to mask in *.attn x6.']
+    """
+    layers: dict[str, list[str]] = {}
+    for note in notes:
+        said = cause_text(note)
+        bare = said.removeprefix(f"{note.layer}: ")
+        layers.setdefault(bare, []).extend([note.layer] * (bare != said))
+    told = [f"{said} in {listed(collapsed(names))}" if names else said for said, names in layers.items()]
+    return [f"{_NOTES}: {listed(told, most=8)}."] if told else []
 
 
 def _other_names(renamed: Mapping[str, str]) -> str:
@@ -373,7 +393,7 @@ _REDRAWN = (
 
 _POSSIBLE = "Possible (an input is unknown, or only one of two kinds of evidence shows it):"
 
-_NOTES = "Calls that are written otherwise; this alone fails no test:"
+_NOTES = "Calls that are written otherwise"
 
 _SEEN = {
     "recorded": "in the record",

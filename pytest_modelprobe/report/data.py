@@ -27,6 +27,7 @@ def as_data(verdict: Verdict) -> dict[str, Any]:
                 "not_compared": values_not_compared(change),
                 "findings": [_finding_data(finding, change) for finding in change.findings],
                 "causes": _causes(change),
+                "notes": _notes(change),
             }
             for change in verdict.changes
         ],
@@ -66,3 +67,9 @@ def _causes(change: SnapshotChange) -> list[dict[str, str]]:
         for known, causes in sure.items()
         for cause in causes
     ]
+
+
+def _notes(change: SnapshotChange) -> list[dict[str, str]]:
+    """Return the calls that are written otherwise."""
+    notes = () if change.diagnosis is None else change.diagnosis.notes
+    return [{"kind": note.kind, "layer": note.layer, "said": comparison.cause_text(note)} for note in notes]

@@ -143,7 +143,10 @@ def diff(verdict: Verdict, most_bytes: int = MOST_SUMMARY_BYTES) -> str:
         diagnosis = change.diagnosis
         if diagnosis is not None:
             doubtful = [[f"possibly {said}", *cells] for said, *cells in comparison.cause_rows(diagnosis.possible)]
-            lines += ["", *table(comparison.CAUSE_COLUMNS, comparison.cause_rows(diagnosis.causes) + doubtful)]
+            if not diagnosis.same:
+                lines += ["", *table(comparison.CAUSE_COLUMNS, comparison.cause_rows(diagnosis.causes) + doubtful)]
+            if diagnosis.notes:
+                lines += ["", *table(changes.NOTE_COLUMNS, changes.note_rows(diagnosis.notes))]
             lines += ["", *graph(change)]
             lines += ["", *_folded("all that differs", CHANGE_COLUMNS, [row.cells for row in details(change)])]
         blocks.append([*lines, ""])

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pytest_modelprobe.comparison import Parts
+from pytest_modelprobe.comparison import Comparison, Parts
 from pytest_modelprobe.exceptions import SnapshotError
 from pytest_modelprobe.files import Texts, architecture_digest, decode, encode, parsed, read_texts, rewritten
 from pytest_modelprobe.gate import superseded
-from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Value, has_numbers
+from pytest_modelprobe.record import Call, CallTree, Layer, Parameter, Reading, Record, Value, has_numbers
 
 from .extension import SnapshotFiles
 from .outcome import Outcome
@@ -74,11 +74,19 @@ def texts_to_write(outcome: Outcome, record: Record, old: Texts | None, reason: 
         before, now = architecture_digest(old.architecture), architecture_digest(new.architecture)
         chain = superseded(chain, before, now)
         new = encode(record, reason=reason, supersedes=chain, compared=outcome.compared)
-    found = None if outcome.diagnosis is None else outcome.diagnosis.comparison
-    changed = (
-        () if found is None else (*(d.layer for d in (*found.differences, *found.notes)), *found.names_before.layers)
-    )
-    return rewritten(new, old, set(changed))
+    changed = set() if outcome.diagnosis is None else _changed_layers(outcome.diagnosis.comparison)
+    return rewritten(new, old, changed)
+
+
+def _changed_layers(found: Comparison) -> set[str]:
+    """Return the layers whose lines are written anew: also those that call one whose arguments have other names."""
+    names = found.names_before
+    calling = (step.parent for step in CallTree(found.actual).started if step.layer.name in names.paths)
+    return {
+        *(difference.layer for difference in (*found.differences, *found.notes)),
+        *names.layers,
+        *(step.layer.name for step in calling if step is not None),
+    }
 
 
 def structure_of(record: Record) -> Record:

@@ -52,7 +52,7 @@ def lines(
         _caught(caught),
         _written(results),
         _shared_causes(results),
-        _other_calls(results),
+        _other_calls(results, details=details),
         _not_compared(results, policy),
         _unused_lines(unused, len(unused.unused) if details else _MOST),
         _unused_reason(results, policy),
@@ -140,15 +140,19 @@ def _for_pull_request(results: Results, unused: UnusedFiles, policy: Policy) -> 
     yield f"  Model snapshots: {what}.{because}{f' {policy.reason}' if policy.reason else ''}"
 
 
-def _other_calls(results: Results) -> Iterator[str]:
-    """Yield how many tests pass though calls inside their models are written otherwise, and what to do."""
+def _other_calls(results: Results, *, details: bool) -> Iterator[str]:
+    """Yield how many tests pass though calls inside their models are written otherwise; of details each call, once."""
     from pytest_modelprobe.report.text import count
 
     passed = [result for result in results if result["verdict"] == "same" and result["notes"]]
-    if passed:
-        n = count(len(passed), "model")
-        verb = "passes" if len(passed) == 1 else "pass"
-        yield f"{n} {verb} with other calls inside: --modelprobe-json lists them, --snapshot-update takes them over"
+    if not passed:
+        return
+    seen = f"{count(len(passed), 'model')} {'passes' if len(passed) == 1 else 'pass'} with other calls inside"
+    yield f"{seen}:" if details else f"{seen}: --snapshot-details lists them, --snapshot-update writes them"
+    if details:
+        said = Counter((note["said"], note["layers"]) for result in passed for note in result["notes"])
+        for (text, layers), models in said.items():
+            yield f"  {text}{f' x{layers}' if layers > 1 else ''}{f' in {models} models' if models > 1 else ''}"
 
 
 def _not_compared(results: Results, policy: Policy) -> Iterator[str]:

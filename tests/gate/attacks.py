@@ -43,6 +43,21 @@ ALONE = {part: ("== modelprobe_snapshot", f'== modelprobe_snapshot(compare="{par
 """What has a test compare a part alone."""
 NOT_RUN = ("modelprobe.run(", "modelprobe.architecture(")
 
+MASKED = [
+    ("class Net", """class Masked(nn.Linear):
+    def forward(self, x, mask=None):
+        return super().forward(x if mask is None else x.masked_fill(mask, 0))
+
+
+class Net"""),
+    ("Linear(4, 2)", "Linear(4, 2); self.fc = Masked(4, 2)"),
+    ("self.fc(x)", "self.fc(x, x > 1)"),
+]  # fmt: skip
+"""What gives the linear layer a mask."""
+BY_KEYWORD = ("self.fc(x, x > 1)", "self.fc(x, mask=x > 1)")
+GATED = ("self.fc = Masked(4, 2)", "self.fc = Masked(4, 2); nn.init.zeros_(self.fc.bias)")
+"""What gives the layer a parameter of zeros, behind which its code may not show."""
+
 MODELS: dict[str, list[tuple[str, str]]] = {
     "as it was": [],
     "wider": [("Linear(4, 2)", "Linear(4, 3)")],
@@ -53,6 +68,13 @@ MODELS: dict[str, list[tuple[str, str]]] = {
     "scaled": [("return ", "return 3 * ")],
     "trained": [("    assert", "    net.fc.weight.data *= 1.25\n    assert")],
     "structure alone": [ALONE["architecture"]],
+    "masked": MASKED,
+    "masked, by keyword": [*MASKED, BY_KEYWORD],
+    "masked, by keyword, the mask dropped": [*MASKED, ("self.fc(x, x > 1)", "self.fc(x=x)")],
+    "masked, by keyword, with another rate": [*MASKED, BY_KEYWORD, ("0.1", "0.5")],
+    "masked, by keyword, scaled": [*MASKED, BY_KEYWORD, ("return super()", "return 3 * super()")],
+    "gated": [*MASKED, GATED],
+    "gated, by keyword": [*MASKED, GATED, BY_KEYWORD],
     "not run": [NOT_RUN],
     "not run, with another rate": [NOT_RUN, ("0.1", "0.5")],
 }
@@ -365,6 +387,18 @@ FAMILIES: dict[str, list[Attack]] = {
                pytest="passed", why="it is compared"),
         Attack(what="a frozen parameter", edit=update("frozen"), check="warning: trainable", pytest="passed",
                why="checkpoints load as before"),
+        Attack(what="an argument by keyword that was given by position", before="masked",
+               edit=update("masked, by keyword"), check="allowed: calls", pytest="passed", harmless=True,
+               why="every value is the same; it is named in the table"),
+        Attack(what="the same, and the argument dropped", before="masked", check="denied: structure", pytest="passed",
+               edit=update("masked, by keyword, the mask dropped"), why="what a layer is given is compared"),
+        Attack(what="the same, and another attribute", before="masked", check="denied: structure", pytest="passed",
+               edit=update("masked, by keyword, with another rate"), why="a note beside it hides no denial"),
+        Attack(what="the same, and another output of the layer", before="masked", check="warning: behavior",
+               edit=update("masked, by keyword, scaled"), pytest="passed", why="values are compared all the same"),
+        Attack(what="the same, where a parameter of the layer is zero", before="gated", check="warning: behavior",
+               edit=update("gated, by keyword"), pytest="passed",
+               why="its code may not show, and what it does alone cannot be compared"),
         Attack(what="an attribute that is not written any more", edit=in_architecture(('"p": 0.1, ', "")),
                check="allowed: format", pytest="passed", harmless=True,
                why="attributes come and go with versions of libraries; it is named in the table"),

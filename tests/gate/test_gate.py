@@ -23,8 +23,9 @@ from pytest_modelprobe.record import (
     Value,
 )
 from pytest_modelprobe.report import markdown
-from pytest_modelprobe.report.changes import diff_text, finding_text, verdict_text
+from pytest_modelprobe.report.changes import diff_text, finding_text, note_rows, verdict_text
 from pytest_modelprobe.report.comparison import cause_text
+from pytest_modelprobe.snapshot.stored import structure_of
 
 
 def weight(*shape: int, name: str = "weight", **other: object) -> Parameter:
@@ -191,6 +192,53 @@ def test_a_refactoring_with_the_same_numbers_is_structure() -> None:
     found = change(answering("Act", 1.0), answering("Activation", 1.0))
     assert [finding.kind for finding in found.findings] == ["structure"]
     assert finding_text(found.findings[0], found) == "act: Act → Activation; behavior unchanged"
+
+
+def called(path: str, flag: bool | None = None, answer: float = 1.0) -> Record:
+    """Return a record of a model that gives one input to a layer by that name, whose own code answers so alone."""
+    given = value(4, forward=reading(1.0))
+    response = IsolatedResponse(handed=(EmittedTensor(where="output", reading=reading(answer)),))
+    whole = Call(root="(root)", root_training=False, index=0, started=0, finished=3, inputs=(given,), outputs=(given,))
+    inner = dataclasses.replace(
+        whole, started=1, finished=2, inputs=(dataclasses.replace(given, path=path),), arguments={"flag": flag},
+        response=response,
+    )  # fmt: skip
+    layers = (Layer(name="(root)", type="Net", leaf=False, calls=(whole,)), Layer(name="act", type="A", calls=(inner,)))
+    return Record(model="Net", layers={layer.name: layer for layer in layers}, forwards=1, noise="measured")
+
+
+def test_an_argument_by_keyword_is_a_call_that_is_written_otherwise() -> None:
+    found = change(called("input"), called("mask"))
+    assert [(finding.kind, finding.level) for finding in found.findings] == [("calls", "allow")]
+    said = "act: input renamed to mask; every value is the same; 1 layer cannot be compared alone"
+    assert finding_text(found.findings[0], found) == said
+    assert ["act: input renamed to mask", 1] in note_rows(found.diagnosis.notes)
+
+
+def test_an_argument_that_says_nothing_is_too() -> None:
+    assert classes(called("input"), called("input", flag=False)) == ["calls"]
+
+
+def test_beside_it_own_code_that_answers_otherwise_is_no_such_call() -> None:
+    assert "calls" not in classes(called("input"), called("input", flag=False, answer=3.0))
+
+
+def test_beside_a_change_what_is_renamed_is_shown_and_allowed() -> None:
+    now = called("mask")
+    wider = dataclasses.replace(now.layers["act"], attributes={"eps": 2})
+    before = called("input")
+    was = dataclasses.replace(before.layers["act"], attributes={"eps": 1})
+    found = change(
+        dataclasses.replace(before, layers={**before.layers, "act": was}),
+        dataclasses.replace(now, layers={**now.layers, "act": wider}),
+    )
+    assert [(finding.kind, finding.level) for finding in found.findings] == [("structure", "deny"), ("calls", "allow")]
+    assert finding_text(found.findings[1], found) == "act: input renamed to mask"
+    assert "act: input renamed to mask" in diff_text(Verdict(changes=(found,)))
+
+
+def test_without_numbers_another_name_is_interface() -> None:
+    assert classes(*(structure_of(called(path)) for path in ("input", "mask"))) == ["interface"]
 
 
 def test_own_code_that_answers_otherwise_is_behavior_although_the_output_is_the_same() -> None:

@@ -301,6 +301,37 @@ Or do not."""
     )
 
 
+def renamed(layer: str, now: str = "mask") -> Cause:
+    return Cause(kind="architecture", layer=layer, what="path", actual=now, expected="input[1]")
+
+
+def beside(*notes: Cause) -> Diagnosis:
+    """Return a diagnosis with one cause and some notes."""
+    found = (Difference(layer="norm", kind="attribute", what="eps", actual=1e-6, expected=1e-5),)
+    return dataclasses.replace(
+        of(eps("norm"), notes=notes), comparison=Comparison(actual=NET, expected=NET, found=found)
+    )
+
+
+def test_beside_causes_calls_that_are_written_otherwise_are_one_sentence() -> None:
+    notes = [renamed(f"h.{i}.attn") for i in range(12)] + [renamed("head"), renamed("head", "scale")]
+    lines = text(beside(*notes)).splitlines()
+    assert lines[-1] == (
+        "Calls that are written otherwise: input[1] renamed to mask in h.*.attn x12 and head and input[1] renamed to "
+        "scale in head."
+    )
+    many = text(beside(*(renamed("head", f"a{i}") for i in range(60)))).splitlines()
+    assert many[-1].endswith("input[1] renamed to a7 in head and 52 more.")
+    assert len(many) == len(lines)
+
+
+def test_calls_that_are_written_otherwise_alone_are_the_first_line() -> None:
+    assert text(of(notes=(renamed("h.0.attn"), renamed("h.1.attn"), renamed("head")))) == (
+        "every value is the same; calls are written otherwise in 3 places: h.*.attn: input[1] renamed to mask x2; "
+        "head: input[1] renamed to mask"
+    )
+
+
 def test_more_causes_than_anyone_reads_are_counted() -> None:
     lines = text(of(*(eps(f"norm_{i}a") for i in range(30)))).splitlines()
     assert lines[0].endswith("; 30 causes")

@@ -1255,6 +1255,181 @@ def test_what_compares_the_architecture_keeps_no_numbers(project: Project) -> No
     project.run().assert_outcomes(passed=1)
 
 
+# --- calls that are written otherwise -----------------------------------------------------------------------------
+
+ATTENTIVE = """
+import torch
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x, mask=None, train=True, cache=None):
+        if mask is not None:
+            x = x.masked_fill(mask, 0.0)
+        return self.drop(self.fc(x)) if train else self.fc(x)
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = Attention()
+
+    def forward(self, x, mask):
+        return x + self.attn(x, mask)
+
+class TinyNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        mask = x > 0.5
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+"""
+CALL = "self.attn(x, mask)"
+BY_KEYWORD = ATTENTIVE.replace(CALL, "self.attn(x, mask=mask)")
+IN_EVAL = """
+import pytest
+from models import TinyNet
+
+def test_x(modelprobe, modelprobe_snapshot):
+    model = modelprobe.build(TinyNet).eval()
+    assert modelprobe.run(model, modelprobe.randn(4, 8)) == modelprobe_snapshot
+
+def test_y(modelprobe, modelprobe_snapshot):
+    model = modelprobe.build(TinyNet).eval()
+    assert modelprobe.run(model, modelprobe.randn(2, 8)) == modelprobe_snapshot
+"""
+LISTED = [
+    "  blocks.?.attn: input?0? renamed to input x2 in 2 models",
+    "  blocks.?.attn: input?1? renamed to mask x2 in 2 models",
+]
+
+
+def test_a_call_that_is_written_otherwise_fails_nothing_until_an_update_writes_it(project: Project) -> None:
+    project.models(ATTENTIVE)
+    project.update(test=IN_EVAL)
+    before = project.contents()
+    project.models(BY_KEYWORD)
+    passed = project.run()
+    passed.assert_outcomes(passed=2)
+    line = "2 models pass with other calls inside: --snapshot-details lists them, --snapshot-update writes them"
+    passed.stdout.fnmatch_lines([line])
+    assert project.contents() == before
+    listed = project.run("--snapshot-details")
+    listed.stdout.fnmatch_lines(["2 models pass with other calls inside:", *LISTED], consecutive=True)
+    updated = project.update()
+    updated.assert_outcomes(passed=2)
+    said = "every value is the same; calls are written otherwise in 4 places"
+    updated.stdout.fnmatch_lines([f"updated *x.arch.json: {said}: blocks.*.attn: input[[]0] renamed to input x2; *"])
+    written = project.contents()
+    assert all(written[name] != before[name] for name in before)
+    assert b'"mask' in written["test_net/test_x.arch.json"]
+    quiet = project.run()
+    quiet.assert_outcomes(passed=2)
+    quiet.stdout.no_fnmatch_line("*other calls inside*")
+
+
+def test_the_results_have_the_calls_that_are_written_otherwise(project: Project) -> None:
+    project.models(ATTENTIVE)
+    project.update(test=IN_EVAL)
+    project.models(BY_KEYWORD)
+    project.run("--modelprobe-json=results.json", "--modelprobe-html=page.html")
+    data = json.loads((project.pytester.path / "results.json").read_text())
+    (snapshot,) = data["tests"][0]["snapshots"]
+    assert (snapshot["verdict"], snapshot["causes"]) == ("same", [])
+    assert [(note["said"], note["layers"]) for note in snapshot["notes"]] == [
+        ("blocks.*.attn: input[0] renamed to input", 2), ("blocks.*.attn: input[1] renamed to mask", 2),
+    ]  # fmt: skip
+    page = (project.pytester.path / "page.html").read_text("utf-8")
+    assert "Calls inside 2 models are written otherwise, which alone fails no test" in page
+    assert "blocks.*.attn: input[1] renamed to mask x2, in 2 models" in page
+
+
+@pytest.mark.parametrize(
+    ("option", "test"),
+    [
+        ("--modelprobe-compare=all", IN_EVAL),
+        ("--override-ini=modelprobe_compare=all", IN_EVAL),
+        ("-q", IN_EVAL.replace("== modelprobe_snapshot", '== modelprobe_snapshot(compare="all")')),
+        ("-q", IN_EVAL.replace("def test", '@pytest.mark.modelprobe(compare="all")\ndef test')),
+    ],
+    ids=["option", "ini", "argument", "marker"],
+)
+def test_who_asks_to_compare_all_is_told_of_calls_as_of_changes(project: Project, option: str, test: str) -> None:
+    project.models(ATTENTIVE)
+    project.update(test=IN_EVAL)
+    project.models(BY_KEYWORD)
+    result = project.run(option, test=test)
+    result.assert_outcomes(failed=2)
+    first = "output unchanged; structure differs in 4 places: blocks.*.attn: input[[]0] renamed to input x2"
+    result.stdout.fnmatch_lines([f"*AssertionError: {first}; blocks.*.attn: input[[]1] renamed to mask x2"])
+
+
+def test_of_a_structure_without_numbers_calls_are_compared(project: Project) -> None:
+    project.models(ATTENTIVE)
+    project.update(test=IN_EVAL.replace("modelprobe.run(", "modelprobe.architecture("))
+    project.models(BY_KEYWORD)
+    result = project.run()
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines([
+        "*AssertionError: blocks.*.attn: input[[]0] renamed to input x2; 2 causes",
+        "*blocks.*.attn: input[[]1] renamed to mask x2 *",
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (
+            "self.attn(x=x, mask=None)",
+            "blocks.*: own code no longer gives attn input[[]1] x2: output of attn changed *",
+        ),
+        ("self.attn(x, mask=~mask)", "blocks.*: own code changed before attn x2: by *"),
+        ("self.attn(x, mask=mask, train=False)", "*blocks.*: own code gives attn train False, not the default x2"),
+    ],
+    ids=["mask dropped", "another mask", "dropout off"],
+)
+def test_an_argument_that_matters_fails_by_its_name_however_the_call_is_written(
+    project: Project, call: str, named: str
+) -> None:
+    project.models(ATTENTIVE)
+    project.update(test=IN_EVAL)
+    project.models(ATTENTIVE.replace(CALL, call))
+    result = project.run()
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines([f"*AssertionError: {named}"])
+
+
+def test_an_argument_that_says_nothing_fails_nothing_and_an_update_writes_it(project: Project) -> None:
+    project.models(ATTENTIVE.replace(CALL, "self.attn(x, mask, cache=None)"))
+    project.update(test=IN_EVAL)
+    before = project.contents()
+    project.models(ATTENTIVE.replace(CALL, "self.attn(x, mask, cache=False)"))
+    project.run().assert_outcomes(passed=2)
+    project.update().assert_outcomes(passed=2)
+    assert b'"cache": null' in before["test_net/test_x.arch.json"]
+    assert b'"cache": false' in project.contents()["test_net/test_x.arch.json"]
+    project.run("--modelprobe-compare=all").assert_outcomes(passed=2)
+
+
+def test_beside_a_change_calls_that_are_written_otherwise_are_one_sentence(project: Project) -> None:
+    project.models(ATTENTIVE)
+    project.update(test=IN_EVAL)
+    project.models(BY_KEYWORD.replace("Dropout(0.1)", "Dropout(0.3)"))
+    result = project.run()
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines([
+        "*structure differs in 2 places: blocks.*.attn.drop.p 0.1 → 0.3 x2",
+        "*Calls that are written otherwise: input[[]0] renamed to input in blocks.*.attn x2 and input[[]1] renamed *",
+    ])  # fmt: skip
+
+
 # --- damaged files ------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import base64
 import binascii
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +52,7 @@ def render(results: Data) -> str:
     main = [
         _verdict(results, causes),
         _causes_section(causes, results["tests"]),
+        _notes_section(results["tests"]),
         _toolbar(results["tests"]),
         tag(
             "section",
@@ -213,6 +215,21 @@ def _causes_section(causes: Sequence[_Cause], tests: Sequence[Data]) -> Markup |
     return tag("section", tag("h2", "Causes"), tag("ol", items[:_MOST_CAUSES], class_="causes"), rest, id="causes")
 
 
+def _notes_section(tests: Sequence[Data]) -> Markup | None:
+    """Return the calls that are written otherwise, each once, with the number of its models."""
+    noted = [snapshot["notes"] for test in tests for snapshot in test["snapshots"] if snapshot.get("notes")]
+    if not noted:
+        return None
+    models = Counter(_note(note) for notes in noted for note in notes)
+    items = [tag("li", f"{said}, in {count(n, 'model')}") for said, n in models.most_common()]
+    summary = f"Calls inside {count(len(noted), 'model')} are written otherwise, which alone fails no test"
+    return tag("section", tag("details", tag("summary", summary), tag("ul", items)), id="notes")
+
+
+def _note(note: Data) -> str:
+    return f"{note['said']} x{note['layers']}" if note["layers"] > 1 else str(note["said"])
+
+
 def _cause_item(cause: _Cause, tests: Sequence[Data]) -> Markup:
     links = [tag("li", tag("a", tests[i]["id"], href=f"#t{i}")) for i in cause.tests]
     facts = [tag("span", cause.kind, class_="kind"), [f" · {fact}" for fact in cause.facts]]
@@ -303,6 +320,8 @@ def _snapshot(snapshot: Data) -> Markup:
         if possible
         else None
     )
+    notes = [tag("li", _note(note)) for note in snapshot.get("notes", ())]
+    others = tag("details", tag("summary", "Calls that are written otherwise"), tag("ul", notes)) if notes else None
     accept = None
     if steps and verdict not in _FINE:
         accept = tag(
@@ -312,7 +331,7 @@ def _snapshot(snapshot: Data) -> Markup:
             class_="accept",
         )
     css = "snapshot" if verdict in _FINE else "snapshot open"
-    return tag("section", where, text, also, accept, class_=css)
+    return tag("section", where, text, also, others, accept, class_=css)
 
 
 def _split(text: str) -> tuple[str, list[tuple[str, str]]]:

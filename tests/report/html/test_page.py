@@ -125,6 +125,15 @@ def test_a_run_that_stopped_early_says_why() -> None:
     assert "Not every test ran to its end: stopping after 2 failures." in text
 
 
+def test_calls_that_are_written_otherwise_are_shown_once_and_in_their_tests() -> None:
+    note = cause("*.attn: input[1] renamed to mask", layers=6)
+    same = snapshot(verdict="same", notes=[note])
+    page = Page(render(results(*(checked(f"test_{i}", snapshots=[same]) for i in "ab"))))
+    assert "Calls inside 2 models are written otherwise, which alone fails no test" in page.text
+    assert page.text.count("*.attn: input[1] renamed to mask x6, in 2 models") == 1
+    assert page.text.count("*.attn: input[1] renamed to mask x6") == 3
+
+
 def test_a_cause_of_several_tests_is_shown_once() -> None:
     tests = [checked(f"test_{i}", outcome="failed", snapshots=[snapshot(cause("fc: own code changed"))]) for i in "ab"]
     text = Page(render(results(*tests))).text
@@ -256,7 +265,9 @@ def test_a_name_is_text_wherever_it_stands(name: str) -> None:
     def page(name: str) -> Page:
         bad = layer(name, "fc", status=["own code"], attention=[0.5], type=name)
         seen = run(layer("fc", name), bad, name=name, model=name, notes=[name], findings=[name], error=name, loss=name)
-        shown = snapshot(cause(name, hints=[name], layer=name), text=f"{name}\n\n{name}", possible=[cause(name)])
+        shown = snapshot(
+            cause(name, hints=[name], layer=name), text=f"{name}\n\n{name}", possible=[cause(name)], notes=[cause(name)]
+        )
         figure = {"title": name, "media": name, "data": name}
         test = checked(name, seen, outcome="failed", message=name, failure=name, snapshots=[shown], figures=[figure])
         text = render(results(test, root=name, versions={name: name}, commit=name, unused=[name], kept={name: [name]}))
