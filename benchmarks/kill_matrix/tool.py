@@ -102,7 +102,7 @@ def verdict(diagnosis: Diagnosis, answers: list[Answer], background: tuple[Cause
     true = [cause for answer in answers for cause in (*answer.says, *answer.also)] + list(background)
     invented = [told(said) for said in diagnosis.causes if not any(means(said, cause) for cause in true)]
     return Verdict(
-        detected=not diagnosis.comparison.same,
+        detected=not diagnosis.same,
         exact=all(named) and not invented,
         named=tuple(named),
         invented=tuple(invented),

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from .compare import compare
-from .diagnosis import Cause, CauseKind, Diagnosis, changes_code, diagnose, layers_behind_zeros
+from .diagnosis import (
+    ABSORBED,
+    NO_EFFECT,
+    Cause,
+    CauseKind,
+    Diagnosis,
+    changes_code,
+    diagnose,
+    layers_behind_zeros,
+)
 from .differences import BEHAVIOR, CallPair, Comparison, Difference, Parts, Tolerance
 from .pairing import is_drawn_otherwise
 from .tolerance import LARGEST_TOLERANCE, is_rounding, largest_gradient
 
 __all__ = [
+    "ABSORBED",
     "BEHAVIOR",
     "CallPair",
     "Cause",
@@ -17,6 +27,7 @@ __all__ = [
     "Diagnosis",
     "Difference",
     "LARGEST_TOLERANCE",
+    "NO_EFFECT",
     "Parts",
     "Tolerance",
     "compare",

@@ -362,7 +362,9 @@ class _Comparer:
         for other in gone:
             yield from _one_sided(at(what=other.where, expected=other.passed or "computed"))
         lost, found = (tuple(n for n in x.without_gradient if n not in y.without_gradient) for x, y in ((a, e), (e, a)))
-        for name in (*lost, *found):
+        # A mask of bools has no gradient.
+        others = {value.path for value in (*pair.actual.inputs, *pair.expected.inputs) if not value.is_floating}
+        for name in (name for name in (*lost, *found) if name not in others):
             yield at(kind="response gradient", what=name, actual=name in found, expected=name in lost)
         if a.gradient is not None and e.gradient is not None and not (lost or found):
             place = (pair.layer, pair.key, "response gradient", "")
@@ -483,11 +485,18 @@ def _outputs(record: Record) -> Mapping[tuple[str, bool, str], Value]:
 
 
 def _unequal(actual: Mapping[str, Plain], expected: Mapping[str, Plain]) -> Iterator[tuple[str, Plain, Plain]]:
-    """Yield name and values of the entries that differ; NaN equals NaN, True is not 1, and None is no entry."""
+    """Yield name and values of the entries that differ; None is no entry."""
     for name in expected if actual.keys() == expected.keys() else dict.fromkeys((*expected, *actual)):
         mine, theirs = actual.get(name), expected.get(name)
-        if type(mine) is not type(theirs) or not (mine == theirs or (mine != mine and theirs != theirs)):
+        if not _is_equal(mine, theirs):
             yield name, mine, theirs
+
+
+def _is_equal(a: Plain, b: Plain) -> bool:
+    """Whether two plain values are equal: numbers as float32, NaN and NaN, 1 and 1.0, but not 1 and True."""
+    if isinstance(a, int | float) and isinstance(b, int | float) and bool not in (type(a), type(b)):
+        return a == b or (a != a and b != b) or (float in (type(a), type(b)) and math.isclose(a, b, rel_tol=1e-7))
+    return type(a) is type(b) and a == b
 
 
 def _one_sided(difference: Difference) -> Sequence[Difference]:

@@ -13,6 +13,8 @@ from typing import Any
 
 from pytest_modelprobe.record import ROOT, Layer, Record, numbers_in, parent, qualified
 
+from .pairing import is_same
+
 
 def match(actual: Record, expected: Record, declared: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the layers of ``expected`` that are also in ``actual``: expected name → actual name.
@@ -35,6 +37,7 @@ def match(actual: Record, expected: Record, declared: Mapping[str, str] | None =
     for before, after in {ROOT: ROOT, **declared}.items():
         _match(new[after], old[before], found)
     _match_wrapped(new, old, found)
+    _match_by_values(new, old, found)
     _match_across(new, old, found)
     _match_by_contents(new, old, found)
     return found
@@ -199,6 +202,29 @@ def _match_wrapped(new: Mapping[str, _Node], old: Mapping[str, _Node], found: di
         if len(alike) == 1 and whole.has_parameters():
             del found[before]
             _match(*((alike[0], whole) if inner is a else (whole, alike[0])), found)
+
+
+def _match_by_values(new: Mapping[str, _Node], old: Mapping[str, _Node], found: dict[str, str]) -> None:
+    """Match the remaining layers without children whose weights have the values of one layer of the other record."""
+    taken = set(found.values())
+    groups: dict[Hashable, tuple[list[_Node], list[_Node]]] = {}
+    for side, (nodes, known) in enumerate(((old, found.keys()), (new, taken))):
+        for node in (node for node in nodes.values() if node.name not in known and not node.declared):
+            if node.layer is not None and node.layer.parameters and not node.children:
+                groups.setdefault(node.signature(), ([], []))[side].append(node)
+    for gone, came in groups.values():
+        if max(len(gone), len(came)) > _LONG:
+            continue
+        alike = {e.name: [a for a in came if _has_same_values(a, e)] for e in gone}
+        for name, (first, *others) in ((name, nodes) for name, nodes in alike.items() if nodes):
+            if not others and sum(first in nodes for nodes in alike.values()) == 1:
+                found[name] = first.name
+
+
+def _has_same_values(a: _Node, e: _Node) -> bool:
+    """Whether all parameters of two layers with the same signature have known and equal values."""
+    mine, theirs = ([] if node.layer is None else [p.reading for p in node.layer.parameters] for node in (a, e))
+    return all(map(is_same, mine, theirs))
 
 
 def _match_across(new: Mapping[str, _Node], old: Mapping[str, _Node], found: dict[str, str]) -> None:

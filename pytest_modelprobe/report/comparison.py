@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from pytest_modelprobe.comparison import Cause, Diagnosis, Difference
+from pytest_modelprobe.comparison import ABSORBED, NO_EFFECT, Cause, Diagnosis, Difference
 from pytest_modelprobe.record import NOT_DEFAULT, Plain, Record, label_of, qualified
 
 from .text import Cell, collapsed, count, listed, pattern, printable, table
@@ -49,9 +49,17 @@ def first_line(diagnosis: Diagnosis) -> str:
     effect = _effect(first)
     retrained = any(cause.is_retraining for cause in diagnosis.causes)  # then that is what changed the output
     if (first.change is None or first.share_method) and diagnosis.output is not None and not retrained:
-        effect = f"{';' if first.share_method else ':'} the model's output changed{_by(diagnosis.output)}"
+        alone = len(found) == 1 or sum(_may_move(cause) for cause, _ in found) == 1
+        credited = alone and not first.share_method
+        effect = f"{':' if credited else ';'} the model's output changed{_by(diagnosis.output)}"
     shown = cause_text(first, _label(first.layer, diagnosis))
     return printable(f"{unchanged}{'' if sure else 'possibly '}{shown}{repeated}{effect}; {', '.join(counts)}")
+
+
+def _may_move(cause: Cause) -> bool:
+    """Whether a cause without a size of its own may be what moved the output."""
+    named = cause.what in ("path", "renamed", "training") or cause.what.endswith(" requires_grad")
+    return cause.change is None and not named and not {ABSORBED, NO_EFFECT} & {*cause.hints}
 
 
 def _only_possible_moved_it(diagnosis: Diagnosis) -> bool:

@@ -245,8 +245,8 @@ def test_a_difference_of_numbers_has_the_noise_of_the_expected() -> None:
     assert (found.noise, found.limit) == (0.001, 0.004 + 2e-6)
 
 
-@pytest.mark.parametrize(("actual", "same"), [(True, False), (1, True), (1.0, False), ("1", False), (None, False)])
-def test_attributes_are_the_same_only_if_their_types_are(actual: object, same: bool) -> None:
+@pytest.mark.parametrize(("actual", "same"), [(True, False), (1, True), (1.0, True), ("1", False), (None, False)])
+def test_attributes_are_the_same_only_if_they_are_numbers_or_their_types_are(actual: object, same: bool) -> None:
     old, new = (changed("fc", attributes={"n": n}) for n in (1, actual))
     assert compare(new, old).same is same
 

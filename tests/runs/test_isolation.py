@@ -1233,3 +1233,28 @@ def test_no_more_memory_is_kept_than_the_weights_of_one_repeat_take() -> None:
     for _ in range(3):
         draws.take_back(synthetic("2^0", (400, 400), "weight", torch.float32) for _ in range(2))
     assert {count: len(kept) for count, kept in draws._spare.items()} == {160_000: 2}
+
+
+class Freeing(torch.autograd.Function):
+    """Frees the memory of its input, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        out = x * 2
+        x.untyped_storage().resize_(0)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+class Reversible(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Freeing.apply(x)
+
+
+def test_an_input_whose_memory_the_code_frees_is_not_read_again() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Reversible(), nn.Linear(4, 2))
+    responses = respond(model, torch.ones(2, 4))
+    assert [(h.where, h.passed) for h in responses["1", 0].handed] == [("output", None)]

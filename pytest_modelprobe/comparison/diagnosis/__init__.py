@@ -9,15 +9,15 @@ run its inputs match and its outputs differ. Where both are available and only p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from pytest_modelprobe.comparison.differences import Comparison, Difference, DifferenceKind
 from pytest_modelprobe.record import Record
 
 from .backward import gradient_causes
-from .causes import DRIFT, Cause, CauseKind, Diagnosis, Evidence, by_importance
+from .causes import ABSORBED, DRIFT, NO_EFFECT, SAME_ELEMENTS, Cause, CauseKind, Diagnosis, Evidence, by_importance
 from .computation import computation_causes
-from .harmless import is_harmless
+from .harmless import in_run, is_harmless
 from .hints import hints
 from .index import ComparisonIndex
 from .recorded import (
@@ -26,12 +26,15 @@ from .recorded import (
     path_cause,
     recorded_causes,
     update_causes,
+    with_absorbed,
     with_effect,
     with_weights_folded,
 )
 from .zero_factors import changes_code, layers_behind_zeros
 
 __all__ = [
+    "ABSORBED",
+    "NO_EFFECT",
     "Cause",
     "CauseKind",
     "Diagnosis",
@@ -59,21 +62,26 @@ def diagnose(comparison: Comparison) -> Diagnosis:
     >>> [(c.kind, c.layer, c.what) for c in diagnose(compare(new, old)).causes]
     [('attribute', 'norm', 'eps')]
     """
-    renamed = [path_cause(note) for note in comparison.notes if note.kind == "name"]
     if comparison.same:
-        return Diagnosis(comparison=comparison, notes=tuple(renamed))
+        return Diagnosis(comparison=comparison, notes=tuple(map(path_cause, _renamed(comparison))))
     index = ComparisonIndex(comparison)
     recorded = recorded_causes(index)
     explained = explained_by(index, recorded)
     computation, possible = computation_causes(index, recorded, explained)
-    forward = [*(with_effect(index, cause) for cause in recorded), *computation]
+    forward = [with_absorbed(index, with_effect(index, cause)) for cause in recorded]
+    forward += [_with_same_elements(index, with_absorbed(index, cause)) for cause in computation]
     causes = [*forward, *gradient_causes(index, forward, explained), *update_causes(index)]
     unchanged = _is_unchanged(comparison)
-    if unchanged and not comparison.strict and all(is_harmless(index, d) for d in comparison.differences):
-        hidden = set(layers_behind_zeros(comparison.actual))
-        if not any(cause.changes_code and cause.layer in hidden for cause in causes):
-            notes = (*renamed, *map(_without_effect, (*causes, *possible)))
-            return Diagnosis(comparison=comparison, notes=notes, unchanged=True)
+    notes = list(map(path_cause, _renamed(comparison)))
+    if unchanged and not comparison.strict:
+        harmless = _harmless_causes(index, (*causes, *possible))
+        others = len(harmless) < len(causes) + len(possible)
+        nothing_else = not others and all(is_harmless(index, d) for d in comparison.differences)
+        if others or nothing_else:  # else they are all that is known of what differs
+            notes += map(_without_effect, harmless)
+            causes, possible = ([cause for cause in found if cause not in harmless] for found in (causes, possible))
+        if nothing_else:
+            return Diagnosis(comparison=comparison, notes=tuple(notes), unchanged=True)
     if unchanged and _has_same_gradients(comparison):
         causes, possible = ([*map(_without_effect, found)] for found in (causes, possible))
     wanted = comparison.wanted
@@ -86,9 +94,9 @@ def diagnose(comparison: Comparison) -> Diagnosis:
     moved = tuple(name for name in moved if name not in to_blame and (wanted is None or name in wanted))
     return Diagnosis(
         comparison=comparison,
-        causes=tuple(by_importance(with_weights_folded(index, causes))),
+        causes=tuple(by_importance(with_weights_folded(index, causes), _roots(comparison))),
         possible=tuple(c for c in possible if c.layer not in explained_layers and not (causes and DRIFT in c.hints)),
-        notes=tuple(renamed),
+        notes=tuple(notes),
         unchanged=unchanged,
         output=max((d.change or 0.0 for d in _outputs(comparison)), default=None),
         moved=moved,
@@ -118,6 +126,31 @@ def _is_unchanged(comparison: Comparison) -> bool:
     kinds = {d.kind for d in comparison.found}
     moved_inside = not kinds.isdisjoint({"output", *_GRADIENTS})
     return kinds.isdisjoint({"state", *_OTHER_RUN}) and (not moved_inside or _has_same_gradients(comparison))
+
+
+def _renamed(comparison: Comparison) -> Iterator[Difference]:
+    return (note for note in comparison.notes if note.kind == "name")
+
+
+def _harmless_causes(index: ComparisonIndex, causes: Iterable[Cause]) -> list[Cause]:
+    """Return the causes that fail no test by themselves where every value is the same."""
+    hidden = set(layers_behind_zeros(index.comparison.actual))
+    return [
+        cause
+        for cause in causes
+        if all(is_harmless(index, difference) for difference in in_run(index, cause))
+        and not (cause.changes_code and cause.layer in hidden and not cause.is_call_count)
+    ]
+
+
+def _with_same_elements(index: ComparisonIndex, cause: Cause) -> Cause:
+    """Add the hint `SAME_ELEMENTS` to a shape or dtype that changes nothing by itself."""
+    same = cause.is_exact and is_harmless(index, cause.differences[0])
+    return dataclasses.replace(cause, hints=(*cause.hints, SAME_ELEMENTS)) if same else cause
+
+
+def _roots(comparison: Comparison) -> set[str]:
+    return {pair.layer for pair in comparison.calls if pair.outermost}
 
 
 def _has_same_gradients(comparison: Comparison) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from pytest_modelprobe.comparison.differences import Comparison, Difference
-from pytest_modelprobe.record import Plain
+from pytest_modelprobe.record import ROOT, Plain
 
 CauseKind = Literal["input", "seed", "architecture", "attribute", "weights", "buffers", "computation", "gradient"]
 Evidence = Literal["recorded", "isolated", "propagation", "both"]
@@ -17,6 +17,12 @@ ShareMethod = Literal["counted", "estimated"]
 
 DRIFT = "drift first visible here"
 """The hint of an output change hardly larger than the changes of the inputs."""
+
+ABSORBED = "what follows it gets the same"
+"""The hint of a changed output that another change makes up for, as where a factor moved."""
+
+SAME_ELEMENTS = "the same elements in another form"
+"""The hint of a value of another shape, or of a mask of another dtype."""
 
 NO_EFFECT = "the child answers the same, alone"
 """The hint of arguments to a child that have no effect."""
@@ -56,6 +62,16 @@ class Cause:
         """Whether the response shows only that a child is called with other plain arguments, or not called."""
         first = self.differences[0] if self.differences else None
         return first is not None and first.kind == "response" and first.change is None and self.what == first.what
+
+    @property
+    def is_output_path(self) -> bool:
+        """Whether an output was added, was removed or has another name."""
+        return self.kind == "architecture" and self.what == "path"
+
+    @property
+    def is_call_count(self) -> bool:
+        """Whether a child is called more or less often."""
+        return self._first_kind == "calls"
 
     @property
     def changes_code(self) -> bool:
@@ -133,28 +149,33 @@ _WEIGHT: Mapping[CauseKind, int] = {
 }  # fmt: skip
 
 
-def by_importance(causes: Iterable[Cause]) -> list[Cause]:
-    """Return causes with a measured effect before those without; code before structure before weights.
+def by_importance(causes: Iterable[Cause], roots: Collection[str] = (ROOT,)) -> list[Cause]:
+    """Return causes with a measured effect, then outputs of the model that came or went, then the others.
 
-    Changes of the test's own inputs come first: the rest may follow from them. So may new weights of a layer from its
-    structure, as those of an embedding with another ``padding_idx``.
+    Of those with an effect, code comes before structure before weights. Changes of the test's own inputs come first:
+    the rest may follow from them. So may new weights of a layer from its structure, as those of an embedding with
+    another ``padding_idx``.
     """
     causes = list(causes)
     trained = any(cause.is_retraining for cause in causes)
     reweighted = {cause.layer for cause in causes if cause.kind in ("weights", "buffers")}
 
     def weight(cause: Cause) -> tuple[bool, bool, int, int, bool]:
-        silent = cause.change is None
+        silent = cause.change is None or ABSORBED in cause.hints
         # Other arguments or numbers of calls may have no effect; other computations and gradients have one.
         own = cause.kind == "computation"
-        measured = own and (cause.is_exact or (cause.evidence != "recorded" and not cause.is_call_change))
+        exact = cause.is_exact and SAME_ELEMENTS not in cause.hints
+        measured = own and (exact or (cause.evidence != "recorded" and not cause.is_call_change))
+        measured = measured and ABSORBED not in cause.hints
         measured = measured or cause.kind == "gradient" or cause.what.endswith(" requires_grad")
         measured = measured or (cause.kind in ("attribute", "architecture") and cause.layer in reweighted)
         given = cause.kind in ("input", "seed")
-        rank = 0 if not silent or measured or given else 1 if own and NO_EFFECT not in cause.hints else 2
+        at_root = bool(cause.differences) and cause.differences[0].layer in roots
+        of_model = at_root and (cause.is_exact or cause.is_output_path)
+        groups = (not silent or measured or given, of_model, own and NO_EFFECT not in cause.hints, True)
         # A model that was trained again explains every number, so that comes last, with its running statistics.
         last = trained and cause.kind in ("weights", "buffers")
-        return not given, last, rank, _WEIGHT[cause.kind], silent
+        return not given, last, groups.index(True), _WEIGHT[cause.kind], silent
 
     return sorted(causes, key=weight)
 

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from pytest_modelprobe.comparison.compare import is_quantity
 from pytest_modelprobe.comparison.differences import CallPair, Difference
-from pytest_modelprobe.record import Statistics, Value
+from pytest_modelprobe.record import Value
 
 from .causes import ShareMethod
 from .index import ComparisonIndex
+from .same_elements import hidden_counts, masked_count
 
 
 class GeneratedInput(NamedTuple):
@@ -74,7 +75,7 @@ def _share_of(index: ComparisonIndex, call: CallPair, now: Value, then: Value) -
     a, e = now.forward.statistics, then.forward.statistics
     if not found.differs or a is None or e is None or not a.count or a.count != e.count or now.dtype != then.dtype:
         return None, "estimated"
-    masked = _masked(now, a), _masked(then, e)
+    masked = masked_count(now, a), masked_count(then, e)
     if then.is_floating:
         x, y = now.forward.fingerprint, then.forward.fingerprint
         if None in masked or x is None or y is None:
@@ -97,39 +98,13 @@ def _estimated_count(x: Sequence[float], y: Sequence[float], *, most: int) -> fl
     return most * (math.dist(x, y) / norm) ** 2 if norm else 0.0
 
 
-def _masked(value: Value, numbers: Statistics) -> int | None:
-    """Return how many entries of a mask are nonzero; None if it is not a mask of two values."""
-    if value.dtype == "bool":
-        return numbers.count - numbers.zeros
-    if not value.is_floating or (numbers.max or 0.0) > 0 or numbers.nan or numbers.posinf:
-        return None
-    return numbers.count - numbers.zeros
-
-
 def _least_share(now: Value, then: Value) -> float:
     """Return the least share of entries in which a bool mask and an additive one differ; 0 if one is no mask."""
     a, e = now.forward.statistics, then.forward.statistics
     if a is None or e is None or not a.count:
         return 0.0
     # A bool may stand for what is masked, or for what is not.
-    return min((abs(x - y) for x in _hidden(now, a) for y in _hidden(then, e)), default=0) / a.count
-
-
-def may_mask_the_same(now: Value, then: Value) -> bool:
-    """Whether two masks, of any shape and dtype, hide the same share of entries."""
-    shares = [
-        {round(n / numbers.count, 6) for n in _hidden(value, numbers)}
-        if numbers is not None and numbers.count
-        else set()
-        for value, numbers in ((value, value.forward.statistics) for value in (now, then))
-    ]
-    return not shares[0].isdisjoint(shares[1])
-
-
-def _hidden(value: Value, numbers: Statistics) -> Sequence[int]:
-    """Return how many entries a mask may hide; nothing if it is no mask."""
-    masked = _masked(value, numbers)
-    return () if masked is None else (masked, numbers.zeros) if value.dtype == "bool" else (masked,)
+    return min((abs(x - y) for x in hidden_counts(now, a) for y in hidden_counts(then, e)), default=0) / a.count
 
 
 def _both_inputs(call: CallPair, path: str) -> tuple[Value, Value] | None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from pytest_modelprobe.comparison.differences import CallPair, Difference
-from pytest_modelprobe.comparison.pairing import comparable, is_same
-from pytest_modelprobe.record import Layer, Reading, Value
+from pytest_modelprobe.comparison.pairing import comparable
+from pytest_modelprobe.record import Layer
 
+from .causes import Cause
 from .computation import has_new_source
-from .generated_inputs import may_mask_the_same
 from .index import ComparisonIndex, returns_its_input
-from .layer_names import relative_name
+from .same_elements import has_same_elements, value_at
 
 _NOTHING = (None, False)
 
@@ -32,21 +32,35 @@ def is_harmless(index: ComparisonIndex, difference: Difference) -> bool:
     pair = index.pair_at(difference)
     if pair is None:
         return False
+    if _was_or_is_shared(index, index.comparison.actual.layers[pair.layer]):
+        return True  # its calls are those of several layers on one side, so they are no pairs
     if difference.kind in ("input added", "input removed"):
         return not pair.outermost and _is_unused(index, pair, difference)
     if difference.kind == "argument":
         return _is_same_argument(pair, difference) and not (pair.outermost and not _is_nothing(difference))
     if difference.kind in ("interface", "input"):
-        return not pair.outermost and _has_same_elements(index, pair, difference)
+        return not pair.outermost and has_same_elements(index, pair, difference)
     if difference.kind == "path":
         return not pair.outermost
     if difference.kind == "gradient":
         # Those of all parameters are the same: another tensor of the same numbers takes the gradients of some uses.
-        return _at(pair.actual.inputs, difference.what) is not None
+        return value_at(pair.actual.inputs, difference.what) is not None
     if difference.kind == "source":
         above = index.caller_of(pair)
         return above is not None and not has_new_source(index, difference, above)
     return False
+
+
+def in_run(index: ComparisonIndex, cause: Cause) -> Iterator[Difference]:
+    """Yield the differences of a cause; where a layer alone calls a child otherwise, those of the call in the run."""
+    for difference in cause.differences:
+        yield difference
+        pair = index.pair_at(difference)
+        child, space, path = difference.what.rpartition(" ")
+        called = index.child_call(pair, child) if pair is not None and space else None
+        if difference.kind == "response" and called is not None:
+            given = index.of_call(called, "argument", "input added", "input removed")
+            yield from (other for other in given if other.what == path)
 
 
 def _layers(index: ComparisonIndex, difference: Difference) -> list[Layer]:
@@ -120,44 +134,3 @@ def _is_unused(index: ComparisonIndex, pair: CallPair, difference: Difference) -
     if not kind or kind.startswith(("const", "true", "false")):
         return False
     return a.arguments_matter is False or all(d.change is None for d in index.of_call(first, "response"))
-
-
-def _has_same_elements(index: ComparisonIndex, pair: CallPair, difference: Difference) -> bool:
-    """Whether a value has the same elements in another shape, or is a mask of the same entries in another form."""
-    inputs = [_at(call.inputs, difference.what) for call in (pair.actual, pair.expected)]
-    outputs = [_at(call.outputs, difference.what) for call in (pair.actual, pair.expected)]
-    found = [(now, then) for now, then in (inputs, outputs) if now is not None and then is not None]
-    return bool(found) and all(
-        _is_reshaped(now, then) or (now is inputs[0] and _is_same_mask(index, pair, now, then)) for now, then in found
-    )
-
-
-def _at(values: Sequence[Value], path: str) -> Value | None:
-    return next((value for value in values if value.path == path), None)
-
-
-def _is_reshaped(now: Value, then: Value) -> bool:
-    if now.dtype != then.dtype:
-        return False
-    if is_same(now.forward, then.forward):
-        return True
-    a, e = now.forward.statistics, then.forward.statistics
-    # In another order of axes; the fingerprint of one that is split into other samples is another one, too.
-    return a is not None and e is not None and is_same(Reading(statistics=a), Reading(statistics=e))
-
-
-def _is_same_mask(index: ComparisonIndex, pair: CallPair, now: Value, then: Value) -> bool:
-    """Whether an input that no layer gives out masks the same: in another dtype, by another number, or expanded."""
-    if now.source or then.source or not may_mask_the_same(now, then):
-        return False
-    above = index.caller_of(pair)
-    caller = index.pair_of(above)
-    step = index.step_of(pair)
-    if now.shape != then.shape or above is None or caller is None or step is None:
-        return now.shape != then.shape
-    where = f"{relative_name(step.name, above.layer.name)} {now.path}"
-    a, e = ({h.where: h for h in r.handed} if r else {} for r in (caller.actual.response, caller.expected.response))
-    if where not in a or where not in e or any(d.what == where for d in index.of_call(caller, "response")):
-        return False
-    # What the caller passes on is compared where it was made.
-    return a[where].passed is not None or index.has_comparable_responses(caller)

@@ -26,6 +26,8 @@ from pytest_modelprobe.record import (
     qualified,
 )
 
+from .same_elements import has_same_elements
+
 STRUCTURE: frozenset[DifferenceKind] = frozenset({
     "parameter added", "parameter removed", "parameter shape", "parameter dtype", "parameter trainable",
     "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
@@ -241,10 +243,12 @@ class ComparisonIndex:
             others = [d for d in others if d.kind != "argument"]
         elif self._gets_non_default_false(pair):
             return InputComparison(match=False)
-        if others:
+        reshaped = self._reshaped_inputs(pair)
+        if any(d.kind != "interface" or d.what not in reshaped for d in others):
             return InputComparison(match=False)
         a, e = pair.actual, pair.expected
-        changes = [self.comparison.change(pair.layer, pair.key, "input", v.path) for v in a.inputs]
+        known = [v for v in a.inputs if v.path not in reshaped]
+        changes = [self.comparison.change(pair.layer, pair.key, "input", v.path) for v in known]
         drew_the_same = a.random == e.random or None in (a.random, e.random)
         return InputComparison(
             match=drew_the_same and not any(change.differs for change in changes),
@@ -252,11 +256,22 @@ class ComparisonIndex:
             units=max((change.units for change in changes), default=0.0),
         )
 
+    def _reshaped_inputs(self, pair: CallPair) -> set[str]:
+        """Return the inputs of a call that have the same elements in another shape."""
+        found = [d for d in self.of_call(pair, "interface", side="input") if _has_as_many(d)]
+        return {d.what for d in found if has_same_elements(self, pair, d)}
+
+    def reshaped_outputs(self, pair: CallPair) -> list[Difference]:
+        """Return the outputs of another shape or dtype, without those of a call whose inputs were reshaped alike."""
+        found = self.of_call(pair, "interface", side="output")
+        return [d for d in found if not _has_as_many(d)] if found and self._reshaped_inputs(pair) else found
+
     def largest_change(self, pair: CallPair, side: Literal["input", "output"]) -> ValueChange | None:
         """Return the largest change among the values of a call, if there is one."""
         values = pair.actual.inputs if side == "input" else pair.actual.outputs
         found = [self.comparison.change(pair.layer, pair.key, side, v.path) for v in values]
-        if self.of_call(pair, "interface", side=side):
+        reshaped = self.of_call(pair, "interface", side="input") if side == "input" else self.reshaped_outputs(pair)
+        if reshaped:
             found.insert(0, ValueChange(math.inf))  # the first of those without a tolerance is taken
         return max((c for c in found if c.differs), key=lambda c: c.units, default=None)
 
@@ -289,6 +304,8 @@ class ComparisonIndex:
         asked = _is_asked_alike(pair)
         given = self.of_call(pair, "context", "interface", *(() if asked else ("argument",)), side="input")
         # An argument that came or went may be the default; then it is a matter of the caller.
+        # A synthetic mask leaves the same entries in any form.
+        given = [d for d in given if d.kind != "interface" or not has_same_elements(self, pair, d, expanded=False)]
         came_or_went = all(d.kind == "argument" and None in (d.actual, d.expected) for d in given)
         same = comparable(pair.actual.response, pair.expected.response)
         other_false = not asked and self._gets_non_default_false(pair)
@@ -427,6 +444,16 @@ class ComparisonIndex:
         """Whether isolated or propagation evidence is available for a layer."""
         pair = self.first_calls.get(layer)
         return pair is None or self.has_comparable_responses(pair) or self.compare_inputs(pair).match
+
+
+def _has_as_many(interface: Difference) -> bool:
+    """Whether a value has as many elements of the same dtype as before."""
+    sides = [
+        str(side).replace("(", "").replace(")", "").replace(",", "").split()
+        for side in (interface.actual, interface.expected)
+    ]
+    counts = {(math.prod(map(int, sizes)), dtype) for *sizes, dtype in sides if all(map(str.isdigit, sizes))}
+    return len(counts) == 1
 
 
 def child_of(pair: CallPair, called: str) -> str:

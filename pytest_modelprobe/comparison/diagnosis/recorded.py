@@ -7,10 +7,11 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from pytest_modelprobe.comparison.compare import is_quantity
 from pytest_modelprobe.comparison.differences import CallPair, Difference, DifferenceKind
 from pytest_modelprobe.record import ROOT, Layer, Parameter, Plain, containers, parent
 
-from .causes import Cause, CauseKind, cause_of, worst_first
+from .causes import ABSORBED, Cause, CauseKind, cause_of, worst_first
 from .index import STRUCTURE, ComparisonIndex
 
 _WITHOUT_EFFECT = ("added", "removed", "renamed", "path", "training")
@@ -108,9 +109,31 @@ def with_effect(index: ComparisonIndex, cause: Cause) -> Cause:
     # The layers that it calls, and its weights, may have changed themselves.
     alone = index.has_no_child_calls(pair) and not index.has(cause.layer, "weights")
     moved = index.largest_change(pair, "output") if alone and index.compare_inputs(pair).match else None
-    if moved is None or index.of_call(pair, "interface", side="output"):
+    if moved is None or index.reshaped_outputs(pair):
         return cause  # another shape has no relative change
     return dataclasses.replace(cause, change=moved.change, noise=moved.noise, effect="output")
+
+
+def with_absorbed(index: ComparisonIndex, cause: Cause) -> Cause:
+    """Add the hint `ABSORBED` where a layer gives out something else, and the next layer that may take it the same."""
+    pair = index.first_calls.get(cause.layer)
+    own = cause.kind in ("attribute", "architecture", "computation") and cause.change is not None
+    step = None if pair is None or not own else index.step_of(pair)
+    if pair is None or step is None or index.largest_change(pair, "output") is None:
+        return cause
+    siblings = index.child_steps(step.parent)
+    for later in siblings[siblings.index(step) + 1 :]:
+        taken = index.pair_of(later)
+        if taken is None or taken.layer == cause.layer:
+            return cause
+        for value in taken.actual.inputs:
+            if is_quantity(value) and (value.source is None or value.source.startswith(f"{step.name} ")):
+                change = index.comparison.change(taken.layer, taken.key, "input", value.path)
+                if change.known and not change.differs:
+                    return dataclasses.replace(cause, hints=(*cause.hints, ABSORBED))
+                if index.largest_change(taken, "output") is not None:  # else it does not matter there
+                    return cause
+    return cause
 
 
 def _is_reshaped(interface: Difference) -> bool:

@@ -452,7 +452,7 @@ class _IsolatedCall:
             return None
         for given, name, version, _ in self._inputs.values():
             alike = (given.dtype, given.device, given.shape) == (tensor.dtype, tensor.device, tensor.shape)
-            if alike and given._version == version:
+            if alike and given._version == version and has_dense_storage(given):  # code may free the memory
                 with statistics.ambient_modes_disabled(), torch.no_grad():
                     # Constants may be equal by chance.
                     if torch.equal(given, tensor) and not bool((given == given.reshape(-1)[:1]).all()):

@@ -1,0 +1,53 @@
+"""What changed in the functions that changed, as read in the sources of both versions, and why a verdict is false."""
+
+from __future__ import annotations
+
+TIMM_9, TIMM_10 = "timm 0.6.13 → 0.9.16", "timm 0.9.16 → 1.0.31"
+DIFFUSERS = "diffusers 0.27.2 → 0.35.2"
+GRAPHS = "torch_geometric 2.3.1 → 2.7.0"
+TRANSFORMERS = "transformers 4.57.6 → 5.23.0"
+
+FLOOR = "StdAggregation gives 0, no longer the root of its floor 1e-5, where the variance is below the floor"
+POOLED = "the pooled outputs of both towers are given after the projections, no longer before"
+
+SHARED_TIME = "the context of the temporal blocks is repeated over pixels in another order"
+
+EXPECTED: dict[tuple[str, str], tuple[str, str]] = {
+    (GRAPHS, "PNA"): (r"convs\.\S*\.aggrs\.2\b", FLOOR),
+    (GRAPHS, "SAGEConv-std"): (r"c\d\.\S*\.aggrs\.2\b", FLOOR),
+    (GRAPHS, "PNAConv"): (r"c\d\.\S*\.aggrs\.1\b", FLOOR),
+    (GRAPHS, "MLP-graph-norm"): (
+        r"\(root\): .*\bnorms\.0\b", "MLP gives its norms the batch, so that each graph is normalized alone"
+    ),
+    (GRAPHS, "AttentiveFP"): (r"gate_conv: own code changed", "lin2 gets what came in, not the output of lin1"),
+    (GRAPHS, "DMoNPooling"): (
+        r"\(root\): own code changed", "the degrees and all three losses are of each graph, no longer of the batch"
+    ),
+    (DIFFUSERS, "unet-spatio-temporal"): (r"down_blocks\.0\.attentions\.0: own code changed", SHARED_TIME),
+    (TIMM_9, "dpn68"): (r"features\.conv5_bn_ac\.bn\.act: ELU → ReLU", "the last activation is ReLU, no longer ELU"),
+    (TIMM_9, "poolformer_s12"): (
+        r"(head|norm|head\.norm)( added| removed|: )", "the last norm comes after the pooling, no longer before"
+    ),
+    (TIMM_9, "PyramidVisionTransformerV2"): (r"\S*\.eps 1e-05 → 1e-06", "the default norm has another eps"),
+    (TIMM_10, "gcvit_xxtiny"): (
+        r"stages\.\S*\.blocks\.\S*\.attn: own code changed",
+        "the global query of an image goes to its own windows, no longer to those of other images",
+    ),
+    (TRANSFORMERS, "gemma2"): (
+        r"model: .*\battention_mask\b|model\.layers\.\S*\.self_attn: own code",
+        "attention is eager with a softcap, no longer SDPA without; where all is masked, a mean and not zeros",
+    ),
+    (TRANSFORMERS, "clip"): (r"\(root\): .*\bpooler_output\b", POOLED),
+    (TRANSFORMERS, "chinese_clip"): (r"\(root\): .*\bpooler_output\b", POOLED),
+}  # fmt: skip
+"""The lines that name what changed, by pair and model, and what that is."""
+
+FALSE: dict[tuple[str, str], str] = {
+    (TIMM_9, "levit_128s"): "layers that were renamed and moved into stages are paired with layers of another stage",
+    (TRANSFORMERS, "swinv2"): "an argument that is no tensor went from None to False, which is the same to the code",
+    (
+        DIFFUSERS,
+        "vq",
+    ): "the new output commit_loss is said in the last row; activations that are no longer shared stand first",
+}
+"""Why a verdict on a function that is the same is false, by pair and model."""
