@@ -178,7 +178,7 @@ def verdict(pair: str, row: Row) -> str:
     if row["passed"]:
         return "missed"
     pattern, _ = EXPECTED.get((pair, row["model"]), ("(?!)", ""))
-    if re.search(f"(?:^|: |; )(?:{pattern})", row["first_line"]):
+    if re.search(f"(?:^|: |; |^possibly )(?:{pattern})", row["first_line"]):
         return "first line"
     if re.search(f"^(?:{pattern})", row["text"], re.MULTILINE):
         return "in the table"

@@ -14,7 +14,7 @@ SHARED_TIME = "the context of the temporal blocks is repeated over pixels in ano
 
 EXPECTED: dict[tuple[str, str], tuple[str, str]] = {
     (GRAPHS, "PNA"): (r"convs\.\S*\.aggrs\.2\b", FLOOR),
-    (GRAPHS, "SAGEConv-std"): (r"c\d\.\S*\.aggrs\.2\b", FLOOR),
+    (GRAPHS, "SAGEConv-std"): (r"c\d\.\S*\.fused_aggr\b", f"{FLOOR}, and so does FusedAggregation"),
     (GRAPHS, "PNAConv"): (r"c\d\.\S*\.aggrs\.1\b", FLOOR),
     (GRAPHS, "MLP-graph-norm"): (
         r"\(root\): .*\bnorms\.0\b", "MLP gives its norms the batch, so that each graph is normalized alone"
