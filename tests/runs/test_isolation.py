@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import ModelProbe
+from pytest_modelprobe.comparison import compare
 from pytest_modelprobe.models import seeding
 from pytest_modelprobe.record import IsolatedResponse, NamesBefore, Reading
 from pytest_modelprobe.runs.isolation import Key, fits, isolate, isolate_repeatedly, kind_of, noisy, synthetic
@@ -1258,3 +1259,69 @@ def test_an_input_whose_memory_the_code_frees_is_not_read_again() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Reversible(), nn.Linear(4, 2))
     responses = respond(model, torch.ones(2, 4))
     assert [(h.where, h.passed) for h in responses["1", 0].handed] == [("output", None)]
+
+
+# --- the tensors of the expected call -----------------------------------------------------------------------------
+
+
+class Biased(nn.Module):
+    def __init__(self, *, used: bool = True) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self._used = [used]
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
+        x = x if bias is None or not self._used[0] else x + bias
+        return self.fc(x * scale)
+
+
+class Handing(nn.Module):
+    """Calls a layer with the arguments that it is told."""
+
+    def __init__(self, inner: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        self._given = [(args, kwargs)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        args, kwargs = self._given[0]
+        return self.inner(x, *args, **kwargs)
+
+
+BIAS = torch.arange(8.0).view(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        (((), {}), ((BIAS,), {})),
+        (((), {}), ((), {"bias": BIAS})),
+        (((BIAS,), {}), ((), {})),
+        (((), {"bias": BIAS}), ((), {})),
+        (((), {"bias": None}), ((), {"bias": BIAS})),
+        (((None, 2.0), {}), ((None, 3.0), {})),
+    ],
+    ids=["came by position", "came by keyword", "went by position", "went by keyword", "was none", "a number"],
+)
+@pytest.mark.parametrize("used", [True, False], ids=["used", "not used"])
+def test_a_layer_answers_the_tensors_of_the_expected_call(then: Any, now: Any, used: bool) -> None:
+    before = recorded_alone(Handing(Biased(used=used), *then[0], **then[1]))
+    with ModelProbe(device="cpu") as probe:
+        model = Handing(Biased(used=used), *now[0], **now[1])
+        record = probe.run(model, torch.ones(2, 4), loss="random")
+        found = compare(record, before)
+        record = record.rerun.isolated(record, like=found.expected, names=found.names_before)
+    response = record.layers["inner"].calls[0].response
+    expected = found.expected.layers["inner"].calls[0].response
+    assert [h.reading for h in response.handed] == [h.reading for h in expected.handed]
+    assert response.arguments_matter is (used or len(now[0]) == 2)
+
+
+def test_a_layer_that_needs_a_tensor_answers_its_own() -> None:
+    class Needing(nn.Module):
+        def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            return x + bias
+
+    before = recorded_alone(Handing(nn.Linear(4, 4)))
+    response = response_of_inner(Handing(Needing(), nn.Parameter(BIAS)), like=before)
+    assert (response.reason, response.arguments_matter) == (None, None)

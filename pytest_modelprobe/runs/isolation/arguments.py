@@ -43,8 +43,8 @@ def with_arguments(
     flat = flatten_call(args, kwargs)
     tensors, given = {path for path, _ in flat.tensors}, {value.path for value in expected.inputs}
     now, then = flat.plain, expected.arguments
-    plain = [path for path in {**now, **then} if not _is_same(now.get(path), then.get(path))]
     came, gone = sorted(tensors - given), sorted(given - tensors)
+    plain = [path for path in {**now, **then} if path in came or not _is_same(now.get(path), then.get(path))]
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
