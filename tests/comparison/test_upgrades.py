@@ -243,6 +243,11 @@ def test_code_is_named_before_a_factor_that_moved_and_the_form_of_a_mask() -> No
     assert first_line(found).startswith("attn: own code changed after q: by ")
 
 
+def test_an_output_that_was_removed_is_named_before_a_factor_that_moved() -> None:
+    found = upgraded(block(), Block(Scaled(20, 8), scaled=True, floats=False, hidden=False), IDS)
+    assert cause_text(found.causes[0]) == "(root): output.hidden removed"
+
+
 def test_a_factor_that_moved_is_told_as_structure() -> None:
     found = upgraded(block(), Block(Scaled(20, 8), scaled=True, floats=False), IDS)
     assert first_line(found).startswith("output unchanged; ")
@@ -340,17 +345,47 @@ def test_layers_in_other_containers_are_found_by_their_weights() -> None:
     assert found.unchanged
 
 
+class Row(nn.Module):
+    def __init__(self, name: str, count: int) -> None:
+        super().__init__()
+        self.add_module(name, nn.Sequential(*(nn.Linear(8, 8) for _ in range(count))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        (layers,) = self.children()
+        for layer in layers:
+            x = x + layer(x).tanh()
+        return x
+
+
+def test_layers_that_moved_by_one_are_found_by_their_weights() -> None:
+    old, new = Row("blocks", 3), Row("stages", 4)
+    with torch.no_grad():
+        for i, layer in enumerate(old.blocks):
+            new.stages[i + 1].load_state_dict(layer.state_dict())
+    expected, x = recorded(old, PROBE.randn(2, 8)), PROBE.randn(2, 8)
+    found = diagnose(compare(recorded(new, x), expected))
+    assert not [cause for cause in found.causes if cause.kind == "weights"]
+    assert "stages.0 added: Linear" in map(cause_text, found.causes)
+
+
 # --- arguments ----------------------------------------------------------------------------------------------------
 
 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.fc, self.dropout = nn.Linear(4, 4), 0.5
+        self.fc = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, outputs: bool | None = None, dropout: bool = True) -> Any:
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        outputs: bool | None = None,
+        dropout: bool = True,
+        rate: float = 0.5,
+    ) -> Any:
         x = x if mask is None else x * mask
-        x = nn.functional.dropout(self.fc(x), self.dropout, self.training and dropout)
+        x = nn.functional.dropout(self.fc(x), rate, self.training and dropout)
         return (x, x) if outputs else x
 
 
@@ -374,12 +409,20 @@ def test_none_that_is_false_now_fails_nothing() -> None:
 @pytest.mark.parametrize("mask", [torch.ones(6, 1), torch.tensor([1.0, 1, 0, 1, 1, 0])[:, None]], ids=["all", "some"])
 def test_a_mask_that_is_dropped_is_named_also_where_it_masked_nothing(mask: Tensor) -> None:
     found = upgraded(Giving(mask), Giving(), GRAPH[0])
+    assert not found.same
     assert "(root): own code no longer gives layer input[1]" in first_line(found)
 
 
 def test_a_flag_that_turns_off_dropout_is_named_also_in_evaluation() -> None:
     found = upgraded(Giving(dropout=True), Giving(dropout=False), GRAPH[0])
+    assert not found.same
     assert "(root): own code gives layer dropout False, not True" in first_line(found)
+
+
+def test_a_rate_of_dropout_that_is_not_the_default_is_named_also_in_evaluation() -> None:
+    found = upgraded(Giving(rate=0.9), Giving(), GRAPH[0])
+    assert not found.same
+    assert "(root): own code no longer gives layer rate" in first_line(found)
 
 
 def test_an_argument_that_has_its_default_fails_nothing() -> None:

@@ -115,8 +115,17 @@ def with_effect(index: ComparisonIndex, cause: Cause) -> Cause:
 
 
 def with_absorbed(index: ComparisonIndex, cause: Cause) -> Cause:
-    """Add the hint `ABSORBED` where a layer gives out something else, and the next layer that may take it the same."""
+    """Add the hint `ABSORBED` where a layer gives out something else, and the next layer that may take it the same.
+
+    So it is where code hands on something else, alone, and in the run the same.
+    """
     pair = index.first_calls.get(cause.layer)
+    if pair is not None and cause.kind == "computation" and cause.evidence == "isolated" and not cause.is_call_change:
+        child, _, path = cause.differences[0].what.rpartition(" ")
+        called = index.child_call(pair, child) if child else None
+        given = None if called is None else index.comparison.change(called.layer, called.key, "input", path)
+        if given is not None and given.known and not given.differs:
+            return dataclasses.replace(cause, hints=(*cause.hints, ABSORBED))
     own = cause.kind in ("attribute", "architecture", "computation") and cause.change is not None
     step = None if pair is None or not own else index.step_of(pair)
     if pair is None or step is None or index.largest_change(pair, "output") is None:
