@@ -26,9 +26,9 @@ def with_reason(text: str, reason: str, supersedes: str | None) -> str:
     Raises:
         SnapshotError: The file is laid out in another way.
 
-    >>> print(with_reason('{\n"modelprobe": 2,\n"reason": "old",\n"layers": {\n}\n}', "wider", "a b"))
+    >>> print(with_reason('{\n"modelprobe": 3,\n"reason": "old",\n"layers": {\n}\n}', "wider", "a b"))
     {
-    "modelprobe": 2,
+    "modelprobe": 3,
     "reason": "wider",
     "supersedes": "a b",
     "layers": {
@@ -60,7 +60,7 @@ def removal_text(removal: Removal) -> str:
 
     >>> text = removal_text(Removal(frozenset({"a"}), "not used any more"))
     >>> text
-    '{\n "modelprobe": 2,\n "reason": "not used any more",\n "removed": {\n  "a": true\n }\n}\n'
+    '{\n "modelprobe": 3,\n "reason": "not used any more",\n "removed": {\n  "a": true\n }\n}\n'
     >>> removal_from(text, "test_a.removed.json").reason
     'not used any more'
     """

@@ -77,7 +77,7 @@ def encode(
     >>> texts = encode(Record(model="Net", layers={"fc1": Layer(name="fc1", type="torch.nn.Linear")}))
     >>> print(texts.architecture, end="")
     {
-    "modelprobe": 2,
+    "modelprobe": 3,
     "model": "Net",
     "mode": "eval",
     "numbers": false,

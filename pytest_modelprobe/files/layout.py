@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Literal, NamedTuple
 
-SCHEMA = 2
+SCHEMA = 3
 LAYERS = "layers"
 RESPONSES = "responses"
 DECLARATION = ("reason", "supersedes")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from pytest_modelprobe.exceptions import ModelProbeError
 
@@ -28,8 +28,8 @@ class Compiled(Protocol):
     def choose(self, level: str, /) -> None:
         """Use another instruction set: the numbers stay the same."""
 
-    def set_tables(self, groups: bytes, flips: bytes, periods: bytes, rows: bytes, columns: bytes, /) -> None:
-        """Set the signs of the fingerprint."""
+    def set_tables(self, masks: bytes, lanes: bytes, orders: bytes, /) -> None:
+        """Set the signs and orders of the fingerprint, int8: shapes (8, 256), (16, 16) and (256, 16)."""
 
     def reduce(
         self,
@@ -39,7 +39,7 @@ class Compiled(Protocol):
         strides: tuple[int, ...],
         axis: int | None,
         index: float,
-        signs: bytes | None,
+        hashes: Any,
         share: Share | None,
         histogram: bool = False,
         /,
@@ -55,7 +55,7 @@ class Compiled(Protocol):
             strides: In elements.
             axis: Axis of the units, counted from the end.
             index: Number of the forward.
-            signs: Eight for each sample, int8; None: no fingerprint.
+            hashes: A buffer with one uint64 for each sample, or None for no fingerprint.
             share: Called where there is work for several threads; None: all is done on this one.
             histogram: Whether to count elements in bins, int64.
         """

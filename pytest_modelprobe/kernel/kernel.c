@@ -54,7 +54,8 @@ enum {
     SMALL = 1 << 13,  /* elements up to which all is done in float64 */
     THREADED = 1 << 16 /* elements from which on other threads may run meanwhile */
 };
-enum { COLUMNS = 256, GROUP = 8 * COLUMNS, PERIOD = 512, PERIOD_SIGNS = 4096, NUMBERS = 16, FLUSHED = 128 };
+/* See statistics/signs.py. FLUSHED: rows that are added in the type of the elements before float64 takes their sum. */
+enum { COLUMNS = 256, NUMBERS = 16, MASKS = 8, ORDERS = 256, ORDER_BITS = 3, SIGN_BITS = 48, FLUSHED = 16 };
 enum { OUTERMOST = 80, BINS = 2 * (2 * OUTERMOST + 1) + 1 };
 
 /* --- what all instruction sets share ------------------------------------------------------------------------------ */
@@ -91,17 +92,26 @@ typedef struct {
 } Plan;
 
 typedef struct {
-    int64_t length, columns, rows; /* of a sample; used ones; added since the last flush */
-    int flushed;                   /* whether the totals have something */
-    const int8_t *signs;           /* 8 for each sample, or NULL */
-    double totals[8 * COLUMNS];
+    int64_t length, rows;   /* of a sample; added since the last flush */
+    int flushed;            /* whether the totals have something */
+    const uint64_t *hashes; /* one for each sample */
+    double totals[NUMBERS * 16];
 } Fold;
 
-/* Signs of rows: row 8g + i has the sign ROWS[i][s ^ GROUPS[g]] * FLIPS[g][s] in sum s. */
-static int8_t FLIPS[PERIOD][8], PERIODS[PERIOD_SIGNS][8], ROWS[8][8];
-static uint8_t GROUPS[PERIOD];
-static double COLUMN_SIGNS[NUMBERS][COLUMNS];
+/* Masks of columns, and the same with the second half negated; signs of the lanes of each sum, and the same negated. Then, as numbers of elements: where the 16 lanes
+   are that each sum of an order is added to, and where the signs of its lanes are, of 8 sums by their 8 signs. */
+static float MASK_SIGNS_float[2][MASKS][COLUMNS], LANE_SIGNS_float[2][NUMBERS][16];
+static double MASK_SIGNS_double[2][MASKS][COLUMNS], LANE_SIGNS_double[2][NUMBERS][16];
+static uint16_t PLACES[ORDERS][NUMBERS], SIGNED_LANES[256][8];
 static int tables_are_set = 0;
+
+/* The bits of a row of a sample: output number row + 1 of splitmix64 (Steele, Lea and Flood 2014). */
+static INLINE uint64_t bits_of_row(uint64_t hash, uint64_t row) {
+    uint64_t z = hash + (row + 1) * 0x9E3779B97F4A7C15;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB;
+    return z ^ (z >> 31);
+}
 
 static void merge(Part *a, const Part *b) {
     a->nan += b->nan;
@@ -179,7 +189,6 @@ static INLINE float of_float16(const char *from) {
 #define MOST(a, b) CHOSEN((a) > (b), a, b)
 #endif
 #define TWO_ROWS(x, step) _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(x)), _mm_loadu_ps((x) + 4 * (step)), 1)
-#define ADD_SIGNED(to, x, sign) STORE(to, SIGNED_SUM(LOAD(to), x, sign))
 #define BYTES 16
 #define SUFFIX _base
 #include "level.h"
@@ -195,7 +204,6 @@ static INLINE float of_float16(const char *from) {
 #define COUNT_ZEROS(count, x) ((count) + ((x) == 0))
 #define LEAST(a, b) ((a) < (b) ? (a) : (b))
 #define MOST(a, b) ((a) > (b) ? (a) : (b))
-#define ADD_SIGNED(to, x, sign) STORE(to, SIGNED_SUM(LOAD(to), x, sign))
 #define BYTES 0
 #define SUFFIX _base
 #include "level.h"
@@ -268,7 +276,7 @@ static int64_t elements_held(const View *view, int64_t most) {
     int64_t span = most < SPAN ? most : SPAN, columns = view->dims > 1 ? view->size[view->dims - 2] : 0;
     if (view->direct) return 0;
     if (!view->turned) return span;
-    return BLOCK + GROUP + view->size[view->dims - 1] * (columns < view->turned ? columns : view->turned);
+    return BLOCK + COLUMNS + view->size[view->dims - 1] * (columns < view->turned ? columns : view->turned);
 }
 
 /* Fills a plan from the sizes and strides of a tensor, in elements; `axis` is that of the units, or negative. */
@@ -378,22 +386,29 @@ static void pack(Packed *to, const Part *all, int64_t copies, double index) {
     }
 }
 
-/* Reads the tables of signs: groups, flips, periods, rows, columns. */
+/* Reads the tables of signs: masks, those of the lanes of each sum, orders. */
 static PyObject *set_tables(PyObject *module, PyObject *args) {
-    const char *groups, *flips, *periods, *rows, *columns;
-    Py_ssize_t g, f, p, r, c;
+    const char *masks, *lanes, *orders;
+    Py_ssize_t m, l, o;
     (void)module;
-    if (!PyArg_ParseTuple(args, "y#y#y#y#y#", &groups, &g, &flips, &f, &periods, &p, &rows, &r, &columns, &c)) return NULL;
-    if (g != sizeof GROUPS || f != sizeof FLIPS || p != sizeof PERIODS || r != sizeof ROWS || c != NUMBERS * COLUMNS) {
+    if (!PyArg_ParseTuple(args, "y#y#y#", &masks, &m, &lanes, &l, &orders, &o)) return NULL;
+    if (m != MASKS * COLUMNS || l != NUMBERS * 16 || o != ORDERS * NUMBERS) {
         PyErr_SetString(PyExc_ValueError, "tables of signs of other sizes");
         return NULL;
     }
-    memcpy(GROUPS, groups, sizeof GROUPS);
-    for (int i = 0; i < PERIOD; i++) GROUPS[i] &= 7;
-    memcpy(FLIPS, flips, sizeof FLIPS);
-    memcpy(PERIODS, periods, sizeof PERIODS);
-    memcpy(ROWS, rows, sizeof ROWS);
-    for (int i = 0; i < NUMBERS * COLUMNS; i++) COLUMN_SIGNS[i / COLUMNS][i % COLUMNS] = ((const int8_t *)columns)[i];
+    for (int i = 0; i < MASKS * COLUMNS; i++)
+        for (int turn = 0; turn < 2; turn++) {
+            int sign = ((const int8_t *)masks)[i];
+            if (turn && i % COLUMNS >= COLUMNS / 2) sign = -sign;
+            MASK_SIGNS_double[turn][i / COLUMNS][i % COLUMNS] = MASK_SIGNS_float[turn][i / COLUMNS][i % COLUMNS] = (float)sign;
+        }
+    for (int i = 0; i < NUMBERS * 16; i++)
+        for (int minus = 0; minus < 2; minus++) {
+            int sign = ((const int8_t *)lanes)[i];
+            LANE_SIGNS_double[minus][i / 16][i % 16] = LANE_SIGNS_float[minus][i / 16][i % 16] = (float)(minus ? -sign : sign);
+        }
+    for (int i = 0; i < 256 * 8; i++) SIGNED_LANES[i / 8][i % 8] = (uint16_t)((i / 8 >> i % 8 & 1) * NUMBERS * 16 + i % 8 * 16);
+    for (int i = 0; i < ORDERS * NUMBERS; i++) PLACES[i / NUMBERS][((const uint8_t *)orders)[i] % NUMBERS] = (uint16_t)(i % NUMBERS * 16);
     tables_are_set = 1;
     Py_RETURN_NONE;
 }
@@ -402,8 +417,8 @@ static PyObject *set_tables(PyObject *module, PyObject *args) {
 typedef struct {
     Plan plan;
     int folded;
-    int64_t length, columns; /* of a sample */
-    const int8_t *signs;
+    int64_t length; /* of a sample */
+    const uint64_t *hashes;
     int64_t items, next, running;
     size_t buffer; /* bytes in which a thread brings elements into order */
     Part part, *parts;
@@ -447,8 +462,7 @@ static int work_off(Job *job) {
     int64_t bins[BINS + 1];
     Fold fold; /* its totals are set where they are needed */
     fold.length = job->length;
-    fold.columns = job->columns;
-    fold.signs = job->signs;
+    fold.hashes = job->hashes;
     if (job->next >= job->items) return 0;
     if (plan->ranges) ranges = malloc((size_t)plan->ranges * (wide ? 16 : 8));
     if (size) buffer = take_buffer(&size);
@@ -524,7 +538,7 @@ static int work_off_together(Job *job, PyObject *share) {
     return failed ? -1 : 0;
 }
 
-/* reduce(address, kind, sizes, strides, axis, index, signs, share, histogram=False): the numbers, as bytes of `Packed`. None
+/* reduce(address, kind, sizes, strides, axis, index, hashes, share, histogram=False): the numbers, as bytes of `Packed`. None
    where the elements are of a magnitude that has no squares in float64. */
 static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     static const int64_t itemsizes[] = {4, 8, 2, 2};
@@ -562,20 +576,19 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     job.parts = &job.part;
     job.numbers = job.few;
     job.ranges = NULL;
-    job.signs = NULL;
-    job.length = job.columns = 0;
+    job.hashes = NULL;
+    job.length = 0;
 
-    Py_buffer signs = {0};
+    Py_buffer hashes = {0};
     if (job.folded) {
-        if (PyObject_GetBuffer(args[6], &signs, PyBUF_SIMPLE)) return NULL;
-        int64_t samples = signs.len / 8;
-        if (!tables_are_set || signs.len % 8 || !samples || elements % samples) {
-            PyErr_SetString(PyExc_ValueError, "signs that are not 8 for each sample");
+        if (PyObject_GetBuffer(args[6], &hashes, PyBUF_SIMPLE)) return NULL;
+        int64_t samples = hashes.len / 8;
+        if (!tables_are_set || hashes.len % 8 || (uintptr_t)hashes.buf % 8 || !samples || elements % samples) {
+            PyErr_SetString(PyExc_ValueError, "hashes that are not one uint64 for each sample");
             goto done;
         }
-        job.signs = signs.buf;
+        job.hashes = hashes.buf;
         job.length = elements ? elements / samples : 1;
-        job.columns = job.length < COLUMNS ? (job.length + 15) / 16 * 16 : COLUMNS;
     }
 
     int64_t most = job.folded ? elements : plan->count, chunks = (most + CHUNK - 1) / CHUNK;
@@ -642,7 +655,7 @@ done:
     if (job.parts != &job.part) free(job.parts);
     if (job.numbers != job.few) free(job.numbers);
     free(job.ranges);
-    if (signs.obj) PyBuffer_Release(&signs);
+    if (hashes.obj) PyBuffer_Release(&hashes);
     return result;
 }
 

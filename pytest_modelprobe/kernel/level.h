@@ -39,7 +39,6 @@ typedef double D;
 #elif X86 && BYTES == 32
 #define LEAST(a, b) ((V)_mm256_min_ps((__m256)(a), (__m256)(b)))
 #define MOST(a, b) ((V)_mm256_max_ps((__m256)(a), (__m256)(b)))
-#define SIGNED_DSUM(sum, x, sign) ((D)_mm256_fmadd_pd((__m256d)(x), (__m256d)(sign), (__m256d)(sum)))
 #define SIGNED_SUM(sum, x, sign) ((V)_mm256_fmadd_ps((__m256)(x), (__m256)(sign), (__m256)(sum)))
 #endif
 #include "passes.h"
@@ -73,7 +72,6 @@ typedef double D;
 #elif X86 && BYTES == 32
 #define LEAST(a, b) ((V)_mm256_min_pd((__m256d)(a), (__m256d)(b)))
 #define MOST(a, b) ((V)_mm256_max_pd((__m256d)(a), (__m256d)(b)))
-#define SIGNED_DSUM(sum, x, sign) ((D)_mm256_fmadd_pd((__m256d)(x), (__m256d)(sign), (__m256d)(sum)))
 #define SIGNED_SUM(sum, x, sign) ((V)_mm256_fmadd_pd((__m256d)(x), (__m256d)(sign), (__m256d)(sum)))
 #endif
 #include "passes.h"

@@ -12,7 +12,6 @@
 #define DEACH for (int k = 0; k < DSTEPS; k++)
 #ifndef SIGNED_SUM /* a sign is +1 or -1: the product is exact, contracted or not */
 #define SIGNED_SUM(sum, x, sign) ((sum) + (x) * (sign))
-#define SIGNED_DSUM(sum, x, sign) ((sum) + (x) * (sign))
 #endif
 
 /* The sum of 16 lanes. */
@@ -354,131 +353,89 @@ static APART void NAME(count_bins)(const T *x, int64_t n, int64_t *bins) {
 
 /* --- signed sums -------------------------------------------------------------------------------------------------- */
 
-/* Adds a group of 8 rows to the 8 signed sums: a Walsh-Hadamard transform. */
-static APART void NAME(fold_group)(const T *x, const T signs[8], int swap, T *sums) {
-    T *to[8];
-    V sign[8];
-    for (int t = 0; t < 8; t++) {
-        to[t] = sums + (t ^ swap) * COLUMNS;
-        sign[t] = SPLAT(signs[t ^ swap]);
+/* Adds the first `blocks` blocks of 16 elements of a row, a power of two, to the 16 sums of 16 lanes each.
+
+   A Walsh-Hadamard transform of the blocks gives the sums of columns; each goes to the projection that the order of the
+   row names. */
+static INLINE void NAME(fold_blocks)(const T *x, const int blocks, uint64_t bits, T *sums) {
+    const int once = blocks < 8 ? blocks : 8; /* more do not fit the registers */
+    for (int turn = 0; turn < 2; turn++) {
+        const T *mask = JOIN(MASK_SIGNS, TYPE)[turn][bits % MASKS], *lanes = JOIN(LANE_SIGNS, TYPE)[0][8 * turn];
+        const uint16_t *places = PLACES[(bits >> ORDER_BITS) % ORDERS] + 8 * turn;
+        const uint16_t *signed_lanes = SIGNED_LANES[(bits >> (SIGN_BITS + 8 * turn)) & 255];
+        for (int lane = 0; lane < 16; lane += LANES, mask += LANES, lanes += LANES) {
+            const T *at = x + lane;
+            T *to = sums + lane;
+            V a[8];
+            for (int b = 0; b < once; b++) {
+                a[b] = LOAD(at + 16 * b) * LOAD(mask + 16 * b);
+                if (blocks == 16) a[b] = SIGNED_SUM(a[b], LOAD(at + 128 + 16 * b), LOAD(mask + 128 + 16 * b));
+            }
+            /* A stage of the transform: pairs of elements `w` apart. */
+#define BUTTERFLIES(w)                                   \
+    for (int i = 0; (w) < once && i < once / 2; i++) {   \
+        const int j = i / (w) * 2 * (w) + i % (w);       \
+        V p = a[j], q = a[j + (w)];                      \
+        a[j] = p + q;                                    \
+        a[j + (w)] = p - q;                              \
     }
-    for (int64_t c = 0; c < COLUMNS; c += LANES) {
-        const T *at = x + c;
-        V a0 = LOAD(at), a1 = LOAD(at + COLUMNS), a2 = LOAD(at + 2 * COLUMNS), a3 = LOAD(at + 3 * COLUMNS);
-        V a4 = LOAD(at + 4 * COLUMNS), a5 = LOAD(at + 5 * COLUMNS), a6 = LOAD(at + 6 * COLUMNS), a7 = LOAD(at + 7 * COLUMNS);
-        /* rows 3 and 7 count negatively */
-        V b0 = a0 + a1, b1 = a0 - a1, b2 = a2 - a3, b3 = a2 + a3, b4 = a4 + a5, b5 = a4 - a5, b6 = a6 - a7, b7 = a6 + a7;
-        V c0 = b0 + b2, c2 = b0 - b2, c1 = b1 + b3, c3 = b1 - b3, c4 = b4 + b6, c6 = b4 - b6, c5 = b5 + b7, c7 = b5 - b7;
-        ADD_SIGNED(to[0] + c, c0 + c4, sign[0]);
-        ADD_SIGNED(to[1] + c, c1 + c5, sign[1]);
-        ADD_SIGNED(to[2] + c, c2 + c6, sign[2]);
-        ADD_SIGNED(to[3] + c, c3 + c7, sign[3]);
-        ADD_SIGNED(to[4] + c, c0 - c4, sign[4]);
-        ADD_SIGNED(to[5] + c, c1 - c5, sign[5]);
-        ADD_SIGNED(to[6] + c, c2 - c6, sign[6]);
-        ADD_SIGNED(to[7] + c, c3 - c7, sign[7]);
+            BUTTERFLIES(1)
+            BUTTERFLIES(2)
+            BUTTERFLIES(4)
+#undef BUTTERFLIES
+            for (int t = 0; t < 8; t++)
+                STORE(to + places[t], SIGNED_SUM(LOAD(to + places[t]), a[t % once], LOAD(lanes + signed_lanes[t])));
+        }
     }
 }
 
-/* Adds some elements of each of `rows` rows, `width` apart, with 8 signs each. */
-static APART void NAME(fold_rows)(const T *x, int64_t rows, int64_t width, int64_t n, const T *signs, T *sums) {
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        V sum[8];
-        for (int s = 0; s < 8; s++) sum[s] = LOAD(sums + s * COLUMNS + i);
-        for (int64_t r = 0; r < rows; r++) {
-            V a = LOAD(x + r * width + i);
-            for (int s = 0; s < 8; s++) sum[s] = SIGNED_SUM(sum[s], a, SPLAT(signs[8 * r + s]));
-        }
-        for (int s = 0; s < 8; s++) STORE(sums + s * COLUMNS + i, sum[s]);
-    }
-    for (; i < n; i++)
-        for (int64_t r = 0; r < rows; r++)
-            for (int s = 0; s < 8; s++) sums[s * COLUMNS + i] += x[r * width + i] * signs[8 * r + s];
+static APART void NAME(fold_row)(const T *x, int blocks, uint64_t bits, T *sums) {
+    if (blocks == 16) NAME(fold_blocks)(x, 16, bits, sums);
+    else if (blocks == 8) NAME(fold_blocks)(x, 8, bits, sums);
+    else if (blocks == 4) NAME(fold_blocks)(x, 4, bits, sums);
+    else if (blocks == 2) NAME(fold_blocks)(x, 2, bits, sums);
+    else NAME(fold_blocks)(x, 1, bits, sums);
 }
 
 static INLINE void NAME(clear)(Fold *fold, T *sums) {
-    for (int s = 0; s < 8; s++)
-        for (int64_t c = s * COLUMNS; c < s * COLUMNS + fold->columns; c += 16) EACH STORE(sums + c + k * LANES, SPLAT(0));
+    for (int i = 0; i < NUMBERS * 16; i += 16) EACH STORE(sums + i + k * LANES, SPLAT(0));
     fold->rows = 0;
 }
 
-/* Notes that rows were added, and adds what the floats hold to the totals, in float64, now and then. */
-static INLINE void NAME(count_rows)(Fold *fold, T *sums, int64_t rows) {
-    fold->rows += rows;
-    if (fold->rows < FLUSHED) return;
-    for (int s = 0; s < 8; s++)
-        for (int64_t c = s * COLUMNS; c < s * COLUMNS + fold->columns; c += 16) {
-            double *to = fold->totals + c;
-            if (fold->flushed) DEACH DSTORE(to + k * HALF, DOUBLES(to + k * HALF) + DLOAD(sums + c + k * HALF));
-            else DEACH DSTORE(to + k * HALF, DLOAD(sums + c + k * HALF));
-        }
+/* Adds what the sums hold to the totals, in float64. */
+static APART void NAME(flush)(Fold *fold, T *sums) {
+    for (int i = 0; i < NUMBERS * 16; i += 16) {
+        double *to = fold->totals + i;
+        if (fold->flushed) DEACH DSTORE(to + k * HALF, DOUBLES(to + k * HALF) + DLOAD(sums + i + k * HALF));
+        else DEACH DSTORE(to + k * HALF, DLOAD(sums + i + k * HALF));
+    }
     fold->flushed = 1;
     NAME(clear)(fold, sums);
 }
 
-/* Writes the signs of a group of rows: in sum s row i has that and ROWS[i][s ^ swap]. Returns swap. */
-static INLINE int NAME(signs_of)(int64_t group, const int8_t *sample, T *signs) {
-    const int8_t *flips = FLIPS[group % PERIOD], *periods = PERIODS[group / PERIOD % PERIOD_SIGNS];
-    for (int s = 0; s < 8; s++) signs[s] = (T)(flips[s] * periods[s] * (sample ? sample[s] : 1));
-    return GROUPS[group % PERIOD];
-}
-
-/* Adds elements of one sample, of which the first is number `place`. */
-static INLINE void NAME(fold_sample)(Fold *fold, T *sums, const T *x, int64_t place, int64_t n, const int8_t *sample) {
-    while (n) {
-        int64_t group = place / GROUP, before = place % GROUP, some = GROUP - before < n ? GROUP - before : n;
-        T signs[8], padded[GROUP];
-        int swap = NAME(signs_of)(group, sample, signs);
-        if (some == GROUP) NAME(fold_group)(x, signs, swap, sums);
-        else if (some > 2 * COLUMNS) {
-            memset(padded, 0, (size_t)before * sizeof(T));
-            memcpy(padded + before, x, (size_t)some * sizeof(T));
-            memset(padded + before + some, 0, (size_t)(GROUP - before - some) * sizeof(T));
-            NAME(fold_group)(padded, signs, swap, sums);
-        } else
-            for (int64_t i = 0, length; i < some; i += length) { /* what there is of a row */
-                int64_t row = (before + i) / COLUMNS, column = (before + i) % COLUMNS;
-                T of_row[8];
-                for (int s = 0; s < 8; s++) of_row[s] = signs[s] * ROWS[row][s ^ swap];
-                length = COLUMNS - column < some - i ? COLUMNS - column : some - i;
-                NAME(fold_rows)(x + i, 1, 0, length, of_row, sums + column);
-            }
-        NAME(count_rows)(fold, sums, some > 2 * COLUMNS ? 8 : 2);
-        x += some;
-        place += some;
-        n -= some;
-    }
-}
-
-/* Adds whole samples that have at most a row. */
-static INLINE void NAME(fold_samples)(Fold *fold, T *sums, const T *x, int64_t count, const int8_t *samples) {
-    T first[8], signs[FLUSHED][8];
-    int swap = NAME(signs_of)(0, NULL, first);
-    while (count) {
-        int64_t most = FLUSHED - fold->rows, some = count < most ? count : most;
-        for (int64_t i = 0; i < some; i++)
-            for (int s = 0; s < 8; s++) signs[i][s] = first[s] * (T)(ROWS[0][s ^ swap] * samples[8 * i + s]);
-        NAME(fold_rows)(x, some, fold->length, fold->length, signs[0], sums);
-        NAME(count_rows)(fold, sums, some);
-        x += some * fold->length;
-        samples += 8 * some;
-        count -= some;
-    }
-}
-
+/* Adds elements, of which the first is number `place`. */
 static APART void NAME(fold_span)(Fold *fold, T *sums, const T *x, int64_t place, int64_t n) {
-    while (n) {
-        int64_t sample = place / fold->length, within = place % fold->length;
-        int64_t some = fold->length - within < n ? fold->length - within : n;
-        const int8_t *signs = fold->signs + 8 * sample;
-        if (some == fold->length && some <= COLUMNS) {
-            some = n / fold->length * fold->length;
-            NAME(fold_samples)(fold, sums, x, n / fold->length, signs);
-        } else NAME(fold_sample)(fold, sums, x, within, some, signs);
-        x += some;
-        place += some;
-        n -= some;
+    const uint64_t length = (uint64_t)fold->length;
+    uint64_t sample = (uint64_t)place / length, within = (uint64_t)place % length, some;
+    for (uint64_t left = (uint64_t)n; left; left -= some, x += some) {
+        uint64_t before = within % COLUMNS, bits = bits_of_row(fold->hashes[sample], within / COLUMNS);
+        some = COLUMNS - before < length - within ? COLUMNS - before : length - within;
+        some = some < left ? some : left;
+        int blocks = 16;
+        while (blocks > 1 && before + some <= (uint64_t)(8 * blocks)) blocks /= 2;
+        if (some == (uint64_t)(16 * blocks)) NAME(fold_row)(x, blocks, bits, sums);
+        else {
+            T padded[COLUMNS];
+            for (int b = 0; b < blocks; b++) EACH STORE(padded + 16 * b + k * LANES, SPLAT(0));
+            for (uint64_t i = 0; i < some; i++) padded[before + i] = x[i];
+            NAME(fold_row)(padded, blocks, bits, sums);
+        }
+        if (++fold->rows == FLUSHED) NAME(flush)(fold, sums);
+        within += some;
+        if (within == length) {
+            within = 0;
+            sample++;
+        }
     }
 }
 
@@ -489,19 +446,13 @@ static INLINE void NAME(begin)(Fold *fold, T *sums) {
 
 /* Writes the 16 numbers of the sums and the totals. */
 static APART void NAME(finish)(const Fold *fold, const T *sums, double *numbers) {
-    for (int s = 0; s < 8; s++) {
-        const double *totals = fold->totals + s * COLUMNS, *one = COLUMN_SIGNS[2 * s], *two = COLUMN_SIGNS[2 * s + 1];
-        D a[DSTEPS], b[DSTEPS];
-        DEACH a[k] = b[k] = DSPLAT(0);
-        for (int64_t c = 0; c < fold->columns; c += 16)
-            DEACH {
-                D sum = DLOAD(sums + s * COLUMNS + c + k * HALF);
-                if (fold->flushed) sum += DOUBLES(totals + c + k * HALF);
-                a[k] = SIGNED_DSUM(a[k], sum, DOUBLES(one + c + k * HALF));
-                b[k] = SIGNED_DSUM(b[k], sum, DOUBLES(two + c + k * HALF));
-            }
-        numbers[2 * s] = NAME(total)(a) / 4;
-        numbers[2 * s + 1] = NAME(total)(b) / 4;
+    for (int i = 0; i < NUMBERS; i++) {
+        D a[DSTEPS];
+        DEACH {
+            a[k] = DLOAD(sums + 16 * i + k * HALF);
+            if (fold->flushed) a[k] += DOUBLES(fold->totals + 16 * i + k * HALF);
+        }
+        numbers[i] = NAME(total)(a) / 4;
     }
 }
 
@@ -646,12 +597,12 @@ static INLINE void NAME(add_turned)(const View *view, int kind, int64_t start, i
 
 /* --- all of it ---------------------------------------------------------------------------------------------------- */
 
-/* Returns the elements of a view from `start` on, and how many: BLOCK + GROUP at least, or all up to `end`. */
+/* Returns the elements of a view from `start` on, and how many: BLOCK + COLUMNS at least, or all up to `end`. */
 static INLINE const T *NAME(span)(const View *view, int kind, int64_t start, int64_t end, T *buffer, Held *held, int64_t *n) {
     int64_t left = end - start, most = left < SPAN ? left : SPAN;
     *n = most;
     if (view->direct) return (const T *)(const void *)view->data + start;
-    while (held->count < left && held->count < BLOCK + GROUP) {
+    while (held->count < left && held->count < BLOCK + COLUMNS) {
         memmove(buffer, buffer + held->first, (size_t)held->count * sizeof(T));
         held->first = 0;
         if (view->turned) NAME(add_turned)(view, kind, start + held->count, end, buffer, held);
@@ -682,10 +633,10 @@ static INLINE void NAME(count_block)(
     else NAME(range_of_runs)(x, place, n, plan->inner, plan->ranges, low, high);
 }
 
-/* The numbers of one chunk, and the range of each column or unit in it. Neither blocks nor groups of rows depend on the
+/* The numbers of one chunk, and the range of each column or unit in it. Neither blocks nor rows depend on the
    spans in which elements are brought into order. */
 static void NAME(work)(const Plan *plan, int64_t item, Fold *fold, Part *parts, double *numbers, void *ranges, int64_t *bins, void *buffer) {
-    T sums[8 * COLUMNS], shift = 0;
+    T sums[NUMBERS * 16], shift = 0;
     Part all = NOTHING;
     if (fold) NAME(begin)(fold, sums);
     for (int pass = 0; pass < (fold && !plan->in_order ? 2 : 1); pass++) {
@@ -707,7 +658,7 @@ static void NAME(work)(const Plan *plan, int64_t item, Fold *fold, Part *parts, 
             }
             if (folded < stop) {
                 n = stop - folded;
-                if (stop < end) n -= stop % fold->length % GROUP;
+                if (stop < end) n -= stop % fold->length % COLUMNS;
                 NAME(fold_span)(fold, sums, x + (folded - start), folded, n);
                 folded += n;
             }
@@ -763,7 +714,6 @@ UNUSED static void NAME(range_of_units)(const T *columns, int64_t units, int64_t
 #undef HALF
 #undef DLOAD
 #undef SIGNED_SUM
-#undef SIGNED_DSUM
 #if X86 && BYTES
 #undef LEAST
 #undef MOST

@@ -22,7 +22,7 @@ from .packed import has_fingerprint
 from .readable import ambient_modes_disabled
 from .reduced import Packed, Reduction
 from .samples import Samples
-from .signs import columns, periods, row_signs, row_structure
+from .signs import columns, masks, orders
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 
@@ -49,13 +49,13 @@ def by_kernel(
         return None
     if not holds_elements(x) or not (address := x.data_ptr()):  # no elements have no address
         return None
-    shape, signs = x.shape, None
+    shape, hashes = x.shape, None
     if axis is not None and -axis > len(shape):
         axis = None
     if samples is not None:
         set_tables()
-        signs = samples.packed(shape)
-    numbers = kernel.active.reduce(address, kind, shape, x.stride(), axis, index, signs, on_threads, histogram)
+        hashes = samples.hashes(shape)
+    numbers = kernel.active.reduce(address, kind, shape, x.stride(), axis, index, hashes, on_threads, histogram)
     if numbers is None:
         return None
     packed = Packed(1, axis, numbers)
@@ -108,11 +108,7 @@ if hasattr(os, "register_at_fork"):
 
 @functools.cache
 def set_tables() -> None:
-    """Hand the signs of rows and columns to the kernel."""
+    """Hand the tables of signs and orders to the kernel."""
     assert kernel.active is not None
-    groups, flips = row_structure()
-    first = row_signs()[:8] * flips[0]  # of the group with the number 0: without its flips, and in the order of sums
-    rows = np.empty_like(first)
-    rows[:, np.arange(8) ^ groups[0]] = first
-    tables = (flips, periods(), rows, columns())
-    kernel.active.set_tables(groups.astype(np.uint8).tobytes(), *(table.astype(np.int8).tobytes() for table in tables))
+    tables = masks().astype(np.int8), columns()[:16].T.astype(np.int8), orders().astype(np.uint8)
+    kernel.active.set_tables(*(table.tobytes() for table in tables))

@@ -28,7 +28,7 @@ from pytest_modelprobe.kernel import VARIABLE
 from .readable import NO_CONTEXT
 from .reduced import Reduced
 from .samples import WHOLE, Samples
-from .signs import COLUMNS, columns, periods, row_signs
+from .signs import COLUMNS, columns, masks, orders
 
 _DTYPES = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
 _TILE, _SMALL_TILE = 1 << 12, 1 << 10  # elements: 16 for each thread
@@ -105,7 +105,7 @@ def by_triton(kernels: ModuleType, x: Tensor, axis: int | None, index: int, samp
     if x.dtype not in _DTYPES or not x.numel() or x.is_neg():
         return None
     place = None if axis is None or -axis > x.dim() else x.dim() + axis
-    hashes, turn = (None, 0) if samples is None else samples.bits_on(x.device, x.shape)
+    hashes = None if samples is None else samples.hashes_on(x.device, x.shape)
     if samples is None and not x.is_contiguous():  # the order does not matter: that of the memory
         order = sorted(range(x.dim()), key=x.stride, reverse=True)
         x, place = x.permute(order), None if place is None else order.index(place)
@@ -136,9 +136,9 @@ def by_triton(kernels: ModuleType, x: Tensor, axis: int | None, index: int, samp
     with _current(x.device):
         kernels.read[(tiles,)](
             x, parts, keys, tables, out if hashes is None else hashes,
-            tiles, count, length, row_count, phases, repeats, units, inner, turn, *layout,
+            tiles, count, length, row_count, phases, repeats, units, inner, *layout,
             DEEP=_DEEP, ROWS=rows // _DEEP, COLUMNS=width, RUNS=runs, WIDE=wide,
-            LONG=_extent(x) >= 1 << 30, STRIDED=strided, HASHED=hashes is not None, FINGERPRINT=numbers > 0,
+            LONG=_extent(x) >= 1 << 30, STRIDED=strided, FINGERPRINT=numbers > 0,
             num_warps=8 if rows * width == _TILE else 2, maxnreg=128, enable_fp_fusion=True,
         )  # fmt: skip
         kernels.combine[(1 + numbers + -(-units // _BLOCK),)](
@@ -193,14 +193,11 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else NO_CONTEXT
 
 
-def _as_bits(signs: Any) -> Any:
-    """Return rows of signs as integers: the first sign in the lowest bit, which is set for a minus."""
-    return ((signs < 0) << np.arange(signs.shape[1])).sum(1).astype(np.int32)
-
-
 @functools.cache
 def _tables(device: torch.device) -> tuple[Tensor, torch.cuda.Stream | None, torch.cuda.Event | None]:
-    bits = np.concatenate([_as_bits(row_signs()), _as_bits(periods()), _as_bits(columns().T)])
+    signs = np.concatenate([columns().T, masks()])
+    bits = ((signs < 0) << np.arange(len(signs))[:, None]).sum(0)
+    bits = np.concatenate([bits, orders().argsort(1).reshape(-1)]).astype(np.int32)
     there = torch.from_numpy(bits).to(device, non_blocking=True)
     if device.type != "cuda":
         return there, None, None
@@ -209,7 +206,7 @@ def _tables(device: torch.device) -> tuple[Tensor, torch.cuda.Stream | None, tor
 
 
 def _tables_on(device: torch.device) -> Tensor:
-    """Return the signs of rows, periods and columns as bits, for work on the current stream."""
+    """Return the tables of `read`, for work on the current stream."""
     there, stream, ready = _tables(device)
     current = None if ready is None else torch.cuda.current_stream(device)
     # A capture begins with a synchronization, and may not wait for what is outside it.

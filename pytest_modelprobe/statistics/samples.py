@@ -1,9 +1,9 @@
-"""The samples of a batch, each with signs of its own, so that the fingerprints of the parts of a batch add up.
+"""The samples of a batch, each with a hash of its own, so that the fingerprints of the parts of a batch add up.
 
-A sample is known by what the model was given for it: it has the same signs at any world size, in any order and in any
+A sample is known by what the model was given for it: it has the same hash at any world size, in any order and in any
 microbatch. Its hash is of integers as they are, and of floating elements by what rounding hardly ever changes: the
 exponent of their norm, and four coarse projections. So another machine, a perturbation or a narrower dtype leaves the
-signs as they are. Samples that are equal in every bit are numbered, from those of the microbatches before on.
+hash as it is. Samples that are equal in every bit are numbered, from those of the microbatches before on.
 """
 
 from __future__ import annotations
@@ -19,18 +19,7 @@ from pytest_modelprobe.models import as_array
 from pytest_modelprobe.record import batch_sizes
 
 from .readable import ambient_modes_disabled, as_plain_tensor
-from .signs import (
-    GAMMA,
-    STEPS,
-    SUMS,
-    Array,
-    forwards,
-    hash_of_forward,
-    hashes,
-    highest_bits,
-    mixed,
-    places,
-)
+from .signs import GAMMA, STEPS, Array, hash_of_forward, hashes, highest_bits, mixed, places
 
 _MOST = 1 << 12  # samples that are known again, so that memory does not grow where no step is taken
 _READ = 256  # elements of a sample that are looked at, evenly spaced; up to twice as many
@@ -41,13 +30,14 @@ _OF_NUMPY = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int
 
 
 class Samples:
-    """The samples of a forward.
+    """The samples of a forward, each with a hash from which its signs are drawn.
 
     Args:
-        turn: Number of the forward among those of its kind, from 0: it has the signs of values without a batch.
-        hashes: Of the samples, int64; None: there is no batch.
-        sizes: Of dimension 0 of the values that have the batch there.
-        keys: Of the samples, int64: those of equal samples are equal. An array, unless they are on another device.
+        turn: Number of the forward among those of its kind, from 0. It gives the hash of values without a batch.
+        hashes: One int64 hash per sample, or None if there is no batch.
+        sizes: Sizes of dimension 0 of the values that have the batch there.
+        keys: One int64 key per sample. Equal samples have equal keys. A NumPy array, or a tensor if the samples are on
+            another device.
     """
 
     def __init__(
@@ -59,61 +49,37 @@ class Samples:
     ) -> None:
         self.keys = keys
         self.whole = self if hashes is None else Samples(turn)
-        """Without the batch: for what has none."""
+        """Without the batch: for values that have none."""
         self._turn = turn
         self._hashes = hashes
         self._sizes = frozenset(sizes)
-        self._signs: Array | None = None
-        self._packed: bytes | None = None
+        self._here: Array | None = None
 
-    def signs(self, shape: Sequence[int]) -> Array:
-        """Return the signs of the samples of a value, shape (8, n).
+    def hashes(self, shape: Sequence[int]) -> Array:
+        """Return the hashes of the samples of a value, shape (n,), uint64.
 
         There are as many as in the batch if that is dimension 0 of the value, else one.
         """
-        if self.whole is not self and not (shape and shape[0] in self._sizes):
-            return self.whole.signs(shape)
-        if self._signs is None:
+        if not self._has_batch(shape):
+            return self.whole.hashes(shape)
+        if self._here is None:
             if self._hashes is None:
-                self._signs = forwards()[self._turn % len(forwards())][:, None]
+                self._here = np.array([hash_of_forward(self._turn)], np.uint64)
             else:
-                self._signs = np.ascontiguousarray(highest_bits(self.hashes(shape)).T)
-        return self._signs
+                with ambient_modes_disabled():
+                    self._here = as_array(self._hashes.cpu()).view(np.uint64)
+        return self._here
 
-    def packed(self, shape: Sequence[int]) -> bytes:
-        """Return the same signs as bytes, eight for each sample."""
-        if self.whole is not self and not (shape and shape[0] in self._sizes):
-            return self.whole.packed(shape)
-        if self._packed is None:
-            with ambient_modes_disabled():
-                self._packed = self.signs(shape).T.astype(np.int8).tobytes()
-        return self._packed
+    def hashes_on(self, device: torch.device, shape: Sequence[int]) -> Tensor:
+        """Return the same on a device, in int64. Nothing waits for the device."""
+        if not self._has_batch(shape):
+            return self.whole.hashes_on(device, shape)
+        here = torch.from_numpy(self.hashes(shape).view(np.int64).copy()) if self._hashes is None else self._hashes
+        return here.to(device, non_blocking=True)
 
-    def hashes(self, shape: Sequence[int]) -> Array:
-        """Return the hashes of the samples of a value, shape (n,), uint64."""
-        if self._hashes is None or not (shape and shape[0] in self._sizes):
-            return np.array([hash_of_forward(self._turn)], np.uint64)
-        return as_array(self._hashes.cpu()).view(np.uint64)
-
-    def signs_on(self, device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the same on a device, the hashes in int64; nothing waits for it."""
-        if self._hashes is not None and shape and shape[0] in self._sizes:
-            found = self._hashes.to(device, non_blocking=True)
-            bits = torch.arange(64 - SUMS, 64, device=device)[:, None]
-            return ((found >> bits & 1) * 2 - 1).to(dtype), found
-        signs, hashes = self.signs(shape), self.hashes(shape).copy()
-        signs_there = torch.from_numpy(signs).to(dtype).to(device, non_blocking=True)
-        return signs_there, torch.from_numpy(hashes.view(np.int64)).to(device, non_blocking=True)
-
-    def bits_on(self, device: torch.device, shape: Sequence[int]) -> tuple[Tensor | None, int]:
-        """Return the hashes of the samples of a value, on a device: their highest bits are the signs.
-
-        Where there is one sample it is None, and after it the 8 signs of the forward, as bits that are set for a minus.
-        """
-        if self._hashes is not None and shape and shape[0] in self._sizes:
-            return self._hashes.to(device, non_blocking=True), 0
-        signs = forwards()[self._turn % len(forwards())]
-        return None, sum(1 << place for place, sign in enumerate(signs.tolist()) if sign < 0)
+    def _has_batch(self, shape: Sequence[int]) -> bool:
+        """Return whether the value has these samples: any value has the one of a forward without a batch."""
+        return self._hashes is None or (bool(shape) and shape[0] in self._sizes)
 
 
 WHOLE = Samples()
@@ -126,7 +92,7 @@ class SeenSamples:
     >>> seen, x = SeenSamples(), torch.ones(1, 3)
     >>> first = samples_of([x], seen=seen)
     >>> seen.add(first)
-    >>> bool((first.signs((1, 3)) == samples_of([x], seen=seen).signs((1, 3))).all())
+    >>> bool((first.hashes((1, 3)) == samples_of([x], seen=seen).hashes((1, 3))).all())
     False
     """
 
@@ -171,9 +137,9 @@ def samples_of(inputs: Iterable[Tensor], turn: int = 0, seen: SeenSamples | None
         seen: The samples of the microbatches that are of the same batch and came before.
 
     >>> x = torch.randn(3, 5)
-    >>> signs, reordered = samples_of([x]).signs((3, 7)), samples_of([x.flip(0)]).signs((3, 7))
-    >>> signs.shape, bool((signs[:, ::-1] == reordered).all())
-    ((8, 3), True)
+    >>> hashes, reordered = samples_of([x]).hashes((3, 7)), samples_of([x.flip(0)]).hashes((3, 7))
+    >>> hashes.shape, bool((hashes[::-1] == reordered).all())
+    ((3,), True)
     """
     with ambient_modes_disabled():
         batch: list[Tensor] = []

@@ -1,4 +1,9 @@
-"""The signs and hashes that fingerprints are made with: from splitmix64, the same for ever."""
+"""The signs and hashes that fingerprints are made with: from splitmix64, the same for ever.
+
+Each row of 256 elements of a sample has 64 bits of its own: output number ``row + 1`` of splitmix64 that starts at the
+hash of the sample. They choose one of 8 masks, one of 256 orders and 16 signs. So two samples with the same elements
+have projections that are as good as independent, and their sum does not cancel.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +17,13 @@ Array = npt.NDArray[Any]
 
 K = 16
 COLUMNS = 256
-SUMS = 8  # signed sums of the rows, each of which serves two projections
-PERIOD = 4096  # rows after which the table of their signs is used again, with other signs
-PIECE = PERIOD * COLUMNS  # elements in a period: four megabytes, in the cache
+MASKS, ORDERS = 8, 256
+ORDER_BITS, SIGN_BITS = 3, 48  # the lowest bit of the order and of the signs; that of the mask is 0
 HASHED = 1 << 14  # integers of a sample whose hashes have one weight
 
-# Chosen for the best estimates of constant shifts over every number of elements, and for distinct first forwards.
-_COLUMN_SALT, _ROW_SALT, _PERIOD_SALT, _FORWARD_SALT, _PLACE_SALT = 2292, 56, 24, 508, 1
+# Chosen for the best estimates of constant shifts over every number of elements up to 2**26, and of values that are
+# equal in two of the first 32 forwards.
+_PLACE_SALT, _MASK_SALT, _ORDER_SALT, _FORWARD_SALT = 1, 10, 106, 229
 
 GAMMA = 0x9E3779B97F4A7C15
 STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
@@ -45,67 +50,68 @@ def hashes(salt: int, count: int, first: int = 0) -> Array:
     return mixed(np.arange(start, start + count, dtype=np.uint64) * np.uint64(GAMMA))
 
 
-def highest_bits(z: Array, width: int = SUMS) -> Array:
+def highest_bits(z: Array, width: int) -> Array:
     """Return the highest bits of each hash as signs, shape (hashes, width), from the lowest of them on."""
     places = np.arange(64 - width, 64, dtype=np.uint64)
     return np.where((z[:, None] >> places) & np.uint64(1), 1.0, -1.0)
 
 
+def bits_of_rows(hashes: Array, first: int, count: int) -> Array:
+    """Return the bits of rows of samples, shape (samples, count), uint64.
+
+    Args:
+        hashes: Of the samples, shape (samples,), uint64.
+        first: Number of the first row within a sample.
+        count: How many rows of each sample.
+    """
+    numbers = np.arange(first + 1, first + 1 + count, dtype=np.uint64) * np.uint64(GAMMA)
+    return mixed(hashes[..., None] + numbers)
+
+
+def projected(values: Array, bits: Array) -> Array:
+    """Return the 16 signed sums of each of some rows, before they are divided by 4, shape (..., 16).
+
+    Args:
+        values: What `columns` made of the rows once their masks were applied, shape (..., 16).
+        bits: Of the rows, shape (...), uint64.
+    """
+    minus = bits[..., None] >> np.arange(SIGN_BITS, SIGN_BITS + K, dtype=np.uint64) & np.uint64(1)
+    order = orders()[bits >> np.uint64(ORDER_BITS) & np.uint64(ORDERS - 1)]
+    return np.take_along_axis(np.where(minus, -values, values), order, -1)
+
+
 @functools.cache
 def columns() -> Array:
-    """Return the signs of columns, shape (16, 256), in float64.
+    """Return the signs of columns in each of 16 sums, shape (256, 16).
 
-    Each row has 136 pluses and 120 minuses: with a sum of 16, the root of 256, a constant has its true norm.
+    Sum t adds column ``16 * b + l`` with the sign -1 if ``(b ^ l) & t`` has an odd number of bits. Of the 16 blocks of
+    16 columns that is a Walsh-Hadamard transform, and then one more set of signs in each of its 16 sums.
     """
-    ranks = hashes(_COLUMN_SALT, K * COLUMNS).reshape(K, COLUMNS).argsort(1, kind="stable").argsort(1)
-    return np.where(ranks < (COLUMNS - 16) // 2, -1.0, 1.0)
+    b, lane, t = np.ix_(range(16), range(16), range(16))
+    return np.where(_odd((b ^ lane) & t), -1.0, 1.0).reshape(COLUMNS, K)
 
 
-def row_structure() -> tuple[Array, Array]:
-    """Return what differs between the groups of 8 rows: j, shape (512,), from 0 to 7, and flip, shape (512, 8).
+@functools.cache
+def masks() -> Array:
+    """Return the masks, shape (8, 256): each column is multiplied by +1 or -1 before `columns` adds them up.
 
-    The sign of row ``8 * g + i`` in sum s is ``d[i] * H[i, s ^ j[g]] * flip[g, s]``, where ``d[i]`` is -1 if the two
-    lowest bits of i are set, and ``H[i, t]`` is -1 if ``i & t`` has an odd number of bits: the Hadamard matrix of
-    Sylvester, so that a Walsh-Hadamard transform of 8 rows gives all 8 sums.
+    Each is a bent function (Maiorana and McFarland): column ``16 * b + l`` has the sign -1 if ``b & p[l]`` has an odd
+    number of bits, and that of a bit of lane l, where p is a permutation. So what is constant, or a Walsh function,
+    has the same magnitude in all sums, and not all of it in one, where two samples could cancel.
     """
-    drawn = hashes(_ROW_SALT, PERIOD // 8)
-    return (drawn >> np.uint64(53) & np.uint64(7)).astype(np.int64), highest_bits(drawn)
+    drawn = hashes(_MASK_SALT, 16 * MASKS).reshape(MASKS, 1, 16)
+    odd = _odd(np.arange(16)[:, None] & drawn.argsort(-1, kind="stable"))
+    return np.where(odd ^ (drawn >> np.uint64(63)).astype(bool), -1.0, 1.0).reshape(MASKS, COLUMNS)
 
 
 @functools.cache
-def row_signs() -> Array:
-    """Return the signs of the rows of a period, shape (4096, 8), in float64; see `row_structure`."""
-    j, flip = row_structure()
-    i, s = np.arange(8), np.arange(SUMS)
-    odd = np.array([number.bit_count() % 2 for number in range(8)])
-    negative = odd[i[:, None] & (s ^ j[:, None])[:, None, :]] ^ (i & i >> 1 & 1)[:, None]  # (512, 8, 8)
-    return (np.where(negative, -1.0, 1.0) * flip[:, None]).reshape(PERIOD, SUMS)
-
-
-@functools.cache
-def rows(dtype: np.dtype[Any]) -> Array:
-    """Return the signs of the rows of a period, shape (8, 4096)."""
-    return np.ascontiguousarray(row_signs().T, dtype=dtype)
-
-
-@functools.cache
-def periods() -> Array:
-    """Return the signs by which the periods of rows differ, shape (4096, 8); in the first all are +1."""
-    signs = highest_bits(hashes(_PERIOD_SALT, 4096))
-    signs[0] = 1
-    return signs
-
-
-@functools.cache
-def forwards() -> Array:
-    """Return the signs of forwards, shape (1024, 8): those of the first are all +1."""
-    signs = highest_bits(hashes(_FORWARD_SALT, 1024))
-    signs[0] = 1
-    return signs
+def orders() -> Array:
+    """Return the orders, shape (256, 16): projection k gets the sum of columns with the number ``orders()[o, k]``."""
+    return hashes(_ORDER_SALT, K * ORDERS).reshape(ORDERS, K).argsort(1, kind="stable")
 
 
 def hash_of_forward(turn: int) -> int:
-    """Return what is added to the integers of a forward: 0 in the first."""
+    """Return the hash of the only sample of a forward without a batch: 0 in the first."""
     return int(hashes(_FORWARD_SALT, 1, turn)[0]) if turn else 0
 
 
@@ -118,3 +124,8 @@ def places() -> Array:
 def weights_of_places(count: int) -> Array:
     """Return an odd number for each 2**14 elements, by which the sum of their hashes is multiplied."""
     return hashes(_PLACE_SALT, -(-count // HASHED)) | np.uint64(1)
+
+
+def _odd(numbers: Array) -> Array:
+    """Return whether each number below 16 has an odd number of bits."""
+    return (0x6996 >> numbers & 1).astype(bool)

@@ -88,7 +88,7 @@ class SmallTensors:
 
 def _samples_and_layout(copy: _Copy) -> tuple[int, _Layout]:
     _, values, layout, _, samples, _ = copy
-    return samples.signs(values.shape).shape[1], layout
+    return len(samples.hashes(values.shape)), layout
 
 
 def _reduce(copies: list[_Copy], count: int, fingerprint: bool, histogram: bool) -> None:
@@ -106,7 +106,7 @@ def _reduce(copies: list[_Copy], count: int, fingerprint: bool, histogram: bool)
     mean = np.where(bottom == top, bottom, np.add.reduce(x, axis=1) / count)
     certain = np.isfinite(mean) & (np.maximum(-bottom, top) < _HUGE)
     zeros = count - np.count_nonzero(x, axis=1)
-    numbers = _projected(x, [of.signs(values.shape) for _, values, _, _, of, _ in copies]) if fingerprint else None
+    numbers = _projected(x, [of.hashes(values.shape) for _, values, _, _, of, _ in copies]) if fingerprint else None
     counts = count_rows(torch.from_numpy(x)) if histogram else None
     x = x - mean[:, None]  # not in place: ranges may be views
     deviations = np.einsum("kn,kn->k", x, x)
@@ -126,11 +126,11 @@ def _reduce(copies: list[_Copy], count: int, fingerprint: bool, histogram: bool)
         reduced.pending = None
 
 
-def _projected(x: Array, signs: list[Array]) -> Array:
-    """Return the fingerprint of each row, given the signs of its samples; rows with as many are next to each other."""
+def _projected(x: Array, hashes: list[Array]) -> Array:
+    """Return the fingerprint of each row, given the hashes of its samples; rows with as many are next to each other."""
     numbers = np.empty((len(x), K))
     end = 0
-    for _, group in itertools.groupby(signs, key=np.shape):
+    for _, group in itertools.groupby(hashes, key=len):
         alike = list(group)
         start, end = end, end + len(alike)
         numbers[start:end] = project_rows(x[start:end], np.stack(alike))

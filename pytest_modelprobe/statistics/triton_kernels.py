@@ -12,7 +12,7 @@ import triton.language as tl
 
 PARTS = tl.constexpr(11)  # numbers of a tile before those of the fingerprint, of which there are twice 16
 NUMBERS = tl.constexpr(16)
-PERIOD = tl.constexpr(4096)
+TABLE = tl.constexpr(256)  # numbers before the places of sums
 NAN = tl.constexpr(4.0)  # what stands for elements that are not finite, in units of the largest finite magnitude
 INFINITE = tl.constexpr(2.0)
 
@@ -53,17 +53,35 @@ def _lower(to: tl.tensor, key: tl.tensor, mask: tl.tensor) -> None:
 
 
 @triton.jit
-def _project(x: tl.tensor, row_bits: tl.tensor, column_bits: tl.tensor, to: tl.tensor, tiles: tl.tensor) -> None:
+def _bits_of_rows(hashes: tl.tensor, row: tl.tensor) -> tl.tensor:
+    """Return output number ``row + 1`` of splitmix64 that starts at the hash of the sample, int64."""
+    z = hashes.to(tl.uint64, bitcast=True) + (row.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return (z ^ (z >> 31)).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def _project(
+    x: tl.tensor, bits: tl.tensor, column_bits: tl.tensor, places: tl.tensor, to: tl.tensor, tiles: tl.tensor
+) -> None:
     """Store the 16 signed sums of a tile, shape (., ., columns); a bit that is set is a minus."""
-    for s in range(8):  # static_range would take all registers
-        of_rows = (1 - 2 * ((row_bits >> s) & 1)).to(x.dtype)
-        sums = tl.sum(x * of_rows[:, :, None], axis=0)
-        for half in tl.static_range(2):
-            of_columns = (1 - 2 * ((column_bits >> (2 * s + half)) & 1)).to(x.dtype)
-            tl.store(to + (2 * s + half) * tiles, tl.sum(sums * of_columns[None, :]))
+    mask = 16 + (bits & 7).to(tl.int32)
+    x = tl.where((column_bits[None, None, :] >> mask[:, :, None]) & 1 != 0, -x, x)
+    order = (bits >> 3 & 255).to(tl.int32)
+    number = tl.arange(0, NUMBERS)
+    sums = tl.zeros((NUMBERS,), x.dtype)
+    for t in range(NUMBERS):  # static_range would take all registers
+        of_columns = (1 - 2 * ((column_bits >> t) & 1)).to(x.dtype)
+        of_rows = tl.sum(x * of_columns[None, None, :], axis=2)
+        of_rows = tl.where(bits >> (48 + t) & 1 != 0, -of_rows, of_rows)
+        place = tl.load(places + order * NUMBERS + t)
+        here = tl.where(place[:, :, None] == number[None, None, :], of_rows[:, :, None], 0)
+        sums += tl.sum(tl.sum(here, axis=0), axis=0)
+    tl.store(to + number * tiles, sums)
 
 
-@triton.jit(do_not_specialize=["tiles", "samples", "row_count", "phases", "repeats", "units", "turn"])
+@triton.jit(do_not_specialize=["tiles", "samples", "row_count", "phases", "repeats", "units"])
 def read(
     x: tl.tensor,
     parts: tl.tensor,
@@ -78,7 +96,6 @@ def read(
     repeats: tl.tensor,
     units: tl.tensor,
     inner: tl.tensor,
-    turn: tl.tensor,
     size1: tl.tensor,
     size2: tl.tensor,
     size3: tl.tensor,
@@ -94,7 +111,6 @@ def read(
     WIDE: tl.constexpr,
     LONG: tl.constexpr,
     STRIDED: tl.constexpr,
-    HASHED: tl.constexpr,
     FINGERPRINT: tl.constexpr,
 ) -> None:
     """Store the numbers of a tile in a column of ``parts``, and take the range of its units into ``keys``.
@@ -103,7 +119,8 @@ def read(
         x: The elements.
         parts: Shape (43, tiles), or (11, tiles) without fingerprints.
         keys: The least of `_order` of each unit, and after them that of its inverted bits.
-        tables: Signs as bits, int32: of 4096 rows, of 4096 periods, and 16 of each of 256 columns.
+        tables: Int32: of each of 256 columns its signs as bits, 16 of the sums and 8 of the masks, and after them for
+            each of 256 orders the projection that each of 16 sums goes to.
         hashes: Of the samples, int64.
         tiles: Number of programs.
         samples: The elements are (samples, length).
@@ -113,7 +130,6 @@ def read(
         repeats: Rows of a phase in a sample.
         units: Number of units; unit u has the elements for which ``number // inner % units`` is u.
         inner: See ``units``.
-        turn: Signs of the forward as bits, where the samples have no hashes.
         size1: Sizes and strides of the dimensions (samples, ., size1, size2, size3), if ``STRIDED``.
         size2: See ``size1``.
         size3: See ``size1``.
@@ -129,7 +145,6 @@ def read(
         WIDE: Whether numbers are added in float64.
         LONG: Whether 32 bits are too few to number the elements.
         STRIDED: Whether the elements lie in another order.
-        HASHED: Whether samples have hashes.
         FINGERPRINT: Whether to compute the fingerprint.
     """
     tile = tl.program_id(0)
@@ -192,17 +207,14 @@ def read(
     tl.store(parts + 3 * tiles, bad - nan - posinf)
 
     if FINGERPRINT:
-        row_bits = tl.load(tables + row % PERIOD) ^ tl.load(tables + PERIOD + row // PERIOD % PERIOD)
-        column_bits = tl.load(tables + 2 * PERIOD + column)
-        if HASHED:  # a bit that is set in the hash is a plus
-            row_bits = row_bits ^ ~(tl.load(hashes + sample, mask=there, other=0) >> 56).to(tl.int32)
-        else:
-            row_bits = row_bits ^ turn
-        _project(y, row_bits, column_bits, parts + PARTS * tiles, tiles)
+        bits = _bits_of_rows(tl.load(hashes + sample, mask=there, other=0), row)
+        column_bits = tl.load(tables + column)
+        places = tables + TABLE
+        _project(y, bits, column_bits, places, parts + PARTS * tiles, tiles)
         if bad > 0:
             stands = tl.where(v != v, NAN, tl.where(v > 0, INFINITE, -INFINITE))
             stands = tl.where(finite, 0, stands).to(y.dtype)
-            _project(stands, row_bits, column_bits, parts + (PARTS + NUMBERS) * tiles, tiles)
+            _project(stands, bits, column_bits, places, parts + (PARTS + NUMBERS) * tiles, tiles)
 
     if RUNS >= 0:
         largest = 0x7FFFFFFFFFFFFFFF if WIDE else 0x7FFFFFFF

@@ -187,7 +187,7 @@ def test_weight_decay_moves_what_is_only_without_a_gradient() -> None:
         watch = probe.watch(model)
         model(X).square().mean().backward()
         made.step()
-    with pytest.raises(AssertionError, match=r"^0.weight is not frozen: it changed by 5") as error:
+    with pytest.raises(AssertionError, match=r"^0.weight is not frozen: it changed by 4.3 %") as error:
         assert_frozen(watch, layers="0")
     assert "weight decay" in str(error.value)
 
@@ -311,9 +311,9 @@ def test_a_step_that_is_too_small_is_named() -> None:
 def test_the_ratio_is_that_of_the_parameters() -> None:
     model = nn.Linear(8, 2, bias=False)
     before = model.weight.detach().clone()
-    watch = trained(model, lambda m: torch.optim.SGD(m.parameters(), 0.01))
+    watch = trained(model, lambda m: torch.optim.SGD(m.parameters(), 0.01), steps=1)
     exact = ((model.weight.detach() - before).norm() / before.norm()).item()
-    assert_update_ratio(watch, low=exact / 1.8, high=exact * 1.8)
+    assert_update_ratio(watch, low=exact / 1.1, high=exact * 1.1)  # of 16 elements it is exact
 
 
 class Trained:

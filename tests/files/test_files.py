@@ -537,7 +537,7 @@ def test_sizes_that_vary_come_back() -> None:
 def test_the_architecture_file_reads_well() -> None:
     assert encode(small()).architecture == (
         "{\n"
-        '"modelprobe": 2,\n'
+        '"modelprobe": 3,\n'
         '"model": "Net",\n'
         '"mode": "eval",\n'
         '"seed": 0,\n'
@@ -814,7 +814,7 @@ def test_a_fingerprint_of_any_size_is_kept_to_its_bits(numbers: list[float], bit
 
 
 def bare(layers: str) -> str:
-    return f'{{"modelprobe": 2, "model": "Net", "mode": "eval", "numbers": false, "layers": {{{layers}}}}}'
+    return f'{{"modelprobe": 3, "model": "Net", "mode": "eval", "numbers": false, "layers": {{{layers}}}}}'
 
 
 def test_a_file_may_describe_so_much_and_no_more() -> None:
@@ -840,7 +840,7 @@ def test_one_response_does_not_stand_for_any_number_of_tensors() -> None:
     )
     alone = ",".join(f'"{n or ""}alone":"x"' for n in (0, *range(2, calls + 1)))
     numbers = (
-        f'{{"modelprobe": 2, "architecture": "{architecture_digest(text)}", "noise": "measured", '
+        f'{{"modelprobe": 3, "architecture": "{architecture_digest(text)}", "noise": "measured", '
         f'"responses": {{"x": {{"given": ""}}}}, "layers": {{"(root)": {{{alone}}}}}}}'
     )
     with pytest.raises(SnapshotError, match="there are recipes of more than 4,194,304 tensors"):
@@ -1076,11 +1076,11 @@ ARCH, PROBE = 0, 1
 @pytest.mark.parametrize(
     ("which", "old", "new", "message"),
     [
-        (ARCH, '"modelprobe": 2', '"modelprobe": 3', r"arch.json was written by a newer .*\(schema 3; .*2\): upgrade"),
-        (PROBE, '"modelprobe": 2', '"modelprobe": 9', r"probe.json was written by a newer"),
-        (ARCH, '"modelprobe": 2', '"modelprobe": 1', r"was written by an older .*\(schema 1; .*2\): delete it"),
-        (ARCH, '"modelprobe": 2', '"modelprobe": true', "its schema is True"),
-        (ARCH, '"modelprobe": 2', '"else": 1', "its schema is None"),
+        (ARCH, '"modelprobe": 3', '"modelprobe": 4', r"arch.json was written by a newer .*\(schema 4; .*3\): upgrade"),
+        (PROBE, '"modelprobe": 3', '"modelprobe": 9', r"probe.json was written by a newer"),
+        (ARCH, '"modelprobe": 3', '"modelprobe": 2', r"was written by an older .*\(schema 2; .*3\): delete it"),
+        (ARCH, '"modelprobe": 3', '"modelprobe": true', "its schema is True"),
+        (ARCH, '"modelprobe": 3', '"else": 1', "its schema is None"),
         (ARCH, '"seed": 0', '"seed": "x"', r"'seed' is 'x', which is of the wrong type"),
         (ARCH, '"seed": 0', '"seed": NaN', "NaN is no number"),
         (ARCH, '"seed": 0', '"seed": -Infinity', "Infinity is no number"),
@@ -1177,7 +1177,7 @@ def test_a_file_that_was_cut_off_is_told_from_one_that_was_edited() -> None:
 
 @pytest.mark.parametrize("depth", [100, 800, 900, 940, 960, 980, 990])
 @pytest.mark.parametrize(
-    ("which", "old"), [(ARCH, '"modelprobe": 2'), (ARCH, '"seed": 0'), (PROBE, '"device": "cpu"'), (ARCH, '"(4, 4)"')]
+    ("which", "old"), [(ARCH, '"modelprobe": 3'), (ARCH, '"seed": 0'), (PROBE, '"device": "cpu"'), (ARCH, '"(4, 4)"')]
 )
 def test_nesting_where_none_belongs_is_told(which: int, old: str, depth: int) -> None:
     new = old.rpartition(" ")[0] * (": " in old) + " " + "[" * depth + "]" * depth

@@ -22,7 +22,7 @@ from pytest_modelprobe.statistics.packed import unpack
 compiled = pytest.mark.skipif(kernel.active is None, reason="the kernel is not compiled")
 
 KINDS = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
-SIGNS = b"\1" * 8
+HASH = bytes(8)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -91,7 +91,7 @@ def test_any_strides(view, kind, seed, data, special):
     stored, values = drawn(kind, size, seed, special=special)
     axis = data.draw(st.integers(-len(shape), -1)) if shape else None
     address = stored.ctypes.data + start * stored.itemsize
-    found = kernel.active.reduce(address, KINDS[kind], shape, strides, axis, 0, SIGNS, None)
+    found = kernel.active.reduce(address, KINDS[kind], shape, strides, axis, 0, HASH, None)
     with np.errstate(all="ignore"):
         check(found, strided(values, start, shape, strides), axis)
 
@@ -101,7 +101,7 @@ def test_any_strides(view, kind, seed, data, special):
 @pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 255, 256, 257, 4095, 4097, 8192, 8193, 40_001])
 def test_any_size(kind, size):
     stored, values = drawn(kind, size, size, special=[0.0])
-    check(kernel.active.reduce(stored.ctypes.data, KINDS[kind], (size,), (1,), None, 0, SIGNS, None), values)
+    check(kernel.active.reduce(stored.ctypes.data, KINDS[kind], (size,), (1,), None, 0, HASH, None), values)
 
 
 @compiled
@@ -111,7 +111,7 @@ def test_memory_that_is_not_aligned_and_read_only(kind):
     data = b"x" + stored.tobytes()
     address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value + 1
     check(
-        kernel.active.reduce(address, KINDS[kind], (100, 100), (100, 1), -1, 0, SIGNS, None),
+        kernel.active.reduce(address, KINDS[kind], (100, 100), (100, 1), -1, 0, HASH, None),
         values.reshape(100, 100),
         -1,
     )
@@ -119,7 +119,7 @@ def test_memory_that_is_not_aligned_and_read_only(kind):
 
 @compiled
 def test_no_element_is_read_where_there_is_none():
-    row, low, high, numbers, _ = unpack(kernel.active.reduce(0, 0, (3, 0), (0, 1), -2, 0, SIGNS, None))
+    row, low, high, numbers, _ = unpack(kernel.active.reduce(0, 0, (3, 0), (0, 1), -2, 0, HASH, None))
     assert row[:5] == (0, 0, 0, 0, 0)
     assert low.tolist() == [math.inf] * 3
     assert high.tolist() == [-math.inf] * 3
@@ -144,7 +144,7 @@ def test_every_instruction_set_gives_the_same_bits(kind, scale):
             kernel.active.choose(level)
             results += [
                 [
-                    kernel.active.reduce(stored.ctypes.data, KINDS[kind], shape, strides, -1, 0, SIGNS, None)
+                    kernel.active.reduce(stored.ctypes.data, KINDS[kind], shape, strides, -1, 0, HASH, None)
                     for shape, strides in [((60_000,), (1,)), ((7, 8571), (8571, 1)), ((19, 50, 61), (1, 20, 900))]
                 ]
             ]
@@ -165,7 +165,7 @@ def test_with_a_fingerprint_the_order_in_memory_changes_no_bit(shape, kind, data
         shape[shape.index(max(shape))] //= 2
     order = data.draw(st.permutations(range(len(shape))))
     axis = data.draw(st.integers(-len(shape), -1))
-    signs = SIGNS * data.draw(st.sampled_from([1, shape[0]]))
+    signs = HASH * data.draw(st.sampled_from([1, shape[0]]))
     check_orders(kind, tuple(shape), order, axis, signs)
 
 
@@ -181,7 +181,7 @@ def test_with_a_fingerprint_the_order_in_memory_changes_no_bit(shape, kind, data
     ids=["channels_last", "heads", "batch second", "many samples"],
 )
 def test_with_a_fingerprint_the_order_in_memory_of_many_elements_changes_no_bit(shape, order):
-    check_orders("float32", shape, order, -3, SIGNS * shape[0])
+    check_orders("float32", shape, order, -3, HASH * shape[0])
 
 
 def check_orders(kind, shape, order, axis, signs):
@@ -206,7 +206,7 @@ def check_orders(kind, shape, order, axis, signs):
 def test_numbers_of_two_tensors_together_are_those_of_all_their_elements(kind, special):
     one, other = (drawn(kind, 300, seed, special=special if seed else ())[0] for seed in (0, 1))
     both = np.concatenate([one, other])
-    signs = None if math.nan in special else SIGNS  # of what is not finite the kernel computes no fingerprint
+    signs = None if math.nan in special else HASH  # of what is not finite the kernel computes no fingerprint
 
     def numbers(array, index):
         shape, strides = (len(array) // 3, 3), (3, 1)
@@ -231,10 +231,10 @@ def test_numbers_of_tensors_of_other_kinds_are_not_put_together():
     def numbers(kind, units, signs, *histogram):
         return kernel.active.reduce(array.ctypes.data, kind, (1, units), (units, 1), -1, 0, signs, None, *histogram)
 
-    one = numbers(1, 3, SIGNS)
+    one = numbers(1, 3, HASH)
     assert kernel.active.merge(one, one) is not None
-    others = [numbers(0, 3, SIGNS), numbers(0, 6, SIGNS), numbers(1, 2, SIGNS), numbers(1, 3, None)]
-    for other in (*others, numbers(1, 3, SIGNS, True)):
+    others = [numbers(0, 3, HASH), numbers(0, 6, HASH), numbers(1, 2, HASH), numbers(1, 3, None)]
+    for other in (*others, numbers(1, 3, HASH, True)):
         assert kernel.active.merge(one, other) is None
         assert kernel.active.merge(other, one) is None
 
@@ -284,7 +284,7 @@ def test_any_number_of_threads_gives_the_same_bits(layout, kind):
     for special in (True, False):
         if not special:
             stored[~np.isfinite(stored)] = 1
-        arguments = (stored.ctypes.data, KINDS[kind], shape, strides, axis, 0, SIGNS)
+        arguments = (stored.ctypes.data, KINDS[kind], shape, strides, axis, 0, HASH)
         alone = kernel.active.reduce(*arguments, None)
         for threads in (1, 2, 3, 7):
             assert kernel.active.reduce(*arguments, share_among(threads)) == alone
@@ -293,13 +293,13 @@ def test_any_number_of_threads_gives_the_same_bits(layout, kind):
 @compiled
 def test_a_tensor_of_one_chunk_is_not_shared():
     stored, _ = drawn("float32", 1 << 20, 1)
-    kernel.active.reduce(stored.ctypes.data, 0, (1 << 20,), (1,), None, 0, SIGNS, pytest.fail)
+    kernel.active.reduce(stored.ctypes.data, 0, (1 << 20,), (1,), None, 0, HASH, pytest.fail)
 
 
 @compiled
 def test_what_nobody_shares_is_done_all_the_same():
     stored, _ = drawn("float32", 3_000_000, 1)
-    arguments = (stored.ctypes.data, 0, stored.shape, (1,), None, 0, SIGNS)
+    arguments = (stored.ctypes.data, 0, stored.shape, (1,), None, 0, HASH)
     calls = []
     found = kernel.active.reduce(*arguments, lambda _, most: calls.append(most))
     assert found == kernel.active.reduce(*arguments, None)
@@ -318,7 +318,7 @@ def test_after_an_interrupt_no_thread_is_at_it_any_more():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        kernel.active.reduce(stored.ctypes.data, 0, stored.shape, (1,), None, 0, SIGNS, interrupted)
+        kernel.active.reduce(stored.ctypes.data, 0, stored.shape, (1,), None, 0, HASH, interrupted)
     left[0]()  # comes too late: there is nothing to do
     left[1].join()
 
@@ -331,7 +331,7 @@ def test_after_an_interrupt_no_thread_is_at_it_any_more():
         ((0, 0, (2,), (), None, 0, None, None), "ValueError: no such type, strides or axis"),
         ((0, 0, [2], (1,), None, 0, None, None), "TypeError: sizes and strides are tuples"),
         ((0, 0, (1,) * 65, (1,) * 65, None, 0, None, None), "ValueError: a tensor of 65 dimensions"),
-        ((0, 0, (0,), (1,), None, 0, b"123", None), "ValueError: signs that are not 8 for each sample"),
+        ((0, 0, (0,), (1,), None, 0, b"123", None), "ValueError: hashes that are not one uint64 for each sample"),
         ((0, 0), "TypeError: reduce() takes 8 arguments or 9"),
     ],
 )

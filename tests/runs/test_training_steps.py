@@ -305,9 +305,9 @@ def test_update_ratio_judges_each_step() -> None:
     with pytest.raises(AssertionError) as failed:
         assert_update_ratio(watch)
     assert str(failed.value) == (
-        "weight changed by 1.062 of its norm in step 2, not 1e-06 to 0.1; 1 of 1 parameter looked at in 2 steps\n\n"
+        "weight changed by 1.001 of its norm in step 2, not 1e-06 to 0.1; 1 of 1 parameter looked at in 2 steps\n\n"
         "parameter   shape    step   ratio   gradient rms\n"
-        "weight      (1, 2)      2   1.062              1\n\n"
+        "weight      (1, 2)      2   1.001              1\n\n"
         "The learning rate is too large for it, or its gradient is."
     )
 

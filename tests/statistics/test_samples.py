@@ -1,4 +1,4 @@
-"""Fingerprints of a batch: the sum of those of its samples, each with signs of its own."""
+"""Fingerprints of a batch: the sum of those of its samples, each with a hash of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from pytest_modelprobe.record import estimated_change
 from pytest_modelprobe.statistics import (
-    WHOLE,
     Samples,
     SeenSamples,
     collect,
@@ -34,8 +33,8 @@ def fingerprint(tensor, samples, way=reduce):
     return one.fingerprint
 
 
-def signs_of(*inputs):
-    return samples_of(inputs).signs((len(inputs[0]),))
+def hashes_of(*inputs):
+    return samples_of(inputs).hashes((len(inputs[0]),))
 
 
 SIZES = [(3, 1), (5, 40), (6, 3, 100), (4, 300), (7, 4096), (40, 700), (3, 300_000), (2, 2**20 + 300)]
@@ -46,12 +45,10 @@ SIZES = [(3, 1), (5, 40), (6, 3, 100), (4, 300), (7, 4096), (40, 700), (3, 300_0
 
 @pytest.mark.parametrize("shape", SIZES, ids=str)
 @pytest.mark.parametrize("way", [reduce, reduce_on_device])
-def test_the_fingerprint_of_a_batch_is_the_signed_sum_of_those_of_its_samples(shape, way):
-    x = draw(*shape)
-    samples = samples_of([draw(shape[0], 9, seed=1)])
-    each = np.array([fingerprint(sample, WHOLE) for sample in x])
-    expected = (samples.signs(shape).repeat(2, 0).T * each).sum(0)
-    assert math.dist(fingerprint(x, samples, way), expected) < 1e-6 * x.norm().item()
+def test_the_fingerprint_of_a_batch_is_the_sum_of_those_of_its_samples(shape, way):
+    x, given = draw(*shape), draw(shape[0], 9, seed=1)
+    each = np.array([fingerprint(a, samples_of([b])) for a, b in zip(x.split(1), given.split(1), strict=True)])
+    assert math.dist(fingerprint(x, samples_of([given]), way), each.sum(0)) < 1e-6 * x.norm().item()
 
 
 @pytest.mark.parametrize("way", [reduce, reduce_on_device])
@@ -74,10 +71,11 @@ def test_a_batch_that_is_flattened_with_the_next_dimension_has_the_fingerprint_t
     assert fingerprint(x.flatten(0, 1), samples) == fingerprint(x, samples)
 
 
-def test_a_value_without_the_batch_has_the_signs_of_its_forward():
+def test_a_value_without_the_batch_has_the_hash_of_its_forward():
     samples = samples_of([draw(4, 3)], 5)
     for shape in ((), (3,), (1, 4), (5, 4)):
-        assert samples.signs(shape).tolist() == signs.forwards()[5][:, None].tolist()
+        assert samples.hashes(shape).tolist() == [signs.hash_of_forward(5)]
+        assert samples.hashes_on(torch.device("cpu"), shape).numpy().view(np.uint64) == signs.hash_of_forward(5)
 
 
 def test_the_digest_of_a_batch_knows_the_place_within_the_sample_and_the_sample():
@@ -98,38 +96,27 @@ EQUAL_IN_PARTS = draw(3, 700)[[0, 1, 0, 2, 2, 0]]
 # --- what a sample is known by ----------------------------------------------------------------------------------------
 
 
-def test_the_signs_are_the_highest_bits_of_the_hashes_and_of_a_forward_the_bits_of_a_number():
-    samples = samples_of([torch.randn(3, 2)], turn=5)
-    hashes, _ = samples.bits_on(torch.device("cpu"), (3, 7))
-    pluses = hashes.numpy().view(np.uint64) >> np.arange(56, 64, dtype=np.uint64)[:, None] & np.uint64(1)
-    assert (samples.signs((3, 7)) == np.where(pluses, 1, -1)).all()
-
-    none, minuses = samples.bits_on(torch.device("cpu"), (4,))
-    assert none is None
-    assert samples.signs((4,))[:, 0].tolist() == [-1 if minuses >> place & 1 else 1 for place in range(8)]
-
-
-def test_samples_of_one_batch_have_different_signs():
+def test_samples_of_one_batch_have_different_hashes():
     ids, images, waves = torch.randint(0, 100, (64, 5)), draw(64, 1, 8, 8).relu(), draw(64, 3, dtype=torch.cfloat)
     for given in (draw(64, 8), ids, images, waves):
-        assert len({tuple(column) for column in signs_of(given).T}) > 40
+        assert len(set(hashes_of(given).tolist())) > 55  # those alike in all coarse projections share one
 
 
 def test_every_argument_with_the_batch_counts():
     x, lengths = torch.ones(4, 3), torch.tensor([1, 2, 3, 4])
-    assert (signs_of(x, lengths, torch.ones(2)) == signs_of(x, lengths)).all()
-    assert (signs_of(x, lengths) != signs_of(x, lengths.flip(0))).any()
+    assert (hashes_of(x, lengths, torch.ones(2)) == hashes_of(x, lengths)).all()
+    assert (hashes_of(x, lengths) != hashes_of(x, lengths.flip(0))).any()
 
 
 @pytest.mark.parametrize("x", [draw(32, 64), draw(32, 3), draw(32, 5000).relu(), F.one_hot(torch.arange(32)).float()])
-def test_rounding_leaves_the_signs_of_floating_samples(x):
-    assert (signs_of(x) == signs_of(x * (1 + 1e-7 * draw(*x.shape, seed=1)))).all()
-    assert (signs_of(x) == signs_of(x.double())).all()
+def test_rounding_leaves_the_hashes_of_floating_samples(x):
+    assert (hashes_of(x) == hashes_of(x * (1 + 1e-7 * draw(*x.shape, seed=1)))).all()
+    assert (hashes_of(x) == hashes_of(x.double())).all()
 
 
-def test_a_narrower_dtype_leaves_the_signs_of_nearly_all_samples():
+def test_a_narrower_dtype_leaves_the_hashes_of_nearly_all_samples():
     x = draw(500, 64)
-    assert np.mean((signs_of(x) == signs_of(x.bfloat16())).all(0)) > 0.97
+    assert np.mean(hashes_of(x) == hashes_of(x.bfloat16())) > 0.97
 
 
 def test_equal_samples_are_numbered_and_do_not_add_up_to_more_than_they_are():
@@ -149,8 +136,8 @@ def test_equal_samples_of_microbatches_are_numbered_as_in_one_batch(given, size)
     for part in given.split(size):
         samples = samples_of([part], seen=seen)
         seen.add(samples)
-        found.append(samples.signs((len(part),)))
-    np.testing.assert_array_equal(np.concatenate(found, 1), signs_of(given))
+        found.append(samples.hashes((len(part),)))
+    np.testing.assert_array_equal(np.concatenate(found), hashes_of(given))
 
 
 def test_samples_are_known_again_in_another_order_in_memory():
@@ -177,15 +164,14 @@ def test_keys_on_another_device_are_counted_there():
 
 def test_inputs_that_cannot_be_read_have_no_batch():
     for inputs in ([], [torch.tensor(3.0)], [torch.ones(3, device="meta")], [torch.ones(0, 3)]):
-        assert samples_of(inputs).signs((3, 4)).shape == (8, 1)
+        assert samples_of(inputs).hashes((3, 4)).tolist() == [0]
 
 
 @pytest.mark.parametrize("given", [draw(6, 700), torch.arange(60).view(6, 10), torch.ones(6, 4)])
-def test_every_device_gives_samples_the_same_signs(given):
+def test_every_device_gives_samples_the_same_hashes(given):
     samples = samples_of([given])
-    found = samples.signs_on(torch.device("cpu"), (6,), torch.float64)
-    np.testing.assert_array_equal(found[0], samples.signs((6,)))
-    np.testing.assert_array_equal(found[1].tolist(), samples.hashes((6,)).view(np.int64))
+    found = samples.hashes_on(torch.device("cpu"), (6,))
+    np.testing.assert_array_equal(found.tolist(), samples.hashes((6,)).view(np.int64))
 
 
 # --- how far off estimates are ----------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ def test_a_constant_has_no_deviation():
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (3, 300), (6, 40), (3, 2, 1000)], ids=str)
-def test_samples_have_their_signs(shape):
+def test_samples_have_their_hashes(shape):
     """Dimension 0 of 6 is the batch of 3, flattened with the next dimension."""
     batch = draw(3, 2, seed=1)
     samples = samples_of([batch.to(DEVICE)])
@@ -158,7 +158,7 @@ def test_samples_have_their_signs(shape):
     assert found.units == meant.units
 
 
-def test_a_forward_has_its_signs():
+def test_a_forward_has_its_hash():
     check(draw(600), samples=Samples(5))
 
 
@@ -208,5 +208,5 @@ def test_it_runs_on_the_stream_that_is_current_and_within_a_captured_graph():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_signs_differ_from_period_to_period():
-    check(draw((1 << 21) + 700))  # a period is 4,096 rows of 256 elements; the interpreter takes minutes
+def test_rows_far_back_have_bits_of_their_own():
+    check(draw((1 << 21) + 700))  # the interpreter takes minutes

@@ -80,7 +80,7 @@ def _share_of(index: ComparisonIndex, call: CallPair, now: Value, then: Value) -
         x, y = now.forward.fingerprint, then.forward.fingerprint
         if None in masked or x is None or y is None:
             return None, "estimated"
-        estimate = _estimated_count(x, y, most=max(masked, key=lambda n: n or 0) or 0) / a.count
+        estimate = math.dist(x, y) ** 2 / max(_square_of_masked(a), _square_of_masked(e)) / a.count
     else:
         estimate = found.change or 0.0
     if masked[0] is None or masked[1] is None:
@@ -92,10 +92,11 @@ def _share_of(index: ComparisonIndex, call: CallPair, now: Value, then: Value) -
     return max(estimate, 1 / a.count), "estimated"
 
 
-def _estimated_count(x: Sequence[float], y: Sequence[float], *, most: int) -> float:
-    """Return an estimate of how many entries differ between two float masks with at most that many nonzero entries."""
-    norm = max(math.hypot(*x), math.hypot(*y))
-    return most * (math.dist(x, y) / norm) ** 2 if norm else 0.0
+def _square_of_masked(numbers: Statistics) -> float:
+    """Return the mean square of what a float mask adds to the entries that it masks, as a fingerprint counts it."""
+    largest = max(abs(numbers.min or 0.0), abs(numbers.max or 0.0))
+    infinite = (2 * (largest or 1.0)) ** 2 * numbers.neginf
+    return (numbers.norm**2 + infinite) / ((numbers.count - numbers.zeros) or 1) or 1.0
 
 
 def _least_share(now: Value, then: Value) -> float:
