@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from pytest_modelprobe.comparison.compare import is_quantity
 from pytest_modelprobe.comparison.differences import CallPair, Difference
-from pytest_modelprobe.record import Value
+from pytest_modelprobe.record import Statistics, Value
 
 from .causes import ShareMethod
 from .index import ComparisonIndex
