@@ -98,10 +98,10 @@ typedef struct {
     double totals[NUMBERS * 16];
 } Fold;
 
-/* Masks of columns, and the same with the second half negated; signs of the lanes of each sum, and the same negated. Then, as numbers of elements: where the 16 lanes
+/* Masks of columns; signs of the lanes of each sum, and the same negated. Then, as numbers of elements: where the 16 lanes
    are that each sum of an order is added to, and where the signs of its lanes are, of 8 sums by their 8 signs. */
-static float MASK_SIGNS_float[2][MASKS][COLUMNS], LANE_SIGNS_float[2][NUMBERS][16];
-static double MASK_SIGNS_double[2][MASKS][COLUMNS], LANE_SIGNS_double[2][NUMBERS][16];
+static float MASK_SIGNS_float[MASKS][COLUMNS], LANE_SIGNS_float[2][NUMBERS][16];
+static double MASK_SIGNS_double[MASKS][COLUMNS], LANE_SIGNS_double[2][NUMBERS][16];
 static uint16_t PLACES[ORDERS][NUMBERS], SIGNED_LANES[256][8];
 static int tables_are_set = 0;
 
@@ -396,12 +396,10 @@ static PyObject *set_tables(PyObject *module, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "tables of signs of other sizes");
         return NULL;
     }
-    for (int i = 0; i < MASKS * COLUMNS; i++)
-        for (int turn = 0; turn < 2; turn++) {
-            int sign = ((const int8_t *)masks)[i];
-            if (turn && i % COLUMNS >= COLUMNS / 2) sign = -sign;
-            MASK_SIGNS_double[turn][i / COLUMNS][i % COLUMNS] = MASK_SIGNS_float[turn][i / COLUMNS][i % COLUMNS] = (float)sign;
-        }
+    for (int i = 0; i < MASKS * COLUMNS; i++) {
+        int sign = ((const int8_t *)masks)[i];
+        MASK_SIGNS_double[i / COLUMNS][i % COLUMNS] = MASK_SIGNS_float[i / COLUMNS][i % COLUMNS] = (float)sign;
+    }
     for (int i = 0; i < NUMBERS * 16; i++)
         for (int minus = 0; minus < 2; minus++) {
             int sign = ((const int8_t *)lanes)[i];

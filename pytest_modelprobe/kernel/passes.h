@@ -358,34 +358,36 @@ static APART void NAME(count_bins)(const T *x, int64_t n, int64_t *bins) {
    A Walsh-Hadamard transform of the blocks gives the sums of columns; each goes to the projection that the order of the
    row names. */
 static INLINE void NAME(fold_blocks)(const T *x, const int blocks, uint64_t bits, T *sums) {
-    const int once = blocks < 8 ? blocks : 8; /* more do not fit the registers */
-    for (int turn = 0; turn < 2; turn++) {
-        const T *mask = JOIN(MASK_SIGNS, TYPE)[turn][bits % MASKS], *lanes = JOIN(LANE_SIGNS, TYPE)[0][8 * turn];
-        const uint16_t *places = PLACES[(bits >> ORDER_BITS) % ORDERS] + 8 * turn;
-        const uint16_t *signed_lanes = SIGNED_LANES[(bits >> (SIGN_BITS + 8 * turn)) & 255];
-        for (int lane = 0; lane < 16; lane += LANES, mask += LANES, lanes += LANES) {
-            const T *at = x + lane;
-            T *to = sums + lane;
-            V a[8];
-            for (int b = 0; b < once; b++) {
-                a[b] = LOAD(at + 16 * b) * LOAD(mask + 16 * b);
-                if (blocks == 16) a[b] = SIGNED_SUM(a[b], LOAD(at + 128 + 16 * b), LOAD(mask + 128 + 16 * b));
-            }
-            /* A stage of the transform: pairs of elements `w` apart. */
-#define BUTTERFLIES(w)                                   \
-    for (int i = 0; (w) < once && i < once / 2; i++) {   \
-        const int j = i / (w) * 2 * (w) + i % (w);       \
-        V p = a[j], q = a[j + (w)];                      \
-        a[j] = p + q;                                    \
-        a[j + (w)] = p - q;                              \
+    const T *mask = JOIN(MASK_SIGNS, TYPE)[bits % MASKS];
+    const uint16_t *places = PLACES[(bits >> ORDER_BITS) % ORDERS];
+    for (int lane = 0; lane < 16; lane += LANES) {
+        V a[16];
+        for (int b = 0; b < blocks; b++) a[b] = LOAD(x + 16 * b + lane) * LOAD(mask + 16 * b + lane);
+        /* A stage of the transform: pairs of elements `w` apart. */
+#define BUTTERFLIES(w, from, blocks)                        \
+    for (int i = 0; (w) < (blocks) && i < (blocks) / 2; i++) { \
+        const int j = (from) + i / (w) * 2 * (w) + i % (w); \
+        V p = a[j], q = a[j + (w)];                         \
+        a[j] = p + q;                                       \
+        a[j + (w)] = p - q;                                 \
     }
-            BUTTERFLIES(1)
-            BUTTERFLIES(2)
-            BUTTERFLIES(4)
-#undef BUTTERFLIES
-            for (int t = 0; t < 8; t++)
-                STORE(to + places[t], SIGNED_SUM(LOAD(to + places[t]), a[t % once], LOAD(lanes + signed_lanes[t])));
+        BUTTERFLIES(8, 0, blocks)
+        for (int turn = 0; turn < 16; turn += 8) { /* half of it: more does not fit the registers */
+            const T *lanes = JOIN(LANE_SIGNS, TYPE)[0][turn] + lane;
+            const uint16_t *signed_lanes = SIGNED_LANES[(bits >> (SIGN_BITS + turn)) & 255];
+            const int first = blocks == 16 ? turn : 0, some = blocks < 8 ? blocks : 8;
+            T *to = sums + lane;
+            if (first == turn) {
+                BUTTERFLIES(1, first, some)
+                BUTTERFLIES(2, first, some)
+                BUTTERFLIES(4, first, some)
+            }
+            for (int t = 0; t < 8; t++) {
+                T *at = to + places[turn + t];
+                STORE(at, SIGNED_SUM(LOAD(at), a[first + t % some], LOAD(lanes + signed_lanes[t])));
+            }
         }
+#undef BUTTERFLIES
     }
 }
 
