@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import ARCH, DIRECTORY
-from .report.text import count, listed, printable
+from .text import count, listed, printable
 
 Section = dict[str, str]
 

@@ -234,7 +234,7 @@ def gradients(record: Record) -> Figure:
 
 def distributions(a: Record, b: Record, layers: Selector = "**", labels: tuple[str, str] = ("a", "b")) -> Figure:
     """Return the outputs of each layer in two records side by side, with their distance."""
-    from .assertions.sources import selected
+    from .record import selected
 
     names = {layer.name for layer in selected(a, layers)}
     pairs = [
@@ -386,6 +386,6 @@ def _head(figure: Figure, title: str, below: str) -> None:
 
 def _text(text: str) -> str:
     """Return untrusted text without control characters and without mathtext."""
-    from .report.text import printable
+    from .text import printable
 
     return printable(text).replace("$", r"\$")

@@ -22,7 +22,7 @@ from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.comparison.diagnosis import Cause, Diagnosis, diagnose
 from pytest_modelprobe.record import Record
 from pytest_modelprobe.report.comparison import cause_text, first_line, grouped
-from pytest_modelprobe.report.text import pattern
+from pytest_modelprobe.text import pattern
 
 Row = dict[str, Any]
 

@@ -21,9 +21,10 @@ from pytest_modelprobe.record import (
     label_of,
     nearest,
     parent,
+    selected,
 )
 from pytest_modelprobe.report.comparison import percent
-from pytest_modelprobe.report.text import Cell, count, failure, listed, number, printable
+from pytest_modelprobe.text import Cell, count, failure, listed, number, printable
 
 from .activations import nonfinite_counts
 from .sources import (
@@ -37,7 +38,6 @@ from .sources import (
     is_watch,
     not_ignored,
     record_of,
-    selected,
     source_of,
 )
 from .zeros import excuse_gradients

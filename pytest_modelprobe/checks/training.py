@@ -22,7 +22,7 @@ from pytest_modelprobe.models import map_tensors, preserved
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
-from pytest_modelprobe.report.text import count, listed, number
+from pytest_modelprobe.text import count, listed, number
 
 from .agreement import in_backward_order, limit, negligible, relative_error
 from .batch import batched, check_rows_go_together, size_of

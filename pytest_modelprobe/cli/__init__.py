@@ -17,7 +17,7 @@ from pytest_modelprobe.files import DIRECTORY
 from pytest_modelprobe.gate import CLASSES, DEFAULTS, LEVELS, MEANING
 from pytest_modelprobe.report import github
 from pytest_modelprobe.report.formats import FORMATS
-from pytest_modelprobe.report.text import printable
+from pytest_modelprobe.text import printable
 
 from .check import run_check, run_declare, run_diff
 from .common import INCOMPLETE

@@ -35,7 +35,7 @@ from pytest_modelprobe.gate import (
 )
 from pytest_modelprobe.gate import event as actions
 from pytest_modelprobe.report import changes, data, github, markdown
-from pytest_modelprobe.report.text import printable
+from pytest_modelprobe.text import printable
 
 from .common import DIFFERENT, SAME, as_json, resolve_source
 

@@ -24,7 +24,7 @@ from pytest_modelprobe.gate import (
 )
 from pytest_modelprobe.record import Glob
 from pytest_modelprobe.report import markdown, rows
-from pytest_modelprobe.report.text import count, listed, printable, table
+from pytest_modelprobe.text import count, listed, printable, table
 
 from .common import SAME, as_json
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_modelprobe.exceptions import ModelProbeError
-from pytest_modelprobe.report.text import count, printable
+from pytest_modelprobe.text import count, printable
 
 from .common import DIFFERENT, SAME
 

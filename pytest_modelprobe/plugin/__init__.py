@@ -368,7 +368,7 @@ def _notes_of(item: pytest.Item) -> list[str]:
     notes = getattr(probe, "notes", ())
     if not notes:
         return []
-    from pytest_modelprobe.report.text import printable
+    from pytest_modelprobe.text import printable
 
     return [f"note: {printable(note)}" for note in notes]
 

@@ -110,7 +110,7 @@ class ResultsWriter:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Say which files are not written."""
-        from pytest_modelprobe.report.text import printable
+        from pytest_modelprobe.text import printable
 
         for said in self._unwritten:
             terminalreporter.write_line(f"modelprobe: {printable(said)}", red=True)

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_modelprobe.comparison import Cause
 from pytest_modelprobe.gate import Class, Effect, Finding, SnapshotChange, Verdict, class_of, part_not_compared
+from pytest_modelprobe.text import Cell, collapsed, count, failure, listed, printable, table
 
 from . import comparison
 from .comparison import noted, percent
 from .rows import Row, rows
-from .text import Cell, collapsed, count, failure, listed, printable, table
 
 _MANY = 8
 """Number of files of one folder above which a command names the folder."""

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pytest_modelprobe.comparison import ABSORBED, NO_EFFECT, Cause, Diagnosis, Difference
 from pytest_modelprobe.record import NOT_DEFAULT, Plain, Record, label_of, qualified
-
-from .text import Cell, collapsed, count, listed, pattern, printable, table
+from pytest_modelprobe.text import Cell, collapsed, count, listed, pattern, printable, table
 
 
 def first_line(diagnosis: Diagnosis) -> str:

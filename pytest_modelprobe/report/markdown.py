@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from pytest_modelprobe.gate import Verdict
+from pytest_modelprobe.text import LONGEST, Cell, count, number, printable
 
 from . import changes, comparison
 from .changes import (
@@ -23,7 +24,6 @@ from .changes import (
 )
 from .mermaid import graph
 from .rows import CHANGE_COLUMNS
-from .text import LONGEST, Cell, count, number, printable
 
 MOST_ROWS = 50
 """Rows of a table above which the rest is folded."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from pytest_modelprobe.comparison import Difference
 from pytest_modelprobe.record import Plain, Record
+from pytest_modelprobe.text import listed, number, pattern
 
 from .comparison import percent
-from .text import listed, number, pattern
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

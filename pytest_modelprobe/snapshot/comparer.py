@@ -26,7 +26,7 @@ from pytest_modelprobe.files import ARCH, PROBE, RESTORE, Texts, decode, file_na
 from pytest_modelprobe.record import Layer, Record, applicable_rename, has_numbers, this_rank
 from pytest_modelprobe.report import comparison as report
 from pytest_modelprobe.report.rows import rows
-from pytest_modelprobe.report.text import listed, printable
+from pytest_modelprobe.text import listed, printable
 
 from . import messages, preconditions
 from .arguments import Arguments

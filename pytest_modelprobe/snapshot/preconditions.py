@@ -11,7 +11,7 @@ from pytest_modelprobe.comparison import LARGEST_TOLERANCE, Cause, Diagnosis
 from pytest_modelprobe.exceptions import NothingObservedError
 from pytest_modelprobe.record import Call, Layer, Reading, Record, address, has_numbers
 from pytest_modelprobe.report import comparison as report
-from pytest_modelprobe.report.text import listed
+from pytest_modelprobe.text import listed
 
 from .arguments import Arguments
 from .options import Policy

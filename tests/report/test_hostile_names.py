@@ -23,7 +23,7 @@ from pytest_modelprobe.gate.verdict import SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record import Layer, Record
 from pytest_modelprobe.report import changes, data, github, markdown
 from pytest_modelprobe.report.formats import renderer
-from pytest_modelprobe.report.text import LONGEST, printable
+from pytest_modelprobe.text import LONGEST, printable
 
 # --- the names ----------------------------------------------------------------------------------------------------
 

@@ -314,7 +314,7 @@ def test_without_a_report_nothing_of_reports_is_imported(pytester: pytest.Pytest
     pytester.makeconftest("""
         import sys
         def pytest_unconfigure():
-            of_reports = ("results", "report.html", "report.formats", "report.profile", "exporters", "figures",
+            of_reports = ("results", "report.html", "report.formats", "exporters", "figures",
                           "plugin.results")
             print("imported:", [x for x in of_reports if f"pytest_modelprobe.{x}" in sys.modules])
             print("others:", [x for x in ("matplotlib", "tensorboard", "mlflow") if x in sys.modules])

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from pytest_modelprobe.record import Record, elements, nearest
+from pytest_modelprobe.text import Cell, count, html_escaped, listed, number, printable, table
 
-from .text import Cell, count, html_escaped, layer_rows, listed, number, printable, table
+from .layer import elements
+from .selection import nearest
+from .table import layer_rows
+
+if TYPE_CHECKING:
+    from .record import Record
 
 MOST_LAYERS = 60
 """Layers that ``print(record)`` shows."""
@@ -17,6 +23,7 @@ MOST_ROWS_IN_NOTEBOOK = 200
 def headline(record: Record) -> str:
     """Return model, layers, parameters and run of a record in one line.
 
+    >>> from pytest_modelprobe.record import Record
     >>> headline(Record(model="Net", forwards=1))
     'Net: 0 layers, 0 parameters; 1 forward on cpu, no backward'
     """
@@ -70,7 +77,7 @@ def _cell(cell: Cell) -> str:
 def unknown_layer(record: Record, name: object) -> str:
     """Return the message for a name that no layer has, with the nearest names.
 
-    >>> from pytest_modelprobe.record import Layer
+    >>> from pytest_modelprobe.record import Layer, Record
     >>> unknown_layer(Record(model="Net", layers={"fc1": Layer(name="fc1", type="Linear")}), "fc")
     "no layer 'fc' is among the 1 recorded of Net; nearest: 'fc1'"
     """

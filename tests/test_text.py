@@ -9,17 +9,8 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import ModelProbe, Record
-from pytest_modelprobe.report.text import (
-    count,
-    failure,
-    layer_table,
-    listed,
-    number,
-    printable,
-    shape,
-    shortened,
-    table,
-)
+from pytest_modelprobe.record import layer_table
+from pytest_modelprobe.text import count, failure, listed, number, printable, shape, shortened, table
 
 
 @pytest.mark.parametrize(
