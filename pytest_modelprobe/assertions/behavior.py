@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Collection, Mapping
 
 from pytest_modelprobe.comparison import Comparison, Tolerance, changes_code, compare, diagnose, layers_behind_zeros
+from pytest_modelprobe.comparison.text import text
 from pytest_modelprobe.record import Record, Selector, selected
-from pytest_modelprobe.report.comparison import text
 
 from .sources import Subject, record_of
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import (
     COMPILED_INSIDE,
@@ -23,7 +24,6 @@ from pytest_modelprobe.record import (
     parent,
     selected,
 )
-from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.text import Cell, count, failure, listed, number, printable
 
 from .activations import nonfinite_counts

@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from pytest_modelprobe.comparison import text as comparison
+from pytest_modelprobe.comparison.rows import CHANGE_COLUMNS
 from pytest_modelprobe.gate import Verdict
 from pytest_modelprobe.text import LONGEST, Cell, count, number, printable
 
-from . import changes, comparison
+from . import changes
 from .changes import (
     VERDICT_COLUMNS,
     details,
@@ -23,7 +25,6 @@ from .changes import (
     verdict_rows,
 )
 from .mermaid import graph
-from .rows import CHANGE_COLUMNS
 
 MOST_ROWS = 50
 """Rows of a table above which the rest is folded."""

@@ -156,7 +156,7 @@ def _other_calls(results: Results, *, details: bool) -> Iterator[str]:
 
 
 def _not_compared(results: Results, policy: Policy) -> Iterator[str]:
-    from pytest_modelprobe.report import comparison as report
+    from pytest_modelprobe.comparison import text as report
     from pytest_modelprobe.text import count
 
     for part, n in Counter(r["not_compared"] for r in results if r["not_compared"]).items():

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pytest_modelprobe.comparison import Difference
 from pytest_modelprobe.record import Plain, Record
 from pytest_modelprobe.text import listed, number, pattern
 
-from .comparison import percent
+from .differences import Difference
+from .text import percent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ import pytest
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.comparison.diagnosis import Cause, Diagnosis, diagnose
 from pytest_modelprobe.comparison.differences import Comparison, Difference
+from pytest_modelprobe.comparison.text import cause_text, first_line, grouped, percent, text
 from pytest_modelprobe.record import Layer, Record
-from pytest_modelprobe.report.comparison import cause_text, first_line, grouped, percent, text
 
 NET = Record(model="Net")
 

@@ -6,9 +6,11 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from pytest_modelprobe.comparison import ABSORBED, NO_EFFECT, Cause, Diagnosis, Difference
 from pytest_modelprobe.record import NOT_DEFAULT, Plain, Record, label_of, qualified
 from pytest_modelprobe.text import Cell, collapsed, count, listed, pattern, printable, table
+
+from .diagnosis import ABSORBED, NO_EFFECT, Cause, Diagnosis
+from .differences import Difference
 
 
 def first_line(diagnosis: Diagnosis) -> str:
