@@ -11,10 +11,8 @@ from collections.abc import Iterable, Sequence
 from pytest_modelprobe.comparison import text as comparison
 from pytest_modelprobe.comparison.rows import CHANGE_COLUMNS
 from pytest_modelprobe.gate import Verdict
-from pytest_modelprobe.text import LONGEST, Cell, count, number, printable
-
-from . import changes
-from .changes import (
+from pytest_modelprobe.gate import text as changes
+from pytest_modelprobe.gate.text import (
     VERDICT_COLUMNS,
     details,
     finding_text,
@@ -24,6 +22,8 @@ from .changes import (
     verdict_line,
     verdict_rows,
 )
+from pytest_modelprobe.text import LONGEST, Cell, count, number, printable
+
 from .mermaid import graph
 
 MOST_ROWS = 50

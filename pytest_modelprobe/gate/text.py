@@ -11,8 +11,11 @@ from pytest_modelprobe.comparison import Cause
 from pytest_modelprobe.comparison import text as comparison
 from pytest_modelprobe.comparison.rows import Row, rows
 from pytest_modelprobe.comparison.text import noted, percent
-from pytest_modelprobe.gate import Class, Effect, Finding, SnapshotChange, Verdict, class_of, part_not_compared
 from pytest_modelprobe.text import Cell, collapsed, count, failure, listed, printable, table
+
+from .checkpoints import Effect
+from .classes import Class, class_of
+from .verdict import Finding, SnapshotChange, Verdict, part_not_compared
 
 _MANY = 8
 """Number of files of one folder above which a command names the folder."""
