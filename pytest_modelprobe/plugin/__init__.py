@@ -396,7 +396,7 @@ def _summaries_of(item: pytest.Item) -> list[dict[str, Any]]:
 
 def _results_of(item: pytest.Item, comparer: Comparer | None) -> dict[str, Any]:
     """Return what a test recorded and compared, for the files of results."""
-    from pytest_modelprobe.results import Compared, Observed, observed_data
+    from pytest_modelprobe.report.results import Compared, Observed, observed_data
 
     observed, figures = item.stash.get(_OBSERVED, []), item.stash.get(_FIGURES, [])
     item.stash[_OBSERVED], item.stash[_FIGURES] = [], []  # records are large

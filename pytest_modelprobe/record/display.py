@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def page(record: Record) -> str:
     """See `Record.to_html`."""
     from pytest_modelprobe.report.html import render_run
-    from pytest_modelprobe.results import run_data
+    from pytest_modelprobe.report.results import run_data
 
     return render_run(run_data(record))
 

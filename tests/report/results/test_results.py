@@ -13,7 +13,7 @@ import pytest
 
 import pytest_modelprobe.plugin.results
 import pytest_modelprobe.probe
-import pytest_modelprobe.results  # noqa: F401 - pytester forgets what its runs import
+import pytest_modelprobe.report.results  # noqa: F401 - pytester forgets what its runs import
 from pytest_modelprobe import cli
 from pytest_modelprobe.comparison import compare, diagnose
 from pytest_modelprobe.record import (
@@ -28,10 +28,10 @@ from pytest_modelprobe.record import (
     Units,
     Value,
 )
-from pytest_modelprobe.results import Compared, Observed, as_json, document, observed_data, run_data, write_text
-from pytest_modelprobe.results.steps import update_ratio
+from pytest_modelprobe.report.results import Compared, Observed, as_json, document, observed_data, run_data, write_text
+from pytest_modelprobe.report.results.steps import update_ratio
 
-SCHEMA = Path(__file__).parents[2] / "docs" / "reference" / "results.schema.json"
+SCHEMA = Path(__file__).parents[3] / "docs" / "reference" / "results.schema.json"
 
 
 def value(path: str, tensor: int, mean: float = 0.5, source: str | None = None, **more: Any) -> Value:
@@ -314,7 +314,7 @@ def test_without_a_report_nothing_of_reports_is_imported(pytester: pytest.Pytest
     pytester.makeconftest("""
         import sys
         def pytest_unconfigure():
-            of_reports = ("results", "report.html", "report.formats", "exporters", "figures",
+            of_reports = ("report.results", "report.html", "report.formats", "report.exporters", "report.figures",
                           "plugin.results")
             print("imported:", [x for x in of_reports if f"pytest_modelprobe.{x}" in sys.modules])
             print("others:", [x for x in ("matplotlib", "tensorboard", "mlflow") if x in sys.modules])

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import ModelProbe, NothingObservedError, Record, SelectionError, UsageError
-from pytest_modelprobe import figures as drawing
 from pytest_modelprobe.record import Call, Layer, Reading, Statistics, Value
+from pytest_modelprobe.report import figures as drawing
 from pytest_modelprobe.statistics import collect, reduce
 
 needs_matplotlib = pytest.mark.skipif(not drawing.is_available(), reason="needs matplotlib, the extra plots")

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_modelprobe import exporters
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.exporters import exporter
-from pytest_modelprobe.exporters.readings import scalars
 from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
+from pytest_modelprobe.report import exporters
+from pytest_modelprobe.report.exporters import exporter
+from pytest_modelprobe.report.exporters.readings import scalars
 
 
 class Listed:

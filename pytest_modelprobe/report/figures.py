@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from .exceptions import NothingObservedError, UsageError
-from .record import Layer, Reading, Record, Selector
+from pytest_modelprobe.exceptions import NothingObservedError, UsageError
+from pytest_modelprobe.record import Layer, Reading, Record, Selector
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -184,7 +184,7 @@ def _gray(image: Array) -> Array:
 
 def record_of(subject: Any) -> Record:
     """Return a record, or that of a watch or probe."""
-    from .assertions import sources
+    from pytest_modelprobe.assertions import sources
 
     return sources.record_of(subject)
 
@@ -234,7 +234,7 @@ def gradients(record: Record) -> Figure:
 
 def distributions(a: Record, b: Record, layers: Selector = "**", labels: tuple[str, str] = ("a", "b")) -> Figure:
     """Return the outputs of each layer in two records side by side, with their distance."""
-    from .record import selected
+    from pytest_modelprobe.record import selected
 
     names = {layer.name for layer in selected(a, layers)}
     pairs = [
@@ -290,7 +290,7 @@ def distance(a: Reading, b: Reading) -> float:
     >>> distance(a, b)
     3.0
     """
-    from .assertions.distribution import in_pooled_deviations
+    from pytest_modelprobe.assertions.distribution import in_pooled_deviations
 
     assert a.statistics is not None
     assert b.statistics is not None
@@ -386,6 +386,6 @@ def _head(figure: Figure, title: str, below: str) -> None:
 
 def _text(text: str) -> str:
     """Return untrusted text without control characters and without mathtext."""
-    from .text import printable
+    from pytest_modelprobe.text import printable
 
     return printable(text).replace("$", r"\$")
