@@ -20,7 +20,7 @@ Share = Callable[[Callable[[], None], int], None]
 
 
 class Compiled(Protocol):
-    """The module `_kernel`, made of ``kernel.c``."""
+    """The module `_kernel`, made of ``statistics/kernel/kernel.c``."""
 
     LEVELS: tuple[str, ...]
     """Instruction sets, the best last: it is the one that is used."""
@@ -71,7 +71,7 @@ def _load() -> Compiled | None:
     if asked == "torch":
         return None
     try:
-        return cast(Compiled, importlib.import_module(f"{__name__}._kernel"))
+        return cast(Compiled, importlib.import_module(f"{__package__}._kernel"))
     except ImportError as error:
         if asked == "compiled":
             raise ModelProbeError(f"{VARIABLE}=compiled: there is no compiled module ({error})") from None

@@ -351,7 +351,7 @@ def test_the_variable_leaves_the_kernel_aside(monkeypatch):
 
 def test_the_variable_makes_a_missing_kernel_an_error(monkeypatch):
     monkeypatch.setenv("MODELPROBE_KERNEL", "compiled")
-    monkeypatch.setitem(sys.modules, "pytest_modelprobe.kernel._kernel", None)
+    monkeypatch.setitem(sys.modules, "pytest_modelprobe._kernel", None)
     with pytest.raises(ModelProbeError, match=r"^MODELPROBE_KERNEL=compiled: there is no compiled module"):
         kernel._load()
 
@@ -364,7 +364,7 @@ def test_another_value_of_the_variable_is_an_error(monkeypatch):
 
 def test_without_the_compiled_module_torch_computes(monkeypatch):
     monkeypatch.delenv("MODELPROBE_KERNEL", raising=False)
-    monkeypatch.setitem(sys.modules, "pytest_modelprobe.kernel._kernel", None)
+    monkeypatch.setitem(sys.modules, "pytest_modelprobe._kernel", None)
     monkeypatch.setattr(kernel, "active", kernel._load())
     assert kernel.description() == "torch (no compiled module)"
 
