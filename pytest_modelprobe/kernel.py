@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from pytest_modelprobe.exceptions import ModelProbeError
+from .exceptions import ModelProbeError
 
 VARIABLE = "MODELPROBE_KERNEL"
 

@@ -273,7 +273,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     marked = marker_arguments(item)
     if "world_size" not in marked or is_rank(item.config) or marker_error(item) or _is_only_set_up(item.config):
         return None
-    from pytest_modelprobe.ranks import run_in_ranks
+    from .ranks import run_in_ranks
 
     run_in_ranks(item, nextitem, world_size=marked["world_size"], timeout=marked.get("timeout", 60))
     return True

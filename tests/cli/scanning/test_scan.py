@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 
 from pytest_modelprobe import ModelProbe, cli
+from pytest_modelprobe.cli.scanning import Input, ScannedModel, load
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.scan import Input, ScannedModel, load
 
 MODEL = """
 import torch

@@ -23,8 +23,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .files import ARCH, DIRECTORY
-from .text import count, listed, printable
+from pytest_modelprobe.files import ARCH, DIRECTORY
+from pytest_modelprobe.text import count, listed, printable
 
 Section = dict[str, str]
 
@@ -197,7 +197,7 @@ def _cpu() -> str:
 
 def _kernel() -> str:
     def describe() -> str:
-        from . import kernel
+        from pytest_modelprobe import kernel
 
         return kernel.description()
 
@@ -218,7 +218,7 @@ def _cuda() -> str:
 
 
 def _cuda_statistics() -> str:
-    from .statistics import cuda
+    from pytest_modelprobe.statistics import cuda
 
     return cuda.description()
 
@@ -352,7 +352,7 @@ def _missing_of_torch() -> Iterator[str]:
     found: list[str] = []
 
     def look() -> None:
-        from . import _torch
+        from pytest_modelprobe import _torch
 
         refused = dict(value.args for value in vars(_torch).values() if isinstance(value, functools.partial))
         for path in _torch.PATHS:

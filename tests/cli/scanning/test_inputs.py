@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import ModelProbe
+from pytest_modelprobe.cli.scanning import Input, ScannedModel, Target, guesses, parse_input
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.scan import Input, ScannedModel, Target, guesses, parse_input
 
 
 def shapes(model: nn.Module) -> list[str]:

@@ -21,7 +21,7 @@ from .process import Assignment, main
 GRACE = 3.0
 """Seconds that the other ranks have to come to an end by themselves, after one has failed."""
 
-_PRELOADED = ["torch.distributed", "pytest", "pytest_modelprobe.ranks.process"]  # torch is imported once
+_PRELOADED = ["torch.distributed", "pytest", "pytest_modelprobe.plugin.ranks.process"]  # torch is imported once
 
 
 class Rank:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 # pytester forgets what its runs import.
-import pytest_modelprobe.probe
-import pytest_modelprobe.ranks  # noqa: F401
+import pytest_modelprobe.plugin.ranks
+import pytest_modelprobe.probe  # noqa: F401
 from pytest_modelprobe import ModelProbe
 
 QUIET = ("-p", "no:randomly", "-p", "no:cacheprovider")

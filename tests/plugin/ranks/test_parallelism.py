@@ -11,8 +11,8 @@ import textwrap
 import pytest
 
 # pytester forgets what its runs import.
-import pytest_modelprobe.probe
-import pytest_modelprobe.ranks  # noqa: F401
+import pytest_modelprobe.plugin.ranks
+import pytest_modelprobe.probe  # noqa: F401
 from pytest_modelprobe.record import Reading, Record
 
 QUIET = ("-p", "no:randomly", "-p", "no:cacheprovider")
