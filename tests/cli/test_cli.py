@@ -659,7 +659,7 @@ def steps_of(workflow: Path, job: str) -> list[str]:
     return re.findall(r"^ +- run: (.*)$", text, re.MULTILINE)
 
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 WORKFLOWS = [
     (ROOT / "examples/github/modelprobe.yml", "changes-are-declared"),
     (ROOT / ".github/workflows/models.yml", "declared"),
