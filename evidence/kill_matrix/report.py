@@ -17,7 +17,7 @@ def report(results: Mapping[str, list[Row]], not_shown: Mapping[str, str], machi
     """Return the whole document."""
     single, several, harmless = (results[key] for key in ("single", "several", "harmless"))
     parts = [
-        ["# Kill matrix", "", f"Command: `python benchmarks/kill_matrix`. Machine: {machine}.", ""],
+        ["# Kill matrix", "", f"Command: `python evidence/kill_matrix`. Machine: {machine}.", ""],
         summary(single, several, harmless),
         misses(single),
         with_more(single),

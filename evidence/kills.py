@@ -1,7 +1,7 @@
 """Kill updates of snapshots with -9, at any moment, and see that every file is the old or the new one.
 
-    python benchmarks/kills.py                 # 200 kills of pytest, 40 with two workers of xdist, 40 with two at once
-    python benchmarks/kills.py 50 10 10
+    python evidence/kills.py                 # 200 kills of pytest, 40 with two workers of xdist, 40 with two at once
+    python evidence/kills.py 50 10 10
 
 What ended before it was killed is not counted among them.
 

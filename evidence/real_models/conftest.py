@@ -15,7 +15,7 @@ import pytest
 import torch
 
 COMMAND = "./dev real-models"
-ONE = "pytest benchmarks/real_models/test_timm.py --results benchmarks/real_models/RESULTS.md"
+ONE = "pytest evidence/real_models/test_timm.py --results evidence/real_models/RESULTS.md"
 VERSIONS = ("pytest-modelprobe", "torch", "transformers", "timm")
 
 

@@ -1,7 +1,7 @@
 """Whether each fault, planted by `intervene` in each layer of six architectures, is named, and leaves no trace.
 
-    python benchmarks/interventions                  # all, and writes RESULTS.md beside this
-    python benchmarks/interventions --every 7        # each seventh trial: each fault in another layer
+    python evidence/interventions                  # all, and writes RESULTS.md beside this
+    python evidence/interventions --every 7        # each seventh trial: each fault in another layer
 
 A trial plants one fault in one layer, runs the model once with its loss, and asks two witnesses: the diagnosis of a
 snapshot of the clean model, which names the layer if one of its causes does; and the assertion made for such faults,

@@ -1,7 +1,7 @@
 """How well measured noise covers harmless changes: what `MULTIPLE` and `FLOORS` of a comparison are derived from.
 
-    python benchmarks/tolerance.py              # all, and writes TOLERANCE.md beside this
-    python benchmarks/tolerance.py gpt2 lstm    # of some models
+    python evidence/tolerance.py              # all, and writes TOLERANCE.md beside this
+    python evidence/tolerance.py gpt2 lstm    # of some models
 
 Each model is run and its noise measured, then run again as another machine would: one thread, no oneDNN, other
 instructions, another memory layout, another kernel for attention. None of these changes is the model's, so each

@@ -1,8 +1,8 @@
 """Which faults the snapshot finds and names, on which architecture; what other tests find; what raises false alarms.
 
-    python benchmarks/kill_matrix                             # all, and writes RESULTS.md and RESULTS.json beside this
-    python benchmarks/kill_matrix --quick                     # a tenth, printed only
-    python benchmarks/kill_matrix --lowest VENV/bin/python    # also against snapshots of the Python of another venv
+    python evidence/kill_matrix                             # all, and writes RESULTS.md and RESULTS.json beside this
+    python evidence/kill_matrix --quick                     # a tenth, printed only
+    python evidence/kill_matrix --lowest VENV/bin/python    # also against snapshots of the Python of another venv
 
 A fault is planted in a fresh model, the model is run, and the record is judged against a snapshot of the clean model
 that went through its files. What is true of each fault was written beforehand, in `faults`; how large it is, is

@@ -1,7 +1,7 @@
 """What `modelprobe scan` says of models of transformers and timm, each named on the command line, without a file.
 
-    python benchmarks/scan_models.py                         # all; writes SCAN.md and SCAN.json beside this file
-    python benchmarks/scan_models.py timm.models:resnet10t   # some; keeps what was known of the others
+    python evidence/scan_models.py                         # all; writes SCAN.md and SCAN.json beside this file
+    python evidence/scan_models.py timm.models:resnet10t   # some; keeps what was known of the others
 
 Each model is made of its default configuration with random weights. The inputs are guessed. A
 finding or a broken check is true if `TRUE` says why; one without a reason is untrue until somebody looked at it.
@@ -105,7 +105,7 @@ def report(known: dict[str, dict[str, Any]]) -> str:
     lines = [
         "# Scans of models by name",
         "",
-        "Command: `python benchmarks/scan_models.py` runs `modelprobe scan NAME` on each model, without a file:",
+        "Command: `python evidence/scan_models.py` runs `modelprobe scan NAME` on each model, without a file:",
         f"default configuration, random weights, inputs guessed. {versions}, {platform.machine()}.",
         "",
         f"{len(found)} models; {guessed} run on the inputs that were guessed, with {count(findings, 'finding')}.",

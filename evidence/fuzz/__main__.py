@@ -1,8 +1,8 @@
 """Mutate snapshots and results, and give them to every command and to pytest: no traceback, no silent pass.
 
-    python benchmarks/fuzz                              # 50,000 mutations of seed 0
-    python benchmarks/fuzz --count 2000 --seed 7
-    python benchmarks/fuzz --only 1234                  # one of them, with what came of it
+    python evidence/fuzz                              # 50,000 mutations of seed 0
+    python evidence/fuzz --count 2000 --seed 7
+    python evidence/fuzz --only 1234                  # one of them, with what came of it
 
 Each mutated snapshot is shown, every fifth in all formats, and compared with the original, as ``modelprobe show`` and
 ``modelprobe diff`` do it, within five seconds of work, a minute of waiting, and 2 GiB. It is to be refused in one line,

@@ -1,7 +1,7 @@
 """Twelve models compared with their snapshots in other environments: each alarm is a false one.
 
-    python benchmarks/environments                    # all, and writes RESULTS.md beside this: an hour on two cores
-    python benchmarks/environments -k "gpt2 or rwkv"  # some models, arguments go to pytest; writes nothing
+    python evidence/environments                    # all, and writes RESULTS.md beside this: an hour on two cores
+    python evidence/environments -k "gpt2 or rwkv"  # some models, arguments go to pytest; writes nothing
 
 The snapshots are written in the default environment of this machine.
 """

@@ -1,6 +1,6 @@
 """How far the merged record of a step is from that of one process: ranks under DDP and FSDP2, and microbatches.
 
-`python benchmarks/rank_agreement.py`; the table is in RANKS.md. The processes are on the CPU, with gloo.
+`python evidence/rank_agreement.py`; the table is in RANK_AGREEMENT.md. The processes are on the CPU, with gloo.
 """
 
 from __future__ import annotations

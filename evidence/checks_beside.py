@@ -1,7 +1,7 @@
 """Which faults of models the checks find and name, beside the tests that pytest-torch has for the same properties.
 
-    python benchmarks/checks_beside.py            # all, and writes CHECKS.md beside this
-    python benchmarks/checks_beside.py softmax    # the faults whose title has the word, printed only
+    python evidence/checks_beside.py            # all, and writes CHECKS.md beside this
+    python evidence/checks_beside.py softmax    # the faults whose title has the word, printed only
 
 Each model comes with what its author claims of it: causal, deaf to padding, frozen in part. Each tool has one suite for
 all models and tests every claim with it, of the healthy model and of each faulty one: no suite knows of a fault.

@@ -1,8 +1,8 @@
 """What a snapshot says of commits: refactorings and bugs as edits of the source of real classes.
 
-    python benchmarks/refactor                # all, and writes RESULTS.md beside this
-    python benchmarks/refactor --quick        # an eighth, printed only
-    python benchmarks/refactor --only llama   # one model, printed only
+    python evidence/refactor                # all, and writes RESULTS.md beside this
+    python evidence/refactor --quick        # an eighth, printed only
+    python evidence/refactor --only llama   # one model, printed only
 
 A piece of text in the source of a class is replaced, the model is built with the edited class and compared with a
 snapshot of the model as it was. Whether the function changed is measured apart, on outputs and gradients with the same

@@ -1,9 +1,9 @@
 """What snapshots say of the upgrades of libraries: written under one released version, compared under the next.
 
-    python benchmarks/history                                        # all pairs, and writes RESULTS.md
-    python benchmarks/history --pairs timm torch_geometric-2.3.1     # those whose names begin so
-    python benchmarks/history --pairs timm-0.6.13 --slice 1/2        # every second model of a pair
-    python benchmarks/history --kept                                 # the page of what was found before
+    python evidence/history                                        # all pairs, and writes RESULTS.md
+    python evidence/history --pairs timm torch_geometric-2.3.1     # those whose names begin so
+    python evidence/history --pairs timm-0.6.13 --slice 1/2        # every second model of a pair
+    python evidence/history --kept                                 # the page of what was found before
 
 Each version of a library gets a virtual environment of its own, kept for the next run, and with it the wheel of this
 checkout. Four processes then run one after the other: `truth.py` saves weights and what each model computes in the
