@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib.util
 import re
+import runpy
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -163,6 +164,12 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 def test_the_door_leads_upstairs_when_it_is_called() -> None:
     assert foreign(imports(DOOR), "record") == {UPSTAIRS}
     assert foreign(imports(DOOR, top_level=True), "record") == set()
+
+
+def test_the_picture_of_the_house_is_of_these_imports() -> None:
+    """After a change of the layout, `python docs/make_house_map.py` draws it again."""
+    script = runpy.run_path(str(CONTRIBUTING.parent / "docs" / "make_house_map.py"))
+    assert script["drawn"](script["read"](PACKAGE.parent)) == script["PICTURE"].read_text("utf-8")
 
 
 def test_what_every_run_loads_imports_nothing_at_its_top() -> None:
