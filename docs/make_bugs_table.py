@@ -17,7 +17,7 @@ HEAD = """\
 
 Made by `docs/make_bugs_table.py` from `tests/checks/bugs.py`. Each row is a kind of bug that public models had. Most
 break a property: a check or an assertion names them without a correct model to compare with. The others turn one sound
-model into another sound one: a snapshot shows those. The kill matrix (`benchmarks/kill_matrix`) plants them under the
+model into another sound one: a snapshot shows those. The kill matrix (`evidence/kill_matrix`) plants them under the
 title given here.
 """
 

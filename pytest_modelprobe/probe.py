@@ -37,7 +37,7 @@ from .runs import maps as runs_maps
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from .figures import Figures
+    from .report.figures import Figures
 
 __all__ = ["Loss", "Mode", "ModelProbe", "Watch", "watched"]
 
@@ -331,7 +331,7 @@ class ModelProbe:
             SelectionError: There is no such layer.
         """
         __tracebackhide__ = True
-        from . import figures
+        from .report import figures
 
         label, maps = runs_maps.feature_maps(self._unrecorded(model, (x,), kwargs, mode, layers=layer), layer)
         arrays = [(at, _image(tensor)) for at, tensor in maps]
@@ -376,7 +376,7 @@ class ModelProbe:
         torch.Size([3, 8, 8])
         """
         __tracebackhide__ = True
-        from . import figures
+        from .report import figures
 
         label, images, cam = runs_maps.grad_cam(
             self._unrecorded(model, (x,), kwargs, mode, layers=layer), layer, target
@@ -406,7 +406,7 @@ class ModelProbe:
             UsageError: matplotlib is missing.
         """
         __tracebackhide__ = True
-        from . import figures
+        from .report import figures
 
         record = figures.record_of(record)
         return self._drawn(f"Gradients of {record.model}", figures.gradients(record), path)
@@ -437,7 +437,7 @@ class ModelProbe:
             UsageError: matplotlib is missing.
         """
         __tracebackhide__ = True
-        from . import figures
+        from .report import figures
 
         a, b = figures.record_of(a), figures.record_of(b)
         title = f"Outputs of {a.model}: {labels[0]} and {labels[1]}"
@@ -448,14 +448,14 @@ class ModelProbe:
         return self._kept_figures.take() if self._kept_figures is not None else []
 
     def _figures(self) -> Figures:
-        from .figures import Figures
+        from .report.figures import Figures
 
         if self._kept_figures is None:
             self._kept_figures = Figures()
         return self._kept_figures
 
     def _drawn(self, title: str, figure: Figure, path: str | PathLike[str] | None) -> Figure:
-        from .figures import save
+        from .report.figures import save
 
         save(figure, path)
         self._figures().add(title, lambda: figure)

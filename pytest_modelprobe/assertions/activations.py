@@ -23,7 +23,7 @@ from pytest_modelprobe.record import (
     has_nonfinite,
     label_of,
 )
-from pytest_modelprobe.report.text import Cell, count, failure, listed, number
+from pytest_modelprobe.text import Cell, count, failure, listed, number
 
 from .sources import (
     Subject,

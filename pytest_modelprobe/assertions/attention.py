@@ -8,7 +8,7 @@ from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import Attention, Call, Layer, Selector, address
-from pytest_modelprobe.report.text import count, failure, number, printable
+from pytest_modelprobe.text import count, failure, number, printable
 
 from .sources import Subject, called, record_of
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.report.text import Cell, count, failure
+from pytest_modelprobe.text import Cell, count, failure
 
 Box = tuple[int, int, int, int]
 Map = list[list[float]]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from pytest_modelprobe.exceptions import NothingObservedError
 from pytest_modelprobe.record import LayerProfile, Profile, Record, Selector, containers
-from pytest_modelprobe.report.text import Cell, count, failure
+from pytest_modelprobe.text import Cell, count, failure
 
 from .sources import Subject, bounds, called, deviation, record_of
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import Histogram, Layer, Reading, Record, Selector, Statistics, Value
-from pytest_modelprobe.report.text import Cell, count, failure, number, printable
+from pytest_modelprobe.text import Cell, count, failure, number, printable
 
 from .sources import Subject, called, numbers, record_of, reject_unread_values
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pytest_modelprobe.record import Layer, Parameter, Value
-from pytest_modelprobe.report.text import count, listed
+from pytest_modelprobe.text import count, listed
 
 from .sources import full_name, numbers
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from pytest_modelprobe.comparison import is_rounding, largest_gradient
 from pytest_modelprobe.record import Call, CallTree, Record, label_of
-from pytest_modelprobe.report.text import count, listed
+from pytest_modelprobe.text import count, listed
 
 from .activations import Dead, find_dead, find_dead_units, find_nonfinite
 from .experts import find_unreached

@@ -20,14 +20,15 @@ from pytest_modelprobe.record import (
     Value,
     forward_of,
     label_of,
+    selected,
 )
-from pytest_modelprobe.report.text import Cell, count, failure, listed, number, printable
-from pytest_modelprobe.report.text import shape as shape_text
+from pytest_modelprobe.text import Cell, count, failure, listed, number, printable
+from pytest_modelprobe.text import shape as shape_text
 
 from .activations import find_nonfinite, from_forward, nonfinite_counts
 from .experts import Unreached, find_unreached
 from .lost_calls import find_lost_calls
-from .sources import LEAVE_OUT, Subject, backward_of, called, fail_or_hint, full_name, not_ignored, selected
+from .sources import LEAVE_OUT, Subject, backward_of, called, fail_or_hint, full_name, not_ignored
 from .zeros import excuse_gradients, has_zero_parameters, second_look
 
 # --- finite -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import (
     COMPILED_INSIDE,
@@ -21,9 +22,9 @@ from pytest_modelprobe.record import (
     label_of,
     nearest,
     parent,
+    selected,
 )
-from pytest_modelprobe.report.comparison import percent
-from pytest_modelprobe.report.text import Cell, count, failure, listed, number, printable
+from pytest_modelprobe.text import Cell, count, failure, listed, number, printable
 
 from .activations import nonfinite_counts
 from .sources import (
@@ -37,7 +38,6 @@ from .sources import (
     is_watch,
     not_ignored,
     record_of,
-    selected,
     source_of,
 )
 from .zeros import excuse_gradients

@@ -10,7 +10,7 @@ from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import Call, Layer, Record, Selector, Statistics, Value, address, call_name, label_of
-from pytest_modelprobe.report.text import Cell, count, failure, number
+from pytest_modelprobe.text import Cell, count, failure, number
 
 from .activations import find_dead
 from .sources import Subject, full_name, numbers, record_of, reject_unread, with_numbers

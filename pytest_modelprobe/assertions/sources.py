@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeGuard
 
 from pytest_modelprobe.exceptions import HintWarning, NothingObservedError, SelectionError, UsageError
-from pytest_modelprobe.record import Glob, Layer, Record, Selector, Statistics, Value, nearest, qualified, select
-from pytest_modelprobe.report.text import count, listed, printable
+from pytest_modelprobe.record import Glob, Layer, Record, Selector, Statistics, Value, nearest, qualified, selected
+from pytest_modelprobe.text import count, listed, printable
 
 __tracebackhide__ = True  # a traceback ends at the line of the test
 
@@ -140,18 +139,6 @@ def _quoted(notes: Iterable[str]) -> str:
 # --- layers -------------------------------------------------------------------------------------------------------
 
 
-def selected(record: Record, layers: Selector) -> list[Layer]:
-    """Return the layers of ``record`` that ``layers`` selects; a class selects instances of subclasses too."""
-    names_of = functools.cache(_qualified_names)  # cached for this call only: subclasses may be defined later
-    names = select(
-        record.layers,
-        layers,
-        is_instance=lambda layer, cls: layer.type in names_of(cls),
-        type_name=lambda layer: layer.type_name,
-    )
-    return [record.layers[name] for name in names]
-
-
 def called(record: Record, layers: Selector) -> list[Layer]:
     """Return the selected layers that were called; NothingObservedError if there are none."""
     found = selected(record, layers)
@@ -200,18 +187,6 @@ def reject_unread_values(layer: Layer, values: Iterable[Value]) -> None:
                 f"no number is known of {printable(layer.label)} {value.path}: {printable(value.forward.reason)}; "
                 f"{LEAVE_OUT}"
             )
-
-
-def _qualified_names(cls: type) -> set[str]:
-    names: set[str] = set()
-    classes = [cls]
-    while classes:
-        current = classes.pop()
-        name = f"{current.__module__}.{current.__qualname__}"
-        if name not in names:
-            names.add(name)
-            classes.extend(type.__subclasses__(current))
-    return names
 
 
 def full_name(layer: Layer, parameter: str) -> str:

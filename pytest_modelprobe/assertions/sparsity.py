@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Layer, Reading, Record, Selector
-from pytest_modelprobe.report.text import count, failure, printable
+from pytest_modelprobe.record import Layer, Reading, Record, Selector, selected
+from pytest_modelprobe.text import count, failure, printable
 
-from .sources import LEAVE_OUT, Subject, full_name, is_watch, selected, source_of
+from .sources import LEAVE_OUT, Subject, full_name, is_watch, source_of
 
 
 def assert_sparsity(subject: Subject, least: float, *, layers: Selector = "**") -> None:

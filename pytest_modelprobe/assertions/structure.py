@@ -21,11 +21,12 @@ from pytest_modelprobe.record import (
     label_of,
     parent,
     select,
+    selected,
 )
-from pytest_modelprobe.report.text import Cell, collapsed, count, failure, listed, pattern, printable
+from pytest_modelprobe.text import Cell, collapsed, count, failure, listed, pattern, printable
 
 from .shapes import Bindings, Mismatch, ShapeSpec, Size, Spec, format_shape, match, parse
-from .sources import Subject, called, full_name, is_watch, record_of, selected, source_of
+from .sources import Subject, called, full_name, is_watch, record_of, source_of
 
 _Kind = tuple[str, bool]
 """Root of a forward, and whether it is in training mode."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import Layer, Record, Training, has_nonfinite
-from pytest_modelprobe.report.text import Cell, count, failure, printable
+from pytest_modelprobe.text import Cell, count, failure, printable
 
 from .sources import Subject, fail_or_hint, full_name, record_of
 

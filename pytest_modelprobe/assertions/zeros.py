@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from pytest_modelprobe.record import Call, Layer, Record
-from pytest_modelprobe.report.text import listed
+from pytest_modelprobe.text import listed
 
 from .sources import is_zero, numbers
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.record import ROOT
-from pytest_modelprobe.report.comparison import percent
-from pytest_modelprobe.report.text import Cell
+from pytest_modelprobe.text import Cell
 
 from .outcome import Break, NotApplicableError
 from .trial import LayerTensor, Trace, Trial, Vary, as_double, plain

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pytest_modelprobe.report.text import count, listed
+from pytest_modelprobe.text import count, listed
 
 from .agreement import Disagreement, Pairs, break_of, compare_runs, inside_note, limit, relative_error
 from .check import check

@@ -16,8 +16,8 @@ from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import nearest
-from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.runs import Loss
+from pytest_modelprobe.text import count, listed
 
 from .batch import any_batch_size, batch_independent
 from .check import Check, from_assertion, in_order

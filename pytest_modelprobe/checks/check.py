@@ -17,8 +17,8 @@ from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROOT, label_of
-from pytest_modelprobe.report.text import listed
 from pytest_modelprobe.runs import Loss
+from pytest_modelprobe.text import listed
 
 from .nonfinite import check_finite
 from .outcome import Break, NotApplicableError, Outcome, message_of

@@ -17,7 +17,7 @@ from pytest_modelprobe._torch import is_wrapped
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, qualified
-from pytest_modelprobe.report.text import listed
+from pytest_modelprobe.text import listed
 
 from .cache import KEYS_AND_VALUES, state_of
 from .outcome import NotApplicableError

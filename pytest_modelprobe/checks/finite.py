@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pytest_modelprobe.models import seeding
 from pytest_modelprobe.record import Operation
-from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.runs import find_gradient_origin
+from pytest_modelprobe.text import count, listed
 
 from .check import check_nonfinite
 from .nonfinite import not_finite

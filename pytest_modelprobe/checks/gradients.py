@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, has_dense_storage
-from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.runs import Loss, graph_nodes, loss_of
+from pytest_modelprobe.text import count, listed
 
 from .agreement import negligible
 from .check import check

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import flatten
 from pytest_modelprobe.record import ROOT
-from pytest_modelprobe.report.comparison import percent
-from pytest_modelprobe.report.text import count, listed
+from pytest_modelprobe.text import count, listed
 
 from .agreement import changed, disagreements, limit, relative_error
 from .cache import CACHES, STATES, state_of

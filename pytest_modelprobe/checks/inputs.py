@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import flatten
-from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.runs import Mode
+from pytest_modelprobe.text import count, listed
 
 from .agreement import disagreements
 from .check import check

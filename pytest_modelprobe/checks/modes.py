@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.models import (
     CallTracer,
     Flat,
@@ -27,9 +28,8 @@ from pytest_modelprobe.models import (
     seeding,
 )
 from pytest_modelprobe.record import ROOT
-from pytest_modelprobe.report.comparison import percent
-from pytest_modelprobe.report.text import count, listed, number
 from pytest_modelprobe.runs import Mode
+from pytest_modelprobe.text import count, listed, number
 
 from .agreement import changed, limit, relative_error
 from .check import check

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from pytest_modelprobe.models import CallTracer, Layers, ModuleCall, flatten
 from pytest_modelprobe.record import ROOT, parent
-from pytest_modelprobe.report.text import Cell, listed
 from pytest_modelprobe.runs import Source, SourceMode
+from pytest_modelprobe.text import Cell, listed
 
 from .agreement import in_backward_order
 from .outcome import Break, NotApplicableError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe.models import CallTracer, ModuleCall, has_dense_storage, map_tensors
-from pytest_modelprobe.report.text import count, number
+from pytest_modelprobe.text import count, number
 
 from .check import check
 from .outcome import Break, NotApplicableError

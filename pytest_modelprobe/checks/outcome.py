@@ -9,7 +9,7 @@ from typing import Literal
 
 from pytest_modelprobe.exceptions import HintWarning
 from pytest_modelprobe.record import label_of
-from pytest_modelprobe.report.text import Cell, failure
+from pytest_modelprobe.text import Cell, failure
 
 CheckVerdict = Literal["holds", "hint", "broken", "not applicable"]
 

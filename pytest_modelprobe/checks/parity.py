@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe._torch import COMPILED_CHILD
+from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import CallTracer, Layers, ModuleCall, flatten, flatten_call
 from pytest_modelprobe.record import ROOT, Layer, Record, Statistics
-from pytest_modelprobe.report.comparison import percent
-from pytest_modelprobe.report.text import count
 from pytest_modelprobe.runs import Watch, compiles_hooks
+from pytest_modelprobe.text import count
 
 from .agreement import TOLERANCE, break_of, changed, disagreements, in_backward_order, limit, negligible, relative_error
 from .check import check

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import has_dense_storage, seeding, unexpanded, version
 from pytest_modelprobe.record import ROOT, qualified
-from pytest_modelprobe.report.text import count, listed, number, pattern
 from pytest_modelprobe.runs import Mode, graph_nodes
+from pytest_modelprobe.text import count, listed, number, pattern
 
 from .agreement import break_of, disagreements
 from .check import check_unmodified

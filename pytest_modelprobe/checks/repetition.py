@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from pytest_modelprobe._torch import BatchNorm, Dropout
 from pytest_modelprobe.models import CallTracer, ModuleCall, seeding
 from pytest_modelprobe.record import ROOT
-from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.runs import Mode
+from pytest_modelprobe.text import count, listed
 
 from .agreement import Disagreement, break_of, disagreements, relative_error
 from .check import check

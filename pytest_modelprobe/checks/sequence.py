@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.record import ROOT, nearest
-from pytest_modelprobe.report.text import count, listed
+from pytest_modelprobe.text import count, listed
 
 from .agreement import (
     Disagreement,

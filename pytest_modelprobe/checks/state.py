@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, flatten_call, has_dense_storage, version
 from pytest_modelprobe.record import qualified
-from pytest_modelprobe.report.text import count, listed
+from pytest_modelprobe.text import count, listed
 
 from .agreement import break_of, disagreements
 from .check import check

@@ -16,13 +16,13 @@ from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 
 from pytest_modelprobe._torch import BatchOrInstanceNorm, converted
+from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import map_tensors, preserved
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROOT
-from pytest_modelprobe.report.comparison import percent
-from pytest_modelprobe.report.text import count, listed, number
+from pytest_modelprobe.text import count, listed, number
 
 from .agreement import in_backward_order, limit, negligible, relative_error
 from .batch import batched, check_rows_go_together, size_of

@@ -34,8 +34,9 @@ from pytest_modelprobe.gate import (
     superseded,
 )
 from pytest_modelprobe.gate import event as actions
-from pytest_modelprobe.report import changes, data, github, markdown
-from pytest_modelprobe.report.text import printable
+from pytest_modelprobe.gate import text as changes
+from pytest_modelprobe.report import data, github, markdown
+from pytest_modelprobe.text import printable
 
 from .common import DIFFERENT, SAME, as_json, resolve_source
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_modelprobe.comparison import Comparison, Difference, compare
+from pytest_modelprobe.comparison import Comparison, Difference, compare, rows
 from pytest_modelprobe.exceptions import ModelProbeError, UsageError
 from pytest_modelprobe.files import ARCH
 from pytest_modelprobe.gate import (
@@ -23,8 +23,8 @@ from pytest_modelprobe.gate import (
     without_ending,
 )
 from pytest_modelprobe.record import Glob
-from pytest_modelprobe.report import markdown, rows
-from pytest_modelprobe.report.text import count, listed, printable, table
+from pytest_modelprobe.report import markdown
+from pytest_modelprobe.text import count, listed, printable, table
 
 from .common import SAME, as_json
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.report.formats import renderer
-from pytest_modelprobe.results import SCHEMA, write_text
+from pytest_modelprobe.report.results import SCHEMA, write_text
 
 from .common import SAME
 

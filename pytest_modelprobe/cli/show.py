@@ -14,11 +14,11 @@ from pytest_modelprobe.exceptions import ModelProbeError, SelectionError
 from pytest_modelprobe.gate import (
     SnapshotVersion,
 )
-from pytest_modelprobe.record import Record, select
+from pytest_modelprobe.record import Record, layer_rows, select
+from pytest_modelprobe.record.text import headline
 from pytest_modelprobe.report import markdown
-from pytest_modelprobe.report.record import headline
-from pytest_modelprobe.report.text import layer_rows, listed, printable, table
-from pytest_modelprobe.results import write_text
+from pytest_modelprobe.report.results import write_text
+from pytest_modelprobe.text import listed, printable, table
 
 from .common import SAME, as_json, resolve_source
 

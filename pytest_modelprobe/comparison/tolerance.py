@@ -19,7 +19,7 @@ from pytest_modelprobe.record import Reading, Record, Statistics, estimated_chan
 Direction = Literal["forward", "backward", "state"]
 
 NOISE_FACTOR = 4.0
-"""Tolerance in units of the measured noise. See benchmarks/TOLERANCE.md for the measurements."""
+"""Tolerance in units of the measured noise. See evidence/TOLERANCE.md for the measurements."""
 
 NOISE_GROWTH = 10.0
 """Growth of the noise from which on a new snapshot counts as more tolerant."""

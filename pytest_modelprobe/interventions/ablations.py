@@ -16,7 +16,7 @@ from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import Layers, derive, map_tensors, preserved, seeded, settings_preserved
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROOT, Selector, label_of, select
-from pytest_modelprobe.report.text import Cell, count, failure, number, table
+from pytest_modelprobe.text import Cell, count, failure, number, table
 
 from . import faults, weights
 from .intervention import Change, Intervention, intervene

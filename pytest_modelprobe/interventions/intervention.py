@@ -16,7 +16,7 @@ from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.interrupts import finished, held
 from pytest_modelprobe.models import ChangingHook, Layers, flatten, flatten_call, map_tensors, parts, run_eagerly
 from pytest_modelprobe.record import ROOT, Selector, label_of, select
-from pytest_modelprobe.report.text import count
+from pytest_modelprobe.text import count
 
 from . import weights
 from .faults import Swap

@@ -22,7 +22,8 @@ from .record import (
     with_rerun,
 )
 from .renames import applicable_rename, infer_rename, numbers_in, old_name, renamed, resolve_rename, with_paths
-from .selection import Glob, Selector, nearest, select
+from .selection import Glob, Selector, nearest, select, selected
+from .table import layer_rows, layer_table
 from .tensor_statistics import (
     Histogram,
     Reading,
@@ -82,6 +83,8 @@ __all__ = [
     "has_nonfinite",
     "is_read",
     "label_of",
+    "layer_rows",
+    "layer_table",
     "merge_dimensions",
     "merge_moments",
     "nearest",
@@ -93,6 +96,7 @@ __all__ = [
     "renamed",
     "resolve_rename",
     "select",
+    "selected",
     "this_rank",
     "with_applied_gradients",
     "with_paths",

@@ -7,7 +7,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_modelprobe.exceptions import UsageError
 
@@ -15,10 +15,12 @@ from .batches import batch_sizes
 from .calls import Call, Dimension, Value
 from .layer import Layer, Parameter
 from .naming import address, qualified
-from .record import Record
 from .tensor_parallel import MIXED, TENSOR_PARALLEL, Joining
 from .tensor_statistics import Reading, has_nonfinite
 from .together import NOT_REDUCED, OTHER_STEP, SAME_START, demand_equal, mean, once, rms, scaled, together
+
+if TYPE_CHECKING:
+    from .record import Record
 
 _MIXED = (
     "records are not merged where ranks have their parts in several ways, as under tensor parallelism beside FSDP2 or "

@@ -6,10 +6,9 @@ import dataclasses
 import math
 from typing import Any
 
+from pytest_modelprobe.comparison import text as comparison
 from pytest_modelprobe.gate import Finding, SnapshotChange, Verdict, class_of
-
-from . import comparison
-from .changes import finding_text, status, values_not_compared
+from pytest_modelprobe.gate.text import finding_text, status, values_not_compared
 
 
 def as_data(verdict: Verdict) -> dict[str, Any]:

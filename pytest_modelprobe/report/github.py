@@ -11,9 +11,8 @@ import secrets
 from pathlib import Path
 
 from pytest_modelprobe.gate import Level, SnapshotChange, Verdict
-
-from .changes import details, finding_text
-from .text import printable
+from pytest_modelprobe.gate.text import details, finding_text
+from pytest_modelprobe.text import printable
 
 MOST_ANNOTATIONS = 9
 """Annotations of one level. GitHub silently drops those beyond ten of a step; the tenth counts the rest."""

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from pytest_modelprobe.comparison import Parts, Tolerance
 from pytest_modelprobe.exceptions import SelectionError, UsageError
 from pytest_modelprobe.record import Glob, Record, nearest
-from pytest_modelprobe.report.text import count, listed
+from pytest_modelprobe.text import count, listed
 
 from .naming import DEVICES
 

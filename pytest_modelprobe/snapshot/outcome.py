@@ -14,8 +14,8 @@ import pytest
 from pytest_modelprobe._pytest import caught_by
 from pytest_modelprobe.assertions.findings import findings
 from pytest_modelprobe.comparison import Cause, Diagnosis, Parts
+from pytest_modelprobe.comparison import text as report
 from pytest_modelprobe.record import Record, Rerun
-from pytest_modelprobe.report import comparison as report
 
 from . import messages
 from .extension import SnapshotFiles

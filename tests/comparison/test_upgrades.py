@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from pytest_modelprobe import ModelProbe, files
 from pytest_modelprobe.comparison import Diagnosis, compare, diagnose
+from pytest_modelprobe.comparison.text import cause_text, first_line
 from pytest_modelprobe.record import Record
-from pytest_modelprobe.report.comparison import cause_text, first_line
 
 PROBE = ModelProbe()
 

@@ -44,6 +44,7 @@ from pytest_modelprobe.files import (
     write,
 )
 from pytest_modelprobe.files.readings import number_text, reading_from, reading_text
+from pytest_modelprobe.gate import text as changes
 from pytest_modelprobe.gate import verdict as gate
 from pytest_modelprobe.gate.file_differences import run_differences
 from pytest_modelprobe.record import (
@@ -60,7 +61,7 @@ from pytest_modelprobe.record import (
     Units,
     Value,
 )
-from pytest_modelprobe.report import changes, data
+from pytest_modelprobe.report import data
 
 # --- records ------------------------------------------------------------------------------------------------------
 

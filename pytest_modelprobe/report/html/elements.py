@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 
-from pytest_modelprobe.report.text import html_escaped
+from pytest_modelprobe.text import html_escaped
 
 
 class Markup(str):

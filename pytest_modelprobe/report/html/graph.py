@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_modelprobe.report.text import printable
+from pytest_modelprobe.text import printable
 
 from .elements import Markup, coordinate, joined, tag
 from .status import STATUSES, is_cause, status_of

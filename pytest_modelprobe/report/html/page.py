@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_modelprobe.report.text import count
+from pytest_modelprobe.text import count
 
 from .charts import activation_scale, attention_entropy, gradient_flow, update_ratios
 from .elements import Child, Markup, finite, number, preformatted, tag
