@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Any, NamedTuple
 
-from pytest_modelprobe.record import ROOT, ForwardKind, Plain
+from pytest_modelprobe.record import Call, ForwardKind, Plain
 
-from .layout import ABSENT, ARROW, LAYERS, digest_of
+from .layout import ABSENT, ARROW, LAYERS, MODES, digest_of, usual_call, usual_layer
 from .order import containers, events, implied_timelines
 from .parsing import check_fields, excerpt, string_dict, string_tuple
 from .specs import DTYPE, Defaults, FormatError, ParsedSpec, name_of, parse_parameter, parse_value
@@ -34,25 +33,8 @@ _DEEPEST = 256
 _MOST_LAYERS = 1 << 17
 _MOST_PARTS = 1 << 20
 """Layers, parameters, buffers, calls and values: a few bytes of a file are a hundred times as much in memory."""
-_MODES = {"train": True, "eval": False}
 
 Named = list[tuple[str, ParsedSpec]]
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class CallLine:
-    """A call without values."""
-
-    root: str
-    root_training: bool
-    index: int
-    forwards: int
-    training: bool
-    inputs_known: bool
-    arguments: dict[str, Plain]
-    grad_enabled: bool
-    autocast: str | None
-    recomputed: int
 
 
 class LayerLine(NamedTuple):
@@ -67,7 +49,8 @@ class LayerLine(NamedTuple):
     attributes: dict[str, Plain]
     parameters: Named
     buffers: Named
-    calls: list[CallLine]
+    calls: list[Call]
+    """Without their values."""
     values: list[tuple[Named, Named]]
     """Inputs and outputs of each call."""
 
@@ -78,14 +61,13 @@ class Structure:
     def __init__(self, data: dict[str, Any]) -> None:
         check_fields(data, _HEADER)
         _count(data, "forwards", "backwards")
-        if "model" not in data or data.get("mode") not in _MODES:
+        if "model" not in data or data.get("mode") not in MODES:
             raise FormatError("the model or its mode is missing")
         self.data = data
         if len(data[LAYERS]) > _MOST_LAYERS:
             raise FormatError(f"it has {len(data[LAYERS]):,} layers, and {_MOST_LAYERS:,} are the most that are read")
         self.digest = digest_of(data)
         self.has_numbers: bool = data.get("numbers", True)
-        self.training = _MODES[data["mode"]]
         self.defaults = Defaults(data.get("dtype", DTYPE), data.get("requires_grad", False))
         self.attributes = _attributes(data.get("attributes", {}))
         self.parents = containers(data[LAYERS])
@@ -101,7 +83,6 @@ class Structure:
                 raise FormatError("it describes no layer")
             if name.count(".") >= _DEEPEST:
                 raise FormatError(f"its name has {name.count('.') + 1:,} parts")
-            inner = len(self.data[LAYERS]) > 1 if name == ROOT else name in self.parents
             text = repr(line)
             if text not in self._contents:
                 self._contents[text] = self._content(line)
@@ -110,29 +91,25 @@ class Structure:
             if self._parts > _MOST_PARTS:
                 raise FormatError(f"up to it there are more than {_MOST_PARTS:,} parameters, calls and values")
             # Interned: of many snapshots the names of layers are what stays in memory.
-            return LayerLine(sys.intern(name), line["type"], line.get("leaf", not inner), *self._contents[text])
+            leaf = line.get("leaf", name not in self.parents)
+            return LayerLine(sys.intern(name), line["type"], leaf, *self._contents[text])
 
     def _content(self, line: dict[str, Any]) -> tuple[Any, ...]:
         """Return the fields of a `LayerLine` from ``functional`` on."""
         check_fields(line, _LAYER)
-        training = line.get("training", self.training)
-        functional = line.get("functional", False)
-        own = _attributes(line.get("attributes", {}))
+        layer = usual_layer(self.data, has_children=False) | line
+        attributes = _attributes(layer["attributes"])
+        if not layer["functional"]:
+            attributes |= {k: v for k, v in self.attributes.items() if k not in layer["attributes"]}
         return (
-            functional,
-            training,
-            string_tuple(line["aliases"], "aliases") if "aliases" in line else (),
-            own if functional else self._with_usual(own, line.get("attributes", {})),
-            self._own(line.get("parameters", {}), trainable=True),
-            self._own(line.get("buffers", {}), trainable=False),
-            *self._calls(line.get("calls", ()), training),
+            layer["functional"],
+            layer["training"],
+            string_tuple(layer["aliases"], "aliases"),
+            attributes,
+            self._own(layer["parameters"], trainable=True),
+            self._own(layer["buffers"], trainable=False),
+            *self._calls(layer["calls"], layer["training"]),
         )
-
-    def _with_usual(self, own: dict[str, Plain], given: Mapping[str, Any]) -> dict[str, Plain]:
-        if not self.attributes:
-            return own
-        defaults = {k: v for k, v in self.attributes.items() if k not in given}
-        return own | defaults
 
     def _own(self, data: Any, *, trainable: bool) -> Named:
         return [
@@ -143,10 +120,10 @@ class Structure:
     def _values(self, data: Any) -> Named:
         return [(name_of(key), parse_value(text, self.defaults)) for key, text in string_dict(data, "values").items()]
 
-    def _calls(self, data: Sequence[Any], training: bool) -> tuple[list[CallLine], list[tuple[Named, Named]]]:
+    def _calls(self, data: Sequence[Any], training: bool) -> tuple[list[Call], list[tuple[Named, Named]]]:
+        """Return the calls without their values, and the inputs and outputs of each."""
         calls, values = [], []
-        index: dict[ForwardKind, int] = {}
-        header = self.data
+        following: dict[ForwardKind, int] = {}
         for line in data:
             if type(line) is str:
                 source, arrow, made = line.rpartition(ARROW)
@@ -156,27 +133,17 @@ class Structure:
             elif type(line) is not dict:
                 raise FormatError(f"{excerpt(line)} is no call")
             check_fields(line, _CALL)
-            _count(line, "index", "forwards", "recomputed")
-            if line.get("mode", "eval") not in _MODES:
-                raise FormatError(f"{excerpt(line['mode'])} is no mode")
-            kind = line.get("root", header.get("root", ROOT)), _MODES[line["mode"]] if "mode" in line else self.training
-            position = line.get("index", index.get(kind, 0))
-            index[kind] = position + 1
-            calls.append(
-                CallLine(
-                    root=kind[0],
-                    root_training=kind[1],
-                    index=position,
-                    forwards=line.get("forwards", header.get("forwards", 1)),
-                    training=line.get("training", training),
-                    inputs_known=line.get("inputs_known", True),
-                    arguments=_attributes(line.get("arguments", {})),
-                    grad_enabled=line.get("grad_enabled", header.get("grad_enabled", True)),
-                    autocast=line["autocast"] if "autocast" in line else header.get("autocast"),
-                    recomputed=line.get("recomputed", 0),
-                )
-            )
-            values.append((self._values(line.get("inputs", {})), self._values(line.get("outputs", {}))))
+            fields = usual_call(self.data, training=training) | line
+            _count(fields, "index", "forwards", "recomputed")
+            mode, inputs, outputs = (fields.pop(name) for name in ("mode", "inputs", "outputs"))
+            if mode not in MODES:
+                raise FormatError(f"{excerpt(mode)} is no mode")
+            kind = fields["root"], MODES[mode]
+            fields["index"] = line.get("index", following.get(kind, 0))
+            following[kind] = fields["index"] + 1
+            fields["arguments"] = _attributes(fields["arguments"])
+            calls.append(Call(root_training=MODES[mode], **fields))
+            values.append((self._values(inputs), self._values(outputs)))
             if any(worded.origin is not None for _, worded in values[-1][1]):
                 raise FormatError("what a call gives out comes from nowhere else")
         return calls, values

@@ -49,6 +49,8 @@ from .layout import (
     Texts,
     digest_of,
     laid_out,
+    usual_call,
+    usual_layer,
 )
 from .order import all_events, containers, events, forward_kind_of, forward_order, implied_timelines, timelines
 from .readings import reading_text
@@ -177,22 +179,20 @@ class _Structure:
         self.defaults = defaults
         self.header = header
         self.parents = containers([name for name, _, _ in lines])
-        self.only_root = len(lines) == 1
 
     def layer(self, name: str, layer: Layer, calls: Sequence[Call]) -> dict[str, Any]:
-        inner = not self.only_root if name == ROOT else name in self.parents
         line: dict[str, Any] = {
             "type": layer.type_name,
-            "functional": layer.functional or None,
-            "leaf": layer.leaf if layer.leaf == inner else None,
-            "training": layer.training if layer.training != (self.header["mode"] == "train") else None,
-            "aliases": layer.aliases or None,
-            "attributes": self._attributes(layer) or None,
-            "parameters": self._own(layer.parameters, trainable=True) or None,
-            "buffers": self._own(layer.buffers, trainable=False) or None,
-            "calls": self._calls(name, layer, calls) or None,
+            "functional": layer.functional,
+            "leaf": layer.leaf,
+            "training": layer.training,
+            "aliases": list(layer.aliases),
+            "attributes": self._attributes(layer),
+            "parameters": self._own(layer.parameters, trainable=True),
+            "buffers": self._own(layer.buffers, trainable=False),
+            "calls": self._calls(name, layer, calls),
         }
-        return {k: v for k, v in line.items() if v is not None}
+        return _unusual(line, usual_layer(self.header, has_children=name in self.parents))
 
     def _attributes(self, layer: Layer) -> dict[str, Any]:
         found = {k: _json_value(v) for k, v in layer.attributes.items()}
@@ -207,44 +207,37 @@ class _Structure:
         return dict(zip(keys(p.name for p in own), texts, strict=True))
 
     def _calls(self, name: str, layer: Layer, calls: Sequence[Call]) -> list[dict[str, Any] | str]:
-        header = self.header
         found: list[dict[str, Any] | str] = []
-        index: dict[tuple[str, bool], int] = {}
+        usual = usual_call(self.header, training=layer.training)
+        following: dict[ForwardKind, int] = {}
         for call in calls:
-            kind = call.root, call.root_training
-            next_index = index.get(kind, 0)
-            index[kind] = call.index + 1
-            line: dict[str, Any] = {}
-            if call.root != header.get("root", ROOT):
-                line["root"] = call.root
-            if call.root_training != (header["mode"] == "train"):
-                line["mode"] = "train" if call.root_training else "eval"
-            if call.index != next_index:
-                line["index"] = call.index
-            if call.forwards != header.get("forwards", 1):
-                line["forwards"] = call.forwards
-            if call.training != layer.training:
-                line["training"] = call.training
-            if call.grad_enabled != header.get("grad_enabled", True):
-                line["grad_enabled"] = call.grad_enabled
-            if call.autocast != header.get("autocast"):
-                line["autocast"] = call.autocast
-            if call.recomputed:
-                line["recomputed"] = call.recomputed
-            if call.inputs:
-                line["inputs"] = self._values(call.inputs, name)
-            if not call.inputs_known:
-                line["inputs_known"] = False
-            if call.arguments:
-                line["arguments"] = {k: _json_value(v) for k, v in call.arguments.items()}
-            if call.outputs:
-                line["outputs"] = self._values(call.outputs, name)
+            kind = forward_kind_of(call)
+            fields: dict[str, Any] = {
+                "root": call.root,
+                "mode": "train" if call.root_training else "eval",
+                "index": call.index,
+                "forwards": call.forwards,
+                "training": call.training,
+                "grad_enabled": call.grad_enabled,
+                "autocast": call.autocast,
+                "recomputed": call.recomputed,
+                "inputs": self._values(call.inputs, name),
+                "inputs_known": call.inputs_known,
+                "arguments": {k: _json_value(v) for k, v in call.arguments.items()},
+                "outputs": self._values(call.outputs, name),
+            }
+            line = _unusual(fields, {**usual, "index": following.get(kind, 0)})
+            following[kind] = call.index + 1
             found.append(_signature(line) or line)
         return found
 
     def _values(self, values: Sequence[Value], layer: str) -> dict[str, str]:
         texts = (value_text(v, layer, self.defaults) for v in values)
         return dict(zip(keys(v.path for v in values), texts, strict=True))
+
+
+def _unusual(fields: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in usual or value != usual[name]}
 
 
 def _signature(line: Mapping[str, Any]) -> str | None:

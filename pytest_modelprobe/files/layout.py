@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Literal, NamedTuple
 
+from pytest_modelprobe.record import ROOT
+
 SCHEMA = 2
 LAYERS = "layers"
 RESPONSES = "responses"
@@ -34,10 +36,42 @@ KEYS = {
 }
 """The meaning of the keys, for readers of the file."""
 ARROW = " -> "
+MODES = {"train": True, "eval": False}
 ABSENT: dict[str, str] = {}
 """The value of an attribute that most layers have and this one does not."""
 EMPTY = "[[]]"
 """The entry of a value without numbers."""
+
+
+def usual_layer(header: Mapping[str, Any], *, has_children: bool) -> dict[str, Any]:
+    """Return the fields that the line of a layer leaves out where they have these values."""
+    return {
+        "functional": False,
+        "leaf": not has_children,
+        "training": MODES[header["mode"]],
+        "aliases": [],
+        "attributes": {},
+        "parameters": {},
+        "buffers": {},
+        "calls": [],
+    }
+
+
+def usual_call(header: Mapping[str, Any], *, training: bool) -> dict[str, Any]:
+    """Return the fields that a call in a layer of this mode leaves out where they have these values."""
+    return {
+        "root": header.get("root", ROOT),
+        "mode": header["mode"],
+        "forwards": header.get("forwards", 1),
+        "training": training,
+        "grad_enabled": header.get("grad_enabled", True),
+        "autocast": header.get("autocast"),
+        "recomputed": 0,
+        "inputs": {},
+        "inputs_known": True,
+        "arguments": {},
+        "outputs": {},
+    }
 
 
 class Texts(NamedTuple):

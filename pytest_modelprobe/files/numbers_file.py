@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
@@ -256,18 +257,8 @@ class RecordBuilder:
         started, finished = self.structure.places.get((i, j), (-1, -1))
         besides = self.besides.get((i, j), {})
         inputs, outputs = line.values[j]
-        call = line.calls[j]
-        return Call(
-            root=call.root,
-            root_training=call.root_training,
-            index=call.index,
-            forwards=call.forwards,
-            training=call.training,
-            inputs_known=call.inputs_known,
-            arguments=call.arguments,
-            grad_enabled=call.grad_enabled,
-            autocast=call.autocast,
-            recomputed=call.recomputed,
+        return dataclasses.replace(
+            line.calls[j],
             started=started,
             finished=finished,
             inputs=tuple([self._value((i, j, False, k), line.name, v) for k, v in enumerate(inputs)]),
