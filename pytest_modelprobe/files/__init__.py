@@ -7,7 +7,7 @@ from .decoding import StoredSnapshot, architecture_digest, decode, decode_archit
 from .encoding import encode
 from .file_names import case_folded, file_name
 from .layout import Texts
-from .parsing import MOST_BYTES, RESTORE, parsed, too_large
+from .parsing import MOST_BYTES, RESTORE, parsed, text_of, too_large
 from .storage import ARCH, DIRECTORY, PROBE, REMOVED, read, read_texts, write
 from .updating import rewritten
 
@@ -24,6 +24,7 @@ __all__ = [
     "MOST_BYTES",
     "RESTORE",
     "parsed",
+    "text_of",
     "too_large",
     "StoredSnapshot",
     "Texts",

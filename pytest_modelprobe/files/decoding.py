@@ -8,19 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from pytest_modelprobe.exceptions import SnapshotError
-from pytest_modelprobe.record import (
-    Record,
-    gc_paused,
-    has_numbers,
-)
+from pytest_modelprobe.record import Record, gc_paused, has_numbers
 
 from .architecture_file import Structure
 from .layout import ComparedParts, digest_of
-from .numbers_file import (
-    Numbers,
-    RecordBuilder,
-    operation_from,
-)
+from .numbers_file import Numbers, RecordBuilder, operation_from
 from .parsing import RESTORE, parsed, string_dict, string_tuple
 from .specs import FormatError
 

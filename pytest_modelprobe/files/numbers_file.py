@@ -73,11 +73,9 @@ class Numbers:
             raise FormatError(f"how its noise came about is {excerpt(data['noise'])}")
         if data.get("compared", "all") not in get_args(ComparedParts):
             raise FormatError(f"what is compared of it is {excerpt(data['compared'])}")
-        if (
-            data.get("columns", COLUMNS) != COLUMNS
-            or data.get("gradient columns", GRADIENT_COLUMNS) != GRADIENT_COLUMNS
-        ):
-            raise FormatError("its columns are others than this version writes")
+        for name, columns in (("columns", COLUMNS), ("gradient columns", GRADIENT_COLUMNS)):
+            if data.get(name, columns) != columns:
+                raise FormatError("its columns are others than this version writes")
         self.header = data
         self.lines: dict[str, Any] = data[LAYERS]
         self.responses: dict[str, Any] = data.get(RESPONSES, {})
@@ -92,21 +90,14 @@ class Numbers:
 class _ValueReadings(NamedTuple):
     """The readings of a value or parameter."""
 
-    first: Reading
-    gradient: Reading | None
-    other: Reading | None
+    first: Reading = Reading()
+    gradient: Reading | None = None
+    other: Reading | None = None
     """The gradient inside a forward, or the value after the run."""
-    tensor: int
-
-
-_NOTHING = Reading()
+    tensor: int = -1
 
 
 _MOST_UNITS = 1 << 24  # of all values: a few numbers in a file stand for many in memory
-
-
-_Answer = tuple[tuple[EmittedTensor, ...], Reading | None, tuple[str, ...], str | None]
-"""Emitted tensors, gradient, names without a gradient, and the reason if there is no response."""
 
 
 _ValuePosition = tuple[int, int, bool, int]
@@ -124,8 +115,9 @@ class RecordBuilder:
         self.own: dict[str, _ValueReadings] = {}
         self.values: dict[_ValuePosition, _ValueReadings] = {}
         self.given: dict[_ValuePosition, Any] = {}
-        self.besides: dict[tuple[int, int], dict[str, str]] = {}
-        self.answers: dict[str, _Answer] = {}
+        self.besides: dict[tuple[int, int, str], str] = {}
+        self.answers: dict[str, IsolatedResponse] = {}
+        """By key, without recipes: these follow from the call."""
         self.recipes = Recipes(
             [Outline(line.name, [*line.parameters, *line.buffers], line.values) for line in structure.lines]
         )
@@ -156,7 +148,7 @@ class RecordBuilder:
                 if text is not None:
                     if type(text) is not str:
                         raise FormatError(f"{key!r} is {excerpt(text)}, no text")
-                    self.besides.setdefault((i, j), {})[key] = text
+                    self.besides[i, j, key] = text
                     found += 1
         if found != len(data):
             raise FormatError("it has numbers of what the architecture lacks")
@@ -199,7 +191,7 @@ class RecordBuilder:
                     if type(data) is list:
                         entry = self._entry(data, spec.shape, "value", "gradient", "gradient")
                     elif data is None and spec.origin is None:
-                        entry = _ValueReadings(_NOTHING, None, None, len(self.values))
+                        entry = _ValueReadings(tensor=len(self.values))
                     else:
                         where = spec.origin if data is None else data
                         there = (kind, absolute(where, name)) if type(where) is str else None
@@ -235,7 +227,7 @@ class RecordBuilder:
         found = []
         for name, spec in own:
             entry = self.own.get(qualified(line.name, name)) or self.own.get(spec.origin or "")
-            first, gradient, after, _ = entry or _ValueReadings(_NOTHING, None, None, -1)
+            first, gradient, after, _ = entry or _ValueReadings()
             found.append(
                 Parameter(
                     name=name,
@@ -255,7 +247,7 @@ class RecordBuilder:
 
     def _call(self, i: int, j: int, line: LayerLine) -> Call:
         started, finished = self.structure.places.get((i, j), (-1, -1))
-        besides = self.besides.get((i, j), {})
+        alone = self.besides.get((i, j, ALONE))
         inputs, outputs = line.values[j]
         return dataclasses.replace(
             line.calls[j],
@@ -263,13 +255,13 @@ class RecordBuilder:
             finished=finished,
             inputs=tuple([self._value((i, j, False, k), line.name, v) for k, v in enumerate(inputs)]),
             outputs=tuple([self._value((i, j, True, k), line.name, v) for k, v in enumerate(outputs)]),
-            random=besides.get(RANDOM),
-            response=self._response(i, j, besides[ALONE]) if ALONE in besides else None,
+            random=self.besides.get((i, j, RANDOM)),
+            response=None if alone is None else self._response(i, j, alone),
         )
 
     def _value(self, place: _ValuePosition, layer: str, value: tuple[str, ParsedSpec]) -> Value:
         path, spec = value
-        first, gradient, inner, tensor = self.values.get(place) or _ValueReadings(_NOTHING, None, None, -1)
+        first, gradient, inner, tensor = self.values.get(place) or _ValueReadings()
         return Value(
             path=path,
             shape=spec.shape,
@@ -293,18 +285,9 @@ class RecordBuilder:
         if key not in self.answers:
             with in_line(key):
                 self.answers[key] = self._answer(data)
-        handed, gradient, unreached, reason = self.answers[key]
-        return IsolatedResponse(
-            recipes=self.recipes.read(i, j, data.get(RECIPES, "")),
-            handed=handed,
-            gradient=gradient,
-            without_gradient=unreached,
-            reason=reason,
-        )
+        return dataclasses.replace(self.answers[key], recipes=self.recipes.read(i, j, data.get(RECIPES, "")))
 
-    def _answer(
-        self, data: Mapping[str, Any]
-    ) -> tuple[tuple[EmittedTensor, ...], Reading | None, tuple[str, ...], str | None]:
+    def _answer(self, data: Mapping[str, Any]) -> IsolatedResponse:
         handed = []
         for key, value in data.items():
             if key[:1] == HANDED:
@@ -316,9 +299,9 @@ class RecordBuilder:
         reason = data.get(REASON)
         if type(reason) not in (str, type(None)):
             raise FormatError(f"the reason is {excerpt(reason)}, no text")
-        return (
-            tuple(handed),
-            self._reading(data[GRADIENT], None, "response gradient") if GRADIENT in data else None,
-            string_tuple(data[UNREACHED], UNREACHED) if UNREACHED in data else (),
-            reason,
+        return IsolatedResponse(
+            handed=tuple(handed),
+            gradient=self._reading(data[GRADIENT], None, "response gradient") if GRADIENT in data else None,
+            without_gradient=string_tuple(data.get(UNREACHED, []), UNREACHED),
+            reason=reason,
         )

@@ -31,8 +31,6 @@ def parsed(text: str, where: str, *, section: str = LAYERS) -> dict[str, Any]:
     Raises:
         SnapshotError: It is another file, damaged, or of another version.
     """
-    if len(text) > MOST_BYTES:
-        too_large(where, len(text))
     if not text.strip():
         raise SnapshotError(f"{where} is empty: {RESTORE}")
     if text.startswith("\ufeff"):
@@ -57,7 +55,8 @@ def parsed(text: str, where: str, *, section: str = LAYERS) -> dict[str, Any]:
     except RecursionError:
         raise SnapshotError(f"{where} is nested too deeply to be a snapshot: {RESTORE}") from None
     except ValueError as error:  # ours, and that of an integer with thousands of digits
-        raise SnapshotError(f"{where} is no strict JSON, {_line(error)}: {RESTORE}") from None
+        first_line = str(error).partition("\n")[0]
+        raise SnapshotError(f"{where} is no strict JSON, {first_line}: {RESTORE}") from None
     if type(data) is not dict or type(data.get(section)) is not dict:
         raise SnapshotError(f"{where} is no file of pytest-modelprobe: {RESTORE}")
     schema = data.get("modelprobe")
@@ -81,6 +80,14 @@ def too_large(where: str, size: int) -> NoReturn:
     raise SnapshotError(
         f"{where} has {size >> 20:,} MB, more than a snapshot ever has ({MOST_BYTES >> 20} MB): {RESTORE}"
     )
+
+
+def text_of(data: bytes, where: str) -> str:
+    """Return the text of a file; `SnapshotError` if it is not UTF-8."""
+    try:
+        return data.decode("utf-8").replace("\r\n", "\n")  # as a checkout on Windows may have it
+    except UnicodeDecodeError as error:
+        raise SnapshotError(f"{where} is no UTF-8 text at byte {error.start}: {RESTORE}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -109,10 +116,6 @@ def excerpt(value: object) -> str:
     except RecursionError:
         text = f"a deeply nested {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 # --- types --------------------------------------------------------------------------------------------------------

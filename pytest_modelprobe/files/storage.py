@@ -9,7 +9,6 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from pytest_modelprobe.exceptions import SnapshotError
@@ -17,7 +16,7 @@ from pytest_modelprobe.interrupts import held
 
 from .decoding import StoredSnapshot, decode
 from .layout import Texts
-from .parsing import MOST_BYTES, RESTORE, too_large
+from .parsing import MOST_BYTES, text_of, too_large
 
 ARCH, PROBE = ".arch.json", ".probe.json"
 REMOVED = ".removed.json"
@@ -107,18 +106,12 @@ def _read(path: Path) -> str | None:
             raise SnapshotError(f"{path} is {kind}: move it out of the way, it stands where a snapshot belongs")
         if status.st_size > MOST_BYTES:
             too_large(str(path), status.st_size)
-        with target.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+        data = target.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise SnapshotError(f"{path} cannot be read ({error.strerror}): give yourself the right to read it") from None
-    if len(data) > MOST_BYTES:
-        too_large(str(path), len(data))
-    try:
-        return data.decode("utf-8").replace("\r\n", "\n")  # as a checkout on Windows may have it
-    except UnicodeDecodeError as error:
-        raise SnapshotError(f"{path} is no UTF-8 text at byte {error.start}: {RESTORE}") from None
+    return text_of(data, str(path))
 
 
 def _inside(path: Path) -> Path:
@@ -199,17 +192,12 @@ def _way_out(error: OSError, path: Path) -> str:
 
 def _remove_stale(directory: Path) -> None:
     """Remove our temporary files that are old or whose process does not run."""
-    for temporary, pid in _temporary(directory):
-        with contextlib.suppress(OSError):
-            if time.time() - temporary.stat().st_mtime > _OLD or not _runs(pid):
-                temporary.unlink()
-
-
-def _temporary(directory: Path) -> Iterator[tuple[Path, int]]:
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):  # noqa: PTH208 - names are enough, and there may be many
-            if found := _TEMPORARY.fullmatch(name):
-                yield directory / name, int(found[1])
+            found, temporary = _TEMPORARY.fullmatch(name), directory / name
+            with contextlib.suppress(OSError):
+                if found and (time.time() - temporary.stat().st_mtime > _OLD or not _runs(int(found[1]))):
+                    temporary.unlink()
 
 
 def _runs(pid: int) -> bool:

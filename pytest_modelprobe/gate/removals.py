@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 
 from pytest_modelprobe.exceptions import SnapshotError
-from pytest_modelprobe.files import ARCH, DIRECTORY, MOST_BYTES, REMOVED, Removal, removal_from
+from pytest_modelprobe.files import ARCH, DIRECTORY, MOST_BYTES, REMOVED, Removal, removal_from, text_of
 
 from .declarations import words
 from .git import Repository
-from .snapshot_sources import SourceError, text_of
+from .snapshot_sources import SourceError
 
 
 def removal_path(architecture: str) -> str:
