@@ -60,14 +60,12 @@ def observed_data(
         figures: What `ModelProbe.take_figures` returned.
     """
     sources = list(observed)
-    records = [source.record for source in sources]
     places = []
     for one in compared:
-        place = next((i for i, record in enumerate(records) if record is one.record), None)
+        place = next((i for i, source in enumerate(sources) if source.record is one.record), None)
         if place is None:
             place = len(sources)
             sources.append(Observed(one.record.model, "run", one.record))
-            records.append(one.record)
         places.append(place)
     runs = []
     for i, source in enumerate(sources):
