@@ -249,9 +249,10 @@ class Record:
         return as_html(self)
 
     def __repr__(self) -> str:
-        seen = {"layer": len(self.layers), "forward": self.forwards, "backward": self.backwards}
-        counts = (f"{n:,} {what}" + "s" * (n != 1) for what, n in seen.items())
-        return f"<Record of {self.model}: {', '.join(counts)}>"
+        from pytest_modelprobe.report.text import count
+
+        seen = count(len(self.layers), "layer"), count(self.forwards, "forward"), count(self.backwards, "backward")
+        return f"<Record of {self.model}: {', '.join(seen)}>"
 
     @property
     def parameters(self) -> list[Parameter]:
