@@ -7,15 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pytest_modelprobe.gate import (
-    GitError,
-    Repository,
-    SnapshotSource,
-    in_revision,
-    on_disk,
-    scope_in,
-    without_ending,
-)
+from pytest_modelprobe.gate import GitError, Repository, SnapshotSource, in_revision, on_disk, scope_in, without_ending
 
 SAME, DIFFERENT, INCOMPLETE = 0, 1, 2
 """Exit codes: success; differences, or denied changes; could not complete."""

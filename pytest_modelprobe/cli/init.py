@@ -6,9 +6,7 @@ import argparse
 from pathlib import Path
 
 from pytest_modelprobe.files import DIRECTORY
-from pytest_modelprobe.gate import (
-    Repository,
-)
+from pytest_modelprobe.gate import Repository
 
 from .common import SAME
 

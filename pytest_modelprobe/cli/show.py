@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_modelprobe.exceptions import ModelProbeError, SelectionError
-from pytest_modelprobe.gate import (
-    SnapshotVersion,
-)
+from pytest_modelprobe.gate import SnapshotVersion
 from pytest_modelprobe.record import Record, select
 from pytest_modelprobe.report import markdown
 from pytest_modelprobe.report.record import headline

@@ -21,15 +21,7 @@ from pytest_modelprobe.comparison import (
 from pytest_modelprobe.record import CallTree, Connection, Layer, Reading, Record, connections, has_numbers
 
 from .checkpoints import Effect, effect_on_checkpoints
-from .classes import (
-    CLASSES,
-    DEFAULTS,
-    LEVELS,
-    Class,
-    Level,
-    causes_of,
-    differences_by_class,
-)
+from .classes import CLASSES, DEFAULTS, LEVELS, Class, Level, causes_of, differences_by_class
 from .declarations import has_words, words
 from .file_differences import (
     architecture_differences,
