@@ -1,4 +1,4 @@
-"""Exit codes, what an argument names, and JSON output."""
+"""What the subcommands share: exit codes, what an argument names, and JSON output."""
 
 from __future__ import annotations
 

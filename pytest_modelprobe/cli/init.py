@@ -1,4 +1,4 @@
-"""`modelprobe init`: the attributes of snapshots in git."""
+"""`modelprobe init`: the attributes of snapshots in git, and what else a repository needs."""
 
 from __future__ import annotations
 

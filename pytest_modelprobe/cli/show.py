@@ -1,4 +1,7 @@
-"""`modelprobe show`: a snapshot as a table."""
+"""`modelprobe show`: one or several snapshots as tables, data or a page.
+
+Each snapshot is printed before the next one is read, because a folder of them may not fit into memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Records as two text files, and back: what a test recorded, kept in git."""
+"""Snapshots as two text files: what a test recorded, kept in git.
+
+`encode` writes a record as the texts of an architecture file and a numbers file, and `decode` reads them back. The
+architecture is exact and the same on all devices; the numbers are rounded, and each device has its own. The files are
+made for review: a layer is one line, defaults are left out, and an update touches as few lines as possible. A file may
+come from anybody who opens a pull request, so nothing in it is trusted: it is read with limits, and what is wrong is
+said in one sentence with the path and the way out.
+"""
 
 from __future__ import annotations
 

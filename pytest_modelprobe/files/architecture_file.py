@@ -1,4 +1,8 @@
-"""A parsed architecture file → its layers and calls, checked, without numbers."""
+"""From a parsed architecture file to its layers and calls, checked, and still without numbers.
+
+The numbers follow in `numbers_file`. A file describes much with few bytes, because lines of repeated blocks are equal:
+they are parsed once, and the limits hold for what they describe, not for the size of the file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Record → the texts of its two files."""
+"""From a record to the texts of its two files.
+
+What follows from the rest is left out: defaults, the order of calls if the lines tell it, the numbers of a tensor that
+was seen before. This keeps the files short and the lines of repeated blocks equal. The digest of the architecture is
+written into the numbers, so that two files of different versions are never read as one snapshot.
+"""
 
 from __future__ import annotations
 
@@ -91,10 +96,7 @@ def encode(
     lines = forward_order(record)
     numbers = has_numbers(record)
     header, defaults = _header(record, lines, numbers)
-    if reason is not None:
-        header["reason"] = reason
-    if supersedes is not None:
-        header["supersedes"] = supersedes
+    header |= _given({"reason": reason, "supersedes": supersedes})
     structure = _Structure(lines, header, defaults)
     layers = {name: structure.layer(name, layer, calls) for name, layer, calls in lines}
     architecture = laid_out(header, ((name, _JSON(layer)) for name, layer in layers.items()))
@@ -131,7 +133,7 @@ def _header(record: Record, lines: Sequence[LayerCalls], numbers: bool) -> tuple
         "notes": None if numbers else record.notes or None,
         "order": order if order != implied_timelines([name for name, _, _ in lines], calls) else None,
     }
-    return {k: v for k, v in header.items() if v is not None}, Defaults(dtype, requires_grad)
+    return _given(header), Defaults(dtype, requires_grad)
 
 
 def _everywhere(lines: Sequence[LayerCalls]) -> dict[str, Any]:
@@ -162,7 +164,11 @@ def _numbers_header(record: Record, digest: str, compared: ComparedParts) -> dic
         "gradient columns": GRADIENT_COLUMNS,
         "keys": KEYS,
     }
-    return {k: v for k, v in header.items() if v is not None}
+    return _given(header)
+
+
+def _given(header: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in header.items() if value is not None}
 
 
 def _operation(operation: Operation | None) -> list[str | None] | None:

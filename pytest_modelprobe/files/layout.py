@@ -1,4 +1,8 @@
-"""The layout of both files: strict JSON, one entry of the header a line, then one layer a line."""
+"""The layout that both files share: strict JSON with one entry of the header, or one layer, on each line.
+
+Git compares and merges by lines, so a change in one layer is a change of one line. The names of all fields stand here,
+and so do the values that a line leaves out: writing and reading both take them from here, and cannot disagree.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A parsed numbers file and a parsed architecture → the layers of a record."""
+"""From a parsed numbers file and its architecture to the layers of a record.
+
+A tensor is written once, where it is first seen. Wherever it is seen again, the file has the name of that place, or
+nothing if the architecture says where the value is from. So values are read in the order of execution, as they were
+written. The numbers are checked for what no tensor can have: without that, an edited file could pass as the same.
+"""
 
 from __future__ import annotations
 
@@ -64,27 +69,22 @@ _NUMBERS = {
 _MEASURED = ("measured", "not repeatable")
 
 
-class Numbers:
-    """A parsed numbers file; its lines are checked when they are used."""
-
-    def __init__(self, data: dict[str, Any], structure: Structure) -> None:
-        check_fields(data, _NUMBERS)
-        if data.get("noise", _MEASURED[0]) not in _MEASURED:
-            raise FormatError(f"how its noise came about is {excerpt(data['noise'])}")
-        if data.get("compared", "all") not in get_args(ComparedParts):
-            raise FormatError(f"what is compared of it is {excerpt(data['compared'])}")
-        for name, columns in (("columns", COLUMNS), ("gradient columns", GRADIENT_COLUMNS)):
-            if data.get(name, columns) != columns:
-                raise FormatError("its columns are others than this version writes")
-        self.header = data
-        self.lines: dict[str, Any] = data[LAYERS]
-        self.responses: dict[str, Any] = data.get(RESPONSES, {})
-        unknown = self.lines.keys() - structure.data[LAYERS].keys()
-        if unknown:
-            raise FormatError(f"there is no layer {excerpt(min(unknown))} in the architecture")
-        for name, line in self.lines.items():
-            if type(line) is not dict:
-                raise FormatError(f"in the line of {excerpt(name)}: it is no object")
+def check_numbers(data: Mapping[str, Any], structure: Structure) -> None:
+    """Raise `FormatError` unless a numbers file is one of this structure; its lines are checked when they are used."""
+    check_fields(data, _NUMBERS)
+    if data.get("noise", _MEASURED[0]) not in _MEASURED:
+        raise FormatError(f"how its noise came about is {excerpt(data['noise'])}")
+    if data.get("compared", "all") not in get_args(ComparedParts):
+        raise FormatError(f"what is compared of it is {excerpt(data['compared'])}")
+    for name, columns in (("columns", COLUMNS), ("gradient columns", GRADIENT_COLUMNS)):
+        if data.get(name, columns) != columns:
+            raise FormatError("its columns are others than this version writes")
+    unknown = data[LAYERS].keys() - structure.data[LAYERS].keys()
+    if unknown:
+        raise FormatError(f"there is no layer {excerpt(min(unknown))} in the architecture")
+    for name, line in data[LAYERS].items():
+        if type(line) is not dict:
+            raise FormatError(f"in the line of {excerpt(name)}: it is no object")
 
 
 class _ValueReadings(NamedTuple):
@@ -107,10 +107,10 @@ _ValuePosition = tuple[int, int, bool, int]
 class RecordBuilder:
     """Builds layers from the lines of both files."""
 
-    def __init__(self, structure: Structure, numbers: Numbers | None, device: str) -> None:
+    def __init__(self, structure: Structure, numbers: Mapping[str, Any]) -> None:
         self.structure = structure
-        self.device = device
-        self.responses: dict[str, Any] = {} if numbers is None else numbers.responses
+        self.device: str = numbers.get("device", "cpu")
+        self.responses: dict[str, Any] = numbers.get(RESPONSES, {})
         self.units = 0
         self.own: dict[str, _ValueReadings] = {}
         self.values: dict[_ValuePosition, _ValueReadings] = {}
@@ -121,10 +121,10 @@ class RecordBuilder:
         self.recipes = Recipes(
             [Outline(line.name, [*line.parameters, *line.buffers], line.values) for line in structure.lines]
         )
-        if numbers is not None:
+        if numbers:
             for i, line in enumerate(structure.lines):
                 with in_line(line.name):
-                    self._sort(i, line, numbers.lines.get(line.name, {}))
+                    self._sort(i, line, numbers[LAYERS].get(line.name, {}))
             self._resolve()
 
     def _sort(self, i: int, line: LayerLine, data: Mapping[str, Any]) -> None:

@@ -1,4 +1,9 @@
-"""Text → strict JSON of our schema, or an error of one sentence with advice."""
+"""From the text of a file to checked JSON, or to an error of one sentence that says what to do.
+
+The usual ways to damage a file in git have a sentence of their own: conflict markers, a file that is cut off, one of
+another version. JSON is read strictly: a name that stands twice, NaN or a number with thousands of digits is refused,
+because another reader could see something else in it. The second half of the module checks names and types of fields.
+"""
 
 from __future__ import annotations
 

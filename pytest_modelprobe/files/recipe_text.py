@@ -1,4 +1,9 @@
-"""Recipes of synthetic tensors, as one short text if their names follow from the architecture."""
+"""How synthetic tensors were made, as one short text.
+
+A response of a layer alone depends on a recipe for each tensor that the layer got. The names of these tensors, and
+mostly their shapes, follow from the architecture, so they are left out and the recipes stand in their usual order. A
+response may be shared by many calls, so the number of recipes that a file may ask for is limited.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The two files on disk: read with a size limit, written atomically."""
+"""The two files on disk: read with a limit of size, and written so that no crash leaves half a file.
+
+Each file is written beside its place, flushed to disk and then renamed, because a run may be killed at any time. A path
+that leads out of the tests by a symbolic link is refused: a pull request could bring such a link, and an update would
+write through it. Whatever the system refuses becomes an error with the next step.
+"""
 
 from __future__ import annotations
 
