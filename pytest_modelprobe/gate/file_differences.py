@@ -1,4 +1,8 @@
-"""Differences between two snapshots that a comparison of two runs does not report."""
+"""Differences between two snapshots that a comparison of two runs does not report.
+
+A test compares a run with a file, and some fields of a file cannot make it fail: notes, the order of calls, noise that
+allows more than before. The gate compares two files, and has to show what was edited there too.
+"""
 
 from __future__ import annotations
 

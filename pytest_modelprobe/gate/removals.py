@@ -1,4 +1,8 @@
-"""Reasons for deleted snapshots, each in a file where the snapshot was: ``test_a.removed.json``."""
+"""Reasons for deleted snapshots, each in a file where the snapshot was: ``test_a.removed.json``.
+
+A deleted file has no place for a reason. The reason names the content that was deleted, so it cannot be used again when
+a snapshot of the same name is deleted later.
+"""
 
 from __future__ import annotations
 

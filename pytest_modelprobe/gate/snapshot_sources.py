@@ -1,4 +1,8 @@
-"""Snapshots on disk, in the working tree or in a revision: found by path, read on demand."""
+"""Snapshots on disk, in the working tree or in a revision: found by path, and read when they are asked for.
+
+A repository may have more snapshots than fit into memory. So a source knows the paths and digests of all files, those
+with equal digests are never read, and contents are held one batch at a time.
+"""
 
 from __future__ import annotations
 

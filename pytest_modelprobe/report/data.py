@@ -1,4 +1,7 @@
-"""A verdict as plain data for JSON."""
+"""A verdict of the gate as plain data: the JSON of `modelprobe check` and `diff`.
+
+A finding or a cause has the same words here as in the other formats, so that a script and a reader see the same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The layers of a record as plain data, in order of execution."""
+"""The layers of a record as plain data, in order of execution.
+
+Of a layer that is called several times, the first call is shown. A report draws the graph of the model from `sources`
+and `after`: where an input is from if that is known, and else which layer ran just before.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What one test recorded and compared, as plain data for its report."""
+"""What one test recorded and compared, as plain data for its report.
+
+A comparison belongs to the run whose record it has, so that a report can show both at one place. A record that cannot
+be shown becomes an entry with its error: a report must not end the run of pytest.
+"""
 
 from __future__ import annotations
 

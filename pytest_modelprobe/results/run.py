@@ -1,4 +1,4 @@
-"""One run or watch as plain data."""
+"""One run or watch as plain data, and how much each step of training changed its layers."""
 
 from __future__ import annotations
 

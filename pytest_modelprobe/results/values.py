@@ -1,4 +1,8 @@
-"""Tensors and numbers as plain data."""
+"""Tensors and numbers as plain data.
+
+Strict JSON has no NaN, no infinity and no lone surrogate, and a record may have subclasses such as `numpy.float64`. All
+of that becomes builtin types here.
+"""
 
 from __future__ import annotations
 
