@@ -30,6 +30,7 @@ DIRECTORY = "__modelprobe__"
 
 _TEMPORARY = re.compile(r"\.modelprobe-(\d{1,10})-[0-9a-f]{8}\.tmp")
 _OLD = 3600.0  # seconds after which a temporary file is removed, also if its process runs on another machine
+_MOST_TRIES = 3
 
 
 def read(path: Path, numbers: Path | None = None) -> StoredSnapshot:
@@ -81,18 +82,13 @@ def write(path: Path, texts: Texts, numbers: Path | None = None) -> None:
         ) from None
     _remove_stale(path.parent)
     with held():
-        _write_both(path, texts, probe)
-
-
-def _write_both(path: Path, texts: Texts, probe: Path) -> None:
-    # Numbers first: an interrupted first update leaves no snapshot, a later one the reviewed architecture.
-    if texts.numbers is not None:
-        _write(probe, texts.numbers)
-    _write(path, texts.architecture)
-    if texts.numbers is None:
-        _inside(probe)
-        with contextlib.suppress(FileNotFoundError):
-            probe.unlink()
+        # Numbers first: an interrupted first update leaves no snapshot, a later one the reviewed architecture.
+        if texts.numbers is not None:
+            _write(probe, texts.numbers)
+        _write(path, texts.architecture)
+        if texts.numbers is None:
+            _inside(probe)
+            probe.unlink(missing_ok=True)
 
 
 def _numbers_path(path: Path, numbers: Path | None) -> Path:
@@ -144,35 +140,31 @@ def _write(path: Path, text: str) -> None:
     try:
         if target.is_file() and target.stat().st_size == len(data) and target.read_bytes() == data:
             return
-        for _ in range(3):
-            temporary = _written(target, data)
-            try:
-                temporary.replace(target)
-                break
-            except FileNotFoundError:  # removed as stale by another machine
-                continue
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
-        else:
+        if not _replaced(target, data):
             raise SnapshotError(f"{path} cannot be written, for its temporary files vanish: run it again")
         _flush_directory(target.parent)
     except OSError as error:
         raise SnapshotError(f"{path} cannot be written ({error.strerror}): {_way_out(error, path)}") from None
 
 
-def _written(target: Path, data: bytes) -> Path:
-    """Write the data to a new hidden file beside the target, and flush it to disk."""
-    temporary = target.with_name(f".modelprobe-{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return temporary
+def _replaced(target: Path, data: bytes) -> bool:
+    """Write the data to a hidden file beside the target, flush it to disk, and rename it; return whether that worked.
+
+    It may fail because another machine, on a shared disk, took the hidden file for one that a killed run had left.
+    """
+    for _ in range(_MOST_TRIES):
+        temporary = target.with_name(f".modelprobe-{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        try:
+            with temporary.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            with contextlib.suppress(FileNotFoundError):
+                temporary.replace(target)
+                return True
+        finally:
+            temporary.unlink(missing_ok=True)
+    return False
 
 
 def _flush_directory(directory: Path) -> None:

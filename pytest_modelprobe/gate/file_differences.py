@@ -79,8 +79,8 @@ def _fields(now: object, before: object, make: _MakeDifference, of: str = "") ->
     for what in _UNSEEN:
         x, y = getattr(now, what, None), getattr(before, what, None)
         if x != y:
-            shown = (str(side) if isinstance(side, tuple) else side for side in (x, y))
-            yield make(what=of + what, **dict(zip(("actual", "expected"), shown, strict=True)))
+            actual, expected = (str(side) if isinstance(side, tuple) else side for side in (x, y))
+            yield make(what=of + what, actual=actual, expected=expected)
 
 
 def run_differences(comparison: Comparison) -> Iterator[Difference]:
