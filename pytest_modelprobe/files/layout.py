@@ -83,7 +83,7 @@ class Texts(NamedTuple):
 
     architecture: str
     numbers: str | None
-    """None: a record of structure alone."""
+    """None if the record is of structure alone."""
 
 
 def laid_out(

@@ -22,7 +22,7 @@ MOST_BYTES = 64 << 20
 """Larger files are no snapshots."""
 
 _MOST_DIGITS = 300
-"""More digits than any attribute has."""
+"""More digits than any attribute has; a float holds all numbers of so many."""
 
 RESTORE = "restore it from version control, or delete it and record it anew with `pytest --snapshot-update`"
 
@@ -31,7 +31,12 @@ _THEIRS = re.compile(r">>>>>>>(?<=^.{7}) ?(.*)$", re.MULTILINE)
 
 
 def parsed(text: str, where: str, *, section: str = LAYERS) -> dict[str, Any]:
-    """Return what a file of our schema holds; it has an object of this name.
+    """Return what a file of our schema holds.
+
+    Args:
+        text: The text of the file.
+        where: Its path, for messages.
+        section: The name of the object that every file of this kind has.
 
     Raises:
         SnapshotError: It is another file, damaged, or of another version.
@@ -116,10 +121,7 @@ def _constant(name: str) -> NoReturn:
 
 def excerpt(value: object) -> str:
     """Return untrusted text for a message: one short line without control characters."""
-    try:
-        text = ascii(value)
-    except RecursionError:
-        text = f"a deeply nested {type(value).__name__}"
+    text = ascii(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -137,14 +139,14 @@ def check_fields(data: Mapping[str, Any], fields: Mapping[str, type | UnionType]
 
 
 def string_dict(data: Any, what: str) -> dict[str, str]:
-    """Return an object whose values are all texts; `FormatError` if they are not."""
+    """Return an object whose values are all texts; raise `FormatError` for anything else."""
     if type(data) is not dict or not all(type(value) is str for value in data.values()):
         raise FormatError(f"{what} is {excerpt(data)}, no object of texts")
     return data
 
 
 def string_tuple(data: Any, what: str) -> tuple[str, ...]:
-    """Return a list of texts as a tuple; `FormatError` if it is none."""
+    """Return a list of texts as a tuple; raise `FormatError` for anything else."""
     if type(data) is not list or not all(type(value) is str for value in data):
         raise FormatError(f"{what} is {excerpt(data)}, no list of texts")
     return tuple(data)

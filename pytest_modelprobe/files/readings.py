@@ -78,7 +78,7 @@ _NARROW = {"float16": 6e-5, "bfloat16": 4.8e-4}
 
 
 def reading_text(reading: Reading | None, shape: Sequence[Dimension] | None, dtype: str, role: Role) -> str:
-    """Return the list of a reading of values of this shape; None: the shape is not known."""
+    """Return the list of a reading; ``shape`` is that of its values, or None if it is not known."""
     if reading is None:
         return "null"
     numbers = reading.statistics
@@ -116,7 +116,7 @@ def reading_from(data: Any, shape: Sequence[Dimension] | None, role: Role) -> Re
     """Return the reading that `reading_text` wrote.
 
     Raises:
-        FormatError: It is none.
+        FormatError: The data is no such list.
     """
     if type(data) is not list:
         raise FormatError(f"{str(data)[:80]!r} is no list of numbers")
@@ -296,10 +296,7 @@ def _float(data: Any) -> float:
     if kind is float:
         return data  # type: ignore[no-any-return]
     if kind is int:
-        try:
-            return float(data)
-        except OverflowError:
-            raise FormatError("a number is too large") from None
+        return float(data)  # `parsed` refuses an integer that no float holds
     if kind is str and data in _NONFINITE:
         return _NONFINITE[data]
     raise FormatError(f"{str(data)[:80]!r} is no number")

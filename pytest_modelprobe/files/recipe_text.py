@@ -8,27 +8,18 @@ response may be shared by many calls, so the number of recipes that a file may a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from pytest_modelprobe.record import ROOT, Dimension
+from pytest_modelprobe.record import ROOT, Parameter, Value
 
-from .specs import FormatError, floating
+from .specs import FormatError, ParsedSpec, floating
 
 _MOST = 1 << 22
 """Tensors with a recipe, of all calls: one text in a file may stand for many calls."""
 
 
-class Shaped(Protocol):
-    """Whatever has a shape and a dtype."""
-
-    @property
-    def shape(self) -> Sequence[Dimension]:
-        """Sizes."""
-
-    @property
-    def dtype(self) -> str:
-        """Name of the dtype."""
-
+Shaped = Value | Parameter | ParsedSpec
+"""Whatever has a shape and a dtype: writing has values, reading their specs."""
 
 NamedValues = Sequence[tuple[str, Shaped]]
 """Values of a call with their paths."""

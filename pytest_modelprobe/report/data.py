@@ -37,10 +37,15 @@ def as_data(verdict: Verdict) -> dict[str, Any]:
     }
 
 
+def json_number(value: Any) -> Any:
+    """Return a float that is not finite as text, since strict JSON has none, and any other value as it is."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _finding_data(finding: Finding, change: SnapshotChange) -> dict[str, Any]:
     differences = [
         {
-            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            key: json_number(value)
             for key, value in dataclasses.asdict(difference).items()
             if value is not None and value != ""
         }
