@@ -6,18 +6,20 @@ they are parsed once, and the limits hold for what they describe, not for the si
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Any, NamedTuple
 
-from pytest_modelprobe.record import Call, ForwardKind, Plain
+from pytest_modelprobe.record import Call, ForwardKind, Layer, Plain
 
 from .layout import ABSENT, ARROW, LAYERS, MODES, digest_of, usual_call, usual_layer
 from .order import containers, events, implied_timelines
 from .parsing import check_fields, excerpt, string_dict, string_tuple
 from .specs import DTYPE, Defaults, FormatError, ParsedSpec, name_of, parse_parameter, parse_value
 
+# The names and types of the fields; what no table has is refused.
 _HEADER = {
     "modelprobe": int, "model": str, "root": str, "mode": str, "seed": int, "loss": str, "forwards": int,
     "backwards": int, "dtype": str, "requires_grad": bool, "grad_enabled": bool, "autocast": str, "attributes": dict,
@@ -35,6 +37,7 @@ _CALL: dict[str, type | UnionType] = {
 _DEEPEST = 256
 """Parts of a layer's name: Python's recursion limit allows no deeper calls."""
 _MOST_LAYERS = 1 << 17
+"""More than any model has."""
 _MOST_PARTS = 1 << 20
 """Layers, parameters, buffers, calls and values: a few bytes of a file are a hundred times as much in memory."""
 
@@ -44,19 +47,17 @@ Named = list[tuple[str, ParsedSpec]]
 class LayerLine(NamedTuple):
     """A layer without numbers."""
 
-    name: str
-    type: str
-    leaf: bool
-    functional: bool
-    training: bool
-    aliases: tuple[str, ...]
-    attributes: dict[str, Plain]
+    layer: Layer
+    """With its calls; the parameters, buffers and values are missing."""
     parameters: Named
     buffers: Named
-    calls: list[Call]
-    """Without their values."""
     values: list[tuple[Named, Named]]
     """Inputs and outputs of each call."""
+
+    @property
+    def name(self) -> str:
+        """The name of the layer."""
+        return self.layer.name
 
 
 class Structure:
@@ -75,7 +76,7 @@ class Structure:
         self.defaults = Defaults(data.get("dtype", DTYPE), data.get("requires_grad", False))
         self.attributes = _attributes(data.get("attributes", {}))
         self.parents = containers(data[LAYERS])
-        self._contents: dict[str, tuple[Any, ...]] = {}
+        self._contents: dict[str, LayerLine] = {}
         """By their texts: the lines of repeated blocks are equal."""
         self._parts = 0
         self.lines = [self._line(name, line) for name, line in data[LAYERS].items()]
@@ -90,30 +91,27 @@ class Structure:
             text = repr(line)
             if text not in self._contents:
                 self._contents[text] = self._content(line)
-            *_, parameters, buffers, calls, values = self._contents[text]
-            self._parts += 1 + len(parameters) + len(buffers) + len(calls) + sum(len(a) + len(b) for a, b in values)
+            found = self._contents[text]
+            self._parts += 1 + len(found.parameters) + len(found.buffers) + len(found.values)
+            self._parts += sum(len(inputs) + len(outputs) for inputs, outputs in found.values)
             if self._parts > _MOST_PARTS:
                 raise FormatError(f"up to it there are more than {_MOST_PARTS:,} parameters, calls and values")
             # Interned: of many snapshots the names of layers are what stays in memory.
             leaf = line.get("leaf", name not in self.parents)
-            return LayerLine(sys.intern(name), line["type"], leaf, *self._contents[text])
+            return found._replace(layer=dataclasses.replace(found.layer, name=sys.intern(name), leaf=leaf))
 
-    def _content(self, line: dict[str, Any]) -> tuple[Any, ...]:
-        """Return the fields of a `LayerLine` from ``functional`` on."""
+    def _content(self, line: dict[str, Any]) -> LayerLine:
+        """Return what a line says of a layer, whatever its name is."""
         check_fields(line, _LAYER)
-        layer = usual_layer(self.data, has_children=False) | line
-        attributes = _attributes(layer["attributes"])
-        if not layer["functional"]:
-            attributes |= {k: v for k, v in self.attributes.items() if k not in layer["attributes"]}
-        return (
-            layer["functional"],
-            layer["training"],
-            string_tuple(layer["aliases"], "aliases"),
-            attributes,
-            self._own(layer["parameters"], trainable=True),
-            self._own(layer["buffers"], trainable=False),
-            *self._calls(layer["calls"], layer["training"]),
-        )
+        fields = usual_layer(self.data, has_children=False) | line
+        attributes = _attributes(fields["attributes"])
+        if not fields["functional"]:
+            attributes |= {k: v for k, v in self.attributes.items() if k not in fields["attributes"]}
+        fields["attributes"], fields["aliases"] = attributes, string_tuple(fields["aliases"], "aliases")
+        parameters = self._own(fields.pop("parameters"), trainable=True)
+        buffers = self._own(fields.pop("buffers"), trainable=False)
+        fields["calls"], values = self._calls(fields["calls"], fields["training"])
+        return LayerLine(Layer(name="", **fields), parameters, buffers, values)
 
     def _own(self, data: Any, *, trainable: bool) -> Named:
         return [
@@ -124,7 +122,7 @@ class Structure:
     def _values(self, data: Any) -> Named:
         return [(name_of(key), parse_value(text, self.defaults)) for key, text in string_dict(data, "values").items()]
 
-    def _calls(self, data: Sequence[Any], training: bool) -> tuple[list[Call], list[tuple[Named, Named]]]:
+    def _calls(self, data: Sequence[Any], training: bool) -> tuple[tuple[Call, ...], list[tuple[Named, Named]]]:
         """Return the calls without their values, and the inputs and outputs of each."""
         calls, values = [], []
         following: dict[ForwardKind, int] = {}
@@ -150,11 +148,11 @@ class Structure:
             values.append((self._values(inputs), self._values(outputs)))
             if any(worded.origin is not None for _, worded in values[-1][1]):
                 raise FormatError("what a call gives out comes from nowhere else")
-        return calls, values
+        return tuple(calls), values
 
     def _place(self) -> None:
         """Assign each call its start and end in the order of its forward."""
-        self.calls = [line.calls for line in self.lines]
+        self.calls = [line.layer.calls for line in self.lines]
         order = self.data.get("order")
         if order is None:
             order = implied_timelines([line.name for line in self.lines], self.calls)

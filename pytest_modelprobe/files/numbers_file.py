@@ -210,17 +210,11 @@ class RecordBuilder:
     def layer(self, i: int, line: LayerLine) -> Layer:
         """Return a layer with parameters, buffers and calls."""
         with in_line(line.name):
-            return Layer(
-                name=line.name,
-                type=line.type,
-                leaf=line.leaf,
-                functional=line.functional,
-                training=line.training,
-                attributes=line.attributes,
-                aliases=line.aliases,
+            return dataclasses.replace(
+                line.layer,
                 parameters=self._parameters(line, line.parameters),
                 buffers=self._parameters(line, line.buffers),
-                calls=tuple([self._call(i, j, line) for j in range(len(line.calls))]),
+                calls=tuple([self._call(i, j, line) for j in range(len(line.values))]),
             )
 
     def _parameters(self, line: LayerLine, own: Named) -> tuple[Parameter, ...]:
@@ -250,7 +244,7 @@ class RecordBuilder:
         alone = self.besides.get((i, j, ALONE))
         inputs, outputs = line.values[j]
         return dataclasses.replace(
-            line.calls[j],
+            line.layer.calls[j],
             started=started,
             finished=finished,
             inputs=tuple([self._value((i, j, False, k), line.name, v) for k, v in enumerate(inputs)]),

@@ -1,5 +1,8 @@
 """Readings as short lists of numbers, and back.
 
+A list has no names, because a file has thousands of them; the header of the file names the columns. Digits are rounded
+to what a comparison can tell apart, so that noise of the machine does not show up in a diff.
+
 - Values, parameters, buffers: ``[mean, std, min, max, fingerprint, noise, zeros, {more}]``.
 - Gradients: ``[rms, fingerprint, noise, zeros, {more}]``. Only their norm and fingerprint are compared.
 - Where there are no statistics: ``[fingerprint, noise, {more}]``.
@@ -75,6 +78,7 @@ _PRECISION: dict[Role, float] = {
     "gradient": 5e-7, "own gradient": 5e-7, "response gradient": 5e-7,
 }  # fmt: skip
 _NARROW = {"float16": 6e-5, "bfloat16": 4.8e-4}
+"""A sixteenth of the distance between 1 and the next number of the dtype."""
 
 
 def reading_text(reading: Reading | None, shape: Sequence[Dimension] | None, dtype: str, role: Role) -> str:

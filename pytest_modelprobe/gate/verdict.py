@@ -1,4 +1,8 @@
-"""Snapshots of two revisions → their changes, the class of each, and whether it was declared. No text, no git."""
+"""From the snapshots of two revisions to their changes, the class of each, and whether it was declared.
+
+Nothing here knows git or words: it gets snapshots by name and returns plain values, so that every rule can be tested
+with records written by hand. Snapshots are read one pair after the other, and of each only what is printed is kept.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The arguments of ``modelprobe_snapshot(...)``, checked when they are given."""
+"""The arguments of ``modelprobe_snapshot(...)``, checked when they are given.
+
+A wrong argument fails at the line that gives it, also where no snapshot exists yet to compare with.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What one comparison with a snapshot found, and what the test learned of it."""
+"""What one comparison with a snapshot found, and what the test learned of it.
+
+A comparison may be made and its result never used, or it may be used in ``!=``. Both decide whether the test passes, so
+an outcome also knows how it was asked. Reports get it in builtin types, because they may be made in another process.
+"""
 
 from __future__ import annotations
 
