@@ -32,31 +32,8 @@ from pytest_modelprobe.record import (
     qualified,
 )
 
-from .layout import (
-    ABSENT,
-    ALONE,
-    ARROW,
-    COLUMNS,
-    EMPTY,
-    GRADIENT,
-    GRADIENT_COLUMNS,
-    HANDED,
-    INPUT,
-    KEYS,
-    OUTPUT,
-    OWN,
-    RANDOM,
-    REASON,
-    RECIPES,
-    SCHEMA,
-    UNREACHED,
-    ComparedParts,
-    Texts,
-    digest_of,
-    laid_out,
-    usual_call,
-    usual_layer,
-)
+from . import layout
+from .layout import ComparedParts, Texts, digest_of, laid_out, usual_call, usual_layer
 from .order import all_events, containers, events, forward_kind_of, forward_order, implied_timelines, timelines
 from .readings import reading_text
 from .recipe_text import Outline, Recipes
@@ -116,7 +93,7 @@ def _header(record: Record, lines: Sequence[LayerCalls], numbers: bool) -> tuple
     requires_grad = any(v.requires_grad for _, _, cs in lines for c in cs for v in (*c.inputs, *c.outputs))
     order = timelines(calls)
     header: dict[str, Any] = {
-        "modelprobe": SCHEMA,
+        "modelprobe": layout.SCHEMA,
         "model": record.model,
         "root": first.root if first and first.root != ROOT else None,
         "mode": "train" if training else "eval",
@@ -151,7 +128,7 @@ def _dtypes(lines: Sequence[LayerCalls]) -> Iterator[str]:
 
 def _numbers_header(record: Record, digest: str, compared: ComparedParts) -> dict[str, Any]:
     header: dict[str, Any] = {
-        "modelprobe": SCHEMA,
+        "modelprobe": layout.SCHEMA,
         "architecture": digest,
         "compared": None if compared == "all" else compared,
         "device": record.device,
@@ -160,9 +137,9 @@ def _numbers_header(record: Record, digest: str, compared: ComparedParts) -> dic
         "origin": _operation(record.origin),
         "gradient_origin": _operation(record.gradient_origin),
         "versions": dict(record.versions) or None,
-        "columns": COLUMNS,
-        "gradient columns": GRADIENT_COLUMNS,
-        "keys": KEYS,
+        "columns": layout.COLUMNS,
+        "gradient columns": layout.GRADIENT_COLUMNS,
+        "keys": layout.KEYS,
     }
     return _given(header)
 
@@ -206,7 +183,7 @@ class _Structure:
             return found
         defaults: Mapping[str, Any] = self.header.get("attributes", {})
         own = {k: v for k, v in found.items() if k not in defaults or not _same_attribute(defaults[k], v)}
-        return own | {k: ABSENT for k in defaults if k not in found}
+        return own | {k: layout.ABSENT for k in defaults if k not in found}
 
     def _own(self, own: Sequence[Parameter], *, trainable: bool) -> dict[str, str]:
         texts = (parameter_text(p, self.defaults, trainable=trainable) for p in own)
@@ -250,7 +227,7 @@ def _signature(line: Mapping[str, Any]) -> str | None:
     """Return the short text of a call with one input, one output and no other fields; else None."""
     if line.keys() == {"inputs", "outputs"} and [*line["inputs"], *line["outputs"]] == ["input", "output"]:
         source, made = line["inputs"]["input"], line["outputs"]["output"]
-        return f"{source}{ARROW}{made}" if " from " not in made else None
+        return f"{source}{layout.ARROW}{made}" if " from " not in made else None
     return None
 
 
@@ -301,8 +278,8 @@ class _Numbers:
         found = []
         for key, parameter in zip(keys(p.name for p in own), own, strict=True):
             entry = self.own[qualified(layer_name, parameter.name)]
-            if entry != self.own.get(parameter.tied_to or "", EMPTY):
-                found.append((OWN + key, entry))
+            if entry != self.own.get(parameter.tied_to or "", layout.EMPTY):
+                found.append((layout.OWN + key, entry))
         return found
 
     def _own_entry(self, parameter: Parameter) -> str:
@@ -333,7 +310,7 @@ class _Numbers:
                 elif owner is not None and owner[1] == entry:
                     text = quoted(relative(owner[0], name))
                 else:
-                    text = "" if entry == EMPTY and value.source is None else entry
+                    text = "" if entry == layout.EMPTY and value.source is None else entry
                 if value.tensor >= 0 and (kind, here) not in known:
                     owners.setdefault((kind, value.tensor), (here, entry))
                 known.add((kind, here))
@@ -353,29 +330,29 @@ class _Numbers:
         return self.known[key]
 
     def _call(self, i: int, j: int, call: Call) -> Iterator[tuple[str, str]]:
-        for sign, end, values in ((INPUT, False, call.inputs), (OUTPUT, True, call.outputs)):
+        for sign, end, values in ((layout.INPUT, False, call.inputs), (layout.OUTPUT, True, call.outputs)):
             for k, key in enumerate(keys(v.path for v in values)):
                 if text := self.entries[i, j, end, k]:
                     yield sign + key, text
         if call.random is not None:
-            yield RANDOM, quoted(call.random)
+            yield layout.RANDOM, quoted(call.random)
         if call.response is not None:
-            yield ALONE, quoted(self._response(i, j, call.response))
+            yield layout.ALONE, quoted(self._response(i, j, call.response))
 
     # --- responses
 
     def _response(self, i: int, j: int, response: IsolatedResponse) -> str:
         """Return the key of a response; equal responses share one."""
         dtype = next((value.dtype for value in self.lines_of[i][2][j].outputs), DTYPE)  # as it is compared
-        parts = [(RECIPES, _COMPACT(self.recipes.text(i, j, response.recipes)))]
+        parts = [(layout.RECIPES, _COMPACT(self.recipes.text(i, j, response.recipes)))]
         for key, handed in zip(keys(h.where for h in response.handed), response.handed, strict=True):
-            parts.append((HANDED + key, self._handed(handed, dtype)))
+            parts.append((layout.HANDED + key, self._handed(handed, dtype)))
         if response.gradient is not None:
-            parts.append((GRADIENT, reading_text(response.gradient, None, dtype, "response gradient")))
+            parts.append((layout.GRADIENT, reading_text(response.gradient, None, dtype, "response gradient")))
         if response.without_gradient:
-            parts.append((UNREACHED, _COMPACT(response.without_gradient)))
+            parts.append((layout.UNREACHED, _COMPACT(response.without_gradient)))
         if response.reason is not None:
-            parts.append((REASON, quoted(response.reason)))
+            parts.append((layout.REASON, quoted(response.reason)))
         text = _object(parts)
         digest = hashlib.sha256(text.encode()).hexdigest()
         length = next(n for n in range(8, len(digest)) if self.responses.get(digest[:n], text) == text)

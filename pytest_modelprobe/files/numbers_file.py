@@ -25,24 +25,9 @@ from pytest_modelprobe.record import (
     qualified,
 )
 
+from . import layout
 from .architecture_file import LayerLine, Named, Structure, in_line
-from .layout import (
-    ALONE,
-    COLUMNS,
-    GRADIENT,
-    GRADIENT_COLUMNS,
-    HANDED,
-    INPUT,
-    LAYERS,
-    OUTPUT,
-    OWN,
-    RANDOM,
-    REASON,
-    RECIPES,
-    RESPONSES,
-    UNREACHED,
-    ComparedParts,
-)
+from .layout import ComparedParts
 from .order import all_events, forward_kind_of
 from .parsing import check_fields, excerpt, string_tuple
 from .readings import FULL, Role, check_statistics, reading_from
@@ -62,7 +47,7 @@ def operation_from(data: Any) -> Operation | None:
 _NUMBERS = {
     "modelprobe": int, "architecture": str, "compared": str, "device": str, "noise": str, "notes": list, "origin": list,
     "gradient_origin": list, "versions": dict, "columns": list, "gradient columns": list, "keys": dict,
-    RESPONSES: dict, LAYERS: dict,
+    layout.RESPONSES: dict, layout.LAYERS: dict,
 }  # fmt: skip
 
 
@@ -76,13 +61,13 @@ def check_numbers(data: Mapping[str, Any], structure: Structure) -> None:
         raise FormatError(f"how its noise came about is {excerpt(data['noise'])}")
     if data.get("compared", "all") not in get_args(ComparedParts):
         raise FormatError(f"what is compared of it is {excerpt(data['compared'])}")
-    for name, columns in (("columns", COLUMNS), ("gradient columns", GRADIENT_COLUMNS)):
+    for name, columns in (("columns", layout.COLUMNS), ("gradient columns", layout.GRADIENT_COLUMNS)):
         if data.get(name, columns) != columns:
             raise FormatError("its columns are others than this version writes")
-    unknown = data[LAYERS].keys() - structure.data[LAYERS].keys()
+    unknown = data[layout.LAYERS].keys() - structure.data[layout.LAYERS].keys()
     if unknown:
         raise FormatError(f"there is no layer {excerpt(min(unknown))} in the architecture")
-    for name, line in data[LAYERS].items():
+    for name, line in data[layout.LAYERS].items():
         if type(line) is not dict:
             raise FormatError(f"in the line of {excerpt(name)}: it is no object")
 
@@ -110,7 +95,7 @@ class RecordBuilder:
     def __init__(self, structure: Structure, numbers: Mapping[str, Any]) -> None:
         self.structure = structure
         self.device: str = numbers.get("device", "cpu")
-        self.responses: dict[str, Any] = numbers.get(RESPONSES, {})
+        self.responses: dict[str, Any] = numbers.get(layout.RESPONSES, {})
         self.units = 0
         self.own: dict[str, _ValueReadings] = {}
         self.values: dict[_ValuePosition, _ValueReadings] = {}
@@ -124,7 +109,7 @@ class RecordBuilder:
         if numbers:
             for i, line in enumerate(structure.lines):
                 with in_line(line.name):
-                    self._sort(i, line, numbers[LAYERS].get(line.name, {}))
+                    self._sort(i, line, numbers[layout.LAYERS].get(line.name, {}))
             self._resolve()
 
     def _sort(self, i: int, line: LayerLine, data: Mapping[str, Any]) -> None:
@@ -132,18 +117,18 @@ class RecordBuilder:
         own = [*line.parameters, *line.buffers]
         found = 0
         for key, (name, spec) in zip(keys([name for name, _ in own]), own, strict=True):
-            if OWN + key in data:
-                entry = self._entry(data[OWN + key], spec.shape, "own", "own gradient", "own")
+            if layout.OWN + key in data:
+                entry = self._entry(data[layout.OWN + key], spec.shape, "own", "own gradient", "own")
                 self.own[qualified(line.name, name)] = entry
                 found += 1
         for j, (inputs, outputs) in enumerate(line.values):
             number = str(j + 1) if j else ""
-            for sign, end, values in ((number + INPUT, False, inputs), (number + OUTPUT, True, outputs)):
+            for sign, end, values in ((number + layout.INPUT, False, inputs), (number + layout.OUTPUT, True, outputs)):
                 for k, key in enumerate(keys(path for path, _ in values)):
                     if sign + key in data:
                         self.given[i, j, end, k] = data[sign + key]
                         found += 1
-            for key in (ALONE, RANDOM):
+            for key in (layout.ALONE, layout.RANDOM):
                 text = data.get(number + key)
                 if text is not None:
                     if type(text) is not str:
@@ -241,7 +226,7 @@ class RecordBuilder:
 
     def _call(self, i: int, j: int, line: LayerLine) -> Call:
         started, finished = self.structure.places.get((i, j), (-1, -1))
-        alone = self.besides.get((i, j, ALONE))
+        alone = self.besides.get((i, j, layout.ALONE))
         inputs, outputs = line.values[j]
         return dataclasses.replace(
             line.layer.calls[j],
@@ -249,7 +234,7 @@ class RecordBuilder:
             finished=finished,
             inputs=tuple([self._value((i, j, False, k), line.name, v) for k, v in enumerate(inputs)]),
             outputs=tuple([self._value((i, j, True, k), line.name, v) for k, v in enumerate(outputs)]),
-            random=self.besides.get((i, j, RANDOM)),
+            random=self.besides.get((i, j, layout.RANDOM)),
             response=None if alone is None else self._response(i, j, alone),
         )
 
@@ -279,23 +264,26 @@ class RecordBuilder:
         if key not in self.answers:
             with in_line(key):
                 self.answers[key] = self._answer(data)
-        return dataclasses.replace(self.answers[key], recipes=self.recipes.read(i, j, data.get(RECIPES, "")))
+        return dataclasses.replace(self.answers[key], recipes=self.recipes.read(i, j, data.get(layout.RECIPES, "")))
 
     def _answer(self, data: Mapping[str, Any]) -> IsolatedResponse:
         handed = []
         for key, value in data.items():
-            if key[:1] == HANDED:
+            if key[:1] == layout.HANDED:
                 passed = value if type(value) is str else None
                 reading = None if value is None or passed is not None else self._reading(value, None, "response")
                 handed.append(EmittedTensor(where=name_of(key[1:]), passed=passed, reading=reading))
-            elif key not in (RECIPES, GRADIENT, UNREACHED, REASON):
+            elif key not in (layout.RECIPES, layout.GRADIENT, layout.UNREACHED, layout.REASON):
                 raise FormatError(f"it has an unknown field {excerpt(key)}")
-        reason = data.get(REASON)
+        reason = data.get(layout.REASON)
         if type(reason) not in (str, type(None)):
             raise FormatError(f"the reason is {excerpt(reason)}, no text")
+        gradient = None
+        if layout.GRADIENT in data:
+            gradient = self._reading(data[layout.GRADIENT], None, "response gradient")
         return IsolatedResponse(
             handed=tuple(handed),
-            gradient=self._reading(data[GRADIENT], None, "response gradient") if GRADIENT in data else None,
-            without_gradient=string_tuple(data.get(UNREACHED, []), UNREACHED),
+            gradient=gradient,
+            without_gradient=string_tuple(data.get(layout.UNREACHED, []), layout.UNREACHED),
             reason=reason,
         )
