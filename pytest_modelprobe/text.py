@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 MOST_ROWS = 20
 """Rows of a table above which the rest is counted."""
@@ -31,6 +33,11 @@ def number(value: float | None) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.4g}"
+
+
+def json_number(value: Any) -> Any:
+    """Return a float that is not finite as text, since strict JSON has none, and any other value as it is."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def count(n: int, noun: str) -> str:

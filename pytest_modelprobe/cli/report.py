@@ -1,4 +1,4 @@
-"""`modelprobe report`: a file of results in another format."""
+"""`modelprobe report`: the results of a run of pytest, written by ``--modelprobe-json``, in another format."""
 
 from __future__ import annotations
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from .batches import batch_sizes
 from .call_tree import CallScope, CallTree, Connection, ForwardKind, Step, connections, forward_of
-from .calls import Attention, Call, Dimension, EmittedTensor, IsolatedResponse, Plain, Value, merge_dimensions
-from .garbage import gc_paused
+from .calls import (
+    Attention,
+    Call,
+    Dimension,
+    EmittedTensor,
+    IsolatedResponse,
+    Plain,
+    Value,
+    batch_sizes,
+    merge_dimensions,
+)
+from .construction import gc_paused
 from .layer import Layer, Parameter, elements
 from .naming import NOT_DEFAULT, ROOT, address, call_name, containers, label_of, parent, qualified
 from .profile import LayerProfile, Profile

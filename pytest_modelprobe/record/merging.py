@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_modelprobe.exceptions import UsageError
 
-from .batches import batch_sizes
-from .calls import Call, Dimension, Value
+from .calls import Call, Dimension, Value, batch_sizes
 from .layer import Layer, Parameter
 from .naming import address, qualified
 from .tensor_parallel import MIXED, TENSOR_PARALLEL, Joining

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from pytest_modelprobe.exceptions import UnknownLayerError
+from pytest_modelprobe.text import count
 
 from . import display
 from .calls import Call
@@ -236,9 +237,8 @@ class Record:
         return as_html(self)
 
     def __repr__(self) -> str:
-        seen = {"layer": len(self.layers), "forward": self.forwards, "backward": self.backwards}
-        counts = (f"{n:,} {what}" + "s" * (n != 1) for what, n in seen.items())
-        return f"<Record of {self.model}: {', '.join(counts)}>"
+        seen = count(len(self.layers), "layer"), count(self.forwards, "forward"), count(self.backwards, "backward")
+        return f"<Record of {self.model}: {', '.join(seen)}>"
 
     @property
     def parameters(self) -> list[Parameter]:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .construction import quickly_made
-from .equality import NanEqual
+from .construction import NanEqual, quickly_made
 
 
 def merge_moments(

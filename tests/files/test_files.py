@@ -814,6 +814,15 @@ def test_a_fingerprint_of_any_size_is_kept_to_its_bits(numbers: list[float], bit
     assert fixed_point.packed(fixed_point.unpacked(text), bits) == text
 
 
+@pytest.mark.parametrize(
+    ("at", "damage"), [(0, "wA"), (20, "{"), (20, "="), (20, "ü")], ids=["exponent", "sign", "end", "no ASCII"]
+)
+def test_a_damaged_fingerprint_is_refused(at: int, damage: str) -> None:
+    text = fixed_point.packed((0.5, -1.25) * 8, 16)
+    with pytest.raises(ValueError, match="is no fingerprint"):
+        fixed_point.unpacked(text[:at] + damage + text[at + len(damage) :])
+
+
 def bare(layers: str) -> str:
     return f'{{"modelprobe": 2, "model": "Net", "mode": "eval", "numbers": false, "layers": {{{layers}}}}}'
 

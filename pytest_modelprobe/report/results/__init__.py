@@ -1,4 +1,8 @@
-"""The results of a run of pytest as plain data, from which every report is made."""
+"""The results of a run of pytest as plain data, from which every report is made.
+
+Reports never see a record: what they show crosses processes of pytest-xdist, is written by ``--modelprobe-json``, and
+may be rendered later by another process. So everything here is in builtin types that strict JSON can hold.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results of a whole run of pytest: the document, and its file."""
+"""The results of a whole run of pytest: the document around those of the tests, and its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The layers of a record as plain data, in order of execution."""
+"""The layers of a record as plain data, in order of execution.
+
+Of a layer that is called several times, the first call is shown. A report draws the graph of the model from `sources`
+and `after`: where an input is from if that is known, and else which layer ran just before.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +36,44 @@ def layers_data(
     """
     found, tree = statuses(record, dead, diagnosis), CallTree(record)
     first = {step.layer.name: step for step in reversed(tree.started)}
-    given = _given(tree)
     ended = sorted(first.values(), key=lambda step: step.call.finished if step.call.finished >= 0 else math.inf)
     names = [*(step.layer.name for step in ended), *(name for name in record.layers if name not in first)]
     before = {} if expected is None else expected.layers
     profiles = {} if record.profile is None else record.profile.layers
-    return [
-        _layer(
-            record.layers[name], first.get(name), tree, given, found.get(name, []), before.get(name), profiles.get(name)
-        )
-        for name in names
-    ]
+    given = _given(tree)
+
+    def layer_data(layer: Layer) -> dict[str, Any]:
+        module, _, kind = layer.type.rpartition(".")
+        step, profile = first.get(layer.name), profiles.get(layer.name)
+        not_called = Call(root=layer.name, root_training=False, index=0, training=layer.training)
+        call = not_called if step is None else step.call
+        sources = [] if step is None else [_source(tree, step, value, given) for value in call.inputs]
+        behind = step.previous if step is not None and None in sources else None
+        return {
+            "name": text(layer.name),
+            "type": text(kind),
+            "module": text(module),
+            "leaf": layer.leaf,
+            "functional": layer.functional,
+            "training": call.training,
+            "calls": len(layer.calls),
+            "parameters": elements(layer.parameters),
+            "trainable": elements(p for p in layer.parameters if p.requires_grad),
+            "attributes": plain_mapping(layer.attributes),
+            "inputs": [tensor_data(value) for value in call.inputs],
+            "outputs": [tensor_data(value) for value in call.outputs],
+            "sources": [text(name) for name in dict.fromkeys(sources) if name is not None],
+            "after": None if behind is None else text(behind.layer.name),
+            "status": found.get(layer.name, []),
+            "weights": _weights(layer),
+            "dead_units": _dead_units(call),
+            "saturated_units": _saturated_units(layer, call),
+            "attention": _attention(call),
+            "profile": None if profile is None else costs(profile),
+            "before": _before(before.get(layer.name)),
+        }
+
+    return [layer_data(record.layers[name]) for name in names]
 
 
 def _given(tree: CallTree) -> dict[tuple[str, bool], set[int]]:
@@ -52,45 +83,6 @@ def _given(tree: CallTree) -> dict[tuple[str, bool], set[int]]:
         if step.outermost:
             found.setdefault(step.place[:2], set()).update(value.tensor for value in step.call.inputs)
     return found
-
-
-def _layer(
-    layer: Layer,
-    step: Step | None,
-    tree: CallTree,
-    given: Mapping[tuple[str, bool], set[int]],
-    status: list[str],
-    before: Layer | None,
-    profile: LayerProfile | None,
-) -> dict[str, Any]:
-    module, _, kind = layer.type.rpartition(".")
-    call = None if step is None else step.call
-    sources = [] if step is None else [_source(tree, step, value, given) for value in step.call.inputs]
-    known = [text(name) for name in dict.fromkeys(sources) if name is not None]
-    behind = step.previous if step is not None and None in sources else None
-    return {
-        "name": text(layer.name),
-        "type": text(kind),
-        "module": text(module),
-        "leaf": layer.leaf,
-        "functional": layer.functional,
-        "training": layer.training if call is None else call.training,
-        "calls": len(layer.calls),
-        "parameters": elements(layer.parameters),
-        "trainable": elements(p for p in layer.parameters if p.requires_grad),
-        "attributes": plain_mapping(layer.attributes),
-        "inputs": [] if call is None else [tensor_data(value) for value in call.inputs],
-        "outputs": [] if call is None else [tensor_data(value) for value in call.outputs],
-        "sources": known,
-        "after": None if behind is None else text(behind.layer.name),
-        "status": status,
-        "weights": _weights(layer),
-        "dead_units": None if call is None else _dead_units(call),
-        "saturated_units": None if call is None else _saturated_units(layer, call),
-        "attention": None if call is None else _attention(call),
-        "profile": None if profile is None else costs(profile),
-        "before": _before(before),
-    }
 
 
 def _source(tree: CallTree, step: Step, value: Value, given: Mapping[tuple[str, bool], set[int]]) -> str | None:
@@ -103,11 +95,7 @@ def _source(tree: CallTree, step: Step, value: Value, given: Mapping[tuple[str, 
 
 def costs(profile: Profile | LayerProfile) -> dict[str, Any]:
     """Return time in seconds, operations and bytes."""
-    return {
-        "wall_time": profile.wall_time,
-        "flops": profile.flops,
-        "activation_bytes": profile.activation_bytes,
-    }
+    return {name: getattr(profile, name) for name in ("wall_time", "flops", "activation_bytes")}
 
 
 def _weights(layer: Layer) -> dict[str, Any] | None:
@@ -144,7 +132,4 @@ def _attention(call: Call) -> list[Any] | None:
 def _before(layer: Layer | None) -> dict[str, Any] | None:
     value = next((value for _, value in layer.outputs), None) if layer is not None else None
     s = None if value is None else value.forward.statistics
-    if s is None:
-        return None
-    numbers = {"mean": s.mean, "std": s.std, "min": s.min, "max": s.max}
-    return {name: number(value) for name, value in numbers.items()}
+    return None if s is None else {name: number(getattr(s, name)) for name in ("mean", "std", "min", "max")}

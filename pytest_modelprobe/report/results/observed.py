@@ -1,4 +1,8 @@
-"""What one test recorded and compared, as plain data for its report."""
+"""What one test recorded and compared, as plain data for its report.
+
+A comparison belongs to the run whose record it has, so that a report can show both at one place. A record that cannot
+be shown becomes an entry with its error: a report must not end the run of pytest.
+"""
 
 from __future__ import annotations
 
@@ -60,14 +64,12 @@ def observed_data(
         figures: What `ModelProbe.take_figures` returned.
     """
     sources = list(observed)
-    records = [source.record for source in sources]
     places = []
     for one in compared:
-        place = next((i for i, record in enumerate(records) if record is one.record), None)
+        place = next((i for i, source in enumerate(sources) if source.record is one.record), None)
         if place is None:
             place = len(sources)
             sources.append(Observed(one.record.model, "run", one.record))
-            records.append(one.record)
         places.append(place)
     runs = []
     for i, source in enumerate(sources):

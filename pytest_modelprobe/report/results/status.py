@@ -1,4 +1,7 @@
-"""What is wrong with each layer, in a few fixed words: the one place where reports take it from."""
+"""What is wrong with each layer, in a few fixed words.
+
+Every report takes the words from here, so that a table, a graph and a summary agree.
+"""
 
 from __future__ import annotations
 

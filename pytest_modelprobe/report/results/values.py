@@ -1,4 +1,8 @@
-"""Tensors and numbers as plain data."""
+"""Tensors and numbers as plain data.
+
+Strict JSON has no NaN, no infinity and no lone surrogate, and a record may have subclasses such as `numpy.float64`. All
+of that becomes builtin types here.
+"""
 
 from __future__ import annotations
 
@@ -59,20 +63,10 @@ def tensor_data(value: Value) -> dict[str, Any]:
 
 def statistics_data(s: Statistics | None) -> dict[str, Any] | None:
     """Return the numbers of a tensor."""
-    if s is None:
-        return None
-    return {
-        "count": s.count,
-        "nan": s.nan,
-        "posinf": s.posinf,
-        "neginf": s.neginf,
-        "zeros": s.zeros,
-        "min": number(s.min),
-        "max": number(s.max),
-        "mean": number(s.mean),
-        "std": number(s.std),
-        "rms": number(s.rms),
-    }
+    return None if s is None else {name: number(getattr(s, name)) for name in _NUMBERS}
+
+
+_NUMBERS = ("count", "nan", "posinf", "neginf", "zeros", "min", "max", "mean", "std", "rms")
 
 
 def histogram_data(histogram: Histogram | None) -> dict[str, Any] | None:

@@ -29,7 +29,7 @@ from pytest_modelprobe.record import (
     Value,
 )
 from pytest_modelprobe.report.results import Compared, Observed, as_json, document, observed_data, run_data, write_text
-from pytest_modelprobe.report.results.steps import update_ratio
+from pytest_modelprobe.report.results.run import update_ratio
 
 SCHEMA = Path(__file__).parents[3] / "docs" / "reference" / "results.schema.json"
 
