@@ -23,7 +23,7 @@ from pytest_modelprobe.record import (
     has_nonfinite,
     label_of,
 )
-from pytest_modelprobe.report.text import Cell, count, failure, listed, number
+from pytest_modelprobe.report.text import Cell, count, failure, listed, number, out_of
 
 from .sources import (
     Subject,
@@ -228,7 +228,7 @@ def _dead_text(dead: list[Dead], record: Record, looked_at: list[Layer]) -> str:
         what = f"{first.label} is dead: all {count(total, 'value')} it receives are 0 {forwards}"
     else:
         what = f"{first.label} is dead: all {count(total, 'output')} are 0 {forwards}"
-    share = f"{len({d.step.layer.name for d in dead}):,} of {count(len(looked_at), 'layer')} looked at"
+    share = f"{out_of(len({d.step.layer.name for d in dead}), len(looked_at), 'layer')}"
     columns = ["layer", "type", "outputs", "dead units", "input min", "input max"]
     return failure(f"{what}; {share}", columns, [_dead_row(d) for d in dead], _dead_hint(first), _zero_note(record))
 
@@ -304,7 +304,7 @@ def _zero_gradient_text(without_gradient: list[tuple[Step, Value]], record: Reco
     return failure(
         f"{step.label} has a zero gradient: all {count(_elements(value), 'element')} of its output's gradient "
         f"are 0 in {count(record.backwards, 'backward')}; "
-        f"{len({step.layer.name for step, _ in without_gradient}):,} of {count(len(looked_at), 'layer')} looked at",
+        f"{out_of(len({step.layer.name for step, _ in without_gradient}), len(looked_at), 'layer')}",
         ["layer", "type", "value", "elements", "range of values"],
         rows,
         f"The layers after {step.label} do not depend on its output, or have a zero derivative there: dead, saturated, "
@@ -418,7 +418,7 @@ def _units_text(above_limit: list[DeadUnits], looked_at: list[Layer], allowed: f
     limit = f"{100 * allowed:g}%" if isinstance(allowed, float) else f"{allowed:,}"
     return failure(
         f"{label} has {count(worst.dead, 'dead unit')} of {worst.units:,}, {limit} allowed; "
-        f"{len(above_limit):,} of {count(len(looked_at), 'layer')} looked at",
+        f"{out_of(len(above_limit), len(looked_at), 'layer')}",
         ["layer", "type", "dead units", "share"],
         [[c.where, c.layer.type_name, f"{c.dead:,}/{c.units:,}", f"{c.dead / c.units:.0%}"] for c in above_limit],
         "A dead unit is zero for every input of the test: use more inputs, or look at the bias and the learning "
@@ -536,7 +536,7 @@ def _finite_text(record: Record, origin: NonfiniteOrigin, looked_at: list[Layer]
     when = from_forward(record, origin.since)
     bad = sum(any(_kinds([value]) for _, value in layer.outputs) for layer in looked_at)
     return failure(
-        f"{what} is not finite{when}: {why}; {bad:,} of {count(len(looked_at), 'layer')} looked at",
+        f"{what} is not finite{when}: {why}; {out_of(bad, len(looked_at), 'layer')}",
         ["layer", "type", "input min", "input max", "output min", "output max", "not finite"],
         [_step_row(step) for step in _steps_before(record, origin)],
         f"It began in {record.origin}." if record.origin else "",

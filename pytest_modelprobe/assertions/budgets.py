@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from pytest_modelprobe.exceptions import NothingObservedError
 from pytest_modelprobe.record import LayerProfile, Profile, Record, Selector, containers
-from pytest_modelprobe.report.text import Cell, count, failure
+from pytest_modelprobe.report.text import Cell, count, failed
 
 from .sources import Subject, bounds, called, deviation, record_of
 
@@ -41,7 +41,7 @@ def assert_flops(subject: Subject, expected: int | tuple[int, int], *, layers: S
         who = "the model takes" if layers == "**" else "the selected layers take"
         first = f"{who} {count(total, 'FLOP')} in {count(profile.forwards, 'forward')}, {deviation(total, low, high)}"
         rows = _rows(record, profile, names, lambda layer: layer.own_flops)
-        raise AssertionError(failure(first, ["layer", "type", "calls", "FLOPs"], rows))
+        raise failed(first, ["layer", "type", "calls", "FLOPs"], rows)
 
 
 def assert_activation_memory(subject: Subject, expected: int | tuple[int, int], *, layers: Selector = "**") -> None:
@@ -77,13 +77,11 @@ def assert_activation_memory(subject: Subject, expected: int | tuple[int, int], 
         first = f"{whose} take {count(total, 'byte')}, {deviation(total, low, high)}"
         leaves = {name for name, layer in record.layers.items() if layer.leaf}
         rows = _rows(record, profile, names, lambda layer: layer.activation_bytes, leaves)
-        raise AssertionError(
-            failure(
-                first,
-                ["layer", "type", "calls", "bytes"],
-                rows,
-                "They grow with the batch: give the assertion the batch that it is for.",
-            )
+        raise failed(
+            first,
+            ["layer", "type", "calls", "bytes"],
+            rows,
+            "They grow with the batch: give the assertion the batch that it is for.",
         )
 
 

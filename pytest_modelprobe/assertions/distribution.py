@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import Histogram, Layer, Reading, Record, Selector, Statistics, Value
-from pytest_modelprobe.report.text import Cell, count, failure, number, printable
+from pytest_modelprobe.report.text import Cell, failed, number, out_of, printable
 
 from .sources import Subject, called, numbers, record_of, reject_unread_values
 
@@ -71,14 +71,12 @@ def assert_same_distribution(
         else f"with a stability index of {first.psi:.3g}"
     )
     limit = max_shift if first.shift > max_shift else max_psi
-    raise AssertionError(
-        failure(
-            f"{first.label} is the first with another distribution: {first.side} moved {what}, more than {limit:g}; "
-            f"{len(moved):,} of {count(len(pairs), 'value')} looked at moved",
-            ["value", "type", "shift", "index", "mean of a", "mean of b", "std of a", "std of b"],
-            [_row(pair) for pair in moved],
-            _next_step(first, pairs),
-        )
+    raise failed(
+        f"{first.label} is the first with another distribution: {first.side} moved {what}, more than {limit:g}; "
+        f"{out_of(len(moved), len(pairs), 'value')} moved",
+        ["value", "type", "shift", "index", "mean of a", "mean of b", "std of a", "std of b"],
+        [_row(pair) for pair in moved],
+        _next_step(first, pairs),
     )
 
 

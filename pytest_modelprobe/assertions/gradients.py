@@ -21,7 +21,7 @@ from pytest_modelprobe.record import (
     forward_of,
     label_of,
 )
-from pytest_modelprobe.report.text import Cell, count, failure, listed, number, printable
+from pytest_modelprobe.report.text import Cell, count, failure, listed, number, out_of, printable
 from pytest_modelprobe.report.text import shape as shape_text
 
 from .activations import find_nonfinite, from_forward, nonfinite_counts
@@ -151,7 +151,7 @@ def _finite_text(record: Record, gradients: list[_Gradient], bad: list[_Gradient
     ]
     return failure(
         f"{what} is not finite{when}: {counts}, {why}; "
-        f"{len({g.layer.name for g in bad}):,} of {count(len(looked_at), 'layer')} looked at",
+        f"{out_of(len({g.layer.name for g in bad}), len(looked_at), 'layer')}",
         ["gradient of", "type", "min", "max", "not finite"],
         rows,
         activation,
@@ -236,7 +236,7 @@ def _missing_text(record: Record, missing: list[tuple[Layer, Parameter]], wanted
     layer, parameter = missing[0]
     name = full_name(layer, parameter.name)
     return failure(
-        f"{name} has no gradient; {len(missing):,} of {count(len(wanted), 'parameter')} looked at have none",
+        f"{name} has no gradient; {out_of(len(missing), len(wanted), 'parameter')} have none",
         ["parameter", "layer type", "shape", "layer called"],
         [
             [full_name(found, p.name), found.type_name, shape_text(p.shape), "yes" if found.calls else "never"]
@@ -461,7 +461,7 @@ def _growth_text(exploding: list[_Growth], looked_at: list[Layer], max_ratio: fl
     return failure(
         f"{first.step.label} gets a gradient of its output {number(first.times)} times larger than "
         f"{first.last.label}, {_GROWTH_FACTOR * max_ratio:g} is allowed; "
-        f"{len({g.step.layer.name for g in exploding}):,} of {count(len(looked_at), 'layer')} looked at",
+        f"{out_of(len({g.step.layer.name for g in exploding}), len(looked_at), 'layer')}",
         ["layer", "type", "gradient norm", "times larger", "output rms"],
         [[g.step.name, g.step.layer.type_name, g.norm, g.times, g.output_rms] for g in exploding],
         "Exploding gradients: look at the initialization, and at a missing norm or residual.",
@@ -546,7 +546,7 @@ def _flow_text(record: Record, bad: list[_LayerGradient], flow: list[_LayerGradi
         for f in dict.fromkeys([*bad, *flow])  # the others for comparison
     ]
     return failure(
-        f"{what}; {len(bad):,} of {count(len(flow), 'layer')} looked at",
+        f"{what}; {out_of(len(bad), len(flow), 'layer')}",
         ["layer", "type", "gradient rms", "of the largest"],
         rows,
         hint,

@@ -23,7 +23,7 @@ from pytest_modelprobe.record import (
     parent,
 )
 from pytest_modelprobe.report.comparison import percent
-from pytest_modelprobe.report.text import Cell, count, failure, listed, number, printable
+from pytest_modelprobe.report.text import Cell, count, failed, failure, listed, number, out_of, printable
 
 from .activations import nonfinite_counts
 from .sources import (
@@ -89,7 +89,7 @@ def assert_param_count(
     rows: list[list[Cell]] = [[name, n] for name, n in sorted(by_layer.items(), key=lambda item: -item[1])]
     owner = "the model has" if layers == "**" else "the selected layers have"
     first = f"{owner} {total:,} {kind}parameters, {deviation(total, low, high)}"
-    raise AssertionError(failure(first, ["layer", "parameters"], rows))
+    raise failed(first, ["layer", "parameters"], rows)
 
 
 def assert_tied(subject: Subject | Any, *names: str) -> None:
@@ -121,13 +121,11 @@ def assert_tied(subject: Subject | Any, *names: str) -> None:
     untied = [name for name in others if facts[name].same != facts[first].same]
     if untied:
         rows: list[list[Cell]] = [[name, facts[name].elements, "no" if name in untied else "yes"] for name in names]
-        raise AssertionError(
-            failure(
-                f"{untied[0]} is not tied to {first}: they are two parameters",
-                ["parameter", "elements", f"tied to {first}"],
-                rows,
-                "A copy, .to() on one of them, or a load that replaces parameters unties them: tie them again.",
-            )
+        raise failed(
+            f"{untied[0]} is not tied to {first}: they are two parameters",
+            ["parameter", "elements", f"tied to {first}"],
+            rows,
+            "A copy, .to() on one of them, or a load that replaces parameters unties them: tie them again.",
         )
 
 
@@ -166,14 +164,11 @@ def assert_devices(subject: Subject, devices: str | Mapping[str, str], *, layers
         raise NothingObservedError("the selected layers returned no tensor: nothing was looked at")
     if rows:
         where, kind, actual, expected = rows[0]
-        raise AssertionError(
-            failure(
-                f"{label_of(where, kind)} is on {actual}, not on {expected}; "
-                f"{len(rows):,} of {count(looked_at, 'tensor')} looked at",
-                ["tensor", "type", "actual", "expected"],
-                rows,
-                "Move the model with .to(), and create tensors in a forward with device=x.device.",
-            )
+        raise failed(
+            f"{label_of(where, kind)} is on {actual}, not on {expected}; {out_of(len(rows), looked_at, 'tensor')}",
+            ["tensor", "type", "actual", "expected"],
+            rows,
+            "Move the model with .to(), and create tensors in a forward with device=x.device.",
         )
 
 
@@ -275,24 +270,20 @@ def assert_frozen(subject: Subject, *, layers: Selector = "**") -> None:
             if not first.own.requires_grad
             else "It requires a gradient: call requires_grad_(False), and leave it out of the optimizer."
         )
-        raise AssertionError(
-            failure(
-                f"{first.name} is not frozen: it changed{_by(first)}; "
-                f"{len(bad):,} of {count(len(found), 'parameters and buffer')} looked at",
-                ["parameter", "requires_grad", "changed by"],
-                [[one.name, "buffer" if one.buffer else str(one.own.requires_grad), _size(one)] for one in bad],
-                why,
-            )
+        raise failed(
+            f"{first.name} is not frozen: it changed{_by(first)}; "
+            f"{out_of(len(bad), len(found), 'parameters and buffer')}",
+            ["parameter", "requires_grad", "changed by"],
+            [[one.name, "buffer" if one.buffer else str(one.own.requires_grad), _size(one)] for one in bad],
+            why,
         )
     if statistics:
         layer = statistics[0]
-        raise AssertionError(
-            failure(
-                f"{layer.label} is not frozen: it was called in training mode, and updates running statistics",
-                ["layer", "type"],
-                [[one.name, one.type_name] for one in statistics],
-                "Call eval() on it: requires_grad_(False) is not enough.",
-            )
+        raise failed(
+            f"{layer.label} is not frozen: it was called in training mode, and updates running statistics",
+            ["layer", "type"],
+            [[one.name, one.type_name] for one in statistics],
+            "Call eval() on it: requires_grad_(False) is not enough.",
         )
     _reject_unknown(found)
 
@@ -335,7 +326,7 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: 
         unchanged.sort(key=lambda one: _why_unchanged(one) in harmless)
         first, why = unchanged[0], _why_unchanged(unchanged[0])
         text = failure(
-            f"{first.name} was not updated; {len(unchanged):,} of {count(len(found), 'parameter')} looked at",
+            f"{first.name} was not updated; {out_of(len(unchanged), len(found), 'parameter')}",
             ["parameter", "shape", "gradient rms"],
             [[one.name, str(one.own.shape), _rms(one.own.gradient)] for one in unchanged],
             why,
@@ -418,6 +409,7 @@ def assert_update_ratio(
     bad.sort(key=lambda pair: _is_canceled(pair[1], low))
     if bad:
         step, first = bad[0]
+        names = {one.name for _, one in bad}
         large = (first.change or 0.0) > high
         when = "" if step is None else f" in step {step}"
         numbers = sorted({n for n, _ in found if n is not None})
@@ -434,8 +426,7 @@ def assert_update_ratio(
         ]
         text = failure(
             f"{first.name} changed by {number(first.change)} of its norm{when}, not {number(low)} to "
-            f"{number(high)}; {len({one.name for _, one in bad}):,} of "
-            f"{count(len({one.name for _, one in found}), 'parameter')} looked at{of}",
+            f"{number(high)}; {out_of(len(names), len({one.name for _, one in found}), 'parameter')}{of}",
             ["parameter", "shape", *(["step"] if numbers else []), "ratio", "gradient rms"],
             rows,
             _NEVER_UPDATED if numbers and step is None else _why_outside(first, large=large),
@@ -499,14 +490,12 @@ def _finite(found: list[_Change]) -> list[_Change]:
             if has_nonfinite(first.own.gradient)
             else "Its gradients were finite: look at the learning rate and at what the optimizer divides by."
         )
-        raise AssertionError(
-            failure(
-                f"{first.name} is not finite after training: {_bad_counts(first.own.reading)}; "
-                f"{len(bad):,} of {count(len(found), 'parameter')} looked at",
-                ["parameter", "shape", "not finite", "of its gradient"],
-                [[one.name, str(one.own.shape), *map(_bad_counts, (one.own.reading, one.own.gradient))] for one in bad],
-                why,
-            )
+        raise failed(
+            f"{first.name} is not finite after training: {_bad_counts(first.own.reading)}; "
+            f"{out_of(len(bad), len(found), 'parameter')}",
+            ["parameter", "shape", "not finite", "of its gradient"],
+            [[one.name, str(one.own.shape), *map(_bad_counts, (one.own.reading, one.own.gradient))] for one in bad],
+            why,
         )
     return found
 

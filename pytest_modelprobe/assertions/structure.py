@@ -22,7 +22,7 @@ from pytest_modelprobe.record import (
     parent,
     select,
 )
-from pytest_modelprobe.report.text import Cell, collapsed, count, failure, listed, pattern, printable
+from pytest_modelprobe.report.text import Cell, collapsed, count, failed, failure, listed, out_of, pattern, printable
 
 from .shapes import Bindings, Mismatch, ShapeSpec, Size, Spec, format_shape, match, parse
 from .sources import Subject, called, full_name, is_watch, record_of, selected, source_of
@@ -186,13 +186,11 @@ def assert_dtypes(subject: Subject, dtypes: Any, *, layers: Selector = "**") -> 
         first, kind, actual, wanted_dtype, took = rows[0]
         cast = "look for a cast (.to, .float, autocast) in or before it"
         share = f"{len(rows):,} of {count(checked, 'output')} {_differ(len(rows))}"
-        raise AssertionError(
-            failure(
-                f"{label_of(str(first), str(kind))} is {actual}, not {wanted_dtype}; {share}",
-                ["value", "type", "actual", "expected", "inputs"],
-                rows,
-                f"Its inputs are {took}: {cast}." if took != "-" else f"It has no tensor inputs: {cast}.",
-            )
+        raise failed(
+            f"{label_of(str(first), str(kind))} is {actual}, not {wanted_dtype}; {share}",
+            ["value", "type", "actual", "expected", "inputs"],
+            rows,
+            f"Its inputs are {took}: {cast}." if took != "-" else f"It has no tensor inputs: {cast}.",
         )
 
 
@@ -372,7 +370,7 @@ def _called_text(record: Record, rows: list[list[Cell]], looked_at: list[Layer],
     if actual == "0" and name in weights_in_use(record):
         hint = f"The parameters of {label} are used without calling it: directly, or tied to another layer's."
     return failure(
-        f"{first}; {len(rows):,} of {count(len(looked_at), 'layer')} looked at",
+        f"{first}; {out_of(len(rows), len(looked_at), 'layer')}",
         ["layer", "type", "calls", "expected"],
         rows,
         f"Called in this order: {listed(list(order), most=8) or 'none'}. {hint}",
@@ -422,13 +420,11 @@ def assert_no_leftover_hooks(subject: Any, *, layers: Selector = "**") -> None:
     if found:
         name, kind, hook = found[0]
         label = label_of(name, type(modules[name]).__name__)
-        raise AssertionError(
-            failure(
-                f"{label} has a {kind} left on it: {_hook_name(hook)}; {count(len(found), 'hook')} in all",
-                ["layer", "kind", "hook"],
-                [[n, k, _hook_name(h)] for n, k, h in found],
-                "Keep the handle that register_... returns, and call its remove(), also after an error.",
-            )
+        raise failed(
+            f"{label} has a {kind} left on it: {_hook_name(hook)}; {count(len(found), 'hook')} in all",
+            ["layer", "kind", "hook"],
+            [[n, k, _hook_name(h)] for n, k, h in found],
+            "Keep the handle that register_... returns, and call its remove(), also after an error.",
         )
 
 

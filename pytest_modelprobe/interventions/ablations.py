@@ -16,7 +16,7 @@ from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import Layers, derive, map_tensors, preserved, seeded, settings_preserved
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROOT, Selector, label_of, select
-from pytest_modelprobe.report.text import Cell, count, failure, number, table
+from pytest_modelprobe.report.text import Cell, failed, number, out_of, table
 
 from . import faults, weights
 from .intervention import Change, Intervention, intervene
@@ -157,14 +157,12 @@ def assert_layer_matters(result: Ablation, layers: Selector = "**", *, min_chang
     if idle:
         first = idle[0]
         more = f", a change of not more than {min_change:g}" if min_change else ""
-        raise AssertionError(
-            failure(
-                f"{first.label} does not matter: without it the metric is {number(first.metric)}, with it "
-                f"{number(result.metric)}{more}; {len(idle):,} of {count(len(looked_at), 'row')} looked at",
-                ["layer", "type", "metric without it", "change"],
-                map(_cells, idle),
-                "Look at whether its output is used, and whether a later layer makes it constant.",
-            )
+        raise failed(
+            f"{first.label} does not matter: without it the metric is {number(first.metric)}, with it "
+            f"{number(result.metric)}{more}; {out_of(len(idle), len(looked_at), 'row')}",
+            ["layer", "type", "metric without it", "change"],
+            map(_cells, idle),
+            "Look at whether its output is used, and whether a later layer makes it constant.",
         )
 
 

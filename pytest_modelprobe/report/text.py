@@ -48,6 +48,15 @@ def count(n: int, noun: str) -> str:
     return f"{n:,} {noun if n == 1 else plural}"
 
 
+def out_of(n: int, total: int, noun: str) -> str:
+    """Return how many of those that were looked at are meant.
+
+    >>> out_of(1, 1200, "layer")
+    '1 of 1,200 layers looked at'
+    """
+    return f"{n:,} of {count(total, noun)} looked at"
+
+
 def shape(dimensions: Sequence[Dimension]) -> str:
     """Return ``(4, 2..8, 16)``: a dimension that varied is written as a range.
 
@@ -218,6 +227,11 @@ def failure(
     lines = table(columns, rows, widest=widest)
     parts = [printable(first), "\n".join(lines), *(printable(step) for step in next_steps if step)]
     return "\n\n".join(parts)
+
+
+def failed(first: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], *next_steps: str) -> AssertionError:
+    """Return the error whose message is that of `failure`."""
+    return AssertionError(failure(first, columns, rows, *next_steps))
 
 
 def layer_table(record: Record, most: int = 200) -> list[str]:
