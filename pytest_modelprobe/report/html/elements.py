@@ -45,6 +45,20 @@ _NO_END = {"input", "img", "meta", "td", "th", "tr"}
 """Elements without content, and those of tables, whose end HTML lets a page leave out: a tenth of a large page."""
 
 
+def bullets(items: Iterable[Child], **attributes: Attribute) -> Markup:
+    """Return a list with a bullet for each item.
+
+    >>> bullets(["a", "b"])
+    '<ul><li>a</li><li>b</li></ul>'
+    """
+    return tag("ul", [tag("li", item) for item in items], **attributes)
+
+
+def folded(summary: Child, *children: Child, **attributes: Attribute) -> Markup:
+    """Return children of which a browser shows the summary alone until it is clicked."""
+    return tag("details", tag("summary", summary), *children, **attributes)
+
+
 def preformatted(text: str) -> Markup:
     """Return text of several lines as an element that keeps them, and that the keyboard can scroll."""
     lines = Markup("\n".join(map(html_escaped, text.split("\n"))))

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pytest_modelprobe.report.text import shape
+
 from .elements import Child, Markup, number, tag
-from .graph import shape_text
 from .histogram import Axis, Histogram, sparkline
 from .status import badges, is_cause
 
@@ -33,7 +34,7 @@ def _statistic(name: str) -> Callable[[Layer], Child]:
 
 def _shape(layer: Layer) -> Child:
     output = _output(layer)
-    return shape_text(output["shape"]) if output else ""
+    return shape(output["shape"]) if output else ""
 
 
 def _range(layer: Layer) -> Child:

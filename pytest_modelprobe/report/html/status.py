@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .elements import Markup, tag
+from .elements import Markup, bullets, tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,5 +53,4 @@ def badges(words: Iterable[str]) -> list[Markup]:
 def legend(words: Sequence[str]) -> Markup:
     """Return the list of the words that occur, and what they mean."""
     shown = sorted({status_of(word) for word in words}, key=lambda s: [*STATUSES, s.word].index(s.word))
-    items = [tag("li", badges([s.word]), f" {s.meaning}") for s in shown]
-    return tag("ul", items, class_="legend") if items else Markup()
+    return bullets(([badges([s.word]), f" {s.meaning}"] for s in shown), class_="legend") if shown else Markup()
