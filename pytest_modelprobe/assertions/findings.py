@@ -11,7 +11,7 @@ from pytest_modelprobe.report.text import count, listed
 
 from .activations import Dead, find_dead, find_dead_units, find_nonfinite
 from .experts import find_unreached
-from .lost_calls import find_lost_calls
+from .gradients import find_lost_calls
 from .sources import full_name
 from .structure import taken_for_another, uncalled, weights_in_use
 from .zeros import returns_drawn_zeros

@@ -30,6 +30,7 @@ from .sources import (
     LEAVE_OUT,
     Subject,
     bounds,
+    by_selector,
     called,
     deviation,
     fail_or_hint,
@@ -149,12 +150,9 @@ def assert_devices(subject: Subject, devices: str | Mapping[str, str], *, layers
     """
     __tracebackhide__ = True
     record = record_of(subject)
-    if isinstance(devices, Mapping) and layers != "**":
-        raise UsageError("layers= goes with one device; a dict of devices names its layers itself")
-    wanted = devices.items() if isinstance(devices, Mapping) else [(layers, devices)]
     rows: list[list[str]] = []
     looked_at = 0
-    for selector, device in wanted:
+    for selector, device in by_selector(devices, layers, "device"):
         for layer in reversed(called(record, selector)):  # children before their parent
             for where, actual in _places(layer):
                 looked_at += 1

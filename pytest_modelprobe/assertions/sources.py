@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
 from pytest_modelprobe.exceptions import HintWarning, NothingObservedError, SelectionError, UsageError
@@ -150,6 +150,15 @@ def selected(record: Record, layers: Selector) -> list[Layer]:
         type_name=lambda layer: layer.type_name,
     )
     return [record.layers[name] for name in names]
+
+
+def by_selector(given: Any, layers: Selector, noun: str) -> Iterable[tuple[Selector, Any]]:
+    """Return what is given for which layers: one for all of ``layers``, or a dict by glob; UsageError for both."""
+    if not isinstance(given, Mapping):
+        return [(layers, given)]
+    if layers != "**":
+        raise UsageError(f"layers= goes with one {noun}; a dict of {noun}s names its layers itself")
+    return given.items()
 
 
 def called(record: Record, layers: Selector) -> list[Layer]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pytest_modelprobe.exceptions import ModelProbeError, NothingObservedError, UsageError
@@ -22,10 +22,21 @@ from pytest_modelprobe.record import (
     parent,
     select,
 )
-from pytest_modelprobe.report.text import Cell, collapsed, count, failed, failure, listed, out_of, pattern, printable
+from pytest_modelprobe.report.text import (
+    Cell,
+    collapsed,
+    count,
+    failed,
+    failure,
+    listed,
+    out_of,
+    pattern,
+    printable,
+    shape,
+)
 
-from .shapes import Bindings, Mismatch, ShapeSpec, Size, Spec, format_shape, match, parse
-from .sources import Subject, called, full_name, is_watch, record_of, selected, source_of
+from .shapes import Bindings, Mismatch, ShapeSpec, Size, Spec, match, parse
+from .sources import Subject, by_selector, called, full_name, is_watch, record_of, selected, source_of
 
 _Kind = tuple[str, bool]
 """Root of a forward, and whether it is in training mode."""
@@ -118,7 +129,7 @@ def _shapes_text(mismatches: list[tuple[Layer, Mismatch, ShapeSpec]], checked: i
         [
             layer.name + m.address.removeprefix(layer.label),
             layer.type_name,
-            format_shape(m.shape),
+            shape(m.shape),
             str(spec),
             m.actual,
             m.expected,
@@ -164,12 +175,9 @@ def assert_dtypes(subject: Subject, dtypes: Any, *, layers: Selector = "**") -> 
     """
     __tracebackhide__ = True
     record = record_of(subject)
-    if isinstance(dtypes, Mapping) and layers != "**":
-        raise UsageError("layers= goes with one dtype; a dict of dtypes names its layers itself")
-    wanted: Iterable[tuple[Selector, Any]] = dtypes.items() if isinstance(dtypes, Mapping) else [(layers, dtypes)]
     rows: list[list[Cell]] = []
     checked = 0
-    for selector, dtype in wanted:
+    for selector, dtype in by_selector(dtypes, layers, "dtype"):
         expected = _dtype_name(dtype)
         for layer in called(record, selector):
             for call, value in layer.outputs:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pytest_modelprobe.record import ROOT, Record
 
-from .readings import scalars
+from . import scalars
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_modelprobe.record import Reading, Record
 
-from .readings import readings, scalars
+from . import readings, scalars
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,8 +6,7 @@ import pytest
 
 from pytest_modelprobe import exporters
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.exporters import exporter
-from pytest_modelprobe.exporters.readings import scalars
+from pytest_modelprobe.exporters import exporter, scalars
 from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
 
 
