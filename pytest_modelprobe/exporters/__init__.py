@@ -1,4 +1,9 @@
-"""Export records to tools that show numbers over time, each found by its name in a group of entry points."""
+"""Export records to tools that show numbers over time.
+
+An exporter is found by its name in a group of entry points, so that other packages can add theirs, and none of the
+tools is imported before it is asked for. All exporters write the same numbers under the same names, which `readings`
+and `scalars` yield.
+"""
 
 from __future__ import annotations
 

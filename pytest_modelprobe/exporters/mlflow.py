@@ -1,4 +1,7 @@
-"""Records in MLflow: metrics, and the whole record as an artifact."""
+"""Records in MLflow: metrics, and the whole record as an artifact.
+
+Metrics show what changes over training; the artifact has the rest for the step that looks odd.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Records in TensorBoard: scalars, and histograms where the record has them."""
+"""Records in TensorBoard: scalars, and histograms where the record has them.
+
+The bins of a record are handed on as they are: the tensor is gone, and TensorBoard accepts bins of any width.
+"""
 
 from __future__ import annotations
 

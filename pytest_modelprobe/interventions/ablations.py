@@ -1,4 +1,8 @@
-"""Which layers and heads a metric depends on: each is ablated in turn."""
+"""Which layers and heads a metric depends on: each is ablated in turn.
+
+A layer whose output can be replaced by zeros without a change of the metric is not used, or not needed. Each ablation
+starts from the same random state and the same weights, so that a difference comes from the layer alone.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +39,9 @@ class Ablated:
     head: int | None
     """Which head, from 0; None: the whole layer."""
     metric: float
-    """Of the model without it."""
+    """The metric of the model without it."""
     change: float
-    """The metric without it, less that of the whole model."""
+    """How much larger the metric is without it than that of the whole model."""
 
     @property
     def label(self) -> str:
@@ -52,7 +56,7 @@ class Ablation:
 
     model: str
     metric: float
-    """Of the whole model."""
+    """The metric of the whole model."""
     rows: tuple[Ablated, ...] = field(repr=False)
     """The largest change first."""
 

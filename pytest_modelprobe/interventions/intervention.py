@@ -1,4 +1,9 @@
-"""`intervene`: change the inputs, outputs, gradients or weights of layers within a block."""
+"""`intervene`: change the inputs, outputs, gradients or weights of layers within a block.
+
+A test plants a fault to see that another test would notice it, or asks what a model does without a part. The code of
+the model stays as it is: all is done by hooks, which are taken off at the end of the block, and weights get back the
+bits that they had. An intervention that never took effect is an error, because its test would prove nothing.
+"""
 
 from __future__ import annotations
 
@@ -341,7 +346,7 @@ def _name(change: Any) -> str:
 
 
 class _Hook(ChangingHook):
-    """A hook on one module. It does nothing on another, which it may reach where hooks are copied by hand."""
+    """A hook on one module. It does nothing on another module, which it reaches if somebody copies a table of hooks."""
 
     __slots__ = ("_does",)
 

@@ -1,4 +1,9 @@
-"""The faults that are planted: each is one change of one layer while its model runs."""
+"""The faults that are planted: each is one change of one layer while its model runs.
+
+They are mistakes that people make: a residual left out, a norm over the wrong axis, an eps that is too large. Most
+leave the shapes as they are, so that the tests have to notice the numbers. An operator has to say which calls it fits,
+because a fault that changes nothing would count as one that no test notices.
+"""
 
 from __future__ import annotations
 
