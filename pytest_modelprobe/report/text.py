@@ -1,4 +1,9 @@
-"""Plain text: numbers, tables, the body of a failure, the layers of a record."""
+"""Plain text: numbers, counts, lists, tables, the body of a failure, the layers of a record.
+
+Every message of the project is made of these functions, so that a number, a plural or a list reads the same
+everywhere. Names of layers and tests come from the code under test: `printable` takes out of them what would move the
+cursor of a terminal or give a command to GitHub Actions.
+"""
 
 from __future__ import annotations
 

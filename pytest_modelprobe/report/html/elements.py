@@ -1,4 +1,8 @@
-"""Elements of HTML and SVG as text. Every string is escaped unless an element made it."""
+"""Elements of HTML and SVG as text.
+
+Names of layers and messages of tests are untrusted. So every string is escaped, unless it is `Markup`, which only the
+functions here return.
+"""
 
 from __future__ import annotations
 

@@ -49,13 +49,13 @@ class Box:
     hidden: int = 0
     """Layers in it that are not drawn."""
     statuses: set[str] = field(default_factory=set)
-    """Their words."""
+    """The words of the status of those layers."""
     x: float = 0.0
     y: float = 0.0
     width: float = 0.0
     height: float = 0.0
     edges: list[tuple[Box, Box, bool]] = field(default_factory=list)
-    """From, to, whether the source is known."""
+    """The box that an edge starts at, the box that it ends at, and whether the record knows this source."""
 
     @property
     def status(self) -> list[str]:

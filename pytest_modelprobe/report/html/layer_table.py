@@ -1,4 +1,7 @@
-"""The table of the layers of one run."""
+"""The table of the layers of one run.
+
+It has a column for each thing that a record may know of a layer, and leaves out the columns that are empty in the run.
+"""
 
 from __future__ import annotations
 

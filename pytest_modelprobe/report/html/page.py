@@ -1,4 +1,8 @@
-"""The page: what is wrong and why, then each test and what was seen of its models."""
+"""The page: first what is wrong and why, then each test and what was seen of its models.
+
+A reader comes with a failed run, so causes stand above tests, and each cause names the tests that follow from it.
+Only the first failed tests are unfolded: a large run has a million elements, which a browser would be slow to draw.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +39,10 @@ _OUTCOMES = {
 _FAILED = ("failed", "error")
 
 _MOST_CAUSES = 20
+"""Causes above which the rest is folded: a reader starts with the first."""
 
 _OPEN, _OPEN_LAYERS = 3, 500
-"""Failed tests that are unfolded, and layers in them: no more tests follow on one that reaches them."""
+"""How many failed tests are unfolded. After one with which so many layers are shown, no other is."""
 
 
 def render(results: Data) -> str:
@@ -286,6 +291,7 @@ def _failure(test: Data) -> Markup | None:
 
 
 _FINE = ("same", "not compared")
+"""Verdicts on a snapshot that need nothing to be done."""
 
 
 def _snapshot(snapshot: Data) -> Markup:
@@ -318,6 +324,7 @@ def _split(text: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 _STEP = re.compile(r"([A-Z][\w ]+[?:]) +(.+)")
+"""A next step in a message: ``Intended? pytest --snapshot-update``."""
 
 
 def _figures(figures: Sequence[Data]) -> list[Markup]:

@@ -1,4 +1,7 @@
-"""What a layer's status looks like: a class of the style sheet, a sign, a sentence."""
+"""What the status of a layer looks like: a class of the style sheet, a sign, a sentence.
+
+Each status has a sign of its own beside its color, because not every reader can tell the colors apart.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ STATUSES = {
         Status("not called", "uncalled", "–", "the forward does not call it"),
     )
 }
-"""By word, in the order of the legend."""
+"""Word → how it is shown, in the order of the legend."""
 
 
 def status_of(word: str) -> Status:
