@@ -1,4 +1,9 @@
-"""Activations: dead layers and units, values that are NaN or infinite."""
+"""Activations: dead layers and dead units, and values that are NaN or infinite.
+
+The layer that a failure names has to be the one where it began: zeros and NaN are passed on by all layers after it.
+So this module follows the calls in order of execution, and asks of each whether it made the zeros or the NaN, or was
+given them. The findings of a run without assertions are found by the same functions.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +34,7 @@ from .sources import (
     Subject,
     fail_or_hint,
     full_name,
+    gradient_of,
     is_zero,
     newest_of,
     numbers,
@@ -36,6 +42,7 @@ from .sources import (
     reject_unread,
     with_numbers,
 )
+from .structure import forwards_of
 from .zeros import (
     BY_CHANCE,
     excuse_gradients,
@@ -183,7 +190,7 @@ def find_zero_gradients(record: Record, names: Iterable[str]) -> list[tuple[Step
     found: dict[int, tuple[Step, Value]] = {}  # by tensor: a container returns that of its child
     zero_layer_follows = False
     for step in reversed(tree.returned):
-        values = [v for v in step.call.outputs if v.requires_grad and _gradient(v) is not None]
+        values = [v for v in step.call.outputs if v.requires_grad and gradient_of(v) is not None]
         if starts_from_zero(step.layer) or (has_zero_parameters(step.layer) and not step.layer.leaf):
             zero_layer_follows = True  # a leaf, or a container that scales what is inside it
         elif any(map(_has_gradient, values)):
@@ -194,12 +201,8 @@ def find_zero_gradients(record: Record, names: Iterable[str]) -> list[tuple[Step
 
 
 def _has_gradient(value: Value) -> bool:
-    gradient = _gradient(value)
+    gradient = gradient_of(value)
     return gradient is not None and not gradient.all_zero
-
-
-def _gradient(value: Value) -> Statistics | None:
-    return value.backward.statistics if value.backward is not None else None
 
 
 def _was_given_nothing(step: Step) -> bool:
@@ -223,7 +226,7 @@ def _dead_text(dead: list[Dead], record: Record, looked_at: list[Layer]) -> str:
     if first.record is not record and record.forwards > 1:
         forwards = f"in the newest of {count(record.forwards, 'forward')}"
     else:
-        forwards = f"in {count(_forwards(first.calls), 'forward')}"
+        forwards = f"in {count(sum(forwards_of(first.calls).values()), 'forward')}"
     if first.received:
         what = f"{first.label} is dead: all {count(total, 'value')} it receives are 0 {forwards}"
     else:
@@ -237,15 +240,6 @@ def _zero_values(dead: Dead) -> list[Value]:
     if dead.received:
         return [v for call in dead.calls for v in call.inputs if v.path == dead.value.path]
     return [v for call in dead.calls for v in call.outputs if v.is_floating]
-
-
-def _forwards(calls: Iterable[Call]) -> int:
-    """Return the number of forwards in which there were these calls of a layer, summed over roots and modes."""
-    kinds: dict[tuple[str, bool], int] = {}
-    for call in calls:
-        kind = call.root, call.root_training
-        kinds[kind] = max(kinds.get(kind, 0), call.forwards)
-    return sum(kinds.values())
 
 
 def _dead_row(dead: Dead) -> list[Cell]:
@@ -313,7 +307,7 @@ def _zero_gradient_text(without_gradient: list[tuple[Step, Value]], record: Reco
 
 
 def _elements(value: Value) -> int:
-    gradient = _gradient(value)
+    gradient = gradient_of(value)
     return gradient.count if gradient is not None else 0
 
 
@@ -348,7 +342,10 @@ class DeadUnits:
 
 
 def find_dead_units(record: Record, names: Collection[str]) -> Iterator[DeadUnits]:
-    """Yield the calls whose units are known, with how many of them are dead; those of the inputs do not count."""
+    """Yield the calls whose units are known, with how many of them are dead.
+
+    Units that were dead in the input already do not count: another layer made them so.
+    """
     seen: set[tuple[int, ...]] = set()  # a container returns the tensors of its children, which come first
     for layer, where, calls in _calls_with_units(record):
         values = [call.outputs[0] for call in calls]
@@ -464,7 +461,7 @@ class NonfiniteOrigin:
     since: int
     """Index of the forward in which it was first seen."""
     position: int
-    """Of the start or the end of the call, in order of execution."""
+    """When it was seen, in order of execution: at the start of the call for what it was given, else at its end."""
     step: Step
     value: Value
     kind: str
@@ -523,9 +520,10 @@ def nonfinite_counts(s: Statistics) -> str:
 
 
 def from_forward(record: Record, since: float) -> str:
-    """Return `` from forward 2 of 5 on``; empty where there is one, or they are a part of all that were seen.
+    """Return `` from forward 2 of 5 on``.
 
-    The index of a forward is its number among all.
+    It is empty if there was one forward. It is empty too if the record has only some of the forwards: the index counts
+    all of them.
     """
     known = record.step is None and since < record.forwards
     return f" from forward {since + 1:,.0f} of {record.forwards:,} on" if known and record.forwards > 1 else ""

@@ -1,4 +1,8 @@
-"""Where in its input a model looks."""
+"""Where in its input a model looks.
+
+The test knows where the object is in an image, and asserts that the map of `ModelProbe.grad_cam` is there. The maps
+are nested lists here, because nothing after the record imports torch.
+"""
 
 from __future__ import annotations
 

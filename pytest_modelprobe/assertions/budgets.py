@@ -1,4 +1,7 @@
-"""Budgets: what a model may cost in operations and memory; never in time, which no two runs share."""
+"""Budgets: what a model may cost in operations and in memory.
+
+Both numbers are the same in every run on one device. Time is not, so there is no assertion on time.
+"""
 
 from __future__ import annotations
 

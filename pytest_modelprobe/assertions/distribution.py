@@ -1,4 +1,8 @@
-"""Two records side by side: which layer first sees another distribution."""
+"""Two records side by side: which layer is the first that sees another distribution.
+
+Where data differ, all layers after the first differ too. So the layers are compared in order of execution, and the
+inputs of the model before them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from pytest_modelprobe.report.text import Cell, failed, number, out_of, printabl
 
 from .sources import Subject, called, numbers, record_of, reject_unread_values
 
-_BINS = 10  # as the index is commonly computed: its limits, 0.1 and 0.25, are for so many
+_BINS = 10  # The usual limits of the index, 0.1 and 0.25, are for this number of bins.
 
 
 def assert_same_distribution(
@@ -163,7 +167,7 @@ def _pairs(a: Record, b: Record, layers: Iterable[Layer]) -> Iterator[_Pair]:
 
 
 def _merged(values: Iterable[Value]) -> Reading | None:
-    """Return the numbers of floating-point values together; None where there are none."""
+    """Return the numbers of all floating-point values together, or None if there is no such value."""
     found = [value.forward for value in values if value.is_floating and numbers(value) is not None]
     if not found:
         return None

@@ -11,7 +11,7 @@ from pytest_modelprobe.report.text import count, listed
 from .sources import full_name, numbers
 
 _TOKENS = 16
-"""Tokens for each expert, from which on it is no chance that one gets none."""
+"""With so many tokens for each expert, it is no chance that one of them gets none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Unreached:
     slices: tuple[int, ...]
     of: int
     tokens: int
-    """Rows that the layer was given in all of its calls; 0 if that is not known."""
+    """How many rows the layer was given in all of its calls, or 0 if that is not known."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,8 @@
-"""Findings of a record that are shown without an assertion, and hints: dead layers, NaN, no gradient, rounding."""
+"""What is told of a record without an assertion: findings, which are wrong, and hints, which may be meant.
+
+The terminal and the reports show them for every test with a probe. A finding has to be right for any healthy model;
+what a healthy model may do is a hint.
+"""
 
 from __future__ import annotations
 
@@ -90,9 +94,9 @@ def hints(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
 
 
 _MANY = 0.25
-"""Share of the units of a layer that are dead, from which on it is worth a look."""
+"""A layer is worth a look from this share of dead units on."""
 _ELEMENTS = 32
-"""Elements of each unit, from which on all zeros are no chance: one of a ReLU is zero half of the time."""
+"""So many zeros of a unit are no chance: an element behind a ReLU is zero half of the time."""
 
 
 def _attends_equally(call: Call) -> bool:

@@ -1,4 +1,9 @@
-"""Gradients: not finite, missing, vanishing or exploding."""
+"""Gradients: values that are not finite, gradients that are missing, that vanish or that explode.
+
+A backward pass goes from the loss to the inputs, so the place where something began is the one nearest to the loss.
+Where a parameter has no gradient, the graph was cut somewhere after it; `find_cut` looks for that place, because the
+name of the parameter alone does not say what to change.
+"""
 
 from __future__ import annotations
 
@@ -422,10 +427,10 @@ def _lost_text(lost: list[Step]) -> str:
 
 
 def find_lost_calls(record: Record) -> list[Step]:
-    """Return the calls whose output is thrown away: no gradient arrives at it, but one does at another call of the layer.
+    """Return the calls whose output is thrown away: no gradient arrives at it, but one does at another call.
 
-    Of those inside each other it is the outermost. The one nearest to the loss comes first: those that only feed it are
-    lost too.
+    Of calls inside each other, the outermost is returned. The call nearest to the loss comes first, because calls that
+    only feed it are lost too.
 
     >>> find_lost_calls(Record(model="Net"))
     []
@@ -515,7 +520,7 @@ def _growth_text(exploding: list[_Growth], looked_at: list[Layer], max_ratio: fl
 class _LayerGradient:
     layer: Layer
     rms: float | None
-    """NaN: the gradient is not finite; None: there is no gradient."""
+    """The root mean square. It is NaN if the gradient is not finite, and None if there is no gradient."""
     unknown: str | None = None
     """Why a gradient that exists could not be read."""
 

@@ -1,4 +1,9 @@
-"""Parameters: their number, devices and ties, and how training changes them."""
+"""Parameters: their number, devices and ties, and how training changes them.
+
+What training does is judged by values, before and after, and not by ``requires_grad``: weight decay changes a
+parameter without a gradient, and an optimizer may have been given another copy of the model. A change is estimated
+from fingerprints, because a record has no tensors.
+"""
 
 from __future__ import annotations
 
@@ -198,7 +203,7 @@ def _parameter_infos(subject: Subject | Any, layers: Selector) -> Iterator[_Para
 
 
 _ROUNDING = 1e-5
-"""Relative to the largest gradient of the layer: a gradient that is zero in exact arithmetic is below."""
+"""A gradient that is smaller than this share of the largest of its layer is zero in exact arithmetic."""
 _CANCELED = (
     "Its gradient is rounding error: the norm after it cancels it. A bias there has no effect: remove it from the "
     "model, or exclude it here with ignore=."
@@ -217,8 +222,8 @@ class _Change:
     layer: Layer
     own: Parameter
     change: float | None
-    """Relative to its norm before; inf if that was 0; NaN: it changed by an unknown amount; None: it has no
-    statistics."""
+    """The change relative to its norm before. It is inf if that norm was 0, NaN if the amount of the change is not
+    known, and None if nothing could be read."""
     buffer: bool
     bad_before: bool
     """Whether it was not finite before training."""

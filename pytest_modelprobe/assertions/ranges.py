@@ -1,4 +1,8 @@
-"""Magnitudes: saturated functions, ranges and scales of activations, the range of a dtype."""
+"""Magnitudes: saturated functions, ranges and scales of activations, the range of a dtype.
+
+All of it is computed from the minimum, the maximum, the mean and the root mean square of each output. That is enough
+to tell the mean slope of a sigmoid or a softmax without its elements.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from pytest_modelprobe.record import Call, Layer, Record, Selector, Statistics, 
 from pytest_modelprobe.report.text import Cell, count, failed, number, out_of
 
 from .activations import find_dead
-from .sources import Subject, full_name, numbers, record_of, reject_unread, with_numbers
+from .sources import Subject, full_name, gradient_of, numbers, record_of, reject_unread, with_numbers
 
 # --- saturated ----------------------------------------------------------------------------------------------------
 
@@ -364,7 +368,7 @@ def assert_fits_dtype(
 def _all_statistics(record: Record, layers: list[Layer]) -> Iterator[tuple[str, str, Statistics]]:
     for one in _outputs(layers):
         yield one.label, "output", one.numbers
-        gradient = one.value.backward.statistics if one.value.backward is not None else None
+        gradient = gradient_of(one.value)
         if gradient is not None and gradient.count:
             yield one.label, "gradient", gradient
     for layer in layers:

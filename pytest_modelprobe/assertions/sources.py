@@ -1,4 +1,9 @@
-"""What an assertion checks: the record of a probe, a watch or a record, its layers and calls."""
+"""What assertions have in common: the record, the layers and the values that they look at.
+
+An assertion on nothing would always pass. So each function here raises `NothingObservedError` where there is no call,
+no layer or no number, and says what to do. A watch and a probe are described by protocols, because nothing after the
+record imports torch.
+"""
 
 from __future__ import annotations
 
@@ -98,9 +103,10 @@ def source_of(subject: Subject) -> WatchLike | Record:
 
 
 def fail_or_hint(text: str, why: str = "", *, hint: bool = False) -> None:
-    """Raise AssertionError; or give a hint, as a healthy model may look so: because of ``why``, or if ``hint`` says so.
+    """Raise AssertionError, or give a hint if a healthy model may look the same.
 
-    It is called by the assertion itself, whose caller the warning names.
+    It is a hint if there is a reason ``why``, or if ``hint`` is True. Only an assertion itself may call this: the
+    warning names the line that called the assertion.
     """
     __tracebackhide__ = True
     if not (why or hint):
@@ -243,7 +249,7 @@ def not_ignored(names: Sequence[str], ignore: str | Iterable[str]) -> set[str]:
 
 
 def bounds(expected: int | tuple[int, int], noun: str) -> tuple[int, int]:
-    """Return the minimum and the maximum that ``expected`` says; UsageError if it says none."""
+    """Return the minimum and the maximum that ``expected`` gives; UsageError if it is neither a number nor a range."""
     low, high = expected if isinstance(expected, tuple) and len(expected) == 2 else (expected, expected)
     if type(low) is not int or type(high) is not int or low > high:
         raise UsageError(f"expected is a number of {noun}, or a tuple (minimum, maximum); got {expected!r}")
@@ -274,3 +280,8 @@ def is_zero(value: Value) -> bool:
     """Whether all elements of a floating-point value are zero."""
     statistics = numbers(value)
     return statistics is not None and statistics.all_zero
+
+
+def gradient_of(value: Value) -> Statistics | None:
+    """Return the statistics of the gradient that arrived at a value; None if none did, or it has no numbers."""
+    return None if value.backward is None else value.backward.statistics

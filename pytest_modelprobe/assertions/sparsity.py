@@ -1,4 +1,8 @@
-"""Pruned weights: how many elements are zero, and whether they stay so."""
+"""Pruned weights: how many elements are zero, and whether they stay so.
+
+A step of an optimizer fills what was set to zero once, unless a mask is applied again. That shows only in the weights
+as they are after the step.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,13 @@
-"""Structure: shapes, dtypes, calls of layers, leftover hooks."""
+"""Structure: shapes, dtypes, calls of layers, and hooks that were left on a model.
+
+A layer that is made and never called, or called once too often, changes no shape and raises no error. The default of
+`assert_called` leaves out what many models have on purpose, such as a dropout that a fused attention does not call.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pytest_modelprobe.exceptions import ModelProbeError, NothingObservedError, UsageError
@@ -11,6 +15,7 @@ from pytest_modelprobe.record import (
     ROOT,
     Call,
     CallTree,
+    ForwardKind,
     Layer,
     Parameter,
     Record,
@@ -37,9 +42,6 @@ from pytest_modelprobe.report.text import (
 
 from .shapes import Bindings, Mismatch, ShapeSpec, Size, Spec, match, parse
 from .sources import Subject, by_selector, called, full_name, is_watch, record_of, selected, source_of
-
-_Kind = tuple[str, bool]
-"""Root of a forward, and whether it is in training mode."""
 
 # --- shapes -------------------------------------------------------------------------------------------------------
 
@@ -83,7 +85,7 @@ def assert_shapes(
     if not wanted:
         raise UsageError("no shapes were given: assert_shapes(record, {'fc1': 'batch 16'})")
     Bindings(dims).check_used([spec for _, _, spec in wanted])
-    bindings: dict[_Kind, Bindings] = {}
+    bindings: dict[ForwardKind, Bindings] = {}
     modes = {call.root_training for layer in record.layers.values() for call in layer.calls}
     mismatches: list[tuple[Layer, Mismatch, ShapeSpec]] = []
     checked = 0
@@ -251,7 +253,8 @@ def assert_called(subject: Subject, layers: Selector | None = None, *, per_forwa
     harmless = [] if layers is not None or per_forward == 0 else _uncalled_harmless(record)
     names = {layer.name for layer in harmless}
     looked_at = [layer for layer in selected(record, "**" if layers is None else layers) if layer.name not in names]
-    forwards, around = _forwards(record), _around_called(record)
+    forwards = forwards_of(call for layer in record.layers.values() for call in layer.calls)
+    around = _around_called(record)
     rows: list[list[Cell]] = []
     for layer in looked_at:
         fewest, most = _times(layer, forwards)
@@ -326,20 +329,19 @@ def weights_in_use(record: Record) -> set[str]:
     }
 
 
-def _forwards(record: Record) -> dict[_Kind, int]:
-    """Return the number of forwards of each root and mode: the maximum over layers."""
-    forwards: dict[_Kind, int] = {}
-    for layer in record.layers.values():
-        for call in layer.calls:
-            kind = call.root, call.root_training
-            forwards[kind] = max(forwards.get(kind, 0), call.forwards)
+def forwards_of(calls: Iterable[Call]) -> dict[ForwardKind, int]:
+    """Return the number of forwards of each root and mode that made these calls: the maximum over them."""
+    forwards: dict[ForwardKind, int] = {}
+    for call in calls:
+        kind = call.root, call.root_training
+        forwards[kind] = max(forwards.get(kind, 0), call.forwards)
     return forwards
 
 
-def _times(layer: Layer, forwards: Mapping[_Kind, int]) -> tuple[int, int]:
+def _times(layer: Layer, forwards: Mapping[ForwardKind, int]) -> tuple[int, int]:
     """Return the minimum and maximum number of calls of a layer in a forward of a root and mode that call it."""
-    fewest: dict[_Kind, int] = {}
-    most: dict[_Kind, int] = {}
+    fewest: dict[ForwardKind, int] = {}
+    most: dict[ForwardKind, int] = {}
     for call in layer.calls:
         kind = call.root, call.root_training
         fewest[kind] = fewest.get(kind, 0) + (call.forwards == forwards[kind])

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_modelprobe.assertions.shapes import Bindings, Bound, ShapeSpec, match, parse
-from pytest_modelprobe.report.text import shape as shape_text
 from pytest_modelprobe.exceptions import ShapeSpecError
+from pytest_modelprobe.report.text import shape as shape_text
 
 
 def spec_error(spec: Any) -> str:
