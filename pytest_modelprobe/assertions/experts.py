@@ -1,4 +1,8 @@
-"""Weights of several modules in one parameter, such as experts: those of which the gradient is always zero."""
+"""Weights of several modules in one parameter, such as experts: which of them never get a gradient.
+
+The parameter as a whole has a gradient, so that no assertion on parameters notices an expert that the router never
+chooses. The gradient is looked at slice by slice along the first axis.
+"""
 
 from __future__ import annotations
 

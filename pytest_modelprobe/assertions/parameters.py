@@ -396,14 +396,7 @@ def assert_update_ratio(
     if not 0 <= low <= high:
         raise UsageError(f"low and high are not negative, and low is not above high; got {low!r} and {high!r}")
     trained = _finite(_trained(subject, layers, ignore))
-    kept = {one.name for one in trained}
-    steps = [(n, one) for n, one in _changes_of_steps(subject) if one.name in kept]
-    stepped = {one.name for _, one in steps}
-    kept -= {one.name for _, one in steps if one.change is not None and math.isinf(one.change)}  # zero before training
-    steps = [(n, one) for n, one in steps if one.name in kept]
-    if steps:  # those that no optimizer has ever updated
-        steps += [(None, one) for one in trained if one.name not in stepped and one.change == 0]
-    found = [(n, one) for n, one in steps or [(None, one) for one in trained] if one.is_relative]
+    found = _in_steps(subject, trained)
     if not found:
         _reject_unknown(trained)
         raise NothingObservedError("the selected layers have no parameters that require a gradient and were not zero")
@@ -454,6 +447,24 @@ def _trained(subject: Subject, layers: Selector, ignore: str | Iterable[str]) ->
         )
     left = not_ignored([one.name for one in found], ignore)
     return [one for one in found if one.name in left]
+
+
+def _in_steps(subject: Subject, trained: list[_Change]) -> list[tuple[int | None, _Change]]:
+    """Return the relative change of each parameter in each step that is kept, with the step's number.
+
+    A parameter that no optimizer has ever updated counts once, without a step. If no step is kept, the changes are
+    those of all steps together. Left out are parameters that were zero before training: they had no norm.
+    """
+    names = {one.name for one in trained}
+    steps = [(n, one) for n, one in _changes_of_steps(subject) if one.name in names]
+    zero = {one.name for _, one in steps if one.change is not None and math.isinf(one.change)}
+    found = [(n, one) for n, one in steps if one.name not in zero]
+    if found:
+        stepped = {one.name for _, one in steps}
+        found += [(None, one) for one in trained if one.name not in stepped and one.change == 0]
+    else:
+        found = [(None, one) for one in trained]
+    return [(n, one) for n, one in found if one.is_relative]
 
 
 def _changes_of_steps(subject: Subject) -> Iterator[tuple[int | None, _Change]]:

@@ -36,6 +36,7 @@ from typing import Any, TypeAlias, TypeGuard
 
 from pytest_modelprobe.exceptions import ShapeSpecError
 from pytest_modelprobe.record import Dimension
+from pytest_modelprobe.report.text import count
 from pytest_modelprobe.report.text import shape as shape_text
 
 __tracebackhide__ = True  # a traceback ends at the line of the test
@@ -117,8 +118,7 @@ class Mismatch:
 
     def _complaint(self) -> str:
         if self.dimension is None:
-            plural = "" if self.actual == "1" else "s"
-            return f'{self.actual} dimension{plural}, but "{self.token}" asks for {self.expected}'
+            return f'{count(int(self.actual), "dimension")}, but "{self.token}" asks for {self.expected}'
         since = f"{'fixed' if self.bound_by == _DIMS else 'bound'} by {self.bound_by}"
         if self.token.startswith("*"):
             return f"{self.token} stands for {self.actual}, but is {self.expected}, {since}"
