@@ -216,9 +216,8 @@ def next_steps(verdict: Verdict) -> list[str]:
         steps.append("\n  ".join([said, *commands]))
         stale = [change for change in there if change.now is not None and change.now.reason]
         if stale:
-            steps.append(
-                f"The reason in {listed([change.path for change in stale])} was given for another change than this one."
-            )
+            paths = listed([change.path for change in stale])
+            steps.append(f"The reason in {paths} was given for another change than this one.")
     where = "For a deleted snapshot" if len(there) < len(verdict.denied) else "Where no test can be run"
     base = f" --base {verdict.base[:12]}" if verdict.base else ""
     return [*steps, f'{where} this writes the reason into a file to be committed:\n  modelprobe declare "..."{base}']
@@ -315,16 +314,17 @@ def shared_cause_rows(verdict: Verdict, *, notes: bool = False) -> list[list[Cel
                 said = _repeated_cause_text(dataclasses.replace(cause, change=None, what=what), times)
                 said = said if sure else f"possibly {said}"
                 models = alike.setdefault((said, class_of(cause, diagnosis)), {})
-                models[change.model] = max(
-                    (models.get(change.model), comparison.known_change(cause)), key=lambda size: size or 0.0
-                )
+                models[change.model] = _largest([models.get(change.model), comparison.known_change(cause)])
     for change in verdict.changes if notes else ():
         for note, times in comparison.grouped(change.diagnosis.notes if change.diagnosis else ()):
             alike.setdefault((_repeated_cause_text(note, times), "calls"), {})[change.model] = None
     return [
-        [said, kind, percent(max(models.values(), key=lambda size: size or 0.0)), listed(list(models))]
-        for (said, kind), models in alike.items()
+        [said, kind, percent(_largest(models.values())), listed(list(models))] for (said, kind), models in alike.items()
     ]
+
+
+def _largest(sizes: Iterable[float | None]) -> float | None:
+    return max(sizes, key=lambda size: size or 0.0)
 
 
 NOTE_COLUMNS = ("call that is written otherwise", "layers")

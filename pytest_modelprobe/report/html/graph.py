@@ -188,13 +188,8 @@ def _alike(box: Box) -> object:
 def _structure(box: Box) -> object:
     layer = box.layer
     own = () if layer is None else (layer["type"], layer["calls"], layer["parameters"], layer["status"])
-    return (
-        own,
-        box.times,
-        box.hidden,
-        box.statuses,
-        tuple((child.label, _structure(child)) for child in box.children.values()),
-    )
+    inside = tuple((child.label, _structure(child)) for child in box.children.values())
+    return own, box.times, box.hidden, box.statuses, inside
 
 
 def _shrink(root: Box) -> None:

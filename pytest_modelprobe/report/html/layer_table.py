@@ -121,9 +121,8 @@ def layer_table(layers: Sequence[Layer], anchor: Callable[[str], str | None], la
     filled = [(column, cells) for column in _COLUMNS if any(cells := [column.cell(layer) for layer in layers])]
     axis = Axis.of(histogram for layer in layers if (histogram := _histogram(layer)))
     if axis is not None:
-        told = (
-            f"Elements of the output by magnitude, {axis.limits()}: negative, zero, positive; each scaled to its peak"
-        )
+        limits = axis.limits()
+        told = f"Elements of the output by magnitude, {limits}: negative, zero, positive; each scaled to its peak"
         picture = _Column("distribution", told, functools.partial(_picture, axis), css="plain")
         texts = sum(column.css is None for column, _ in filled)
         filled.insert(texts, (picture, list(map(picture.cell, layers))))

@@ -254,11 +254,8 @@ def _toolbar(tests: Sequence[Data]) -> Markup:
 def _test(i: int, test: Data, unfolded: bool) -> Markup:
     sign, words = _OUTCOMES.get(test["outcome"], ("?", test["outcome"]))
     bad = test["outcome"] in _FAILED
-    contents = [
-        count(len(test[part]), noun)
-        for part, noun in (("runs", "model"), ("snapshots", "snapshot"), ("figures", "figure"))
-        if test[part]
-    ]
+    nouns = {"runs": "model", "snapshots": "snapshot", "figures": "figure"}
+    contents = [count(len(test[part]), noun) for part, noun in nouns.items() if test[part]]
     head = [
         tag("span", f"{sign} {words}", class_="outcome"),
         tag("span", test["id"], class_="id"),
@@ -273,9 +270,8 @@ def _test(i: int, test: Data, unfolded: bool) -> Markup:
         # A browser with scripts does not build these elements, a million in a large report, before the script asks.
         seen if unfolded or not any(seen) else tag("noscript", seen),
     ]
-    findings = any(run["findings"] or run["error"] for run in test["runs"]) or any(
-        layer["status"] for run in test["runs"] for layer in run["layers"]
-    )
+    marked = any(layer["status"] for run in test["runs"] for layer in run["layers"])
+    findings = marked or any(run["findings"] or run["error"] for run in test["runs"])
     css = "test bad" if bad else "test"
     return folded(head, body, id=f"t{i}", class_=css, open=unfolded, data_found=findings)
 
@@ -298,10 +294,8 @@ def _snapshot(snapshot: Data) -> Markup:
     verdict = snapshot["verdict"]
     file = tag("code", snapshot["snapshot"])
     said, steps = _split(snapshot["text"])
-    parts = [
-        tag("p", tag("b", f"Snapshot {verdict}"), " ", file, f" on {snapshot['device']}"),
-        preformatted(said) if said else None,
-    ]
+    where = tag("p", tag("b", f"Snapshot {verdict}"), " ", file, f" on {snapshot['device']}")
+    parts = [where, preformatted(said) if said else None]
     possible = [cause["said"] for cause in snapshot["possible"]]
     if possible:
         parts.append(folded(count(len(possible), "possible cause"), bullets(possible)))
@@ -366,16 +360,10 @@ def _run(prefix: str, run: Data) -> Markup:
         drawn = graph(run["layers"], anchors.get)
         box = tag("div", drawn, class_="scroll", tabindex=0, role="group", aria_label=f"Graph of {run['name']}")
         caption = tag("figcaption", tag("b", "Layers:"), _GRAPH)
+        figure = tag("figure", caption, box, legend(words), class_="layers-graph")
         charts = _charts(run, layers, _linker(anchors))
-        pictures = [
-            tag("figure", caption, box, legend(words), class_="layers-graph"),
-            tag("div", charts, class_="charts") if charts else None,
-        ]
-        parts += [
-            _offenders(layers, anchors),
-            tag("div", pictures, class_="pictures"),
-            layer_table(layers, anchors.get, f"Layers of {run['name']}"),
-        ]
+        pictures = tag("div", figure, tag("div", charts, class_="charts") if charts else None, class_="pictures")
+        parts += [_offenders(layers, anchors), pictures, layer_table(layers, anchors.get, f"Layers of {run['name']}")]
     return tag("section", parts, class_="run")
 
 
