@@ -269,9 +269,8 @@ def _dead_hint(dead: Dead) -> str:
         left = _first_numbers(last.call.outputs)
         known = left is not None and left.min is not None
         extent = f", whose output ranges from {number(left.min)} to {number(left.max)}" if left and known else ""
-        return (
-            f"The zeros are produced in {label}'s own code, after {last.label}{extent}: look at that code. {intended}"
-        )
+        where = f"in {label}'s own code, after {last.label}{extent}"
+        return f"The zeros are produced {where}: look at that code. {intended}"
     entered = _first_numbers(dead.step.call.inputs)
     feeder = next((v.source.rpartition(" ")[0] for v in dead.step.call.inputs if v.source and v.is_floating), None)
     if entered is not None and entered.max is not None and entered.max <= 0 and feeder:

@@ -69,12 +69,9 @@ def assert_same_distribution(
                 reject_unread_values(layer, (value for _, value in layer.outputs))
         return
     first = moved[0]
-    what = (
-        f"by {first.shift:.3g} standard deviations"
-        if first.shift > max_shift
-        else f"with a stability index of {first.psi:.3g}"
-    )
-    limit = max_shift if first.shift > max_shift else max_psi
+    what, limit = f"by {first.shift:.3g} standard deviations", max_shift
+    if not first.shift > max_shift:
+        what, limit = f"with a stability index of {first.psi:.3g}", max_psi
     raise failed(
         f"{first.label} is the first with another distribution: {first.side} moved {what}, more than {limit:g}; "
         f"{out_of(len(moved), len(pairs), 'value')} moved",

@@ -87,10 +87,8 @@ def hints(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
     lost = [step.label for step in find_lost_calls(record)]
     if lost:
         found.append(f"no gradient at the output of {count(len(lost), 'call')}: {listed(lost)}, but at other calls")
-    return [
-        *found,
-        *(f"never called: {idle.label}; {step.label} in its place?" for idle, step in taken_for_another(record)),
-    ]
+    found += [f"never called: {idle.label}; {step.label} in its place?" for idle, step in taken_for_another(record)]
+    return found
 
 
 _MANY = 0.25

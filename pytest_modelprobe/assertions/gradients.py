@@ -288,9 +288,8 @@ def find_cut(record: Record, layer: Layer) -> str | None:
                 return f"The graph is cut in {step.label}: look for .detach() or .data there."
             continue
         if _requires(step.last_child.call.outputs) and not _requires(step.call.outputs):
-            return (
-                f"The graph is cut after {step.last_child.label}{forward_of(step)}: look for .detach() or .data there."
-            )
+            after = f"after {step.last_child.label}{forward_of(step)}"
+            return f"The graph is cut {after}: look for .detach() or .data there."
     return None
 
 
@@ -393,9 +392,8 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
     lost = [step for step in find_lost_calls(record) if step.layer in looked_at]
     if lost:
         fail_or_hint(_lost_text(lost), hint=True)
-    exploding = [
-        g for g in _growth_of_calls(record, {layer.name for layer in looked_at}) if g.times > _GROWTH_FACTOR * max_ratio
-    ]
+    growth = _growth_of_calls(record, {layer.name for layer in looked_at})
+    exploding = [g for g in growth if g.times > _GROWTH_FACTOR * max_ratio]
     if exploding:
         raise AssertionError(_growth_text(exploding, looked_at, max_ratio))
 
@@ -593,12 +591,8 @@ def _flow_text(record: Record, bad: list[_LayerGradient], flow: list[_LayerGradi
         [f.layer.name, f.layer.type_name, "none" if f.rms is None else f"{f.rms:.3g}", _share(f, strongest)]
         for f in dict.fromkeys([*bad, *flow])  # the others for comparison
     ]
-    return failure(
-        f"{what}; {out_of(len(bad), len(flow), 'layer')}",
-        ["layer", "type", "gradient rms", "of the largest"],
-        rows,
-        hint,
-    )
+    columns = ["layer", "type", "gradient rms", "of the largest"]
+    return failure(f"{what}; {out_of(len(bad), len(flow), 'layer')}", columns, rows, hint)
 
 
 def _share(flow: _LayerGradient, strongest: _LayerGradient) -> str:

@@ -322,9 +322,8 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: 
     found = _finite(_trained(subject, layers, ignore))
     unchanged = [one for one in found if one.change == 0 and 0 not in one.own.shape]
     if unchanged:
-        explained = (
-            excuse_gradients(record_of(subject)) if any(_why_unchanged(one) == _ZERO for one in unchanged) else ""
-        )
+        is_zero = any(_why_unchanged(one) == _ZERO for one in unchanged)
+        explained = excuse_gradients(record_of(subject)) if is_zero else ""
         harmless = (_CANCELED, _ZERO) if explained else (_CANCELED,)
         unchanged.sort(key=lambda one: _why_unchanged(one) in harmless)
         first, why = unchanged[0], _why_unchanged(unchanged[0])
@@ -433,9 +432,8 @@ def assert_update_ratio(
 
 def _trained(subject: Subject, layers: Selector, ignore: str | Iterable[str]) -> list[_Change]:
     """Return the parameters that require a gradient."""
-    found = [
-        one for one in _changes(subject, layers, may_be_unchanged=True) if not one.buffer and one.own.requires_grad
-    ]
+    every = _changes(subject, layers, may_be_unchanged=True)
+    found = [one for one in every if not one.buffer and one.own.requires_grad]
     if not found:
         raise NothingObservedError("the selected layers have no parameters that require a gradient")
     record = record_of(subject)

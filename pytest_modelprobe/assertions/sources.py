@@ -132,9 +132,9 @@ def _never_called(source: WatchLike | Record, record: Record) -> str:
             "compiled function has to reach it from its closure, globals, object or arguments)"
         )
     structure = any(note.startswith("structure") for note in record.notes)
-    advice = (
-        "architecture() records only the structure; use modelprobe.run(model, ...)" if structure else "run it on inputs"
-    )
+    advice = "run it on inputs"
+    if structure:
+        advice = "architecture() records only the structure; use modelprobe.run(model, ...)"
     return f"{printable(record.model)} was never called{_quoted(record.notes)}: {advice}"
 
 

@@ -287,9 +287,8 @@ def _uncalled_harmless(record: Record) -> list[Layer]:
 def uncalled(record: Record) -> list[Layer]:
     """Return the layers that were not called and have no called layer inside them."""
     around = _around_called(record)
-    return [
-        layer for layer in record.layers.values() if not (layer.calls or layer.name in around or _is_container(layer))
-    ]
+    idle = [layer for layer in record.layers.values() if not layer.calls and layer.name not in around]
+    return [layer for layer in idle if not _is_container(layer)]
 
 
 def taken_for_another(record: Record) -> Iterator[tuple[Layer, Step]]:

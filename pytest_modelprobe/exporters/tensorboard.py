@@ -57,9 +57,8 @@ class TensorBoardExporter:
         import numpy
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-        canvas: Any = FigureCanvasAgg(
-            figure
-        )  # `SummaryWriter.add_figure` does this through pyplot, which sets a backend
+        # `SummaryWriter.add_figure` does this through pyplot, which sets a backend.
+        canvas: Any = FigureCanvasAgg(figure)
         canvas.draw()
         self._writer.add_image(title, numpy.array(canvas.buffer_rgba())[..., :3], step, dataformats="HWC")
 
