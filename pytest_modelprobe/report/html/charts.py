@@ -119,18 +119,7 @@ def gradient_flow(layers: Sequence[Layer], link: Link) -> Markup | None:
             how += "; dots: root mean square."
         else:
             how, dots = f"{how}.", []
-        half = min(6, max(1, round(plot.step * 0.35)))
-        whiskers = quarters = medians = ""
-        for i, (least, low, middle, high, most) in boxes:
-            x, top, bottom = plot.x(i), plot.y(high), plot.y(low)
-            whiskers += f"M{coordinate(x)} {coordinate(plot.y(most))}V{coordinate(plot.y(least))}"
-            quarters += f"M{coordinate(x)} {coordinate(top)}V{coordinate(max(bottom, top + 1))}"
-            medians += f"M{coordinate(x - half)} {coordinate(plot.y(middle))}h{coordinate(2 * half)}"
-        parts = [
-            tag("path", class_="whisker", d=whiskers),
-            tag("g", tag("path", class_="quarter", d=quarters), stroke_width=2 * half),
-            tag("path", class_="median", d=medians),
-        ]
+        parts = _boxes_drawn(plot, boxes)
     parts += [tag("path", class_="dots", d=plot.dots(dots))] if dots else []
     said: list[Child] = [how, *_extremes(leaves, scales, link)]
     gradients = [layer["outputs"][0]["gradient"] for layer in leaves]
@@ -138,6 +127,22 @@ def gradient_flow(layers: Sequence[Layer], link: Link) -> Markup | None:
     said += [f" None arrived at {gradients.count(None)} of {len(leaves)}."] if None in gradients else []
     said += [f" It is 0 at {zero} of {len(leaves)}."] if zero else []
     return _figure("Gradient flow:", plot.drawn(parts, "Gradient by depth", _DEPTH), *said)
+
+
+def _boxes_drawn(plot: _Plot, boxes: Iterable[tuple[int, Sequence[float]]]) -> list[Markup]:
+    """Return the whiskers of all boxes as one path, and so their quartiles and medians: a large model has hundreds."""
+    half = min(6, max(1, round(plot.step * 0.35)))
+    whiskers = quarters = medians = ""
+    for i, (least, low, middle, high, most) in boxes:
+        x, top, bottom = plot.x(i), plot.y(high), plot.y(low)
+        whiskers += f"M{coordinate(x)} {coordinate(plot.y(most))}V{coordinate(plot.y(least))}"
+        quarters += f"M{coordinate(x)} {coordinate(top)}V{coordinate(max(bottom, top + 1))}"
+        medians += f"M{coordinate(x - half)} {coordinate(plot.y(middle))}h{coordinate(2 * half)}"
+    return [
+        tag("path", class_="whisker", d=whiskers),
+        tag("g", tag("path", class_="quarter", d=quarters), stroke_width=2 * half),
+        tag("path", class_="median", d=medians),
+    ]
 
 
 _DEPTH = "layers in order of execution →"
