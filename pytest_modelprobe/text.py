@@ -1,4 +1,9 @@
-"""Plain text: numbers, tables, the body of a failure, escaping. It knows no record."""
+"""Plain text: numbers, counts, lists, tables, the body of a failure, escaping. It knows no record.
+
+Every message of the project is made of these functions, so that a number, a plural or a list reads the same
+everywhere. Names of layers and tests come from the code under test: `printable` takes out of them what would move the
+cursor of a terminal or give a command to GitHub Actions.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +56,15 @@ def count(n: int, noun: str) -> str:
     else:
         plural = noun + ("es" if noun.endswith(("s", "x", "ch")) else "s")
     return f"{n:,} {noun if n == 1 else plural}"
+
+
+def out_of(n: int, total: int, noun: str) -> str:
+    """Return how many of those that were looked at are meant.
+
+    >>> out_of(1, 1200, "layer")
+    '1 of 1,200 layers looked at'
+    """
+    return f"{n:,} of {count(total, noun)} looked at"
 
 
 def shape(dimensions: Sequence[int | tuple[int, int]]) -> str:
@@ -223,3 +237,8 @@ def failure(
     lines = table(columns, rows, widest=widest)
     parts = [printable(first), "\n".join(lines), *(printable(step) for step in next_steps if step)]
     return "\n\n".join(parts)
+
+
+def failed(first: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], *next_steps: str) -> AssertionError:
+    """Return the error whose message is that of `failure`."""
+    return AssertionError(failure(first, columns, rows, *next_steps))

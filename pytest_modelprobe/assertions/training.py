@@ -1,4 +1,8 @@
-"""The training loop: gradients, modes and optimizer of a model that is trained."""
+"""The training loop: gradients, modes and the optimizer of a model that is trained.
+
+A loop with one of these mistakes runs, and often learns, only worse. A watch counts what happens between the steps of
+all optimizers; the assertion reads these counts, and names the most likely mistake first.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The command `modelprobe doctor`: versions, devices and what is switched off, as a bug report needs them.
 
-It works where torch or pytest is missing or broken. It prints no values of environment variables; paths are relative to
-the project, the home directory is ``~``.
+It is run where something is broken, so it works without torch or pytest, and an error becomes a line of the report.
+Reports are posted in public: no value of an environment variable is printed, paths are relative to the project, and
+the home directory is ``~``.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ def _devices() -> Section:
         found = {"cpu": platform.machine(), "cuda": "unknown without torch", "mps": "unknown without torch"}
     else:
         found = {"cpu": _attempt(_cpu), "cuda": _attempt(_cuda), "mps": _attempt(_mps)}
-    return {**found, "kernel": _kernel()}
+    return {**found, "kernel": _attempt(_kernel)}
 
 
 def _cpu() -> str:
@@ -196,12 +197,9 @@ def _cpu() -> str:
 
 
 def _kernel() -> str:
-    def describe() -> str:
-        from pytest_modelprobe import kernel
+    from pytest_modelprobe import kernel
 
-        return kernel.description()
-
-    return _attempt(describe)
+    return kernel.description()
 
 
 def _cuda() -> str:
@@ -303,7 +301,7 @@ def _switched_off(settings: dict[str, Any]) -> Iterator[str]:
         missing = [name for name, why in (("cuda", _cuda), ("mps", _mps)) if _attempt(why).startswith("not available")]
         if missing:
             yield f"devices {' and '.join(missing)}: not available here; tests that ask for them are skipped"
-        yield from _missing_of_torch()
+        yield from _guarded(_missing_of_torch(), f"running models: {PACKAGE} does not work with this torch")
         yield from _without_compile()
     if os.environ.get("CI"):
         yield "--snapshot-update of model snapshots: CI is set; --modelprobe-allow-update-in-ci permits it"
@@ -311,12 +309,13 @@ def _switched_off(settings: dict[str, Any]) -> Iterator[str]:
         yield "modelprobe check, declare, log and REF:PATH: git is not on PATH"
 
 
-def _guarded(lines: Iterable[str]) -> Iterator[str]:
+def _guarded(lines: Iterable[str], broken: str = "unknown") -> Iterator[str]:
+    """Yield lines; where looking for them raises, yield what is ``broken`` and the error."""
     found: list[str] = []
     error = _error_of(lambda: found.extend(lines))
     yield from found
     if error:
-        yield f"unknown: {error}"
+        yield f"{broken}: {error}"
 
 
 def _unmet_requirements() -> Iterator[str]:
@@ -349,23 +348,14 @@ def _reasons_without_plugin(settings: dict[str, Any]) -> Iterator[str]:
 
 def _missing_of_torch() -> Iterator[str]:
     """Yield what cannot be done, or is done otherwise, as this torch lacks a private name."""
-    found: list[str] = []
+    from pytest_modelprobe import _torch
 
-    def look() -> None:
-        from pytest_modelprobe import _torch
-
-        refused = dict(value.args for value in vars(_torch).values() if isinstance(value, functools.partial))
-        for path in _torch.PATHS:
-            try:
-                pkgutil.resolve_name(path)
-            except (ImportError, AttributeError):
-                why = refused.get(path, "another way is used where there is one")
-                found.append(f"this torch has no {path}: {why}")
-
-    error = _error_of(look)
-    yield from found
-    if error:
-        yield f"running models: {PACKAGE} does not work with this torch: {error}"
+    refused = dict(value.args for value in vars(_torch).values() if isinstance(value, functools.partial))
+    for path in _torch.PATHS:
+        try:
+            pkgutil.resolve_name(path)
+        except (ImportError, AttributeError):
+            yield f"this torch has no {path}: {refused.get(path, 'another way is used where there is one')}"
 
 
 def _without_compile() -> Iterator[str]:

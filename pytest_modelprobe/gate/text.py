@@ -1,4 +1,8 @@
-"""The changes between two revisions as text; equal changes of repeated layers are one line."""
+"""The changes between two revisions as text, for the terminal and for every other format.
+
+A refactoring often changes all blocks of a model, or all models of a folder, in the same way. So equal changes of
+repeated layers are one line, and equal findings of several snapshots are one row.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,10 @@ from .classes import Class, class_of
 from .verdict import Finding, SnapshotChange, Verdict, part_not_compared
 
 _MANY = 8
-"""Number of files of one folder above which a command names the folder."""
-
+"""Number of files of one folder above which a command names the folder, so that it stays one line."""
 
 _EACH_WHOLE = 4
-"""Number of changed snapshots above which their causes are in one table."""
+"""Number of changed snapshots above which their causes are in one table: so many texts are not read one by one."""
 
 
 def effect_text(effect: Effect) -> str:
@@ -61,10 +64,8 @@ def finding_text(finding: Finding, change: SnapshotChange) -> str:
         lost = part_not_compared(change.now, change.before) if change.before is not None else None
         if lost and change.now.numbers is not None:
             return f"its {lost} is not compared any more"
-        layers = list(dict.fromkeys(d.layer for d in finding.differences))
-        if layers:
-            told = f"{count(len(layers), 'layer')}: {listed(collapsed(layers))}"
-            return f"what layers do alone is not compared any more, in {told}"
+        if finding.differences:
+            return f"what layers do alone is not compared any more, in {_layers_text(finding)}"
         device = change.either.record.device if change.now.numbers is not None else ""
         now = f"there are those of {device}" if device else "there is the structure alone"
         return f"its numbers are gone: {now}"
@@ -81,15 +82,19 @@ def finding_text(finding: Finding, change: SnapshotChange) -> str:
         return " ".join(["the same architecture, and numbers within tolerance", *(f"({n})" for n in noted(notes))])
     if finding.causes:
         return _causes_text(finding, change)
-    layers = list(dict.fromkeys(d.layer for d in finding.differences))
     if finding.differences and all(d.kind == "noise" for d in finding.differences):
-        return f"the noise grew, so that more passes, in {count(len(layers), 'layer')}: {listed(collapsed(layers))}"
-    if any(d.change is not None for d in finding.differences):
-        moved = max((d.change for d in finding.differences if d.change is not None), default=None)
-        by = "" if moved is None else f" by up to {percent(moved)}"
-        return f"{count(len(layers), 'layer')} moved{by}: {listed(collapsed(layers))}"
+        return f"the noise grew, so that more passes, in {_layers_text(finding)}"
+    moved = [d.change for d in finding.differences if d.change is not None]
+    if moved:
+        return _layers_text(finding, f" moved by up to {percent(max(moved))}")
     found = rows(finding.differences, change.comparison.actual, change.comparison.expected)
     return listed([_row_text(row) for row in found], most=2)
+
+
+def _layers_text(finding: Finding, what: str = "") -> str:
+    """Return ``2 layers: fc1 and fc2``, with what is said of them before the colon."""
+    layers = list(dict.fromkeys(difference.layer for difference in finding.differences))
+    return f"{count(len(layers), 'layer')}{what}: {listed(collapsed(layers))}"
 
 
 def _calls_text(finding: Finding, change: SnapshotChange) -> str:
@@ -213,9 +218,8 @@ def next_steps(verdict: Verdict) -> list[str]:
         steps.append("\n  ".join([said, *commands]))
         stale = [change for change in there if change.now is not None and change.now.reason]
         if stale:
-            steps.append(
-                f"The reason in {listed([change.path for change in stale])} was given for another change than this one."
-            )
+            paths = listed([change.path for change in stale])
+            steps.append(f"The reason in {paths} was given for another change than this one.")
     where = "For a deleted snapshot" if len(there) < len(verdict.denied) else "Where no test can be run"
     base = f" --base {verdict.base[:12]}" if verdict.base else ""
     return [*steps, f'{where} this writes the reason into a file to be committed:\n  modelprobe declare "..."{base}']
@@ -312,16 +316,17 @@ def shared_cause_rows(verdict: Verdict, *, notes: bool = False) -> list[list[Cel
                 said = _repeated_cause_text(dataclasses.replace(cause, change=None, what=what), times)
                 said = said if sure else f"possibly {said}"
                 models = alike.setdefault((said, class_of(cause, diagnosis)), {})
-                models[change.model] = max(
-                    (models.get(change.model), comparison.known_change(cause)), key=lambda size: size or 0.0
-                )
+                models[change.model] = _largest([models.get(change.model), comparison.known_change(cause)])
     for change in verdict.changes if notes else ():
         for note, times in comparison.grouped(change.diagnosis.notes if change.diagnosis else ()):
             alike.setdefault((_repeated_cause_text(note, times), "calls"), {})[change.model] = None
     return [
-        [said, kind, percent(max(models.values(), key=lambda size: size or 0.0)), listed(list(models))]
-        for (said, kind), models in alike.items()
+        [said, kind, percent(_largest(models.values())), listed(list(models))] for (said, kind), models in alike.items()
     ]
+
+
+def _largest(sizes: Iterable[float | None]) -> float | None:
+    return max(sizes, key=lambda size: size or 0.0)
 
 
 NOTE_COLUMNS = ("call that is written otherwise", "layers")

@@ -90,7 +90,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Annotations(lambda: snapshots.results), "modelprobe-annotations")
     if is_asked(config):
         config.pluginmanager.register(Properties(), "modelprobe-properties")
-    if config.stash[SETTINGS].mutate is not None:
+    if config.option.modelprobe_mutate is not None:
         from .mutation import mutation_session
 
         config.pluginmanager.register(mutation_session(config, snapshots), "modelprobe-mutation")

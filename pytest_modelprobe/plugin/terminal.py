@@ -146,7 +146,7 @@ def _lines(nodeid: str, summary: dict[str, Any], *, with_table: bool) -> Iterato
     from pytest_modelprobe.text import count, printable
 
     calls = f"{count(summary['layers'], 'layer')}, {count(summary['calls'], 'call')}"
-    times = f" in {summary['forwards']:,} forwards" if summary.get("forwards", 1) > 1 else ""
+    times = f" in {count(summary['forwards'], 'forward')}" if summary.get("forwards", 1) > 1 else ""
     yield printable(f"{nodeid}: {summary['name']}, {calls}{times}")
     yield from (f"  {printable(finding)}" for finding in summary["findings"])
     if with_table:

@@ -1,6 +1,9 @@
-"""Pictures of feature maps, of where a model looks, of gradients and distributions. They need matplotlib.
+"""Pictures of feature maps, of where a model looks, of gradients and of distributions.
 
-Each function returns a `matplotlib.figure.Figure` that no state of pyplot knows of, and leaves the backend as it is.
+They are for what a table of numbers hides: one channel that is flat, a gradient that fades from layer to layer. They
+need matplotlib, which is imported when a figure is drawn, because most runs draw none. Each function returns a
+`matplotlib.figure.Figure` that pyplot does not know, so that no window opens and the backend of the test stays as it
+is.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
     Array = numpy.ndarray[Any, numpy.dtype[Any]]
 
+# Above these numbers a part of a figure is too small to be seen: the first are drawn, and the rest is counted.
 _MOST_CHANNELS = 64
 _CHANNELS_OF_LEVEL = 6
 _MOST_IMAGES = 8
@@ -40,11 +44,11 @@ class Figures:
         self._drawn: list[tuple[str, Callable[[], Figure]]] = []
 
     def add(self, title: str, draw: Callable[[], Figure]) -> None:
-        """Keep a figure."""
+        """Keep a figure, in the place of the oldest if there are too many."""
         self._drawn = [*self._drawn, (title, draw)][-self._most :]
 
     def take(self) -> list[dict[str, str]]:
-        """Return the figures as images, and forget them; none where matplotlib is missing."""
+        """Return the figures as images, and forget them. Without matplotlib there are none."""
         drawn, self._drawn = self._drawn, []
         if not is_available():
             return []
@@ -98,15 +102,13 @@ def _channels(title: str, channels: Array) -> Figure:
     axes = figure.subplots(rows, columns, squeeze=False)
     for panel in axes.flat:
         panel.axis("off")
-    images = [
-        panel.imshow(channel, interpolation="nearest", **_colors(shown))
-        for panel, channel in zip(axes.flat, shown, strict=False)
-    ]
+    colors = _colors(shown)
     for i, (panel, channel) in enumerate(zip(axes.flat, shown, strict=False)):
+        image = panel.imshow(channel, interpolation="nearest", **colors)
         panel.set_title(f"{i}" + (" zero" if not channel.any() else ""), fontsize=7, color=_GRAY, pad=2)
     hidden = f", the first {len(shown)} of {len(channels)}" if len(channels) > len(shown) else ""
     _head(figure, title, f"{len(channels)} channels of {height} × {width}{hidden}")
-    figure.colorbar(images[0], ax=axes, shrink=0.8, pad=0.01, aspect=30).ax.tick_params(labelsize=7)
+    figure.colorbar(image, ax=axes, shrink=0.8, pad=0.01, aspect=30).ax.tick_params(labelsize=7)
     return figure
 
 
@@ -197,15 +199,10 @@ def gradients(record: Record) -> Figure:
     shown = found[:_MOST_LAYERS]
     figure = _figure(max(5.0, 0.32 * len(shown) + 1.6), 4.2)
     axes = figure.subplots()
-    boxes, places = [], []
-    for place, (_, reading) in enumerate(shown):
-        assert reading.statistics is not None
-        numbers = _quartiles(reading)
-        if numbers is not None:
-            boxes.append(dict(zip(("whislo", "q1", "med", "q3", "whishi"), numbers, strict=True), fliers=[]))
-            places.append(place)
+    boxes = {place: numbers for place, (_, reading) in enumerate(shown) if (numbers := _quartiles(reading))}
     if boxes:
-        axes.bxp(boxes, positions=places, widths=0.6, showfliers=False, patch_artist=True,
+        parts = [dict(zip(_BOX, numbers, strict=True), fliers=[]) for numbers in boxes.values()]
+        axes.bxp(parts, positions=list(boxes), widths=0.6, showfliers=False, patch_artist=True,
                  boxprops={"facecolor": "#cfdcf0", "edgecolor": _BLUE}, medianprops={"color": _BLUE},
                  whiskerprops={"color": _BLUE}, capprops={"color": _BLUE})  # fmt: skip
     rms = [reading.statistics.rms if reading.statistics else None for _, reading in shown]
@@ -216,9 +213,8 @@ def gradients(record: Record) -> Figure:
     if zero:
         axes.plot(zero, [0.02] * len(zero), "x", color="#b00020", transform=axes.get_xaxis_transform(), label="zero")
     axes.set_yscale("log")
-    axes.set_xticks(
-        range(len(shown)), [_text(f"{layer.name} {layer.type_name}") for layer, _ in shown], rotation=90, fontsize=7
-    )
+    names = [_text(f"{layer.name} {layer.type_name}") for layer, _ in shown]
+    axes.set_xticks(range(len(shown)), names, rotation=90, fontsize=7)
     axes.set_xlim(-0.7, len(shown) - 0.3)
     axes.set_ylabel("gradient of the output, magnitude", fontsize=8)
     axes.tick_params(axis="y", labelsize=7)
@@ -272,9 +268,8 @@ def distributions(a: Record, b: Record, layers: Selector = "**", labels: tuple[s
     hidden = f"; the {len(shown)} most distant of {len(pairs)} layers" if len(pairs) > len(shown) else ""
     exact = all(_bins(reading) is not None for pair in shown for reading in pair[1:3])
     how = "" if exact else "; normal curves where there is no histogram"
-    _head(
-        figure, f"Outputs of {a.model}: {labels[0]} and {labels[1]}", f"distances in standard deviations{how}{hidden}"
-    )
+    title = f"Outputs of {a.model}: {labels[0]} and {labels[1]}"
+    _head(figure, title, f"distances in standard deviations{how}{hidden}")
     return figure
 
 
@@ -316,17 +311,24 @@ def _bins(reading: Reading) -> tuple[Array, Array] | None:
     return numpy.array(edges), numpy.concatenate([[0.0], numpy.cumsum(counts)]) / sum(counts)
 
 
-def _quartiles(reading: Reading) -> list[float] | None:
-    """Return the 5, 25, 50, 75 and 95 % quantiles of the magnitudes of nonzero elements."""
+_BOX = ("whislo", "q1", "med", "q3", "whishi")
+"""What matplotlib calls the numbers of a box, from the lowest."""
+
+
+def _quartiles(reading: Reading) -> list[float]:
+    """Return the 5, 25, 50, 75 and 95 % quantiles of the magnitudes that are not zero; empty without a histogram.
+
+    Where a quantile falls on bins without elements, it is at their upper end. The page puts it at their lower end.
+    """
     found = _bins(reading)
     if found is None:
-        return None
+        return []
     edges, below = found
     half = len(edges) // 2
     counts = numpy.diff(below)
     magnitudes = counts[half:] + counts[: half - 1][::-1]
     if not magnitudes.sum():
-        return None
+        return []
     share = numpy.concatenate([[0.0], numpy.cumsum(magnitudes) / magnitudes.sum()])
     logs = numpy.interp([0.05, 0.25, 0.5, 0.75, 0.95], share, numpy.log2(edges[half:]))
     return [float(2.0**x) for x in logs]

@@ -46,12 +46,9 @@ def annotation_commands(verdict: Verdict) -> list[str]:
         changes = [change for change in verdict.changes if _level(change, verdict) == level]
         name = _COMMANDS[level]
         lines += [_annotation(name, change) for change in changes[:MOST_ANNOTATIONS]]
-        if len(changes) > MOST_ANNOTATIONS:
-            lines.append(
-                command(
-                    name, f"+{len(changes) - MOST_ANNOTATIONS} more: see the summary of this job", title="modelprobe"
-                )
-            )
+        more = len(changes) - MOST_ANNOTATIONS
+        if more > 0:
+            lines.append(command(name, f"+{more} more: see the summary of this job", title="modelprobe"))
     return lines
 
 

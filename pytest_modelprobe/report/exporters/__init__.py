@@ -1,4 +1,9 @@
-"""Export records to tools that show numbers over time, each found by its name in a group of entry points."""
+"""Export records to tools that show numbers over time.
+
+An exporter is found by its name in a group of entry points, so that other packages can add theirs, and none of the
+tools is imported before it is asked for. All exporters write the same numbers under the same names, which `readings`
+and `scalars` yield.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +13,12 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.record import Record, nearest
+from pytest_modelprobe.record import Reading, Record, nearest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["GROUP", "Exporter", "exporter"]
+__all__ = ["GROUP", "Exporter", "exporter", "readings", "scalars"]
 
 GROUP = "pytest_modelprobe.exporters"
 """The group of entry points: name → function or class that takes the options and returns an `Exporter`."""
@@ -55,3 +60,36 @@ def exporter(name: str, /, **options: Any) -> Iterator[Exporter]:
         raise UsageError(f"the exporter {name!r} needs {error.name}, which is not installed{extra}") from error
     with contextlib.closing(out):
         yield out
+
+
+def readings(record: Record) -> Iterator[tuple[str, str, Reading]]:
+    """Yield layer, quantity and reading: first output of the first call and its gradient, parameters and theirs.
+
+    >>> from pytest_modelprobe.record import Layer, Parameter
+    >>> bias = Parameter(name="bias", shape=(2,), dtype="float32", device="cpu")
+    >>> fc = Layer(name="fc", type="Linear", parameters=(bias,))
+    >>> [names for *names, _ in readings(Record(model="Net", layers={"fc": fc}))]
+    [['fc', 'bias']]
+    """
+    for layer in record.layers.values():
+        for value in layer.calls[0].outputs[:1] if layer.calls else ():
+            yield layer.name, "output", value.forward
+            if value.backward is not None:
+                yield layer.name, "output_gradient", value.backward
+        for parameter in layer.parameters:
+            if parameter.tied_to is None:
+                yield layer.name, parameter.name, parameter.reading
+                if parameter.gradient is not None:
+                    yield layer.name, f"{parameter.name}_gradient", parameter.gradient
+
+
+def scalars(record: Record) -> Iterator[tuple[str, str, float]]:
+    """Yield layer, name and value: mean, std and rms of what `readings` yields, of gradients the rms alone.
+
+    Tensors without finite elements have none.
+    """
+    for layer, quantity, reading in readings(record):
+        for statistic in ("rms",) if quantity.endswith("_gradient") else ("mean", "std", "rms"):
+            value = None if reading.statistics is None else getattr(reading.statistics, statistic)
+            if value is not None:
+                yield layer, f"{quantity}_{statistic}", float(value)

@@ -1,4 +1,7 @@
-"""Records in MLflow: metrics, and the whole record as an artifact."""
+"""Records in MLflow: metrics, and the whole record as an artifact.
+
+Metrics show what changes over training; the artifact has the rest for the step that looks odd.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pytest_modelprobe.record import ROOT, Record
 
-from .readings import scalars
+from . import scalars
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,4 +1,7 @@
-"""Records in TensorBoard: scalars, and histograms where the record has them."""
+"""Records in TensorBoard: scalars, and histograms where the record has them.
+
+The bins of a record are handed on as they are: the tensor is gone, and TensorBoard accepts bins of any width.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_modelprobe.record import Reading, Record
 
-from .readings import readings, scalars
+from . import readings, scalars
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,9 +57,8 @@ class TensorBoardExporter:
         import numpy
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-        canvas: Any = FigureCanvasAgg(
-            figure
-        )  # `SummaryWriter.add_figure` does this through pyplot, which sets a backend
+        # `SummaryWriter.add_figure` does this through pyplot, which sets a backend.
+        canvas: Any = FigureCanvasAgg(figure)
         canvas.draw()
         self._writer.add_image(title, numpy.array(canvas.buffer_rgba())[..., :3], step, dataformats="HWC")
 

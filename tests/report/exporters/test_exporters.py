@@ -7,8 +7,7 @@ import pytest
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
 from pytest_modelprobe.report import exporters
-from pytest_modelprobe.report.exporters import exporter
-from pytest_modelprobe.report.exporters.readings import scalars
+from pytest_modelprobe.report.exporters import exporter, scalars
 
 
 class Listed:
