@@ -24,7 +24,7 @@ def feature_maps(run: Run, layer: str) -> tuple[str, list[tuple[str, Tensor]]]:
     """Return the label of a layer, and the outputs (N, C, H, W) of its first call, each with its path."""
     __tracebackhide__ = True
     name, module = _one_layer(run, layer)
-    _, kept = run.record(layer)
+    _, kept = run.record()
     if not kept.get(name):
         raise NothingObservedError(f"{name} was never called: choose a layer that the forward uses")
     outputs = flatten("output", kept[name][0]).tensors
