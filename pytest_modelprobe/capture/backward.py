@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,34 +18,26 @@ from .observed_forwards import ObservedForwards
 from .running_calls import RunningCalls
 from .steps import Steps
 from .stop import StopCheck
+from .tensor_hooks import HookedViews
 from .tensors import ContentKey, content_key
-from .views import HookedViews
 
 _index = operator.attrgetter("index")
 _LARGE = 1 << 13  # elements above which to look whether a gradient was seen before is cheaper than to read it again
 
 
+@dataclass(eq=False)
 class BackwardPasses:
     """Counts backward passes, and receives their gradients."""
 
-    def __init__(
-        self,
-        forwards: ObservedForwards,
-        running: RunningCalls,
-        views: HookedViews,
-        steps: Steps,
-        small: SmallTensors,
-        stop: StopCheck | None,
-        *,
-        histograms: bool,
-    ) -> None:
-        self._forwards = forwards
-        self._running = running
-        self._views = views
-        self._steps = steps
-        self._small = small
-        self._stop = stop
-        self._histograms = histograms
+    forwards: ObservedForwards
+    running: RunningCalls
+    views: HookedViews
+    steps: Steps
+    small: SmallTensors
+    stop: StopCheck | None
+    histograms: bool
+
+    def __post_init__(self) -> None:
         self._current = -1
         self._newest_task = -1
         self._reached = -1  # the newest pass that reached an observed tensor
@@ -59,7 +52,7 @@ class BackwardPasses:
 
     def enter(self) -> bool:
         """Count the pass that runs if it is new; return whether it runs inside a forward."""
-        inner = bool(self._running.stack) and self._running.drop_abandoned()
+        inner = bool(self.running.stack) and self.running.drop_abandoned()
         task = graph_task()
         if task > self._newest_task:
             self._newest_task = task
@@ -70,7 +63,7 @@ class BackwardPasses:
                     if self.on_pass is not None:
                         self.on_pass()
                     self.count += 1
-                    self._views.mark_overwritten()
+                    self.views.mark_overwritten()
         return inner
 
     def current(self) -> int:
@@ -94,18 +87,18 @@ class BackwardPasses:
                 self._reached = self._current
                 forward.backwards.add(self._current)
                 forward.trained_by.add(self._current)
-                self._steps.reached(training=forward.kind[1])
-        if self._stop is not None:
-            self._stop.gradient(observed, reduced)
+                self.steps.reached(training=forward.kind[1])
+        if self.stop is not None:
+            self.stop.gradient(observed, reduced)
 
     def receive_parameter(self, names: list[str], gradient: torch.Tensor, axis: int | None = None) -> None:
         """Take the gradient of a parameter, before it is added to ``.grad``; ``axis`` is that of its units."""
-        first, newest = self._forwards.first, self._forwards.newest
-        if self._forwards.take is not None and not self._forwards.keeps_step:
+        first, newest = self.forwards.first, self.forwards.newest
+        if self.forwards.take is not None and not self.forwards.keeps_step:
             return  # reading every parameter would cost more than all that is traced
         index, samples = (0, WHOLE) if newest is None else (newest.index, newest.samples.whole)
         reduced = self._reduced(gradient, index, samples, axis)
-        step = self._forwards.step
+        step = self.forwards.step
         step.reached_by(self._current)
         receiving = [step.gradients]
         # The first and the newest forward have records of their own: those that the pass reached. It may have reached
@@ -124,12 +117,12 @@ class BackwardPasses:
                 if held is None:
                     held = gradients[name] = ParameterGradient()
                 held.receive(reduced, self._current)
-        if self._stop is not None:
-            self._stop.parameter(names[0], gradient, reduced)
+        if self.stop is not None:
+            self.stop.parameter(names[0], gradient, reduced)
 
     def discard_step(self) -> int:
         """Note that the gradients of earlier passes were reset before a step was taken; see `ObservedForwards`."""
-        return self._forwards.discard_step()
+        return self.forwards.discard_step()
 
     def clear(self) -> None:
         """Forget the gradients of the newest pass, which are kept to be recognized."""
@@ -142,7 +135,7 @@ class BackwardPasses:
         if known is not None:
             return known[0]
         reduced = statistics.reduce(
-            gradient, axis=axis, index=index, samples=samples, histogram=self._histograms, small=self._small
+            gradient, axis=axis, index=index, samples=samples, histogram=self.histograms, small=self.small
         )
         if key is not None:
             # While the storage is held weakly its address is not used again.

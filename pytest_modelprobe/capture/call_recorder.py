@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,30 +24,19 @@ from .tensors import plain_name, shape_of
 from .units import unit_axis
 
 
+@dataclass(slots=True, eq=False)
 class CallRecorder:
-    """Fills the `CallObservation` of each call of a selected layer.
+    """Fills the `CallObservation` of each call of a selected layer."""
 
-    Args:
-        attention: Where to look for attention weights among outputs; None: nowhere.
-        profiler: Measures what each call costs; None: that is not asked for.
-        stop: Judges each output; None: that is not asked for.
-    """
-
-    def __init__(
-        self,
-        tensors: TensorObserver,
-        running: RunningCalls,
-        notes: dict[str, None],
-        attention: AttentionMode | None,
-        profiler: Profiler | None,
-        stop: StopCheck | None,
-    ) -> None:
-        self._tensors = tensors
-        self._running = running
-        self._notes = notes
-        self._attention = attention
-        self._profiler = profiler
-        self._stop = stop
+    tensors: TensorObserver
+    running: RunningCalls
+    notes: dict[str, None]
+    attention: AttentionMode | None
+    """Where to look for attention weights among outputs; None: nowhere."""
+    profiler: Profiler | None
+    """Measures what each call costs; None: that is not asked for."""
+    stop: StopCheck | None
+    """Judges each output; None: that is not asked for."""
 
     def start(self, running: RunningCall, *, training: bool, may_draw: bool) -> None:
         """Observe the inputs of a call, which is not on the stack yet.
@@ -62,14 +52,14 @@ class CallRecorder:
         call.grad_enabled = torch.is_grad_enabled()
         if any_autocast():
             call.autocast = _autocast_dtype(running.inputs)
-        axes = self._running.stack[-1].unit_axes if self._running.stack else None
+        axes = self.running.stack[-1].unit_axes if self.running.stack else None
         for path, tensor in running.inputs.tensors:
             axis = axes.get(shape_of(tensor)) if axes else None
-            call.inputs.append((path, self._tensors.observe(running.forward, tensor, axis)))
+            call.inputs.append((path, self.tensors.observe(running.forward, tensor, axis)))
         if may_draw:
             running.random_states = random_states()
-        if self._profiler is not None:
-            self._profiler.start_call(running)
+        if self.profiler is not None:
+            self.profiler.start_call(running)
 
     def finish(self, running: RunningCall, output: Any, module: nn.Module | None, *, leaf: bool = True) -> None:
         """Observe the outputs of a call, which is off the stack.
@@ -83,29 +73,29 @@ class CallRecorder:
         call = running.observation
         if call is None:
             return
-        outer = self._running.stack[-1] if self._running.stack else None
+        outer = self.running.stack[-1] if self.running.stack else None
         running.forward.end_call(call)
         outputs = flatten("output", output)
-        if self._profiler is not None:
-            self._profiler.finish_call(running, [tensor for _, tensor in outputs.tensors], leaf=leaf)
+        if self.profiler is not None:
+            self.profiler.finish_call(running, [tensor for _, tensor in outputs.tensors], leaf=leaf)
         for path, tensor in outputs.tensors:
             if module is None or tensor.is_nested:
                 axis = running.inherited_axis(tensor)
             else:
                 axis = unit_axis(module, tensor, running.inherited_axis)
-            seen = self._tensors.observe(running.forward, tensor, axis)
+            seen = self.tensors.observe(running.forward, tensor, axis)
             call.outputs.append((path, seen))
             if outer is not None:
                 outer.unit_axes[seen.shape] = seen.axis
-        if self._attention is not None:
+        if self.attention is not None:
             with statistics.ambient_modes_disabled():
-                self._attention.observe_returned(running, call, [tensor for _, tensor in outputs.tensors])
+                self.attention.observe_returned(running, call, [tensor for _, tensor in outputs.tensors])
         if outputs.opaque and outer is None:
-            self._notes[f"{running.name}: {unseen(outputs)}"] = None
+            self.notes[f"{running.name}: {unseen(outputs)}"] = None
         if running.random_states and any(map(operator.ne, running.random_states, random_states())):
             call.random = hashlib.blake2b(b"".join(running.random_states), digest_size=8).hexdigest()
-        if self._stop is not None:
-            self._stop.outputs(call)
+        if self.stop is not None:
+            self.stop.outputs(call)
 
 
 def _autocast_dtype(inputs: Flat) -> str | None:

@@ -59,11 +59,10 @@ from .running_calls import RunningCall, RunningCalls, input_keys
 from .set_attributes import SetAttributes
 from .steps import Steps
 from .stop import Judge, StopCheck
-from .tensor_hooks import TensorObserver
+from .tensor_hooks import HookedViews, TensorObserver
 from .tensors import describe
 from .traced import TracedHooks
 from .training_steps import TrainingSteps
-from .views import HookedViews
 
 
 class Capture:
@@ -286,7 +285,16 @@ class Capture:
         *,
         late: bool,
     ) -> None:
-        """See `CallReceiver.before`."""
+        """Begin a call of a hooked layer.
+
+        Args:
+            name: Name of the layer.
+            module: The layer.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+            frame: Python frame of the call.
+            late: Whether hooks that run after ours may still change the arguments.
+        """
         outermost = not self._running.drop_abandoned(frame)
         inputs = flatten_call(args, kwargs)
         if graph_task() != -1:
@@ -323,7 +331,7 @@ class Capture:
         output: Any,
         frame: FrameType,
     ) -> None:
-        """See `CallReceiver.after`."""
+        """End a call of a hooked layer, also one that raised."""
         if self._recomputation.running and self._recomputation.end_call(frame, output):
             return
         running = self._running.pop(name, frame)

@@ -1,4 +1,9 @@
-"""Hooks on modules: objects that know their own module, and do nothing in a copy of it."""
+"""Hooks on modules: one before and one after each call of a layer, which tell the `Capture` of the call.
+
+The hooks stay on the user's model while a test does with it what it likes. A hook therefore knows its own module, and
+does nothing in a copy or a pickle of it. It moves behind hooks that are registered later, to see what these change. It
+finds the call that it belongs to by the Python frame, which is the same before and after, also where other hooks raise.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import itertools
 import sys
 from collections import OrderedDict
 from types import FrameType
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
 import torch
@@ -16,54 +21,16 @@ from torch.utils.hooks import RemovableHandle
 from pytest_modelprobe._torch import CALL, tracing_state
 from pytest_modelprobe.models import ModuleHook
 
-from .guard import TOO_DEEP, HookGuard, hidden
+from .guard import TOO_DEEP, hidden
 
-
-class CallReceiver(Protocol):
-    """What the hooks on modules call."""
-
-    guard: HookGuard
-
-    def before(
-        self,
-        name: str,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        frame: FrameType,
-        *,
-        late: bool,
-    ) -> None:
-        """Called before each call of a hooked layer.
-
-        Args:
-            name: Of the layer.
-            module: The layer.
-            args: Of the call.
-            kwargs: Of the call.
-            frame: Python frame of the call.
-            late: Whether hooks that run after ours may still change the arguments.
-        """
-
-    def after(
-        self,
-        name: str,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
-        frame: FrameType,
-    ) -> None:
-        """Called after each call of a hooked layer, also when it raised."""
-
-    def note_late(self, name: str, what: str) -> None:
-        """Called where a hook was found that ran after ours in one call."""
+if TYPE_CHECKING:
+    from .capture import Capture
 
 
 class ModuleHooks:
     """Puts a hook before and a hook after each call of the modules added."""
 
-    def __init__(self, receiver: CallReceiver) -> None:
+    def __init__(self, receiver: Capture) -> None:
         self._receiver = receiver
         self._before: list[_Before] = []
         self._handles: list[RemovableHandle] = []
@@ -103,7 +70,7 @@ class _Hook(ModuleHook):
     key: int
     """Of the hook, among those of its module."""
 
-    def __init__(self, receiver: CallReceiver, name: str, module: nn.Module) -> None:
+    def __init__(self, receiver: Capture, name: str, module: nn.Module) -> None:
         self._module = ref(module)  # a call of `super` for each of many modules takes as long as all of this
         self._receiver = receiver
         self._name = name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from traceback import walk_stack
 from typing import Any
 from weakref import ref
@@ -23,17 +24,17 @@ from .training_steps import TrainingSteps, computes_gradients
 from .units import stacked_axis
 
 
+@dataclass(eq=False)
 class ParameterHooks:
     """Puts one hook on each parameter of the layers added."""
 
-    def __init__(
-        self, layers: Layers, guard: HookGuard, backward: BackwardPasses, steps: Steps, training: TrainingSteps
-    ) -> None:
-        self.guard = guard
-        self.backward = backward
-        self.steps = steps
-        self._training = training
-        self._layers = layers
+    layers: Layers
+    guard: HookGuard
+    backward: BackwardPasses
+    steps: Steps
+    training: TrainingSteps
+
+    def __post_init__(self) -> None:
         self._owners: list[tuple[str, nn.Module]] = []
         self._hooked: dict[str, nn.Parameter] = {}
         self._handles: list[RemovableHandle] = []
@@ -44,13 +45,13 @@ class ParameterHooks:
         """Add the parameters and buffers of a layer; of an atomic one also those of its children."""
         prefix = "" if name == ROOT else f"{name}."
         self._owners.append((prefix, module))
-        if module._modules and self._layers.is_leaf(name):
+        if module._modules and self.layers.is_leaf(name):
             inside = module.named_modules(prefix=name.removeprefix(ROOT))
             self._owners += [(f"{path}.", owner) for path, owner in inside if owner is not module]
 
     def attach(self) -> None:
         """Hook the parameters that have no hook yet: also those unfrozen, replaced, made by a lazy module since."""
-        shards = sharded_parameters(self._layers.modules.values())  # the gradient of the whole is not yet reduced
+        shards = sharded_parameters(self.layers.modules.values())  # the gradient of the whole is not yet reduced
         for prefix, owner in self._owners:
             if not owner._parameters:
                 continue  # as most modules
@@ -89,11 +90,11 @@ class ParameterHooks:
             hooks = self._hooks_of(optimizer)
             self.steps.step_begins(optimizer, [hook.held for hook, _ in hooks], self._hooked.values())
             if hooks:
-                self._training.step_begins(_named(hooks), early=computes_gradients(optimizer, args, kwargs))
+                self.training.step_begins(_named(hooks), early=computes_gradients(optimizer, args, kwargs))
                 if _is_stepped_by_scaler():  # gradients were seen before it took its factor out
                     self.guard.notes["gradients are those of the loss as a GradScaler scaled it"] = None
             else:
-                self._training.other_step_begins()
+                self.training.other_step_begins()
 
     @not_compiled
     def step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -102,7 +103,7 @@ class ParameterHooks:
             self.steps.step_ends()
             hooks = self._hooks_of(optimizer)
             if hooks:
-                self._training.step_ends(_named(hooks), early=computes_gradients(optimizer, args, kwargs))
+                self.training.step_ends(_named(hooks), early=computes_gradients(optimizer, args, kwargs))
 
     def _hooks_of(self, optimizer: torch.optim.Optimizer) -> list[tuple[_ParameterHook, torch.Tensor]]:
         """Return our hooks on the parameters of an optimizer, each with its parameter."""

@@ -14,10 +14,9 @@ from pytest_modelprobe._torch import (
     FLASH_ATTENTION_ON_CPU,
     TorchDispatchMode,
     WeakStorage,
-    count_dispatch_modes,
-    pop_dispatch_mode,
-    push_dispatch_mode,
+    dispatch_modes_now,
     run_composite,
+    set_dispatch_modes,
 )
 
 from .costs import TOTAL, Costs, Spans
@@ -67,13 +66,14 @@ class Profiler:
         for tensor in inputs:
             self._is_new(tensor)
         self._mode = _FlopMode(self)
-        _push_below(self._mode)
+        # Below those of the user: a `with` block pops whatever is on top, also after an interruption.
+        set_dispatch_modes((self._mode, *dispatch_modes_now()))
         return self._costs
 
     def end(self) -> None:
         """End the forward, if one runs."""
         if self._mode is not None:
-            _remove(self._mode)
+            set_dispatch_modes(tuple(mode for mode in dispatch_modes_now() if mode is not self._mode))
             self._mode = None
             self._spans.pause()
             self._spans.add(TOTAL, 0)
@@ -226,19 +226,3 @@ class _FlopMode(TorchDispatchMode):  # type: ignore[misc]
 
 # Set here, as torch wraps one in the body of a class for torch.compile, and then imports all of that in the first call.
 _FlopMode.__torch_dispatch__ = _FlopMode.receive
-
-
-def _push_below(mode: Any) -> None:
-    """Put a mode below those of the user: a `with` block pops whatever is on top, also after an interruption."""
-    others = [pop_dispatch_mode() for _ in range(count_dispatch_modes())]
-    push_dispatch_mode(mode)
-    for other in reversed(others):
-        push_dispatch_mode(other)
-
-
-def _remove(mode: Any) -> None:
-    """Take a mode off the stack, wherever it is."""
-    others = [pop_dispatch_mode() for _ in range(count_dispatch_modes())]
-    for other in reversed(others):
-        if other is not mode:
-            push_dispatch_mode(other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -17,26 +18,26 @@ from .tensors import content_key
 _Original = tuple[Forward, CallObservation]
 
 
+@dataclass(slots=True, eq=False)
 class Recomputation:
     """Finds the call that runs again, and lets the gradients of the second run go to the observations of the first."""
 
-    def __init__(self, forwards: ObservedForwards, tensors: TensorObserver, backward: BackwardPasses) -> None:
-        self._forwards = forwards
-        self._tensors = tensors
-        self._backward = backward
-        # The calls that run, in any thread, by their Python frame.
-        self.running: dict[FrameType, _Original] = {}
+    forwards: ObservedForwards
+    tensors: TensorObserver
+    backward: BackwardPasses
+    running: dict[FrameType, _Original] = field(default_factory=dict)
+    """The calls that run, in any thread, by their Python frame."""
 
     def begin_call(self, name: str, inputs: Flat, frame: FrameType) -> None:
         """Take the inputs of a call that runs again."""
-        self._backward.enter()
+        self.backward.enter()
         with statistics.ambient_modes_disabled():
             found = self._original(name, inputs)
         if found is not None:
             forward, call = found
             call.run_again()
             self.running[frame] = found
-            self._backward.recomputed = forward, call.started
+            self.backward.recomputed = forward, call.started
             self._observe_again(forward, call, call.inputs, inputs)
 
     def end_call(self, frame: FrameType, output: Any) -> bool:
@@ -55,7 +56,7 @@ class Recomputation:
     def _original(self, name: str, inputs: Flat) -> _Original | None:
         """Find the call that runs again: one with the same input, one that follows in the segment, or the last one."""
         keys = [key for _, tensor in inputs.tensors if (key := content_key(tensor)) is not None]
-        segment, position = self._backward.recomputed or (None, -1)
+        segment, position = self.backward.recomputed or (None, -1)
 
         def likelihood(candidate: _Original) -> tuple[int, ...]:
             forward, call = candidate
@@ -66,7 +67,7 @@ class Recomputation:
             return same, follows, -call.recomputed, forward.index, -call.started if follows else call.started
 
         return max(
-            ((forward, call) for forward in self._forwards.alive for call in forward.calls_of(name)),
+            ((forward, call) for forward in self.forwards.alive for call in forward.calls_of(name)),
             key=likelihood,
             default=None,
         )
@@ -80,4 +81,4 @@ class Recomputation:
             for path, tensor in flat.tensors:
                 seen = originals.get(path)
                 if seen is not None:
-                    self._tensors.observe_again(forward, tensor, seen)
+                    self.tensors.observe_again(forward, tensor, seen)

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from pytest_modelprobe.models import Layers, attributes
 from pytest_modelprobe.record import ROOT, Plain
 
 
+@dataclass(slots=True, eq=False)
 class SetAttributes:
     """Compares the attributes of the selected layers before and after the first forward of each kind."""
 
-    def __init__(self, layers: Layers, selected: Collection[str]) -> None:
-        self._layers = layers
-        self._selected = selected
-        self._before: dict[str, tuple[type, dict[str, Plain]]] = {}
-        self.found: dict[str, set[str]] = {}
-        """Names of the attributes that a forward set, by layer."""
+    layers: Layers
+    selected: Collection[str]
+    found: dict[str, set[str]] = field(default_factory=dict)
+    """Names of the attributes that a forward set, by layer."""
+    _before: dict[str, tuple[type, dict[str, Plain]]] = field(default_factory=dict)
 
     def begin(self, root: str) -> None:
         """Read the attributes of a layer and all inside it."""
         self._before = {
             name: (type(module), attributes(module))
-            for name, module in self._layers.modules.items()
-            if name in self._selected and (root in (ROOT, name) or name.startswith(f"{root}."))
+            for name, module in self.layers.modules.items()
+            if name in self.selected and (root in (ROOT, name) or name.startswith(f"{root}."))
         }
 
     def update(self) -> None:
         """Add the attributes that were set since `begin`."""
         for name, (kind, before) in self._before.items():
-            module = self._layers.modules[name]
+            module = self.layers.modules[name]
             if type(module) is not kind:
                 continue  # a lazy module became what it is
             for key, now in attributes(module).items():

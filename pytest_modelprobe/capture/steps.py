@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,48 +17,42 @@ from pytest_modelprobe.record import Training
 from pytest_modelprobe.statistics import ambient_modes_disabled
 
 
+@dataclass(slots=True, eq=False)
 class _Passes:
     """Backward passes of which the gradients of some parameters consist: the first of them was the same."""
 
-    __slots__ = ("count", "held", "used")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.held = 0
-        """Parameters whose gradients are not reset."""
-        self.used = False
-        """Whether a step was taken with the gradient of one of these parameters."""
+    count: int = 0
+    held: int = 0
+    """Parameters whose gradients are not reset."""
+    used: bool = False
+    """Whether a step was taken with the gradient of one of these parameters."""
 
 
+@dataclass(slots=True, eq=False)
 class GradientState:
     """What the ``.grad`` of one parameter consists of."""
 
-    __slots__ = ("began", "mixed", "passes", "stale", "total", "used")
-
-    def __init__(self) -> None:
-        self.passes = 0
-        """Backward passes added up since a reset or a step."""
-        self.used = False
-        """Whether a step was taken with these gradients."""
-        self.stale = False
-        """Whether a pass was added to gradients with which a step had been taken."""
-        self.mixed = False
-        """Whether passes before and after a step of another optimizer were added up."""
-        self.total = 0
-        """Steps of all optimizers when the newest pass arrived."""
-        self.began: _Passes | None = None
-        """The passes since the newest reset, with those of other parameters that were reset then."""
+    passes: int = 0
+    """Backward passes added up since a reset or a step."""
+    used: bool = False
+    """Whether a step was taken with these gradients."""
+    stale: bool = False
+    """Whether a pass was added to gradients with which a step had been taken."""
+    mixed: bool = False
+    """Whether passes before and after a step of another optimizer were added up."""
+    total: int = 0
+    """Steps of all optimizers when the newest pass arrived."""
+    began: _Passes | None = None
+    """The passes since the newest reset, with those of other parameters that were reset then."""
 
 
+@dataclass(slots=True, eq=False)
 class _OptimizerSteps:
     """The steps of one optimizer with a forward before them."""
 
-    __slots__ = ("idle", "taken")
-
-    def __init__(self) -> None:
-        self.taken = 0
-        self.idle = 0
-        """Steps before which a forward in training mode ran without gradients."""
+    taken: int = 0
+    idle: int = 0
+    """Steps before which a forward in training mode ran without gradients."""
 
 
 class Steps:

@@ -44,12 +44,12 @@ Judge = Callable[[SeenValue], BaseException | None]
 """Returns what to raise at a value, or None."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class StopCheck:
     """Shows each output and gradient to a judge as it arrives. This reads their numbers."""
 
-    def __init__(self, judge: Judge, guard: HookGuard) -> None:
-        self._judge = judge
-        self._guard = guard
+    judge: Judge
+    guard: HookGuard
 
     def outputs(self, call: CallObservation) -> None:
         """Judge what a call returned."""
@@ -90,11 +90,11 @@ class StopCheck:
         others: Rows,
     ) -> None:
         try:
-            error = self._judge(SeenValue(layer, call, path, is_gradient, numbers, others))
+            error = self.judge(SeenValue(layer, call, path, is_gradient, numbers, others))
         except Exception as raised:  # noqa: BLE001 - of the user's condition: raised where it was asked
             error = raised
         if error is not None:
-            self._guard.let_through = error
+            self.guard.let_through = error
             _hide_frames()
             raise error
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -11,36 +14,62 @@ import torch
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import WeakStorage, hook_tensor, is_view, tensor_hooks, unhook_tensor
 from pytest_modelprobe.models import is_distributed, local_tensor, value_layout
-from pytest_modelprobe.statistics import Reduction, SmallTensors
+from pytest_modelprobe.statistics import Reduction, SmallTensors, ambient_modes_disabled
 
 from .guard import HookGuard, hidden
 from .observation import Forward, TensorObservation
 from .tensors import ContentKey, content_key, is_parameter, shape_of
-from .views import HookedViews
 
 OnGradient = Callable[[Mapping[Forward, list[TensorObservation]], torch.Tensor], None]
 
 
-class TensorObserver:
-    """Makes a `TensorObservation` of each tensor, with a hook for its gradient.
+class HookedViews:
+    """Finds the views that were overwritten after they were observed.
 
-    Args:
-        on_gradient: Called with the observations of a tensor, by forward, and its whole gradient.
-        histograms: Whether to count the elements of each tensor in bins.
+    Autograd drops the hook on a view silently when the view is overwritten in place. Its gradient is then that of the
+    uses before, and a record says so.
     """
 
-    def __init__(
-        self, guard: HookGuard, views: HookedViews, small: SmallTensors, on_gradient: OnGradient, *, histograms: bool
-    ) -> None:
-        self.guard = guard
-        self.on_gradient = on_gradient
+    def __init__(self) -> None:
+        self._views: list[tuple[TensorObservation, int, torch.Tensor]] = []
+
+    def add(self, tensor: torch.Tensor, seen: TensorObservation) -> None:
+        """Look after a view."""
+        with ambient_modes_disabled(), contextlib.suppress(RuntimeError):  # a tensor subclass may not allow it
+            version = tensor.detach()
+            # An alias without the memory: what it still shares is the count of versions.
+            version.data = _no_elements(tensor.dtype, tensor.device)
+            self._views.append((seen, tensor._version, version))
+
+    def mark_overwritten(self) -> None:
+        """Mark those that were overwritten by now, and look after none of them any more."""
+        for seen, before, version in self._views:
+            seen.overwritten |= version._version > before
+        self._views.clear()
+
+
+@functools.cache
+def _no_elements(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+@dataclass(eq=False)
+class TensorObserver:
+    """Makes a `TensorObservation` of each tensor, with a hook for its gradient."""
+
+    guard: HookGuard
+    views: HookedViews
+    small: SmallTensors
+    on_gradient: OnGradient
+    """Called with the observations of a tensor, by forward, and its whole gradient."""
+    histograms: bool
+    """Whether to count the elements of each tensor in bins."""
+
+    def __post_init__(self) -> None:
         self.model_storages: frozenset[int] = frozenset()
         """Keys of the storages of the model's parameters and buffers."""
         self.reads_layouts = False
         """Whether the model is tensor parallel."""
-        self._views = views
-        self._small = small
-        self._histograms = histograms
         # Those of the newest forward, and those before it that were alive when it began.
         self._hooks: list[ReferenceType[_TensorHook]] = []
 
@@ -75,7 +104,7 @@ class TensorObserver:
             seen = TensorObservation(tensor, number, reduced)
         hook.add(forward, seen)
         if view:
-            self._views.add(tensor, seen)
+            self.views.add(tensor, seen)
         return seen
 
     def observe_again(self, forward: Forward, tensor: torch.Tensor, seen: TensorObservation) -> None:
@@ -115,8 +144,8 @@ class TensorObserver:
             axis=axis,
             index=forward.index,
             samples=forward.samples,
-            histogram=self._histograms,
-            small=self._small,
+            histogram=self.histograms,
+            small=self.small,
         )
         if key is not None:
             forward.reductions[key] = number, reduced, WeakStorage(local.untyped_storage())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,33 +20,29 @@ Named = Iterable[tuple[str, torch.Tensor]]
 """Parameters with their full names; of a tied one all."""
 
 
+@dataclass(slots=True, eq=False)
 class TrainingSteps:
     """Reads what an optimizer does in each of the steps that are kept.
 
     A step is over when the next forward begins: several optimizers, or several calls of one within a backward pass, may
     take it together.
-
-    Args:
-        layers: The layers of the model.
-        selected: Names of those that are recorded.
-        forwards: What was seen of forwards.
     """
 
-    def __init__(self, layers: Layers, selected: Collection[str], forwards: ObservedForwards) -> None:
-        self._layers = layers
-        self._selected = selected
-        self._forwards = forwards
-        self._before: dict[str, Reduction] = {}
-        """Parameters and buffers by full name before the newest step of an optimizer of this model."""
-        self._before_other: dict[str, Reduction] = {}
-        """The same before another optimizer stepped, if gradients had arrived."""
+    layers: Layers
+    selected: Collection[str]
+    """Names of the layers that are recorded."""
+    forwards: ObservedForwards
+    _before: dict[str, Reduction] = field(default_factory=dict)
+    """Parameters and buffers by full name before the newest step of an optimizer of this model."""
+    _before_other: dict[str, Reduction] = field(default_factory=dict)
+    """The same before another optimizer stepped, if gradients had arrived."""
 
     def forward_begins(self) -> None:
         """End a step that nobody saw: gradients arrived, another optimizer stepped, and parameters have changed.
 
         ZeRO keeps the parameters in flat copies of its own, which its optimizer holds instead of them.
         """
-        step, before = self._forwards.step, self._before_other
+        step, before = self.forwards.step, self._before_other
         self._before_other = {}
         if before and not step.taken:
             now = self._read()
@@ -54,15 +51,15 @@ class TrainingSteps:
 
     def other_step_begins(self) -> None:
         """Read parameters before an optimizer that holds none of them steps, as it may hold copies of them."""
-        step = self._forwards.step
-        if self._forwards.keeps_step and step.gradients and not (step.taken or self._before_other):
+        step = self.forwards.step
+        if self.forwards.keeps_step and step.gradients and not (step.taken or self._before_other):
             self._before_other = self._read()
             step.modes = self._modes()
 
     def step_begins(self, parameters: Named, *, early: bool) -> None:
         """Read parameters before an optimizer changes them, and its gradients unless it computes them itself."""
-        step = self._forwards.step
-        if self._forwards.keeps_step:
+        step = self.forwards.step
+        if self.forwards.keeps_step:
             if early or not step.before:  # within the step of another, as in ZeRO, it is known
                 self._before = self._read()
             step.before = step.before or self._before
@@ -71,11 +68,11 @@ class TrainingSteps:
 
     def step_ends(self, parameters: Named, *, early: bool) -> None:
         """Read what the optimizer left."""
-        step = self._forwards.step
-        if self._forwards.keeps_step:
-            self._forwards.take_traced()
+        step = self.forwards.step
+        if self.forwards.keeps_step:
+            self.forwards.take_traced()
         step.taken = True
-        if self._forwards.keeps_step:
+        if self.forwards.keeps_step:
             step.before = step.before or self._before  # a forward in a closure began the step
             step.modes = self._modes()
             if early:
@@ -86,20 +83,20 @@ class TrainingSteps:
                 step.after[name] = statistics.reduce(tensor, small=small)
 
     def _read(self) -> dict[str, Reduction]:
-        return {name: reading.reduced for name, reading in read_parameters(self._layers, self._selected).items()}
+        return {name: reading.reduced for name, reading in read_parameters(self.layers, self.selected).items()}
 
     def _modes(self) -> dict[str, bool]:
-        return {name: module.training for name, module in self._layers.modules.items()}
+        return {name: module.training for name, module in self.layers.modules.items()}
 
     def _read_gradients(self, parameters: Named) -> None:
-        newest, small = self._forwards.newest, SmallTensors()
+        newest, small = self.forwards.newest, SmallTensors()
         index = 0 if newest is None else newest.index
         for name, parameter in parameters:
             if parameter.grad is not None:
-                self._forwards.step.applied[name] = statistics.reduce(parameter.grad, index=index, small=small)
+                self.forwards.step.applied[name] = statistics.reduce(parameter.grad, index=index, small=small)
 
     def _buffers(self) -> Named:
-        named = named_tensors(self._layers, self._selected)
+        named = named_tensors(self.layers, self.selected)
         return [(name, tensor) for name, tensor in named if not isinstance(tensor, torch.nn.Parameter)]
 
 

@@ -134,6 +134,21 @@ def negligible(trace: Trace) -> float:
     return 1e-6 * max([trace.largest_gradient, *own])
 
 
+def check_not_random(trial: Trial) -> None:
+    """Check that the output in evaluation mode does not depend on the seed.
+
+    Raises:
+        NotApplicableError: In evaluation mode another seed gives another output, beyond rounding.
+    """
+    one = trial.reference(mode="eval")
+    for seed in ("second", "third"):
+        found = disagreements(one, trial.variation(mode="eval", seed=seed), integers=True)
+        if found:
+            raise NotApplicableError(
+                f"random in evaluation: another seed changes what {found[0].layer_tensor.layer} returns"
+            )
+
+
 def compare_runs(
     trial: Trial,
     runs: tuple[Trace, Trace],

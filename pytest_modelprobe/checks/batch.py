@@ -11,9 +11,8 @@ from torch import Tensor
 
 from pytest_modelprobe.report.text import count, listed
 
-from .agreement import Disagreement, Pairs, break_of, compare_runs, inside_note, limit, relative_error
+from .agreement import Disagreement, Pairs, break_of, check_not_random, compare_runs, inside_note, limit, relative_error
 from .check import check
-from .drawing import check_not_random
 from .outcome import Break, NotApplicableError
 from .sequence import replacement
 from .trial import LayerTensor, Trace, Trial, Vary, keep_input

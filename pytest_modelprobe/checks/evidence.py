@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.report.text import listed
 
-from .cache import KEYS_AND_VALUES, state_of
 from .outcome import NotApplicableError
 from .trial import Trial
 
@@ -35,6 +34,29 @@ _FUSED: dict[Any, int] = {F.scaled_dot_product_attention: -2, F.multi_head_atten
 """Functions of queries and keys, with their axis of positions."""
 
 _SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
+
+
+CACHES = ("past_key_values", "cache_params")
+"""Names of caches in transformers, as an argument and in the output."""
+
+KEYS_AND_VALUES = ("past_key_values", "kv_cache", "cache", "past")
+"""Names of arguments for keys and values of earlier positions."""
+
+STATES = (*CACHES, *KEYS_AND_VALUES[1:], "hx", "hidden", "hidden_state", "state")
+"""Names of arguments for a state, None at first."""
+
+
+def state_of(output: Any, name: str) -> Any:
+    """Return the state in the output of a forward; None if there is none.
+
+    >>> state_of({"logits": 1, "past_key_values": 2}, "past_key_values"), state_of((1, 2), "hx")
+    (2, 2)
+    """
+    if isinstance(output, Mapping):
+        return output.get(name)
+    if hasattr(output, name):
+        return getattr(output, name)
+    return output[1] if isinstance(output, tuple) and len(output) == 2 and name not in CACHES else None
 
 
 @dataclass(frozen=True, slots=True)

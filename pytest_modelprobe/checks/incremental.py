@@ -20,9 +20,8 @@ from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, listed
 
 from .agreement import changed, disagreements, limit, relative_error
-from .cache import CACHES, STATES, state_of
 from .check import check
-from .evidence import attended, check_attended, sequence_alone
+from .evidence import CACHES, STATES, attended, check_attended, sequence_alone, state_of
 from .masking import MaskedOut, masked_out, pad_id_of
 from .outcome import Break, NotApplicableError
 from .sequence import later_unseen, sequence

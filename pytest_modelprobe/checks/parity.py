@@ -22,9 +22,18 @@ from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count
 from pytest_modelprobe.runs import Watch, compiles_hooks
 
-from .agreement import TOLERANCE, break_of, changed, disagreements, in_backward_order, limit, negligible, relative_error
+from .agreement import (
+    TOLERANCE,
+    break_of,
+    changed,
+    check_not_random,
+    disagreements,
+    in_backward_order,
+    limit,
+    negligible,
+    relative_error,
+)
 from .check import check
-from .drawing import check_not_random
 from .outcome import Break, NotApplicableError, line_of
 from .recomputation import other_recomputation
 from .trial import LayerTensor, Trace, Trial, Vary

@@ -19,6 +19,7 @@ from .agreement import (
     Pairs,
     break_of,
     changed,
+    check_not_random,
     compare_runs,
     disagreements,
     inside_note,
@@ -26,7 +27,6 @@ from .agreement import (
     relative_error,
 )
 from .check import check
-from .drawing import check_not_random
 from .evidence import attended, causal_input, disagreeing_attention
 from .masking import MaskedOut, mark, masked_out, masks_of, pad_id_of, positions_of
 from .outcome import Break, NotApplicableError

@@ -24,10 +24,9 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, listed, number
 
-from .agreement import in_backward_order, limit, negligible, relative_error
+from .agreement import check_not_random, in_backward_order, limit, negligible, relative_error
 from .batch import batched, check_rows_go_together, size_of
 from .check import check, check_unmodified
-from .drawing import check_not_random
 from .outcome import Break, NotApplicableError, line_of
 from .recomputation import other_recomputation
 from .trial import Trace, Trial, Vary, as_double

@@ -23,12 +23,19 @@ from pytest_modelprobe.runs.noise import terms_of
 
 from .alike import is_plain, likeness
 from .arguments import with_arguments
-from .contexts import attributes_restored, fixed_seed, fused_paths_disabled, without_hooks
+from .contexts import (
+    ATOMIC,
+    attributes_restored,
+    buffers_of,
+    fixed_seed,
+    fused_paths_disabled,
+    is_equal,
+    weights_of,
+    without_hooks,
+)
 from .gradients import combined, projected
-from .own import ATOMIC, buffers_of, is_equal, weights_of
-from .reasons import CannotTellError, line, reason_of
 from .recipes import Draws, as_mask, fits, head_of, kind_of, synthetic
-from .tracing import ArgumentTemplate, TensorSpec, TracedCall, Tracer, copied
+from .tracing import ArgumentTemplate, CannotTellError, TensorSpec, TracedCall, Tracer, copied, line, reason_of
 
 Key = tuple[str, int]
 """A call: its layer, and its index among the calls of the layer, from 0."""
@@ -39,35 +46,25 @@ Part = Literal["all", "outputs", "gradients"]
 """What is read of each response."""
 
 
+@dataclasses.dataclass(eq=False)
 class Session:
     """Calls layers alone, one after the other; `module.forward` of all layers is replaced meanwhile."""
 
-    def __init__(
-        self,
-        layers: Layers,
-        traced: Tracer,
-        recipes: Mapping[Key, Mapping[str, str]],
-        calls: Iterable[TracedCall],
-        *,
-        expected: Mapping[Key, Call],
-        names: NamesBefore | None,
-        gradient: bool,
-        of: Part,
-        perturb: Perturb | None,
-        draws: Draws,
-    ) -> None:
-        self.layers = layers
-        self.names = names or NamesBefore()
-        self.by_names_before = names is not None
-        self.modules = traced.modules
-        self.called = traced.called
-        self.hooked = [m for m in layers.modules.values() if m._forward_pre_hooks or m._forward_hooks]
-        self.recipes = recipes
-        self.expected = expected
-        self.gradient = gradient
-        self.of = of
-        self.perturb = perturb
-        self.draws = draws
+    layers: Layers
+    traced: Tracer
+    recipes: Mapping[Key, Mapping[str, str]]
+    calls: Iterable[TracedCall]
+    _: dataclasses.KW_ONLY
+    expected: Mapping[Key, Call]
+    names_before: NamesBefore | None
+    gradient: bool
+    of: Part
+    perturb: Perturb | None
+    draws: Draws
+
+    def __post_init__(self) -> None:
+        self.names = self.names_before or NamesBefore()
+        self.hooked = [m for m in self.layers.modules.values() if m._forward_pre_hooks or m._forward_hooks]
         self.current: _IsolatedCall | None = None
         self.seed = fixed_seed()
         self.owned: dict[str, dict[str, str]] = defaultdict(dict)
@@ -80,7 +77,7 @@ class Session:
         self._responses: dict[Hashable, IsolatedResponse] = {}
         """The responses of calls by what determines these."""
         # The tensors that a call may use, also in a layer inside that it does not call.
-        modules = {id(call.module): call.module for call in calls}.values()
+        modules = {id(call.module): call.module for call in self.calls}.values()
         self._used = {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
         self._exit = contextlib.ExitStack()
 
@@ -166,7 +163,7 @@ class Session:
         """
         above = layer.split(".")
         names = (".".join(above[:n]) for n in range(len(above), 0, -1))
-        return next((name for name in (*names, ROOT) if name in self.called), None)
+        return next((name for name in (*names, ROOT) if name in self.traced.called), None)
 
     def _replace_weights(
         self, layer: str, response_layer: str | None, prefix: str, module: nn.Module, recipes: Mapping[str, str]
@@ -349,7 +346,7 @@ class _IsolatedCall:
                 own = self._session.path_before(layer, spec.name)
                 return self._tensor(spec, role + own, label + spec.name, _followed(spec.shape, shapes))
 
-        return copied(template.value, make, {} if template.known else self._session.modules)
+        return copied(template.value, make, {} if template.known else self._session.traced.modules)
 
     def _expected_tensor(self, path: str) -> Tensor | None:
         """Return the synthetic tensor of an input that only the expected call gets; None if its recipe does not fit."""
@@ -507,7 +504,7 @@ class _IsolatedCall:
             gradient=combined(list(zip(roles, computed, strict=True))) if roles else None,
             without_gradient=(*unreached, *self._cut) if self._session.gradient and reason is None else (),
             reason=reason,
-            by_names_before=self._session.by_names_before,
+            by_names_before=self._session.names_before is not None,
         )
 
     def _gradients(self) -> tuple[list[str], list[Tensor], str | None]:

@@ -32,7 +32,7 @@ from pytest_modelprobe.models import (
 )
 from pytest_modelprobe.record import ForwardKind, IsolatedResponse
 
-from .reasons import CannotTellError, reason_of
+from .tracing import CannotTellError, reason_of
 
 _OF_A_KIND = 2
 """Number of kept forwards of a kind; they differ in shapes or plain arguments, as the steps of a decoder do."""
