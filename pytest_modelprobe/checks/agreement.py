@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ _ROUNDING = 1e-6
 """Largest relative error of two runs in float64, as parts of a model may compute in float32 all the same."""
 
 _MISSING = "not returned"
+
+Row = TypeVar("Row", bound=tuple[object, ...])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,8 +133,8 @@ def negligible(trace: Trace) -> float:
     It is small beside the largest gradient on the way from the loss back: where all gradients of the parameters cancel,
     none of them has the size of what canceled.
     """
-    own: list[float] = [gradient.norm().item() for gradient in trace.gradients.values() if gradient is not None]
-    return 1e-6 * max([trace.largest_gradient, *own])
+    norms: list[float] = [gradient.norm().item() for gradient in trace.arrived]
+    return 1e-6 * max([trace.largest_gradient, *norms])
 
 
 def check_not_random(trial: Trial) -> None:
@@ -207,13 +210,17 @@ def inside_note(inside: Disagreement | None) -> str:
     return f"; layers inside differ, but the output agrees: first {inside.layer_tensor.where}, {inside.changed}"
 
 
-def in_backward_order(names: Iterable[str], trace: Trace) -> list[str]:
-    """Return names of parameters in the order in which a backward reaches their layers: the last layer comes first.
+def in_backward_order(rows: Iterable[Row], trace: Trace) -> list[Row]:
+    """Return rows in the order in which a backward reaches their layers: the last layer comes first.
 
     Parameters of the root come at the end, since it is not known when its code uses them.
+
+    Args:
+        rows: Tuples that begin with the name of a parameter.
+        trace: A run, which says in which order layers returned.
     """
     last = {given.layer: i for i, given in enumerate(trace.tensors) if given.layer != ROOT}
-    return sorted(names, key=lambda name: -last.get(name.rpartition(".")[0], -1))
+    return sorted(rows, key=lambda row: -last.get(str(row[0]).rpartition(".")[0], -1))
 
 
 def break_of(found: Sequence[Disagreement], said: str, advice: str = "") -> Break:

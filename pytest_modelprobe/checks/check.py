@@ -66,7 +66,8 @@ class Check:
     ) -> None:
         functools.update_wrapper(self, function)
         self.__name__: str
-        self._function = function
+        self.function = function
+        """The property itself, to call it for a trial that another check has prepared."""
         self._trial = functools.partial(Trial, randomize_zeros=randomize_zeros, check_reference=check_reference)
         self._kinds = typing.get_type_hints(function)
         parameters = list(inspect.signature(function).parameters.values())[1:]
@@ -138,7 +139,7 @@ class Check:
         trial = self._trial(probe, model, inputs, {**(kwargs or {}), **model_kwargs}, loss=loss)
         try:
             with progress(self.__name__), trial, interruptible():
-                found = self._function(trial, **own)
+                found = self.function(trial, **own)
         except NotApplicableError as reason:
             return Outcome(check=self.__name__, model=trial.name, verdict="not applicable", text=str(reason))
         if isinstance(found, Break):

@@ -16,7 +16,7 @@ from pytest_modelprobe.runs import find_gradient_origin
 from .check import check_nonfinite
 from .nonfinite import not_finite
 from .outcome import Break, NotApplicableError
-from .trial import Trace, Trial
+from .trial import Trial
 
 _MODES: tuple[tuple[Literal["eval", "train"], str], ...] = (("eval", "evaluation"), ("train", "training"))
 
@@ -58,15 +58,11 @@ def finite(trial: Trial) -> Break | str:
             origin = _gradient_origin(trial, mode) if found.layer in backward.gradients else None
             return dataclasses.replace(found, line=f"{found.line}, from {origin}") if origin else found
         looked_at.append(said)
-        outputs, gradients = len(trace.final), max(gradients, len(_arrived(backward)))
+        outputs, gradients = len(trace.final), max(gradients, len(backward.arrived))
     if not looked_at:
         raise refused[0]
     found_in = f"{count(outputs, 'output')} and {count(gradients, 'gradient')} in {listed(looked_at)} mode"
     return f"{found_in}; {refused[0]}" if refused else found_in
-
-
-def _arrived(trace: Trace) -> list[Tensor]:
-    return [gradient for gradient in trace.gradients.values() if gradient is not None]
 
 
 def _gradient_origin(trial: Trial, mode: Literal["eval", "train"]) -> Operation | None:

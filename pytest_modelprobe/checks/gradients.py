@@ -50,11 +50,10 @@ def outputs_train(trial: Trial) -> Break | str:
     paths = sorted(sizes, key=lambda path: sizes[path])
     found = [path for path in paths[:_MOST] if all(_trains_nothing(trial, path, draw) for draw in range(_DRAWS))]
     if found:
-        return Break(
-            layer=found[0],
-            line=f"{found[0]} trains nothing: it requires a gradient, which is zero for every parameter",
+        return Break.at(
+            ((path,) for path in found),
+            "trains nothing: it requires a gradient, which is zero for every parameter",
             columns=("output",),
-            rows=tuple((path,) for path in found),
             advice="Look for what is constant whatever the weights are: a sum or a mean over a softmax, a "
             "normalization over one element. If it is only for display, detach it.",
             level="hint",
@@ -73,7 +72,7 @@ def _trains_nothing(trial: Trial, path: str, draw: int) -> bool:
         if draw:
             trial.multiply_parameters(f"draw {draw}", mean=0.0, std=4.0)
         trace = trial.run(mode="train", backward=True, loss=_loss_at(trial, path), seed=f"draw {draw}")
-    arrived = [g.norm().item() for g in trace.gradients.values() if g is not None]
+    arrived = [gradient.norm().item() for gradient in trace.arrived]
     if trace.error is not None or trace.loss is None or not trace.loss.item() or not arrived:
         return False
     most = min(negligible(trace), _ROUNDING * abs(trace.loss.item()))  # a small factor makes both small

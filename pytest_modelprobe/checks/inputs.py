@@ -246,9 +246,7 @@ def _replacing(trial: Trial, parts: dict[str, Tensor], time: str) -> Vary:
     def vary(path: str, x: Tensor) -> Tensor:
         if path not in parts:
             return x
-        scale = x.std() if x.numel() > 1 else x.abs().sum()
-        others = trial.randn_like(x, f"{path} {time}") * (scale if scale > 0 else 1) + x.mean()
-        return torch.where(parts[path].to(x.device), others, x)
+        return torch.where(parts[path].to(x.device), trial.redrawn(x, f"{path} {time}"), x)
 
     return vary
 

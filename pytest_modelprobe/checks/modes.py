@@ -401,12 +401,11 @@ def dropout_scaled(trial: Trial) -> Break | str:
     if not wrong:
         return f"{count(len(looked_at), 'layer')}{left}"
     place, first = wrong[0]
-    return Break(
-        layer=place.layer,
-        line=f"{place.layer} keeps {percent(first.kept)} of {place.values} in training and multiplies them by "
-        f"{number(first.scale)}: the mean is {percent(first.kept * first.scale)} of the mean in evaluation mode",
+    return Break.at(
+        ((p.layer, percent(d.kept), d.scale, percent(d.kept * d.scale)) for p, d in wrong),
+        f"keeps {percent(first.kept)} of {place.values} in training and multiplies them by {number(first.scale)}: the "
+        f"mean is {percent(first.kept * first.scale)} of the mean in evaluation mode",
         columns=("layer", "keeps", "times", "mean"),
-        rows=tuple((p.layer, percent(d.kept), d.scale, percent(d.kept * d.scale)) for p, d in wrong),
         advice="Elements that are kept with probability q have to be divided by q, once, in training.",
     )
 

@@ -115,15 +115,14 @@ def _of_loss(trial: Trial, trace: Trace, when: str) -> Break | None:
 
 
 def _of_gradients(trace: Trace, when: str) -> Break | None:
-    found = {name: g for name, g in trace.gradients.items() if g is not None and _kinds(g)}
-    if not found:
+    bad = [(name, g) for name, g in trace.gradients.items() if g is not None and _kinds(g)]
+    if not bad:
         return None
-    names = in_backward_order(found, trace)
-    return Break(
-        layer=names[0],
-        line=f"{names[0]} gets a gradient that is not finite{when}: {_kinds_text(_kinds(found[names[0]]))}",
+    found = in_backward_order(bad, trace)
+    return Break.at(
+        ((name, *_counted(gradient)) for name, gradient in found),
+        f"gets a gradient that is not finite{when}: {_kinds_text(_kinds(found[0][1]))}",
         columns=("gradient of", "NaN", "infinite", "elements"),
-        rows=tuple((name, *_counted(found[name])) for name in names),
         advice=_GRADIENT,
     )
 

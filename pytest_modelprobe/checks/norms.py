@@ -45,12 +45,10 @@ def norms_cancel_scale(trial: Trial) -> Break | str:
     found = [(layer, factor) for layer, factor in factors.items() if not _LEAST <= factor <= _MOST]
     if not found:
         return count(len(factors), "norm")
-    layer, factor = found[0]
-    return Break(
-        layer=layer,
-        line=f"{layer} returns {number(factor)} times the output for twice the input, less what it adds",
+    return Break.at(
+        found,
+        f"returns {number(found[0][1])} times the output for twice the input, less what it adds",
         columns=("layer", "times the output"),
-        rows=tuple(found),
         advice="A norm divides by the root of the variance: look for a missing sqrt, and for a power.",
         level="hint",
     )

@@ -38,8 +38,8 @@ def other_recomputation(trial: Trial) -> Break | None:
     def run() -> None:
         tracer = CallTracer(trial.layers.modules, ModuleCall, before=seen.begin, after=seen.end)
         # Without early stops: else a layer ends by an exception as soon as all that the backward needs is there.
-        with torch.enable_grad(), set_checkpoint_early_stop(False), tracer, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        quiet = warnings.catch_warnings(action="ignore")
+        with torch.enable_grad(), set_checkpoint_early_stop(False), tracer, quiet:
             step()
 
     with trial.keep_changes():

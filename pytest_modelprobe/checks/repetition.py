@@ -120,12 +120,10 @@ def train_eval_differ(trial: Trial) -> Break | str:
     ]
     if not same:
         return count(len({one.layer for one, _ in pairs}), "layer")
-    first = same[0]
-    return Break(
-        layer=first.layer,
-        line=f"{first.layer} does the same in training and in evaluation mode",
+    return Break.at(
+        ((one.layer, type(trial.layers.modules[one.layer]).__name__) for one in same),
+        "does the same in training and in evaluation mode",
         columns=("layer", "type"),
-        rows=tuple((one.layer, type(trial.layers.modules[one.layer]).__name__) for one in same),
         advice="Look for an overridden train() or eval(), and for calls of them in the forward.",
     )
 
@@ -205,11 +203,10 @@ def seeded(trial: Trial) -> Break | str:
     }
     fixed = [name for name in dropping if name in called and name not in drawing and name not in changed - alike]
     if fixed:
-        return Break(
-            layer=fixed[0],
-            line=f"{fixed[0]} draws the same numbers under every seed: ranks and workers draw the same numbers",
+        return Break.at(
+            ((name,) for name in fixed),
+            "draws the same numbers under every seed: ranks and workers draw the same numbers",
             columns=("layer",),
-            rows=tuple((name,) for name in fixed),
             advice="Look for torch.manual_seed in the forward.",
         )
     # A generator of its own that is seeded from torch's seed does not advance the global ones.

@@ -479,10 +479,7 @@ def replacement(trial: Trial, tensor: Tensor, *, time: int = 0) -> Tensor:
         NotApplicableError: All integers are equal: no other valid values are known.
     """
     if tensor.is_floating_point() or tensor.is_complex():
-        scale = tensor.std() if tensor.numel() > 1 else tensor.abs().sum()
-        return (
-            trial.randn_like(tensor, f"other {time}" if time else "other") * (scale if scale > 0 else 1) + tensor.mean()
-        )
+        return trial.redrawn(tensor, f"other {time}" if time else "other")
     known = tensor.unique()
     if len(known) == 1:
         raise NotApplicableError("all elements of the first input are equal: no other valid values are known")

@@ -22,7 +22,6 @@ from pytest_modelprobe.models import (
     Layers,
     ModelState,
     ModuleCall,
-    check_supported,
     detached_copy,
     flatten,
     flatten_call,
@@ -104,6 +103,11 @@ class Trace:
         return {path: plain(tensor.detach()) for path, tensor in flatten("output", self.output).tensors}
 
     @property
+    def arrived(self) -> list[Tensor]:
+        """The gradients of the parameters that got one."""
+        return [gradient for gradient in self.gradients.values() if gradient is not None]
+
+    @property
     def failure(self) -> str:
         """The exception of the model or its backward, in one line."""
         return f"{'its backward' if self.in_backward else label_of(self.raised_in)} raised {line_of(self.error)}"
@@ -146,11 +150,10 @@ class Trial:
         randomize_zeros: bool = True,
         check_reference: ReferenceCheck | None = None,
     ) -> None:
-        check_supported(model)
+        self.layers = Layers(model)
         check_loss(loss)
         self.probe, self.model = probe, model
         self.args, self.kwargs = args, dict(kwargs or {})
-        self.layers = Layers(model)
         self.name = type(next(iter(self.layers.modules.values()))).__name__
         self.numbers: dict[str, None] = {}
         """Paths of outputs that are numbers of Python, which no check compares."""
@@ -419,6 +422,11 @@ class Trial:
         """Return normal numbers with the shape, dtype and device of a tensor, drawn from the seed and the name."""
         name = f"check {name}"
         return seeding.randn(tensor.shape, seed=self.probe.seed, name=name, device=tensor.device, dtype=tensor.dtype)
+
+    def redrawn(self, tensor: Tensor, name: str) -> Tensor:
+        """Return normal numbers of the same mean and scale as the elements of a tensor."""
+        scale = tensor.std() if tensor.numel() > 1 else tensor.abs().sum()
+        return self.randn_like(tensor, name) * (scale if scale > 0 else 1) + tensor.mean()
 
     def _run(
         self,

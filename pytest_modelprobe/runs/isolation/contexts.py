@@ -72,8 +72,7 @@ def fused_paths_disabled(module: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def without_warnings(gradient: bool) -> Iterator[None]:
     """Run code on synthetic numbers, without the warnings that these cause."""
-    with warnings.catch_warnings(), torch.inference_mode(False), torch.set_grad_enabled(gradient):
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), torch.inference_mode(False), torch.set_grad_enabled(gradient):
         yield
 
 
