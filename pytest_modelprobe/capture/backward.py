@@ -1,4 +1,9 @@
-"""Backward passes: gradients of observed tensors and of parameters, reduced as they arrive."""
+"""Backward passes: gradients of observed tensors and of parameters, reduced as they arrive.
+
+Torch says when a gradient arrives, and not to which pass or forward it belongs. A pass is told by the number of the
+graph task that runs. The forward is told by the observation that the hooked tensor holds. A large gradient that a sum
+hands to several tensors is reduced once.
+"""
 
 from __future__ import annotations
 

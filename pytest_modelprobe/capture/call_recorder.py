@@ -1,4 +1,8 @@
-"""One call: its inputs when it begins, its outputs when it ends."""
+"""One call of a layer: its inputs are observed when it begins, its outputs when it ends.
+
+Calls of modules and functional calls are recorded alike: `Capture` and `FunctionalMode` both call this. The inputs are
+read first because the layer may write into them.
+"""
 
 from __future__ import annotations
 

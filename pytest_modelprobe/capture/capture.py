@@ -1,6 +1,8 @@
 """Attach, observe, detach: hooks on a model, and what they see while it runs.
 
-The hooks keep numbers and a few copies of small tensors, never a tensor or graph of the model.
+The hooks keep numbers and a few copies of small tensors, never a tensor or graph of the model. `Capture` makes the
+parts and decides what each event means: `before` and `after` of a call, and the beginning of a forward. Each part has a
+module: what runs now, what was observed, hooks on modules, tensors and parameters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Hooks on parameters: their gradients on the way to ``.grad``."""
+"""Hooks on parameters: their gradients on the way to ``.grad``, and the steps of optimizers.
+
+The gradient of a pass is read before it is added to ``.grad``, which may hold that of earlier passes. Parameters are
+looked for again before each forward, since a layer may be unfrozen or get new ones.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""What each layer costs while a forward runs: wall time, floating-point operations, memory of outputs."""
+"""What each layer costs while a forward runs: wall time, floating-point operations, memory of outputs.
+
+The time of the model stops while a hook of the probe runs, so that what the probe costs is not counted. On CUDA the
+times are events on the device, because the host only hands out work there. Operations are counted by the formulas of
+`torch.utils.flop_counter` for all layers that run at that moment.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Calls that run again in a backward pass, for activation checkpointing."""
+"""Calls that run again in a backward pass, for activation checkpointing.
+
+The second run is no new call: it computes the same tensors once more, so that gradients can be computed of them. Which
+call runs again is guessed by its inputs and by its place in the segment. The reentrant kind of checkpoint runs the
+first time without gradients, so gradients arrive at the tensors of the second run, and count for the observations of
+the first.
+"""
 
 from __future__ import annotations
 

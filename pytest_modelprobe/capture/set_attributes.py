@@ -1,4 +1,8 @@
-"""Plain attributes that a forward sets on its modules: results of the run, not settings of the layer."""
+"""Plain attributes that a forward sets on its modules: results of the run, not settings of the layer.
+
+A record lists the settings of each layer. A counter or a flag that a forward writes would differ from run to run, so
+such attributes are found and left out.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The training loop: which gradients each step of an optimizer was taken with."""
+"""The training loop: which gradients each step of an optimizer was taken with.
+
+Torch calls a hook before and after each step and nothing when gradients are reset. Whether ``zero_grad`` was called is
+therefore told by the gradients themselves. The counts say whether a loop resets, accumulates or mixes gradients.
+"""
 
 from __future__ import annotations
 

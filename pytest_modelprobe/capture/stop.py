@@ -1,4 +1,8 @@
-"""Stops the model where a value meets a condition: raises in the hook, at the user's call of the layer."""
+"""Stops the model where a value meets a condition: raises in the hook, at the user's call of the layer.
+
+Other hooks leave numbers on their device until a record is made. Here each number is read as it arrives, which on CUDA
+waits for the device. The frames of torch and of this package are hidden, so that a debugger stands in the user's code.
+"""
 
 from __future__ import annotations
 

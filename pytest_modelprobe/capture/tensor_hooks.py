@@ -1,4 +1,8 @@
-"""Hooks on tensors: each is reduced once and hooked once, in however many places it stands."""
+"""Hooks on tensors: each is reduced once and hooked once, in however many places it stands.
+
+The output of one layer is the input of the next, so most tensors are seen several times. A tensor is known again by its
+contents (storage, version and layout) or by our hook on it. The hook hands its gradient to every observation of it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Steps of training as optimizers take them: gradients and parameters before and after each step that is kept."""
+"""Steps of training as optimizers take them: gradients and parameters before and after each step that is kept.
+
+Reading all parameters takes time, so it is done for the first steps alone, as many as ``steps=`` says. A step may be
+taken by several optimizers together, and by an optimizer that holds copies of the parameters, as in ZeRO.
+"""
 
 from __future__ import annotations
 

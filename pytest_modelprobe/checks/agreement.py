@@ -1,4 +1,9 @@
-"""Compare two traces, and find the first layer at which they disagree."""
+"""Compare two traces, and find the first layer at which they disagree.
+
+Most checks run a model twice and expect the same. What differs by rounding alone must not break a check: `limit` has
+the tolerance of each dtype, `compare_runs` repeats a doubtful case in float64, and `check_not_random` refuses models
+whose runs cannot be compared.
+"""
 
 from __future__ import annotations
 

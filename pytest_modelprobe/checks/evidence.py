@@ -1,4 +1,8 @@
-"""Whether a model is meant to be causal: from the attention that it computes, and from what it is called."""
+"""Whether a model is meant to be causal, and which state it takes: from its attention, and from its names.
+
+A check among the standard ones must not fail a model that was never meant to have the property. So it asks first what
+the model shows: triangular masks, attention over positions, the names of classes, arguments and outputs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Incremental evaluation with a cache or a hidden state gives the same output as one forward."""
+"""Incremental evaluation with a cache or a hidden state gives the same output as one forward.
+
+The sequence is given in chunks, each with the state that the chunk before returned. Each layer's tensors are put side
+by side with those of one forward over the whole, along the axes that grow with the sequence.
+"""
 
 from __future__ import annotations
 

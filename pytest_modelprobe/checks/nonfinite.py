@@ -1,4 +1,8 @@
-"""Outputs and gradients that are not finite, and the first layer where this begins."""
+"""Outputs and gradients that are not finite, and the first layer where this begins.
+
+No other check applies to such a model, because NaN agrees with NaN. Values inside that do not reach the output may be
+infinite: masks of attention are.
+"""
 
 from __future__ import annotations
 

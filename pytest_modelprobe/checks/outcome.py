@@ -1,4 +1,8 @@
-"""The outcome of a check: whether a property holds, and the first layer at which it breaks."""
+"""The outcome of a check: whether a property holds, and the first layer at which it breaks.
+
+A check returns a `Break`, or text on what it looked at. `Outcome` is what the caller of a check gets. A property that
+means nothing for a model raises `NotApplicableError`: that is neither a pass nor a failure.
+"""
 
 from __future__ import annotations
 

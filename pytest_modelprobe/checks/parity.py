@@ -1,4 +1,8 @@
-"""Equal results on another device, in another dtype or layout, checkpointed, compiled, exported."""
+"""Equal results on another device, in another dtype or layout, checkpointed, compiled, exported.
+
+Each check runs a copy of the model in the other way and compares it with a reference run. Kernels may sum in another
+order, so the tolerance is wider than between two runs of the same kind.
+"""
 
 from __future__ import annotations
 

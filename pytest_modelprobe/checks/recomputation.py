@@ -1,4 +1,8 @@
-"""Whether layers that activation checkpointing runs again in the backward compute what they computed first."""
+"""What an activation checkpoint runs again in the backward pass has to be what ran in the forward.
+
+A layer that draws other random numbers, or keeps state, computes something else the second time. Then the gradients are
+wrong and no error is raised.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Parts of a model: registered, initialized, and unchanged by state_dict, copy and pickle."""
+"""Parts of a model: registered, initialized, and unchanged by state_dict, copy and pickle.
+
+Optimizers, ``state_dict`` and ``to`` see only what a module has registered. The checks look for tensors that are kept
+elsewhere, for memory that nothing wrote to, and for state that is lost when a model is saved and loaded.
+"""
 
 from __future__ import annotations
 

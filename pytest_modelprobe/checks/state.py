@@ -1,4 +1,8 @@
-"""Side effects of a forward: on the model in evaluation mode, and on its inputs."""
+"""Side effects of a forward: on the model in evaluation mode, and on its inputs.
+
+A model that keeps something of its last forward returns other numbers when it is called again. Attributes may change as
+long as no output does: the outcome names them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Training: accumulated and correct gradients, parameters of the optimizer, a decreasing loss."""
+"""Training: accumulated and correct gradients, parameters of the optimizer, a decreasing loss.
+
+These checks need a loss or an optimizer, and change parameters; the trial restores them. Small differences are looked
+at once more in float64, because gradients of sums that cancel are rounding errors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Run a model several times in variations, and record what every layer returns."""
+"""Run a model several times in variations, and record what every layer returns.
+
+A check compares tensors of one run with those of another, so a trace keeps copies of all that layers return, unlike a
+record. The model is restored after each run; within the block of a trial it stays on the device of the probe.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Other values for inputs that have no gradient: identifiers, masks, labels."""
+"""Other values for inputs that have no gradient: identifiers, masks, labels.
+
+Whether such an input is used shows only if another value changes an output. The other values must be valid: they stay
+in the range of the given ones.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The state of the process that a forward may change: one table of how it is read, and how it is set."""
+"""The state of the process that a forward may change: one table of how it is read, and how it is set.
+
+A model may set a default dtype, warning filters or a thread count, and leave them so. The table is read before a run,
+and what differs is set back after it. Random generators have a table of their own, since seeding puts them back too.
+The state of autocast is read here for all who enter it again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`compiled=` of a watch."""
+"""`compiled=` of a watch: whether compiled code that holds the model runs eagerly, or stays compiled.
+
+Code that stays compiled runs no Python at a layer, so options that need Python there are refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""`Run`: one forward of a model, and a backward, that can be repeated and leaves no trace."""
+"""`Run`: one forward of a model, and a backward, that can be repeated and leaves no trace.
+
+A snapshot asks for more than one run: noise is measured by repeats on perturbed numbers, and each layer is called
+alone. All of these start from the same state, which `_prepared` sets up and restores. What a repeat needs is kept here;
+the model itself is referenced weakly.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`Watch`: observes a model that the test runs itself."""
+"""`Watch`: observes a model that the test runs itself.
+
+A watch cannot repeat what the test did. It keeps the inputs of the first forwards instead, so that layers can be called
+alone later. Records are made when they are asked for, and made again once a hook or an optimizer has run since.
+"""
 
 from __future__ import annotations
 

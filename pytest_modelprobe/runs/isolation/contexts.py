@@ -1,4 +1,7 @@
-"""Contexts of an isolated call: without hooks and warnings, with a fixed seed, attributes restored."""
+"""What surrounds an isolated call: without hooks and warnings, with a fixed seed, the layer's own state restored.
+
+Each call begins in the same state. Otherwise its response would depend on the calls before it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Trace the calls of a real run: structure, shapes and recipes of their arguments and outputs."""
+"""Trace the calls of a real run: structure, shapes and recipes of their arguments and outputs.
+
+No tensor of the run is kept. Each is replaced by a placeholder on the meta device that says how to make a synthetic
+one. What cannot be replaced is the reason why a call is not repeated alone.
+"""
 
 from __future__ import annotations
 
