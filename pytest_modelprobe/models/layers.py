@@ -40,7 +40,6 @@ class Layers:
         modules: By name, in the order of ``named_modules()``; the root is ``(root)``.
         aliases: Other names of a module that occurs several times.
         notes: Remarks about wrappers that were skipped and about compiled modules.
-        compiled: Whether a part of the model is compiled.
 
     Raises:
         UnsupportedModelError: The model is no module, its hooks do not fire or report wrong values, or a child has the
@@ -55,7 +54,6 @@ class Layers:
         self.modules: dict[str, nn.Module] = {}
         self.aliases: dict[str, list[str]] = {}
         self.notes: list[str] = []
-        self.compiled = False
         self._names: dict[nn.Module, str] = {}
         self._atomic: set[str] = set()
         self._plain: set[type] = set()
@@ -110,7 +108,6 @@ class Layers:
         return checkpointed(module)
 
     def _note_compiled(self, name: str) -> None:
-        self.compiled = True
         self.notes.append(f"{name or ROOT} {RUN_EAGERLY}")
 
     def is_leaf(self, name: str) -> bool:

@@ -260,19 +260,22 @@ class _Leaf:
     tensor: Tensor
 
 
+@dataclasses.dataclass(eq=False)
 class _IsolatedCall:
     """One call, run in isolation."""
 
-    def __init__(self, session: Session, call: TracedCall, expected: Call | None = None) -> None:
-        self._session = session
-        self.call = self._call = call
-        self._expected = expected
+    session: Session
+    call: TracedCall
+    expected: Call | None = None
+    """The call whose arguments it gets."""
+
+    def __post_init__(self) -> None:
         self.has_other_arguments = False
-        self._wanted = session.recipes.get((call.layer, call.index), {})
-        self._recipes: dict[str, str] = dict(session.owned.get(call.layer, {}))
+        self._wanted = self.session.recipes.get((self.call.layer, self.call.index), {})
+        self._recipes: dict[str, str] = dict(self.session.owned.get(self.call.layer, {}))
         self._entered = False
         self._children: dict[str, list[TracedCall]] = {}
-        for child in call.calls:
+        for child in self.call.calls:
             self._children.setdefault(child.layer, []).append(child)
         self._counts: dict[str, int] = defaultdict(int)
         # By id, with what keeps the id its own.
@@ -288,33 +291,31 @@ class _IsolatedCall:
     def run(self) -> IsolatedResponse:
         """Run it, and return its response."""
         try:
-            for name, weight in weights_of(self._call.module):
-                role = self._session.path_before(self._call.layer, name)
+            for name, weight in weights_of(self.call.module):
+                role = self.session.path_before(self.call.layer, name)
                 self._register_input(weight, name, self._leaf(role, name, weight))
-            assert self._call.inputs is not None
-            args, kwargs = self._made(self._call.inputs, self._call.layer)
-            module = self._call.module
-            expected = self._expected
-            asked = None
-            if expected is not None:
-                asked = with_arguments(module.forward, args, kwargs, expected, self._expected_tensor)
+            assert self.call.inputs is not None
+            args, kwargs = self._made(self.call.inputs, self.call.layer)
+            module, asked = self.call.module, None
+            if self.expected is not None:
+                asked = with_arguments(module.forward, args, kwargs, self.expected, self._expected_tensor)
             if asked is not None:
                 (args, kwargs), self.has_other_arguments = asked, True
-            buffers = {name: as_bits(buffer).clone() for name, buffer in buffers_of(self._call.module)}
+            buffers = {name: as_bits(buffer).clone() for name, buffer in buffers_of(module)}
             inputs = list(self._inputs.values())
-            self._session.seed()
-            with without_hooks(m for m in self._session.hooked if m is not module), fused_paths_disabled(module):
+            self.session.seed()
+            with without_hooks(m for m in self.session.hooked if m is not module), fused_paths_disabled(module):
                 output = module(*args, **kwargs)
             returned = flatten("output", output, objects=False)
             self._emit_state(buffers, inputs, returned)
-            self._emit(self._call.layer, "", "", returned)
+            self._emit(self.call.layer, "", "", returned)
         except Exception as error:  # noqa: BLE001 - whatever a model does with numbers it was not made for
             return IsolatedResponse(recipes=self._recipes, reason=reason_of(error))
         return self._response()
 
     def enter(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call itself the first time that its layer is called; return synthetic outputs for other calls."""
-        if not self._entered and name == self._call.layer:
+        if not self._entered and name == self.call.layer:
             self._entered = True
             return forward(*args, **kwargs)
         calls = self._children.get(name)
@@ -328,10 +329,10 @@ class _IsolatedCall:
         if child.outputs is None:
             raise CannotTellError(child.reason or f"what {name} gives out is not known")
         call = f" (call {number + 1}) " if number else " "
-        label = _relative(name, self._call.layer) + call
+        label = _relative(name, self.call.layer) + call
         # By name and not by order: another child, or a moved line, does not change the outputs of the others.
-        names = self._session.names.layers
-        role = _relative(names.get(name, name), names.get(self._call.layer, self._call.layer)) + call
+        names = self.session.names.layers
+        role = _relative(names.get(name, name), names.get(self.call.layer, self.call.layer)) + call
         flat = flatten_call(args, kwargs)
         if not again:
             self._counts[name] += 1
@@ -347,14 +348,14 @@ class _IsolatedCall:
         def make(placeholder: Any) -> Tensor:
             spec = placeholder._modelprobe_spec
             with statistics.ambient_modes_disabled(), torch.no_grad():
-                own = self._session.path_before(layer, spec.name)
+                own = self.session.path_before(layer, spec.name)
                 return self._tensor(spec, role + own, label + spec.name, _followed(spec.shape, shapes))
 
-        return copied(template.value, make, {} if template.known else self._session.traced.modules)
+        return copied(template.value, make, {} if template.known else self.session.traced.modules)
 
     def _expected_tensor(self, path: str) -> Tensor | None:
         """Return the synthetic tensor of an input that only the expected call gets; None if its recipe does not fit."""
-        value = next(value for value in self._expected.inputs if value.path == path) if self._expected else None
+        value = next(value for value in self.expected.inputs if value.path == path) if self.expected else None
         dtype = getattr(torch, value.dtype, None) if value is not None else None
         _, _, kind = self._wanted.get(path, "").partition(" ")
         shape = () if value is None else value.shape
@@ -363,7 +364,7 @@ class _IsolatedCall:
             return None
         spec = TensorSpec(path, sizes, _contiguous(sizes), dtype, self._device, kind)
         with statistics.ambient_modes_disabled(), torch.no_grad():
-            return self._tensor(spec, self._session.path_before(self._call.layer, path), path, sizes)
+            return self._tensor(spec, self.session.path_before(self.call.layer, path), path, sizes)
 
     @property
     def _device(self) -> torch.device:
@@ -375,14 +376,14 @@ class _IsolatedCall:
             return spec.value.clone()
         stride = spec.stride if shape == spec.shape else None
         if not spec.name:
-            drawn = self._session.synthetic("2^0", shape, "inside", spec.dtype)
+            drawn = self.session.synthetic("2^0", shape, "inside", spec.dtype)
             return _laid_out(drawn.to(spec.device), stride)
         kind, single = self._recipe(spec, label, shape, stride)
-        leaf = self._session.synthetic(kind, single, role, spec.dtype).to(spec.device)
-        with torch.set_grad_enabled(self._session.gradient):
+        leaf = self.session.synthetic(kind, single, role, spec.dtype).to(spec.device)
+        with torch.set_grad_enabled(self.session.gradient):
             entry = None
             if spec.dtype.is_floating_point:
-                leaf.requires_grad_(self._session.gradient)
+                leaf.requires_grad_(self.session.gradient)
                 entry = self._leaf(role, label, leaf)
             # Code may write to its inputs, but not to a leaf of the graph.
             tensor = _laid_out(leaf, stride) if leaf.requires_grad or leaf.stride() != stride else leaf
@@ -406,7 +407,7 @@ class _IsolatedCall:
         )
         wanted_head, _, wanted = self._wanted.get(label, "").partition(" ")
         wanted, _, apart = wanted.partition(" of ")
-        most = getattr(self._call.module, "num_embeddings", None)
+        most = getattr(self.call.module, "num_embeddings", None)
         kind = spec.kind
         if wanted_head == head and fits(wanted, spec.dtype, most):
             kind, single = wanted, _parsed(apart, shape)
@@ -438,7 +439,7 @@ class _IsolatedCall:
                 self._emitted.append((label + path, name))
             if tensor.is_floating_point() and not tensor.requires_grad:
                 self._cut.append(label + path)
-            self._add_term(role + self._session.path_before(layer, path), tensor)
+            self._add_term(role + self.session.path_before(layer, path), tensor)
         for path, value in flat.plain.items():
             if value is not None:
                 other = NOT_DEFAULT if value is False and defaults.get(path, False) is not False else ""
@@ -467,7 +468,7 @@ class _IsolatedCall:
         returned: Flat,
     ) -> None:
         """Emit the buffers and inputs that the code wrote to."""
-        for name, buffer in buffers_of(self._call.module):
+        for name, buffer in buffers_of(self.call.module):
             before = buffers.get(name)
             if before is not None and not is_equal(as_bits(buffer), before):  # batch_norm does not increase the version
                 self._computed(f"{name} after", buffer)
@@ -477,19 +478,19 @@ class _IsolatedCall:
                 self._computed(f"{label} after", tensor)
 
     def _computed(self, where: str, tensor: Tensor) -> None:
-        if self._session.of == "gradients":
+        if self.session.of == "gradients":
             return
         self._emitted.append((where, None))
         self._reduced.append(statistics.reduce(as_mask(tensor), small=self._small))
 
     def _add_term(self, role: str, tensor: Tensor) -> None:
         """Add a random projection to the loss at once, as the code may write to the tensor later."""
-        if not self._session.gradient or self._session.of == "outputs":
+        if not self.session.gradient or self.session.of == "outputs":
             return
         if not (tensor.requires_grad and tensor.is_floating_point() and tensor.numel()):
             return
         with statistics.ambient_modes_disabled(), torch.enable_grad():
-            weights = self._session.draws(tensor.shape, f"response {role}").to(tensor.device)
+            weights = self.session.draws(tensor.shape, f"response {role}").to(tensor.device)
             self._terms.append(projected(tensor, weights))
 
     def _response(self) -> IsolatedResponse:
@@ -506,9 +507,9 @@ class _IsolatedCall:
             recipes=self._recipes,
             handed=handed,
             gradient=combined(list(zip(roles, computed, strict=True))) if roles else None,
-            without_gradient=(*unreached, *self._cut) if self._session.gradient and reason is None else (),
+            without_gradient=(*unreached, *self._cut) if self.session.gradient and reason is None else (),
             reason=reason,
-            by_names_before=self._session.names_before is not None,
+            by_names_before=self.session.names_before is not None,
         )
 
     def _gradients(self) -> tuple[list[str], list[Tensor], str | None]:
