@@ -43,28 +43,28 @@ from pytest_modelprobe.models import (
 from pytest_modelprobe.record import ForwardKind, gc_paused, select
 from pytest_modelprobe.statistics import SmallTensors
 
-from .attention import AttentionMode
-from .backward import BackwardPasses
-from .call_recorder import CallRecorder
-from .function_modes import ForwardMode, enter, leave
-from .functionals import FunctionalMode
-from .guard import HookGuard
-from .module_hooks import ModuleHooks
-from .observed_forwards import Observations, ObservedForwards
+from .hooks.function_modes import ForwardMode, enter, leave
+from .hooks.guard import HookGuard
+from .hooks.module_hooks import ModuleHooks
+from .hooks.parameter_hooks import ParameterHooks
+from .hooks.tensor_hooks import HookedViews, TensorObserver
+from .observed.call_recorder import CallRecorder
+from .observed.parameters import ParameterReading, read_parameters, storage_keys
+from .observed.random_draws import may_draw
+from .observed.running_calls import RunningCall, RunningCalls, input_keys
+from .observed.set_attributes import SetAttributes
+from .observed.tensors import describe
 from .options import Options
-from .parameter_hooks import ParameterHooks
-from .parameters import ParameterReading, read_parameters, storage_keys
-from .profiler import Profiler, TimedGuard
-from .random_draws import may_draw
-from .recomputation import Recomputation
-from .running_calls import RunningCall, RunningCalls, input_keys
-from .set_attributes import SetAttributes
-from .steps import Steps
-from .stop import Judge, StopCheck
-from .tensor_hooks import HookedViews, TensorObserver
-from .tensors import describe
-from .traced import TracedHooks
-from .training_steps import TrainingSteps
+from .passes.backward import BackwardPasses
+from .passes.observed_forwards import Observations, ObservedForwards
+from .passes.steps import Steps
+from .passes.training_steps import TrainingSteps
+from .special.attention import AttentionMode
+from .special.functionals import FunctionalMode
+from .special.profiler import Profiler, TimedGuard
+from .special.recomputation import Recomputation
+from .special.stop import Judge, StopCheck
+from .special.traced import TracedHooks
 
 
 class Capture:

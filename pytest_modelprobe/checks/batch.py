@@ -11,11 +11,20 @@ from torch import Tensor
 
 from pytest_modelprobe.report.text import count, listed
 
-from .agreement import Disagreement, Pairs, break_of, check_not_random, compare_runs, inside_note, limit, relative_error
-from .check import check
+from .machinery.agreement import (
+    Disagreement,
+    Pairs,
+    break_of,
+    check_not_random,
+    compare_runs,
+    inside_note,
+    limit,
+    relative_error,
+)
+from .machinery.check import check
+from .machinery.trial import LayerTensor, Trace, Trial, Vary, keep_input
 from .outcome import Break, NotApplicableError
 from .sequence import replacement
-from .trial import LayerTensor, Trace, Trial, Vary, keep_input
 
 
 @check

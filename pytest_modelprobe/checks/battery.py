@@ -20,11 +20,12 @@ from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.runs import Loss
 
 from .batch import any_batch_size, batch_independent
-from .check import Check, from_assertion, in_order
 from .finite import finite
 from .gradients import labels_ignored, outputs_train
 from .incremental import incremental_where_meant
 from .inputs import inputs_used
+from .machinery.check import Check, from_assertion, in_order
+from .machinery.trial import Trial
 from .modes import dropout_scaled, modes_agree
 from .norms import norms_cancel_scale
 from .outcome import NotApplicableError, Outcome
@@ -34,7 +35,6 @@ from .repetition import deterministic, eval_stable, seeded, train_eval_differ
 from .sequence import causal_where_meant, padding_invariant
 from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
 from .training import gradient_accumulation, overfits_batch
-from .trial import Trial
 
 _standard: ChainMap[str, Check] = ChainMap({}, {
     check.__name__: check

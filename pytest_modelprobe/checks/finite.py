@@ -13,10 +13,10 @@ from pytest_modelprobe.record import Operation
 from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.runs import find_gradient_origin
 
-from .check import check_nonfinite
-from .nonfinite import not_finite
+from .machinery.check import check_nonfinite
+from .machinery.nonfinite import not_finite
+from .machinery.trial import Trial
 from .outcome import Break, NotApplicableError
-from .trial import Trial
 
 _MODES: tuple[tuple[Literal["eval", "train"], str], ...] = (("eval", "evaluation"), ("train", "training"))
 

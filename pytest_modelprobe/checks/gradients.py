@@ -11,10 +11,10 @@ from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, has_dense_
 from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.runs import Loss, graph_nodes, loss_of
 
-from .agreement import negligible
-from .check import check
+from .machinery.agreement import negligible
+from .machinery.check import check
+from .machinery.trial import Trace, Trial
 from .outcome import Break, NotApplicableError
-from .trial import Trace, Trial
 
 _MOST = 8
 """Outputs that are looked at, the smallest first: each takes a forward and a backward."""

@@ -23,13 +23,13 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, listed
 
-from .agreement import changed, disagreements, limit, relative_error
-from .check import check
-from .evidence import CACHES, STATES, attended, check_attended, sequence_alone, state_of
-from .masking import MaskedOut, masked_out, pad_id_of
+from .machinery.agreement import changed, disagreements, limit, relative_error
+from .machinery.check import check
+from .machinery.evidence import CACHES, STATES, attended, check_attended, sequence_alone, state_of
+from .machinery.masking import MaskedOut, masked_out, pad_id_of
+from .machinery.trial import LayerTensor, Trace, Trial, Vary, copy_of, plain
 from .outcome import Break, NotApplicableError
 from .sequence import later_unseen, sequence
-from .trial import LayerTensor, Trace, Trial, Vary, copy_of, plain
 
 _ADVICE = (
     "Look at how it uses the state: a causal mask as long as the chunk alone, positions or rotary angles that "

@@ -16,11 +16,11 @@ from pytest_modelprobe.models import flatten
 from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.runs import Mode
 
-from .agreement import disagreements
-from .check import check
-from .masking import masked_out
+from .machinery.agreement import disagreements
+from .machinery.check import check
+from .machinery.masking import masked_out
+from .machinery.trial import Trace, Trial, Vary
 from .outcome import Break, NotApplicableError
-from .trial import Trace, Trial, Vary
 from .values import other_values
 
 _TIMES = ("one", "two", "three")

@@ -31,10 +31,10 @@ from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, listed, number
 from pytest_modelprobe.runs import Mode
 
-from .agreement import changed, limit, relative_error
-from .check import check
+from .machinery.agreement import changed, limit, relative_error
+from .machinery.check import check
+from .machinery.trial import Trial, copy_of, plain
 from .outcome import Break, NotApplicableError
-from .trial import Trial, copy_of, plain
 
 _ADVICE = (
     "Look at how its forward, train() or eval() depends on self.training: merged weights, a scale, a branch of one "

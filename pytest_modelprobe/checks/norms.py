@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from pytest_modelprobe.models import CallTracer, ModuleCall, has_dense_storage, map_tensors
 from pytest_modelprobe.report.text import count, number
 
-from .check import check
+from .machinery.check import check
+from .machinery.trial import Trial, as_double
 from .outcome import Break, NotApplicableError
-from .trial import Trial, as_double
 
 _NORM = re.compile(r"Norm([123][dD])?$")
 """Types that say that they normalize."""

@@ -26,7 +26,7 @@ from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count
 from pytest_modelprobe.runs import Watch, compiles_hooks
 
-from .agreement import (
+from .machinery.agreement import (
     TOLERANCE,
     break_of,
     changed,
@@ -37,10 +37,10 @@ from .agreement import (
     negligible,
     relative_error,
 )
-from .check import check
+from .machinery.check import check
+from .machinery.trial import LayerTensor, Trace, Trial, Vary
 from .outcome import Break, NotApplicableError, line_of
 from .recomputation import other_recomputation
-from .trial import LayerTensor, Trace, Trial, Vary
 
 _Found = TypeVar("_Found", bound="Break | str | None")
 

@@ -19,9 +19,9 @@ from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, flatten_call, seeding
 from pytest_modelprobe.record import ROOT
 
-from .agreement import Disagreement, break_of, limit, relative_error
+from .machinery.agreement import Disagreement, break_of, limit, relative_error
+from .machinery.trial import LayerTensor, Trial, copy_of, plain
 from .outcome import Break, NotApplicableError
-from .trial import LayerTensor, Trial, copy_of, plain
 
 
 def other_recomputation(trial: Trial) -> Break | None:

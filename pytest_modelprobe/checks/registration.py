@@ -27,11 +27,11 @@ from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.report.text import count, listed, number, pattern
 from pytest_modelprobe.runs import Mode, graph_nodes
 
-from .agreement import break_of, disagreements
-from .check import check_unmodified
+from .machinery.agreement import break_of, disagreements
+from .machinery.check import check_unmodified
+from .machinery.trial import Trace, Trial, as_double, plain
 from .outcome import Break, NotApplicableError, line_of
 from .state import OF_ANY_MODULE, attributes, changed_attributes, same
-from .trial import Trace, Trial, as_double, plain
 
 _DEEPEST = 3
 

@@ -17,10 +17,10 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.runs import Mode
 
-from .agreement import Disagreement, break_of, disagreements, relative_error
-from .check import check
+from .machinery.agreement import Disagreement, break_of, disagreements, relative_error
+from .machinery.check import check
+from .machinery.trial import Trace, Trial, copy_of, plain
 from .outcome import Break, NotApplicableError
-from .trial import Trace, Trial, copy_of, plain
 
 
 @check

@@ -14,7 +14,7 @@ from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.record import ROOT, nearest
 from pytest_modelprobe.report.text import count, listed
 
-from .agreement import (
+from .machinery.agreement import (
     Disagreement,
     Pairs,
     break_of,
@@ -26,11 +26,11 @@ from .agreement import (
     limit,
     relative_error,
 )
-from .check import check
-from .evidence import attended, causal_input, disagreeing_attention
-from .masking import MaskedOut, mark, masked_out, masks_of, pad_id_of, positions_of
+from .machinery.check import check
+from .machinery.evidence import attended, causal_input, disagreeing_attention
+from .machinery.masking import MaskedOut, mark, masked_out, masks_of, pad_id_of, positions_of
+from .machinery.trial import Trace, Trial, Vary, keep_input
 from .outcome import Break, NotApplicableError
-from .trial import Trace, Trial, Vary, keep_input
 
 _OFFERED = ("attention_mask", "src_key_padding_mask", "key_padding_mask", "padding_mask", "pad_mask")
 """Arguments that are masks of padding by their name."""

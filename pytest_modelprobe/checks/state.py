@@ -16,10 +16,10 @@ from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, flatten_ca
 from pytest_modelprobe.record import qualified
 from pytest_modelprobe.report.text import count, listed
 
-from .agreement import break_of, disagreements
-from .check import check
+from .machinery.agreement import break_of, disagreements
+from .machinery.check import check
+from .machinery.trial import Trial, plain
 from .outcome import Break
-from .trial import Trial, plain
 
 
 @check

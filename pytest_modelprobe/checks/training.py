@@ -28,12 +28,12 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import count, listed, number
 
-from .agreement import check_not_random, in_backward_order, limit, negligible, relative_error
 from .batch import batched, check_rows_go_together, size_of
-from .check import check, check_unmodified
+from .machinery.agreement import check_not_random, in_backward_order, limit, negligible, relative_error
+from .machinery.check import check, check_unmodified
+from .machinery.trial import Trace, Trial, Vary, as_double
 from .outcome import Break, NotApplicableError, line_of
 from .recomputation import other_recomputation
-from .trial import Trace, Trial, Vary, as_double
 
 _TARGETS = "the loss does not accept a part of the batch: pass the targets as inputs, to a model that returns its loss"
 

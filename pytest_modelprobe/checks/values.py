@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .machinery.trial import Trial
 from .sequence import replacement
-from .trial import Trial
 
 _DRAWS = ("one", "two")
 

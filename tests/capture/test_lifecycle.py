@@ -16,7 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe.capture import Capture, Options, backward, module_hooks
+from pytest_modelprobe.capture import Capture, Options
+from pytest_modelprobe.capture.hooks import module_hooks
+from pytest_modelprobe.capture.passes import backward
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.models.layers import Layers
 from pytest_modelprobe.probe import Watch

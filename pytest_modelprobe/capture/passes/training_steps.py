@@ -14,11 +14,11 @@ import torch
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import graph_task
+from pytest_modelprobe.capture.observed.parameters import named_tensors, read_parameters
 from pytest_modelprobe.models import Layers
 from pytest_modelprobe.statistics import Reduction, SmallTensors
 
 from .observed_forwards import ObservedForwards
-from .parameters import named_tensors, read_parameters
 
 Named = Iterable[tuple[str, torch.Tensor]]
 """Parameters with their full names; of a tied one all."""

@@ -16,15 +16,15 @@ import torch
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import WeakStorage, graph_task
+from pytest_modelprobe.capture.hooks.tensor_hooks import HookedViews
+from pytest_modelprobe.capture.observed.observation import Forward, ParameterGradient, TensorObservation
+from pytest_modelprobe.capture.observed.running_calls import RunningCalls
+from pytest_modelprobe.capture.observed.tensors import ContentKey, content_key
+from pytest_modelprobe.capture.special.stop import StopCheck
 from pytest_modelprobe.statistics import WHOLE, Reduction, Samples, SmallTensors
 
-from .observation import Forward, ParameterGradient, TensorObservation
 from .observed_forwards import ObservedForwards
-from .running_calls import RunningCalls
 from .steps import Steps
-from .stop import StopCheck
-from .tensor_hooks import HookedViews
-from .tensors import ContentKey, content_key
 
 _index = operator.attrgetter("index")
 _LARGE = 1 << 13  # elements above which to look whether a gradient was seen before is cheaper than to read it again

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pytest_modelprobe._torch import is_wrapped
+from pytest_modelprobe.checks.outcome import NotApplicableError
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.report.text import listed
 
-from .outcome import NotApplicableError
 from .trial import Trial
 
 _FEWEST = 5

@@ -23,10 +23,10 @@ from pytest_modelprobe._torch import (
     run_composite,
     set_dispatch_modes,
 )
+from pytest_modelprobe.capture.hooks.guard import HookGuard
+from pytest_modelprobe.capture.observed.running_calls import RunningCall, RunningCalls
 
 from .costs import TOTAL, Costs, Spans
-from .guard import HookGuard
-from .running_calls import RunningCall, RunningCalls
 
 
 def _cuda_event() -> Any:

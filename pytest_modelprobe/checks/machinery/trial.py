@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe._torch import is_wrapped
+from pytest_modelprobe.checks.outcome import NotApplicableError, line_of
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import (
     CallTracer,
@@ -43,8 +44,6 @@ from pytest_modelprobe.models import (
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, address, label_of
 from pytest_modelprobe.runs import Loss, Mode, NoGradientError, check_loss, graph_nodes, loss_of
-
-from .outcome import NotApplicableError, line_of
 
 Vary: TypeAlias = Callable[[str, Tensor], Tensor]
 ReferenceCheck: TypeAlias = "Callable[[Trial, Trace, Mapping[str, Any]], None]"

@@ -16,14 +16,14 @@ from torch import nn
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import any_autocast
+from pytest_modelprobe.capture.hooks.tensor_hooks import TensorObserver
+from pytest_modelprobe.capture.special.attention import AttentionMode
+from pytest_modelprobe.capture.special.profiler import Profiler
+from pytest_modelprobe.capture.special.stop import StopCheck
 from pytest_modelprobe.models import Flat, active_autocast, flatten, unseen
 
-from .attention import AttentionMode
-from .profiler import Profiler
 from .random_draws import random_states
 from .running_calls import RunningCall, RunningCalls
-from .stop import StopCheck
-from .tensor_hooks import TensorObserver
 from .tensors import plain_name, shape_of
 from .units import unit_axis
 

@@ -20,11 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pytest_modelprobe import statistics
-
-from .function_modes import ForwardMode
-from .guard import HookGuard, hidden
-from .observation import AttentionObservation, CallObservation
-from .running_calls import RunningCall, RunningCalls
+from pytest_modelprobe.capture.hooks.function_modes import ForwardMode
+from pytest_modelprobe.capture.hooks.guard import HookGuard, hidden
+from pytest_modelprobe.capture.observed.observation import AttentionObservation, CallObservation
+from pytest_modelprobe.capture.observed.running_calls import RunningCall, RunningCalls
 
 _Reader = Callable[..., AttentionObservation | None]
 

@@ -18,14 +18,14 @@ from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from pytest_modelprobe._torch import graph_task, not_compiled, tensor_hooks
+from pytest_modelprobe.capture.observed.units import stacked_axis
+from pytest_modelprobe.capture.passes.backward import BackwardPasses
+from pytest_modelprobe.capture.passes.steps import GradientState, Steps
+from pytest_modelprobe.capture.passes.training_steps import TrainingSteps, computes_gradients
 from pytest_modelprobe.models import Layers, sharded_parameters
 from pytest_modelprobe.record import ROOT
 
-from .backward import BackwardPasses
 from .guard import HookGuard, hidden
-from .steps import GradientState, Steps
-from .training_steps import TrainingSteps, computes_gradients
-from .units import stacked_axis
 
 
 @dataclass(eq=False)

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pytest_modelprobe._torch import compile_only_inside, graph_task
+from pytest_modelprobe.capture.observed.observation import Forward, TensorObservation
+from pytest_modelprobe.capture.observed.tensors import plain_name
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import Layers, ModuleHook
 from pytest_modelprobe.record import COMPILED_INSIDE, ROOT, ForwardKind
 from pytest_modelprobe.statistics import NO_ELEMENT, WHOLE, Reduced
-
-from .observation import Forward, TensorObservation
-from .tensors import plain_name
 
 MOST_OUTPUTS = 4
 """Output tensors of one layer that are recorded: buffers are made before anything is known of them."""

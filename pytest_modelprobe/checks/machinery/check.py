@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
+from pytest_modelprobe.checks.outcome import Break, NotApplicableError, Outcome, message_of
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.probe import ModelProbe
@@ -21,7 +22,6 @@ from pytest_modelprobe.report.text import listed
 from pytest_modelprobe.runs import Loss
 
 from .nonfinite import check_finite
-from .outcome import Break, NotApplicableError, Outcome, message_of
 from .trial import ReferenceCheck, Trial
 
 Property = Callable[..., "Break | str"]

@@ -13,13 +13,12 @@ from types import FrameType
 from typing import Any
 
 from pytest_modelprobe import statistics
+from pytest_modelprobe.capture.hooks.tensor_hooks import TensorObserver
+from pytest_modelprobe.capture.observed.observation import CallObservation, Forward, Values
+from pytest_modelprobe.capture.observed.tensors import content_key
+from pytest_modelprobe.capture.passes.backward import BackwardPasses
+from pytest_modelprobe.capture.passes.observed_forwards import ObservedForwards
 from pytest_modelprobe.models import Flat, flatten
-
-from .backward import BackwardPasses
-from .observation import CallObservation, Forward, Values
-from .observed_forwards import ObservedForwards
-from .tensor_hooks import TensorObserver
-from .tensors import content_key
 
 _Original = tuple[Forward, CallObservation]
 

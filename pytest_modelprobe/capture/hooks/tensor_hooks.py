@@ -17,12 +17,12 @@ import torch
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import WeakStorage, hook_tensor, is_view, tensor_hooks, unhook_tensor
+from pytest_modelprobe.capture.observed.observation import Forward, TensorObservation
+from pytest_modelprobe.capture.observed.tensors import ContentKey, content_key, is_parameter, shape_of
 from pytest_modelprobe.models import is_distributed, local_tensor, value_layout
 from pytest_modelprobe.statistics import Reduction, SmallTensors, ambient_modes_disabled
 
 from .guard import HookGuard, hidden
-from .observation import Forward, TensorObservation
-from .tensors import ContentKey, content_key, is_parameter, shape_of
 
 OnGradient = Callable[[Mapping[Forward, list[TensorObservation]], torch.Tensor], None]
 

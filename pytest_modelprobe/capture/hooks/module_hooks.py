@@ -24,7 +24,7 @@ from pytest_modelprobe.models import ModuleHook
 from .guard import TOO_DEEP, hidden
 
 if TYPE_CHECKING:
-    from .capture import Capture
+    from pytest_modelprobe.capture.capture import Capture
 
 
 class ModuleHooks:

@@ -15,11 +15,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from pytest_modelprobe.checks.outcome import Break, NotApplicableError
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.report.comparison import percent
 from pytest_modelprobe.report.text import Cell
 
-from .outcome import Break, NotApplicableError
 from .trial import LayerTensor, Trace, Trial, Vary, as_double, plain
 
 Pairs = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]

@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pytest_modelprobe.capture.hooks.function_modes import ForwardMode, leave_after
+from pytest_modelprobe.capture.hooks.guard import HookGuard, hidden
+from pytest_modelprobe.capture.observed.call_recorder import CallRecorder
+from pytest_modelprobe.capture.observed.running_calls import RunningCall, RunningCalls
 from pytest_modelprobe.models import Layers, flatten_call, type_name
 from pytest_modelprobe.record import qualified
-
-from .call_recorder import CallRecorder
-from .function_modes import ForwardMode, leave_after
-from .guard import HookGuard, hidden
-from .running_calls import RunningCall, RunningCalls
 
 _NAMES = (
     "batch_norm", "celu", "dropout", "dropout1d", "dropout2d", "dropout3d", "elu", "gelu", "glu", "group_norm",

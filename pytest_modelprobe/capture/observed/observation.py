@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from pytest_modelprobe import statistics
+from pytest_modelprobe.capture.special.costs import Costs
 from pytest_modelprobe.record import Dimension, ForwardKind, Plain, merge_dimensions
 from pytest_modelprobe.statistics import Reduction, Samples
 
-from .costs import Costs
 from .tensors import ContentKey, plain_name, shape_of
 
 Merge = Callable[[Reduction, Reduction], Reduction]

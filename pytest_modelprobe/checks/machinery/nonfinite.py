@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pytest_modelprobe.checks.outcome import Break, NotApplicableError
 from pytest_modelprobe.models import CallTracer, Layers, ModuleCall, flatten
 from pytest_modelprobe.record import ROOT, parent
 from pytest_modelprobe.report.text import Cell, listed
 from pytest_modelprobe.runs import Source, SourceMode
 
 from .agreement import in_backward_order
-from .outcome import Break, NotApplicableError
 from .trial import Trace, Trial, plain
 
 _MODES = {"eval": " in evaluation mode", "train": " in training mode", None: ""}

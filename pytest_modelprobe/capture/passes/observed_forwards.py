@@ -10,12 +10,18 @@ from weakref import WeakSet
 from torch import Tensor
 
 from pytest_modelprobe import statistics
+from pytest_modelprobe.capture.observed.observation import (
+    DoneForward,
+    Forward,
+    ParameterGradient,
+    Parts,
+    Totals,
+    merge_into,
+)
+from pytest_modelprobe.capture.observed.parameters import ParameterReading
 from pytest_modelprobe.models import Layers
 from pytest_modelprobe.record import ForwardKind, Training
 from pytest_modelprobe.statistics import Reduction, SeenSamples
-
-from .observation import DoneForward, Forward, ParameterGradient, Parts, Totals, merge_into
-from .parameters import ParameterReading
 
 
 class ObservedStep:

@@ -14,12 +14,11 @@ from types import FrameType
 from torch import Tensor
 
 from pytest_modelprobe import statistics
+from pytest_modelprobe.capture.hooks.guard import HookGuard
+from pytest_modelprobe.capture.observed.observation import CallObservation, Forward, TensorObservation
+from pytest_modelprobe.capture.observed.tensors import shape_of
 from pytest_modelprobe.record import ROOT, Dimension, Statistics
 from pytest_modelprobe.statistics import Reduction
-
-from .guard import HookGuard
-from .observation import CallObservation, Forward, TensorObservation
-from .tensors import shape_of
 
 _OURS = ("torch", "pytest_modelprobe")
 _BACKWARD = "torch.autograd.graph"
