@@ -1,4 +1,8 @@
-"""`ModelProbe`: runs and watches models. Works with and without pytest."""
+"""`ModelProbe`: runs and watches models. Works with and without pytest.
+
+The probe gives all runs one device and one seed, and keeps the newest of them so that a snapshot can run them again.
+The fixture only makes one; `runs` has the work.
+"""
 
 from __future__ import annotations
 

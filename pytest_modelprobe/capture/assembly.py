@@ -1,4 +1,8 @@
-"""Observations → record: reductions become plain numbers here, all in one transfer for each device."""
+"""Observations → record: reductions become plain numbers here, all in one transfer for each device.
+
+The hooks leave reductions on the device of each tensor, because reading one waits for the device. The record is made of
+the part of all observations that is asked for: all forwards, one of them, or a step.
+"""
 
 from __future__ import annotations
 

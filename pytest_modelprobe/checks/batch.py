@@ -1,4 +1,8 @@
-"""The batch: its rows are independent of each other, and it may have any size."""
+"""The batch: its rows are independent of each other, and it may have any size.
+
+Which axis of a tensor is the batch is found by a run with another number of rows. Inputs that only happen to be as long
+are left as they are.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The checks of what any model is expected to be: at once, or each as a test of its own."""
+"""The checks of what any model is expected to be: at once, or each as a test of its own.
+
+A check is standard if any model is expected to pass it. All others are named with the reason why they are called by
+themselves.
+"""
 
 from __future__ import annotations
 

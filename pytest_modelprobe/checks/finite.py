@@ -1,4 +1,8 @@
-"""Whether outputs and gradients are finite: no other check applies to those that are not."""
+"""Whether outputs and gradients are finite: no other check applies to those that are not.
+
+Two runs that both return NaN agree, so comparing them would say nothing. Infinities that are meant, as in masks, are
+told from those that are computed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the gradient of an output reaches: each trains something, and labels that are ignored train nothing."""
+"""What the gradient of an output reaches: each trains something, and labels that are ignored train nothing.
+
+Both are hints, because a healthy model may do so on purpose.
+"""
 
 from __future__ import annotations
 

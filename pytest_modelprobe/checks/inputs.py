@@ -1,4 +1,8 @@
-"""Which parts of the inputs reach the output."""
+"""Which parts of the inputs reach the output.
+
+A gradient shows which floating elements matter. Inputs without gradients, and elements that no gradient reaches, are
+replaced by other valid values: what then changes no output is not used.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Training and evaluation mode: equal outputs without randomness, equal means with it."""
+"""Training and evaluation mode: equal outputs without randomness, equal means with it.
+
+Dropout and batch norms make the two modes differ on purpose. They are made to act alike, so that what still differs is
+an error. Dropout that a layer has written itself is measured over many calls.
+"""
 
 from __future__ import annotations
 

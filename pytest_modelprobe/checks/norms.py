@@ -1,4 +1,8 @@
-"""Normalization by formulas of a model's own: the scale of the input has to cancel."""
+"""Normalization by formulas of a model's own: the scale of the input has to cancel.
+
+A norm divides by the scale of its input, so twice the input gives the same output. A formula that divides by the
+variance in place of its root does not.
+"""
 
 from __future__ import annotations
 

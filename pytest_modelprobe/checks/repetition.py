@@ -1,4 +1,7 @@
-"""Whether a run can be repeated: with the same seed, with other seeds, in evaluation mode."""
+"""Whether a run can be repeated: with the same seed, with other seeds, in evaluation mode.
+
+A result that cannot be repeated cannot be compared, and workers that draw the same numbers train on less than it seems.
+"""
 
 from __future__ import annotations
 

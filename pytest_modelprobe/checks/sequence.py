@@ -1,4 +1,8 @@
-"""Positions of a sequence: which outputs may depend on which inputs."""
+"""Positions of a sequence: which outputs may depend on which inputs.
+
+A model is run with other values at some positions, and outputs at others may not change. Which axis of a tensor is that
+of positions is found by a run on a shorter sequence, since layers transpose and flatten.
+"""
 
 from __future__ import annotations
 

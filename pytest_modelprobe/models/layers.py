@@ -1,4 +1,8 @@
-"""Layers of a model by name: wrappers are skipped by type; wrappers whose hooks misreport are rejected."""
+"""Layers of a model by name: wrappers are skipped by type; wrappers whose hooks misreport are rejected.
+
+Names must be those that the user knows: a wrapper of another library adds a segment that nobody wrote. A module whose
+hooks would report wrong values is refused here, before anything is attached.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The structure of a model without computing: a forward on fake tensors, which have shapes but no contents."""
+"""The structure of a model without computing: a forward on fake tensors, which have shapes but no contents.
+
+Fake tensors run the model's own code, so shapes and dataflow are those of a real forward, whatever the size of the
+model. Code that looks at the contents of a tensor cannot run on them: then the record has the structure alone.
+"""
 
 from __future__ import annotations
 

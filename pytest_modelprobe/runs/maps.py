@@ -1,4 +1,7 @@
-"""Maps over positions: the outputs of a layer, and where they raise the score of a target (Grad-CAM)."""
+"""Maps over positions: the outputs of a layer, and where they raise the score of a target (Grad-CAM).
+
+The figures are drawn elsewhere, from the tensors that these functions return.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Function modes that are active while a forward of a watched model runs."""
+"""Function modes that are active while a forward of a watched model runs.
+
+Torch keeps modes on a stack, and a ``with`` block pops whatever is on top. Ours therefore go below those of the user,
+and are taken out wherever they stand, also after a forward that was interrupted.
+"""
 
 from __future__ import annotations
 

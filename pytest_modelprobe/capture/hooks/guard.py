@@ -1,4 +1,8 @@
-"""The context in which every hook runs: its errors are kept, and none reaches the model but those of ``stop_on=``."""
+"""The context in which every hook runs: its errors are kept, and none reaches the model but those of ``stop_on=``.
+
+A watch must not change what the model does, so an error in our own code is kept until a record is made, and the model
+goes on. One lock serves all hooks, because a model may run in several threads.
+"""
 
 from __future__ import annotations
 

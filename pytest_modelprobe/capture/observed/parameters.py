@@ -1,4 +1,8 @@
-"""Parameters and buffers of layers: reductions of their elements, and whether they have changed since."""
+"""Parameters and buffers of layers: reductions of their elements, and whether they have changed since.
+
+A parameter is read again only if another tensor stands in its place or its version has changed. Buffers are always read
+again, since they are written to through ``.data``, which changes no version.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """The calls that run now, outermost first.
 
+A hook sees one call begin or end. What is inside what is known by this stack, which belongs to one thread.
+
 `KeyboardInterrupt` and `pytest.fail` run no forward hooks: a call that ended so is known by its Python frame.
 """
 

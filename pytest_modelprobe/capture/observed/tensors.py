@@ -1,4 +1,7 @@
-"""Facts about a tensor as records write them, and the key of its contents."""
+"""Facts about a tensor as records write them, and the key of its contents.
+
+The key tells without reading a tensor whether it has the same elements as one that was seen before.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Forwards by what they are part of: steps of training, or evaluations and other calls."""
+"""Forwards by what they are part of: steps of training, or evaluations and other calls.
+
+Whether a forward belongs to a step is known late: only a backward pass that reaches it tells. Until then it is
+undecided. What is decided merges into totals, so that memory grows with the number of layers and not of forwards.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Functional calls as pseudo-layers: ``F.relu`` inside ``block`` is recorded as ``block.relu``."""
+"""Functional calls as pseudo-layers: ``F.relu`` inside ``block`` is recorded as ``block.relu``.
+
+A model that calls ``F.relu`` has no module for it, and so no hook. A function mode sees the call instead. Functions
+that a module of torch calls itself are left out, since the module is recorded.
+"""
 
 from __future__ import annotations
 

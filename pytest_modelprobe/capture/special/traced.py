@@ -1,4 +1,9 @@
-"""Hooks that `torch.compile` traces into its graphs: they reduce into buffers, in the forward and in the backward."""
+"""Hooks that `torch.compile` traces into its graphs: they reduce into buffers, in the forward and in the backward.
+
+A record of compiled code cannot come from Python hooks: the graph calls none. These hooks contain tensor operations
+alone, so dynamo compiles them with the model, and the sums are read once a record is made. Only sums and ranges can be
+kept so, which is why such a record has no inputs, no fingerprints and no single forwards.
+"""
 
 from __future__ import annotations
 

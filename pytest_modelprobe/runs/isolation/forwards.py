@@ -1,4 +1,9 @@
-"""Copies of the inputs of the first two forwards of each kind in a watch, to run these again."""
+"""Copies of the inputs of the first two forwards of each kind in a watch, to run these again.
+
+A watch sees what the test runs and cannot ask for it again. To call layers alone later it needs the inputs of a
+forward, the modes, and the buffers as they were. All of these are copied. Where one cannot be copied, the forward is
+not run again, and a note says why.
+"""
 
 from __future__ import annotations
 
