@@ -62,6 +62,11 @@ class ValueChange(NamedTuple):
         return self.change is not None and not self.change <= self.limit
 
     @property
+    def same(self) -> bool:
+        """Whether the two are known to be the same within the tolerance."""
+        return self.change is not None and self.change <= self.limit
+
+    @property
     def units(self) -> float:
         """The change in units of the tolerance."""
         if self.change is None or self.change == 0:

@@ -7,7 +7,7 @@ from .call_tree import CallScope, CallTree, Connection, ForwardKind, Step, conne
 from .calls import Attention, Call, Dimension, EmittedTensor, IsolatedResponse, Plain, Value, merge_dimensions
 from .garbage import gc_paused
 from .layer import Layer, Parameter, elements
-from .naming import NOT_DEFAULT, ROOT, address, call_name, containers, label_of, parent, qualified
+from .naming import NOT_DEFAULT, ROOT, address, call_name, containers, label_of, parent, qualified, relative_name
 from .profile import LayerProfile, Profile
 from .ranks import process_group, this_rank
 from .record import (
@@ -90,6 +90,7 @@ __all__ = [
     "old_name",
     "process_group",
     "qualified",
+    "relative_name",
     "renamed",
     "resolve_rename",
     "select",

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from pytest_modelprobe.comparison.differences import CallPair, Difference, DifferenceKind
+from pytest_modelprobe.comparison.pairing import child_of
 from pytest_modelprobe.comparison.tolerance import GONE, ValueChange
-from pytest_modelprobe.record import Step, Value
+from pytest_modelprobe.record import Step, Value, relative_name
 
-from .causes import Cause, cause_of, in_layer_order, worst_first
-from .index import ComparisonIndex, child_of
-from .layer_names import between, relative_name
+from .causes import Cause, between, cause_of, in_layer_order, worst_first
+from .index import ComparisonIndex
 
 
 def gradient_causes(index: ComparisonIndex, causes: Sequence[Cause], explained: set[str]) -> list[Cause]:
@@ -28,8 +28,9 @@ def gradient_causes(index: ComparisonIndex, causes: Sequence[Cause], explained: 
         here = [] if pair.layer in explained or pair.layer in found else _backward_differences(index, pair)
         if here:
             lost = [d.what for d in here if d.what and d.expected]
-            found[pair.layer] = dataclasses.replace(
-                cause_of("gradient", worst_first(here)),
+            found[pair.layer] = cause_of(
+                "gradient",
+                worst_first(here),
                 what=f"no gradient for {', '.join(lost)}" if lost else "",
                 actual=None,
                 expected=None,
@@ -69,7 +70,7 @@ def _backward_differences(index: ComparisonIndex, pair: CallPair) -> list[Differ
         return []  # code without a mask has another gradient
 
     def of_another(name: str) -> bool:
-        return " " in name and any(index.has(child_of(pair, name), kind) for kind in ("type", "interface"))
+        return " " in name and index.has(child_of(pair, name), "type", "interface")
 
     return [d for d in index.of_call(pair, "response gradient") if not of_another(d.what)]
 

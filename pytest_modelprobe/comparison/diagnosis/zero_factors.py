@@ -6,8 +6,6 @@ from collections.abc import Hashable, Iterable, Iterator
 
 from pytest_modelprobe.record import CallTree, Layer, Parameter, Record, Step, Value
 
-from .causes import Diagnosis
-
 
 def layers_behind_zeros(record: Record) -> list[str]:
     """Return the layers outside torch with an all-zero parameter, buffer, input or child output.
@@ -31,11 +29,6 @@ def layers_behind_zeros(record: Record) -> list[str]:
                 kinds.add(kind)
                 found[layer.name] = None
     return list(found)
-
-
-def changes_code(diagnosis: Diagnosis) -> bool:
-    """Whether the own code of a layer computes something else, not only calls a child with other arguments."""
-    return any(cause.changes_code for cause in diagnosis.causes)
 
 
 def _any_zero(some: Iterable[Parameter | Value]) -> bool:
