@@ -277,14 +277,7 @@ def _moments_change(a: Statistics | None, e: Statistics | None, least: float) ->
     a_std, e_std = math.sqrt(a.deviations / finite), math.sqrt(e.deviations / finite)
     if (a.min is None) != (e.min is None):  # all that a file has of a gradient
         x, y = math.hypot(a_std, a.mean), math.hypot(e_std, e.mean)
-        return 0.0 if _equal_as_printed(x, y) else _scaled_difference(x, y, max(e.norm, least) / math.sqrt(finite))
-    if (
-        _equal_as_printed(a.mean, e.mean)
-        and _equal_as_printed(a_std, e_std)
-        and _equal_as_printed(a.min, e.min)
-        and _equal_as_printed(a.max, e.max)
-    ):
-        return 0.0
+        return _scaled_difference(x, y, max(e.norm, least) / math.sqrt(finite))
     norm = max(e.norm, least)
     element = norm / math.sqrt(finite)
     return max(
