@@ -421,6 +421,12 @@ _ASPECTS = ("shape", "dtype", "trainable", "tied", "persistent")
 _aspects = operator.attrgetter("shape", "dtype", "requires_grad", "tied_to", "persistent")
 
 
+_MASKING = -1e4
+"""From here on a number may stand for minus infinity: some masks have -10,000, others the least of their dtype."""
+
+_ONE_SIDED = 100.0
+"""Smallest over largest element, without signs, from which on values are no activations: these have both signs."""
+
 _COMPUTED = "computed"
 """Stands for a tensor that is none of the synthetic ones, where the other response hands on one of these."""
 
@@ -522,7 +528,10 @@ class _Scale:
 
 
 def is_quantity(value: Value) -> bool:
-    """Whether a value is floating-point and no attention mask."""
+    """Whether a value is floating-point and no attention mask, whose norm says nothing about other values.
+
+    A mask has minus infinity, or a number that stands for it, where it masks, and zeros elsewhere.
+    """
     numbers = value.forward.statistics
     if not value.is_floating:
         return False
@@ -530,4 +539,4 @@ def is_quantity(value: Value) -> bool:
         return True
     if numbers.neginf and numbers.min == numbers.max == 0:
         return False
-    return numbers.min > -1e4 or -numbers.min < 100 * numbers.max
+    return numbers.min > _MASKING or -numbers.min < _ONE_SIDED * numbers.max

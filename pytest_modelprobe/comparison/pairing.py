@@ -1,4 +1,8 @@
-"""Pair the values of a call, and of its isolated response, with the expected ones."""
+"""Pair the values of a call, and of its isolated response, with the expected ones.
+
+Numbers are only compared where both sides are the same thing: values of one place in a call, and responses to the same
+synthetic tensors. Here is decided what that is.
+"""
 
 from __future__ import annotations
 

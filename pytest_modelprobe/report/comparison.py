@@ -1,9 +1,14 @@
-"""A diagnosis as text: the first line of a failure, the table of causes, the counts."""
+"""A diagnosis as text: the first line of a failure, the table of causes, the counts.
+
+The first line stands alone, because that is what a terminal and a list of failures show: it names the layer that
+changed, by how much, and how many other causes there are. Equal causes in repeated layers are said once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from pytest_modelprobe.comparison import ABSORBED, NO_EFFECT, Cause, Diagnosis, Difference
@@ -134,15 +139,15 @@ def not_compared_sentence(values: int) -> list[str]:
 
 def noted(notes: Iterable[Difference]) -> list[str]:
     """Return one sentence on added and removed attributes, which fail no test by themselves."""
-    came: dict[str, int] = {}
-    went: dict[str, int] = {}
+    told: dict[str, Counter[str]] = {"Also new": Counter(), "Also gone": Counter()}
     for note in (note for note in notes if note.kind == "attribute"):
-        there, value = (went, note.expected) if note.actual is None else (came, note.actual)
-        said = f"{qualified(pattern(note.layer), note.what)} {_value_text(value)}"
-        there[said] = there.get(said, 0) + 1
-    told = {"Also new": came, "Also gone": went}
-    shown = ([_repeated(said, n) for said, n in found.items()] for found in told.values())
-    parts = [f"{what}: {listed(names, most=8)}" for what, names in zip(told, shown, strict=True) if names]
+        what, value = ("Also gone", note.expected) if note.actual is None else ("Also new", note.actual)
+        told[what][f"{qualified(pattern(note.layer), note.what)} {_value_text(value)}"] += 1
+    parts = [
+        f"{what}: {listed([_repeated(said, n) for said, n in found.items()], most=8)}"
+        for what, found in told.items()
+        if found
+    ]
     return [f"{'. '.join(parts)}."] if parts else []
 
 

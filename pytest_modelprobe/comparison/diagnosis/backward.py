@@ -1,4 +1,9 @@
-"""Layers whose own code changed gradients and no outputs."""
+"""Layers whose own code changed gradients and no outputs.
+
+A gradient also differs because a value does, so the isolated response is asked first: its values are the same there.
+The run is only asked where nothing in the forward can have changed gradients, and then from the loss backward: the
+first place on that way that differs is the cause, and all behind it follows.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +42,22 @@ def gradient_causes(index: ComparisonIndex, causes: Sequence[Cause], explained: 
                 evidence="isolated",
                 gradient="lost" if lost else None,
             )
-    seen = None
-    if all(map(_changes_no_gradient, causes)):
-        seen = _first_on_the_way_back(index)
-    elif all(_changes_no_gradient(cause) or _cuts_no_gradient(cause) for cause in causes) and all(
-        map(index.is_pass_through, (*index.added, *index.removed))
-    ):
-        seen = _first_on_the_way_back(index, lost=True)
+    seen = _seen_in_run(index, causes)
     if seen is not None and seen.layer in found:
         found[seen.layer] = dataclasses.replace(found[seen.layer], evidence="both")
     elif seen is not None and not found:
         found[seen.layer] = seen
     return in_layer_order(found.values(), index.executed_layers)
+
+
+def _seen_in_run(index: ComparisonIndex, causes: Sequence[Cause]) -> Cause | None:
+    """Return the cause that the run shows; None if causes of the forward may explain its gradients."""
+    if all(map(_changes_no_gradient, causes)):
+        return _first_on_the_way_back(index)
+    if all(_changes_no_gradient(cause) or _cuts_no_gradient(cause) for cause in causes):
+        passes_on = all(map(index.is_pass_through, (*index.added, *index.removed)))
+        return _first_on_the_way_back(index, lost=True) if passes_on else None
+    return None
 
 
 def _changes_no_gradient(cause: Cause) -> bool:

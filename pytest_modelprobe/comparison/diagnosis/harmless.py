@@ -1,4 +1,9 @@
-"""How calls are written: differences that change nothing that is computed, where every value is the same."""
+"""How calls are written: differences that change nothing that is computed, where every value is the same.
+
+Updates of libraries write the same computation otherwise all the time, and a test that fails for it is soon not read
+any more. So these differences become notes. Each rule has to show, in the records, that what differs cannot matter; a
+rule that only finds it likely would hide a bug, and `tests/gate/attacks.py` tries to.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Layers whose own code may not affect the run: their result may be multiplied by zero, as by a gate at zero."""
+"""Layers whose own code may not affect the run: their result may be multiplied by zero, as by a gate at zero.
+
+A layer with LoRA adds nothing at first, and a residual branch may begin with a factor of zero. The run is then the same
+whatever this code computes, so it has to be asked alone.
+"""
 
 from __future__ import annotations
 
