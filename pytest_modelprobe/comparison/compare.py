@@ -87,8 +87,8 @@ def compare(
     moved_names = {old: new for old, new in found.items() if old != new and old not in renames}
     before = {new: old for old, new in {**renames, **moved_names}.items()}
     expected, names_before, other_paths = with_current_paths(actual, renamed(expected, names), before)
-    factors = _ToleranceFactors(tolerance, actual)
-    comparer = _Comparer(actual, expected, names_before, factors, nondeterministic=nondeterministic)
+    comparer = _Comparer(actual, expected, names_before, _tolerance_factor(tolerance, actual))
+    comparer.leaves_out_noisy = nondeterministic and expected.noise == "not repeatable"
     with gc_paused():
         differences = [
             *(Difference(layer=name, kind="layer added") for name in actual.layers if name not in kept),
@@ -119,34 +119,21 @@ def compare(
     )
 
 
-class _ToleranceFactors:
-    """The user's factors of the tolerance."""
-
-    def __init__(self, tolerance: Tolerance, record: Record) -> None:
-        __tracebackhide__ = True
-        given = tolerance if isinstance(tolerance, Mapping) else {} if tolerance is None else {"**": tolerance}
-        for glob, times in given.items():
-            if type(times) not in (int, float) or not times > 0 or math.isinf(times):
-                raise UsageError(f"a tolerance multiplies the measured noise and is a positive number; got {times!r}")
-            if not any(map(Glob(glob).matches, record.layers)):
-                raise SelectionError(f"tolerance: {glob!r} matches none of {len(record.layers)} layers")
-        self._globs = [(Glob(glob), float(times)) for glob, times in given.items()]
-
-    def of(self, layer: str) -> float:
-        """Return the factor of the last glob that matches the layer."""
-        return next((times for glob, times in reversed(self._globs) if glob.matches(layer)), 1.0)
+def _tolerance_factor(tolerance: Tolerance, record: Record) -> Callable[[str], float]:
+    """Return a function from a layer to the user's factor of its tolerance: that of the last glob that matches it."""
+    __tracebackhide__ = True
+    given = tolerance if isinstance(tolerance, Mapping) else {} if tolerance is None else {"**": tolerance}
+    for glob, times in given.items():
+        if type(times) not in (int, float) or not times > 0 or math.isinf(times):
+            raise UsageError(f"a tolerance multiplies the measured noise and is a positive number; got {times!r}")
+        if not any(map(Glob(glob).matches, record.layers)):
+            raise SelectionError(f"tolerance: {glob!r} matches none of {len(record.layers)} layers")
+    globs = [(Glob(glob), float(times)) for glob, times in list(given.items())[::-1]]
+    return lambda layer: next((times for glob, times in globs if glob.matches(layer)), 1.0)
 
 
 class _Comparer:
-    def __init__(
-        self,
-        actual: Record,
-        expected: Record,
-        names: NamesBefore,
-        times: _ToleranceFactors,
-        *,
-        nondeterministic: bool,
-    ) -> None:
+    def __init__(self, actual: Record, expected: Record, names: NamesBefore, times: Callable[[str], float]) -> None:
         self.actual, self.expected, self.names = actual, expected, names
         self.times = times
         self.changes: dict[ValueKey, ValueChange] = {}
@@ -157,7 +144,8 @@ class _Comparer:
         self.looser: list[Difference] = []
         self.backward = bool(actual.backwards) and bool(expected.backwards)
         self.measured = expected.noise == "measured"
-        self.nondeterministic = nondeterministic and expected.noise == "not repeatable"
+        self.leaves_out_noisy = False
+        """Whether values that do not repeat are not compared."""
         self.both_read = has_numbers(actual) and has_numbers(expected)
         self.rounding = _largest_epsilon(expected)
         self.has_both_modes = has_both_modes(actual) or has_both_modes(expected)
@@ -368,11 +356,11 @@ class _Comparer:
     ) -> Sequence[Difference]:
         if not (self.both_read or (is_read(a) and is_read(e))):  # reported once for the whole record
             return ()
-        if self.nondeterministic and (e.noise or 0.0) > _tolerance.LARGEST_TOLERANCE[direction]:
+        if self.leaves_out_noisy and (e.noise or 0.0) > _tolerance.LARGEST_TOLERANCE[direction]:
             self.changes[place] = UNKNOWN
             return ()
         layer, key, _, path = place
-        times = self.times.of(layer)
+        times = self.times(layer)
         pair = id(a), id(e), dtype, direction, times
         found = self.within_tolerance.get(pair)
         if found is None:

@@ -20,7 +20,7 @@ from pytest_modelprobe.record import ROOT, Plain, Step, parent, relative_name
 from .causes import DRIFT, NO_EFFECT, Cause, between, cause_of, in_layer_order
 from .generated_inputs import generated_in_run, generated_input
 from .hints import hints
-from .index import CallsComparison, ComparisonIndex, InputComparison, is_indifferent, sizes_and_dtype
+from .index import ComparisonIndex, InputComparison, is_indifferent, sizes_and_dtype
 from .same_elements import value_at
 
 _AMPLIFICATION = 10.0
@@ -164,9 +164,10 @@ def _changed_child_inputs(index: ComparisonIndex) -> Iterator[Cause]:
         container = step.parent.layer.name
         child = relative_name(pair.layer, container)
         above = index.pair_of(step.parent)
-        if above is not None:
-            shaped = index.of_call(pair, "interface", side="input")
-            yield from _reshaped_from_same(index, above, index.earlier_siblings[step], shaped, f"{child} ")
+        shaped = index.of_call(pair, "interface", side="input")
+        if above is not None and shaped:
+            siblings = index.child_steps(step.parent)
+            yield from _reshaped_from_same(index, above, siblings[: siblings.index(step)], shaped, f"{child} ")
         asked = above is not None and index.has_comparable_responses(above)  # then its response shows what it passes on
         for difference in index.of_call(pair, "source", "argument", "context", "input added", "input removed"):
             if asked and difference.kind != "context":
@@ -190,19 +191,20 @@ def _reshaped_outputs(index: ComparisonIndex) -> Iterator[Cause]:
         pair = index.pair_of(step)
         shaped = [] if pair is None else index.of_call(pair, "interface", side="output")
         if pair is not None and shaped:
-            yield from _reshaped_from_same(index, pair, index.compare_children(step), shaped)
+            yield from _reshaped_from_same(index, pair, index.child_steps(step), shaped)
 
 
 def _reshaped_from_same(
-    index: ComparisonIndex, pair: CallPair, before: CallsComparison, shaped: Sequence[Difference], place: str = ""
+    index: ComparisonIndex, pair: CallPair, before: Sequence[Step], shaped: Sequence[Difference], place: str = ""
 ) -> Iterator[Cause]:
     """Yield new shapes and dtypes that a call makes, where its inputs and earlier child calls have the old ones.
 
     Only code derives another shape from the same shapes; a number of rows may also depend on values: then with a hint.
     """
-    if not shaped or not before.same_shapes or not index.has_same_structure(pair):
+    if not index.have_same_shapes(before) or not index.has_same_structure(pair):
         return
-    same = index.compare_inputs(pair).match and before.same_values
+    moved = any(index.largest_change(child, "output") for child in map(index.pair_of, before) if child is not None)
+    same = index.compare_inputs(pair).match and not moved
     for difference in shaped:
         now, then = sizes_and_dtype(difference.actual), sizes_and_dtype(difference.expected)
         doubts = () if same or now[1:] != then[1:] else (_DATA_DEPENDENT,)

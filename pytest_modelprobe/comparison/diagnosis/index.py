@@ -45,16 +45,6 @@ class InputComparison:
     """The largest change, in units of its limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallsComparison:
-    """Some calls compared with those of the expected record."""
-
-    same_shapes: bool = True
-    """Whether all are in both, with inputs and outputs of the same paths, shapes and dtypes."""
-    same_values: bool = True
-    """Whether no output differs either."""
-
-
 class ComparisonIndex:
     """The differences of a comparison by layer, by call, and in the order of execution."""
 
@@ -146,26 +136,10 @@ class ComparisonIndex:
         found = map(self.pair_of, self.child_steps(self.step_of(pair)))
         return (child for child in found if child is not None)
 
-    @functools.cached_property
-    def earlier_siblings(self) -> dict[Step, CallsComparison]:
-        """Step → the calls that its caller made before it."""
-        found = {}
-        for siblings in self._child_steps.values():
-            compared = CallsComparison()
-            for step in siblings:
-                found[step] = compared
-                compared = self._and_call(compared, step)
-        return found
-
-    def compare_children(self, step: Step | None) -> CallsComparison:
-        """Return how the calls that a call makes directly compare with the expected ones."""
-        return functools.reduce(self._and_call, self.child_steps(step), CallsComparison())
-
-    def _and_call(self, compared: CallsComparison, step: Step) -> CallsComparison:
-        pair = self.pair_of(step)
-        if pair is None or not compared.same_shapes or self.of_call(pair, "interface", "path", "context"):
-            return CallsComparison(same_shapes=False, same_values=False)
-        return CallsComparison(same_values=compared.same_values and self.largest_change(pair, "output") is None)
+    def have_same_shapes(self, steps: Iterable[Step]) -> bool:
+        """Whether calls are in both records, with inputs and outputs of the same paths, shapes and dtypes."""
+        pairs = map(self.pair_of, steps)
+        return all(pair is not None and not self.of_call(pair, "interface", "path", "context") for pair in pairs)
 
     # --- one call in the run --------------------------------------------------------------------------------------
 
