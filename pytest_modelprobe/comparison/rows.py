@@ -1,11 +1,14 @@
-"""Differences as rows of a table: the same change in repeated layers is one row."""
+"""Differences as rows of a table: the same change in repeated layers is one row.
+
+A model has the same block dozens of times, and a change of its class is in each of them. All reports show these rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pytest_modelprobe.record import Plain, Record
+from pytest_modelprobe.record import Plain, Record, containers
 from pytest_modelprobe.text import listed, number, pattern
 
 from .differences import Difference
@@ -47,7 +50,7 @@ def rows(differences: Sequence[Difference], actual: Record, expected: Record) ->
         shown = pattern(difference.layer)
         if difference.change is not None:
             moved.setdefault(shown, []).append(difference)
-        elif not any((difference.kind, container) in outer for container in _containers(difference.layer)):
+        elif not any((difference.kind, container) in outer for container in containers(difference.layer)[1:]):
             alike.setdefault((shown, *_texts(difference, actual, expected)), []).append(difference.layer)
     return [
         *(_row(shown, what, now, was, layers) for (shown, what, now, was), layers in alike.items()),
@@ -65,12 +68,6 @@ def _moved(shown: str, differences: Sequence[Difference]) -> Row:
     by = f"moved by {'up to ' if len(changes) > 1 else ''}{percent(max(changes))}"
     what = listed(list(dict.fromkeys(_label(d) for d in differences)))
     return _row(shown, what, by, "", (d.layer for d in differences))
-
-
-def _containers(layer: str) -> Iterator[str]:
-    while "." in layer:
-        layer = layer.rpartition(".")[0]
-        yield layer
 
 
 def _texts(difference: Difference, actual: Record, expected: Record) -> tuple[str, str, str]:

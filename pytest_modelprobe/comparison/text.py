@@ -1,9 +1,14 @@
-"""A diagnosis as text: the first line of a failure, the table of causes, the counts."""
+"""A diagnosis as text: the first line of a failure, the table of causes, the counts.
+
+The first line stands alone, because that is what a terminal and a list of failures show: it names the layer that
+changed, by how much, and how many other causes there are. Equal causes in repeated layers are said once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from pytest_modelprobe.record import NOT_DEFAULT, Plain, Record, label_of, qualified
@@ -35,7 +40,7 @@ def first_line(diagnosis: Diagnosis) -> str:
     if unchanged and found and all(cause.change is None and cause.kind != "gradient" for cause, _ in found):
         return printable(f"{unchanged}structure differs in {_places(found, diagnosis)}")
     if not found:
-        worst = _worst(diagnosis.comparison.differences)
+        worst = max(diagnosis.comparison.differences, key=lambda d: d.change or 0.0, default=None)
         if worst is None:
             return printable(_other_names(diagnosis.comparison.renamed) or "nothing changed")
         moved = f"{_label(worst.layer, diagnosis)} {worst.what or worst.kind} changed{_by(worst.change)}"
@@ -135,15 +140,15 @@ def not_compared_sentence(values: int) -> list[str]:
 
 def noted(notes: Iterable[Difference]) -> list[str]:
     """Return one sentence on added and removed attributes, which fail no test by themselves."""
-    came: dict[str, int] = {}
-    went: dict[str, int] = {}
+    told: dict[str, Counter[str]] = {"Also new": Counter(), "Also gone": Counter()}
     for note in (note for note in notes if note.kind == "attribute"):
-        there, value = (went, note.expected) if note.actual is None else (came, note.actual)
-        said = f"{qualified(pattern(note.layer), note.what)} {_value_text(value)}"
-        there[said] = there.get(said, 0) + 1
-    told = {"Also new": came, "Also gone": went}
-    shown = ([_repeated(said, n) for said, n in found.items()] for found in told.values())
-    parts = [f"{what}: {listed(names, most=8)}" for what, names in zip(told, shown, strict=True) if names]
+        what, value = ("Also gone", note.expected) if note.actual is None else ("Also new", note.actual)
+        told[what][f"{qualified(pattern(note.layer), note.what)} {_value_text(value)}"] += 1
+    parts = [
+        f"{what}: {listed([_repeated(said, n) for said, n in found.items()], most=8)}"
+        for what, found in told.items()
+        if found
+    ]
     return [f"{'. '.join(parts)}."] if parts else []
 
 
@@ -241,40 +246,35 @@ def _architecture(cause: Cause, label: str, arrow: str) -> str:
         return f"{label}: {arrow}"
     name, _, aspect = what.partition(" ")
     if aspect in ("added", "removed"):
-        return (
-            f"{qualified(layer, name)} {aspect}: {_value_text(cause.actual if aspect == 'added' else cause.expected)}"
-        )
+        value = cause.actual if aspect == "added" else cause.expected
+        return f"{qualified(layer, name)} {aspect}: {_value_text(value)}"
     return f"{qualified(layer, name)}{f' {aspect}' if aspect else ''} {arrow}"
 
 
 def _computation(cause: Cause, label: str) -> str:
+    own, what = f"{label}: own code", cause.what
+    now, then = _value_text(cause.actual), _value_text(cause.expected)
     first = cause.differences[0] if cause.differences else None
     if cause.share_method:
         about = "about " if cause.share_method == "estimated" else ""
         share = "" if cause.change is None else f": {about}{percent(cause.change)} of its entries differ"
-        return f"{label}: builds another {cause.what}{share}"
+        return f"{label}: builds another {what}{share}"
     if first is not None and cause.is_call_change:
-        return f"{label}: own code {_handed(first)}"
-    if first is not None and first.kind == "calls" and cause.what.startswith("calls of "):
-        child = cause.what.removeprefix("calls of ")
+        return f"{own} {_handed(first)}"
+    if cause.is_call_count and what.startswith("calls of "):
+        child = what.removeprefix("calls of ")
         if not cause.actual:
-            return f"{label}: own code no longer calls {child}"
-        if not cause.expected:
-            return f"{label}: own code calls {child} now"
-        times = "time" if cause.actual == 1 else "times"
-        return f"{label}: own code calls {child} {_value_text(cause.actual)} {times}, not {_value_text(cause.expected)}"
+            return f"{own} no longer calls {child}"
+        return f"{own} calls {child} " + (f"{now} time{'s' * (now != '1')}, not {then}" if cause.expected else "now")
     if first is None or cause.evidence != "recorded":
-        return f"{label}: own code changed{f' {cause.what}' if cause.what else ''}"
-    if first.kind == "interface" and cause.what == first.what:
-        made = "gives out" if cause.what == "output" else f"gives out {cause.what} as"
-        return f"{label}: own code {made} {_value_text(cause.actual)}, not {_value_text(cause.expected)}"
+        return f"{own} changed {what}".rstrip()
+    if first.kind == "interface" and what == first.what:
+        return f"{own} gives out {'' if what == 'output' else f'{what} as '}{now}, not {then}"
     if first.kind == "source":
-        where = cause.what.removesuffix(" source")
-        return f"{label}: own code feeds {_value_text(cause.actual)} to {where}, not {_value_text(cause.expected)}"
+        return f"{own} feeds {now} to {what.removesuffix(' source')}, not {then}"
     if first.kind in ("input added", "input removed"):
-        gives = "gives" if first.kind == "input added" else "no longer gives"
-        return f"{label}: own code {gives} {cause.what}"
-    return f"{label}: own code gives {cause.what} {_value_text(cause.actual)}, not {_value_text(cause.expected)}"
+        return f"{own} {'gives' if first.kind == 'input added' else 'no longer gives'} {what}"
+    return f"{own} gives {what} {now}, not {then}"
 
 
 def _handed(difference: Difference) -> str:
@@ -332,10 +332,9 @@ def grouped(causes: Iterable[Cause]) -> list[tuple[Cause, int]]:
     """
     groups: dict[tuple[object, ...], list[Cause]] = {}
     for cause in causes:
-        values = (cause.actual, cause.expected)
-        shown = map(pattern, map(str, values)) if cause.what == "renamed" else map(str, values)
-        key = (cause.kind, pattern(cause.layer), cause.what, *shown)
-        groups.setdefault(key, []).append(cause)
+        values = (str(cause.actual), str(cause.expected))
+        shown = map(pattern, values) if cause.what == "renamed" else values
+        groups.setdefault((cause.kind, pattern(cause.layer), cause.what, *shown), []).append(cause)
     found = []
     for same in groups.values():
         worst = max(same, key=lambda cause: cause.change or 0.0)
@@ -379,10 +378,6 @@ def _value_text(value: Plain) -> str:
 
 def _names(names: Sequence[str]) -> str:
     return listed(collapsed(names), most=8)
-
-
-def _worst(differences: Iterable[Difference]) -> Difference | None:
-    return max(differences, key=lambda d: d.change or 0.0, default=None)
 
 
 _HIDDEN = "The run does not show it: what that code computes is multiplied by zero, or not used."

@@ -16,7 +16,7 @@ from .calls import (
 )
 from .construction import gc_paused
 from .layer import Layer, Parameter, elements
-from .naming import NOT_DEFAULT, ROOT, address, call_name, containers, label_of, parent, qualified
+from .naming import NOT_DEFAULT, ROOT, address, call_name, containers, label_of, parent, qualified, relative_name
 from .profile import LayerProfile, Profile
 from .ranks import process_group, this_rank
 from .record import (
@@ -102,6 +102,7 @@ __all__ = [
     "old_name",
     "process_group",
     "qualified",
+    "relative_name",
     "renamed",
     "resolve_rename",
     "select",

@@ -1,4 +1,8 @@
-"""Numbers of one tensor: moments and counts, ranges of units, fingerprint."""
+"""Numbers of one tensor: moments and counts, ranges of units, fingerprint.
+
+All of them merge exactly, so that the forwards of a watch and the ranks of a run can be added one by one, in any order.
+Elements that are not finite are counted, and leave all other numbers alone.
+"""
 
 from __future__ import annotations
 
