@@ -28,8 +28,8 @@ def page(families: dict[str, list[Any]]) -> str:
     shown = [bug for bug in bugs if bug.by]
     alone = [bug for bug in shown if bug.where != "kill matrix"]
     by_snapshot, missed = len(shown) - len(alone), len(bugs) - len(shown)
-    counts = f"{len(alone)} are shown without another model and {by_snapshot} by a snapshot. The other {missed} are not"
-    parts = [HEAD, f"Of these {len(bugs)} bugs, {counts} shown.", ""]
+    counts = f"{len(alone)} are shown without another model, {by_snapshot} by a snapshot, and {missed} are not shown"
+    parts = [HEAD, f"Of these {len(bugs)} bugs, {counts}.", ""]
     for family, rows in families.items():
         parts += [f"## {family}\n", "| | bug | shown by | test |", "|---|---|---|---|"]
         parts += [_row(bug) for bug in rows if bug.by]
