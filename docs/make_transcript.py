@@ -85,7 +85,7 @@ CHANGES = [
     ),
     (
         "The input",
-        "The test draws other tokens.",
+        "The test draws different tokens.",
         "(2, 12))",
         "(2, 12), name=\"tokens\")",
     ),
