@@ -1,6 +1,6 @@
 """Compile the kernel into the wheel, or without a compiler leave it out: torch computes the same numbers.
 
-``python hatch_build.py`` compiles it beside its source, for runs from a checkout;
+``python hatch_build.py`` compiles it into the checkout, for runs from there;
 ``tox -e kernel-sanitized`` compiles a copy.
 """
 
@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path("pytest_modelprobe", "kernel")
+PACKAGE = Path("pytest_modelprobe")
+SOURCE = PACKAGE / "statistics" / "kernel"
 VARIABLE = "MODELPROBE_KERNEL"  # "torch": leave it out; "compiled": fail without a compiler
 SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 
@@ -31,8 +32,8 @@ def compile_kernel(root: Path, folder: Path, *, sanitized: bool = False) -> Path
         arguments, link = [*arguments, *SANITIZED], list(SANITIZED[-2:])
     extension = Extension(
         "_kernel",
-        [str(FOLDER / "kernel.c")],
-        depends=[str(FOLDER / name) for name in ("level.h", "passes.h")],
+        [str(SOURCE / "kernel.c")],
+        depends=[str(SOURCE / name) for name in ("level.h", "passes.h")],
         py_limited_api=True,
         extra_compile_args=arguments,
         extra_link_args=link,
@@ -66,7 +67,7 @@ else:
                 return
             root = Path(self.root)
             self._folder = tempfile.TemporaryDirectory()
-            into = root / FOLDER if version == "editable" else Path(self._folder.name)
+            into = root / PACKAGE if version == "editable" else Path(self._folder.name)
             try:
                 built = compile_kernel(root, into)
             except BaseException as error:  # setuptools ends the process where it finds no compiler
@@ -79,7 +80,7 @@ else:
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["pure_python"] = False
             build_data["tag"] = f"cp311-abi3-{platform}"
-            build_data["force_include"][str(built)] = str(FOLDER / built.name)
+            build_data["force_include"][str(built)] = str(PACKAGE / built.name)
 
         def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
             """Remove what was compiled."""
@@ -88,17 +89,17 @@ else:
 
 
 def main(arguments: list[str]) -> None:
-    """Compile beside the source, or with ``--sanitized FOLDER`` a copy of the package, checked as it runs."""
+    """Compile into the checkout, or with ``--sanitized FOLDER`` a copy of the package, checked as it runs."""
     here = Path(__file__).resolve().parent
     if not arguments:
-        print(compile_kernel(here, here / FOLDER))
+        print(compile_kernel(here, here / PACKAGE))
         return
     option, folder = arguments
     if option != "--sanitized":
         raise SystemExit(f"unknown option {option}")
     leave_out = shutil.ignore_patterns("_kernel.*", "__pycache__")
-    shutil.copytree(here / FOLDER.parent, Path(folder) / FOLDER.parent, ignore=leave_out, dirs_exist_ok=True)
-    print(compile_kernel(here, Path(folder).absolute() / FOLDER, sanitized=True))
+    shutil.copytree(here / PACKAGE, Path(folder) / PACKAGE, ignore=leave_out, dirs_exist_ok=True)
+    print(compile_kernel(here, Path(folder).absolute() / PACKAGE, sanitized=True))
 
 
 if __name__ == "__main__":

@@ -562,14 +562,10 @@ def report(results: dict[str, Any]) -> str:
             f"on a machine whose Python takes {n['a million additions, ms']:.0f} ms for a loop of a million additions.",
             "",
             *_passing_lines(results.get("passing", {})),
-            "Which faults a snapshot finds and names, beside other tests of the same faults:",
-            "[kill_matrix/RESULTS.md](kill_matrix/RESULTS.md); which the checks do, beside the tests of pytest-torch:",
-            "[CHECKS.md](CHECKS.md). How far harmless changes move a value, in units of its",
-            "measured noise: [TOLERANCE.md](TOLERANCE.md). What mutated files and killed updates came to:",
-            "[ATTACKS.md](ATTACKS.md). Records of up to 1,024 ranks: [RANKS.md](RANKS.md).",
+            "What shows that snapshots and checks find what they say: [evidence](../evidence/README.md).",
+            "Records of up to 1,024 ranks: [RANKS.md](RANKS.md).",
             "What a watched step of small public models costs: [PUBLIC.md](PUBLIC.md).",
-            "Which planted faults the tests of the examples and of a public package notice:",
-            "[MUTATION.md](MUTATION.md). A compiled step that is watched inside: [INSIDE.md](INSIDE.md). How long an",
+            "A compiled step that is watched inside: [INSIDE.md](INSIDE.md). How long an",
             "HTML report takes to open: [page_load/RESULTS.md](page_load/RESULTS.md).",
             "",
         ]
@@ -616,7 +612,8 @@ def _passing_lines(found: dict[str, float]) -> Iterator[str]:
 
 def _report_lines(measures: dict[str, dict[str, float]], reports: dict[str, float]) -> Iterator[str]:
     yield from ("## Reports", "")
-    yield "With none asked for, nothing of them is computed or imported: `tests/results/test_results.py` holds it."
+    yield "With none asked for, nothing of them is computed or imported: "
+    yield "`tests/report/results/test_results.py` holds it."
     yield "What they ask of a `run` with a backward, as ratios to a run without, by time of the processor:"
     yield ""
     yield from ("| model | histograms | profile | both |", "|---|---|---|---|")

@@ -15,10 +15,10 @@ TABLE = Path(__file__).parents[1] / "tests" / "checks" / "bugs.py"
 HEAD = """\
 # Bugs, and what shows them
 
-Made by `docs/make_bugs_table.py` from `tests/checks/bugs.py`. Each row is a kind of bug that public models had. Most
-break a property: a check or an assertion names them without a correct model to compare with. The others turn one sound
-model into another sound one: a snapshot shows those. The kill matrix (`benchmarks/kill_matrix`) plants them under the
-title given here.
+Made by `docs/make_bugs_table.py` from `tests/checks/bugs.py`. Each row is a kind of bug that public models had. Most of
+them break a property: a check or an assertion names them without a correct model to compare with. The others turn one
+sound model into a different sound model: a snapshot shows those. The kill matrix (`evidence/kill_matrix`) plants them
+under the title given here.
 """
 
 
@@ -28,11 +28,8 @@ def page(families: dict[str, list[Any]]) -> str:
     shown = [bug for bug in bugs if bug.by]
     alone = [bug for bug in shown if bug.where != "kill matrix"]
     by_snapshot, missed = len(shown) - len(alone), len(bugs) - len(shown)
-    parts = [
-        HEAD,
-        f"Of {len(bugs)}, {len(alone)} need no other model, {by_snapshot} a snapshot; {missed} go unseen.",
-        "",
-    ]
+    counts = f"{len(alone)} are shown without another model, {by_snapshot} by a snapshot, and {missed} are not shown"
+    parts = [HEAD, f"Of these {len(bugs)} bugs, {counts}.", ""]
     for family, rows in families.items():
         parts += [f"## {family}\n", "| | bug | shown by | test |", "|---|---|---|---|"]
         parts += [_row(bug) for bug in rows if bug.by]

@@ -85,7 +85,7 @@ CHANGES = [
     ),
     (
         "The input",
-        "The test draws other tokens.",
+        "The test draws different tokens.",
         "(2, 12))",
         "(2, 12), name=\"tokens\")",
     ),
@@ -169,11 +169,11 @@ def _tell(s: Scratch) -> None:
     s.run("git init -q -b main && git add . && git commit -qm 'A model and its test'", show=False)
     s.say("## The first run\n\nThere is nothing to compare with yet. The failure shows what would be recorded:")
     s.run("pytest -q test_net.py", most=24)
-    s.say("It looks right, so it is written and committed. `init` tells git how to treat the files.")
+    s.say("It looks right, so it is recorded and committed. `init` tells git how to treat the files.")
     s.run(UPDATE)
     s.run("modelprobe init")
     s.run("git add -A && git commit -qm 'Record the model' && git ls-files")
-    s.say("Of the two files one is for people, a line a layer:")
+    s.say("One of the two files is for people, with one line for each layer:")
     s.run("grep -n norm1 __modelprobe__/test_net/test_net.arch.json", most=4)
     for title, why, old, new in CHANGES:
         s.say(f"## {title}\n\n{why}")
@@ -192,8 +192,8 @@ def _accept(s: Scratch) -> None:
     s.say("""
         ## Accepting a change
 
-        The wider blocks are wanted. The reason goes into the file, where the reviewer reads it and the gate looks for
-        it:
+        The wider blocks are wanted. The reason is written into the file, where the reviewer reads it and the gate looks
+        for it:
     """)
     _, _, old, new = CHANGES[2]
     s.run("git switch -qc wider", show=False)
@@ -202,7 +202,7 @@ def _accept(s: Scratch) -> None:
     s.run("git diff --stat --no-color")
     s.run("git commit -qam 'Widen the blocks' && modelprobe diff --base main", most=40)
     s.run("modelprobe check --base main")
-    s.say("Without the reason the gate says what it wants:")
+    s.say("Without a reason the gate denies the change, and says what to do:")
     s.run("git switch -qc undeclared main", show=False)
     s.write("model.py", MODEL.replace(old, new))
     s.run(UPDATE, show=False)
@@ -214,8 +214,8 @@ def _merge(s: Scratch) -> None:
     s.say("""
         ## Two branches that both changed the model
 
-        One widened the blocks, the other changed an epsilon. Each recorded its own; neither recorded both together, and
-        git is told not to mix the numbers:
+        One branch widened the blocks, the other changed an epsilon. Each recorded its own change, and neither recorded
+        both together. Git is told not to merge the numbers:
     """)
     _, _, old, new = CHANGES[0]
     s.run("git switch -qc epsilon main", show=False)
@@ -224,7 +224,7 @@ def _merge(s: Scratch) -> None:
     s.run("git commit -qam 'The epsilon of the reference'", show=False)
     s.run("git merge wider")
     s.run("git status --short")
-    s.say("The code merges, the snapshot does not. Reading the half-merged file says so, and what to do:")
+    s.say("The code merges, the snapshot does not. A test that reads the half-merged file says so, and what to do:")
     s.run("pytest -q test_net.py", most=16)
     s.run("git checkout -q --ours -- __modelprobe__ && git status --short")
     merged = MODEL

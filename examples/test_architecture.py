@@ -1,6 +1,6 @@
 """The architecture of a Llama with 70 billion parameters, in a few seconds and without its 141 GB of weights.
 
-The model is built on the meta device, where tensors have a shape and no contents; `modelprobe.architecture` runs one
+The model is built on the meta device, where tensors have a shape but no contents. `modelprobe.architecture` runs one
 forward on fake tensors.
 """
 
@@ -18,7 +18,7 @@ LAYERS = 80
 
 @pytest.fixture(scope="module")
 def llama():
-    """Llama 3 70B from the numbers of its config."""
+    """Llama 3 70B, made from the numbers in its config."""
     config = LlamaConfig(
         vocab_size=128_256,
         hidden_size=8192,
@@ -36,7 +36,7 @@ def llama():
 
 @pytest.fixture(scope="module")
 def record(llama, modelprobe_factory):
-    """The forward of two texts of 4096 tokens."""
+    """The architecture in a forward of two texts of 4096 tokens."""
     return modelprobe_factory().architecture(llama, torch.empty(2, 4096, dtype=torch.int64), use_cache=False)
 
 

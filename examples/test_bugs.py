@@ -1,6 +1,6 @@
-"""Bugs that train without an error, and what the probe says of each; `pytest -s` prints the whole text.
+"""Bugs that train without an error, and what the probe says about each. `pytest -s` prints the whole text.
 
-Each model has one bug, and a subclass in which it is mended, for which the same assertion passes.
+Each model has one bug. For a subclass in which the bug is fixed, the same assertion passes.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ from pytest_modelprobe import (
     assert_shapes,
 )
 
-# The texts below hold numbers, and those hang on the seed.
+# The texts below have numbers in them, which depend on the seed.
 pytestmark = pytest.mark.modelprobe(seed=0)
 
 
@@ -42,7 +42,7 @@ class ImageClassifier(nn.Module):
         self.conv2 = nn.Conv2d(16, 64, 3, stride=2, padding=1)
         self.relu2 = nn.ReLU()
         self.head = nn.Linear(64, 10)
-        nn.init.constant_(self.conv2.bias, -10.0)  # the bug: meant for the bias of the head
+        nn.init.constant_(self.conv2.bias, -10.0)  # the bug: this was meant for the bias of the head
 
     def forward(self, images):
         features = self.relu2(self.conv2(self.relu1(self.conv1(images))))
@@ -79,7 +79,7 @@ class AudioTagger(nn.Module):
         self.head = nn.Linear(8, 4)
 
     def compress(self, energy):
-        return torch.log(energy + 1e-6)  # the bug: what the filters give may be negative
+        return torch.log(energy + 1e-6)  # the bug: the filters may return negative numbers
 
     def forward(self, waves):
         levels = self.norm(self.compress(self.filters(waves)))
@@ -119,7 +119,7 @@ class Matcher(nn.Module):
         self.score = nn.Bilinear(16, 16, 1)
 
     def encode_text(self, text):
-        return self.text_encoder(text).detach()  # the bug: left from a cache of texts
+        return self.text_encoder(text).detach()  # the bug: left over from a cache of texts
 
     def forward(self, image, text):
         return self.score(self.image_encoder(image), self.encode_text(text))
@@ -201,7 +201,7 @@ class DeepRegressor(nn.Module):
     def forward(self, x):
         x = self.stem(x)
         for block in self.blocks:
-            x = block(x)  # the bug: a sigmoid lets a quarter of the gradient through at most
+            x = block(x)  # the bug: a sigmoid lets at most a quarter of the gradient through
         return self.head(x)
 
 
@@ -240,7 +240,7 @@ class Siamese(nn.Module):
         self.encoder = nn.Sequential(nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 8))
 
     def distance(self, a, b):
-        return (a - b).square().sum(dim=1).sqrt()  # the bug: no derivative where a face is paired with itself
+        return (a - b).square().sum(dim=1).sqrt()  # the bug: it has no derivative if a face is paired with itself
 
     def forward(self, first, second):
         return self.distance(self.encoder(first), self.encoder(second))
@@ -253,7 +253,7 @@ class SiameseMended(Siamese):
 
 @pytest.fixture
 def pairs(modelprobe):
-    """Eight pairs of faces, the first of which is a face and itself."""
+    """Eight pairs of faces. The first pair is a face and itself."""
     first, second = modelprobe.randn(8, 32, name="first"), modelprobe.randn(8, 32, name="second")
     second[0] = first[0]
     return first, second
@@ -315,7 +315,7 @@ def test_every_layer_is_called(modelprobe):
 
 
 class WithPrior(nn.Module):
-    """Adds to the logits how frequent each class is."""
+    """Adds to the logits the log of how frequent each class is."""
 
     def __init__(self):
         super().__init__()
@@ -350,7 +350,7 @@ def test_everything_is_float32(modelprobe):
 
 
 def features_of(model, images, layer):
-    """Return what a layer gives out; the bug: the hook stays."""
+    """Return the output of a layer. The bug: the hook stays."""
     found = []
     layer.register_forward_hook(lambda module, args, output: found.append(output))
     model(images)

@@ -1,7 +1,7 @@
-"""A small CNN is trained on scikit-learn's handwritten digits once; then each test makes one claim about it.
+"""A small CNN is trained once on scikit-learn's handwritten digits. Then each test makes one claim about it.
 
-The trained model and the record of one training step on it are fixtures of the whole module: the model is run once,
-and asserted on many times. `modelprobe_factory` gives a fixture of wider scope than one test its probe.
+The trained model and the record of one run of it are fixtures of the whole module: the model runs once, and many
+tests assert on the record. `modelprobe_factory` makes the probe for fixtures of a wider scope than one test.
 """
 
 from typing import NamedTuple
@@ -51,7 +51,7 @@ class Digits(NamedTuple):
 
 @pytest.fixture(scope="module")
 def digits():
-    """Digits to train on, and digits held out."""
+    """Digits to train on, and held-out digits."""
     images, labels = load_digits(return_X_y=True)
     images = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
     parts = train_test_split(images, torch.tensor(labels), test_size=360, random_state=0, stratify=labels)
@@ -80,7 +80,7 @@ def trained(probe, digits):
 
 @pytest.fixture(scope="module")
 def record(probe, trained, digits):
-    """One forward and backward on 128 of the digits held out."""
+    """The record of one forward and backward on 128 of the held-out digits."""
     images, labels = digits[1].images[:128], digits[1].labels[:128].to(probe.device)
     return probe.run(trained, images, loss=lambda logits: functional.cross_entropy(logits, labels))
 

@@ -1,4 +1,4 @@
-"""Snapshots: what these models compute, layer by layer, is kept beside this file and reviewed with each change.
+"""Snapshots: what each layer of these models computes is kept beside this file and reviewed with each change.
 
 Try it: change ``layer_norm_epsilon`` below, run this file, and read which layers the failure names.
 """
@@ -76,7 +76,7 @@ def test_digits_in_training(modelprobe, modelprobe_snapshot):
     ids=["gpt2", "mixtral", "mamba"],
 )
 def test_architecture(modelprobe, modelprobe_snapshot, factory, config):
-    """The structure alone, on the meta device: no weights are made."""
+    """Only the structure, on the meta device: no weights are made."""
     with torch.device("meta"):
         model = factory(config)
     ids = torch.empty(2, 16, dtype=torch.int64)
@@ -84,7 +84,7 @@ def test_architecture(modelprobe, modelprobe_snapshot, factory, config):
 
 
 def test_a_port_does_what_its_reference_does(modelprobe):
-    """The same network under other names, with the weights copied over."""
+    """The same layers with different names, called by different code."""
     reference = modelprobe.build(Digits).eval()
     port = nn.ModuleDict(dict(reference.named_children()))
     x = modelprobe.randn(8, 1, 8, 8)

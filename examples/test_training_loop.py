@@ -1,7 +1,7 @@
-"""A training loop of one's own, watched: the probe looks on from outside, the loop need not know.
+"""A hand-written training loop is watched from outside: the loop does not change.
 
-`watch` covers all steps merged, `watch.first` and `watch.last` the first and the newest step alone, each with its
-gradients.
+The record of `watch` covers all forwards, merged. `watch.first` and `watch.last` are the first and the newest forward
+alone, each with its gradients.
 """
 
 import pytest
@@ -39,7 +39,7 @@ class Perceptron(nn.Module):
 
 
 def train(model, batches, accumulate=1):
-    """Train on the batches, a step of the optimizer for every ``accumulate`` of them; return the losses."""
+    """Train on the batches, with one optimizer step for every ``accumulate`` batches, and return the losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for number, (pixels, labels) in enumerate(batches, start=1):
@@ -118,7 +118,7 @@ def test_accumulating_two_halves_takes_two_passes_each_with_its_own_gradient(mod
     assert_grad_flow(watch)
     assert watch.record.backwards == 2
     for parameter in watch.record["fc1"].parameters:
-        assert parameter.gradient.tensors == 2  # one for each pass, and not what has accumulated in .grad
+        assert parameter.gradient.tensors == 2  # one for each pass, not what has accumulated in .grad
 
 
 def test_a_closed_watch_keeps_its_record_and_leaves_no_hook(modelprobe, model, batches):

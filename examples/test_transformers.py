@@ -1,6 +1,6 @@
-"""Models of `transformers`, made from a config with random weights: forward and backward on a real text and images.
+"""Models of `transformers` with random weights, made from a config: forward and backward on a real text and images.
 
-Nothing is downloaded: the text is in this file, its tokens are its bytes; the images are scikit-learn's digits.
+Nothing is downloaded. The text is in this file, and its tokens are its bytes. The images are scikit-learn's digits.
 """
 
 import pytest

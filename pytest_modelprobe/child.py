@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pytest_modelprobe._pytest import explain_without_terminal, picklable
+from ._pytest import explain_without_terminal, picklable
 
 # A child writes no report and stops nowhere; the process that starts it does.
 _OWN_OPTIONS: dict[str, Any] = {

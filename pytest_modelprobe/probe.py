@@ -1,4 +1,8 @@
-"""`ModelProbe`: runs and watches models. Works with and without pytest."""
+"""`ModelProbe`: runs and watches models. Works with and without pytest.
+
+The probe gives all runs one device and one seed, and keeps the newest of them so that a snapshot can run them again.
+The fixture only makes one; `runs` has the work.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ from .runs import (
     Compiled,
     Loss,
     Mode,
+    Options,
     Run,
     StopOn,
     Target,
@@ -37,7 +42,7 @@ from .runs import maps as runs_maps
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from .figures import Figures
+    from .report.figures import Figures
 
 __all__ = ["Loss", "Mode", "ModelProbe", "Watch", "watched"]
 
@@ -162,22 +167,17 @@ class ModelProbe:
         if mode not in (None, "train", "eval"):
             raise UsageError(f"mode is 'train', 'eval' or None for the model's own; got {mode!r}")
         check_loss(loss)
-        run = Run(
-            model,
-            args,
-            {**(kwargs or {}), **model_kwargs},
-            loss,
-            mode,
-            device=self.device,
-            seed=self.seed,
+        options = Options(
             layers=layers,
+            keep=keep,
             functionals=functionals,
             attention=attention,
             profile=profile,
-            isolate=isolate,
             histograms=self._histograms if histograms is None else histograms,
         )
-        record, self.kept = run.record(keep)
+        all_kwargs = {**(kwargs or {}), **model_kwargs}
+        run = Run(model, args, all_kwargs, options, loss, mode, device=self.device, seed=self.seed, isolate=isolate)
+        record, self.kept = run.record()
         with_rerun(record, WeakRerun(run, _FORGOTTEN, Run.isolated, Run.measured, Run.varied))
         self._runs.append(run)
         self._models.append(model)
@@ -331,9 +331,9 @@ class ModelProbe:
             SelectionError: There is no such layer.
         """
         __tracebackhide__ = True
-        from . import figures
+        from .report import figures
 
-        label, maps = runs_maps.feature_maps(self._unrecorded(model, (x,), kwargs, mode, layers=layer), layer)
+        label, maps = runs_maps.feature_maps(self._unrecorded(model, (x,), kwargs, mode, layer), layer)
         arrays = [(at, _image(tensor)) for at, tensor in maps]
         title = f"Feature maps of {label}, image 0 of {len(x)}"
         figure = figures.feature_maps(title, arrays)
@@ -376,11 +376,9 @@ class ModelProbe:
         torch.Size([3, 8, 8])
         """
         __tracebackhide__ = True
-        from . import figures
+        from .report import figures
 
-        label, images, cam = runs_maps.grad_cam(
-            self._unrecorded(model, (x,), kwargs, mode, layers=layer), layer, target
-        )
+        label, images, cam = runs_maps.grad_cam(self._unrecorded(model, (x,), kwargs, mode, layer), layer, target)
         named = f", class {target}" if isinstance(target, int) else ""
         title = f"Grad-CAM of {label}{named}"
         arrays = [_image(images), _image(cam)]
@@ -406,7 +404,7 @@ class ModelProbe:
             UsageError: matplotlib is missing.
         """
         __tracebackhide__ = True
-        from . import figures
+        from .report import figures
 
         record = figures.record_of(record)
         return self._drawn(f"Gradients of {record.model}", figures.gradients(record), path)
@@ -437,7 +435,7 @@ class ModelProbe:
             UsageError: matplotlib is missing.
         """
         __tracebackhide__ = True
-        from . import figures
+        from .report import figures
 
         a, b = figures.record_of(a), figures.record_of(b)
         title = f"Outputs of {a.model}: {labels[0]} and {labels[1]}"
@@ -448,24 +446,25 @@ class ModelProbe:
         return self._kept_figures.take() if self._kept_figures is not None else []
 
     def _figures(self) -> Figures:
-        from .figures import Figures
+        from .report.figures import Figures
 
         if self._kept_figures is None:
             self._kept_figures = Figures()
         return self._kept_figures
 
     def _drawn(self, title: str, figure: Figure, path: str | PathLike[str] | None) -> Figure:
-        from .figures import save
+        from .report.figures import save
 
         save(figure, path)
         self._figures().add(title, lambda: figure)
         return figure
 
     def _unrecorded(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode | None, *, layers: str
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode | None, layer: str
     ) -> Run:
         check_supported(model)
-        return Run(model, args, kwargs, None, mode, device=self.device, seed=self.seed, layers=layers)
+        options = Options(layers=layer, keep=layer)
+        return Run(model, args, kwargs, options, None, mode, device=self.device, seed=self.seed)
 
     # --- models and inputs from the seed --------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ def test_the_wheel_has_the_package_and_its_license(wheel: Path) -> None:
         names = set(archive.namelist())
     parts = {".py", ".typed", ".css", ".js"}
     package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pytest_modelprobe").rglob("*.*")}
-    compiled = {name for name in names if name.startswith("pytest_modelprobe/kernel/_kernel.")}
+    compiled = {name for name in names if name.startswith("pytest_modelprobe/_kernel.")}
     assert {name for name in names if ".dist-info/" not in name} - compiled == {
         name for name in package if Path(name).suffix in parts
     }

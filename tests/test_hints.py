@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import HintWarning, ModelProbe, checks
-from pytest_modelprobe.checks.check import Check, check
+from pytest_modelprobe.checks.machinery.check import Check, check
+from pytest_modelprobe.checks.machinery.trial import Trial
 from pytest_modelprobe.checks.outcome import Break
-from pytest_modelprobe.checks.trial import Trial
 
 TEST = """
     import torch
     from torch import nn
 
     from pytest_modelprobe import checks
-    from pytest_modelprobe.checks.check import check
+    from pytest_modelprobe.checks.machinery.check import check
     from pytest_modelprobe.checks.outcome import Break
 
     @check

@@ -1,4 +1,4 @@
-"""Each module and folder of the package imports what the table in CONTRIBUTING lists, and nothing else."""
+"""Each room of the package imports what the table in CONTRIBUTING lists, from lower floors, and never in a circle."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import ast
 import functools
 import importlib.util
 import re
-from collections.abc import Callable, Iterable
+import runpy
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -17,16 +18,24 @@ PACKAGE = Path(importlib.util.find_spec("pytest_modelprobe").origin).parent
 CONTRIBUTING = Path(__file__).parent.parent / "CONTRIBUTING.md"
 
 
-def layout() -> dict[str, set[str]]:
-    """Return what each module of the table in CONTRIBUTING may import."""
-    rows = re.findall(r"^\| `(\w+)` \|([^|]*)\|", CONTRIBUTING.read_text("utf-8"), re.MULTILINE)
-    return {module: {*filter(None, allowed.strip().split(", ")), "exceptions"} for module, allowed in rows}
+ROWS = re.findall(r"^\| (\d+) \| `(\w+)` \|([^|]*)\|", CONTRIBUTING.read_text("utf-8"), re.MULTILINE)
 
+MAY_IMPORT = {room: {*filter(None, allowed.strip().split(", ")), "exceptions"} for _, room, allowed in ROWS}
+"""What each room of the table in CONTRIBUTING may import."""
 
-MAY_IMPORT = layout()
+FLOORS = {room: int(floor) for floor, room, _ in ROWS}
+
+DOOR = PACKAGE / "record/display.py"
+UPSTAIRS = "report"
+"""The one room that is imported from below: by the door, when it is called."""
+
+# Modules with the words of a folder, which others import directly, and an inner folder that `plugin` needs too.
+DIRECTLY = {"rows", "text", "scanning"}
 
 # Loaded in every run of pytest: these import nothing of theirs before a test needs it.
 LAZY = {"__init__", "plugin"}
+LATER = "plugin/ranks"
+"""Imported by `plugin` when a test asks for several processes."""
 
 
 def module_of(path: Path) -> str:
@@ -43,18 +52,21 @@ def imports(path: Path, *, top_level: bool = False) -> set[str]:
     """Return the modules and packages that a file imports, outside `if TYPE_CHECKING` too."""
     tree = parsed(path)
     nodes = [n for n in tree.body if not isinstance(n, ast.If)] if top_level else list(ast.walk(tree))
-    found = set()
+    # A module or a name: `from pytest_modelprobe import report` imports a module too.
+    return {f"{base}.{name}" if name and base == PACKAGE.name else base for base, name in imported(path, nodes)}
+
+
+def imported(path: Path, nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
+    """Yield each module that statements of a file import from, and the name that they import, if it has one."""
     for node in nodes:
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 package = [PACKAGE.name, *path.relative_to(PACKAGE).parent.parts]
                 base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
-            # A module or a name: `from pytest_modelprobe import report` imports a module too.
-            found |= {f"{base}.{alias.name}" if base == PACKAGE.name else base for alias in node.names}
-    return found
+            yield from ((base, alias.name) for alias in node.names)
 
 
 def foreign(names: set[str], module: str) -> set[str]:
@@ -72,9 +84,36 @@ def foreign(names: set[str], module: str) -> set[str]:
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
+BY_NAME = {
+    ".".join([PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__"): path
+    for path in FILES
+}
+
+
+def at_run_time(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what is inside a node, less what `if TYPE_CHECKING` has."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield child
+            yield from at_run_time(child)
+
+
+def modules_imported(path: Path) -> set[str]:
+    """Return the modules of the package that a file imports, inside functions too."""
+    named = imported(path, at_run_time(parsed(path)))
+    found = {f"{base}.{name}" if f"{base}.{name}" in BY_NAME else base for base, name in named}
+    return {name for name in found if name in BY_NAME and BY_NAME[name] != path}
+
+
 def wrong(files: Iterable[Path], names_of: Callable[[Path], set[str]]) -> dict[str, set[str]]:
     """Return the names that a file has and should not have, by file."""
     return {path.relative_to(PACKAGE).as_posix(): names for path in files if (names := names_of(path))}
+
+
+USED: dict[str, set[str]] = {module_of(path): set() for path in FILES}
+"""What each room imports, but for what the door does."""
+for _path in FILES:
+    USED[module_of(_path)] |= foreign(imports(_path), module_of(_path)) - ({UPSTAIRS} if _path == DOOR else set())
 
 
 def test_every_module_is_in_the_table() -> None:
@@ -83,35 +122,76 @@ def test_every_module_is_in_the_table() -> None:
 
 def test_a_module_imports_only_what_the_table_lists() -> None:
     def more(path: Path) -> set[str]:
-        allowed = MAY_IMPORT[module_of(path)]
+        allowed = MAY_IMPORT[module_of(path)] | ({UPSTAIRS} if path == DOOR else set())
         return foreign(imports(path), module_of(path)) - allowed - ({"_torch"} if "torch" in allowed else set())
 
     assert wrong(FILES, more) == {}
 
 
 def test_the_table_lists_only_what_is_imported() -> None:
-    used: dict[str, set[str]] = {module: {"exceptions"} for module in MAY_IMPORT}
-    for path in FILES:
-        used[module_of(path)] |= foreign(imports(path), module_of(path))
-    unused = {name: MAY_IMPORT[name] - its - ({"torch"} if "_torch" in its else set()) for name, its in used.items()}
+    unused = {
+        name: MAY_IMPORT[name] - its - {"exceptions"} - ({"torch"} if "_torch" in its else set())
+        for name, its in USED.items()
+    }
     assert {name: modules for name, modules in unused.items() if modules} == {}
 
 
+def test_a_room_imports_from_lower_floors_alone() -> None:
+    def not_lower(path: Path) -> set[str]:
+        room = module_of(path)
+        found = {name for name in foreign(imports(path), room) & FLOORS.keys() if FLOORS[name] >= FLOORS[room]}
+        return found - ({UPSTAIRS} if path == DOOR else set())
+
+    assert wrong(FILES, not_lower) == {}
+
+
+def test_a_room_stands_right_above_the_highest_that_it_imports() -> None:
+    below = {room: [FLOORS[name] for name in names if name in FLOORS and name != room] for room, names in USED.items()}
+    assert {room: 1 + max(floors, default=0) for room, floors in below.items()} == FLOORS
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside functions count; those for annotations alone do not, nor does the door."""
+    left = {name: modules_imported(path) if path != DOOR else set() for name, path in BY_NAME.items()}
+    assert sum(map(len, left.values())) > len(left)
+    # Again and again, take away what imports nothing that is left: what remains is in a circle, or above one.
+    while free := [name for name, others in left.items() if not others & left.keys()]:
+        for name in free:
+            del left[name]
+    assert sorted(left) == []
+
+
+def test_the_door_leads_upstairs_when_it_is_called() -> None:
+    assert foreign(imports(DOOR), "record") == {UPSTAIRS}
+    assert foreign(imports(DOOR, top_level=True), "record") == set()
+
+
+def test_the_picture_of_the_house_is_of_these_imports() -> None:
+    """After a change of the layout, `python docs/make_house_map.py` draws it again."""
+    script = runpy.run_path(str(CONTRIBUTING.parent / "docs" / "make_house_map.py"))
+    assert script["drawn"](script["read"](PACKAGE.parent)) == script["PICTURE"].read_text("utf-8")
+
+
 def test_what_every_run_loads_imports_nothing_at_its_top() -> None:
-    loaded = [path for path in FILES if module_of(path) in LAZY]
+    later = {path for path in FILES if path.is_relative_to(PACKAGE / LATER)}
+    loaded = [path for path in FILES if module_of(path) in LAZY and path not in later]
     assert loaded
+    assert later
     assert wrong(loaded, lambda path: foreign(imports(path, top_level=True), module_of(path)) - {"pytest"}) == {}
+    ranks = f"{PACKAGE.name}.{LATER.replace('/', '.')}"
+    assert wrong(loaded, lambda path: {name for name in imports(path, top_level=True) if name.startswith(ranks)}) == {}
 
 
-def test_a_record_imports_nothing_of_what_shows_it_before_it_is_shown() -> None:
+def test_a_record_imports_nothing_of_its_pages_before_one_is_asked_for() -> None:
     files = [path for path in FILES if module_of(path) == "record"]
     assert files
-    assert wrong(files, lambda path: foreign(imports(path, top_level=True), "record") - {"exceptions"}) == {}
+    assert wrong(files, lambda path: foreign(imports(path, top_level=True), "record") - {"exceptions", "text"}) == {}
 
 
 def test_other_folders_are_imported_through_their_init() -> None:
     def deeper(path: Path) -> set[str]:
         inside = {name for name in imports(path) if name.startswith(f"{PACKAGE.name}.") and name.count(".") > 1}
+        inside = {name for name in inside if name.rpartition(".")[2] not in DIRECTLY}
         return {name.split(".")[1] for name in inside} - {module_of(path), "assertions", "report", "snapshot"}
 
     assert wrong(FILES, deeper) == {}

@@ -24,7 +24,7 @@ from torch import nn
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.comparison import compare, diagnose
 from pytest_modelprobe.report.html import render
-from pytest_modelprobe.results import document, run_data
+from pytest_modelprobe.report.results import document, run_data
 
 HERE = Path(__file__).parent
 TESTS = 50

@@ -1,4 +1,9 @@
-"""Activations: dead layers and units, values that are NaN or infinite."""
+"""Activations: dead layers and dead units, and values that are NaN or infinite.
+
+The layer that a failure names has to be the one where it began: zeros and NaN are passed on by all layers after it.
+So this module follows the calls in order of execution, and asks of each whether it made the zeros or the NaN, or was
+given them. The findings of a run without assertions are found by the same functions.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +28,13 @@ from pytest_modelprobe.record import (
     has_nonfinite,
     label_of,
 )
-from pytest_modelprobe.report.text import Cell, count, failure, listed, number
+from pytest_modelprobe.text import Cell, count, failure, listed, number, out_of
 
 from .sources import (
     Subject,
     fail_or_hint,
     full_name,
+    gradient_of,
     is_zero,
     newest_of,
     numbers,
@@ -36,6 +42,7 @@ from .sources import (
     reject_unread,
     with_numbers,
 )
+from .structure import forwards_of
 from .zeros import (
     BY_CHANCE,
     excuse_gradients,
@@ -183,7 +190,7 @@ def find_zero_gradients(record: Record, names: Iterable[str]) -> list[tuple[Step
     found: dict[int, tuple[Step, Value]] = {}  # by tensor: a container returns that of its child
     zero_layer_follows = False
     for step in reversed(tree.returned):
-        values = [v for v in step.call.outputs if v.requires_grad and _gradient(v) is not None]
+        values = [v for v in step.call.outputs if v.requires_grad and gradient_of(v) is not None]
         if starts_from_zero(step.layer) or (has_zero_parameters(step.layer) and not step.layer.leaf):
             zero_layer_follows = True  # a leaf, or a container that scales what is inside it
         elif any(map(_has_gradient, values)):
@@ -194,12 +201,8 @@ def find_zero_gradients(record: Record, names: Iterable[str]) -> list[tuple[Step
 
 
 def _has_gradient(value: Value) -> bool:
-    gradient = _gradient(value)
+    gradient = gradient_of(value)
     return gradient is not None and not gradient.all_zero
-
-
-def _gradient(value: Value) -> Statistics | None:
-    return value.backward.statistics if value.backward is not None else None
 
 
 def _was_given_nothing(step: Step) -> bool:
@@ -223,12 +226,12 @@ def _dead_text(dead: list[Dead], record: Record, looked_at: list[Layer]) -> str:
     if first.record is not record and record.forwards > 1:
         forwards = f"in the newest of {count(record.forwards, 'forward')}"
     else:
-        forwards = f"in {count(_forwards(first.calls), 'forward')}"
+        forwards = f"in {count(sum(forwards_of(first.calls).values()), 'forward')}"
     if first.received:
         what = f"{first.label} is dead: all {count(total, 'value')} it receives are 0 {forwards}"
     else:
         what = f"{first.label} is dead: all {count(total, 'output')} are 0 {forwards}"
-    share = f"{len({d.step.layer.name for d in dead}):,} of {count(len(looked_at), 'layer')} looked at"
+    share = f"{out_of(len({d.step.layer.name for d in dead}), len(looked_at), 'layer')}"
     columns = ["layer", "type", "outputs", "dead units", "input min", "input max"]
     return failure(f"{what}; {share}", columns, [_dead_row(d) for d in dead], _dead_hint(first), _zero_note(record))
 
@@ -237,15 +240,6 @@ def _zero_values(dead: Dead) -> list[Value]:
     if dead.received:
         return [v for call in dead.calls for v in call.inputs if v.path == dead.value.path]
     return [v for call in dead.calls for v in call.outputs if v.is_floating]
-
-
-def _forwards(calls: Iterable[Call]) -> int:
-    """Return the number of forwards in which there were these calls of a layer, summed over roots and modes."""
-    kinds: dict[tuple[str, bool], int] = {}
-    for call in calls:
-        kind = call.root, call.root_training
-        kinds[kind] = max(kinds.get(kind, 0), call.forwards)
-    return sum(kinds.values())
 
 
 def _dead_row(dead: Dead) -> list[Cell]:
@@ -275,9 +269,8 @@ def _dead_hint(dead: Dead) -> str:
         left = _first_numbers(last.call.outputs)
         known = left is not None and left.min is not None
         extent = f", whose output ranges from {number(left.min)} to {number(left.max)}" if left and known else ""
-        return (
-            f"The zeros are produced in {label}'s own code, after {last.label}{extent}: look at that code. {intended}"
-        )
+        where = f"in {label}'s own code, after {last.label}{extent}"
+        return f"The zeros are produced {where}: look at that code. {intended}"
     entered = _first_numbers(dead.step.call.inputs)
     feeder = next((v.source.rpartition(" ")[0] for v in dead.step.call.inputs if v.source and v.is_floating), None)
     if entered is not None and entered.max is not None and entered.max <= 0 and feeder:
@@ -304,7 +297,7 @@ def _zero_gradient_text(without_gradient: list[tuple[Step, Value]], record: Reco
     return failure(
         f"{step.label} has a zero gradient: all {count(_elements(value), 'element')} of its output's gradient "
         f"are 0 in {count(record.backwards, 'backward')}; "
-        f"{len({step.layer.name for step, _ in without_gradient}):,} of {count(len(looked_at), 'layer')} looked at",
+        f"{out_of(len({step.layer.name for step, _ in without_gradient}), len(looked_at), 'layer')}",
         ["layer", "type", "value", "elements", "range of values"],
         rows,
         f"The layers after {step.label} do not depend on its output, or have a zero derivative there: dead, saturated, "
@@ -313,7 +306,7 @@ def _zero_gradient_text(without_gradient: list[tuple[Step, Value]], record: Reco
 
 
 def _elements(value: Value) -> int:
-    gradient = _gradient(value)
+    gradient = gradient_of(value)
     return gradient.count if gradient is not None else 0
 
 
@@ -348,7 +341,10 @@ class DeadUnits:
 
 
 def find_dead_units(record: Record, names: Collection[str]) -> Iterator[DeadUnits]:
-    """Yield the calls whose units are known, with how many of them are dead; those of the inputs do not count."""
+    """Yield the calls whose units are known, with how many of them are dead.
+
+    Units that were dead in the input already do not count: another layer made them so.
+    """
     seen: set[tuple[int, ...]] = set()  # a container returns the tensors of its children, which come first
     for layer, where, calls in _calls_with_units(record):
         values = [call.outputs[0] for call in calls]
@@ -418,7 +414,7 @@ def _units_text(above_limit: list[DeadUnits], looked_at: list[Layer], allowed: f
     limit = f"{100 * allowed:g}%" if isinstance(allowed, float) else f"{allowed:,}"
     return failure(
         f"{label} has {count(worst.dead, 'dead unit')} of {worst.units:,}, {limit} allowed; "
-        f"{len(above_limit):,} of {count(len(looked_at), 'layer')} looked at",
+        f"{out_of(len(above_limit), len(looked_at), 'layer')}",
         ["layer", "type", "dead units", "share"],
         [[c.where, c.layer.type_name, f"{c.dead:,}/{c.units:,}", f"{c.dead / c.units:.0%}"] for c in above_limit],
         "A dead unit is zero for every input of the test: use more inputs, or look at the bias and the learning "
@@ -464,7 +460,7 @@ class NonfiniteOrigin:
     since: int
     """Index of the forward in which it was first seen."""
     position: int
-    """Of the start or the end of the call, in order of execution."""
+    """When it was seen, in order of execution: at the start of the call for what it was given, else at its end."""
     step: Step
     value: Value
     kind: str
@@ -523,9 +519,10 @@ def nonfinite_counts(s: Statistics) -> str:
 
 
 def from_forward(record: Record, since: float) -> str:
-    """Return `` from forward 2 of 5 on``; empty where there is one, or they are a part of all that were seen.
+    """Return `` from forward 2 of 5 on``.
 
-    The index of a forward is its number among all.
+    It is empty if there was one forward. It is empty too if the record has only some of the forwards: the index counts
+    all of them.
     """
     known = record.step is None and since < record.forwards
     return f" from forward {since + 1:,.0f} of {record.forwards:,} on" if known and record.forwards > 1 else ""
@@ -536,7 +533,7 @@ def _finite_text(record: Record, origin: NonfiniteOrigin, looked_at: list[Layer]
     when = from_forward(record, origin.since)
     bad = sum(any(_kinds([value]) for _, value in layer.outputs) for layer in looked_at)
     return failure(
-        f"{what} is not finite{when}: {why}; {bad:,} of {count(len(looked_at), 'layer')} looked at",
+        f"{what} is not finite{when}: {why}; {out_of(bad, len(looked_at), 'layer')}",
         ["layer", "type", "input min", "input max", "output min", "output max", "not finite"],
         [_step_row(step) for step in _steps_before(record, origin)],
         f"It began in {record.origin}." if record.origin else "",

@@ -1,4 +1,8 @@
-"""Attention weights: their entropy in each head, and whether they follow a mask."""
+"""Attention weights: their entropy in each head, and whether they follow a mask.
+
+A head that attends to one key alone, or to a key that is masked, computes plausible numbers, so that no other
+assertion notices it. A record keeps the entropy of each head and the largest weight of each pair of query and key.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import Attention, Call, Layer, Selector, address
-from pytest_modelprobe.report.text import count, failure, number, printable
+from pytest_modelprobe.text import failed, number, out_of, printable
 
 from .sources import Subject, called, record_of
 
@@ -68,14 +72,12 @@ def assert_attention_entropy(
     if bad:
         name, head, share = bad[0]
         what, limit, advice = _entropy_message(share, low, high)
-        raise AssertionError(
-            failure(
-                f"head {head} of {name} {what}: its entropy is {share:.2%} of the maximum, not {limit}; "
-                f"{len(bad):,} of {count(len(heads), 'head')} looked at",
-                ["layer", "head", "entropy"],
-                [[name, head, f"{share:.2%}"] for name, head, share in bad],
-                advice,
-            )
+        raise failed(
+            f"head {head} of {name} {what}: its entropy is {share:.2%} of the maximum, not {limit}; "
+            f"{out_of(len(bad), len(heads), 'head')}",
+            ["layer", "head", "entropy"],
+            [[name, head, f"{share:.2%}"] for name, head, share in bad],
+            advice,
         )
 
 
@@ -137,15 +139,13 @@ def assert_attention_mask(
         what = f"gives weight {number(weight)} to key {key}, which is masked"
         if weight <= _NEGLIGIBLE:
             what = f"gives zero weight to key {key}, which is not masked"
-        raise AssertionError(
-            failure(
-                f"{name} does not follow the mask: query {query} of example {batch} {what}; "
-                f"{len({row[0] for row in bad}):,} of {count(len({n for n, _ in looked_at}), 'layer')} looked at",
-                ["layer", "example", "query", "key", "weight", "weights wrong"],
-                bad,
-                "Look at how the mask is applied: its polarity, its diagonal, the axes it is broadcast along, and "
-                "whether it is added before the softmax.",
-            )
+        raise failed(
+            f"{name} does not follow the mask: query {query} of example {batch} {what}; "
+            f"{out_of(len({row[0] for row in bad}), len({n for n, _ in looked_at}), 'layer')}",
+            ["layer", "example", "query", "key", "weight", "weights wrong"],
+            bad,
+            "Look at how the mask is applied: its polarity, its diagonal, the axes it is broadcast along, and "
+            "whether it is added before the softmax.",
         )
 
 
@@ -228,15 +228,13 @@ def _attentions(subject: Subject, layers: Selector) -> list[tuple[str, Attention
     seen = [(_name(layer, call, i), a) for layer, call in calls for i, a in enumerate(call.attention)]
     wrong_axis = [name for name, attention in seen if attention.kind == "another axis"]
     if wrong_axis:
-        raise AssertionError(
-            failure(
-                f"{wrong_axis[0]} takes its softmax over another axis than that along which it multiplies values; "
-                f"{len(wrong_axis):,} of {count(len(seen), 'softmax')} looked at",
-                ["layer"],
-                [[name] for name in wrong_axis],
-                "The weights of a query do not sum to 1: take the softmax over the keys, usually dim=-1. If this is "
-                "intended, as in slot attention, exclude the layer with layers=.",
-            )
+        raise failed(
+            f"{wrong_axis[0]} takes its softmax over another axis than that along which it multiplies values; "
+            f"{out_of(len(wrong_axis), len(seen), 'softmax')}",
+            ["layer"],
+            [[name] for name in wrong_axis],
+            "The weights of a query do not sum to 1: take the softmax over the keys, usually dim=-1. If this is "
+            "intended, as in slot attention, exclude the layer with layers=.",
         )
     found = [(name, a) for name, a in seen if a.kind == "attention" or layers != "**"]
     if not found and seen:

@@ -1,4 +1,8 @@
-"""Where in its input a model looks."""
+"""Where in its input a model looks.
+
+The test knows where the object is in an image, and asserts that the map of `ModelProbe.grad_cam` is there. The maps
+are nested lists here, because nothing after the record imports torch.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.report.text import Cell, count, failure
+from pytest_modelprobe.text import Cell, count, failed, out_of
 
 Box = tuple[int, int, int, int]
 Map = list[list[float]]
@@ -48,14 +52,12 @@ def assert_attends_to(cam: Any, box: Box | Sequence[Box], *, share: float = 0.5)
         return
     order = sorted(range(len(rows)), key=lambda k: worst[k])
     least, image = worst[order[0]]
-    raise AssertionError(
-        failure(
-            f"image {image} has {least:.1%} of its map in the box {tuple(boxes[image])}, not {share:.1%} or more; "
-            f"{len(rows):,} of {count(len(maps), 'image')} looked at",
-            ["image", "in the box", "box", "center of mass", "maximum"],
-            [rows[k] for k in order],
-            "Positions are (row, column) in pixels of the input. modelprobe.grad_cam(..., path) draws the map.",
-        )
+    raise failed(
+        f"image {image} has {least:.1%} of its map in the box {tuple(boxes[image])}, not {share:.1%} or more; "
+        f"{out_of(len(rows), len(maps), 'image')}",
+        ["image", "in the box", "box", "center of mass", "maximum"],
+        [rows[k] for k in order],
+        "Positions are (row, column) in pixels of the input. modelprobe.grad_cam(..., path) draws the map.",
     )
 
 

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Collection, Mapping
 
 from pytest_modelprobe.comparison import Comparison, Tolerance, changes_code, compare, diagnose, layers_behind_zeros
-from pytest_modelprobe.record import Record, Selector
-from pytest_modelprobe.report.comparison import text
+from pytest_modelprobe.comparison.text import text
+from pytest_modelprobe.record import Record, Selector, selected
 
-from .sources import Subject, record_of, selected
+from .sources import Subject, record_of
 
 
 def assert_same_behavior(

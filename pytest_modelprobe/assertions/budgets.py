@@ -1,12 +1,15 @@
-"""Budgets: what a model may cost in operations and memory; never in time, which no two runs share."""
+"""Budgets: what a model may cost in operations and in memory.
+
+Both numbers are the same in every run on one device. Time is not, so there is no assertion on time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 
 from pytest_modelprobe.exceptions import NothingObservedError
-from pytest_modelprobe.record import LayerProfile, Profile, Record, Selector, containers
-from pytest_modelprobe.report.text import Cell, count, failure
+from pytest_modelprobe.record import Profile, Record, Selector, containers
+from pytest_modelprobe.text import Cell, count, failed
 
 from .sources import Subject, bounds, called, deviation, record_of
 
@@ -34,14 +37,13 @@ def assert_flops(subject: Subject, expected: int | tuple[int, int], *, layers: S
     """
     __tracebackhide__ = True
     low, high = bounds(expected, "operations")
-    record, profile = _profiled(subject)
-    names = _outermost(record, layers)
+    _, profile, names = _profiled(subject, layers)
     total = profile.flops if layers == "**" else sum(profile.layers[name].flops for name in names)
     if not low <= total <= high:
         who = "the model takes" if layers == "**" else "the selected layers take"
         first = f"{who} {count(total, 'FLOP')} in {count(profile.forwards, 'forward')}, {deviation(total, low, high)}"
-        rows = _rows(record, profile, names, lambda layer: layer.own_flops)
-        raise AssertionError(failure(first, ["layer", "type", "calls", "FLOPs"], rows))
+        rows = _rows(profile, names, {name: layer.own_flops for name, layer in profile.layers.items()})
+        raise failed(first, ["layer", "type", "calls", "FLOPs"], rows)
 
 
 def assert_activation_memory(subject: Subject, expected: int | tuple[int, int], *, layers: Selector = "**") -> None:
@@ -68,53 +70,32 @@ def assert_activation_memory(subject: Subject, expected: int | tuple[int, int], 
     """
     __tracebackhide__ = True
     low, high = bounds(expected, "bytes")
-    record, profile = _profiled(subject)
-    names = _outermost(record, layers)
+    record, profile, names = _profiled(subject, layers)
     whole = layers == "**"
     total = profile.activation_bytes if whole else sum(profile.layers[name].activation_bytes for name in names)
     if not low <= total <= high:
         whose = "the model's activations" if whole else "the activations of the selected layers"
         first = f"{whose} take {count(total, 'byte')}, {deviation(total, low, high)}"
-        leaves = {name for name, layer in record.layers.items() if layer.leaf}
-        rows = _rows(record, profile, names, lambda layer: layer.activation_bytes, leaves)
-        raise AssertionError(
-            failure(
-                first,
-                ["layer", "type", "calls", "bytes"],
-                rows,
-                "They grow with the batch: give the assertion the batch that it is for.",
-            )
-        )
+        sizes = {name: layer.activation_bytes for name, layer in profile.layers.items() if record[name].leaf}
+        hint = "They grow with the batch: give the assertion the batch that it is for."
+        raise failed(first, ["layer", "type", "calls", "bytes"], _rows(profile, names, sizes), hint)
 
 
-def _profiled(subject: Subject) -> tuple[Record, Profile]:
+def _profiled(subject: Subject, layers: Selector) -> tuple[Record, Profile, list[str]]:
+    """Return the record and its profile, and the names of the selected layers that are inside no other."""
     record = record_of(subject)
     if record.profile is None:
         raise NothingObservedError(
             f"{record.model} was not profiled: pass profile=True to modelprobe.run or modelprobe.watch"
         )
-    return record, record.profile
-
-
-def _outermost(record: Record, layers: Selector) -> list[str]:
-    """Return the names of the selected layers that are inside no other."""
     names = {layer.name for layer in called(record, layers)}
-    return [name for name in record.layers if name in names and not any(a in names for a in containers(name))]
+    outermost = [name for name in record.layers if name in names and names.isdisjoint(containers(name))]
+    return record, record.profile, outermost
 
 
-def _rows(
-    record: Record,
-    profile: Profile,
-    names: Iterable[str],
-    number: Callable[[LayerProfile], int],
-    among: Iterable[str] | None = None,
-) -> list[list[Cell]]:
-    """Return the layers inside those named that have a number, the largest first."""
-    inside, among = set(names), set(record.layers if among is None else among)
-    found = [
-        (name, layer)
-        for name, layer in profile.layers.items()
-        if number(layer) and name in among and inside & {name, *containers(name)}
-    ]
-    found.sort(key=lambda item: -number(item[1]))
-    return [[name, layer.type, layer.calls, number(layer)] for name, layer in found]
+def _rows(profile: Profile, names: Iterable[str], numbers: Mapping[str, int]) -> list[list[Cell]]:
+    """Return the layers inside those named whose number is not 0, the largest first."""
+    inside = set(names)
+    found = [(name, n) for name, n in numbers.items() if n and not inside.isdisjoint((name, *containers(name)))]
+    found.sort(key=lambda pair: -pair[1])
+    return [[name, profile.layers[name].type, profile.layers[name].calls, n] for name, n in found]

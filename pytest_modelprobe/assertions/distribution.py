@@ -1,4 +1,8 @@
-"""Two records side by side: which layer first sees another distribution."""
+"""Two records side by side: which layer is the first that sees another distribution.
+
+Where data differ, all layers after the first differ too. So the layers are compared in order of execution, and the
+inputs of the model before them.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,11 @@ from dataclasses import dataclass
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import Histogram, Layer, Reading, Record, Selector, Statistics, Value
-from pytest_modelprobe.report.text import Cell, count, failure, number, printable
+from pytest_modelprobe.text import Cell, failed, number, out_of, printable
 
 from .sources import Subject, called, numbers, record_of, reject_unread_values
 
-_BINS = 10  # as the index is commonly computed: its limits, 0.1 and 0.25, are for so many
+_BINS = 10  # The usual limits of the index, 0.1 and 0.25, are for this number of bins.
 
 
 def assert_same_distribution(
@@ -65,20 +69,15 @@ def assert_same_distribution(
                 reject_unread_values(layer, (value for _, value in layer.outputs))
         return
     first = moved[0]
-    what = (
-        f"by {first.shift:.3g} standard deviations"
-        if first.shift > max_shift
-        else f"with a stability index of {first.psi:.3g}"
-    )
-    limit = max_shift if first.shift > max_shift else max_psi
-    raise AssertionError(
-        failure(
-            f"{first.label} is the first with another distribution: {first.side} moved {what}, more than {limit:g}; "
-            f"{len(moved):,} of {count(len(pairs), 'value')} looked at moved",
-            ["value", "type", "shift", "index", "mean of a", "mean of b", "std of a", "std of b"],
-            [_row(pair) for pair in moved],
-            _next_step(first, pairs),
-        )
+    what, limit = f"by {first.shift:.3g} standard deviations", max_shift
+    if not first.shift > max_shift:
+        what, limit = f"with a stability index of {first.psi:.3g}", max_psi
+    raise failed(
+        f"{first.label} is the first with another distribution: {first.side} moved {what}, more than {limit:g}; "
+        f"{out_of(len(moved), len(pairs), 'value')} moved",
+        ["value", "type", "shift", "index", "mean of a", "mean of b", "std of a", "std of b"],
+        [_row(pair) for pair in moved],
+        _next_step(first, pairs),
     )
 
 
@@ -165,7 +164,7 @@ def _pairs(a: Record, b: Record, layers: Iterable[Layer]) -> Iterator[_Pair]:
 
 
 def _merged(values: Iterable[Value]) -> Reading | None:
-    """Return the numbers of floating-point values together; None where there are none."""
+    """Return the numbers of all floating-point values together, or None if there is no such value."""
     found = [value.forward for value in values if value.is_floating and numbers(value) is not None]
     if not found:
         return None

@@ -1,4 +1,8 @@
-"""Weights of several modules in one parameter, such as experts: those of which the gradient is always zero."""
+"""Weights of several modules in one parameter, such as experts: which of them never get a gradient.
+
+The parameter as a whole has a gradient, so that no assertion on parameters notices an expert that the router never
+chooses. The gradient is looked at slice by slice along the first axis.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pytest_modelprobe.record import Layer, Parameter, Value
-from pytest_modelprobe.report.text import count, listed
+from pytest_modelprobe.text import count, listed
 
 from .sources import full_name, numbers
 
 _TOKENS = 16
-"""Tokens for each expert, from which on it is no chance that one gets none."""
+"""With so many tokens for each expert, it is no chance that one of them gets none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,7 @@ class Unreached:
     slices: tuple[int, ...]
     of: int
     tokens: int
-    """Rows that the layer was given in all of its calls; 0 if that is not known."""
+    """How many rows the layer was given in all of its calls, or 0 if that is not known."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,8 @@
-"""Findings of a record that are shown without an assertion, and hints: dead layers, NaN, no gradient, rounding."""
+"""What is told of a record without an assertion: findings, which are wrong, and hints, which may be meant.
+
+The terminal and the reports show them for every test with a probe. A finding has to be right for any healthy model;
+what a healthy model may do is a hint.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,11 @@ from functools import partial
 
 from pytest_modelprobe.comparison import is_rounding, largest_gradient
 from pytest_modelprobe.record import Call, CallTree, Record, label_of
-from pytest_modelprobe.report.text import count, listed
+from pytest_modelprobe.text import count, listed
 
 from .activations import Dead, find_dead, find_dead_units, find_nonfinite
 from .experts import find_unreached
-from .lost_calls import find_lost_calls
+from .gradients import find_lost_calls
 from .sources import full_name
 from .structure import taken_for_another, uncalled, weights_in_use
 from .zeros import returns_drawn_zeros
@@ -83,16 +87,14 @@ def hints(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
     lost = [step.label for step in find_lost_calls(record)]
     if lost:
         found.append(f"no gradient at the output of {count(len(lost), 'call')}: {listed(lost)}, but at other calls")
-    return [
-        *found,
-        *(f"never called: {idle.label}; {step.label} in its place?" for idle, step in taken_for_another(record)),
-    ]
+    found += [f"never called: {idle.label}; {step.label} in its place?" for idle, step in taken_for_another(record)]
+    return found
 
 
 _MANY = 0.25
-"""Share of the units of a layer that are dead, from which on it is worth a look."""
+"""A layer is worth a look from this share of dead units on."""
 _ELEMENTS = 32
-"""Elements of each unit, from which on all zeros are no chance: one of a ReLU is zero half of the time."""
+"""So many zeros of a unit are no chance: an element behind a ReLU is zero half of the time."""
 
 
 def _attends_equally(call: Call) -> bool:

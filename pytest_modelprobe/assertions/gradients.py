@@ -1,4 +1,9 @@
-"""Gradients: not finite, missing, vanishing or exploding."""
+"""Gradients: values that are not finite, gradients that are missing, that vanish or that explode.
+
+A backward pass goes from the loss to the inputs, so the place where something began is the one nearest to the loss.
+Where a parameter has no gradient, the graph was cut somewhere after it; `find_cut` looks for that place, because the
+name of the parameter alone does not say what to change.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from itertools import accumulate
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import (
     CallTree,
+    ForwardKind,
     Layer,
     Parameter,
     Reading,
@@ -18,16 +24,17 @@ from pytest_modelprobe.record import (
     Statistics,
     Step,
     Value,
+    containers,
     forward_of,
     label_of,
+    selected,
 )
-from pytest_modelprobe.report.text import Cell, count, failure, listed, number, printable
-from pytest_modelprobe.report.text import shape as shape_text
+from pytest_modelprobe.text import Cell, count, failure, listed, number, out_of, printable
+from pytest_modelprobe.text import shape as shape_text
 
 from .activations import find_nonfinite, from_forward, nonfinite_counts
 from .experts import Unreached, find_unreached
-from .lost_calls import find_lost_calls
-from .sources import LEAVE_OUT, Subject, backward_of, called, fail_or_hint, full_name, not_ignored, selected
+from .sources import LEAVE_OUT, Subject, backward_of, called, fail_or_hint, full_name, not_ignored
 from .zeros import excuse_gradients, has_zero_parameters, second_look
 
 # --- finite -------------------------------------------------------------------------------------------------------
@@ -151,7 +158,7 @@ def _finite_text(record: Record, gradients: list[_Gradient], bad: list[_Gradient
     ]
     return failure(
         f"{what} is not finite{when}: {counts}, {why}; "
-        f"{len({g.layer.name for g in bad}):,} of {count(len(looked_at), 'layer')} looked at",
+        f"{out_of(len({g.layer.name for g in bad}), len(looked_at), 'layer')}",
         ["gradient of", "type", "min", "max", "not finite"],
         rows,
         activation,
@@ -236,7 +243,7 @@ def _missing_text(record: Record, missing: list[tuple[Layer, Parameter]], wanted
     layer, parameter = missing[0]
     name = full_name(layer, parameter.name)
     return failure(
-        f"{name} has no gradient; {len(missing):,} of {count(len(wanted), 'parameter')} looked at have none",
+        f"{name} has no gradient; {out_of(len(missing), len(wanted), 'parameter')} have none",
         ["parameter", "layer type", "shape", "layer called"],
         [
             [full_name(found, p.name), found.type_name, shape_text(p.shape), "yes" if found.calls else "never"]
@@ -282,9 +289,8 @@ def find_cut(record: Record, layer: Layer) -> str | None:
                 return f"The graph is cut in {step.label}: look for .detach() or .data there."
             continue
         if _requires(step.last_child.call.outputs) and not _requires(step.call.outputs):
-            return (
-                f"The graph is cut after {step.last_child.label}{forward_of(step)}: look for .detach() or .data there."
-            )
+            after = f"after {step.last_child.label}{forward_of(step)}"
+            return f"The graph is cut {after}: look for .detach() or .data there."
     return None
 
 
@@ -387,9 +393,8 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
     lost = [step for step in find_lost_calls(record) if step.layer in looked_at]
     if lost:
         fail_or_hint(_lost_text(lost), hint=True)
-    exploding = [
-        g for g in _growth_of_calls(record, {layer.name for layer in looked_at}) if g.times > _GROWTH_FACTOR * max_ratio
-    ]
+    growth = _growth_of_calls(record, {layer.name for layer in looked_at})
+    exploding = [g for g in growth if g.times > _GROWTH_FACTOR * max_ratio]
     if exploding:
         raise AssertionError(_growth_text(exploding, looked_at, max_ratio))
 
@@ -418,6 +423,48 @@ def _lost_text(lost: list[Step]) -> str:
         f"Nothing that is trained depends on the output of {first.label}: is its result used? It may be meant, as for "
         "a target that is detached.",
     )
+
+
+def find_lost_calls(record: Record) -> list[Step]:
+    """Return the calls whose output is thrown away: no gradient arrives at it, but one does at another call.
+
+    Of calls inside each other, the outermost is returned. The call nearest to the loss comes first, because calls that
+    only feed it are lost too.
+
+    >>> find_lost_calls(Record(model="Net"))
+    []
+    """
+    lost: list[Step] = []
+    reached: set[tuple[ForwardKind, str]] = set()
+    lost_or_inside: set[int] = set()
+    for step in CallTree(record).started:
+        values = [value for value in step.call.outputs if _takes_gradient(value)]
+        if any(value.backward is not None for value in values):
+            reached.add(_layer_of(step))
+        if id(step.parent) in lost_or_inside:
+            lost_or_inside.add(id(step))
+        elif values and all(value.backward is None for value in values):
+            lost_or_inside.add(id(step))
+            lost.append(step)
+    trained = _with_parameters(record)
+    found = [step for step in lost if _layer_of(step) in reached and step.layer.name in trained]
+    return sorted(found, key=lambda step: -step.call.finished)
+
+
+def _takes_gradient(value: Value) -> bool:
+    """Whether a gradient should arrive at a value, and would be seen."""
+    return value.requires_grad and not value.overwritten and 0 not in value.shape
+
+
+def _layer_of(step: Step) -> tuple[ForwardKind, str]:
+    """Return the kind of forward and the layer: a model may be trained in one kind of forward and used in another."""
+    return step.place[:2], step.layer.name
+
+
+def _with_parameters(record: Record) -> set[str]:
+    """Return the names of layers with a parameter that requires a gradient, in them or in a layer inside them."""
+    own = [layer.name for layer in record.layers.values() if any(p.requires_grad for p in layer.parameters)]
+    return {*own, *(name for one in own for name in containers(one))}
 
 
 _GROWTH_FACTOR = 100
@@ -461,7 +508,7 @@ def _growth_text(exploding: list[_Growth], looked_at: list[Layer], max_ratio: fl
     return failure(
         f"{first.step.label} gets a gradient of its output {number(first.times)} times larger than "
         f"{first.last.label}, {_GROWTH_FACTOR * max_ratio:g} is allowed; "
-        f"{len({g.step.layer.name for g in exploding}):,} of {count(len(looked_at), 'layer')} looked at",
+        f"{out_of(len({g.step.layer.name for g in exploding}), len(looked_at), 'layer')}",
         ["layer", "type", "gradient norm", "times larger", "output rms"],
         [[g.step.name, g.step.layer.type_name, g.norm, g.times, g.output_rms] for g in exploding],
         "Exploding gradients: look at the initialization, and at a missing norm or residual.",
@@ -472,7 +519,7 @@ def _growth_text(exploding: list[_Growth], looked_at: list[Layer], max_ratio: fl
 class _LayerGradient:
     layer: Layer
     rms: float | None
-    """NaN: the gradient is not finite; None: there is no gradient."""
+    """The root mean square. It is NaN if the gradient is not finite, and None if there is no gradient."""
     unknown: str | None = None
     """Why a gradient that exists could not be read."""
 
@@ -545,12 +592,8 @@ def _flow_text(record: Record, bad: list[_LayerGradient], flow: list[_LayerGradi
         [f.layer.name, f.layer.type_name, "none" if f.rms is None else f"{f.rms:.3g}", _share(f, strongest)]
         for f in dict.fromkeys([*bad, *flow])  # the others for comparison
     ]
-    return failure(
-        f"{what}; {len(bad):,} of {count(len(flow), 'layer')} looked at",
-        ["layer", "type", "gradient rms", "of the largest"],
-        rows,
-        hint,
-    )
+    columns = ["layer", "type", "gradient rms", "of the largest"]
+    return failure(f"{what}; {out_of(len(bad), len(flow), 'layer')}", columns, rows, hint)
 
 
 def _share(flow: _LayerGradient, strongest: _LayerGradient) -> str:

@@ -1,4 +1,9 @@
-"""Parameters: their number, devices and ties, and how training changes them."""
+"""Parameters: their number, devices and ties, and how training changes them.
+
+What training does is judged by values, before and after, and not by ``requires_grad``: weight decay changes a
+parameter without a gradient, and an optimizer may have been given another copy of the model. A change is estimated
+from fingerprints, because a record has no tensors.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import (
     COMPILED_INSIDE,
@@ -21,15 +27,16 @@ from pytest_modelprobe.record import (
     label_of,
     nearest,
     parent,
+    selected,
 )
-from pytest_modelprobe.report.comparison import percent
-from pytest_modelprobe.report.text import Cell, count, failure, listed, number, printable
+from pytest_modelprobe.text import Cell, count, failed, failure, listed, number, out_of, printable
 
 from .activations import nonfinite_counts
 from .sources import (
     LEAVE_OUT,
     Subject,
     bounds,
+    by_selector,
     called,
     deviation,
     fail_or_hint,
@@ -37,7 +44,6 @@ from .sources import (
     is_watch,
     not_ignored,
     record_of,
-    selected,
     source_of,
 )
 from .zeros import excuse_gradients
@@ -89,7 +95,7 @@ def assert_param_count(
     rows: list[list[Cell]] = [[name, n] for name, n in sorted(by_layer.items(), key=lambda item: -item[1])]
     owner = "the model has" if layers == "**" else "the selected layers have"
     first = f"{owner} {total:,} {kind}parameters, {deviation(total, low, high)}"
-    raise AssertionError(failure(first, ["layer", "parameters"], rows))
+    raise failed(first, ["layer", "parameters"], rows)
 
 
 def assert_tied(subject: Subject | Any, *names: str) -> None:
@@ -121,13 +127,11 @@ def assert_tied(subject: Subject | Any, *names: str) -> None:
     untied = [name for name in others if facts[name].same != facts[first].same]
     if untied:
         rows: list[list[Cell]] = [[name, facts[name].elements, "no" if name in untied else "yes"] for name in names]
-        raise AssertionError(
-            failure(
-                f"{untied[0]} is not tied to {first}: they are two parameters",
-                ["parameter", "elements", f"tied to {first}"],
-                rows,
-                "A copy, .to() on one of them, or a load that replaces parameters unties them: tie them again.",
-            )
+        raise failed(
+            f"{untied[0]} is not tied to {first}: they are two parameters",
+            ["parameter", "elements", f"tied to {first}"],
+            rows,
+            "A copy, .to() on one of them, or a load that replaces parameters unties them: tie them again.",
         )
 
 
@@ -151,12 +155,9 @@ def assert_devices(subject: Subject, devices: str | Mapping[str, str], *, layers
     """
     __tracebackhide__ = True
     record = record_of(subject)
-    if isinstance(devices, Mapping) and layers != "**":
-        raise UsageError("layers= goes with one device; a dict of devices names its layers itself")
-    wanted = devices.items() if isinstance(devices, Mapping) else [(layers, devices)]
     rows: list[list[str]] = []
     looked_at = 0
-    for selector, device in wanted:
+    for selector, device in by_selector(devices, layers, "device"):
         for layer in reversed(called(record, selector)):  # children before their parent
             for where, actual in _places(layer):
                 looked_at += 1
@@ -166,14 +167,11 @@ def assert_devices(subject: Subject, devices: str | Mapping[str, str], *, layers
         raise NothingObservedError("the selected layers returned no tensor: nothing was looked at")
     if rows:
         where, kind, actual, expected = rows[0]
-        raise AssertionError(
-            failure(
-                f"{label_of(where, kind)} is on {actual}, not on {expected}; "
-                f"{len(rows):,} of {count(looked_at, 'tensor')} looked at",
-                ["tensor", "type", "actual", "expected"],
-                rows,
-                "Move the model with .to(), and create tensors in a forward with device=x.device.",
-            )
+        raise failed(
+            f"{label_of(where, kind)} is on {actual}, not on {expected}; {out_of(len(rows), looked_at, 'tensor')}",
+            ["tensor", "type", "actual", "expected"],
+            rows,
+            "Move the model with .to(), and create tensors in a forward with device=x.device.",
         )
 
 
@@ -205,7 +203,7 @@ def _parameter_infos(subject: Subject | Any, layers: Selector) -> Iterator[_Para
 
 
 _ROUNDING = 1e-5
-"""Relative to the largest gradient of the layer: a gradient that is zero in exact arithmetic is below."""
+"""A gradient that is smaller than this share of the largest of its layer is zero in exact arithmetic."""
 _CANCELED = (
     "Its gradient is rounding error: the norm after it cancels it. A bias there has no effect: remove it from the "
     "model, or exclude it here with ignore=."
@@ -224,8 +222,8 @@ class _Change:
     layer: Layer
     own: Parameter
     change: float | None
-    """Relative to its norm before; inf if that was 0; NaN: it changed by an unknown amount; None: it has no
-    statistics."""
+    """The change relative to its norm before. It is inf if that norm was 0, NaN if the amount of the change is not
+    known, and None if nothing could be read."""
     buffer: bool
     bad_before: bool
     """Whether it was not finite before training."""
@@ -275,24 +273,20 @@ def assert_frozen(subject: Subject, *, layers: Selector = "**") -> None:
             if not first.own.requires_grad
             else "It requires a gradient: call requires_grad_(False), and leave it out of the optimizer."
         )
-        raise AssertionError(
-            failure(
-                f"{first.name} is not frozen: it changed{_by(first)}; "
-                f"{len(bad):,} of {count(len(found), 'parameters and buffer')} looked at",
-                ["parameter", "requires_grad", "changed by"],
-                [[one.name, "buffer" if one.buffer else str(one.own.requires_grad), _size(one)] for one in bad],
-                why,
-            )
+        raise failed(
+            f"{first.name} is not frozen: it changed{_by(first)}; "
+            f"{out_of(len(bad), len(found), 'parameters and buffer')}",
+            ["parameter", "requires_grad", "changed by"],
+            [[one.name, "buffer" if one.buffer else str(one.own.requires_grad), _size(one)] for one in bad],
+            why,
         )
     if statistics:
         layer = statistics[0]
-        raise AssertionError(
-            failure(
-                f"{layer.label} is not frozen: it was called in training mode, and updates running statistics",
-                ["layer", "type"],
-                [[one.name, one.type_name] for one in statistics],
-                "Call eval() on it: requires_grad_(False) is not enough.",
-            )
+        raise failed(
+            f"{layer.label} is not frozen: it was called in training mode, and updates running statistics",
+            ["layer", "type"],
+            [[one.name, one.type_name] for one in statistics],
+            "Call eval() on it: requires_grad_(False) is not enough.",
         )
     _reject_unknown(found)
 
@@ -328,14 +322,13 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: 
     found = _finite(_trained(subject, layers, ignore))
     unchanged = [one for one in found if one.change == 0 and 0 not in one.own.shape]
     if unchanged:
-        explained = (
-            excuse_gradients(record_of(subject)) if any(_why_unchanged(one) == _ZERO for one in unchanged) else ""
-        )
+        is_zero = any(_why_unchanged(one) == _ZERO for one in unchanged)
+        explained = excuse_gradients(record_of(subject)) if is_zero else ""
         harmless = (_CANCELED, _ZERO) if explained else (_CANCELED,)
         unchanged.sort(key=lambda one: _why_unchanged(one) in harmless)
         first, why = unchanged[0], _why_unchanged(unchanged[0])
         text = failure(
-            f"{first.name} was not updated; {len(unchanged):,} of {count(len(found), 'parameter')} looked at",
+            f"{first.name} was not updated; {out_of(len(unchanged), len(found), 'parameter')}",
             ["parameter", "shape", "gradient rms"],
             [[one.name, str(one.own.shape), _rms(one.own.gradient)] for one in unchanged],
             why,
@@ -402,14 +395,7 @@ def assert_update_ratio(
     if not 0 <= low <= high:
         raise UsageError(f"low and high are not negative, and low is not above high; got {low!r} and {high!r}")
     trained = _finite(_trained(subject, layers, ignore))
-    kept = {one.name for one in trained}
-    steps = [(n, one) for n, one in _changes_of_steps(subject) if one.name in kept]
-    stepped = {one.name for _, one in steps}
-    kept -= {one.name for _, one in steps if one.change is not None and math.isinf(one.change)}  # zero before training
-    steps = [(n, one) for n, one in steps if one.name in kept]
-    if steps:  # those that no optimizer has ever updated
-        steps += [(None, one) for one in trained if one.name not in stepped and one.change == 0]
-    found = [(n, one) for n, one in steps or [(None, one) for one in trained] if one.is_relative]
+    found = _in_steps(subject, trained)
     if not found:
         _reject_unknown(trained)
         raise NothingObservedError("the selected layers have no parameters that require a gradient and were not zero")
@@ -418,6 +404,7 @@ def assert_update_ratio(
     bad.sort(key=lambda pair: _is_canceled(pair[1], low))
     if bad:
         step, first = bad[0]
+        names = {one.name for _, one in bad}
         large = (first.change or 0.0) > high
         when = "" if step is None else f" in step {step}"
         numbers = sorted({n for n, _ in found if n is not None})
@@ -434,8 +421,7 @@ def assert_update_ratio(
         ]
         text = failure(
             f"{first.name} changed by {number(first.change)} of its norm{when}, not {number(low)} to "
-            f"{number(high)}; {len({one.name for _, one in bad}):,} of "
-            f"{count(len({one.name for _, one in found}), 'parameter')} looked at{of}",
+            f"{number(high)}; {out_of(len(names), len({one.name for _, one in found}), 'parameter')}{of}",
             ["parameter", "shape", *(["step"] if numbers else []), "ratio", "gradient rms"],
             rows,
             _NEVER_UPDATED if numbers and step is None else _why_outside(first, large=large),
@@ -446,9 +432,8 @@ def assert_update_ratio(
 
 def _trained(subject: Subject, layers: Selector, ignore: str | Iterable[str]) -> list[_Change]:
     """Return the parameters that require a gradient."""
-    found = [
-        one for one in _changes(subject, layers, may_be_unchanged=True) if not one.buffer and one.own.requires_grad
-    ]
+    every = _changes(subject, layers, may_be_unchanged=True)
+    found = [one for one in every if not one.buffer and one.own.requires_grad]
     if not found:
         raise NothingObservedError("the selected layers have no parameters that require a gradient")
     record = record_of(subject)
@@ -460,6 +445,24 @@ def _trained(subject: Subject, layers: Selector, ignore: str | Iterable[str]) ->
         )
     left = not_ignored([one.name for one in found], ignore)
     return [one for one in found if one.name in left]
+
+
+def _in_steps(subject: Subject, trained: list[_Change]) -> list[tuple[int | None, _Change]]:
+    """Return the relative change of each parameter in each step that is kept, with the step's number.
+
+    A parameter that no optimizer has ever updated counts once, without a step. If no step is kept, the changes are
+    those of all steps together. Left out are parameters that were zero before training: they had no norm.
+    """
+    names = {one.name for one in trained}
+    steps = [(n, one) for n, one in _changes_of_steps(subject) if one.name in names]
+    zero = {one.name for _, one in steps if one.change is not None and math.isinf(one.change)}
+    found = [(n, one) for n, one in steps if one.name not in zero]
+    if found:
+        stepped = {one.name for _, one in steps}
+        found += [(None, one) for one in trained if one.name not in stepped and one.change == 0]
+    else:
+        found = [(None, one) for one in trained]
+    return [(n, one) for n, one in found if one.is_relative]
 
 
 def _changes_of_steps(subject: Subject) -> Iterator[tuple[int | None, _Change]]:
@@ -499,14 +502,12 @@ def _finite(found: list[_Change]) -> list[_Change]:
             if has_nonfinite(first.own.gradient)
             else "Its gradients were finite: look at the learning rate and at what the optimizer divides by."
         )
-        raise AssertionError(
-            failure(
-                f"{first.name} is not finite after training: {_bad_counts(first.own.reading)}; "
-                f"{len(bad):,} of {count(len(found), 'parameter')} looked at",
-                ["parameter", "shape", "not finite", "of its gradient"],
-                [[one.name, str(one.own.shape), *map(_bad_counts, (one.own.reading, one.own.gradient))] for one in bad],
-                why,
-            )
+        raise failed(
+            f"{first.name} is not finite after training: {_bad_counts(first.own.reading)}; "
+            f"{out_of(len(bad), len(found), 'parameter')}",
+            ["parameter", "shape", "not finite", "of its gradient"],
+            [[one.name, str(one.own.shape), *map(_bad_counts, (one.own.reading, one.own.gradient))] for one in bad],
+            why,
         )
     return found
 

@@ -1,19 +1,23 @@
-"""Magnitudes: saturated functions, ranges and scales of activations, the range of a dtype."""
+"""Magnitudes: saturated functions, ranges and scales of activations, the range of a dtype.
+
+All of it is computed from the minimum, the maximum, the mean and the root mean square of each output. That is enough
+to tell the mean slope of a sigmoid or a softmax without its elements.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import Call, Layer, Record, Selector, Statistics, Value, address, call_name, label_of
-from pytest_modelprobe.report.text import Cell, count, failure, number
+from pytest_modelprobe.text import Cell, count, failed, number, out_of
 
 from .activations import find_dead
-from .sources import Subject, full_name, numbers, record_of, reject_unread, with_numbers
+from .sources import Subject, full_name, gradient_of, numbers, record_of, reject_unread, with_numbers
 
 # --- saturated ----------------------------------------------------------------------------------------------------
 
@@ -60,15 +64,13 @@ def assert_not_saturated(subject: Subject, *, layers: Selector = "**", min_slope
     if bad:
         first = bad[0]
         those, all_names = ({s.layer.name for s in some} for some in (bad, slopes))
-        raise AssertionError(
-            failure(
-                f"{first.label} is saturated: its slope is {first.share:.2%} of the maximum; "
-                f"{len(those):,} of {count(len(all_names), 'layer')} looked at",
-                ["layer", "type", "slope", "outputs", "mean", "min", "max"],
-                [_slope_row(s) for s in bad],
-                f"The input of {first.label} is too large: look at the scale of the layer before it, "
-                "a missing norm, or a missing 1/sqrt(d).",
-            )
+        raise failed(
+            f"{first.label} is saturated: its slope is {first.share:.2%} of the maximum; "
+            f"{out_of(len(those), len(all_names), 'layer')}",
+            ["layer", "type", "slope", "outputs", "mean", "min", "max"],
+            [_slope_row(s) for s in bad],
+            f"The input of {first.label} is too large: look at the scale of the layer before it, "
+            "a missing norm, or a missing 1/sqrt(d).",
         )
     reject_unread(record, layers)
 
@@ -100,28 +102,28 @@ class _Slope:
 
 def _slopes(layers: Iterable[Layer]) -> Iterator[_Slope]:
     """Yield the mean slope of each call of a layer that is one of the functions."""
-    for layer, call, value, statistics in _outputs(layers):
-        if statistics.rms is None or statistics.mean is None:
-            continue
-        share = _share(layer.type_name.lower(), layer, call, value, statistics)
-        if share is not None:
-            yield _Slope(layer, call, max(0.0, share), statistics)
+    for one in _outputs(layers):
+        if one.numbers.rms is not None and one.numbers.mean is not None:
+            share = _share(one, one.numbers.mean, one.numbers.rms)
+            if share is not None:
+                yield _Slope(one.layer, one.call, max(0.0, share), one.numbers)
 
 
-def _share(kind: str, layer: Layer, call: Call, value: Value, s: Statistics) -> float | None:
-    assert s.mean is not None
-    assert s.rms is not None
+def _share(output: _Output, mean: float, rms: float) -> float | None:
+    """Return the mean slope as a share of the maximum; None if the layer is another function."""
+    layer = output.layer
+    kind = layer.type_name.lower()
     if kind == "sigmoid":
-        return 4 * (s.mean - s.rms**2)
+        return 4 * (mean - rms**2)
     if kind == "tanh":
-        return 1 - s.rms**2
+        return 1 - rms**2
     if kind in ("softmax", "softmax2d"):
-        classes = _classes(kind, layer, call, value)
-        return None if classes is None or classes < 2 else (1 - classes * s.rms**2) / (1 - 1 / classes)
+        classes = _classes(kind, output)
+        return None if classes is None or classes < 2 else (1 - classes * rms**2) / (1 - 1 / classes)
     if layer.type_name in _AT_BOUNDS:
         low, high = _AT_BOUNDS[layer.type_name]
         low, high = _number(layer.attributes.get("min_val"), low), _number(layer.attributes.get("max_val"), high)
-        return 4 * ((low + high) * s.mean - s.rms**2 - low * high) / (high - low) ** 2
+        return 4 * ((low + high) * mean - rms**2 - low * high) / (high - low) ** 2
     return None
 
 
@@ -129,18 +131,19 @@ def _number(value: object, default: float) -> float:
     return float(value) if isinstance(value, (int, float)) else default
 
 
-def _classes(kind: str, layer: Layer, call: Call, value: Value) -> int | None:
+def _classes(kind: str, output: _Output) -> int | None:
     """Return the number of classes of a softmax; None if its axis or size is unknown."""
+    shape = output.value.shape
     if kind == "softmax2d":
         axis: object = -3
     else:
-        arguments = call.arguments
-        axis = layer.attributes.get("dim", arguments.get("dim", arguments.get("input[1]")))
+        arguments = output.call.arguments
+        axis = output.layer.attributes.get("dim", arguments.get("dim", arguments.get("input[1]")))
         if axis is None:
-            axis = 0 if len(value.shape) in (0, 1, 3) else 1  # torch's default
-    if type(axis) is not int or not -len(value.shape) <= axis < len(value.shape):
+            axis = 0 if len(shape) in (0, 1, 3) else 1  # torch's default
+    if type(axis) is not int or not -len(shape) <= axis < len(shape):
         return None
-    size = value.shape[axis]
+    size = shape[axis]
     return size if isinstance(size, int) else None
 
 
@@ -177,22 +180,15 @@ def assert_activation_range(subject: Subject, low: float, high: float, *, layers
         raise UsageError(f"low is not above high; got {low!r} and {high!r}")
     record = record_of(subject)
     looked_at = with_numbers(record, layers)
-    bad = [
-        (layer, call, value, s)
-        for layer, call, value, s in _outputs(looked_at)
-        if s.min is None or s.max is None or s.min < low or s.max > high or s.nonfinite
-    ]
+    bad = [one for one in _outputs(looked_at) if one.numbers.nonfinite or not _is_inside(one.numbers, low, high)]
     if bad:
-        layer, call, value, s = bad[0]
-        raise AssertionError(
-            failure(
-                f"{address(layer.label, call, value.path)} is outside {_between(low, high)}: {_extent(s)}; "
-                f"{len({x[0].name for x in bad}):,} of "
-                f"{count(len(looked_at), 'layer')} looked at",
-                ["value", "type", "min", "max", "mean", "not finite"],
-                [[address(a.name, c, v.path), a.type_name, t.min, t.max, t.mean, t.nonfinite] for a, c, v, t in bad],
-                "Look at the input of the first of them, or widen the range if this is intended.",
-            )
+        first = bad[0]
+        raise failed(
+            f"{first.label} is outside [{number(low)}, {number(high)}]: {_extent(first.numbers)}; "
+            f"{_layers_of(bad, looked_at)}",
+            ["value", "type", "min", "max", "mean", "not finite"],
+            [one.row("min", "max", "mean", "nonfinite") for one in bad],
+            "Look at the input of the first of them, or widen the range if this is intended.",
         )
     reject_unread(record, layers)
 
@@ -227,51 +223,71 @@ def assert_activation_scale(
         raise UsageError(f"low and high are not negative, and low is not above high; got {low!r} and {high!r}")
     record = record_of(subject)
     looked_at = with_numbers(record, layers)
-    if all(s.all_zero for *_, s in _outputs(looked_at)):
+    outputs = list(_outputs(looked_at))
+    if all(one.numbers.all_zero for one in outputs):
         raise NothingObservedError(
             f"every output of the {count(len(looked_at), 'layer')} looked at is zero, {looked_at[0].name} among them: "
             "use assert_no_dead_layers"
         )
     dead = {id(call) for found in find_dead(record, {layer.name for layer in looked_at}) for call in found.calls}
     bad = [
-        (layer, call, value, s)
-        for layer, call, value, s in _outputs(looked_at)
-        if s.nonfinite or not (low <= (s.rms or 0.0) <= high or (s.all_zero and id(call) not in dead))
+        one
+        for one in outputs
+        if one.numbers.nonfinite
+        or not (low <= (one.numbers.rms or 0.0) <= high or (one.numbers.all_zero and id(one.call) not in dead))
     ]
     if bad:
-        layer, call, value, s = bad[0]
+        first, s = bad[0], bad[0].numbers
         size = "too large" if (s.rms or 0.0) > high else "too small"
         finding = f"is {size}: its rms is {number(s.rms)}, not from {number(low)} to {number(high)}"
         if s.nonfinite:
             finding = f"has no scale: {count(s.nonfinite, 'element')} of {s.count:,} not finite"
-        before = [x for x in _outputs(looked_at) if x[1].finished < call.started]
-        previous = ""
-        if before:
-            last_layer, last_call, last_value, last = before[-1]
-            previous = f"; {address(last_layer.label, last_call, last_value.path)} had {number(last.rms)}"
-        raise AssertionError(
-            failure(
-                f"{address(layer.label, call, value.path)} {finding}{previous}; {len({x[0].name for x in bad}):,} of "
-                f"{count(len(looked_at), 'layer')} looked at",
-                ["value", "type", "rms", "mean", "min", "max"],
-                [[address(a.name, c, v.path), a.type_name, t.rms, t.mean, t.min, t.max] for a, c, v, t in bad],
-                "Look at the initialization of the first of them, and at a norm or a residual that is missing.",
-            )
+        before = [one for one in outputs if one.call.finished < first.call.started]
+        previous = f"; {before[-1].label} had {number(before[-1].numbers.rms)}" if before else ""
+        raise failed(
+            f"{first.label} {finding}{previous}; {_layers_of(bad, looked_at)}",
+            ["value", "type", "rms", "mean", "min", "max"],
+            [one.row("rms", "mean", "min", "max") for one in bad],
+            "Look at the initialization of the first of them, and at a norm or a residual that is missing.",
         )
     reject_unread(record, layers)
 
 
-def _outputs(layers: Iterable[Layer]) -> Iterator[tuple[Layer, Call, Value, Statistics]]:
-    """Yield the floating outputs in order of execution."""
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """A floating-point output of a call."""
+
+    layer: Layer
+    call: Call
+    value: Value
+    numbers: Statistics
+
+    @property
+    def label(self) -> str:
+        """Its name in a sentence."""
+        return address(self.layer.label, self.call, self.value.path)
+
+    def row(self, *names: str) -> list[Cell]:
+        """Return its address, the type of its layer, and those of its numbers."""
+        where = address(self.layer.name, self.call, self.value.path)
+        return [where, self.layer.type_name, *(getattr(self.numbers, name) for name in names)]
+
+
+def _outputs(layers: Iterable[Layer]) -> Iterator[_Output]:
+    """Yield the floating-point outputs in order of execution."""
     found = [(layer, call, value) for layer in layers for call, value in layer.outputs]
     for layer, call, value in sorted(found, key=lambda x: x[1].finished):
         statistics = numbers(value)
         if statistics is not None:
-            yield layer, call, value, statistics
+            yield _Output(layer, call, value, statistics)
 
 
-def _between(low: float, high: float) -> str:
-    return f"[{number(low)}, {number(high)}]"
+def _layers_of(bad: Iterable[_Output], looked_at: Sequence[Layer]) -> str:
+    return out_of(len({one.layer.name for one in bad}), len(looked_at), "layer")
+
+
+def _is_inside(s: Statistics, low: float, high: float) -> bool:
+    return s.min is not None and s.max is not None and low <= s.min and s.max <= high
 
 
 def _extent(s: Statistics) -> str:
@@ -340,24 +356,21 @@ def assert_fits_dtype(
         limit = f"the largest {name} is {number(most)}"
         if what != "overflows":
             limit = f"the smallest normal {name} is {number(least)}"
-        raise AssertionError(
-            failure(
-                f"{where} {what} in {name}: its {kind} is {size}, and {limit}; "
-                f"{len(found):,} of {count(seen, 'value')} looked at",
-                ["value", "what", "in the dtype", "largest", "rms", "headroom"],
-                found,
-                "Look at the scale before it: gradients need loss scaling, outputs a norm or a wider dtype.",
-            )
+        raise failed(
+            f"{where} {what} in {name}: its {kind} is {size}, and {limit}; {out_of(len(found), seen, 'value')}",
+            ["value", "what", "in the dtype", "largest", "rms", "headroom"],
+            found,
+            "Look at the scale before it: gradients need loss scaling, outputs a norm or a wider dtype.",
         )
     reject_unread(record, layers)
 
 
 def _all_statistics(record: Record, layers: list[Layer]) -> Iterator[tuple[str, str, Statistics]]:
-    for layer, call, value, s in _outputs(layers):
-        yield address(layer.label, call, value.path), "output", s
-        gradient = value.backward.statistics if value.backward is not None else None
+    for one in _outputs(layers):
+        yield one.label, "output", one.numbers
+        gradient = gradient_of(one.value)
         if gradient is not None and gradient.count:
-            yield address(layer.label, call, value.path), "gradient", gradient
+            yield one.label, "gradient", gradient
     for layer in layers:
         for parameter in layer.parameters:
             if parameter.dtype.startswith(("float", "bfloat")):

@@ -35,11 +35,11 @@ from types import EllipsisType
 from typing import Any, TypeAlias, TypeGuard
 
 from pytest_modelprobe.exceptions import ShapeSpecError
+from pytest_modelprobe.record import Dimension
+from pytest_modelprobe.text import count
+from pytest_modelprobe.text import shape as shape_text
 
 __tracebackhide__ = True  # a traceback ends at the line of the test
-
-Dimension: TypeAlias = int | tuple[int, int]
-"""An observed size, or the inclusive range ``(low, high)`` of a size that varied."""
 
 Size: TypeAlias = Dimension | tuple[Dimension, ...]
 """What a name stands for: a dimension, or for a ``*name`` the tuple of its dimensions."""
@@ -68,12 +68,9 @@ class ShapeSpec:
         return tuple(dict.fromkeys(token for token in self.tokens if _is_name(token)))
 
     @property
-    def variadic(self) -> int | None:
-        """The index in ``tokens`` of the one that takes any number of dimensions, if there is."""
-        for index, token in enumerate(self.tokens):
-            if _is_variadic(token):
-                return index
-        return None
+    def variadic(self) -> bool:
+        """Whether one of them takes any number of dimensions."""
+        return any(map(_is_variadic, self.tokens))
 
 
 Spec: TypeAlias = str | Sequence[int | str | EllipsisType | None] | ShapeSpec
@@ -117,12 +114,11 @@ class Mismatch:
     """What bound the token's name: an address, ``"dims="``, or ``"its own dimension 0"``."""
 
     def __str__(self) -> str:
-        return f"{self.address} has shape {format_shape(self.shape)}: {self._complaint()}"
+        return f"{self.address} has shape {shape_text(self.shape)}: {self._complaint()}"
 
     def _complaint(self) -> str:
         if self.dimension is None:
-            plural = "" if self.actual == "1" else "s"
-            return f'{self.actual} dimension{plural}, but "{self.token}" asks for {self.expected}'
+            return f'{count(int(self.actual), "dimension")}, but "{self.token}" asks for {self.expected}'
         since = f"{'fixed' if self.bound_by == _DIMS else 'bound'} by {self.bound_by}"
         if self.token.startswith("*"):
             return f"{self.token} stands for {self.actual}, but is {self.expected}, {since}"
@@ -133,8 +129,8 @@ class Mismatch:
         return f"{here}, but {self.token} is {self.expected}, {since}"
 
 
-class Bindings(Mapping[str, Bound]):
-    """A mapping of the names of all specs to their sizes so far, with the address that bound each.
+class Bindings(dict[str, Bound]):
+    """A dict of the names of all specs to their sizes so far, with the address that bound each.
 
     Args:
         dims: sizes fixed in advance: an ``int`` or a range ``(low, high)`` for ``"name"``, a
@@ -153,25 +149,16 @@ class Bindings(Mapping[str, Bound]):
     """
 
     def __init__(self, dims: Mapping[str, Size] | None = None) -> None:
-        self._bound: dict[str, Bound] = {}
+        super().__init__()
         for name, value in (dims or {}).items():
             self.bind(_checked_name(name), _checked_size(name, value), _DIMS)
 
-    def __getitem__(self, name: str) -> Bound:
-        return self._bound[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._bound)
-
-    def __len__(self) -> int:
-        return len(self._bound)
-
     def __repr__(self) -> str:
-        return f"Bindings({self._bound!r})"
+        return f"Bindings({super().__repr__()})"
 
     def bind(self, name: str, value: Size, address: str) -> None:
         """Bind ``name``, a ``*name`` with its star; the first binding of a name stays."""
-        self._bound.setdefault(name, Bound(value, address))
+        self.setdefault(name, Bound(value, address))
 
     def check_used(self, specs: Iterable[ShapeSpec]) -> None:
         """Raise an error for a name of ``dims=`` that none of ``specs`` uses: it would fix nothing.
@@ -259,9 +246,9 @@ def match(spec: Spec, shape: Sequence[Dimension], bindings: Bindings, address: s
     """
     parsed = parse(spec)
     observed = tuple(size if isinstance(size, int) else (size[0], size[1]) for size in shape)
-    fixed = len(parsed.tokens) - (parsed.variadic is not None)
-    if len(observed) < fixed or (len(observed) > fixed and parsed.variadic is None):
-        least = "at least " if parsed.variadic is not None else ""
+    fixed = len(parsed.tokens) - parsed.variadic
+    if len(observed) < fixed or (len(observed) > fixed and not parsed.variadic):
+        least = "at least " if parsed.variadic else ""
         rank = str(len(observed))
         return [Mismatch(address, observed, None, rank, f"{least}{fixed}", str(parsed))]
 
@@ -276,36 +263,17 @@ def match(spec: Spec, shape: Sequence[Dimension], bindings: Bindings, address: s
             here = Bound(actual, f"its own dimension {dimension}")
             expected = bindings.get(token) or fresh.setdefault(token, here)
         if actual != expected.value:
-            problems.append(
-                Mismatch(
-                    address,
-                    observed,
-                    dimension,
-                    actual=_format_size(token, actual),
-                    expected=_format_size(token, expected.value),
-                    token=str(token),
-                    bound_by=expected.address or None,
-                )
-            )
+            found, wanted = _format_size(token, actual), _format_size(token, expected.value)
+            problems.append(Mismatch(address, observed, dimension, found, wanted, str(token), expected.address or None))
     if not problems:
         for name, bound in fresh.items():
             bindings.bind(name, bound.value, address)
     return problems
 
 
-def format_shape(shape: Sequence[Dimension]) -> str:
-    """Write an observed shape as a tuple, with ``low..high`` for a size that varied.
-
-    >>> format_shape(((1, 8), 16)), format_shape((4,)), format_shape(())
-    ('(1..8, 16)', '(4,)', '()')
-    """
-    texts = [str(size) if isinstance(size, int) else f"{size[0]}..{size[1]}" for size in shape]
-    return f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"
-
-
 def _format_size(token: int | str, value: Any) -> str:
     if str(token).startswith("*"):
-        return format_shape(value)
+        return shape_text(value)
     return str(value) if isinstance(value, int) else f"{value[0]}..{value[1]}"
 
 

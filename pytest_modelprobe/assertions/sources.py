@@ -1,15 +1,19 @@
-"""What an assertion checks: the record of a probe, a watch or a record, its layers and calls."""
+"""What assertions have in common: the record, the layers and the values that they look at.
+
+An assertion on nothing would always pass. So each function here raises `NothingObservedError` where there is no call,
+no layer or no number, and says what to do. A watch and a probe are described by protocols, because nothing after the
+record imports torch.
+"""
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
 from pytest_modelprobe.exceptions import HintWarning, NothingObservedError, SelectionError, UsageError
-from pytest_modelprobe.record import Glob, Layer, Record, Selector, Statistics, Value, nearest, qualified, select
-from pytest_modelprobe.report.text import count, listed, printable
+from pytest_modelprobe.record import Glob, Layer, Record, Selector, Statistics, Value, nearest, qualified, selected
+from pytest_modelprobe.text import count, listed, printable
 
 __tracebackhide__ = True  # a traceback ends at the line of the test
 
@@ -98,9 +102,10 @@ def source_of(subject: Subject) -> WatchLike | Record:
 
 
 def fail_or_hint(text: str, why: str = "", *, hint: bool = False) -> None:
-    """Raise AssertionError; or give a hint, as a healthy model may look so: because of ``why``, or if ``hint`` says so.
+    """Raise AssertionError, or give a hint if a healthy model may look the same.
 
-    It is called by the assertion itself, whose caller the warning names.
+    It is a hint if there is a reason ``why``, or if ``hint`` is True. Only an assertion itself may call this: the
+    warning names the line that called the assertion.
     """
     __tracebackhide__ = True
     if not (why or hint):
@@ -126,9 +131,9 @@ def _never_called(source: WatchLike | Record, record: Record) -> str:
             "compiled function has to reach it from its closure, globals, object or arguments)"
         )
     structure = any(note.startswith("structure") for note in record.notes)
-    advice = (
-        "architecture() records only the structure; use modelprobe.run(model, ...)" if structure else "run it on inputs"
-    )
+    advice = "run it on inputs"
+    if structure:
+        advice = "architecture() records only the structure; use modelprobe.run(model, ...)"
     return f"{printable(record.model)} was never called{_quoted(record.notes)}: {advice}"
 
 
@@ -140,16 +145,13 @@ def _quoted(notes: Iterable[str]) -> str:
 # --- layers -------------------------------------------------------------------------------------------------------
 
 
-def selected(record: Record, layers: Selector) -> list[Layer]:
-    """Return the layers of ``record`` that ``layers`` selects; a class selects instances of subclasses too."""
-    names_of = functools.cache(_qualified_names)  # cached for this call only: subclasses may be defined later
-    names = select(
-        record.layers,
-        layers,
-        is_instance=lambda layer, cls: layer.type in names_of(cls),
-        type_name=lambda layer: layer.type_name,
-    )
-    return [record.layers[name] for name in names]
+def by_selector(given: Any, layers: Selector, noun: str) -> Iterable[tuple[Selector, Any]]:
+    """Return what is given for which layers: one for all of ``layers``, or a dict by glob; UsageError for both."""
+    if not isinstance(given, Mapping):
+        return [(layers, given)]
+    if layers != "**":
+        raise UsageError(f"layers= goes with one {noun}; a dict of {noun}s names its layers itself")
+    return given.items()
 
 
 def called(record: Record, layers: Selector) -> list[Layer]:
@@ -202,18 +204,6 @@ def reject_unread_values(layer: Layer, values: Iterable[Value]) -> None:
             )
 
 
-def _qualified_names(cls: type) -> set[str]:
-    names: set[str] = set()
-    classes = [cls]
-    while classes:
-        current = classes.pop()
-        name = f"{current.__module__}.{current.__qualname__}"
-        if name not in names:
-            names.add(name)
-            classes.extend(type.__subclasses__(current))
-    return names
-
-
 def full_name(layer: Layer, parameter: str) -> str:
     """Return a parameter's name within the model: ``fc1.weight``."""
     return qualified(layer.name, parameter)
@@ -234,7 +224,7 @@ def not_ignored(names: Sequence[str], ignore: str | Iterable[str]) -> set[str]:
 
 
 def bounds(expected: int | tuple[int, int], noun: str) -> tuple[int, int]:
-    """Return the minimum and the maximum that ``expected`` says; UsageError if it says none."""
+    """Return the minimum and the maximum that ``expected`` gives; UsageError if it is neither a number nor a range."""
     low, high = expected if isinstance(expected, tuple) and len(expected) == 2 else (expected, expected)
     if type(low) is not int or type(high) is not int or low > high:
         raise UsageError(f"expected is a number of {noun}, or a tuple (minimum, maximum); got {expected!r}")
@@ -265,3 +255,8 @@ def is_zero(value: Value) -> bool:
     """Whether all elements of a floating-point value are zero."""
     statistics = numbers(value)
     return statistics is not None and statistics.all_zero
+
+
+def gradient_of(value: Value) -> Statistics | None:
+    """Return the statistics of the gradient that arrived at a value; None if none did, or it has no numbers."""
+    return None if value.backward is None else value.backward.statistics

@@ -1,4 +1,8 @@
-"""Pruned weights: how many elements are zero, and whether they stay so."""
+"""Pruned weights: how many elements are zero, and whether they stay so.
+
+A step of an optimizer fills what was set to zero once, unless a mask is applied again. That shows only in the weights
+as they are after the step.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Layer, Reading, Record, Selector
-from pytest_modelprobe.report.text import count, failure, printable
+from pytest_modelprobe.record import Layer, Reading, Record, Selector, selected
+from pytest_modelprobe.text import failed, out_of, printable
 
-from .sources import LEAVE_OUT, Subject, full_name, is_watch, selected, source_of
+from .sources import LEAVE_OUT, Subject, full_name, is_watch, source_of
 
 
 def assert_sparsity(subject: Subject, least: float, *, layers: Selector = "**") -> None:
@@ -50,15 +54,12 @@ def assert_sparsity(subject: Subject, least: float, *, layers: Selector = "**") 
         _reject_unread(record, layers)
         return
     share, name, _, _ = short[0]
-    raise AssertionError(
-        failure(
-            f"{name} is {share:.1%} zeros, not {least:.1%} or more; "
-            f"{len(short):,} of {count(len(found), 'weight')} looked at",
-            ["weight", "zeros", "elements", "share"],
-            [[name, zeros, n, f"{share:.1%}"] for share, name, zeros, n in short],
-            "A step of an optimizer fills what was set to zero: multiply by the mask after each step, or use "
-            "torch.nn.utils.prune, which does it in each forward.",
-        )
+    raise failed(
+        f"{name} is {share:.1%} zeros, not {least:.1%} or more; {out_of(len(short), len(found), 'weight')}",
+        ["weight", "zeros", "elements", "share"],
+        [[name, zeros, n, f"{share:.1%}"] for share, name, zeros, n in short],
+        "A step of an optimizer fills what was set to zero: multiply by the mask after each step, or use "
+        "torch.nn.utils.prune, which does it in each forward.",
     )
 
 

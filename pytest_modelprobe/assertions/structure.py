@@ -1,4 +1,8 @@
-"""Structure: shapes, dtypes, calls of layers, leftover hooks."""
+"""Structure: shapes, dtypes, calls of layers, and hooks that were left on a model.
+
+A layer that is made and never called, or called once too often, changes no shape and raises no error. The default of
+`assert_called` leaves out what many models have on purpose, such as a dropout that a fused attention does not call.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from pytest_modelprobe.record import (
     ROOT,
     Call,
     CallTree,
+    ForwardKind,
     Layer,
     Parameter,
     Record,
@@ -21,14 +26,23 @@ from pytest_modelprobe.record import (
     label_of,
     parent,
     select,
+    selected,
 )
-from pytest_modelprobe.report.text import Cell, collapsed, count, failure, listed, pattern, printable
+from pytest_modelprobe.text import (
+    Cell,
+    collapsed,
+    count,
+    failed,
+    failure,
+    listed,
+    out_of,
+    pattern,
+    printable,
+    shape,
+)
 
-from .shapes import Bindings, Mismatch, ShapeSpec, Size, Spec, format_shape, match, parse
-from .sources import Subject, called, full_name, is_watch, record_of, selected, source_of
-
-_Kind = tuple[str, bool]
-"""Root of a forward, and whether it is in training mode."""
+from .shapes import Bindings, Mismatch, ShapeSpec, Size, Spec, match, parse
+from .sources import Subject, by_selector, called, full_name, is_watch, record_of, source_of
 
 # --- shapes -------------------------------------------------------------------------------------------------------
 
@@ -72,7 +86,7 @@ def assert_shapes(
     if not wanted:
         raise UsageError("no shapes were given: assert_shapes(record, {'fc1': 'batch 16'})")
     Bindings(dims).check_used([spec for _, _, spec in wanted])
-    bindings: dict[_Kind, Bindings] = {}
+    bindings: dict[ForwardKind, Bindings] = {}
     modes = {call.root_training for layer in record.layers.values() for call in layer.calls}
     mismatches: list[tuple[Layer, Mismatch, ShapeSpec]] = []
     checked = 0
@@ -118,7 +132,7 @@ def _shapes_text(mismatches: list[tuple[Layer, Mismatch, ShapeSpec]], checked: i
         [
             layer.name + m.address.removeprefix(layer.label),
             layer.type_name,
-            format_shape(m.shape),
+            shape(m.shape),
             str(spec),
             m.actual,
             m.expected,
@@ -164,12 +178,9 @@ def assert_dtypes(subject: Subject, dtypes: Any, *, layers: Selector = "**") -> 
     """
     __tracebackhide__ = True
     record = record_of(subject)
-    if isinstance(dtypes, Mapping) and layers != "**":
-        raise UsageError("layers= goes with one dtype; a dict of dtypes names its layers itself")
-    wanted: Iterable[tuple[Selector, Any]] = dtypes.items() if isinstance(dtypes, Mapping) else [(layers, dtypes)]
     rows: list[list[Cell]] = []
     checked = 0
-    for selector, dtype in wanted:
+    for selector, dtype in by_selector(dtypes, layers, "dtype"):
         expected = _dtype_name(dtype)
         for layer in called(record, selector):
             for call, value in layer.outputs:
@@ -186,13 +197,11 @@ def assert_dtypes(subject: Subject, dtypes: Any, *, layers: Selector = "**") -> 
         first, kind, actual, wanted_dtype, took = rows[0]
         cast = "look for a cast (.to, .float, autocast) in or before it"
         share = f"{len(rows):,} of {count(checked, 'output')} {_differ(len(rows))}"
-        raise AssertionError(
-            failure(
-                f"{label_of(str(first), str(kind))} is {actual}, not {wanted_dtype}; {share}",
-                ["value", "type", "actual", "expected", "inputs"],
-                rows,
-                f"Its inputs are {took}: {cast}." if took != "-" else f"It has no tensor inputs: {cast}.",
-            )
+        raise failed(
+            f"{label_of(str(first), str(kind))} is {actual}, not {wanted_dtype}; {share}",
+            ["value", "type", "actual", "expected", "inputs"],
+            rows,
+            f"Its inputs are {took}: {cast}." if took != "-" else f"It has no tensor inputs: {cast}.",
         )
 
 
@@ -245,7 +254,8 @@ def assert_called(subject: Subject, layers: Selector | None = None, *, per_forwa
     harmless = [] if layers is not None or per_forward == 0 else _uncalled_harmless(record)
     names = {layer.name for layer in harmless}
     looked_at = [layer for layer in selected(record, "**" if layers is None else layers) if layer.name not in names]
-    forwards, around = _forwards(record), _around_called(record)
+    forwards = forwards_of(call for layer in record.layers.values() for call in layer.calls)
+    around = _around_called(record)
     rows: list[list[Cell]] = []
     for layer in looked_at:
         fewest, most = _times(layer, forwards)
@@ -278,9 +288,8 @@ def _uncalled_harmless(record: Record) -> list[Layer]:
 def uncalled(record: Record) -> list[Layer]:
     """Return the layers that were not called and have no called layer inside them."""
     around = _around_called(record)
-    return [
-        layer for layer in record.layers.values() if not (layer.calls or layer.name in around or _is_container(layer))
-    ]
+    idle = [layer for layer in record.layers.values() if not layer.calls and layer.name not in around]
+    return [layer for layer in idle if not _is_container(layer)]
 
 
 def taken_for_another(record: Record) -> Iterator[tuple[Layer, Step]]:
@@ -320,20 +329,19 @@ def weights_in_use(record: Record) -> set[str]:
     }
 
 
-def _forwards(record: Record) -> dict[_Kind, int]:
-    """Return the number of forwards of each root and mode: the maximum over layers."""
-    forwards: dict[_Kind, int] = {}
-    for layer in record.layers.values():
-        for call in layer.calls:
-            kind = call.root, call.root_training
-            forwards[kind] = max(forwards.get(kind, 0), call.forwards)
+def forwards_of(calls: Iterable[Call]) -> dict[ForwardKind, int]:
+    """Return the number of forwards of each root and mode that made these calls: the maximum over them."""
+    forwards: dict[ForwardKind, int] = {}
+    for call in calls:
+        kind = call.root, call.root_training
+        forwards[kind] = max(forwards.get(kind, 0), call.forwards)
     return forwards
 
 
-def _times(layer: Layer, forwards: Mapping[_Kind, int]) -> tuple[int, int]:
+def _times(layer: Layer, forwards: Mapping[ForwardKind, int]) -> tuple[int, int]:
     """Return the minimum and maximum number of calls of a layer in a forward of a root and mode that call it."""
-    fewest: dict[_Kind, int] = {}
-    most: dict[_Kind, int] = {}
+    fewest: dict[ForwardKind, int] = {}
+    most: dict[ForwardKind, int] = {}
     for call in layer.calls:
         kind = call.root, call.root_training
         fewest[kind] = fewest.get(kind, 0) + (call.forwards == forwards[kind])
@@ -372,7 +380,7 @@ def _called_text(record: Record, rows: list[list[Cell]], looked_at: list[Layer],
     if actual == "0" and name in weights_in_use(record):
         hint = f"The parameters of {label} are used without calling it: directly, or tied to another layer's."
     return failure(
-        f"{first}; {len(rows):,} of {count(len(looked_at), 'layer')} looked at",
+        f"{first}; {out_of(len(rows), len(looked_at), 'layer')}",
         ["layer", "type", "calls", "expected"],
         rows,
         f"Called in this order: {listed(list(order), most=8) or 'none'}. {hint}",
@@ -422,13 +430,11 @@ def assert_no_leftover_hooks(subject: Any, *, layers: Selector = "**") -> None:
     if found:
         name, kind, hook = found[0]
         label = label_of(name, type(modules[name]).__name__)
-        raise AssertionError(
-            failure(
-                f"{label} has a {kind} left on it: {_hook_name(hook)}; {count(len(found), 'hook')} in all",
-                ["layer", "kind", "hook"],
-                [[n, k, _hook_name(h)] for n, k, h in found],
-                "Keep the handle that register_... returns, and call its remove(), also after an error.",
-            )
+        raise failed(
+            f"{label} has a {kind} left on it: {_hook_name(hook)}; {count(len(found), 'hook')} in all",
+            ["layer", "kind", "hook"],
+            [[n, k, _hook_name(h)] for n, k, h in found],
+            "Keep the handle that register_... returns, and call its remove(), also after an error.",
         )
 
 

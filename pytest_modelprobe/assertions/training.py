@@ -1,4 +1,8 @@
-"""The training loop: gradients, modes and optimizer of a model that is trained."""
+"""The training loop: gradients, modes and the optimizer of a model that is trained.
+
+A loop with one of these mistakes runs, and often learns, only worse. A watch counts what happens between the steps of
+all optimizers; the assertion reads these counts, and names the most likely mistake first.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from dataclasses import dataclass
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import Layer, Record, Training, has_nonfinite
-from pytest_modelprobe.report.text import Cell, count, failure, printable
+from pytest_modelprobe.text import Cell, count, failure, printable
 
 from .sources import Subject, fail_or_hint, full_name, record_of
 

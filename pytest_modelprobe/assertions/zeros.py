@@ -1,4 +1,9 @@
-"""Zeros that a healthy model may have: of layers initialized to zero, and by chance while it is trained."""
+"""Zeros that a healthy model may have.
+
+Some layers are initialized to zero on purpose, so that a block begins as the identity; a drop path returns zeros by
+chance while a model is trained. Dead layers look the same in one run. So the run is repeated with other numbers, and
+where it cannot be, what is found is a hint.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from pytest_modelprobe.record import Call, Layer, Record
-from pytest_modelprobe.report.text import listed
+from pytest_modelprobe.text import listed
 
 from .sources import is_zero, numbers
 

@@ -1,11 +1,17 @@
-"""Hooks: what a model does while it runs, attached, observed and detached."""
+"""Hooks: what a model does while it runs, attached, observed and detached.
+
+`Capture` in `capture.py` makes all parts and receives what the hooks tell; `assembly.py` makes a record of it. Of the
+rooms, `hooks` is what torch calls, `observed` what is kept of a call, `passes` how forwards, backward passes and steps
+belong together, and `special` what only some captures look at.
+"""
 
 from __future__ import annotations
 
 from .assembly import Which, assemble
 from .capture import Capture
-from .parameters import ParameterReading, read_parameters
-from .stop import SeenValue
-from .tensors import content_key
+from .observed.parameters import ParameterReading, read_parameters
+from .observed.tensors import content_key
+from .options import Options
+from .special.stop import SeenValue
 
-__all__ = ["Capture", "ParameterReading", "SeenValue", "Which", "assemble", "content_key", "read_parameters"]
+__all__ = ["Capture", "Options", "ParameterReading", "SeenValue", "Which", "assemble", "content_key", "read_parameters"]

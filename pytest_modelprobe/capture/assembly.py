@@ -1,4 +1,8 @@
-"""Observations → record: reductions become plain numbers here, all in one transfer for each device."""
+"""Observations → record: reductions become plain numbers here, all in one transfer for each device.
+
+The hooks leave reductions on the device of each tensor, because reading one waits for the device. The record is made of
+the part of all observations that is asked for: all forwards, one of them, or a step.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +45,7 @@ from pytest_modelprobe.record import (
 )
 from pytest_modelprobe.statistics import Reduced, Reduction
 
-from .costs import TOTAL, Costs
-from .observation import (
+from .observed.observation import (
     AttentionObservation,
     CallObservation,
     ParameterGradient,
@@ -50,10 +53,11 @@ from .observation import (
     TensorObservation,
     Totals,
 )
-from .observed_forwards import Observations, ObservedStep
-from .parameters import ParameterReading, named_tensors, reducer
-from .tensors import plain_name
-from .units import is_pointwise
+from .observed.parameters import ParameterReading, named_tensors, reducer
+from .observed.tensors import plain_name
+from .observed.units import is_pointwise
+from .passes.observed_forwards import Observations, ObservedStep
+from .special.costs import TOTAL, Costs
 
 Which = Literal["all", "first", "last", "evaluations"] | int
 """Which forwards: all, one, those of a step by its number from 0, or those that are part of no step."""

@@ -1,13 +1,15 @@
 """Attach, observe, detach: hooks on a model, and what they see while it runs.
 
-The hooks keep numbers and a few copies of small tensors, never a tensor or graph of the model.
+The hooks keep numbers and a few copies of small tensors, never a tensor or graph of the model. `Capture` makes the
+parts and decides what each event means: `before` and `after` of a call, and the beginning of a forward. Each part has a
+module: what runs now, what was observed, hooks on modules, tensors and parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -38,31 +40,31 @@ from pytest_modelprobe.models import (
     notes_on,
     run_eagerly,
 )
-from pytest_modelprobe.record import ForwardKind, gc_paused
+from pytest_modelprobe.record import ForwardKind, gc_paused, select
 from pytest_modelprobe.statistics import SmallTensors
 
-from .attention import AttentionMode
-from .backward import BackwardPasses
-from .call_recorder import CallRecorder
-from .function_modes import ForwardMode, enter, leave
-from .functionals import FunctionalMode
-from .guard import HookGuard
-from .module_hooks import ModuleHooks
-from .observed_forwards import Observations, ObservedForwards
-from .parameter_hooks import ParameterHooks
-from .parameters import ParameterReading, read_parameters, storage_keys
-from .profiler import Profiler, TimedGuard
-from .random_draws import may_draw
-from .recomputation import Recomputation
-from .running_calls import RunningCall, RunningCalls, input_keys
-from .set_attributes import SetAttributes
-from .steps import Steps
-from .stop import Judge, StopCheck
-from .tensor_hooks import TensorObserver
-from .tensors import describe
-from .traced import TracedHooks
-from .training_steps import TrainingSteps
-from .views import HookedViews
+from .hooks.function_modes import ForwardMode, enter, leave
+from .hooks.guard import HookGuard
+from .hooks.module_hooks import ModuleHooks
+from .hooks.parameter_hooks import ParameterHooks
+from .hooks.tensor_hooks import HookedViews, TensorObserver
+from .observed.call_recorder import CallRecorder
+from .observed.parameters import ParameterReading, read_parameters, storage_keys
+from .observed.random_draws import may_draw
+from .observed.running_calls import RunningCall, RunningCalls, input_keys
+from .observed.set_attributes import SetAttributes
+from .observed.tensors import describe
+from .options import Options
+from .passes.backward import BackwardPasses
+from .passes.observed_forwards import Observations, ObservedForwards
+from .passes.steps import Steps
+from .passes.training_steps import TrainingSteps
+from .special.attention import AttentionMode
+from .special.functionals import FunctionalMode
+from .special.profiler import Profiler, TimedGuard
+from .special.recomputation import Recomputation
+from .special.stop import Judge, StopCheck
+from .special.traced import TracedHooks
 
 
 class Capture:
@@ -70,13 +72,7 @@ class Capture:
 
     Args:
         layers: The layers of the model.
-        selected: Names of those to record. The root is hooked in any case, for it marks where a forward begins.
-        keep: Names of those whose output tensors of the newest forward are kept.
-        functionals: Whether to record functional calls such as ``F.relu`` as pseudo-layers.
-        attention: Whether to look at attention weights.
-        profile: Whether to measure what each layer costs.
-        histograms: Whether to count the elements of each tensor and gradient in bins.
-        steps: How many steps of training to keep, each apart.
+        options: What is asked.
         on_forward: Called before each forward with its kind and its arguments.
         judge: Is shown each output and gradient of a selected layer, and returns an error to raise there, or None.
         traced: Whether compiled code stays compiled, and hooks are traced into it: see `TracedHooks`.
@@ -85,21 +81,15 @@ class Capture:
     def __init__(
         self,
         layers: Layers,
-        selected: Collection[str],
+        options: Options,
         *,
-        keep: Collection[str] = (),
-        functionals: bool = False,
-        attention: bool = False,
-        profile: bool = False,
-        histograms: bool = False,
-        steps: int = 0,
         on_forward: Callable[[ForwardKind, tuple[Any, ...], dict[str, Any]], None] | None = None,
         judge: Judge | None = None,
         traced: bool = False,
     ) -> None:
         self.layers = layers
-        self.selected = frozenset(selected)
-        self.keep = frozenset(keep)
+        self.selected = frozenset(select(layers.modules, options.layers))
+        self.keep = frozenset(select(layers.modules, options.keep) if options.keeps else ())
         self.kept: dict[str, list[Any]] = {}
         """Copies of the outputs of the layers in ``keep`` in the newest forward, one entry a call."""
         self.parameters: dict[str, ParameterReading] | None = None
@@ -107,11 +97,11 @@ class Capture:
         self.sample_inputs: Flat | None = None
         """What tells the samples of the forwards apart; None: their own arguments."""
         self.notes: dict[str, None] = dict.fromkeys(layers.notes)
-        self.guard = TimedGuard(self.notes) if profile else HookGuard(self.notes)
+        self.guard = TimedGuard(self.notes) if options.profile else HookGuard(self.notes)
         self._on_forward = on_forward
         stop = None if judge is None else StopCheck(judge, self.guard)
         small = SmallTensors()
-        self._forwards = ObservedForwards(steps)
+        self._forwards = ObservedForwards(options.steps)
         self._running = RunningCalls(on_abandoned=self._leave_forward)
         self._profiler: Profiler | None = None
         if isinstance(self.guard, TimedGuard):
@@ -119,21 +109,21 @@ class Capture:
         self._views = HookedViews()
         self._steps = Steps()
         self._backward = BackwardPasses(
-            self._forwards, self._running, self._views, self._steps, small, stop, histograms=histograms
+            self._forwards, self._running, self._views, self._steps, small, stop, histograms=options.histograms
         )
         self._tensors = TensorObserver(
-            self.guard, self._views, small, on_gradient=self._backward.receive, histograms=histograms
+            self.guard, self._views, small, on_gradient=self._backward.receive, histograms=options.histograms
         )
         self._recomputation = Recomputation(self._forwards, self._tensors, self._backward)
         self._set_attributes = SetAttributes(layers, self.selected)
         self._modules = ModuleHooks(self)
         self._training = TrainingSteps(layers, self.selected, self._forwards)
         self._parameters = ParameterHooks(layers, self.guard, self._backward, self._steps, self._training)
-        attending = AttentionMode(self.guard, self._running) if attention else None
+        attending = AttentionMode(self.guard, self._running) if options.attention else None
         self._calls = CallRecorder(self._tensors, self._running, self.notes, attending, self._profiler, stop)
         self._functionals = FunctionalMode(layers, self.selected, self.guard, self._running, self._calls)
         # Attention topmost: it comes first, while no pseudo-layer runs.
-        modes: tuple[ForwardMode | None, ...] = (self._functionals if functionals else None, attending)
+        modes: tuple[ForwardMode | None, ...] = (self._functionals if options.functionals else None, attending)
         self._modes = self._functionals.modes = [mode for mode in modes if mode is not None]
         self._traced = TracedHooks(layers, self.selected) if traced else None
         if self._traced is not None:
@@ -233,6 +223,13 @@ class Capture:
             self.detach()
             raise
 
+    def __enter__(self) -> Capture:
+        self.attach()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.detach()
+
     def _try_function_modes(self) -> None:
         enter(self._modes)
         try:
@@ -290,7 +287,16 @@ class Capture:
         *,
         late: bool,
     ) -> None:
-        """See `CallReceiver.before`."""
+        """Begin a call of a hooked layer.
+
+        Args:
+            name: Name of the layer.
+            module: The layer.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+            frame: Python frame of the call.
+            late: Whether hooks that run after ours may still change the arguments.
+        """
         outermost = not self._running.drop_abandoned(frame)
         inputs = flatten_call(args, kwargs)
         if graph_task() != -1:
@@ -327,7 +333,7 @@ class Capture:
         output: Any,
         frame: FrameType,
     ) -> None:
-        """See `CallReceiver.after`."""
+        """End a call of a hooked layer, also one that raised."""
         if self._recomputation.running and self._recomputation.end_call(frame, output):
             return
         running = self._running.pop(name, frame)

@@ -2,11 +2,11 @@
 
 from .batch import any_batch_size, batch_independent
 from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_checks, standard
-from .check import Check
 from .finite import finite
 from .gradients import labels_ignored, outputs_train
 from .incremental import incremental
 from .inputs import inputs_used
+from .machinery.check import Check
 from .modes import dropout_scaled, modes_agree
 from .norms import norms_cancel_scale
 from .outcome import NotApplicableError, Outcome

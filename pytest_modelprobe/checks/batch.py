@@ -1,4 +1,8 @@
-"""The batch: its rows are independent of each other, and it may have any size."""
+"""The batch: its rows are independent of each other, and it may have any size.
+
+Which axis of a tensor is the batch is found by a run with another number of rows. Inputs that only happen to be as long
+are left as they are.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pytest_modelprobe.report.text import count, listed
+from pytest_modelprobe.text import count, listed
 
-from .agreement import Disagreement, Pairs, break_of, compare_runs, inside_note, limit, relative_error
-from .check import check
-from .drawing import check_not_random
+from .machinery.agreement import (
+    Disagreement,
+    Pairs,
+    break_of,
+    check_not_random,
+    compare_runs,
+    inside_note,
+    limit,
+    relative_error,
+)
+from .machinery.check import check
+from .machinery.trial import LayerTensor, Trace, Trial, Vary, keep_input
 from .outcome import Break, NotApplicableError
 from .sequence import replacement
-from .trial import LayerTensor, Trace, Trial, Vary, keep_input
 
 
 @check

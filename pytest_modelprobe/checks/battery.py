@@ -1,4 +1,8 @@
-"""The checks of what any model is expected to be: at once, or each as a test of its own."""
+"""The checks of what any model is expected to be: at once, or each as a test of its own.
+
+A check is standard if any model is expected to pass it. All others are named with the reason why they are called by
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +20,16 @@ from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import nearest
-from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.runs import Loss
+from pytest_modelprobe.text import count, listed
 
 from .batch import any_batch_size, batch_independent
-from .check import Check, from_assertion, in_order
 from .finite import finite
 from .gradients import labels_ignored, outputs_train
 from .incremental import incremental_where_meant
 from .inputs import inputs_used
+from .machinery.check import Check, from_assertion, in_order
+from .machinery.trial import Trial
 from .modes import dropout_scaled, modes_agree
 from .norms import norms_cancel_scale
 from .outcome import NotApplicableError, Outcome
@@ -34,7 +39,6 @@ from .repetition import deterministic, eval_stable, seeded, train_eval_differ
 from .sequence import causal_where_meant, padding_invariant
 from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
 from .training import gradient_accumulation, overfits_batch
-from .trial import Trial
 
 _standard: ChainMap[str, Check] = ChainMap({}, {
     check.__name__: check

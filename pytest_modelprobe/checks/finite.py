@@ -1,4 +1,8 @@
-"""Whether outputs and gradients are finite: no other check applies to those that are not."""
+"""Whether outputs and gradients are finite: no other check applies to those that are not.
+
+Two runs that both return NaN agree, so comparing them would say nothing. Infinities that are meant, as in masks, are
+told from those that are computed.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,13 @@ from torch import Tensor
 
 from pytest_modelprobe.models import seeding
 from pytest_modelprobe.record import Operation
-from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.runs import find_gradient_origin
+from pytest_modelprobe.text import count, listed
 
-from .check import check_nonfinite
-from .nonfinite import not_finite
+from .machinery.check import check_nonfinite
+from .machinery.nonfinite import not_finite
+from .machinery.trial import Trial
 from .outcome import Break, NotApplicableError
-from .trial import Trace, Trial
 
 _MODES: tuple[tuple[Literal["eval", "train"], str], ...] = (("eval", "evaluation"), ("train", "training"))
 
@@ -58,15 +62,11 @@ def finite(trial: Trial) -> Break | str:
             origin = _gradient_origin(trial, mode) if found.layer in backward.gradients else None
             return dataclasses.replace(found, line=f"{found.line}, from {origin}") if origin else found
         looked_at.append(said)
-        outputs, gradients = len(trace.final), max(gradients, len(_arrived(backward)))
+        outputs, gradients = len(trace.final), max(gradients, len(backward.arrived))
     if not looked_at:
         raise refused[0]
     found_in = f"{count(outputs, 'output')} and {count(gradients, 'gradient')} in {listed(looked_at)} mode"
     return f"{found_in}; {refused[0]}" if refused else found_in
-
-
-def _arrived(trace: Trace) -> list[Tensor]:
-    return [gradient for gradient in trace.gradients.values() if gradient is not None]
 
 
 def _gradient_origin(trial: Trial, mode: Literal["eval", "train"]) -> Operation | None:

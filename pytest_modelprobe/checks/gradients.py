@@ -1,4 +1,7 @@
-"""What the gradient of an output reaches: each trains something, and labels that are ignored train nothing."""
+"""What the gradient of an output reaches: each trains something, and labels that are ignored train nothing.
+
+Both are hints, because a healthy model may do so on purpose.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ import torch
 from torch import Tensor
 
 from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, has_dense_storage
-from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.runs import Loss, graph_nodes, loss_of
+from pytest_modelprobe.text import count, listed
 
-from .agreement import negligible
-from .check import check
+from .machinery.agreement import negligible
+from .machinery.check import check
+from .machinery.trial import Trace, Trial
 from .outcome import Break, NotApplicableError
-from .trial import Trace, Trial
 
 _MOST = 8
 """Outputs that are looked at, the smallest first: each takes a forward and a backward."""
@@ -50,11 +53,10 @@ def outputs_train(trial: Trial) -> Break | str:
     paths = sorted(sizes, key=lambda path: sizes[path])
     found = [path for path in paths[:_MOST] if all(_trains_nothing(trial, path, draw) for draw in range(_DRAWS))]
     if found:
-        return Break(
-            layer=found[0],
-            line=f"{found[0]} trains nothing: it requires a gradient, which is zero for every parameter",
+        return Break.at(
+            ((path,) for path in found),
+            "trains nothing: it requires a gradient, which is zero for every parameter",
             columns=("output",),
-            rows=tuple((path,) for path in found),
             advice="Look for what is constant whatever the weights are: a sum or a mean over a softmax, a "
             "normalization over one element. If it is only for display, detach it.",
             level="hint",
@@ -73,7 +75,7 @@ def _trains_nothing(trial: Trial, path: str, draw: int) -> bool:
         if draw:
             trial.multiply_parameters(f"draw {draw}", mean=0.0, std=4.0)
         trace = trial.run(mode="train", backward=True, loss=_loss_at(trial, path), seed=f"draw {draw}")
-    arrived = [g.norm().item() for g in trace.gradients.values() if g is not None]
+    arrived = [gradient.norm().item() for gradient in trace.arrived]
     if trace.error is not None or trace.loss is None or not trace.loss.item() or not arrived:
         return False
     most = min(negligible(trace), _ROUNDING * abs(trace.loss.item()))  # a small factor makes both small

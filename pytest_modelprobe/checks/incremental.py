@@ -1,4 +1,8 @@
-"""Incremental evaluation with a cache or a hidden state gives the same output as one forward."""
+"""Incremental evaluation with a cache or a hidden state gives the same output as one forward.
+
+The sequence is given in chunks, each with the state that the chunk before returned. Each layer's tensors are put side
+by side with those of one forward over the whole, along the axes that grow with the sequence.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +17,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import flatten
 from pytest_modelprobe.record import ROOT
-from pytest_modelprobe.report.comparison import percent
-from pytest_modelprobe.report.text import count, listed
+from pytest_modelprobe.text import count, listed
 
-from .agreement import changed, disagreements, limit, relative_error
-from .cache import CACHES, STATES, state_of
-from .check import check
-from .evidence import attended, check_attended, sequence_alone
-from .masking import MaskedOut, masked_out, pad_id_of
+from .machinery.agreement import changed, disagreements, limit, relative_error
+from .machinery.check import check
+from .machinery.evidence import CACHES, STATES, attended, check_attended, sequence_alone, state_of
+from .machinery.masking import MaskedOut, masked_out, pad_id_of
+from .machinery.trial import LayerTensor, Trace, Trial, Vary, copy_of, plain
 from .outcome import Break, NotApplicableError
 from .sequence import later_unseen, sequence
-from .trial import LayerTensor, Trace, Trial, Vary, copy_of, plain
 
 _ADVICE = (
     "Look at how it uses the state: a causal mask as long as the chunk alone, positions or rotary angles that "
@@ -81,17 +84,6 @@ def incremental(
     >>> print(checks.incremental(probe, model, probe.randn(2, 10, 4)))
     incremental holds for LSTM: 1 layer in chunks of 5, 1, 2 and 2 positions
     """
-    return _incremental(trial, step=step, chunks=chunks, axis=axis, tolerance=tolerance)
-
-
-def _incremental(
-    trial: Trial,
-    *,
-    step: Callable[..., Any] | None = None,
-    chunks: Sequence[int] | None = None,
-    axis: int | None = None,
-    tolerance: float | None = None,
-) -> Break | str:
     root = trial.layers.modules[ROOT]
     if axis is None:
         axis = 0 if isinstance(root, nn.RNNBase) and not root.batch_first else 1
@@ -134,7 +126,7 @@ def _incremental_where_meant(trial: Trial) -> Break | str:
     padding = pad_id_of(trial)
     if padding is not None and not tensor.is_floating_point() and bool((tensor == padding).any()):
         raise NotApplicableError(f"{path} holds {padding}, the id of padding, which may not count as a position")
-    return _incremental(trial)
+    return incremental.function(trial)
 
 
 _incremental_where_meant.__name__ = "incremental"
@@ -145,24 +137,22 @@ _Call = Callable[[int, int, Any], tuple[Any, Any]]
 """Takes the start of a chunk, its length and the state; returns the output and the state."""
 
 
+@dataclass(eq=False)
 class _Attempt:
     """A run in chunks, compared with one forward."""
 
-    def __init__(
-        self,
-        trial: Trial,
-        one: Trace,
-        call: _Call,
-        sizes: Sequence[int],
-        tolerance: float | None,
-        excluded: MaskedOut,
-        later_unseen: Callable[[], Break | str],
-    ) -> None:
-        self._trial, self._one, self._sizes, self._excluded = trial, one, sizes, excluded
-        self._later_unseen = later_unseen
-        self._length = sum(sizes)
-        self._starts = [0, *accumulate(sizes)][:-1]
-        self._parts, _ = _chunk_by_chunk(trial, call, sizes)
+    trial: Trial
+    one: Trace
+    call: _Call
+    sizes: Sequence[int]
+    tolerance: float | None
+    excluded: MaskedOut
+    later_unseen: Callable[[], Break | str]
+
+    def __post_init__(self) -> None:
+        self._length = sum(self.sizes)
+        self._starts = [0, *accumulate(self.sizes)][:-1]
+        self._parts, _ = _chunk_by_chunk(self.trial, self.call, self.sizes)
         last = self._parts[-1]
         self.raised = last.failure if last.error is not None else ""
         self._raised_in = last.raised_in
@@ -170,7 +160,7 @@ class _Attempt:
         self._looked_at: set[str] = set()
         self._ends = False
         if not self.raised:
-            self._compare(tolerance)
+            self._compare(self.tolerance)
 
     @property
     def ok(self) -> bool:
@@ -183,7 +173,7 @@ class _Attempt:
         Raises:
             NotApplicableError: The model does not seem to continue from a state.
         """
-        told = f"chunks of {listed([str(n) for n in self._sizes], len(self._sizes))} positions"
+        told = f"chunks of {listed([str(n) for n in self.sizes], len(self.sizes))} positions"
         if self.raised:
             if name and name not in CACHES and not note:
                 raise NotApplicableError(f"it does not continue from what it returns for {name}: {self.raised}")
@@ -217,14 +207,14 @@ class _Attempt:
     def _longer(self) -> Break | None:
         """Return the first layer that returns more positions than a chunk has, as when states are broadcast."""
         parts = [self._by_address(part) for part in self._parts]
-        for given in self._one.outputs:
+        for given in self.one.outputs:
             theirs = [part.get((given.layer, given.index, given.path)) for part in parts]
             shapes = [one.tensor.shape for one in theirs if one is not None and one.tensor.dim() == given.tensor.dim()]
             for axis, n in enumerate(given.tensor.shape):
                 lengths = [shape[axis] for shape in shapes]
-                if n != self._length or len(lengths) < len(parts) or lengths[0] != self._sizes[0]:
+                if n != self._length or len(lengths) < len(parts) or lengths[0] != self.sizes[0]:
                     continue
-                for chunk, (length, size) in enumerate(zip(lengths, self._sizes, strict=True)):
+                for chunk, (length, size) in enumerate(zip(lengths, self.sizes, strict=True)):
                     if size < length < self._starts[chunk] + size:
                         line = f"returns {count(length, 'position')} of {given.path} for a chunk of {size}"
                         where = self._positions(chunk)
@@ -237,28 +227,28 @@ class _Attempt:
         Raises:
             NotApplicableError: The model is not causal, or random.
         """
-        again = self._trial.reference(mode="eval")
-        if disagreements(again, self._trial.variation(mode="eval", seed="another"), tolerance=0.0):
+        again = self.trial.reference(mode="eval")
+        if disagreements(again, self.trial.variation(mode="eval", seed="another"), tolerance=0.0):
             raise NotApplicableError("the model is random in evaluation mode: eval_stable names the layer")
-        if name and not first.chunk and isinstance(self._later_unseen(), Break):
+        if name and not first.chunk and isinstance(self.later_unseen(), Break):
             raise NotApplicableError(
                 f"its first positions depend on later ones, from {first.layer_tensor.where} on: it is not causal"
             )
 
     def _positions(self, chunk: int) -> str:
-        start, n = self._starts[chunk], self._sizes[chunk]
+        start, n = self._starts[chunk], self.sizes[chunk]
         return f"position {start}" if n == 1 else f"positions {start} to {start + n - 1}"
 
     def _compare(self, tolerance: float | None) -> None:
-        runs = (self._one, *self._parts)
+        runs = (self.one, *self._parts)
         seen = [Counter((given.layer, given.inside) for given in run.tensors) for run in runs]
         calls = [Counter({given.layer: given.index + 1 for given in run.tensors}) for run in runs]
         parts = [self._by_address(part) for part in self._parts]
-        for given in self._one.tensors:
+        for given in self.one.tensors:
             if not given.tensor.is_floating_point():
                 continue
             least = limit(given.tensor, tolerance)
-            if [n[given.layer] for n in calls] == [self._length, *self._sizes]:
+            if [n[given.layer] for n in calls] == [self._length, *self.sizes]:
                 changes = self._by_call(given, parts)
             elif any(n[given.layer, given.inside] != seen[0][given.layer, given.inside] for n in seen):
                 continue  # an expert, say, and what it is given
@@ -274,7 +264,7 @@ class _Attempt:
 
     def _by_address(self, part: Trace) -> dict[tuple[str, int, str], LayerTensor]:
         found = {(given.layer, given.index, given.path): given for given in part.tensors}
-        ends = [given.path for given in self._one.tensors if given.is_final]
+        ends = [given.path for given in self.one.tensors if given.is_final]
         theirs = [given for given in part.tensors if given.is_final]
         if theirs and not any(given.path in ends for given in theirs):  # a step that returns the first alone
             found |= {(ROOT, given.index, ends[0]): given for given in theirs[:1] if ends}
@@ -306,17 +296,17 @@ class _Attempt:
             lengths = [part.shape[axis] for part in parts]
             if all(other == n for other in lengths):
                 continue
-            if all(other * self._length == n * size for other, size in zip(lengths, self._sizes, strict=True)):
+            if all(other * self._length == n * size for other, size in zip(lengths, self.sizes, strict=True)):
                 times = n // self._length
                 options.append([(axis, outer) for outer in range(1, times + 1) if times % outer == 0])
-            elif n == self._length and lengths == list(accumulate(self._sizes)):
+            elif n == self._length and lengths == list(accumulate(self.sizes)):
                 options.append([(axis, 0)])
             else:
                 return []
         return [list(layout) for layout in product(*options)] if options else []
 
     def _cut(self, whole: Tensor, layout: _Layout, chunk: int) -> Tensor:
-        start, n = self._starts[chunk], self._sizes[chunk]
+        start, n = self._starts[chunk], self.sizes[chunk]
         for axis, outer in layout:
             if outer:
                 split = whole.unflatten(axis, (outer, self._length, -1))
@@ -329,10 +319,10 @@ class _Attempt:
         """Return a part with zeros at positions that a mask leaves out."""
         for axis, outer in layout:
             if outer:
-                split = part.unflatten(axis, (outer, self._sizes[chunk], -1))
-                part = self._excluded.filled(split, axis + 1, start=self._starts[chunk]).flatten(axis, axis + 2)
+                split = part.unflatten(axis, (outer, self.sizes[chunk], -1))
+                part = self.excluded.filled(split, axis + 1, start=self._starts[chunk]).flatten(axis, axis + 2)
             else:
-                part = self._excluded.filled(part, axis)
+                part = self.excluded.filled(part, axis)
         return part
 
 

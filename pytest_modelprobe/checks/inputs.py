@@ -1,4 +1,8 @@
-"""Which parts of the inputs reach the output."""
+"""Which parts of the inputs reach the output.
+
+A gradient shows which floating elements matter. Inputs without gradients, and elements that no gradient reaches, are
+replaced by other valid values: what then changes no output is not used.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,14 @@ from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import flatten
-from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.runs import Mode
+from pytest_modelprobe.text import count, listed
 
-from .agreement import disagreements
-from .check import check
-from .masking import masked_out
+from .machinery.agreement import disagreements
+from .machinery.check import check
+from .machinery.masking import masked_out
+from .machinery.trial import Trace, Trial, Vary
 from .outcome import Break, NotApplicableError
-from .trial import Trace, Trial, Vary
 from .values import other_values
 
 _TIMES = ("one", "two", "three")
@@ -246,9 +250,7 @@ def _replacing(trial: Trial, parts: dict[str, Tensor], time: str) -> Vary:
     def vary(path: str, x: Tensor) -> Tensor:
         if path not in parts:
             return x
-        scale = x.std() if x.numel() > 1 else x.abs().sum()
-        others = trial.randn_like(x, f"{path} {time}") * (scale if scale > 0 else 1) + x.mean()
-        return torch.where(parts[path].to(x.device), others, x)
+        return torch.where(parts[path].to(x.device), trial.redrawn(x, f"{path} {time}"), x)
 
     return vary
 

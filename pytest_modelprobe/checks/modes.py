@@ -1,4 +1,8 @@
-"""Training and evaluation mode: equal outputs without randomness, equal means with it."""
+"""Training and evaluation mode: equal outputs without randomness, equal means with it.
+
+Dropout and batch norms make the two modes differ on purpose. They are made to act alike, so that what still differs is
+an error. Dropout that a layer has written itself is measured over many calls.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.models import (
     CallTracer,
     Flat,
@@ -27,14 +32,13 @@ from pytest_modelprobe.models import (
     seeding,
 )
 from pytest_modelprobe.record import ROOT
-from pytest_modelprobe.report.comparison import percent
-from pytest_modelprobe.report.text import count, listed, number
 from pytest_modelprobe.runs import Mode
+from pytest_modelprobe.text import count, listed, number
 
-from .agreement import changed, limit, relative_error
-from .check import check
+from .machinery.agreement import changed, limit, relative_error
+from .machinery.check import check
+from .machinery.trial import Trial, copy_of, plain
 from .outcome import Break, NotApplicableError
-from .trial import Trial, copy_of, plain
 
 _ADVICE = (
     "Look at how its forward, train() or eval() depends on self.training: merged weights, a scale, a branch of one "
@@ -401,12 +405,11 @@ def dropout_scaled(trial: Trial) -> Break | str:
     if not wrong:
         return f"{count(len(looked_at), 'layer')}{left}"
     place, first = wrong[0]
-    return Break(
-        layer=place.layer,
-        line=f"{place.layer} keeps {percent(first.kept)} of {place.values} in training and multiplies them by "
-        f"{number(first.scale)}: the mean is {percent(first.kept * first.scale)} of the mean in evaluation mode",
+    return Break.at(
+        ((p.layer, percent(d.kept), d.scale, percent(d.kept * d.scale)) for p, d in wrong),
+        f"keeps {percent(first.kept)} of {place.values} in training and multiplies them by {number(first.scale)}: the "
+        f"mean is {percent(first.kept * first.scale)} of the mean in evaluation mode",
         columns=("layer", "keeps", "times", "mean"),
-        rows=tuple((p.layer, percent(d.kept), d.scale, percent(d.kept * d.scale)) for p, d in wrong),
         advice="Elements that are kept with probability q have to be divided by q, once, in training.",
     )
 

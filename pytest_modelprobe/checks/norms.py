@@ -1,4 +1,8 @@
-"""Normalization by formulas of a model's own: the scale of the input has to cancel."""
+"""Normalization by formulas of a model's own: the scale of the input has to cancel.
+
+A norm divides by the scale of its input, so twice the input gives the same output. A formula that divides by the
+variance in place of its root does not.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe.models import CallTracer, ModuleCall, has_dense_storage, map_tensors
-from pytest_modelprobe.report.text import count, number
+from pytest_modelprobe.text import count, number
 
-from .check import check
+from .machinery.check import check
+from .machinery.trial import Trial, as_double
 from .outcome import Break, NotApplicableError
-from .trial import Trial, as_double
 
 _NORM = re.compile(r"Norm([123][dD])?$")
 """Types that say that they normalize."""
@@ -45,12 +49,10 @@ def norms_cancel_scale(trial: Trial) -> Break | str:
     found = [(layer, factor) for layer, factor in factors.items() if not _LEAST <= factor <= _MOST]
     if not found:
         return count(len(factors), "norm")
-    layer, factor = found[0]
-    return Break(
-        layer=layer,
-        line=f"{layer} returns {number(factor)} times the output for twice the input, less what it adds",
+    return Break.at(
+        found,
+        f"returns {number(found[0][1])} times the output for twice the input, less what it adds",
         columns=("layer", "times the output"),
-        rows=tuple(found),
         advice="A norm divides by the root of the variance: look for a missing sqrt, and for a power.",
         level="hint",
     )

@@ -1,15 +1,20 @@
-"""The outcome of a check: whether a property holds, and the first layer at which it breaks."""
+"""The outcome of a check: whether a property holds, and the first layer at which it breaks.
+
+A check returns a `Break`, or text on what it looked at. `Outcome` is what the caller of a check gets. A property that
+means nothing for a model raises `NotApplicableError`: that is neither a pass nor a failure.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from pytest_modelprobe.exceptions import HintWarning
 from pytest_modelprobe.record import label_of
-from pytest_modelprobe.report.text import Cell, failure
+from pytest_modelprobe.text import Cell, failure
 
 CheckVerdict = Literal["holds", "hint", "broken", "not applicable"]
 
@@ -33,6 +38,29 @@ class Break:
     """Where to look."""
     level: Literal["broken", "hint"] = "broken"
     """``hint``: a healthy model may look so too."""
+
+    @classmethod
+    def at(
+        cls,
+        rows: Iterable[tuple[Cell, ...]],
+        said: str,
+        *,
+        columns: tuple[str, ...],
+        advice: str,
+        level: Literal["broken", "hint"] = "broken",
+    ) -> Break:
+        """Return the break at the first of some rows, each of which begins with the name of a layer or a parameter.
+
+        Args:
+            rows: One or more.
+            said: The sentence after the first name.
+            columns: As the field.
+            advice: As the field.
+            level: As the field.
+        """
+        all_rows = tuple(rows)
+        first = str(all_rows[0][0])
+        return cls(layer=first, line=f"{first} {said}", columns=columns, rows=all_rows, advice=advice, level=level)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

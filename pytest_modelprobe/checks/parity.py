@@ -1,4 +1,8 @@
-"""Equal results on another device, in another dtype or layout, checkpointed, compiled, exported."""
+"""Equal results on another device, in another dtype or layout, checkpointed, compiled, exported.
+
+Each check runs a copy of the model in the other way and compares it with a reference run. Kernels may sum in another
+order, so the tolerance is wider than between two runs of the same kind.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +19,28 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe._torch import COMPILED_CHILD
+from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import CallTracer, Layers, ModuleCall, flatten, flatten_call
 from pytest_modelprobe.record import ROOT, Layer, Record, Statistics
-from pytest_modelprobe.report.comparison import percent
-from pytest_modelprobe.report.text import count
 from pytest_modelprobe.runs import Watch, compiles_hooks
+from pytest_modelprobe.text import count
 
-from .agreement import TOLERANCE, break_of, changed, disagreements, in_backward_order, limit, negligible, relative_error
-from .check import check
-from .drawing import check_not_random
+from .machinery.agreement import (
+    TOLERANCE,
+    break_of,
+    changed,
+    check_not_random,
+    disagreements,
+    in_backward_order,
+    limit,
+    negligible,
+    relative_error,
+)
+from .machinery.check import check
+from .machinery.trial import LayerTensor, Trace, Trial, Vary
 from .outcome import Break, NotApplicableError, line_of
 from .recomputation import other_recomputation
-from .trial import LayerTensor, Trace, Trial, Vary
 
 _Found = TypeVar("_Found", bound="Break | str | None")
 
@@ -226,8 +239,7 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
         for name in parts:
             module = again.get_submodule(name)
             module.forward = functools.partial(_checkpointed, module.forward, use_reentrant=reentrant)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             try:
                 two = trial.run(backward=True, input_gradients=wanted, model=again)
             except NotApplicableError:  # no gradient is left
@@ -312,8 +324,7 @@ def compile_parity(
     except Exception as error:
         raise UsageError(f"backend= is a backend of torch.compile; got {backend!r}: {line_of(error)}") from error
     try:
-        with warnings.catch_warnings(), torch.compiler.set_stance("default"):
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), torch.compiler.set_stance("default"):
             two = trial.run(mode="eval", backward=True, model=compiled, traced=False)
     finally:
         torch.compiler.reset()
@@ -336,8 +347,7 @@ def _inside_graph(trial: Trial, backend: str | Callable[..., Any], found: Break)
     with Watch(eager, isolate=False) as one, Watch(other, isolate=False, compiled="inside") as two:
         trial.run(mode="eval", model=eager, traced=False)
         compiled: Any = torch.compile(other, backend=backend)
-        with warnings.catch_warnings(), torch.compiler.set_stance("default"):
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), torch.compiler.set_stance("default"):
             trial.run(mode="eval", model=compiled, traced=False)
         rows = _other_moments(one.record, two.record)
     torch.compiler.reset()
@@ -397,8 +407,7 @@ def export_parity(trial: Trial, *, tolerance: float | None = None) -> Break | st
     """
     one = trial.reference(mode="eval")
     other = trial.copied().eval()
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
         args, kwargs = trial.copied_inputs()
         try:
             program = torch.export.export(other, args, kwargs)
@@ -465,14 +474,11 @@ def _gradients(one: Trace, two: Trace, tolerance: float | None, how: str, advice
     if not found:
         return None
     if any(what != "none arrives" for _, what in found):  # a wrong one begins at the loss, a lost one at the input
-        order = in_backward_order([name for name, _ in found], one)
-        found.sort(key=lambda row: order.index(row[0]))
-    name, what = found[0]
-    return Break(
-        layer=name,
-        line=f"{name} gets another gradient {how}: {what}",
+        found = in_backward_order(found, one)
+    return Break.at(
+        found,
+        f"gets another gradient {how}: {found[0][1]}",
         columns=("parameter", "gradient changed by"),
-        rows=tuple(found),
         advice=advice,
     )
 

@@ -1,4 +1,8 @@
-"""Whether layers that activation checkpointing runs again in the backward compute what they computed first."""
+"""What an activation checkpoint runs again in the backward pass has to be what ran in the forward.
+
+A layer that draws other random numbers, or keeps state, computes something else the second time. Then the gradients are
+wrong and no error is raised.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,9 @@ from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, flatten_call, seeding
 from pytest_modelprobe.record import ROOT
 
-from .agreement import Disagreement, break_of, limit, relative_error
+from .machinery.agreement import Disagreement, break_of, limit, relative_error
+from .machinery.trial import LayerTensor, Trial, copy_of, plain
 from .outcome import Break, NotApplicableError
-from .trial import LayerTensor, Trial, copy_of, plain
 
 
 def other_recomputation(trial: Trial) -> Break | None:
@@ -38,8 +42,8 @@ def other_recomputation(trial: Trial) -> Break | None:
     def run() -> None:
         tracer = CallTracer(trial.layers.modules, ModuleCall, before=seen.begin, after=seen.end)
         # Without early stops: else a layer ends by an exception as soon as all that the backward needs is there.
-        with torch.enable_grad(), set_checkpoint_early_stop(False), tracer, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        quiet = warnings.catch_warnings(action="ignore")
+        with torch.enable_grad(), set_checkpoint_early_stop(False), tracer, quiet:
             step()
 
     with trial.keep_changes():

@@ -1,4 +1,8 @@
-"""Parts of a model: registered, initialized, and unchanged by state_dict, copy and pickle."""
+"""Parts of a model: registered, initialized, and unchanged by state_dict, copy and pickle.
+
+Optimizers, ``state_dict`` and ``to`` see only what a module has registered. The checks look for tensors that are kept
+elsewhere, for memory that nothing wrote to, and for state that is lost when a model is saved and loaded.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +24,14 @@ from torch import Tensor, nn
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import has_dense_storage, seeding, unexpanded, version
 from pytest_modelprobe.record import ROOT, qualified
-from pytest_modelprobe.report.text import count, listed, number, pattern
 from pytest_modelprobe.runs import Mode, graph_nodes
+from pytest_modelprobe.text import count, listed, number, pattern
 
-from .agreement import break_of, disagreements
-from .check import check_unmodified
+from .machinery.agreement import break_of, disagreements
+from .machinery.check import check_unmodified
+from .machinery.trial import Trace, Trial, as_double, plain
 from .outcome import Break, NotApplicableError, line_of
-from .state import attributes, changed_attributes, same
-from .trial import Trace, Trial, as_double, plain
+from .state import OF_ANY_MODULE, attributes, changed_attributes, same
 
 _DEEPEST = 3
 
@@ -38,9 +42,6 @@ _BEYOND = 1e4
 
 _SMALL = 0.02
 """The least that counts as the scale of parameters: norms have ones where all weights are small."""
-
-_OF_ANY_MODULE = frozenset(vars(nn.Module()))
-"""Attributes of every module: its parameters, buffers and hooks."""
 
 
 @check_unmodified
@@ -68,12 +69,10 @@ def registered(trial: Trial) -> Break | str:
     found += [(where, "a running statistic") for where in _running_statistics(trial, before)]
     if not found:
         return count(sum(1 for _ in trial.model.modules()), "module")
-    where, what = found[0]
-    return Break(
-        layer=where,
-        line=f"{where} is {what} that the model has not registered",
+    return Break.at(
+        found,
+        f"is {found[0][1]} that the model has not registered",
         columns=("where", "what"),
-        rows=tuple(found),
         advice="Put modules in an nn.ModuleList or nn.ModuleDict, parameters in an nn.ParameterList; pass other "
         "tensors to self.register_buffer, with persistent=False if they are computed again.",
     )
@@ -87,7 +86,7 @@ def _all_unregistered(trial: Trial) -> dict[str, Any]:
         where: value
         for name, module in trial.layers.modules.items()
         for key, attribute in vars(module).items()
-        if key not in _OF_ANY_MODULE and not _meant(module, key, attribute)
+        if key not in OF_ANY_MODULE and not _meant(module, key, attribute)
         for where, value in _unregistered(qualified(name, key), attribute, known, _DEEPEST)
     }
 
@@ -196,12 +195,11 @@ def initialized(trial: Trial, *, factory: Callable[[], nn.Module] | None = None)
     if not filled:
         held = found + (f"; {count(len(rows), 'row')} for padding" if rows else "")
         return _copied(trial.model) or held
-    name, index, most = filled[0]
-    return Break(
-        layer=name,
-        line=f"{name} is not zero in row {index}, its padding_idx: up to {number(most)}, which no gradient changes",
+    _, index, most = filled[0]
+    return Break.at(
+        filled,
+        f"is not zero in row {index}, its padding_idx: up to {number(most)}, which no gradient changes",
         columns=("embedding", "padding_idx", "largest there"),
-        rows=tuple(filled),
         advice="Look for an initialization of the whole weight, and zero the row after it: "
         "weight[padding_idx].zero_() under torch.no_grad(). Pretrained values do no harm if everything at padding is "
         "masked.",
@@ -230,11 +228,10 @@ def _copied(model: nn.Module) -> Break | None:
                     rows.append((name, original, str(tuple(values.shape))))
     if not rows:
         return None
-    return Break(
-        layer=rows[0][0],
-        line=f"{rows[0][0]} has the same values as {rows[0][1]}, though they are two parameters",
+    return Break.at(
+        rows,
+        f"has the same values as {rows[0][1]}, though they are two parameters",
         columns=("parameter", "same values as", "shape"),
-        rows=tuple(rows),
         advice="copy.deepcopy copies weights too, as nn.TransformerEncoder does with its layer: initialize each copy "
         "anew. If they are meant to begin alike, it is well; if one is not trained, freeze it.",
         level="hint",
@@ -295,12 +292,11 @@ def _written(
     if not found:
         later = f"; not looked at, as written to since it was built: {listed(left)}" if left else ""
         return count(len(made), "parameters and buffer") + later
-    name, missing, numel = found[0]
-    return Break(
-        layer=name,
-        line=f"{name} is not initialized: {missing:,} of {numel:,} elements were never written to",
+    _, missing, numel = found[0]
+    return Break.at(
+        found,
+        f"is not initialized: {missing:,} of {numel:,} elements were never written to",
         columns=("name", "never written to", "elements"),
-        rows=tuple(found),
         advice="Look for torch.empty without an nn.init after it, and for modules that the model's own init skips.",
     )
 
@@ -335,12 +331,11 @@ def _by_values(model: nn.Module) -> Break | str:
             f"{count(len(floating), 'parameters and buffer')}, as far as values show; not looked at, whether each was "
             "written to: no factory="
         )
-    name, missing, numel = found[0]
-    return Break(
-        layer=name,
-        line=f"{name} is not finite: {missing:,} of {numel:,} elements are NaN or infinite",
+    _, missing, numel = found[0]
+    return Break.at(
+        found,
+        f"is not finite: {missing:,} of {numel:,} elements are NaN or infinite",
         columns=("name", "not finite", "elements"),
-        rows=tuple(found),
         advice="Either they were never initialized (look for torch.empty without an nn.init after it), or training "
         "diverged: factory= tells which.",
     )
@@ -358,13 +353,12 @@ def _of_one_scale(model: nn.Module) -> Break | None:
     found = [(name, size) for name, size in sizes.items() if size > _BEYOND * usual]
     if not found:
         return None
-    name, size = found[0]
-    return Break(
-        layer=name,
-        line=f"{name} is {number(size / usual)} times as large as other parameters: its root mean square is "
-        f"{number(size)}, their median {number(usual)}",
+    _, size = found[0]
+    return Break.at(
+        found,
+        f"is {number(size / usual)} times as large as other parameters: its root mean square is {number(size)}, "
+        f"their median {number(usual)}",
         columns=("name", "root mean square"),
-        rows=tuple(found),
         advice="Look for torch.empty without an nn.init after it: factory= tells whether something wrote to it.",
     )
 
@@ -433,12 +427,10 @@ def state_dict_round_trip(trial: Trial, *, factory: Callable[[], nn.Module] | No
         return state
     lost = [(a, b) for a, b in _ties(trial.model) if not _tied(other, a, b)]
     if lost:
-        first, second = lost[0]
-        return Break(
-            layer=second,
-            line=f"{second} is not tied to {first} any more after load_state_dict",
+        return Break.at(
+            ((b, a) for a, b in lost),
+            f"is not tied to {lost[0][0]} any more after load_state_dict",
             columns=("parameter", "was tied to"),
-            rows=tuple((b, a) for a, b in lost),
             advice="Tie the parameters again after loading, or keep one module for both.",
         )
     found = _compared(one, trial.run(mode="eval", model=other), "a state_dict", f"{count(len(state), 'key')}, ")
@@ -466,8 +458,7 @@ def _load_state(trial: Trial, other: nn.Module, when: str = "") -> Mapping[str, 
                 floating = written.is_floating_point() or written.is_complex()
                 written.copy_(trial.randn_like(written, name) if floating else written == 0)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of sparse tensors torch warns that they are validated
+        with warnings.catch_warnings(action="ignore"):  # of sparse tensors torch warns that they are validated
             state: Mapping[str, Any] = torch.load(stored, weights_only=True, map_location=trial.probe.device)
         other.load_state_dict(state)
     except Exception as error:  # noqa: BLE001 - whatever a model's own hooks raise
@@ -506,11 +497,10 @@ def _lost(trial: Trial, other: nn.Module, runs: tuple[Trace, Trace], written: li
     there = dict(other.named_parameters())
     changed = [name for name, p in trial.model.named_parameters() if name in there and not same(p, there[name])]
     if changed:
-        return Break(
-            layer=changed[0],
-            line=f"{changed[0]} is overwritten by the first forward in training mode after load_state_dict",
+        return Break.at(
+            ((name,) for name in changed),
+            "is overwritten by the first forward in training mode after load_state_dict",
             columns=("overwritten",),
-            rows=tuple((name,) for name in changed),
             advice="Look for an initialization by the first batch whose flag is a plain attribute, and make it a "
             f"buffer: self.register_buffer('initialized', torch.tensor(False)){setting}.",
         )

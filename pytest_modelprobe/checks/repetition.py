@@ -1,4 +1,7 @@
-"""Whether a run can be repeated: with the same seed, with other seeds, in evaluation mode."""
+"""Whether a run can be repeated: with the same seed, with other seeds, in evaluation mode.
+
+A result that cannot be repeated cannot be compared, and workers that draw the same numbers train on less than it seems.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from torch import Tensor, nn
 from pytest_modelprobe._torch import BatchNorm, Dropout
 from pytest_modelprobe.models import CallTracer, ModuleCall, seeding
 from pytest_modelprobe.record import ROOT
-from pytest_modelprobe.report.text import count, listed
 from pytest_modelprobe.runs import Mode
+from pytest_modelprobe.text import count, listed
 
-from .agreement import Disagreement, break_of, disagreements, relative_error
-from .check import check
+from .machinery.agreement import Disagreement, break_of, disagreements, relative_error
+from .machinery.check import check
+from .machinery.trial import Trace, Trial, copy_of, plain
 from .outcome import Break, NotApplicableError
-from .trial import Trace, Trial, copy_of, plain
 
 
 @check
@@ -120,12 +123,10 @@ def train_eval_differ(trial: Trial) -> Break | str:
     ]
     if not same:
         return count(len({one.layer for one, _ in pairs}), "layer")
-    first = same[0]
-    return Break(
-        layer=first.layer,
-        line=f"{first.layer} does the same in training and in evaluation mode",
+    return Break.at(
+        ((one.layer, type(trial.layers.modules[one.layer]).__name__) for one in same),
+        "does the same in training and in evaluation mode",
         columns=("layer", "type"),
-        rows=tuple((one.layer, type(trial.layers.modules[one.layer]).__name__) for one in same),
         advice="Look for an overridden train() or eval(), and for calls of them in the forward.",
     )
 
@@ -205,11 +206,10 @@ def seeded(trial: Trial) -> Break | str:
     }
     fixed = [name for name in dropping if name in called and name not in drawing and name not in changed - alike]
     if fixed:
-        return Break(
-            layer=fixed[0],
-            line=f"{fixed[0]} draws the same numbers under every seed: ranks and workers draw the same numbers",
+        return Break.at(
+            ((name,) for name in fixed),
+            "draws the same numbers under every seed: ranks and workers draw the same numbers",
             columns=("layer",),
-            rows=tuple((name,) for name in fixed),
             advice="Look for torch.manual_seed in the forward.",
         )
     # A generator of its own that is seeded from torch's seed does not advance the global ones.

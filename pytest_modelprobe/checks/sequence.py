@@ -1,4 +1,8 @@
-"""Positions of a sequence: which outputs may depend on which inputs."""
+"""Positions of a sequence: which outputs may depend on which inputs.
+
+A model is run with other values at some positions, and outputs at others may not change. Which axis of a tensor is that
+of positions is found by a run on a shorter sequence, since layers transpose and flatten.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +16,25 @@ from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.record import ROOT, nearest
-from pytest_modelprobe.report.text import count, listed
+from pytest_modelprobe.text import count, listed
 
-from .agreement import (
+from .machinery.agreement import (
     Disagreement,
     Pairs,
     break_of,
     changed,
+    check_not_random,
     compare_runs,
     disagreements,
     inside_note,
     limit,
     relative_error,
 )
-from .check import check
-from .drawing import check_not_random
-from .evidence import attended, causal_input, disagreeing_attention
-from .masking import MaskedOut, mark, masked_out, masks_of, pad_id_of, positions_of
+from .machinery.check import check
+from .machinery.evidence import attended, causal_input, disagreeing_attention
+from .machinery.masking import MaskedOut, mark, masked_out, masks_of, pad_id_of, positions_of
+from .machinery.trial import Trace, Trial, Vary, keep_input
 from .outcome import Break, NotApplicableError
-from .trial import Trace, Trial, Vary, keep_input
 
 _OFFERED = ("attention_mask", "src_key_padding_mask", "key_padding_mask", "padding_mask", "pad_mask")
 """Arguments that are masks of padding by their name."""
@@ -479,10 +483,7 @@ def replacement(trial: Trial, tensor: Tensor, *, time: int = 0) -> Tensor:
         NotApplicableError: All integers are equal: no other valid values are known.
     """
     if tensor.is_floating_point() or tensor.is_complex():
-        scale = tensor.std() if tensor.numel() > 1 else tensor.abs().sum()
-        return (
-            trial.randn_like(tensor, f"other {time}" if time else "other") * (scale if scale > 0 else 1) + tensor.mean()
-        )
+        return trial.redrawn(tensor, f"other {time}" if time else "other")
     known = tensor.unique()
     if len(known) == 1:
         raise NotApplicableError("all elements of the first input are equal: no other valid values are known")

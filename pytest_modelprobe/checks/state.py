@@ -1,4 +1,8 @@
-"""Side effects of a forward: on the model in evaluation mode, and on its inputs."""
+"""Side effects of a forward: on the model in evaluation mode, and on its inputs.
+
+A model that keeps something of its last forward returns other numbers when it is called again. Attributes may change as
+long as no output does: the outcome names them.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,12 @@ from torch import Tensor, nn
 
 from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, flatten_call, has_dense_storage, version
 from pytest_modelprobe.record import qualified
-from pytest_modelprobe.report.text import count, listed
+from pytest_modelprobe.text import count, listed
 
-from .agreement import break_of, disagreements
-from .check import check
+from .machinery.agreement import break_of, disagreements
+from .machinery.check import check
+from .machinery.trial import Trial, plain
 from .outcome import Break
-from .trial import Trial, plain
 
 
 @check
@@ -43,12 +47,10 @@ def state_unchanged_by_forward(trial: Trial) -> Break | str:
         one = trial.reference(mode="eval")
         changed = [name for name, tensor in _state(trial.model) if not same(tensor, before.get(name))]
         if changed:
-            first = changed[0]
-            return Break(
-                layer=first,
-                line=f"{first} is changed by a forward in evaluation mode",
+            return Break.at(
+                ((name,) for name in changed),
+                "is changed by a forward in evaluation mode",
                 columns=("changed",),
-                rows=tuple((name,) for name in changed),
                 advice="Look for running statistics that ignore self.training, and for writes to a buffer.",
             )
         two = trial.variation(mode="eval")
@@ -105,12 +107,11 @@ def inputs_unchanged_by_forward(trial: Trial) -> Break | str:
     with CallTracer(trial.layers.modules, ModuleCall, before=begin, after=end):
         trial.variation(mode="eval")
     if blamed:
-        layer, path = blamed[0]
-        return Break(
-            layer=layer,
-            line=f"{layer} writes into {path}, which the caller may use again",
+        _, path = blamed[0]
+        return Break.at(
+            blamed,
+            f"writes into {path}, which the caller may use again",
             columns=("written by", "input"),
-            rows=tuple(blamed),
             advice="Look for an in-place operation (inplace=True, x += ..., x[...] = ...), and clone before it.",
         )
     return count(len(flatten_call(trial.args, trial.kwargs).tensors), "input")
@@ -141,7 +142,8 @@ def _state(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
-_OF_ANY_MODULE = frozenset(vars(nn.Module()))
+OF_ANY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes of every module: its parameters, buffers and hooks."""
 
 Attributes: TypeAlias = dict[str, dict[str, Any]]
 """Name of an attribute of a module → path → tensor or plain value."""
@@ -151,7 +153,7 @@ def attributes(trial: Trial) -> Attributes:
     """Return copies of the attributes of all modules, without parameters and buffers."""
     found = {}
     for layer, module in trial.layers.modules.items():
-        for key in vars(module).keys() - _OF_ANY_MODULE:
+        for key in vars(module).keys() - OF_ANY_MODULE:
             name, value = qualified(layer, key), vars(module)[key]
             flat = flatten(name, list(value) if isinstance(value, (deque, set)) else value)
             tensors = {path: x.detach().clone() if has_dense_storage(x) else x for path, x in flat.tensors}

@@ -1,4 +1,8 @@
-"""Training: accumulated and correct gradients, parameters of the optimizer, a decreasing loss."""
+"""Training: accumulated and correct gradients, parameters of the optimizer, a decreasing loss.
+
+These checks need a loss or an optimizer, and change parameters; the trial restores them. Small differences are looked
+at once more in float64, because gradients of sums that cancel are rounding errors.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +20,20 @@ from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 
 from pytest_modelprobe._torch import BatchOrInstanceNorm, converted
+from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import map_tensors, preserved
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROOT
-from pytest_modelprobe.report.comparison import percent
-from pytest_modelprobe.report.text import count, listed, number
+from pytest_modelprobe.text import count, listed, number
 
-from .agreement import in_backward_order, limit, negligible, relative_error
 from .batch import batched, check_rows_go_together, size_of
-from .check import check, check_unmodified
-from .drawing import check_not_random
+from .machinery.agreement import check_not_random, in_backward_order, limit, negligible, relative_error
+from .machinery.check import check, check_unmodified
+from .machinery.trial import Trace, Trial, Vary, as_double
 from .outcome import Break, NotApplicableError, line_of
 from .recomputation import other_recomputation
-from .trial import Trace, Trial, Vary, as_double
 
 _TARGETS = "the loss does not accept a part of the batch: pass the targets as inputs, to a model that returns its loss"
 
@@ -70,23 +73,20 @@ def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-
     check_rows_go_together(trial, axis)
     if _knows_rows(trial, whole, size, axis):
         raise NotApplicableError(_TARGETS)
-    order = in_backward_order([name for name, *_ in found], whole)
-    found.sort(key=lambda row: order.index(row[0]))
-    name, far, _ = found[0]
+    found = in_backward_order(found, whole)
+    _, far, _ = found[0]
     advice = "Look at the loss: a sum is not divided, and a mean over tokens is divided by the tokens of each part."
-    in_part = len(found) < sum(gradient is not None for gradient in whole.gradients.values())
-    if in_part:
+    if len(found) < len(whole.arrived):
         advice += " The other gradients agree, so a layer between those and these may be the cause too."
     compares = _compares_rows(whole, found)
     if compares:
         advice = f"A loss that compares the rows of a batch does this on purpose. {advice}"
-    return Break(
-        level="hint" if compares else "broken",
-        layer=name,
-        line=f"{name} gets a gradient in {size} parts that differs by {percent(far)} from that of the whole batch",
+    return Break.at(
+        ((name, percent(far), number(times)) for name, far, times in found),
+        f"gets a gradient in {size} parts that differs by {percent(far)} from that of the whole batch",
         columns=("parameter", "changed by", "norm, times"),
-        rows=tuple((name, percent(far), number(times)) for name, far, times in found),
         advice=advice,
+        level="hint" if compares else "broken",
     )
 
 
@@ -102,8 +102,8 @@ def _accumulated(
             x = x if model is None else as_double(x)
             return x.narrow(axis, i, 1).clone() if path in rows_of else x
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of targets that are broadcast: `_knows_rows` tells of them
+        # Of targets that are broadcast torch warns: `_knows_rows` tells of them.
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
             try:
                 parts.append(trial.variation(mode="eval", backward=True, vary=part, model=model))
             except UsageError as error:  # it took the whole batch
@@ -280,14 +280,12 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
         raise NotApplicableError("nothing has a gradient")
     if not found:
         return count(looked_at, "gradient")
-    order = in_backward_order([name for name, *_ in found], one)
-    found.sort(key=lambda row: order.index(row[0]))
-    name_first, exact_said, near_said = found[0]
-    return Break(
-        layer=name_first,
-        line=f"{name_first} has a wrong gradient: backward computes {exact_said}, finite differences {near_said}",
+    found = in_backward_order(found, one)
+    _, exact_said, near_said = found[0]
+    return Break.at(
+        found,
+        f"has a wrong gradient: backward computes {exact_said}, finite differences {near_said}",
         columns=("tensor", "gradient", "finite differences"),
-        rows=tuple(found),
         advice="The error is between there and the loss. Look for an autograd.Function with a wrong backward, for "
         ".detach(), .data and no_grad; and for a kink at this point, as of a ReLU at 0.",
     )
@@ -312,20 +310,18 @@ def optimizer_covers(trial: Trial, *, optimizer: torch.optim.Optimizer) -> Break
     named = dict(trial.model.named_parameters())
     missing = [name for name, p in named.items() if p.requires_grad and id(p) not in held]
     if missing:
-        return Break(
-            layer=missing[0],
-            line=f"{missing[0]} is in no group of the optimizer: it is never trained",
+        return Break.at(
+            ((name,) for name in missing),
+            "is in no group of the optimizer: it is never trained",
             columns=("parameter",),
-            rows=tuple((name,) for name in missing),
             advice="Create the optimizer after the model is complete and on its device.",
         )
     twice = [name for name, p in named.items() if held[id(p)] > 1]
     if twice:
-        return Break(
-            layer=twice[0],
-            line=f"{twice[0]} is in the optimizer {held[id(named[twice[0]])]} times: every step updates it as often",
+        return Break.at(
+            ((name,) for name in twice),
+            f"is in the optimizer {held[id(named[twice[0]])]} times: every step updates it as often",
             columns=("parameter",),
-            rows=tuple((name,) for name in twice),
             advice="Put each parameter into one group only.",
         )
     foreign = len(held.keys() - {id(p) for p in named.values()})
@@ -535,12 +531,10 @@ def ema_tracks(trial: Trial, *, average: nn.Module, decay: float, updates: Calla
                 found.append((name, f"is updated in the average with an error of {percent(far)}"))
     if not found:
         return count(len(parameters), "parameter") + (f", {count(len(buffers), 'buffer')}" if buffers else "")
-    name, what = found[0]
-    return Break(
-        layer=name,
-        line=f"{name} {what}",
+    return Break.at(
+        found,
+        found[0][1],
         columns=("parameter", "what"),
-        rows=tuple(found),
         advice="Check from which model the average is updated, and when; and whether buffers are averaged or copied: "
         "AveragedModel(use_buffers=True) averages them, update_bn recomputes those of a BatchNorm.",
     )

@@ -1,4 +1,8 @@
-"""Other values for inputs that have no gradient: identifiers, masks, labels."""
+"""Other values for inputs that have no gradient: identifiers, masks, labels.
+
+Whether such an input is used shows only if another value changes an output. The other values must be valid: they stay
+in the range of the given ones.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .machinery.trial import Trial
 from .sequence import replacement
-from .trial import Trial
 
 _DRAWS = ("one", "two")
 
@@ -39,9 +43,7 @@ def other_values(trial: Trial, path: str, x: Tensor) -> list[OtherValues]:
     if trial.argument(path).endswith("mask") or x.dtype == torch.bool:
         made = _flipped(trial, path, x)
     elif x.is_floating_point():
-        scale = x.std() if x.numel() > 1 else x.abs().sum()
-        drawn = (trial.randn_like(x, f"{path} {draw}") for draw in _DRAWS)
-        made = ((y * (scale if scale > 0 else 1) + x.mean(), "replaced by random numbers") for y in drawn)
+        made = ((trial.redrawn(x, f"{path} {draw}"), "replaced by random numbers") for draw in _DRAWS)
     else:
         made = _integers(trial, path, x)
     return [OtherValues(path, values, said) for values, said in made if not torch.equal(values, x)]

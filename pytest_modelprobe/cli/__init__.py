@@ -11,14 +11,14 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from pytest_modelprobe import doctor
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.files import DIRECTORY
 from pytest_modelprobe.gate import CLASSES, DEFAULTS, LEVELS, MEANING
 from pytest_modelprobe.report import github
 from pytest_modelprobe.report.formats import FORMATS
-from pytest_modelprobe.report.text import printable
+from pytest_modelprobe.text import printable
 
+from . import doctor
 from .check import run_check, run_declare, run_diff
 from .common import INCOMPLETE
 from .init import GIT_ATTRIBUTES, run_init

@@ -1,4 +1,8 @@
-"""`modelprobe diff`, `check` and `declare`: what changed, whether it was declared, and the declaration."""
+"""`modelprobe diff`, `check` and `declare`: what changed, whether it was declared, and the declaration.
+
+All three compare the working tree with a base. `check` exits with 1 if a change that needs a reason has none, and
+`declare` writes the reason for what `check` denies.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +38,9 @@ from pytest_modelprobe.gate import (
     superseded,
 )
 from pytest_modelprobe.gate import event as actions
-from pytest_modelprobe.report import changes, data, github, markdown
-from pytest_modelprobe.report.text import printable
+from pytest_modelprobe.gate import text as changes
+from pytest_modelprobe.report import data, github, markdown
+from pytest_modelprobe.text import printable
 
 from .common import DIFFERENT, SAME, as_json, resolve_source
 
@@ -48,7 +53,7 @@ def run_diff(options: argparse.Namespace) -> int:
     if options.base is None and options.paths:
         if len(options.paths) != 2:
             raise UsageError("diff compares two: give OLD and NEW, or --base REF")
-        verdict = _between(*options.paths)
+        verdict = judge(*map(_relative, options.paths), levels=_DIFF_LEVELS)
     else:
         verdict = _since_base(options, _DIFF_LEVELS, differences=True)
     differing = Verdict(
@@ -71,11 +76,6 @@ def run_check(options: argparse.Namespace) -> int:
     verdict = _since_base(options, levels, differences=options.format == "json")
     _print(options.format, verdict, changes.verdict_text, markdown.verdict)
     return DIFFERENT if verdict.denied else SAME
-
-
-def _between(old: str, new: str) -> Verdict:
-    """Return the changes between two snapshots, or between the snapshots of two folders by name."""
-    return judge(_relative(old), _relative(new), levels=_DIFF_LEVELS)
 
 
 def _relative(argument: str) -> Mapping[str, SnapshotVersion]:

@@ -1,4 +1,4 @@
-"""Exit codes, what an argument names, and JSON output."""
+"""What the subcommands share: exit codes, what an argument names, and JSON output."""
 
 from __future__ import annotations
 
@@ -7,15 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pytest_modelprobe.gate import (
-    GitError,
-    Repository,
-    SnapshotSource,
-    in_revision,
-    on_disk,
-    scope_in,
-    without_ending,
-)
+from pytest_modelprobe.gate import GitError, Repository, SnapshotSource, in_revision, on_disk, scope_in, without_ending
 
 SAME, DIFFERENT, INCOMPLETE = 0, 1, 2
 """Exit codes: success; differences, or denied changes; could not complete."""

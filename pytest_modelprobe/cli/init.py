@@ -1,4 +1,4 @@
-"""`modelprobe init`: the attributes of snapshots in git."""
+"""`modelprobe init`: the attributes of snapshots in git, and what else a repository needs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import argparse
 from pathlib import Path
 
 from pytest_modelprobe.files import DIRECTORY
-from pytest_modelprobe.gate import (
-    Repository,
-)
+from pytest_modelprobe.gate import Repository
 
 from .common import SAME
 

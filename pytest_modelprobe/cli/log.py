@@ -1,4 +1,8 @@
-"""`modelprobe log`: the changes of a snapshot, or of one of its layers, in git."""
+"""`modelprobe log`: the changes of a snapshot, or of one of its layers, in git.
+
+Each commit is compared with its parents as a test would compare, so the log shows layers and values and no lines of
+text. A snapshot or a layer that had another name is followed through the commit that renamed it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_modelprobe.comparison import Comparison, Difference, compare
+from pytest_modelprobe.comparison import Comparison, Difference, compare, rows
 from pytest_modelprobe.exceptions import ModelProbeError, UsageError
 from pytest_modelprobe.files import ARCH
 from pytest_modelprobe.gate import (
@@ -23,8 +27,8 @@ from pytest_modelprobe.gate import (
     without_ending,
 )
 from pytest_modelprobe.record import Glob
-from pytest_modelprobe.report import markdown, rows
-from pytest_modelprobe.report.text import count, listed, printable, table
+from pytest_modelprobe.report import markdown
+from pytest_modelprobe.text import count, listed, printable, table
 
 from .common import SAME, as_json
 
@@ -44,10 +48,10 @@ class _LogEntry:
 def run_log(options: argparse.Namespace) -> int:
     """Print what each commit changed of a snapshot."""
     repository = Repository(Path.cwd())
-    entries = list(_log_entries(repository, _name(repository, options.snapshot), options.layer))
-    if options.layer and not any(entry.rows or entry.said for entry in entries):
+    every = _log_entries(repository, _name(repository, options.snapshot), options.layer)
+    entries = [entry for entry in every if entry.rows or entry.said]
+    if options.layer and not entries:
         raise SourceError(f"no version of {options.snapshot} has a layer {options.layer}")
-    entries = [entry for entry in entries if entry.rows or entry.said]
     if options.format == "json":
         print(as_json([_entry_data(entry) for entry in entries]))
     elif options.format == "markdown":

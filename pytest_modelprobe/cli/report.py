@@ -1,4 +1,4 @@
-"""`modelprobe report`: a file of results in another format."""
+"""`modelprobe report`: the results of a run of pytest, written by ``--modelprobe-json``, in another format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.report.formats import renderer
-from pytest_modelprobe.results import SCHEMA, write_text
+from pytest_modelprobe.report.results import SCHEMA, write_text
 
 from .common import SAME
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_modelprobe.exceptions import ModelProbeError
-from pytest_modelprobe.report.text import count, printable
+from pytest_modelprobe.text import count, printable
 
 from .common import DIFFERENT, SAME
 
 if TYPE_CHECKING:
     from pytest_modelprobe.checks import Outcome
-    from pytest_modelprobe.scan import ScannedModel
+
+    from .scanning import ScannedModel
 
 
 def run_scan(options: argparse.Namespace) -> int:
@@ -26,7 +27,8 @@ def run_scan(options: argparse.Namespace) -> int:
         raise ModelProbeError(f"{path} is there already: name another file")
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m` does
     from pytest_modelprobe.probe import ModelProbe
-    from pytest_modelprobe.scan import ScannedModel, as_test_file, load, parse_input
+
+    from .scanning import ScannedModel, as_test_file, load, parse_input
 
     inputs = [parse_input(text) for text in options.input]
     with ModelProbe(options.device) as probe:

@@ -1,4 +1,7 @@
-"""`modelprobe show`: a snapshot as a table."""
+"""`modelprobe show`: one or several snapshots as tables, data or a page.
+
+Each snapshot is printed before the next one is read, because a folder of them may not fit into memory.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from pytest_modelprobe.exceptions import ModelProbeError, SelectionError
-from pytest_modelprobe.gate import (
-    SnapshotVersion,
-)
-from pytest_modelprobe.record import Record, select
+from pytest_modelprobe.gate import SnapshotVersion
+from pytest_modelprobe.record import Record, layer_rows, select
+from pytest_modelprobe.record.text import headline
 from pytest_modelprobe.report import markdown
-from pytest_modelprobe.report.record import headline
-from pytest_modelprobe.report.text import layer_rows, listed, printable, table
-from pytest_modelprobe.results import write_text
+from pytest_modelprobe.report.results import write_text
+from pytest_modelprobe.text import listed, printable, table
 
 from .common import SAME, as_json, resolve_source
 

@@ -1,4 +1,9 @@
-"""Two records → their differences, layer by layer; `diagnosis` finds the causes."""
+"""Two records → their differences, layer by layer; `diagnosis` finds the causes.
+
+Structure is compared exactly, numbers within the tolerance of each value. A difference is reported once, where it is
+made: at the output and not at the input that takes it, at the owner of a tied weight. The change of every value is
+kept, also of those that are the same, because a diagnosis asks what did not change.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +38,7 @@ from . import tolerance as _tolerance
 from .call_syntax import with_current_paths
 from .differences import BEHAVIOR, CallKey, CallPair, Comparison, Difference, DifferenceKind, Parts, Tolerance, ValueKey
 from .matching import match
-from .pairing import comparable, has_both_modes, is_drawn_otherwise, paired_emitted, paired_values
+from .pairing import comparable, has_both_modes, is_drawn_otherwise, is_same, paired_emitted, paired_values
 from .tolerance import CAME, GONE, UNKNOWN, Direction, ValueChange, allows_more
 
 
@@ -75,27 +80,20 @@ def compare(
     __tracebackhide__ = True
     renames = resolve_rename(actual, expected, rename) if rename else {}
     found = match(actual, expected, renames)
-    removed = [name for name in expected.layers if name not in found]
+    removed = {name: layer.type_name for name, layer in expected.layers.items() if name not in found}
     # Another layer may have the name of a removed one.
     names = found | {name: f"{name} (removed)" for name in removed if name != ROOT or ROOT in actual.layers}
     kept = set(found.values())
-    original = expected
     moved_names = {old: new for old, new in found.items() if old != new and old not in renames}
     before = {new: old for old, new in {**renames, **moved_names}.items()}
     expected, names_before, other_paths = with_current_paths(actual, renamed(expected, names), before)
-    factors = _ToleranceFactors(tolerance, actual)
-    comparer = _Comparer(actual, expected, names_before, factors, nondeterministic=nondeterministic)
+    comparer = _Comparer(actual, expected, names_before, _tolerance_factor(tolerance, actual))
+    comparer.leaves_out_noisy = nondeterministic and expected.noise == "not repeatable"
     with gc_paused():
         differences = [
             *(Difference(layer=name, kind="layer added") for name in actual.layers if name not in kept),
-            *(
-                Difference(layer=name, kind="layer removed", expected=original.layers[name].type_name)
-                for name in removed
-            ),
-            *(
-                Difference(layer=new, kind="layer renamed", actual=new, expected=old)
-                for old, new in moved_names.items()
-            ),
+            *(Difference(layer=name, kind="layer removed", expected=kind) for name, kind in removed.items()),
+            *(Difference(layer=n, kind="layer renamed", actual=n, expected=old) for old, n in moved_names.items()),
             *comparer.differences(),
             *(difference for difference in other_paths if strict or difference.kind == "path"),
         ]
@@ -121,36 +119,21 @@ def compare(
     )
 
 
-class _ToleranceFactors:
-    """The user's factors of the tolerance."""
-
-    def __init__(self, tolerance: Tolerance, record: Record) -> None:
-        __tracebackhide__ = True
-        given = tolerance if isinstance(tolerance, Mapping) else {} if tolerance is None else {"**": tolerance}
-        for glob, times in given.items():
-            if type(times) not in (int, float) or not times > 0 or math.isinf(times):
-                raise UsageError(f"a tolerance multiplies the measured noise and is a positive number; got {times!r}")
-            if not any(map(Glob(glob).matches, record.layers)):
-                raise SelectionError(f"tolerance: {glob!r} matches none of {len(record.layers)} layers")
-        self._globs = [(Glob(glob), float(times)) for glob, times in given.items()]
-
-    def of(self, layer: str) -> float:
-        """Return the factor of the last glob that matches the layer."""
-        if not self._globs:
-            return 1.0
-        return next((times for glob, times in reversed(self._globs) if glob.matches(layer)), 1.0)
+def _tolerance_factor(tolerance: Tolerance, record: Record) -> Callable[[str], float]:
+    """Return a function from a layer to the user's factor of its tolerance: that of the last glob that matches it."""
+    __tracebackhide__ = True
+    given = tolerance if isinstance(tolerance, Mapping) else {} if tolerance is None else {"**": tolerance}
+    for glob, times in given.items():
+        if type(times) not in (int, float) or not times > 0 or math.isinf(times):
+            raise UsageError(f"a tolerance multiplies the measured noise and is a positive number; got {times!r}")
+        if not any(map(Glob(glob).matches, record.layers)):
+            raise SelectionError(f"tolerance: {glob!r} matches none of {len(record.layers)} layers")
+    globs = [(Glob(glob), float(times)) for glob, times in list(given.items())[::-1]]
+    return lambda layer: next((times for glob, times in globs if glob.matches(layer)), 1.0)
 
 
 class _Comparer:
-    def __init__(
-        self,
-        actual: Record,
-        expected: Record,
-        names: NamesBefore,
-        times: _ToleranceFactors,
-        *,
-        nondeterministic: bool,
-    ) -> None:
+    def __init__(self, actual: Record, expected: Record, names: NamesBefore, times: Callable[[str], float]) -> None:
         self.actual, self.expected, self.names = actual, expected, names
         self.times = times
         self.changes: dict[ValueKey, ValueChange] = {}
@@ -161,32 +144,33 @@ class _Comparer:
         self.looser: list[Difference] = []
         self.backward = bool(actual.backwards) and bool(expected.backwards)
         self.measured = expected.noise == "measured"
-        self.nondeterministic = nondeterministic and expected.noise == "not repeatable"
+        self.leaves_out_noisy = False
+        """Whether values that do not repeat are not compared."""
         self.both_read = has_numbers(actual) and has_numbers(expected)
         self.rounding = _largest_epsilon(expected)
         self.has_both_modes = has_both_modes(actual) or has_both_modes(expected)
 
     def differences(self) -> Iterator[Difference]:
         """Yield the differences of the layers that are in both records."""
-        a, e = self.actual, self.expected
-        if a.forwards != e.forwards:
-            yield Difference(layer=ROOT, kind="forwards", what="forwards", actual=a.forwards, expected=e.forwards)
-        if a.forwards and e.forwards:
-            if a.backwards != e.backwards and a.loss == e.loss:
-                yield Difference(
-                    layer=ROOT, kind="forwards", what="backwards", actual=a.backwards, expected=e.backwards
-                )
-            if a.seed != e.seed:
-                yield Difference(layer=ROOT, kind="seed", what="seed", actual=a.seed, expected=e.seed)
-            if a.loss != e.loss:
-                yield Difference(layer=ROOT, kind="loss", what="loss", actual=a.loss, expected=e.loss)
-            if has_numbers(a) != has_numbers(e):
-                mine, theirs = ("numbers" if has_numbers(record) else "structure alone" for record in (a, e))
-                yield Difference(layer=ROOT, kind="forwards", what="record", actual=mine, expected=theirs)
-        for name, layer in a.layers.items():
-            if name in e.layers:
-                yield from self._layer(layer, e.layers[name])
+        yield from self._run()
+        for name, layer in self.actual.layers.items():
+            if name in self.expected.layers:
+                yield from self._layer(layer, self.expected.layers[name])
         self.pairs.sort(key=lambda pair: pair.actual.started)
+
+    def _run(self) -> Iterator[Difference]:
+        """Yield what differs in how the model was run."""
+        a, e = self.actual, self.expected
+        told: list[tuple[DifferenceKind, str, Plain, Plain]] = [("forwards", "forwards", a.forwards, e.forwards)]
+        if a.forwards and e.forwards:
+            if a.loss == e.loss:
+                told.append(("forwards", "backwards", a.backwards, e.backwards))
+            now, then = ("numbers" if has_numbers(record) else "structure alone" for record in (a, e))
+            told += [("seed", "seed", a.seed, e.seed), ("loss", "loss", a.loss, e.loss)]
+            told.append(("forwards", "record", now, then))
+        for kind, what, mine, theirs in told:
+            if mine != theirs:
+                yield Difference(layer=ROOT, kind=kind, what=what, actual=mine, expected=theirs)
 
     def _layer(self, a: Layer, e: Layer) -> Iterator[Difference]:
         if a.type_name != e.type_name:
@@ -212,21 +196,19 @@ class _Comparer:
     ) -> Iterator[Difference]:
         mine, theirs = {p.name: p for p in actual}, {p.name: p for p in expected}
         for name in dict.fromkeys((*theirs, *mine)):
-            if name not in theirs:
-                yield _structural_difference(layer.name, what, name, "added", _description(mine[name]), None)
-            elif name not in mine:
-                yield _structural_difference(layer.name, what, name, "removed", None, _description(theirs[name]))
-            else:
-                a, e = mine[name], theirs[name]
-                for aspect, x, y in zip(_ASPECTS, _aspects(a), _aspects(e), strict=True):
-                    if x == y:
-                        continue
-                    unknown = aspect == "persistent" and None in (x, y)
-                    if not unknown and not (what == "buffer" and aspect == "trainable"):
-                        shown = (_shape(v) if isinstance(v, tuple) else v for v in (x, y))
-                        yield _structural_difference(layer.name, what, name, aspect, *shown)
-                if a.shape == e.shape:
-                    yield from self._parameter_values(layer.name, a, e, what)
+            a, e = mine.get(name), theirs.get(name)
+            if a is None or e is None:
+                came_or_went = "added" if e is None else "removed"
+                now, then = (None if one is None else _description(one) for one in (a, e))
+                yield _structural(layer, what, name, came_or_went, now, then)
+                continue
+            for aspect, x, y in zip(_ASPECTS, _aspects(a), _aspects(e), strict=True):
+                unknown = aspect == "persistent" and None in (x, y)
+                if x != y and not unknown and not (what == "buffer" and aspect == "trainable"):
+                    shown = (_shape(v) if isinstance(v, tuple) else v for v in (x, y))
+                    yield _structural(layer, what, name, aspect, *shown)
+            if a.shape == e.shape:
+                yield from self._parameter_values(layer.name, a, e, what)
 
     def _parameter_values(self, layer: str, a: Parameter, e: Parameter, what: str) -> Iterator[Difference]:
         kind: DifferenceKind = "weights" if what == "parameter" else "buffer"
@@ -237,11 +219,11 @@ class _Comparer:
             yield from self._value((layer, None, "after", a.name), "state", left, was_left, e.dtype, "forward")
         if self.backward and a.requires_grad and e.requires_grad:
             place = (layer, None, "parameter gradient", a.name)
-            rounding = self.rounding * _growth(_rows(self.expected.layers[layer], e))
+            rounding = self.rounding * _rounding_growth(self.expected.layers[layer], e)
             yield from self._gradient(place, "parameter gradient", a.gradient, e.gradient, e.dtype, e.reading, rounding)
         if a.requires_grad and e.requires_grad and a.left_out != e.left_out:
-            presence = {"actual": not a.left_out, "expected": not e.left_out}
-            yield Difference(layer=layer, kind="update presence", what=a.name, **presence)
+            held = {"actual": not a.left_out, "expected": not e.left_out}
+            yield Difference(layer=layer, kind="update presence", what=a.name, **held)
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
@@ -273,7 +255,7 @@ class _Comparer:
             yield at(kind="input added", what=value.path, actual=_description(value))
         for value in removed:
             yield at(kind="input removed", what=value.path, expected=_description(value))
-        scale = _Scale(lambda: _largest(e))
+        scale = _Scale(e)
         for value, other in inputs:
             yield from self._values(pair, "input", value, other, scale)
         outputs, added, removed = paired_values(a.outputs, e.outputs)
@@ -289,24 +271,20 @@ class _Comparer:
             yield from self._responses(pair, a.response, e.response)
 
     def _values(self, pair: CallPair, side: str, a: Value, e: Value, scale: _Scale) -> Iterator[Difference]:
-        index = pair.actual.index
+        at = functools.partial(Difference, layer=pair.layer, call=pair.actual.index, what=a.path)
         if a.shape != e.shape or a.dtype != e.dtype:
-            mine, theirs = _description(a), _description(e)
-            yield Difference(layer=pair.layer, kind="interface", call=index, what=a.path, actual=mine, expected=theirs)
+            yield at(kind="interface", actual=_description(a), expected=_description(e))
         is_input = side == "input"
         if is_input and a.source != e.source and not pair.outermost and not self._is_same_tensor(pair, a, e):
-            yield Difference(
-                layer=pair.layer, kind="source", call=index, what=a.path, actual=a.source, expected=e.source
-            )
-        reported = not is_input or a.source is None  # else the difference is reported at the output
+            yield at(kind="source", actual=a.source, expected=e.source)
         place = (pair.layer, pair.key, side, a.path)
         kind: DifferenceKind = "input" if is_input else "output"
-        found = self._value(place, kind, a.forward, e.forward, e.dtype, "forward", scale)
-        yield from found if reported else ()
+        found = [*self._value(place, kind, a.forward, e.forward, e.dtype, "forward", scale)]
         if self.backward and not (a.overwritten or e.overwritten):
             place = (pair.layer, pair.key, "input gradient" if is_input else "gradient", a.path)
-            found = self._gradient(place, "gradient", a.backward, e.backward, e.dtype, e.forward)
-            yield from found if reported else ()
+            found += self._gradient(place, "gradient", a.backward, e.backward, e.dtype, e.forward)
+        if not is_input or a.source is None:  # else the difference is reported at the output
+            yield from found
         if a.backward_inner is not None or e.backward_inner is not None:
             place = (pair.layer, pair.key, "inner gradient", a.path)
             yield from self._gradient(place, "gradient", a.backward_inner, e.backward_inner, e.dtype, e.forward)
@@ -316,31 +294,25 @@ class _Comparer:
 
         A source that is no output of the record, as in an edited file, is the same tensor as no other.
         """
-        place = pair.actual.root, pair.actual.root_training, a.source or ""
-        if a.source is not None and place not in self._outputs_now:
+        now, then = self._outputs_now, self._outputs_then
+        if a.source is not None and _place(pair.actual, a.source) not in now:
             return False
-
-        def found(outputs: Mapping[tuple[str, bool, str], Value], call: Call, value: Value, source: str | None) -> bool:
-            made = outputs.get((call.root, call.root_training, source or ""))
-            if made is None:
-                return False
-            change = _tolerance.change(made.forward, value.forward, measured=True)
-            return change.known and not change.differs
-
-        return found(self._outputs_now, pair.actual, a, e.source) or found(
-            self._outputs_then, pair.expected, e, a.source
+        made = (
+            (now.get(_place(pair.actual, e.source)), a),
+            (then.get(_place(pair.expected, a.source)), e),
         )
+        return any(output is not None and is_same(output.forward, value.forward) for output, value in made)
 
     @functools.cached_property
     def _largest_gradient(self) -> _tolerance.LargestGradient:
         return _tolerance.largest_gradient(self.expected)
 
     @functools.cached_property
-    def _outputs_now(self) -> Mapping[tuple[str, bool, str], Value]:
+    def _outputs_now(self) -> Mapping[_Place, Value]:
         return _outputs(self.actual)
 
     @functools.cached_property
-    def _outputs_then(self) -> Mapping[tuple[str, bool, str], Value]:
+    def _outputs_then(self) -> Mapping[_Place, Value]:
         return _outputs(self.expected)
 
     def _responses(self, pair: CallPair, a: IsolatedResponse, e: IsolatedResponse) -> Iterator[Difference]:
@@ -352,15 +324,14 @@ class _Comparer:
         pairs, gone = paired_emitted(a.handed, e.handed)
         for handed, other in pairs:
             if other is None:
-                yield from _one_sided(at(what=handed.where, actual=handed.passed or "computed"))
+                yield from _one_sided(at(what=handed.where, actual=handed.passed or _COMPUTED))
             elif handed.passed != other.passed:
-                computed = "computed"
-                yield at(what=handed.where, actual=handed.passed or computed, expected=other.passed or computed)
+                yield at(what=handed.where, actual=handed.passed or _COMPUTED, expected=other.passed or _COMPUTED)
             elif handed.reading is not None and other.reading is not None:
                 place = (pair.layer, pair.key, "handed", handed.where)
                 yield from self._value(place, "response", handed.reading, other.reading, dtype, "forward")
         for other in gone:
-            yield from _one_sided(at(what=other.where, expected=other.passed or "computed"))
+            yield from _one_sided(at(what=other.where, expected=other.passed or _COMPUTED))
         lost, found = (tuple(n for n in x.without_gradient if n not in y.without_gradient) for x, y in ((a, e), (e, a)))
         # A mask of bools has no gradient.
         others = {value.path for value in (*pair.actual.inputs, *pair.expected.inputs) if not value.is_floating}
@@ -385,11 +356,11 @@ class _Comparer:
     ) -> Sequence[Difference]:
         if not (self.both_read or (is_read(a) and is_read(e))):  # reported once for the whole record
             return ()
-        if self.nondeterministic and (e.noise or 0.0) > _tolerance.LARGEST_TOLERANCE[direction]:
+        if self.leaves_out_noisy and (e.noise or 0.0) > _tolerance.LARGEST_TOLERANCE[direction]:
             self.changes[place] = UNKNOWN
             return ()
         layer, key, _, path = place
-        times = self.times.of(layer)
+        times = self.times(layer)
         pair = id(a), id(e), dtype, direction, times
         found = self.within_tolerance.get(pair)
         if found is None:
@@ -403,18 +374,14 @@ class _Comparer:
                 times=times,
                 rounding=self.rounding if rounding is None else rounding,
             )
-            of_call = isinstance(scale, _Scale) and scale.computed
+            of_call = isinstance(scale, _Scale) and scale.computed is not None
             if not found.differs and not of_call:
                 self.within_tolerance[pair] = found
         self.changes[place] = found
-        index = 0 if key is None else key[-1]
+        at = functools.partial(Difference, layer=layer, what=path, call=0 if key is None else key[-1])
         if a.noise and allows_more(a, e, direction=direction, dtype=dtype, measured=self.measured):
-            noise = Difference(layer=layer, kind="noise", what=path, call=index, actual=a.noise, expected=e.noise)
-            self.looser.append(noise)
-        if not found.differs:
-            return ()
-        numbers = {"change": found.change, "noise": found.noise, "limit": found.limit}
-        return (Difference(layer=layer, kind=kind, what=path, call=index, **numbers),)
+            self.looser.append(at(kind="noise", actual=a.noise, expected=e.noise))
+        return (at(kind=kind, change=found.change, noise=found.noise, limit=found.limit),) if found.differs else ()
 
     def _gradient(
         self,
@@ -433,21 +400,31 @@ class _Comparer:
             return ()
         layer, key, _, path = place
         change = self.changes[place] = GONE if a is None else CAME
-        index = 0 if key is None else key[-1]
-        presence = {"actual": a is not None, "expected": e is not None}
-        found = Difference(
-            layer=layer, kind="gradient presence", what=path, call=index, change=change.change, **presence
-        )
-        return (found,)
+        at = functools.partial(Difference, layer=layer, what=path, call=0 if key is None else key[-1])
+        presence = at(kind="gradient presence", change=change.change, actual=a is not None, expected=e is not None)
+        return (presence,)
 
 
 _ASPECTS = ("shape", "dtype", "trainable", "tied", "persistent")
 _aspects = operator.attrgetter("shape", "dtype", "requires_grad", "tied_to", "persistent")
 
 
-def _structural_difference(layer: str, what: str, name: str, aspect: str, actual: Plain, expected: Plain) -> Difference:
+_MASKING = -1e4
+"""From here on a number may stand for minus infinity: some masks have -10,000, others the least of their dtype."""
+
+_ONE_SIDED = 100.0
+"""Smallest over largest element, without signs, from which on values are no activations: these have both signs."""
+
+_COMPUTED = "computed"
+"""Stands for a tensor that is none of the synthetic ones, where the other response hands on one of these."""
+
+_Place = tuple[str, bool, str]
+"""Root, mode and address of an output."""
+
+
+def _structural(layer: Layer, what: str, name: str, aspect: str, actual: Plain, expected: Plain) -> Difference:
     kind: DifferenceKind = f"{what} {aspect}"  # type: ignore[assignment]
-    return Difference(layer=layer, kind=kind, what=name, actual=actual, expected=expected)
+    return Difference(layer=layer.name, kind=kind, what=name, actual=actual, expected=expected)
 
 
 def _largest_epsilon(record: Record) -> float:
@@ -459,29 +436,29 @@ def _largest_epsilon(record: Record) -> float:
     return max(map(_tolerance.epsilon, dtypes), default=0.0)
 
 
-def _rows(layer: Layer, parameter: Parameter) -> float:
-    """Return how many rows of a layer's outputs there are for a parameter, whose gradient is the sum over them."""
-    numbers = (value.forward.statistics for _, value in layer.outputs)
-    outputs = sum(one.count for one in numbers if one is not None)
-    own = parameter.reading.statistics
-    return outputs / own.count if own is not None and own.count else 0.0
+def _rounding_growth(layer: Layer, parameter: Parameter) -> float:
+    """Return the factor of the rounding of a parameter's gradient, which is a sum over the rows of outputs.
 
-
-def _growth(rows: float) -> float:
-    """Return the factor of the rounding of a sum that rounds after each addition, as a narrow dtype's may.
-
-    Two orders of ``n`` random numbers differ by up to sqrt(n) / 4 epsilon of their sum. Noise allows four anyway.
+    A narrow dtype may round after each addition. Two orders of ``n`` random numbers then differ by up to sqrt(n) / 4
+    epsilon of their sum. Noise allows four anyway.
     """
+    outputs = sum(value.forward.statistics.count for _, value in layer.outputs if value.forward.statistics is not None)
+    own = parameter.reading.statistics
+    rows = outputs / own.count if own is not None and own.count else 0.0
     return max(1.0, math.sqrt(rows) / 16)
 
 
-def _outputs(record: Record) -> Mapping[tuple[str, bool, str], Value]:
-    """Return (root, mode, address) → output."""
+def _outputs(record: Record) -> Mapping[_Place, Value]:
+    """Return the outputs by their places."""
     return {
-        (call.root, call.root_training, address(layer.name, call, value.path)): value
+        _place(call, address(layer.name, call, value.path)): value
         for layer in record.layers.values()
         for call, value in layer.outputs
     }
+
+
+def _place(call: Call, source: str | None) -> _Place:
+    return call.root, call.root_training, source or ""
 
 
 def _unequal(actual: Mapping[str, Plain], expected: Mapping[str, Plain]) -> Iterator[tuple[str, Plain, Plain]]:
@@ -521,36 +498,28 @@ def _shape(shape: Sequence[Dimension]) -> str:
 
 
 class _Scale:
-    """The largest norm beside a value, which one that is zero in exact arithmetic is compared with.
+    """The largest norm of a value in a call, which one that is zero in exact arithmetic is compared with.
 
     Computed once, when a value that differs needs it: few do.
     """
 
-    __slots__ = ("_largest", "_scale")
-
-    def __init__(self, largest: Callable[[], float]) -> None:
-        self._largest = largest
-        self._scale: float | None = None
-
-    @property
-    def computed(self) -> bool:
-        """Whether a value needed it."""
-        return self._scale is not None
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self.computed: float | None = None
+        """None: no value needed it."""
 
     def __call__(self) -> float:
-        if self._scale is None:
-            self._scale = self._largest()
-        return self._scale
-
-
-def _largest(call: Call) -> float:
-    """Return the largest norm of a value in a call."""
-    values = filter(is_quantity, (*call.inputs, *call.outputs))
-    return max((_tolerance.norm(value.forward) for value in values), default=0.0)
+        if self.computed is None:
+            values = filter(is_quantity, (*self._call.inputs, *self._call.outputs))
+            self.computed = max((_tolerance.norm(value.forward) for value in values), default=0.0)
+        return self.computed
 
 
 def is_quantity(value: Value) -> bool:
-    """Whether a value is floating-point and no attention mask."""
+    """Whether a value is floating-point and no attention mask, whose norm says nothing about other values.
+
+    A mask has minus infinity, or a number that stands for it, where it masks, and zeros elsewhere.
+    """
     numbers = value.forward.statistics
     if not value.is_floating:
         return False
@@ -558,4 +527,4 @@ def is_quantity(value: Value) -> bool:
         return True
     if numbers.neginf and numbers.min == numbers.max == 0:
         return False
-    return numbers.min > -1e4 or -numbers.min < 100 * numbers.max
+    return numbers.min > _MASKING or -numbers.min < _ONE_SIDED * numbers.max

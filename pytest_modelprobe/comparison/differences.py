@@ -1,4 +1,8 @@
-"""The differences between two records, and the change of every value."""
+"""The differences between two records, and the change of every value.
+
+They are plain data: one address, one kind, both sides. What a difference means, whether it is a cause, a consequence or
+a matter of writing, is decided later, in `diagnosis`.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pytest_modelprobe.record import (
-    Call,
-    NamesBefore,
-    Plain,
-    Record,
-)
+from pytest_modelprobe.record import Call, NamesBefore, Plain, Record
 
 from .tolerance import UNKNOWN, ValueChange
 

@@ -1,4 +1,8 @@
-"""Match the layers of two records: by declared renames, by name, by type and parameters."""
+"""Match the layers of two records: by declared renames, by name, by type and parameters.
+
+A layer that is matched wrongly gives a diagnosis of two layers that have nothing to do with each other; one that is not
+matched is told as removed and added. The second is the smaller harm, so what is ambiguous stays unmatched.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +121,8 @@ def _pairs(old: Mapping[str, _Node], new: Mapping[str, _Node]) -> Iterator[tuple
     yield from ((old[name], new[name]) for name in common)
     gone, came = ([node for name, node in x.items() if name not in y] for x, y in ((old, new), (new, old)))
     if gone and came:
-        yield from _pairs_by_key(gone, came, _Node.signature)
+        for pairs in _pairs_by_key(gone, came, _Node.signature):
+            yield from pairs
 
 
 _LONG = 200
@@ -126,15 +131,22 @@ _LONG = 200
 
 def _pairs_by_key(
     old: Iterable[_Node], new: Iterable[_Node], key: Callable[[_Node], Hashable]
-) -> Iterator[tuple[_Node, _Node]]:
-    """Yield pairs of layers with equal keys, of keys that the same number of layers have in the same order."""
+) -> Iterator[list[tuple[_Node, _Node]]]:
+    """Yield the pairs of layers of each key that the same number of layers have in the same order."""
+    for before, after in _by_key(old, new, key):
+        if _is_same_order(before, after):
+            yield list(zip(before, after, strict=True))
+
+
+def _by_key(
+    old: Iterable[_Node], new: Iterable[_Node], key: Callable[[_Node], Hashable]
+) -> Iterable[tuple[list[_Node], list[_Node]]]:
+    """Return the old and the new layers of each key."""
     groups: dict[Hashable, tuple[list[_Node], list[_Node]]] = {}
     for side, nodes in enumerate((old, new)):
         for node in nodes:
             groups.setdefault(key(node), ([], []))[side].append(node)
-    for before, after in groups.values():
-        if _is_same_order(before, after):
-            yield from zip(before, after, strict=True)
+    return groups.values()
 
 
 def _is_same_order(old: Sequence[_Node], new: Sequence[_Node]) -> bool:
@@ -206,19 +218,22 @@ def _match_wrapped(new: Mapping[str, _Node], old: Mapping[str, _Node], found: di
 
 def _match_by_values(new: Mapping[str, _Node], old: Mapping[str, _Node], found: dict[str, str]) -> None:
     """Match the remaining layers without children whose weights have the values of one layer of the other record."""
-    taken = set(found.values())
-    groups: dict[Hashable, tuple[list[_Node], list[_Node]]] = {}
-    for side, (nodes, known) in enumerate(((old, found.keys()), (new, taken))):
-        for node in (node for node in nodes.values() if node.name not in known and not node.declared):
-            if node.layer is not None and node.layer.parameters and not node.children:
-                groups.setdefault(node.signature(), ([], []))[side].append(node)
-    for gone, came in groups.values():
+    before, after = (
+        [node for node in nodes.values() if node.name not in known and not node.declared and _owns_all(node)]
+        for nodes, known in ((old, found.keys()), (new, {*found.values()}))
+    )
+    for gone, came in _by_key(before, after, _Node.signature):
         if max(len(gone), len(came)) > _LONG:
             continue
         alike = {e.name: [a for a in came if _has_same_values(a, e)] for e in gone}
         for name, (first, *others) in ((name, nodes) for name, nodes in alike.items() if nodes):
             if not others and sum(first in nodes for nodes in alike.values()) == 1:
                 found[name] = first.name
+
+
+def _owns_all(node: _Node) -> bool:
+    """Whether a layer has parameters, and no layers inside it."""
+    return node.layer is not None and bool(node.layer.parameters) and not node.children
 
 
 def _has_same_values(a: _Node, e: _Node) -> bool:
@@ -245,7 +260,7 @@ def _match_across(new: Mapping[str, _Node], old: Mapping[str, _Node], found: dic
             left = [n for n in gone if sizes[id(n)] == size and n.name not in found and made_of[id(n)][1]]
             free = [n for n in came if n.name not in taken]
             key = functools.partial(_made_of, made_of=made_of, numbered=numbered)
-            for group in _grouped(_pairs_by_key(left, free, key), key):
+            for group in _pairs_by_key(left, free, key):
                 if _is_unambiguous(group, numbered=numbered):
                     for before, after in group:
                         _match(after, before, found)
@@ -273,19 +288,9 @@ def _made_of(node: _Node, *, made_of: Mapping[int, Hashable], numbered: bool) ->
     return made_of[id(node)], numbers_in(node.name) if numbered else ()
 
 
-def _grouped(
-    pairs: Iterable[tuple[_Node, _Node]], key: Callable[[_Node], Hashable]
-) -> Iterator[list[tuple[_Node, _Node]]]:
-    for _, group in itertools.groupby(pairs, lambda pair: key(pair[0])):
-        yield list(group)
-
-
 def _is_unambiguous(pairs: Sequence[tuple[_Node, _Node]], *, numbered: bool) -> bool:
     """Whether pairs from different containers are unambiguous: a single layer also needs a similar name."""
     named = any(old.children or _similarity(old.name, new.name) for old, new in pairs)
     first = pairs[0]
     alone = len(pairs) == 1 and not all(numbers_in(node.name) for node in first)
     return named and (numbered or alone)
-
-
-# --- other names --------------------------------------------------------------------------------------------------

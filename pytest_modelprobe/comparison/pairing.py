@@ -1,4 +1,8 @@
-"""Pair the values of a call, and of its isolated response, with the expected ones."""
+"""Pair the values of a call, and of its isolated response, with the expected ones.
+
+Numbers are only compared where both sides are the same thing: values of one place in a call, and responses to the same
+synthetic tensors. Here is decided what that is.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from pytest_modelprobe.record import (
     qualified,
 )
 
+from .differences import CallPair
 from .tolerance import change
 
 
@@ -40,9 +45,29 @@ def is_drawn_otherwise(layer: str, a: IsolatedResponse | None, names: NamesBefor
     return any(name in names.paths for name in (layer, *called))
 
 
-def children(response: IsolatedResponse) -> Mapping[str, None]:
-    """Return the calls of children in a response: ``attn``, ``attn (call 2)``."""
-    return dict.fromkeys(h.where.rpartition(" ")[0] for h in response.handed)
+def emitted(response: IsolatedResponse | None) -> Sequence[EmittedTensor]:
+    """Return what the code of a call, alone, passes to its children and returns; nothing if it was not run."""
+    return () if response is None else response.handed
+
+
+def children(response: IsolatedResponse | None) -> Mapping[str, None]:
+    """Return the calls of children in a response: ``attn``, ``attn (call 2)``; an empty name for what is returned."""
+    return dict.fromkeys(split_place(h.where)[0] for h in emitted(response))
+
+
+def split_place(where: str) -> tuple[str, str]:
+    """Split where a tensor goes into the call of a child and the path there; the child is empty for a returned value.
+
+    >>> split_place("attn (call 2) input[1]"), split_place("output")
+    (('attn (call 2)', 'input[1]'), ('', 'output'))
+    """
+    child, _, path = where.rpartition(" ")
+    return child, path
+
+
+def child_of(pair: CallPair, called: str) -> str:
+    """Return the full name of a child given as ``attn`` or ``attn (call 2)``."""
+    return qualified(pair.layer, called.partition(" ")[0])
 
 
 def has_both_modes(record: Record) -> bool:
@@ -101,5 +126,4 @@ def paired_values(
 
 def is_same(a: Reading, e: Reading) -> bool:
     """Whether two readings are known to be of the same numbers."""
-    found = change(a, e, measured=True)
-    return found.known and not found.differs
+    return change(a, e, measured=True).same

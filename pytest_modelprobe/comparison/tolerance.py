@@ -12,14 +12,14 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pytest_modelprobe.record import Reading, Record, Statistics, estimated_change, estimated_share, is_read
 
 Direction = Literal["forward", "backward", "state"]
 
 NOISE_FACTOR = 4.0
-"""Tolerance in units of the measured noise. See benchmarks/TOLERANCE.md for the measurements."""
+"""Tolerance in units of the measured noise. See evidence/TOLERANCE.md for the measurements."""
 
 NOISE_GROWTH = 10.0
 """Growth of the noise from which on a new snapshot counts as more tolerant."""
@@ -60,6 +60,11 @@ class ValueChange(NamedTuple):
     def differs(self) -> bool:
         """Whether the change exceeds the tolerance."""
         return self.change is not None and not self.change <= self.limit
+
+    @property
+    def same(self) -> bool:
+        """Whether the two are known to be the same within the tolerance."""
+        return self.change is not None and self.change <= self.limit
 
     @property
     def units(self) -> float:
@@ -116,7 +121,7 @@ def change(
         if not both or _available(actual) != _available(expected):
             return GONE if is_read(expected) else CAME if is_read(actual) else UNKNOWN
     a, e = actual.statistics, expected.statistics
-    if actual.tensors != expected.tensors or not _same_counts(a, e):
+    if actual.tensors != expected.tensors or not _same(_COUNTS, a, e):
         return CAME
     floor = _floor(direction, dtype, measured)
     noise = NOISE_FACTOR * max(0.0, expected.noise or 0.0)  # in this order the largest of 0 and NaN is 0
@@ -128,7 +133,7 @@ def change(
         return ValueChange(share, expected.noise, min(noise, LARGEST_TOLERANCE[direction]) * times)
     if x is None or y is None:
         return ValueChange(_moments_change(a, e, 0.0), expected.noise, max(limit, _PRINTED_PRECISION))
-    if x == y and _same_moments(a, e):
+    if x == y and _same(_MOMENTS, a, e):
         return ValueChange(0.0, expected.noise, limit)
     # The norm is exact by the moments; non-finite elements are in the fingerprint alone.
     size = e.norm if e is not None and not e.nonfinite else math.hypot(*y)
@@ -241,23 +246,16 @@ def _share(actual: Reading, expected: Reading) -> float:
     return max(estimated_share(actual.fingerprint, expected.fingerprint, count), 1 / count)
 
 
-_COUNTS = operator.attrgetter(
-    "count", "nan", "posinf", "neginf", "first_nan", "first_posinf", "first_neginf"
-)  # those of elements, of non-finite ones, and since which forward there are any
+_COUNTS = operator.attrgetter("count", "nan", "posinf", "neginf", "first_nan", "first_posinf", "first_neginf")
+"""Of elements, of those that are not finite, and since which forward there are any."""
+
+_MOMENTS = operator.attrgetter("mean", "deviations", "min", "max", "zeros")
+"""All that `_moments_change` and `_same_zeros` compare."""
 
 
-def _same_counts(a: Statistics | None, e: Statistics | None) -> bool:
-    """Whether both are of as many elements, with as many non-finite ones since the same forwards."""
-    if a is None or e is None:
-        return a is e
-    return bool(_COUNTS(a) == _COUNTS(e))
-
-
-def _same_moments(a: Statistics | None, e: Statistics | None) -> bool:
-    """Whether all that `_moments_change` and `_same_zeros` compare is equal."""
-    if a is None or e is None:
-        return a is e
-    return (a.mean, a.deviations, a.min, a.max, a.zeros) == (e.mean, e.deviations, e.min, e.max, e.zeros)
+def _same(numbers: operator.attrgetter[Any], a: Statistics | None, e: Statistics | None) -> bool:
+    """Whether these numbers are equal, or there are no statistics on either side."""
+    return a is e if a is None or e is None else bool(numbers(a) == numbers(e))
 
 
 def _moments_change(a: Statistics | None, e: Statistics | None, least: float) -> float:
@@ -272,14 +270,7 @@ def _moments_change(a: Statistics | None, e: Statistics | None, least: float) ->
     a_std, e_std = math.sqrt(a.deviations / finite), math.sqrt(e.deviations / finite)
     if (a.min is None) != (e.min is None):  # all that a file has of a gradient
         x, y = math.hypot(a_std, a.mean), math.hypot(e_std, e.mean)
-        return 0.0 if _equal_as_printed(x, y) else _scaled_difference(x, y, max(e.norm, least) / math.sqrt(finite))
-    if (
-        _equal_as_printed(a.mean, e.mean)
-        and _equal_as_printed(a_std, e_std)
-        and _equal_as_printed(a.min, e.min)
-        and _equal_as_printed(a.max, e.max)
-    ):
-        return 0.0
+        return _scaled_difference(x, y, max(e.norm, least) / math.sqrt(finite))
     norm = max(e.norm, least)
     element = norm / math.sqrt(finite)
     return max(

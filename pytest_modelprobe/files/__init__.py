@@ -1,4 +1,11 @@
-"""Records as two text files, and back: what a test recorded, kept in git."""
+"""Snapshots as two text files: what a test recorded, kept in git.
+
+`encode` writes a record as the texts of an architecture file and a numbers file, and `decode` reads them back. The
+architecture is exact and the same on all devices; the numbers are rounded, and each device has its own. The files are
+made for review: a layer is one line, defaults are left out, and an update touches as few lines as possible. A file may
+come from anybody who opens a pull request, so nothing in it is trusted: it is read with limits, and what is wrong is
+said in one sentence with the path and the way out.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ from .decoding import StoredSnapshot, architecture_digest, decode, decode_archit
 from .encoding import encode
 from .file_names import case_folded, file_name
 from .layout import Texts
-from .parsing import MOST_BYTES, RESTORE, parsed, too_large
+from .parsing import MOST_BYTES, RESTORE, parsed, text_of, too_large
 from .storage import ARCH, DIRECTORY, PROBE, REMOVED, read, read_texts, write
 from .updating import rewritten
 
@@ -24,6 +31,7 @@ __all__ = [
     "MOST_BYTES",
     "RESTORE",
     "parsed",
+    "text_of",
     "too_large",
     "StoredSnapshot",
     "Texts",

@@ -1,4 +1,8 @@
-"""A parsed architecture file → its layers and calls, checked, without numbers."""
+"""From a parsed architecture file to its layers and calls, checked, and still without numbers.
+
+The numbers follow in `numbers_file`. A file describes much with few bytes, because lines of repeated blocks are equal:
+they are parsed once, and the limits hold for what they describe, not for the size of the file.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Any, NamedTuple
 
-from pytest_modelprobe.record import ROOT, ForwardKind, Plain
+from pytest_modelprobe.record import Call, ForwardKind, Layer, Plain
 
-from .layout import ABSENT, ARROW, LAYERS, digest_of
+from .layout import ABSENT, ARROW, LAYERS, MODES, digest_of, usual_call, usual_layer
 from .order import containers, events, implied_timelines
 from .parsing import check_fields, excerpt, string_dict, string_tuple
 from .specs import DTYPE, Defaults, FormatError, ParsedSpec, name_of, parse_parameter, parse_value
 
+# The names and types of the fields; what no table has is refused.
 _HEADER = {
     "modelprobe": int, "model": str, "root": str, "mode": str, "seed": int, "loss": str, "forwards": int,
     "backwards": int, "dtype": str, "requires_grad": bool, "grad_enabled": bool, "autocast": str, "attributes": dict,
@@ -32,44 +37,27 @@ _CALL: dict[str, type | UnionType] = {
 _DEEPEST = 256
 """Parts of a layer's name: Python's recursion limit allows no deeper calls."""
 _MOST_LAYERS = 1 << 17
+"""More than any model has."""
 _MOST_PARTS = 1 << 20
 """Layers, parameters, buffers, calls and values: a few bytes of a file are a hundred times as much in memory."""
-_MODES = {"train": True, "eval": False}
 
 Named = list[tuple[str, ParsedSpec]]
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class CallLine:
-    """A call without values."""
-
-    root: str
-    root_training: bool
-    index: int
-    forwards: int
-    training: bool
-    inputs_known: bool
-    arguments: dict[str, Plain]
-    grad_enabled: bool
-    autocast: str | None
-    recomputed: int
 
 
 class LayerLine(NamedTuple):
     """A layer without numbers."""
 
-    name: str
-    type: str
-    leaf: bool
-    functional: bool
-    training: bool
-    aliases: tuple[str, ...]
-    attributes: dict[str, Plain]
+    layer: Layer
+    """With its calls; the parameters, buffers and values are missing."""
     parameters: Named
     buffers: Named
-    calls: list[CallLine]
     values: list[tuple[Named, Named]]
     """Inputs and outputs of each call."""
+
+    @property
+    def name(self) -> str:
+        """The name of the layer."""
+        return self.layer.name
 
 
 class Structure:
@@ -78,18 +66,17 @@ class Structure:
     def __init__(self, data: dict[str, Any]) -> None:
         check_fields(data, _HEADER)
         _count(data, "forwards", "backwards")
-        if "model" not in data or data.get("mode") not in _MODES:
+        if "model" not in data or data.get("mode") not in MODES:
             raise FormatError("the model or its mode is missing")
         self.data = data
         if len(data[LAYERS]) > _MOST_LAYERS:
             raise FormatError(f"it has {len(data[LAYERS]):,} layers, and {_MOST_LAYERS:,} are the most that are read")
         self.digest = digest_of(data)
         self.has_numbers: bool = data.get("numbers", True)
-        self.training = _MODES[data["mode"]]
         self.defaults = Defaults(data.get("dtype", DTYPE), data.get("requires_grad", False))
         self.attributes = _attributes(data.get("attributes", {}))
         self.parents = containers(data[LAYERS])
-        self._contents: dict[str, tuple[Any, ...]] = {}
+        self._contents: dict[str, LayerLine] = {}
         """By their texts: the lines of repeated blocks are equal."""
         self._parts = 0
         self.lines = [self._line(name, line) for name, line in data[LAYERS].items()]
@@ -101,38 +88,30 @@ class Structure:
                 raise FormatError("it describes no layer")
             if name.count(".") >= _DEEPEST:
                 raise FormatError(f"its name has {name.count('.') + 1:,} parts")
-            inner = len(self.data[LAYERS]) > 1 if name == ROOT else name in self.parents
             text = repr(line)
             if text not in self._contents:
                 self._contents[text] = self._content(line)
-            *_, parameters, buffers, calls, values = self._contents[text]
-            self._parts += 1 + len(parameters) + len(buffers) + len(calls) + sum(len(a) + len(b) for a, b in values)
+            found = self._contents[text]
+            self._parts += 1 + len(found.parameters) + len(found.buffers) + len(found.values)
+            self._parts += sum(len(inputs) + len(outputs) for inputs, outputs in found.values)
             if self._parts > _MOST_PARTS:
                 raise FormatError(f"up to it there are more than {_MOST_PARTS:,} parameters, calls and values")
             # Interned: of many snapshots the names of layers are what stays in memory.
-            return LayerLine(sys.intern(name), line["type"], line.get("leaf", not inner), *self._contents[text])
+            leaf = line.get("leaf", name not in self.parents)
+            return found._replace(layer=dataclasses.replace(found.layer, name=sys.intern(name), leaf=leaf))
 
-    def _content(self, line: dict[str, Any]) -> tuple[Any, ...]:
-        """Return the fields of a `LayerLine` from ``functional`` on."""
+    def _content(self, line: dict[str, Any]) -> LayerLine:
+        """Return what a line says of a layer, whatever its name is."""
         check_fields(line, _LAYER)
-        training = line.get("training", self.training)
-        functional = line.get("functional", False)
-        own = _attributes(line.get("attributes", {}))
-        return (
-            functional,
-            training,
-            string_tuple(line["aliases"], "aliases") if "aliases" in line else (),
-            own if functional else self._with_usual(own, line.get("attributes", {})),
-            self._own(line.get("parameters", {}), trainable=True),
-            self._own(line.get("buffers", {}), trainable=False),
-            *self._calls(line.get("calls", ()), training),
-        )
-
-    def _with_usual(self, own: dict[str, Plain], given: Mapping[str, Any]) -> dict[str, Plain]:
-        if not self.attributes:
-            return own
-        defaults = {k: v for k, v in self.attributes.items() if k not in given}
-        return own | defaults
+        fields = usual_layer(self.data, has_children=False) | line
+        attributes = _attributes(fields["attributes"])
+        if not fields["functional"]:
+            attributes |= {k: v for k, v in self.attributes.items() if k not in fields["attributes"]}
+        fields["attributes"], fields["aliases"] = attributes, string_tuple(fields["aliases"], "aliases")
+        parameters = self._own(fields.pop("parameters"), trainable=True)
+        buffers = self._own(fields.pop("buffers"), trainable=False)
+        fields["calls"], values = self._calls(fields["calls"], fields["training"])
+        return LayerLine(Layer(name="", **fields), parameters, buffers, values)
 
     def _own(self, data: Any, *, trainable: bool) -> Named:
         return [
@@ -143,10 +122,10 @@ class Structure:
     def _values(self, data: Any) -> Named:
         return [(name_of(key), parse_value(text, self.defaults)) for key, text in string_dict(data, "values").items()]
 
-    def _calls(self, data: Sequence[Any], training: bool) -> tuple[list[CallLine], list[tuple[Named, Named]]]:
+    def _calls(self, data: Sequence[Any], training: bool) -> tuple[tuple[Call, ...], list[tuple[Named, Named]]]:
+        """Return the calls without their values, and the inputs and outputs of each."""
         calls, values = [], []
-        index: dict[ForwardKind, int] = {}
-        header = self.data
+        following: dict[ForwardKind, int] = {}
         for line in data:
             if type(line) is str:
                 source, arrow, made = line.rpartition(ARROW)
@@ -156,34 +135,24 @@ class Structure:
             elif type(line) is not dict:
                 raise FormatError(f"{excerpt(line)} is no call")
             check_fields(line, _CALL)
-            _count(line, "index", "forwards", "recomputed")
-            if line.get("mode", "eval") not in _MODES:
-                raise FormatError(f"{excerpt(line['mode'])} is no mode")
-            kind = line.get("root", header.get("root", ROOT)), _MODES[line["mode"]] if "mode" in line else self.training
-            position = line.get("index", index.get(kind, 0))
-            index[kind] = position + 1
-            calls.append(
-                CallLine(
-                    root=kind[0],
-                    root_training=kind[1],
-                    index=position,
-                    forwards=line.get("forwards", header.get("forwards", 1)),
-                    training=line.get("training", training),
-                    inputs_known=line.get("inputs_known", True),
-                    arguments=_attributes(line.get("arguments", {})),
-                    grad_enabled=line.get("grad_enabled", header.get("grad_enabled", True)),
-                    autocast=line["autocast"] if "autocast" in line else header.get("autocast"),
-                    recomputed=line.get("recomputed", 0),
-                )
-            )
-            values.append((self._values(line.get("inputs", {})), self._values(line.get("outputs", {}))))
+            fields = usual_call(self.data, training=training) | line
+            _count(fields, "index", "forwards", "recomputed")
+            mode, inputs, outputs = (fields.pop(name) for name in ("mode", "inputs", "outputs"))
+            if mode not in MODES:
+                raise FormatError(f"{excerpt(mode)} is no mode")
+            kind = fields["root"], MODES[mode]
+            fields["index"] = line.get("index", following.get(kind, 0))
+            following[kind] = fields["index"] + 1
+            fields["arguments"] = _attributes(fields["arguments"])
+            calls.append(Call(root_training=MODES[mode], **fields))
+            values.append((self._values(inputs), self._values(outputs)))
             if any(worded.origin is not None for _, worded in values[-1][1]):
                 raise FormatError("what a call gives out comes from nowhere else")
-        return calls, values
+        return tuple(calls), values
 
     def _place(self) -> None:
         """Assign each call its start and end in the order of its forward."""
-        self.calls = [line.calls for line in self.lines]
+        self.calls = [line.layer.calls for line in self.lines]
         order = self.data.get("order")
         if order is None:
             order = implied_timelines([line.name for line in self.lines], self.calls)

@@ -1,4 +1,8 @@
-"""Reasons for changes: in an architecture file, or for a deleted snapshot in a file of its own."""
+"""The reason for a change: in an architecture file, or, for a deleted snapshot, in a file of its own.
+
+`modelprobe declare` writes a reason after the fact, without running the test. So it edits the lines of the file and
+makes sure that nothing but the declaration changed.
+"""
 
 from __future__ import annotations
 

@@ -1,26 +1,22 @@
-"""The texts of the two files → record."""
+"""From the texts of the two files to the record in them, with its declaration.
+
+This module puts the steps together: `parsing`, `architecture_file`, `numbers_file`. It decides whether two files belong
+together, and it adds the path of the file to what those steps raise.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from pytest_modelprobe.exceptions import SnapshotError
-from pytest_modelprobe.record import (
-    Record,
-    gc_paused,
-    has_numbers,
-)
+from pytest_modelprobe.record import Record, gc_paused, has_numbers
 
 from .architecture_file import Structure
 from .layout import ComparedParts, digest_of
-from .numbers_file import (
-    Numbers,
-    RecordBuilder,
-    operation_from,
-)
+from .numbers_file import RecordBuilder, check_numbers, operation_from
 from .parsing import RESTORE, parsed, string_dict, string_tuple
 from .specs import FormatError
 
@@ -67,14 +63,13 @@ def decode(
         data = parsed(architecture, where) if isinstance(architecture, str) else architecture
         with _named(where):
             structure = Structure(data)
+            if numbers is None and not structure.has_numbers:
+                return _snapshot(structure, {})
         if numbers is None:
-            if structure.has_numbers:
-                raise SnapshotError(
-                    f"{there} is missing, the numbers that belong to {where}: add it to version control, or record "
-                    "both anew with `pytest --snapshot-update`"
-                )
-            with _named(where):
-                return _snapshot(structure, None)
+            raise SnapshotError(
+                f"{there} is missing, the numbers that belong to {where}: add it to version control, or record "
+                "both anew with `pytest --snapshot-update`"
+            )
         found = parsed(numbers, there)
         if not structure.has_numbers:
             raise SnapshotError(f"{there} has numbers, but {where} is of a structure without: delete {there}")
@@ -84,26 +79,27 @@ def decode(
                 "on another device: run `pytest --snapshot-update` for this device"
             )
         with _named(there):
-            snapshot = _snapshot(structure, Numbers(found, structure))
+            check_numbers(found, structure)
+            snapshot = _snapshot(structure, found)
             if not has_numbers(snapshot.record):
                 raise FormatError("it has no numbers")
             return snapshot
 
 
-def decode_architecture(text: str, *, where: str) -> StoredSnapshot:
+def decode_architecture(architecture: str | dict[str, Any], *, where: str) -> StoredSnapshot:
     """Return the snapshot of an architecture file alone, without numbers.
 
     Args:
-        text: The text of the architecture file.
+        architecture: The text of the architecture file, or what `parsed` returned for it.
         where: Its path, for messages.
 
     Raises:
         SnapshotError: The text is damaged or was written by a newer version.
     """
     with gc_paused():
-        data = parsed(text, where)
+        data = parsed(architecture, where) if isinstance(architecture, str) else architecture
         with _named(where):
-            return _snapshot(Structure(data), None)
+            return _snapshot(Structure(data), {})
 
 
 def architecture_digest(text: str) -> str:
@@ -131,31 +127,25 @@ def _named(where: str) -> Iterator[None]:
         raise SnapshotError(f"{where} is nested too deeply to be a snapshot: {RESTORE}") from None
 
 
-def _snapshot(structure: Structure, numbers: Numbers | None) -> StoredSnapshot:
-    """Return the record and its declaration."""
+def _snapshot(structure: Structure, numbers: Mapping[str, Any]) -> StoredSnapshot:
+    """Return the record and its declaration; ``numbers`` is empty if the structure alone is wanted."""
     data = structure.data
-    header = {} if numbers is None else numbers.header
-    device = header.get("device", "cpu")
-    fill = RecordBuilder(structure, numbers, device)
-    notes = data.get("notes", header.get("notes", ()))
+    fill = RecordBuilder(structure, numbers)
     record = Record(
         model=data["model"],
         layers={line.name: fill.layer(i, line) for i, line in enumerate(structure.lines)},
         forwards=data.get("forwards", 0),
         backwards=data.get("backwards", 0),
-        device=device,
+        device=fill.device,
         seed=data.get("seed"),
         loss=data.get("loss"),
-        notes=string_tuple(notes, "notes") if notes else (),
-        origin=operation_from(header.get("origin")),
-        gradient_origin=operation_from(header.get("gradient_origin")),
-        noise=header.get("noise"),
-        versions=string_dict(header.get("versions", {}), "versions"),
+        notes=string_tuple(data.get("notes", numbers.get("notes", [])), "notes"),
+        origin=operation_from(numbers.get("origin")),
+        gradient_origin=operation_from(numbers.get("gradient_origin")),
+        noise=numbers.get("noise"),
+        versions=string_dict(numbers.get("versions", {}), "versions"),
     )
     alone: ComparedParts = "all" if structure.has_numbers else "architecture"
     return StoredSnapshot(
-        record, structure.digest, data.get("reason"), data.get("supersedes"), header.get("compared", alone)
+        record, structure.digest, data.get("reason"), data.get("supersedes"), numbers.get("compared", alone)
     )
-
-
-# --- the numbers --------------------------------------------------------------------------------------------------

@@ -1,4 +1,9 @@
-"""Record → the texts of its two files."""
+"""From a record to the texts of its two files.
+
+What follows from the rest is left out: defaults, the order of calls if the lines tell it, the numbers of a tensor that
+was seen before. This keeps the files short and the lines of repeated blocks equal. The digest of the architecture is
+written into the numbers, so that two files of different versions are never read as one snapshot.
+"""
 
 from __future__ import annotations
 
@@ -27,29 +32,8 @@ from pytest_modelprobe.record import (
     qualified,
 )
 
-from .layout import (
-    ABSENT,
-    ALONE,
-    ARROW,
-    COLUMNS,
-    EMPTY,
-    GRADIENT,
-    GRADIENT_COLUMNS,
-    HANDED,
-    INPUT,
-    KEYS,
-    OUTPUT,
-    OWN,
-    RANDOM,
-    REASON,
-    RECIPES,
-    SCHEMA,
-    UNREACHED,
-    ComparedParts,
-    Texts,
-    digest_of,
-    laid_out,
-)
+from . import layout
+from .layout import ComparedParts, Texts, digest_of, laid_out, usual_call, usual_layer
 from .order import all_events, containers, events, forward_kind_of, forward_order, implied_timelines, timelines
 from .readings import reading_text
 from .recipe_text import Outline, Recipes
@@ -89,10 +73,7 @@ def encode(
     lines = forward_order(record)
     numbers = has_numbers(record)
     header, defaults = _header(record, lines, numbers)
-    if reason is not None:
-        header["reason"] = reason
-    if supersedes is not None:
-        header["supersedes"] = supersedes
+    header |= _given({"reason": reason, "supersedes": supersedes})
     structure = _Structure(lines, header, defaults)
     layers = {name: structure.layer(name, layer, calls) for name, layer, calls in lines}
     architecture = laid_out(header, ((name, _JSON(layer)) for name, layer in layers.items()))
@@ -112,7 +93,7 @@ def _header(record: Record, lines: Sequence[LayerCalls], numbers: bool) -> tuple
     requires_grad = any(v.requires_grad for _, _, cs in lines for c in cs for v in (*c.inputs, *c.outputs))
     order = timelines(calls)
     header: dict[str, Any] = {
-        "modelprobe": SCHEMA,
+        "modelprobe": layout.SCHEMA,
         "model": record.model,
         "root": first.root if first and first.root != ROOT else None,
         "mode": "train" if training else "eval",
@@ -129,7 +110,7 @@ def _header(record: Record, lines: Sequence[LayerCalls], numbers: bool) -> tuple
         "notes": None if numbers else record.notes or None,
         "order": order if order != implied_timelines([name for name, _, _ in lines], calls) else None,
     }
-    return {k: v for k, v in header.items() if v is not None}, Defaults(dtype, requires_grad)
+    return _given(header), Defaults(dtype, requires_grad)
 
 
 def _everywhere(lines: Sequence[LayerCalls]) -> dict[str, Any]:
@@ -147,7 +128,7 @@ def _dtypes(lines: Sequence[LayerCalls]) -> Iterator[str]:
 
 def _numbers_header(record: Record, digest: str, compared: ComparedParts) -> dict[str, Any]:
     header: dict[str, Any] = {
-        "modelprobe": SCHEMA,
+        "modelprobe": layout.SCHEMA,
         "architecture": digest,
         "compared": None if compared == "all" else compared,
         "device": record.device,
@@ -156,11 +137,15 @@ def _numbers_header(record: Record, digest: str, compared: ComparedParts) -> dic
         "origin": _operation(record.origin),
         "gradient_origin": _operation(record.gradient_origin),
         "versions": dict(record.versions) or None,
-        "columns": COLUMNS,
-        "gradient columns": GRADIENT_COLUMNS,
-        "keys": KEYS,
+        "columns": layout.COLUMNS,
+        "gradient columns": layout.GRADIENT_COLUMNS,
+        "keys": layout.KEYS,
     }
-    return {k: v for k, v in header.items() if v is not None}
+    return _given(header)
+
+
+def _given(header: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in header.items() if value is not None}
 
 
 def _operation(operation: Operation | None) -> list[str | None] | None:
@@ -177,22 +162,20 @@ class _Structure:
         self.defaults = defaults
         self.header = header
         self.parents = containers([name for name, _, _ in lines])
-        self.only_root = len(lines) == 1
 
     def layer(self, name: str, layer: Layer, calls: Sequence[Call]) -> dict[str, Any]:
-        inner = not self.only_root if name == ROOT else name in self.parents
         line: dict[str, Any] = {
             "type": layer.type_name,
-            "functional": layer.functional or None,
-            "leaf": layer.leaf if layer.leaf == inner else None,
-            "training": layer.training if layer.training != (self.header["mode"] == "train") else None,
-            "aliases": layer.aliases or None,
-            "attributes": self._attributes(layer) or None,
-            "parameters": self._own(layer.parameters, trainable=True) or None,
-            "buffers": self._own(layer.buffers, trainable=False) or None,
-            "calls": self._calls(name, layer, calls) or None,
+            "functional": layer.functional,
+            "leaf": layer.leaf,
+            "training": layer.training,
+            "aliases": list(layer.aliases),
+            "attributes": self._attributes(layer),
+            "parameters": self._own(layer.parameters, trainable=True),
+            "buffers": self._own(layer.buffers, trainable=False),
+            "calls": self._calls(name, layer, calls),
         }
-        return {k: v for k, v in line.items() if v is not None}
+        return _unusual(line, usual_layer(self.header, has_children=name in self.parents))
 
     def _attributes(self, layer: Layer) -> dict[str, Any]:
         found = {k: _json_value(v) for k, v in layer.attributes.items()}
@@ -200,45 +183,34 @@ class _Structure:
             return found
         defaults: Mapping[str, Any] = self.header.get("attributes", {})
         own = {k: v for k, v in found.items() if k not in defaults or not _same_attribute(defaults[k], v)}
-        return own | {k: ABSENT for k in defaults if k not in found}
+        return own | {k: layout.ABSENT for k in defaults if k not in found}
 
     def _own(self, own: Sequence[Parameter], *, trainable: bool) -> dict[str, str]:
         texts = (parameter_text(p, self.defaults, trainable=trainable) for p in own)
         return dict(zip(keys(p.name for p in own), texts, strict=True))
 
     def _calls(self, name: str, layer: Layer, calls: Sequence[Call]) -> list[dict[str, Any] | str]:
-        header = self.header
         found: list[dict[str, Any] | str] = []
-        index: dict[tuple[str, bool], int] = {}
+        usual = usual_call(self.header, training=layer.training)
+        following: dict[ForwardKind, int] = {}
         for call in calls:
-            kind = call.root, call.root_training
-            next_index = index.get(kind, 0)
-            index[kind] = call.index + 1
-            line: dict[str, Any] = {}
-            if call.root != header.get("root", ROOT):
-                line["root"] = call.root
-            if call.root_training != (header["mode"] == "train"):
-                line["mode"] = "train" if call.root_training else "eval"
-            if call.index != next_index:
-                line["index"] = call.index
-            if call.forwards != header.get("forwards", 1):
-                line["forwards"] = call.forwards
-            if call.training != layer.training:
-                line["training"] = call.training
-            if call.grad_enabled != header.get("grad_enabled", True):
-                line["grad_enabled"] = call.grad_enabled
-            if call.autocast != header.get("autocast"):
-                line["autocast"] = call.autocast
-            if call.recomputed:
-                line["recomputed"] = call.recomputed
-            if call.inputs:
-                line["inputs"] = self._values(call.inputs, name)
-            if not call.inputs_known:
-                line["inputs_known"] = False
-            if call.arguments:
-                line["arguments"] = {k: _json_value(v) for k, v in call.arguments.items()}
-            if call.outputs:
-                line["outputs"] = self._values(call.outputs, name)
+            kind = forward_kind_of(call)
+            fields: dict[str, Any] = {
+                "root": call.root,
+                "mode": "train" if call.root_training else "eval",
+                "index": call.index,
+                "forwards": call.forwards,
+                "training": call.training,
+                "grad_enabled": call.grad_enabled,
+                "autocast": call.autocast,
+                "recomputed": call.recomputed,
+                "inputs": self._values(call.inputs, name),
+                "inputs_known": call.inputs_known,
+                "arguments": {k: _json_value(v) for k, v in call.arguments.items()},
+                "outputs": self._values(call.outputs, name),
+            }
+            line = _unusual(fields, {**usual, "index": following.get(kind, 0)})
+            following[kind] = call.index + 1
             found.append(_signature(line) or line)
         return found
 
@@ -247,11 +219,15 @@ class _Structure:
         return dict(zip(keys(v.path for v in values), texts, strict=True))
 
 
+def _unusual(fields: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in usual or value != usual[name]}
+
+
 def _signature(line: Mapping[str, Any]) -> str | None:
     """Return the short text of a call with one input, one output and no other fields; else None."""
     if line.keys() == {"inputs", "outputs"} and [*line["inputs"], *line["outputs"]] == ["input", "output"]:
         source, made = line["inputs"]["input"], line["outputs"]["output"]
-        return f"{source}{ARROW}{made}" if " from " not in made else None
+        return f"{source}{layout.ARROW}{made}" if " from " not in made else None
     return None
 
 
@@ -302,8 +278,8 @@ class _Numbers:
         found = []
         for key, parameter in zip(keys(p.name for p in own), own, strict=True):
             entry = self.own[qualified(layer_name, parameter.name)]
-            if entry != self.own.get(parameter.tied_to or "", EMPTY):
-                found.append((OWN + key, entry))
+            if entry != self.own.get(parameter.tied_to or "", layout.EMPTY):
+                found.append((layout.OWN + key, entry))
         return found
 
     def _own_entry(self, parameter: Parameter) -> str:
@@ -334,7 +310,7 @@ class _Numbers:
                 elif owner is not None and owner[1] == entry:
                     text = quoted(relative(owner[0], name))
                 else:
-                    text = "" if entry == EMPTY and value.source is None else entry
+                    text = "" if entry == layout.EMPTY and value.source is None else entry
                 if value.tensor >= 0 and (kind, here) not in known:
                     owners.setdefault((kind, value.tensor), (here, entry))
                 known.add((kind, here))
@@ -354,29 +330,29 @@ class _Numbers:
         return self.known[key]
 
     def _call(self, i: int, j: int, call: Call) -> Iterator[tuple[str, str]]:
-        for sign, end, values in ((INPUT, False, call.inputs), (OUTPUT, True, call.outputs)):
+        for sign, end, values in ((layout.INPUT, False, call.inputs), (layout.OUTPUT, True, call.outputs)):
             for k, key in enumerate(keys(v.path for v in values)):
                 if text := self.entries[i, j, end, k]:
                     yield sign + key, text
         if call.random is not None:
-            yield RANDOM, quoted(call.random)
+            yield layout.RANDOM, quoted(call.random)
         if call.response is not None:
-            yield ALONE, quoted(self._response(i, j, call.response))
+            yield layout.ALONE, quoted(self._response(i, j, call.response))
 
     # --- responses
 
     def _response(self, i: int, j: int, response: IsolatedResponse) -> str:
         """Return the key of a response; equal responses share one."""
         dtype = next((value.dtype for value in self.lines_of[i][2][j].outputs), DTYPE)  # as it is compared
-        parts = [(RECIPES, _COMPACT(self.recipes.text(i, j, response.recipes)))]
+        parts = [(layout.RECIPES, _COMPACT(self.recipes.text(i, j, response.recipes)))]
         for key, handed in zip(keys(h.where for h in response.handed), response.handed, strict=True):
-            parts.append((HANDED + key, self._handed(handed, dtype)))
+            parts.append((layout.HANDED + key, self._handed(handed, dtype)))
         if response.gradient is not None:
-            parts.append((GRADIENT, reading_text(response.gradient, None, dtype, "response gradient")))
+            parts.append((layout.GRADIENT, reading_text(response.gradient, None, dtype, "response gradient")))
         if response.without_gradient:
-            parts.append((UNREACHED, _COMPACT(response.without_gradient)))
+            parts.append((layout.UNREACHED, _COMPACT(response.without_gradient)))
         if response.reason is not None:
-            parts.append((REASON, quoted(response.reason)))
+            parts.append((layout.REASON, quoted(response.reason)))
         text = _object(parts)
         digest = hashlib.sha256(text.encode()).hexdigest()
         length = next(n for n in range(8, len(digest)) if self.responses.get(digest[:n], text) == text)

@@ -1,4 +1,8 @@
-"""Names of snapshot files, made from names of tests."""
+"""Names of snapshot files, made from names of tests.
+
+The id of a test may have any character, and its files have to be checked out on every system. So what some file system
+forbids is encoded, and no two tests share a name.
+"""
 
 from __future__ import annotations
 

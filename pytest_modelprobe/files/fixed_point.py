@@ -1,4 +1,9 @@
-"""Fingerprints as short text: fixed-point numbers with one exponent for all."""
+"""Fingerprints as short text: sixteen whole numbers of equal width, and one exponent of two for all.
+
+A file holds a fingerprint for nearly every value, so each takes only the bits that its tolerance needs. The text is
+the base64 of 12 bits of exponent and then the numbers, most significant bits first. Its length tells how many bits each
+number has. A fingerprint of zeros has no largest number, and its text is empty.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +16,14 @@ from .specs import FormatError
 FINGERPRINT_SIZE = 16
 """Numbers of a fingerprint."""
 
-_ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
-_DIGITS = {sign: i for i, sign in enumerate(_ALPHABET)}
-_LOWEST = -1074
-"""Smallest exponent: that of the smallest float."""
+_EXPONENTS = range(-1074, 1024)
+"""The smallest is that of the smallest float. Of a larger one the power of two would be infinite."""
 _BIAS = 2048
+"""Added to the exponent, so that it is positive in its 12 bits."""
 
 
 BITS = range(14, 33)
-"""Of each number, sign included: what a fingerprint takes, by how precisely it has to be known."""
+"""Bits of each number, its sign included: more where a value is known more precisely."""
 
 
 def bits_for(precision: float) -> int:
@@ -44,15 +48,14 @@ def packed(numbers: tuple[float, ...], bits: int) -> str:
     if top == 0:
         return ""
     most = (1 << (bits - 1)) - 1
-    exponent = max(math.frexp(top)[1] - bits + 1, _LOWEST)
+    exponent = max(math.frexp(top)[1] - bits + 1, _EXPONENTS[0])
     if round(math.ldexp(top, -exponent)) > most:
         exponent += 1
-    whole = 0
+    whole = exponent + _BIAS
     for number in numbers:
         whole = whole << bits | round(math.ldexp(number, -exponent)) + most
-    exponent += _BIAS
-    text = binascii.b2a_base64(whole.to_bytes(2 * bits, "big"), newline=False).decode()
-    return _ALPHABET[exponent >> 6] + _ALPHABET[exponent & 63] + text.rstrip("=")
+    data = (whole << 4).to_bytes(2 * bits + 2, "big")  # four more bits make whole bytes
+    return binascii.b2a_base64(data).decode()[: _length(bits)]
 
 
 @lru_cache(maxsize=8192)  # of two versions of a snapshot most is the same
@@ -60,27 +63,28 @@ def unpacked(text: str) -> tuple[float, ...]:
     """Return the fingerprint that `packed` wrote.
 
     Raises:
-        FormatError: It is none.
+        FormatError: The text is no fingerprint.
     """
     if not text:
-        return _ZEROS
-    bits = _BITS_OF.get(len(text))
-    if bits is None:
-        raise FormatError(f"{text[:80]!r} is no fingerprint")
+        return (0.0,) * FINGERPRINT_SIZE
     try:
-        exponent = (_DIGITS[text[0]] << 6 | _DIGITS[text[1]]) - _BIAS
-        whole = int.from_bytes(binascii.a2b_base64(text[2:] + "==", strict_mode=False), "big")
-        if not _LOWEST <= exponent <= 1024:
-            raise FormatError
-        scale = math.ldexp(1.0, exponent)
-        most = (1 << (bits - 1)) - 1
-        mask = (1 << bits) - 1
-        return tuple(
-            [((whole >> shift & mask) - most) * scale for shift in range((FINGERPRINT_SIZE - 1) * bits, -1, -bits)]
-        )
+        bits = _BITS_OF[len(text)]
+        data = binascii.a2b_base64(text + "A" * (-len(text) % 4), strict_mode=True)
+        whole = int.from_bytes(data[: 2 * bits + 2], "big") >> 4
+        exponent = (whole >> FINGERPRINT_SIZE * bits) - _BIAS
+        if exponent not in _EXPONENTS:
+            raise ValueError
     except (KeyError, ValueError):
         raise FormatError(f"{text[:80]!r} is no fingerprint") from None
+    scale = math.ldexp(1.0, exponent)
+    most, mask = (1 << (bits - 1)) - 1, (1 << bits) - 1
+    shifts = range((FINGERPRINT_SIZE - 1) * bits, -1, -bits)
+    return tuple([((whole >> shift & mask) - most) * scale for shift in shifts])
 
 
-_ZEROS = (0.0,) * FINGERPRINT_SIZE
-_BITS_OF = {2 + -(-FINGERPRINT_SIZE * bits // 6): bits for bits in BITS}
+def _length(bits: int) -> int:
+    """Return the length of a text whose numbers have so many bits: six bits are one character."""
+    return -(-(12 + FINGERPRINT_SIZE * bits) // 6)
+
+
+_BITS_OF = {_length(bits): bits for bits in BITS}

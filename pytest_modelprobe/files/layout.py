@@ -1,4 +1,8 @@
-"""The layout of both files: strict JSON, one entry of the header a line, then one layer a line."""
+"""The layout that both files share: strict JSON with one entry of the header, or one layer, on each line.
+
+Git compares and merges by lines, so a change in one layer is a change of one line. The names of all fields stand here,
+and so do the values that a line leaves out: writing and reading both take them from here, and cannot disagree.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Literal, NamedTuple
+
+from pytest_modelprobe.record import ROOT
 
 SCHEMA = 3
 LAYERS = "layers"
@@ -34,10 +40,42 @@ KEYS = {
 }
 """The meaning of the keys, for readers of the file."""
 ARROW = " -> "
+MODES = {"train": True, "eval": False}
 ABSENT: dict[str, str] = {}
 """The value of an attribute that most layers have and this one does not."""
 EMPTY = "[[]]"
 """The entry of a value without numbers."""
+
+
+def usual_layer(header: Mapping[str, Any], *, has_children: bool) -> dict[str, Any]:
+    """Return the fields that the line of a layer leaves out where they have these values."""
+    return {
+        "functional": False,
+        "leaf": not has_children,
+        "training": MODES[header["mode"]],
+        "aliases": [],
+        "attributes": {},
+        "parameters": {},
+        "buffers": {},
+        "calls": [],
+    }
+
+
+def usual_call(header: Mapping[str, Any], *, training: bool) -> dict[str, Any]:
+    """Return the fields that a call in a layer of this mode leaves out where they have these values."""
+    return {
+        "root": header.get("root", ROOT),
+        "mode": header["mode"],
+        "forwards": header.get("forwards", 1),
+        "training": training,
+        "grad_enabled": header.get("grad_enabled", True),
+        "autocast": header.get("autocast"),
+        "recomputed": 0,
+        "inputs": {},
+        "inputs_known": True,
+        "arguments": {},
+        "outputs": {},
+    }
 
 
 class Texts(NamedTuple):
@@ -45,7 +83,7 @@ class Texts(NamedTuple):
 
     architecture: str
     numbers: str | None
-    """None: a record of structure alone."""
+    """None if the record is of structure alone."""
 
 
 def laid_out(

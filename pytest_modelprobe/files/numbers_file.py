@@ -1,7 +1,13 @@
-"""A parsed numbers file and a parsed architecture → the layers of a record."""
+"""From a parsed numbers file and its architecture to the layers of a record.
+
+A tensor is written once, where it is first seen. Wherever it is seen again, the file has the name of that place, or
+nothing if the architecture says where the value is from. So values are read in the order of execution, as they were
+written. The numbers are checked for what no tensor can have: without that, an edited file could pass as the same.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
@@ -19,24 +25,9 @@ from pytest_modelprobe.record import (
     qualified,
 )
 
+from . import layout
 from .architecture_file import LayerLine, Named, Structure, in_line
-from .layout import (
-    ALONE,
-    COLUMNS,
-    GRADIENT,
-    GRADIENT_COLUMNS,
-    HANDED,
-    INPUT,
-    LAYERS,
-    OUTPUT,
-    OWN,
-    RANDOM,
-    REASON,
-    RECIPES,
-    RESPONSES,
-    UNREACHED,
-    ComparedParts,
-)
+from .layout import ComparedParts
 from .order import all_events, forward_kind_of
 from .parsing import check_fields, excerpt, string_tuple
 from .readings import FULL, Role, check_statistics, reading_from
@@ -56,56 +47,42 @@ def operation_from(data: Any) -> Operation | None:
 _NUMBERS = {
     "modelprobe": int, "architecture": str, "compared": str, "device": str, "noise": str, "notes": list, "origin": list,
     "gradient_origin": list, "versions": dict, "columns": list, "gradient columns": list, "keys": dict,
-    RESPONSES: dict, LAYERS: dict,
+    layout.RESPONSES: dict, layout.LAYERS: dict,
 }  # fmt: skip
 
 
 _MEASURED = ("measured", "not repeatable")
 
 
-class Numbers:
-    """A parsed numbers file; its lines are checked when they are used."""
-
-    def __init__(self, data: dict[str, Any], structure: Structure) -> None:
-        check_fields(data, _NUMBERS)
-        if data.get("noise", _MEASURED[0]) not in _MEASURED:
-            raise FormatError(f"how its noise came about is {excerpt(data['noise'])}")
-        if data.get("compared", "all") not in get_args(ComparedParts):
-            raise FormatError(f"what is compared of it is {excerpt(data['compared'])}")
-        if (
-            data.get("columns", COLUMNS) != COLUMNS
-            or data.get("gradient columns", GRADIENT_COLUMNS) != GRADIENT_COLUMNS
-        ):
+def check_numbers(data: Mapping[str, Any], structure: Structure) -> None:
+    """Raise `FormatError` unless a numbers file is one of this structure; its lines are checked when they are used."""
+    check_fields(data, _NUMBERS)
+    if data.get("noise", _MEASURED[0]) not in _MEASURED:
+        raise FormatError(f"how its noise came about is {excerpt(data['noise'])}")
+    if data.get("compared", "all") not in get_args(ComparedParts):
+        raise FormatError(f"what is compared of it is {excerpt(data['compared'])}")
+    for name, columns in (("columns", layout.COLUMNS), ("gradient columns", layout.GRADIENT_COLUMNS)):
+        if data.get(name, columns) != columns:
             raise FormatError("its columns are others than this version writes")
-        self.header = data
-        self.lines: dict[str, Any] = data[LAYERS]
-        self.responses: dict[str, Any] = data.get(RESPONSES, {})
-        unknown = self.lines.keys() - structure.data[LAYERS].keys()
-        if unknown:
-            raise FormatError(f"there is no layer {excerpt(min(unknown))} in the architecture")
-        for name, line in self.lines.items():
-            if type(line) is not dict:
-                raise FormatError(f"in the line of {excerpt(name)}: it is no object")
+    unknown = data[layout.LAYERS].keys() - structure.data[layout.LAYERS].keys()
+    if unknown:
+        raise FormatError(f"there is no layer {excerpt(min(unknown))} in the architecture")
+    for name, line in data[layout.LAYERS].items():
+        if type(line) is not dict:
+            raise FormatError(f"in the line of {excerpt(name)}: it is no object")
 
 
 class _ValueReadings(NamedTuple):
     """The readings of a value or parameter."""
 
-    first: Reading
-    gradient: Reading | None
-    other: Reading | None
+    first: Reading = Reading()
+    gradient: Reading | None = None
+    other: Reading | None = None
     """The gradient inside a forward, or the value after the run."""
-    tensor: int
-
-
-_NOTHING = Reading()
+    tensor: int = -1
 
 
 _MOST_UNITS = 1 << 24  # of all values: a few numbers in a file stand for many in memory
-
-
-_Answer = tuple[tuple[EmittedTensor, ...], Reading | None, tuple[str, ...], str | None]
-"""Emitted tensors, gradient, names without a gradient, and the reason if there is no response."""
 
 
 _ValuePosition = tuple[int, int, bool, int]
@@ -115,23 +92,24 @@ _ValuePosition = tuple[int, int, bool, int]
 class RecordBuilder:
     """Builds layers from the lines of both files."""
 
-    def __init__(self, structure: Structure, numbers: Numbers | None, device: str) -> None:
+    def __init__(self, structure: Structure, numbers: Mapping[str, Any]) -> None:
         self.structure = structure
-        self.device = device
-        self.responses: dict[str, Any] = {} if numbers is None else numbers.responses
+        self.device: str = numbers.get("device", "cpu")
+        self.responses: dict[str, Any] = numbers.get(layout.RESPONSES, {})
         self.units = 0
         self.own: dict[str, _ValueReadings] = {}
         self.values: dict[_ValuePosition, _ValueReadings] = {}
         self.given: dict[_ValuePosition, Any] = {}
-        self.besides: dict[tuple[int, int], dict[str, str]] = {}
-        self.answers: dict[str, _Answer] = {}
+        self.besides: dict[tuple[int, int, str], str] = {}
+        self.answers: dict[str, IsolatedResponse] = {}
+        """By key, without recipes: these follow from the call."""
         self.recipes = Recipes(
             [Outline(line.name, [*line.parameters, *line.buffers], line.values) for line in structure.lines]
         )
-        if numbers is not None:
+        if numbers:
             for i, line in enumerate(structure.lines):
                 with in_line(line.name):
-                    self._sort(i, line, numbers.lines.get(line.name, {}))
+                    self._sort(i, line, numbers[layout.LAYERS].get(line.name, {}))
             self._resolve()
 
     def _sort(self, i: int, line: LayerLine, data: Mapping[str, Any]) -> None:
@@ -139,23 +117,23 @@ class RecordBuilder:
         own = [*line.parameters, *line.buffers]
         found = 0
         for key, (name, spec) in zip(keys([name for name, _ in own]), own, strict=True):
-            if OWN + key in data:
-                entry = self._entry(data[OWN + key], spec.shape, "own", "own gradient", "own")
+            if layout.OWN + key in data:
+                entry = self._entry(data[layout.OWN + key], spec.shape, "own", "own gradient", "own")
                 self.own[qualified(line.name, name)] = entry
                 found += 1
         for j, (inputs, outputs) in enumerate(line.values):
             number = str(j + 1) if j else ""
-            for sign, end, values in ((number + INPUT, False, inputs), (number + OUTPUT, True, outputs)):
+            for sign, end, values in ((number + layout.INPUT, False, inputs), (number + layout.OUTPUT, True, outputs)):
                 for k, key in enumerate(keys(path for path, _ in values)):
                     if sign + key in data:
                         self.given[i, j, end, k] = data[sign + key]
                         found += 1
-            for key in (ALONE, RANDOM):
+            for key in (layout.ALONE, layout.RANDOM):
                 text = data.get(number + key)
                 if text is not None:
                     if type(text) is not str:
                         raise FormatError(f"{key!r} is {excerpt(text)}, no text")
-                    self.besides.setdefault((i, j), {})[key] = text
+                    self.besides[i, j, key] = text
                     found += 1
         if found != len(data):
             raise FormatError("it has numbers of what the architecture lacks")
@@ -198,7 +176,7 @@ class RecordBuilder:
                     if type(data) is list:
                         entry = self._entry(data, spec.shape, "value", "gradient", "gradient")
                     elif data is None and spec.origin is None:
-                        entry = _ValueReadings(_NOTHING, None, None, len(self.values))
+                        entry = _ValueReadings(tensor=len(self.values))
                     else:
                         where = spec.origin if data is None else data
                         there = (kind, absolute(where, name)) if type(where) is str else None
@@ -217,24 +195,18 @@ class RecordBuilder:
     def layer(self, i: int, line: LayerLine) -> Layer:
         """Return a layer with parameters, buffers and calls."""
         with in_line(line.name):
-            return Layer(
-                name=line.name,
-                type=line.type,
-                leaf=line.leaf,
-                functional=line.functional,
-                training=line.training,
-                attributes=line.attributes,
-                aliases=line.aliases,
+            return dataclasses.replace(
+                line.layer,
                 parameters=self._parameters(line, line.parameters),
                 buffers=self._parameters(line, line.buffers),
-                calls=tuple([self._call(i, j, line) for j in range(len(line.calls))]),
+                calls=tuple([self._call(i, j, line) for j in range(len(line.values))]),
             )
 
     def _parameters(self, line: LayerLine, own: Named) -> tuple[Parameter, ...]:
         found = []
         for name, spec in own:
             entry = self.own.get(qualified(line.name, name)) or self.own.get(spec.origin or "")
-            first, gradient, after, _ = entry or _ValueReadings(_NOTHING, None, None, -1)
+            first, gradient, after, _ = entry or _ValueReadings()
             found.append(
                 Parameter(
                     name=name,
@@ -254,31 +226,21 @@ class RecordBuilder:
 
     def _call(self, i: int, j: int, line: LayerLine) -> Call:
         started, finished = self.structure.places.get((i, j), (-1, -1))
-        besides = self.besides.get((i, j), {})
+        alone = self.besides.get((i, j, layout.ALONE))
         inputs, outputs = line.values[j]
-        call = line.calls[j]
-        return Call(
-            root=call.root,
-            root_training=call.root_training,
-            index=call.index,
-            forwards=call.forwards,
-            training=call.training,
-            inputs_known=call.inputs_known,
-            arguments=call.arguments,
-            grad_enabled=call.grad_enabled,
-            autocast=call.autocast,
-            recomputed=call.recomputed,
+        return dataclasses.replace(
+            line.layer.calls[j],
             started=started,
             finished=finished,
             inputs=tuple([self._value((i, j, False, k), line.name, v) for k, v in enumerate(inputs)]),
             outputs=tuple([self._value((i, j, True, k), line.name, v) for k, v in enumerate(outputs)]),
-            random=besides.get(RANDOM),
-            response=self._response(i, j, besides[ALONE]) if ALONE in besides else None,
+            random=self.besides.get((i, j, layout.RANDOM)),
+            response=None if alone is None else self._response(i, j, alone),
         )
 
     def _value(self, place: _ValuePosition, layer: str, value: tuple[str, ParsedSpec]) -> Value:
         path, spec = value
-        first, gradient, inner, tensor = self.values.get(place) or _ValueReadings(_NOTHING, None, None, -1)
+        first, gradient, inner, tensor = self.values.get(place) or _ValueReadings()
         return Value(
             path=path,
             shape=spec.shape,
@@ -302,32 +264,26 @@ class RecordBuilder:
         if key not in self.answers:
             with in_line(key):
                 self.answers[key] = self._answer(data)
-        handed, gradient, unreached, reason = self.answers[key]
-        return IsolatedResponse(
-            recipes=self.recipes.read(i, j, data.get(RECIPES, "")),
-            handed=handed,
-            gradient=gradient,
-            without_gradient=unreached,
-            reason=reason,
-        )
+        return dataclasses.replace(self.answers[key], recipes=self.recipes.read(i, j, data.get(layout.RECIPES, "")))
 
-    def _answer(
-        self, data: Mapping[str, Any]
-    ) -> tuple[tuple[EmittedTensor, ...], Reading | None, tuple[str, ...], str | None]:
+    def _answer(self, data: Mapping[str, Any]) -> IsolatedResponse:
         handed = []
         for key, value in data.items():
-            if key[:1] == HANDED:
+            if key[:1] == layout.HANDED:
                 passed = value if type(value) is str else None
                 reading = None if value is None or passed is not None else self._reading(value, None, "response")
                 handed.append(EmittedTensor(where=name_of(key[1:]), passed=passed, reading=reading))
-            elif key not in (RECIPES, GRADIENT, UNREACHED, REASON):
+            elif key not in (layout.RECIPES, layout.GRADIENT, layout.UNREACHED, layout.REASON):
                 raise FormatError(f"it has an unknown field {excerpt(key)}")
-        reason = data.get(REASON)
+        reason = data.get(layout.REASON)
         if type(reason) not in (str, type(None)):
             raise FormatError(f"the reason is {excerpt(reason)}, no text")
-        return (
-            tuple(handed),
-            self._reading(data[GRADIENT], None, "response gradient") if GRADIENT in data else None,
-            string_tuple(data[UNREACHED], UNREACHED) if UNREACHED in data else (),
-            reason,
+        gradient = None
+        if layout.GRADIENT in data:
+            gradient = self._reading(data[layout.GRADIENT], None, "response gradient")
+        return IsolatedResponse(
+            handed=tuple(handed),
+            gradient=gradient,
+            without_gradient=string_tuple(data.get(layout.UNREACHED, []), layout.UNREACHED),
+            reason=reason,
         )

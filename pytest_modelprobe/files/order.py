@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from pytest_modelprobe.record import ROOT, Call, ForwardKind, Layer, Record
 
@@ -29,19 +29,7 @@ class Event(NamedTuple):
     end: bool
 
 
-class Called(Protocol):
-    """A call, whole or still without its values."""
-
-    @property
-    def root(self) -> str:
-        """See `Call`."""
-
-    @property
-    def root_training(self) -> bool:
-        """See `Call`."""
-
-
-def forward_kind_of(call: Called) -> ForwardKind:
+def forward_kind_of(call: Call) -> ForwardKind:
     """Return which kind of forward a call belongs to."""
     return call.root, call.root_training
 
@@ -65,13 +53,13 @@ def forward_order(record: Record) -> list[tuple[str, Layer, list[Call]]]:
 
 
 def containers(names: Collection[str]) -> set[str]:
-    """Return the names that contain others.
+    """Return the names that contain others, and that of the root unless it is the only one.
 
-    >>> containers(["a", "a.b", "ab"])
-    {'a'}
+    >>> sorted(containers(["a", "a.b", "ab"]))
+    ['(root)', 'a']
     """
     ordered = sorted(names)
-    found = set()
+    found = {ROOT} if len(ordered) > 1 else set()
     for name in ordered:
         after = bisect.bisect_left(ordered, f"{name}.")
         if after < len(ordered) and ordered[after].startswith(f"{name}."):
@@ -92,7 +80,7 @@ def timelines(calls: Sequence[Sequence[Call]]) -> list[Timeline]:
     return [[-line if end else line for _, end, line in sorted(events[kind])] for kind in sorted(events)]
 
 
-def implied_timelines(names: Sequence[str], calls: Sequence[Sequence[Called]]) -> list[Timeline]:
+def implied_timelines(names: Sequence[str], calls: Sequence[Sequence[Call]]) -> list[Timeline]:
     """Return the timelines if each layer is called once, inside its containers, in the order of lines."""
     kinds: dict[ForwardKind, tuple[Timeline, list[int]]] = {}
     for line, (name, of_layer) in enumerate(zip(names, calls, strict=True), start=1):
@@ -111,7 +99,7 @@ def _inside(name: str, layer: str) -> bool:
     return layer == ROOT or name.startswith(f"{layer}.")
 
 
-def events(given: Sequence[Timeline], calls: Sequence[Sequence[Called]]) -> list[list[Event]]:
+def events(given: Sequence[Timeline], calls: Sequence[Sequence[Call]]) -> list[list[Event]]:
     """Return the events of the timelines: starts are assigned to the calls of a layer in turn.
 
     Raises:
@@ -143,7 +131,7 @@ def events(given: Sequence[Timeline], calls: Sequence[Sequence[Called]]) -> list
     return found
 
 
-def all_events(known: Iterable[Sequence[Event]], calls: Sequence[Sequence[Called]]) -> Collection[Event]:
+def all_events(known: Iterable[Sequence[Event]], calls: Sequence[Sequence[Call]]) -> Collection[Event]:
     """Return the starts and ends of all calls in order; those that `events` does not have come last."""
     seen = dict.fromkeys(itertools.chain.from_iterable(known))
     for i, of_layer in enumerate(calls):

@@ -1,4 +1,9 @@
-"""Text → strict JSON of our schema, or an error of one sentence with advice."""
+"""From the text of a file to checked JSON, or to an error of one sentence that says what to do.
+
+The usual ways to damage a file in git have a sentence of their own: conflict markers, a file that is cut off, one of
+another version. JSON is read strictly: a name that stands twice, NaN or a number with thousands of digits is refused,
+because another reader could see something else in it. The second half of the module checks names and types of fields.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ MOST_BYTES = 64 << 20
 """Larger files are no snapshots."""
 
 _MOST_DIGITS = 300
-"""More digits than any attribute has."""
+"""More digits than any attribute has; a float holds all numbers of so many."""
 
 RESTORE = "restore it from version control, or delete it and record it anew with `pytest --snapshot-update`"
 
@@ -26,13 +31,16 @@ _THEIRS = re.compile(r">>>>>>>(?<=^.{7}) ?(.*)$", re.MULTILINE)
 
 
 def parsed(text: str, where: str, *, section: str = LAYERS) -> dict[str, Any]:
-    """Return what a file of our schema holds; it has an object of this name.
+    """Return what a file of our schema holds.
+
+    Args:
+        text: The text of the file.
+        where: Its path, for messages.
+        section: The name of the object that every file of this kind has.
 
     Raises:
         SnapshotError: It is another file, damaged, or of another version.
     """
-    if len(text) > MOST_BYTES:
-        too_large(where, len(text))
     if not text.strip():
         raise SnapshotError(f"{where} is empty: {RESTORE}")
     if text.startswith("\ufeff"):
@@ -57,7 +65,8 @@ def parsed(text: str, where: str, *, section: str = LAYERS) -> dict[str, Any]:
     except RecursionError:
         raise SnapshotError(f"{where} is nested too deeply to be a snapshot: {RESTORE}") from None
     except ValueError as error:  # ours, and that of an integer with thousands of digits
-        raise SnapshotError(f"{where} is no strict JSON, {_line(error)}: {RESTORE}") from None
+        first_line = str(error).partition("\n")[0]
+        raise SnapshotError(f"{where} is no strict JSON, {first_line}: {RESTORE}") from None
     if type(data) is not dict or type(data.get(section)) is not dict:
         raise SnapshotError(f"{where} is no file of pytest-modelprobe: {RESTORE}")
     schema = data.get("modelprobe")
@@ -83,6 +92,14 @@ def too_large(where: str, size: int) -> NoReturn:
     )
 
 
+def text_of(data: bytes, where: str) -> str:
+    """Return the text of a file; `SnapshotError` if it is not UTF-8."""
+    try:
+        return data.decode("utf-8").replace("\r\n", "\n")  # as a checkout on Windows may have it
+    except UnicodeDecodeError as error:
+        raise SnapshotError(f"{where} is no UTF-8 text at byte {error.start}: {RESTORE}") from None
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -104,15 +121,8 @@ def _constant(name: str) -> NoReturn:
 
 def excerpt(value: object) -> str:
     """Return untrusted text for a message: one short line without control characters."""
-    try:
-        text = ascii(value)
-    except RecursionError:
-        text = f"a deeply nested {type(value).__name__}"
+    text = ascii(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 # --- types --------------------------------------------------------------------------------------------------------
@@ -129,14 +139,14 @@ def check_fields(data: Mapping[str, Any], fields: Mapping[str, type | UnionType]
 
 
 def string_dict(data: Any, what: str) -> dict[str, str]:
-    """Return an object whose values are all texts; `FormatError` if they are not."""
+    """Return an object whose values are all texts; raise `FormatError` for anything else."""
     if type(data) is not dict or not all(type(value) is str for value in data.values()):
         raise FormatError(f"{what} is {excerpt(data)}, no object of texts")
     return data
 
 
 def string_tuple(data: Any, what: str) -> tuple[str, ...]:
-    """Return a list of texts as a tuple; `FormatError` if it is none."""
+    """Return a list of texts as a tuple; raise `FormatError` for anything else."""
     if type(data) is not list or not all(type(value) is str for value in data):
         raise FormatError(f"{what} is {excerpt(data)}, no list of texts")
     return tuple(data)

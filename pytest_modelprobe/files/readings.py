@@ -1,5 +1,8 @@
 """Readings as short lists of numbers, and back.
 
+A list has no names, because a file has thousands of them; the header of the file names the columns. Digits are rounded
+to what a comparison can tell apart, so that noise of the machine does not show up in a diff.
+
 - Values, parameters, buffers: ``[mean, std, min, max, fingerprint, noise, zeros, {more}]``.
 - Gradients: ``[rms, fingerprint, noise, zeros, {more}]``. Only their norm and fingerprint are compared.
 - Where there are no statistics: ``[fingerprint, noise, {more}]``.
@@ -75,10 +78,11 @@ _PRECISION: dict[Role, float] = {
     "gradient": 5e-7, "own gradient": 5e-7, "response gradient": 5e-7,
 }  # fmt: skip
 _NARROW = {"float16": 6e-5, "bfloat16": 4.8e-4}
+"""A sixteenth of the distance between 1 and the next number of the dtype."""
 
 
 def reading_text(reading: Reading | None, shape: Sequence[Dimension] | None, dtype: str, role: Role) -> str:
-    """Return the list of a reading of values of this shape; None: the shape is not known."""
+    """Return the list of a reading; ``shape`` is that of its values, or None if it is not known."""
     if reading is None:
         return "null"
     numbers = reading.statistics
@@ -116,7 +120,7 @@ def reading_from(data: Any, shape: Sequence[Dimension] | None, role: Role) -> Re
     """Return the reading that `reading_text` wrote.
 
     Raises:
-        FormatError: It is none.
+        FormatError: The data is no such list.
     """
     if type(data) is not list:
         raise FormatError(f"{str(data)[:80]!r} is no list of numbers")
@@ -296,10 +300,7 @@ def _float(data: Any) -> float:
     if kind is float:
         return data  # type: ignore[no-any-return]
     if kind is int:
-        try:
-            return float(data)
-        except OverflowError:
-            raise FormatError("a number is too large") from None
+        return float(data)  # `parsed` refuses an integer that no float holds
     if kind is str and data in _NONFINITE:
         return _NONFINITE[data]
     raise FormatError(f"{str(data)[:80]!r} is no number")

@@ -1,29 +1,25 @@
-"""Recipes of synthetic tensors, as one short text if their names follow from the architecture."""
+"""How synthetic tensors were made, as one short text.
+
+A response of a layer alone depends on a recipe for each tensor that the layer got. The names of these tensors, and
+mostly their shapes, follow from the architecture, so they are left out and the recipes stand in their usual order. A
+response may be shared by many calls, so the number of recipes that a file may ask for is limited.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from pytest_modelprobe.record import ROOT, Dimension
+from pytest_modelprobe.record import ROOT, Parameter, Value
 
-from .specs import FormatError, floating
+from .specs import FormatError, ParsedSpec, floating
 
 _MOST = 1 << 22
 """Tensors with a recipe, of all calls: one text in a file may stand for many calls."""
 
 
-class Shaped(Protocol):
-    """Whatever has a shape and a dtype."""
-
-    @property
-    def shape(self) -> Sequence[Dimension]:
-        """Sizes."""
-
-    @property
-    def dtype(self) -> str:
-        """Name of the dtype."""
-
+Shaped = Value | Parameter | ParsedSpec
+"""Whatever has a shape and a dtype: writing has values, reading their specs."""
 
 NamedValues = Sequence[tuple[str, Shaped]]
 """Values of a call with their paths."""

@@ -1,4 +1,9 @@
-"""The two files on disk: read with a size limit, written atomically."""
+"""The two files on disk: read with a limit of size, and written so that no crash leaves half a file.
+
+Each file is written beside its place, flushed to disk and then renamed, because a run may be killed at any time. A path
+that leads out of the tests by a symbolic link is refused: a pull request could bring such a link, and an update would
+write through it. Whatever the system refuses becomes an error with the next step.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,6 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from pytest_modelprobe.exceptions import SnapshotError
@@ -17,7 +21,7 @@ from pytest_modelprobe.interrupts import held
 
 from .decoding import StoredSnapshot, decode
 from .layout import Texts
-from .parsing import MOST_BYTES, RESTORE, too_large
+from .parsing import MOST_BYTES, text_of, too_large
 
 ARCH, PROBE = ".arch.json", ".probe.json"
 REMOVED = ".removed.json"
@@ -26,6 +30,7 @@ DIRECTORY = "__modelprobe__"
 
 _TEMPORARY = re.compile(r"\.modelprobe-(\d{1,10})-[0-9a-f]{8}\.tmp")
 _OLD = 3600.0  # seconds after which a temporary file is removed, also if its process runs on another machine
+_MOST_TRIES = 3
 
 
 def read(path: Path, numbers: Path | None = None) -> StoredSnapshot:
@@ -77,18 +82,13 @@ def write(path: Path, texts: Texts, numbers: Path | None = None) -> None:
         ) from None
     _remove_stale(path.parent)
     with held():
-        _write_both(path, texts, probe)
-
-
-def _write_both(path: Path, texts: Texts, probe: Path) -> None:
-    # Numbers first: an interrupted first update leaves no snapshot, a later one the reviewed architecture.
-    if texts.numbers is not None:
-        _write(probe, texts.numbers)
-    _write(path, texts.architecture)
-    if texts.numbers is None:
-        _inside(probe)
-        with contextlib.suppress(FileNotFoundError):
-            probe.unlink()
+        # Numbers first: an interrupted first update leaves no snapshot, a later one the reviewed architecture.
+        if texts.numbers is not None:
+            _write(probe, texts.numbers)
+        _write(path, texts.architecture)
+        if texts.numbers is None:
+            _inside(probe)
+            probe.unlink(missing_ok=True)
 
 
 def _numbers_path(path: Path, numbers: Path | None) -> Path:
@@ -107,18 +107,12 @@ def _read(path: Path) -> str | None:
             raise SnapshotError(f"{path} is {kind}: move it out of the way, it stands where a snapshot belongs")
         if status.st_size > MOST_BYTES:
             too_large(str(path), status.st_size)
-        with target.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+        data = target.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise SnapshotError(f"{path} cannot be read ({error.strerror}): give yourself the right to read it") from None
-    if len(data) > MOST_BYTES:
-        too_large(str(path), len(data))
-    try:
-        return data.decode("utf-8").replace("\r\n", "\n")  # as a checkout on Windows may have it
-    except UnicodeDecodeError as error:
-        raise SnapshotError(f"{path} is no UTF-8 text at byte {error.start}: {RESTORE}") from None
+    return text_of(data, str(path))
 
 
 def _inside(path: Path) -> Path:
@@ -146,35 +140,31 @@ def _write(path: Path, text: str) -> None:
     try:
         if target.is_file() and target.stat().st_size == len(data) and target.read_bytes() == data:
             return
-        for _ in range(3):
-            temporary = _written(target, data)
-            try:
-                temporary.replace(target)
-                break
-            except FileNotFoundError:  # removed as stale by another machine
-                continue
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
-        else:
+        if not _replaced(target, data):
             raise SnapshotError(f"{path} cannot be written, for its temporary files vanish: run it again")
         _flush_directory(target.parent)
     except OSError as error:
         raise SnapshotError(f"{path} cannot be written ({error.strerror}): {_way_out(error, path)}") from None
 
 
-def _written(target: Path, data: bytes) -> Path:
-    """Write the data to a new hidden file beside the target, and flush it to disk."""
-    temporary = target.with_name(f".modelprobe-{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return temporary
+def _replaced(target: Path, data: bytes) -> bool:
+    """Write the data to a hidden file beside the target, flush it to disk, and rename it; return whether that worked.
+
+    It may fail because another machine, on a shared disk, took the hidden file for one that a killed run had left.
+    """
+    for _ in range(_MOST_TRIES):
+        temporary = target.with_name(f".modelprobe-{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        try:
+            with temporary.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            with contextlib.suppress(FileNotFoundError):
+                temporary.replace(target)
+                return True
+        finally:
+            temporary.unlink(missing_ok=True)
+    return False
 
 
 def _flush_directory(directory: Path) -> None:
@@ -199,17 +189,12 @@ def _way_out(error: OSError, path: Path) -> str:
 
 def _remove_stale(directory: Path) -> None:
     """Remove our temporary files that are old or whose process does not run."""
-    for temporary, pid in _temporary(directory):
-        with contextlib.suppress(OSError):
-            if time.time() - temporary.stat().st_mtime > _OLD or not _runs(pid):
-                temporary.unlink()
-
-
-def _temporary(directory: Path) -> Iterator[tuple[Path, int]]:
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):  # noqa: PTH208 - names are enough, and there may be many
-            if found := _TEMPORARY.fullmatch(name):
-                yield directory / name, int(found[1])
+            found, temporary = _TEMPORARY.fullmatch(name), directory / name
+            with contextlib.suppress(OSError):
+                if found and (time.time() - temporary.stat().st_mtime > _OLD or not _runs(int(found[1]))):
+                    temporary.unlink()
 
 
 def _runs(pid: int) -> bool:

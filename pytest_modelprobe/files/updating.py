@@ -1,4 +1,9 @@
-"""Updates that change as few lines as possible, for a short diff."""
+"""Updates that change as few lines as possible, for a diff that shows what changed and nothing else.
+
+A new run rounds some numbers differently although nothing changed. Lines of such layers keep their old text, and lines
+of layers that changed are taken from the new one. The result is read back before it is used; if the old files cannot be
+mixed with the new ones, the new ones are taken as they are.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Differences between two snapshots that a comparison of two runs does not report."""
+"""Differences between two snapshots that a comparison of two runs does not report.
+
+A test compares a run with a file, and some fields of a file cannot make it fail: notes, the order of calls, noise that
+allows more than before. The gate compares two files, and has to show what was edited there too.
+"""
 
 from __future__ import annotations
 
@@ -75,8 +79,8 @@ def _fields(now: object, before: object, make: _MakeDifference, of: str = "") ->
     for what in _UNSEEN:
         x, y = getattr(now, what, None), getattr(before, what, None)
         if x != y:
-            shown = (str(side) if isinstance(side, tuple) else side for side in (x, y))
-            yield make(what=of + what, **dict(zip(("actual", "expected"), shown, strict=True)))
+            actual, expected = (str(side) if isinstance(side, tuple) else side for side in (x, y))
+            yield make(what=of + what, actual=actual, expected=expected)
 
 
 def run_differences(comparison: Comparison) -> Iterator[Difference]:

@@ -1,4 +1,8 @@
-"""Files in other revisions, read by git: no checkout, no shell, nothing written."""
+"""Files in other revisions, read by the command git: no checkout, no shell, and nothing is written.
+
+A gate has to read the base of a change without touching the working tree, in which somebody may be at work. Settings of
+the user or of the repository must not change what is read, so the command gets its own.
+"""
 
 from __future__ import annotations
 
@@ -142,9 +146,7 @@ class Repository:
 
     def _tree(self, commit: str, mode: bytes) -> dict[str, str]:
         listing = self._git("ls-tree", "-r", "-z", commit)
-        entries = (entry.split(b"\t", 1) for entry in listing.split(b"\0") if entry)
-        # 100644 blob 257cc5642cb1a054f08cc83f2d943e56fd3ebe99
-        return {os.fsdecode(path): info.split()[2].decode() for info, path in entries if info.startswith(mode)}
+        return _blobs(listing, mode)  # 100644 blob 257cc5642cb1a054f08cc83f2d943e56fd3ebe99
 
     def working_files(self) -> list[str]:
         """Return the paths of regular files in the working tree that are tracked or not ignored."""
@@ -165,9 +167,7 @@ class Repository:
 
     def _left_out(self, mode: bytes) -> dict[str, str]:
         listing = self._git("ls-files", "-z", "-s", "-t")
-        entries = (entry.split(b"\t", 1) for entry in listing.split(b"\0") if entry)
-        # S 100644 257cc5642cb1a054f08cc83f2d943e56fd3ebe99 0
-        found = {os.fsdecode(path): info.split()[2].decode() for info, path in entries if info.startswith(b"S " + mode)}
+        found = _blobs(listing, b"S " + mode)  # S 100644 257cc5642cb1a054f08cc83f2d943e56fd3ebe99 0
         return {path: blob for path, blob in found.items() if not os.path.lexists(self.root / path)}
 
     def _working_paths(self) -> list[str]:
@@ -259,6 +259,12 @@ class Repository:
             told = os.fsdecode(done.stderr).strip().splitlines()
             raise GitError(f"git {arguments[0]}: {told[0] if told else f'exit code {done.returncode}'}")
         return done.stdout
+
+
+def _blobs(listing: bytes, start: bytes) -> dict[str, str]:
+    """Return path → blob for the entries of a listing that begin with these bytes."""
+    entries = (entry.split(b"\t", 1) for entry in listing.split(b"\0") if entry)
+    return {os.fsdecode(path): info.split()[2].decode() for info, path in entries if info.startswith(start)}
 
 
 _DEEPEN = "git fetch --unshallow, or fetch-depth: 0 in the workflow's checkout"

@@ -1,4 +1,8 @@
-"""Reasons for deleted snapshots, each in a file where the snapshot was: ``test_a.removed.json``."""
+"""Reasons for deleted snapshots, each in a file where the snapshot was: ``test_a.removed.json``.
+
+A deleted file has no place for a reason. The reason names the content that was deleted, so it cannot be used again when
+a snapshot of the same name is deleted later.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 
 from pytest_modelprobe.exceptions import SnapshotError
-from pytest_modelprobe.files import ARCH, DIRECTORY, MOST_BYTES, REMOVED, Removal, removal_from
+from pytest_modelprobe.files import ARCH, DIRECTORY, MOST_BYTES, REMOVED, Removal, removal_from, text_of
 
 from .declarations import words
 from .git import Repository
-from .snapshot_sources import SourceError, text_of
+from .snapshot_sources import SourceError
 
 
 def removal_path(architecture: str) -> str:

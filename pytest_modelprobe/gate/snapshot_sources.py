@@ -1,4 +1,8 @@
-"""Snapshots on disk, in the working tree or in a revision: found by path, read on demand."""
+"""Snapshots on disk, in the working tree or in a revision: found by path, and read when they are asked for.
+
+A repository may have more snapshots than fit into memory. So a source knows the paths and digests of all files, those
+with equal digests are never read, and contents are held one batch at a time.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,10 @@ from pytest_modelprobe.files import (
     DIRECTORY,
     MOST_BYTES,
     PROBE,
-    RESTORE,
     StoredSnapshot,
     decode,
     decode_architecture,
+    text_of,
     too_large,
 )
 from pytest_modelprobe.record import nearest
@@ -103,13 +107,6 @@ class SnapshotSource:
                 return self._version(SnapshotPaths(path, None), None, decode_architecture(text, where=path))
         return None
 
-    def _too_large(self, pair: SnapshotPaths, sizes: Mapping[str, int]) -> SourceError:
-        path, size = max(((path, sizes.get(path, 0)) for path in pair if path), key=lambda file: file[1])
-        try:
-            too_large(path, size)
-        except SnapshotError as error:
-            return SourceError(f"{self.place}: {error}" if self.place else str(error))
-
     @property
     def _at(self) -> str:
         return f" {self.place}" if self.place else ""
@@ -118,13 +115,10 @@ class SnapshotSource:
         architecture = contents.get(pair.architecture)
         if architecture is None:
             raise SourceError(f"{pair.numbers}{self._at} has no {PurePosixPath(pair.architecture).name} beside it")
-        try:
-            numbers = None if pair.numbers is None else text_of(contents[pair.numbers], pair.numbers)
-            text = text_of(architecture, pair.architecture)
-            found = decode(text, numbers, where=pair.architecture, numbers_at=pair.numbers)
-            return self._version(pair, numbers, found)
-        except SnapshotError as error:
-            raise SourceError(f"{self.place}: {error}" if self.place else str(error)) from error
+        numbers = None if pair.numbers is None else text_of(contents[pair.numbers], pair.numbers)
+        text = text_of(architecture, pair.architecture)
+        found = decode(text, numbers, where=pair.architecture, numbers_at=pair.numbers)
+        return self._version(pair, numbers, found)
 
     def _version(self, pair: SnapshotPaths, numbers: str | None, found: StoredSnapshot) -> SnapshotVersion:
         digest, path = found.architecture, pair.architecture
@@ -159,16 +153,24 @@ class _Snapshots(Mapping[str, SnapshotVersion]):
         return len(self._pairs)
 
     def __getitem__(self, name: str) -> SnapshotVersion:
-        pair = self._pairs[name]
         try:
-            if name not in self._batches:
-                raise self._source._too_large(pair, self._sizes)
-            self._load(self._batches[name])
-            return self._source._snapshot(pair, self._contents)
+            return self._read(name)
         except SourceError as error:
             if self._instead is None:
                 raise
             return self._instead(name, error)
+
+    def _read(self, name: str) -> SnapshotVersion:
+        pair, place = self._pairs[name], self._source.place
+        try:
+            if name not in self._batches:
+                sizes = {path: self._sizes.get(path, 0) for path in pair if path}
+                largest = max(sizes, key=sizes.__getitem__)
+                too_large(largest, sizes[largest])
+            self._load(self._batches[name])
+            return self._source._snapshot(pair, self._contents)
+        except SnapshotError as error:
+            raise SourceError(f"{place}: {error}" if place else str(error)) from error
 
     def _load(self, batch: list[str]) -> None:
         if batch is not self._batch:
@@ -377,12 +379,3 @@ def _inside(name: str, pair: SnapshotPaths, scope: str) -> bool:
     return (
         not scope or name.startswith(f"{scope}/") or without_ending(scope) in (name, without_ending(pair.architecture))
     )
-
-
-def text_of(data: bytes, where: str) -> str:
-    """Return the text of a file; SnapshotError if it is not UTF-8."""
-    try:
-        # A checkout on Windows without our .gitattributes has other line ends.
-        return data.decode("utf-8").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise SnapshotError(f"{where} is no UTF-8 text at byte {error.start}: {RESTORE}") from None

@@ -1,4 +1,8 @@
-"""Snapshots of two revisions → their changes, the class of each, and whether it was declared. No text, no git."""
+"""From the snapshots of two revisions to their changes, the class of each, and whether it was declared.
+
+Nothing here knows git or words: it gets snapshots by name and returns plain values, so that every rule can be tested
+with records written by hand. Snapshots are read one pair after the other, and of each only what is printed is kept.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +25,7 @@ from pytest_modelprobe.comparison import (
 from pytest_modelprobe.record import CallTree, Connection, Layer, Reading, Record, connections, has_numbers
 
 from .checkpoints import Effect, effect_on_checkpoints
-from .classes import (
-    CLASSES,
-    DEFAULTS,
-    LEVELS,
-    Class,
-    Level,
-    causes_of,
-    differences_by_class,
-)
+from .classes import CLASSES, DEFAULTS, LEVELS, Class, Level, causes_of, differences_by_class
 from .declarations import has_words, words
 from .file_differences import (
     architecture_differences,

@@ -1,4 +1,8 @@
-"""Which layers and heads a metric depends on: each is ablated in turn."""
+"""Which layers and heads a metric depends on: each is ablated in turn.
+
+A layer whose output can be replaced by zeros without a change of the metric is not used, or not needed. Each ablation
+starts from the same random state and the same weights, so that a difference comes from the layer alone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import Layers, derive, map_tensors, preserved, seeded, settings_preserved
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROOT, Selector, label_of, select
-from pytest_modelprobe.report.text import Cell, count, failure, number, table
+from pytest_modelprobe.text import Cell, failed, number, out_of, table
 
 from . import faults, weights
 from .intervention import Change, Intervention, intervene
@@ -35,9 +39,9 @@ class Ablated:
     head: int | None
     """Which head, from 0; None: the whole layer."""
     metric: float
-    """Of the model without it."""
+    """The metric of the model without it."""
     change: float
-    """The metric without it, less that of the whole model."""
+    """How much larger the metric is without it than that of the whole model."""
 
     @property
     def label(self) -> str:
@@ -52,7 +56,7 @@ class Ablation:
 
     model: str
     metric: float
-    """Of the whole model."""
+    """The metric of the whole model."""
     rows: tuple[Ablated, ...] = field(repr=False)
     """The largest change first."""
 
@@ -157,14 +161,12 @@ def assert_layer_matters(result: Ablation, layers: Selector = "**", *, min_chang
     if idle:
         first = idle[0]
         more = f", a change of not more than {min_change:g}" if min_change else ""
-        raise AssertionError(
-            failure(
-                f"{first.label} does not matter: without it the metric is {number(first.metric)}, with it "
-                f"{number(result.metric)}{more}; {len(idle):,} of {count(len(looked_at), 'row')} looked at",
-                ["layer", "type", "metric without it", "change"],
-                map(_cells, idle),
-                "Look at whether its output is used, and whether a later layer makes it constant.",
-            )
+        raise failed(
+            f"{first.label} does not matter: without it the metric is {number(first.metric)}, with it "
+            f"{number(result.metric)}{more}; {out_of(len(idle), len(looked_at), 'row')}",
+            ["layer", "type", "metric without it", "change"],
+            map(_cells, idle),
+            "Look at whether its output is used, and whether a later layer makes it constant.",
         )
 
 

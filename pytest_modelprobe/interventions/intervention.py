@@ -1,8 +1,14 @@
-"""`intervene`: change the inputs, outputs, gradients or weights of layers within a block."""
+"""`intervene`: change the inputs, outputs, gradients or weights of layers within a block.
+
+A test plants a fault to see that another test would notice it, or asks what a model does without a part. The code of
+the model stays as it is: all is done by hooks, which are taken off at the end of the block, and weights get back the
+bits that they had. An intervention that never took effect is an error, because its test would prove nothing.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
@@ -16,7 +22,7 @@ from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.interrupts import finished, held
 from pytest_modelprobe.models import ChangingHook, Layers, flatten, flatten_call, map_tensors, parts, run_eagerly
 from pytest_modelprobe.record import ROOT, Selector, label_of, select
-from pytest_modelprobe.report.text import count
+from pytest_modelprobe.text import count
 
 from . import weights
 from .faults import Swap
@@ -127,10 +133,11 @@ class Intervention:
                 self._change_weights(stack)
             for name in self._names:
                 module = self._layers.modules[name]
-                _add(stack, module.register_forward_pre_hook, _Before(self, name, module), with_kwargs=True)
-                _add(stack, module.register_forward_hook, _After(self, name, module))
+                begins_call = _Hook(module, functools.partial(self._begin_call, name))
+                _add(stack, module.register_forward_pre_hook, begins_call, with_kwargs=True)
+                _add(stack, module.register_forward_hook, _Hook(module, functools.partial(self._end_call, name)))
             # Prepended last: a forward begins before the first call.
-            begins, ends = _Begins(self, ROOT, self._root), _Ends(self, ROOT, self._root)
+            begins, ends = _Hook(self._root, self._begin_forward), _Hook(self._root, self._end_forward)
             stack.callback(self._root.register_forward_pre_hook(begins, prepend=True).remove)
             stack.callback(self._root.register_forward_hook(ends, prepend=True, always_call=True).remove)
             self._exit = stack.pop_all()
@@ -165,12 +172,14 @@ class Intervention:
         stack.enter_context(weights.changed(found, lambda name, weight: self._tensor("weight", name, weight)))
         self._writes = bool(found)
         for module in computed:
-            _add(stack, module.register_forward_hook, _Computed(self, "", module))
+            _add(stack, module.register_forward_hook, _Hook(module, self._computed_weight))
 
     # --- what the hooks call ----------------------------------------------------------------------------------------
 
-    def begin_forward(self) -> None:
-        """Count calls from 0 again, if no forward is running."""
+    def _begin_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Count calls from 0 again, if no forward is running. Recomputation in a backward is no forward."""
+        if graph_task() != -1:
+            return
         if not self._inside:
             self._forwards += 1
             self._counts.clear()
@@ -178,11 +187,12 @@ class Intervention:
             self._use_weights()
         self._inside += 1
 
-    def end_forward(self) -> None:
+    def _end_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """End the innermost forward."""
-        self._inside = max(0, self._inside - 1)
+        if graph_task() == -1:
+            self._inside = max(0, self._inside - 1)
 
-    def begin_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _begin_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments to call the layer with; None: those given."""
         call = self._number(name)
         self._running[name].append(call)
@@ -190,7 +200,7 @@ class Intervention:
             self._use_weights()
         if not self._selects(call):
             return None
-        self.note(module)
+        self._note(module)
         if "input" not in self._changes:
             return None
         # A cache stays the object it is: the layer writes to it.
@@ -199,7 +209,7 @@ class Intervention:
         new = {id(value): by for value, by in zip(opened, changed, strict=True)}
         return tuple(new.get(id(arg), arg) for arg in args), {key: new.get(id(arg), arg) for key, arg in kwargs.items()}
 
-    def end_call(self, name: str, output: Any) -> Any:
+    def _end_call(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return what the layer returns."""
         call = self._running[name].pop() if self._running[name] else 0
         if not self._selects(call):
@@ -213,12 +223,12 @@ class Intervention:
             output = map_tensors(lambda tensor: self._with_gradient(name, tensor), output)
         return output
 
-    def computed_weight(self, name: str, weight: Tensor) -> Tensor:
+    def _computed_weight(self, module: nn.Module, args: tuple[Any, ...], weight: Tensor) -> Tensor:
         """Return what a parametrized weight is."""
         self._fired += 1
-        return self._tensor("weight", name, weight)
+        return self._tensor("weight", "", weight)
 
-    def note(self, module: nn.Module) -> None:
+    def _note(self, module: nn.Module) -> None:
         """Add a note to the records of the watches on a layer and on the model."""
         for one in (module, self._root):
             for hook in one._forward_pre_hooks.values():
@@ -247,7 +257,7 @@ class Intervention:
     def _use_weights(self) -> None:
         if self._writes:
             self._fired += 1
-            self.note(self._root)
+            self._note(self._root)
 
     # --- changing ---------------------------------------------------------------------------------------------------
 
@@ -336,48 +346,16 @@ def _name(change: Any) -> str:
 
 
 class _Hook(ChangingHook):
-    __slots__ = ("_intervention", "_name")
+    """A hook on one module. It does nothing on another module, which it reaches if somebody copies a table of hooks."""
 
-    def __init__(self, intervention: Intervention, name: str, module: nn.Module) -> None:
+    __slots__ = ("_does",)
+
+    def __init__(self, module: nn.Module, does: Callable[..., Any]) -> None:
         super().__init__(module)
-        self._intervention, self._name = intervention, name
+        self._does = does
 
-
-class _Begins(_Hook):
-    __slots__ = ()
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._module() is module and graph_task() == -1:
-            self._intervention.begin_forward()
-
-
-class _Ends(_Hook):
-    __slots__ = ()
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._module() is module and graph_task() == -1:
-            self._intervention.end_forward()
-
-
-class _Before(_Hook):
-    __slots__ = ()
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._intervention.begin_call(self._name, module, args, kwargs) if self._module() is module else None
-
-
-class _After(_Hook):
-    __slots__ = ()
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return self._intervention.end_call(self._name, output) if self._module() is module else None
-
-
-class _Computed(_Hook):
-    __slots__ = ()
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return self._intervention.computed_weight(self._name, output) if self._module() is module else None
+    def __call__(self, module: nn.Module, *given: Any) -> Any:
+        return self._does(module, *given) if self._module() is module else None
 
 
 def _add(stack: contextlib.ExitStack, register: Callable[..., Any], hook: _Hook, **options: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .autocast import Autocast, active_autocast, autocast_states
 from .calls import CallTracer, ModuleCall
 from .distribution import (
     TENSOR_PARALLEL,
@@ -39,7 +38,7 @@ from .memory import (
     version,
 )
 from .offloading import Offloaded
-from .process import GENERATORS, settings_preserved
+from .process import GENERATORS, Autocast, active_autocast, autocast_states, settings_preserved
 from .restoring import ModelState, has_lazy, preserved
 from .seeding import derive, seeded
 from .waking import wake_zeros

@@ -1,4 +1,8 @@
-"""Layers of a model by name: wrappers are skipped by type; wrappers whose hooks misreport are rejected."""
+"""Layers of a model by name: wrappers are skipped by type; wrappers whose hooks misreport are rejected.
+
+Names must be those that the user knows: a wrapper of another library adds a segment that nobody wrote. A module whose
+hooks would report wrong values is refused here, before anything is attached.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,6 @@ class Layers:
         modules: By name, in the order of ``named_modules()``; the root is ``(root)``.
         aliases: Other names of a module that occurs several times.
         notes: Remarks about wrappers that were skipped and about compiled modules.
-        compiled: Whether a part of the model is compiled.
 
     Raises:
         UnsupportedModelError: The model is no module, its hooks do not fire or report wrong values, or a child has the
@@ -55,7 +58,6 @@ class Layers:
         self.modules: dict[str, nn.Module] = {}
         self.aliases: dict[str, list[str]] = {}
         self.notes: list[str] = []
-        self.compiled = False
         self._names: dict[nn.Module, str] = {}
         self._atomic: set[str] = set()
         self._plain: set[type] = set()
@@ -110,7 +112,6 @@ class Layers:
         return checkpointed(module)
 
     def _note_compiled(self, name: str) -> None:
-        self.compiled = True
         self.notes.append(f"{name or ROOT} {RUN_EAGERLY}")
 
     def is_leaf(self, name: str) -> bool:

@@ -1,11 +1,16 @@
-"""The state of the process that a forward may change: one table of how it is read, and how it is set."""
+"""The state of the process that a forward may change: one table of how it is read, and how it is set.
+
+A model may set a default dtype, warning filters or a thread count, and leave them so. The table is read before a run,
+and what differs is set back after it. Random generators have a table of their own, since seeding puts them back too.
+The state of autocast is read here for all who enter it again.
+"""
 
 from __future__ import annotations
 
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -67,6 +72,28 @@ def _read(one: Setting) -> Any:
         return _NOTHING
 
 
+Autocast = tuple[str, torch.dtype, bool]
+"""Type of device, dtype to which autocast casts there, and whether it is enabled."""
+
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+def autocast_states(devices: Iterable[str] = _DEVICES) -> tuple[Autocast, ...]:
+    """Return the state of autocast for those of the types of device that have it, enabled or not."""
+    available = filter(torch.amp.is_autocast_available, dict.fromkeys(devices))
+    return tuple((d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in available)
+
+
+def active_autocast(devices: Iterable[str] = _DEVICES) -> tuple[Autocast, ...]:
+    """Return the state of autocast for those of the types of device for which it is enabled.
+
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     active_autocast()
+    (('cpu', torch.bfloat16, True),)
+    """
+    return tuple(state for state in autocast_states(devices) if state[2]) if _torch.any_autocast() else ()
+
+
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 _ENVIRONMENT: Any = getattr(os.environ, "_data", os.environ)
@@ -89,17 +116,12 @@ def _set_deterministic(before: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def _autocast() -> list[tuple[Any, ...]]:
-    return [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES]
-
-
-def _set_autocast(before: list[tuple[Any, ...]]) -> None:
-    for device, enabled, dtype in before:
+def _set_autocast(before: tuple[Autocast, ...]) -> None:
+    for device, dtype, enabled in before:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
 
 
-_AUTOCAST_DEVICES = [device for device in ("cpu", "cuda") if torch.amp.is_autocast_available(device)]
 _BACKENDS: list[Any] = [
     operation
     for backend in (torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn)
@@ -131,7 +153,7 @@ SETTINGS = (
     Setting("dispatch modes", _torch.dispatch_modes_now, _torch.set_dispatch_modes),
     Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Setting("grad mode", torch.is_grad_enabled, lambda on: torch.set_grad_enabled(on)),
-    Setting("autocast", _autocast, _set_autocast),
+    Setting("autocast", lambda: autocast_states(("cpu", "cuda")), _set_autocast),
     Setting("autocast cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     Setting(
         "deterministic algorithms",

@@ -1,4 +1,9 @@
-"""The faults that are planted: each is one change of one layer while its model runs."""
+"""The faults that are planted: each is one change of one layer while its model runs.
+
+They are mistakes that people make: a residual left out, a norm over the wrong axis, an eps that is too large. Most
+leave the shapes as they are, so that the tests have to notice the numbers. An operator has to say which calls it fits,
+because a fault that changes nothing would count as one that no test notices.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +61,38 @@ def _of_each(change: Callable[[Tensor], Tensor | None]) -> Callable[[LayerCall],
     return output
 
 
-def _any(condition: Callable[[Tensor], bool]) -> Callable[[LayerCall], bool]:
-    return lambda call: any(map(condition, _floating(call)))
+def _of_values(
+    name: str,
+    noticed_by: str,
+    condition: Callable[[Tensor], bool],
+    change: Callable[[Tensor], Tensor | None],
+    *,
+    of_gradient: bool = False,
+) -> Operator:
+    """Return an operator that changes each floating-point output, where one of them meets a condition."""
+    return Operator(
+        name=name,
+        noticed_by=noticed_by,
+        fits=lambda call: any(map(condition, _floating(call))),
+        output=_of_each(change),
+        of_gradient=of_gradient,
+    )
+
+
+def _has_elements(tensor: Tensor) -> bool:
+    return tensor.numel() > 0
+
+
+def _has_features(tensor: Tensor) -> bool:
+    return tensor.dim() > 1 and tensor.shape[-1] > 1
+
+
+def _rounded(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.bfloat16).to(tensor.dtype)
+
+
+def _rolled(tensor: Tensor) -> Tensor:
+    return tensor.roll(1, -1) if tensor.dim() > 1 else tensor
 
 
 def _exploding(tensor: Tensor) -> Tensor:
@@ -80,18 +115,18 @@ def _may_be_left_out(call: LayerCall) -> bool:
     return _input_of(call) is not None and not isinstance(call.module, nn.Identity)
 
 
-def _left_out(call: LayerCall) -> Any:
-    given = _input_of(call)
-    return call.output if given is None else given.clone()
+def _of_input(change: Callable[[LayerCall, Tensor], Tensor]) -> Callable[[LayerCall], Any]:
+    """Return what changes a call and its input to an output; the output stays where the input is of another form."""
+
+    def output(call: LayerCall) -> Any:
+        given = _input_of(call)
+        return call.output if given is None else change(call, given)
+
+    return output
 
 
 def _is_block(call: LayerCall) -> bool:
     return _input_of(call) is not None and any(True for _ in call.module.children())
-
-
-def _without_residual(call: LayerCall) -> Any:
-    given = _input_of(call)
-    return call.output if given is None else call.output - given
 
 
 _OTHER: dict[str, Callable[[Tensor], Tensor]] = {
@@ -112,11 +147,6 @@ _OTHER: dict[str, Callable[[Tensor], Tensor]] = {
 """Name of the class of an activation → another one that is taken for it."""
 
 
-def _other_activation(call: LayerCall) -> Any:
-    given = _input_of(call)
-    return call.output if given is None else _OTHER[type(call.module).__name__](given)
-
-
 def _is_norm_of_features(call: LayerCall) -> bool:
     return "Norm" in type(call.module).__name__ and "Batch" not in type(call.module).__name__ and _over_batch(call)
 
@@ -126,11 +156,9 @@ def _over_batch(call: LayerCall) -> bool:
     return given is not None and given.dim() > 1 and given.shape[0] > 1
 
 
-def _normalized_over_batch(call: LayerCall) -> Any:
-    given, module = _input_of(call), call.module
-    if given is None:
-        return call.output
-    output = (given - given.mean(0)) / (given.var(0, correction=0) + 1e-5).sqrt()
+def _normalized_over_batch(call: LayerCall, given: Tensor) -> Tensor:
+    module = call.module
+    output: Tensor = (given - given.mean(0)) / (given.var(0, correction=0) + 1e-5).sqrt()
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     output = output if weight is None or isinstance(module, nn.GroupNorm) else output * weight
     return output if bias is None or isinstance(module, nn.GroupNorm) else output + bias
@@ -211,13 +239,8 @@ def _has_mask(call: LayerCall) -> bool:
     return any("mask" in key and isinstance(value, Tensor) for key, value in call.kwargs.items())
 
 
-@contextlib.contextmanager
-def _with_mask_shifted(module: nn.Module) -> Iterator[None]:
-    hook = module.register_forward_pre_hook(_ShiftsMask(module), with_kwargs=True, prepend=True)
-    try:
-        yield
-    finally:
-        hook.remove()
+def _with_mask_shifted(module: nn.Module) -> AbstractContextManager[object]:
+    return module.register_forward_pre_hook(_ShiftsMask(module), with_kwargs=True, prepend=True)
 
 
 @contextlib.contextmanager
@@ -240,60 +263,37 @@ _SNAPSHOT = "modelprobe_snapshot"
 OPERATORS: dict[str, Operator] = {
     operator.name: operator
     for operator in (
+        _of_values("nan", "assert_finite", _has_elements, faults.nan),
+        _of_values("zero", "assert_no_dead_layers", _has_elements, faults.zero),
+        _of_values("scale(1.1)", _SNAPSHOT, _has_elements, faults.scale(1.1)),
+        _of_values("flip_sign", _SNAPSHOT, _has_elements, faults.flip_sign),
+        _of_values("round_to_bfloat16", _SNAPSHOT, lambda t: t.dtype != torch.bfloat16, _rounded),
+        _of_values("to_float64", "assert_dtypes", lambda t: t.dtype != torch.float64, torch.Tensor.double),
+        _of_values(
+            "shuffle_batch", "checks.batch_independent", lambda t: t.dim() > 1 and len(t) > 1, faults.shuffle_batch,
+        ),
+        _of_values("shift_sequence", _SNAPSHOT, lambda t: t.dim() == 3 and t.shape[1] > 1, faults.shift_sequence),
+        _of_values("roll_features", _SNAPSHOT, _has_features, _rolled),
+        _of_values(
+            "detach", "assert_all_params_have_grad", lambda t: t.requires_grad, faults.detach, of_gradient=True
+        ),
+        _of_values("explode_gradient", "assert_grad_flow", lambda t: t.requires_grad, _exploding, of_gradient=True),
         Operator(
-            name="nan", noticed_by="assert_finite", fits=_any(lambda t: t.numel() > 0),
-            output=_of_each(faults.nan),
+            name="leave_out", noticed_by=_SNAPSHOT, fits=_may_be_left_out,
+            output=_of_input(lambda call, given: given.clone()),
         ),
         Operator(
-            name="zero", noticed_by="assert_no_dead_layers", fits=_any(lambda t: t.numel() > 0),
-            output=_of_each(faults.zero),
+            name="drop_residual", noticed_by=_SNAPSHOT, fits=_is_block,
+            output=_of_input(lambda call, given: call.output - given),
         ),
-        Operator(
-            name="scale(1.1)", noticed_by=_SNAPSHOT, fits=_any(lambda t: t.numel() > 0),
-            output=_of_each(faults.scale(1.1)),
-        ),
-        Operator(
-            name="flip_sign", noticed_by=_SNAPSHOT, fits=_any(lambda t: t.numel() > 0),
-            output=_of_each(faults.flip_sign),
-        ),
-        Operator(
-            name="round_to_bfloat16", noticed_by=_SNAPSHOT, fits=_any(lambda t: t.dtype != torch.bfloat16),
-            output=_of_each(lambda tensor: tensor.to(torch.bfloat16).to(tensor.dtype)),
-        ),
-        Operator(
-            name="to_float64", noticed_by="assert_dtypes", fits=_any(lambda t: t.dtype != torch.float64),
-            output=_of_each(torch.Tensor.double),
-        ),
-        Operator(
-            name="shuffle_batch", noticed_by="checks.batch_independent",
-            fits=_any(lambda t: t.dim() > 1 and len(t) > 1), output=_of_each(faults.shuffle_batch),
-        ),
-        Operator(
-            name="shift_sequence", noticed_by=_SNAPSHOT, fits=_any(lambda t: t.dim() == 3 and t.shape[1] > 1),
-            output=_of_each(faults.shift_sequence),
-        ),
-        Operator(
-            name="roll_features", noticed_by=_SNAPSHOT, fits=_any(lambda t: t.dim() > 1 and t.shape[-1] > 1),
-            output=_of_each(lambda tensor: tensor.roll(1, -1) if tensor.dim() > 1 else tensor),
-        ),
-        Operator(
-            name="detach", noticed_by="assert_all_params_have_grad", fits=_any(lambda t: t.requires_grad),
-            output=_of_each(faults.detach), of_gradient=True,
-        ),
-        Operator(
-            name="explode_gradient", noticed_by="assert_grad_flow", fits=_any(lambda t: t.requires_grad),
-            output=_of_each(_exploding), of_gradient=True,
-        ),
-        Operator(name="leave_out", noticed_by=_SNAPSHOT, fits=_may_be_left_out, output=_left_out),
-        Operator(name="drop_residual", noticed_by=_SNAPSHOT, fits=_is_block, output=_without_residual),
         Operator(
             name="other_activation", noticed_by=_SNAPSHOT,
             fits=lambda call: type(call.module).__name__ in _OTHER and _input_of(call) is not None,
-            output=_other_activation,
+            output=_of_input(lambda call, given: _OTHER[type(call.module).__name__](given)),
         ),
         Operator(
             name="normalize_over_batch", noticed_by="checks.batch_independent", fits=_is_norm_of_features,
-            output=_normalized_over_batch,
+            output=_of_input(_normalized_over_batch),
         ),
         Operator(
             name="softmax_over_batch", noticed_by="checks.batch_independent",

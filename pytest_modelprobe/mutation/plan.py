@@ -162,11 +162,8 @@ class Results:
 
     def survivors(self) -> list[tuple[Place, str]]:
         """Return the faults that no test of any file noticed."""
-        return [
-            fault
-            for fault, tried in self.faults().items()
-            if all(verdict.outcome == "survived" for _, verdict in tried)
-        ]
+        faults = self.faults().items()
+        return [fault for fault, tried in faults if all(verdict.outcome == "survived" for _, verdict in tried)]
 
     @property
     def score(self) -> float | None:

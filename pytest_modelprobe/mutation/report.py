@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from pytest_modelprobe.record import label_of
-from pytest_modelprobe.report.text import Cell, count, printable, table
+from pytest_modelprobe.text import Cell, count, printable, table
 
 from .plan import Place, Results
 

@@ -90,7 +90,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Annotations(lambda: snapshots.results), "modelprobe-annotations")
     if is_asked(config):
         config.pluginmanager.register(Properties(), "modelprobe-properties")
-    if config.stash[SETTINGS].mutate is not None:
+    if config.option.modelprobe_mutate is not None:
         from .mutation import mutation_session
 
         config.pluginmanager.register(mutation_session(config, snapshots), "modelprobe-mutation")
@@ -273,7 +273,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     marked = marker_arguments(item)
     if "world_size" not in marked or is_rank(item.config) or marker_error(item) or _is_only_set_up(item.config):
         return None
-    from pytest_modelprobe.ranks import run_in_ranks
+    from .ranks import run_in_ranks
 
     run_in_ranks(item, nextitem, world_size=marked["world_size"], timeout=marked.get("timeout", 60))
     return True
@@ -368,7 +368,7 @@ def _notes_of(item: pytest.Item) -> list[str]:
     notes = getattr(probe, "notes", ())
     if not notes:
         return []
-    from pytest_modelprobe.report.text import printable
+    from pytest_modelprobe.text import printable
 
     return [f"note: {printable(note)}" for note in notes]
 
@@ -396,7 +396,7 @@ def _summaries_of(item: pytest.Item) -> list[dict[str, Any]]:
 
 def _results_of(item: pytest.Item, comparer: Comparer | None) -> dict[str, Any]:
     """Return what a test recorded and compared, for the files of results."""
-    from pytest_modelprobe.results import Compared, Observed, observed_data
+    from pytest_modelprobe.report.results import Compared, Observed, observed_data
 
     observed, figures = item.stash.get(_OBSERVED, []), item.stash.get(_FIGURES, [])
     item.stash[_OBSERVED], item.stash[_FIGURES] = [], []  # records are large

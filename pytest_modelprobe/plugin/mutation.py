@@ -1,4 +1,7 @@
-"""The mutation session of a run, which changes nothing that the run reports."""
+"""The mutation session of a run.
+
+It runs tests again, which must change nothing that the run reports: not its results, and not the snapshots.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ def mutation_session(config: pytest.Config, snapshots: SnapshotSession) -> Mutat
 
     if WORKER in config.stash:
         return Worker(*config.stash[WORKER], lambda: _unreported(config, snapshots))
-    settings = config.stash[SETTINGS]
-    options = Options(most=settings.mutate, least_score=settings.mutate_min, seconds=settings.mutate_time)
+    given = config.option
+    options = Options(given.modelprobe_mutate, given.modelprobe_mutate_min, given.modelprobe_mutate_time)
 
     def tell(what: str) -> None:
         shown: Callable[[str], None] | None = config.pluginmanager.getplugin("modelprobe-progress")

@@ -13,12 +13,12 @@ import pytest
 from .settings import Settings
 
 if TYPE_CHECKING:
-    from pytest_modelprobe.scan import Input, Target
+    from pytest_modelprobe.cli.scanning import Input, Target
 
 
 def load_named(settings: Settings) -> tuple[Target, list[Input]]:
     """Return what makes the model, and its inputs; `pytest.UsageError` if there is none of that name."""
-    from pytest_modelprobe import scan
+    from pytest_modelprobe.cli import scanning as scan
     from pytest_modelprobe.exceptions import UsageError
 
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m pytest` does
@@ -34,7 +34,7 @@ def load_named(settings: Settings) -> tuple[Target, list[Input]]:
 
 def tests_of_named_model(session: pytest.Session, settings: Settings) -> Iterator[pytest.Item]:
     """Yield the tests of the model."""
-    from pytest_modelprobe.scan import model_tests
+    from pytest_modelprobe.cli.scanning import model_tests
 
     module: model_tests.NamedModel = model_tests.NamedModel.from_parent(
         session, path=Path(model_tests.__file__), nodeid=settings.model

@@ -26,7 +26,7 @@ def is_asked(config: pytest.Config) -> bool:
 def of_record(record: Record) -> dict[str, Any]:
     """Return the number of dead layers, and the layer that is worst: empty if none is bad. In builtin types."""
     from pytest_modelprobe.assertions.activations import find_dead, find_nonfinite
-    from pytest_modelprobe.report.text import printable
+    from pytest_modelprobe.text import printable
 
     if not record.forwards:
         return {"dead": 0, "worst_layer": ""}
@@ -59,7 +59,7 @@ def _properties(runs: list[dict[str, Any]], snapshots: list[dict[str, Any]]) -> 
     causes = [cause["layer"] for snapshot in snapshots for cause in snapshot["causes"]]
     worst = [*causes, *filter(None, (run.get("worst_layer") for run in runs))]
     if worst:
-        from pytest_modelprobe.report.text import printable
+        from pytest_modelprobe.text import printable
 
         yield "modelprobe.worst_layer", printable(worst[0])
     if snapshots:
@@ -68,7 +68,7 @@ def _properties(runs: list[dict[str, Any]], snapshots: list[dict[str, Any]]) -> 
 
 def _table(runs: list[dict[str, Any]], snapshots: list[dict[str, Any]]) -> str:
     """Return a small table in HTML: a row for each run and each snapshot."""
-    from pytest_modelprobe.report.text import count, html_escaped
+    from pytest_modelprobe.text import count, html_escaped
 
     rows = []
     for run in runs:

@@ -83,7 +83,7 @@ class ResultsWriter:
         if any(getattr(option, name, False) for name in ("collectonly", "setuponly", "setupplan")):
             return
         from pytest_modelprobe.report.formats import renderer
-        from pytest_modelprobe.results import as_json, document
+        from pytest_modelprobe.report.results import as_json, document
 
         settings = self._config.stash[SETTINGS]
         results = document(
@@ -101,7 +101,7 @@ class ResultsWriter:
             self._write(settings.html, lambda: renderer("html")(results))
 
     def _write(self, path: Path, make: Callable[[], str]) -> None:
-        from pytest_modelprobe.results import write_text
+        from pytest_modelprobe.report.results import write_text
 
         try:
             write_text(path, make())
@@ -110,7 +110,7 @@ class ResultsWriter:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Say which files are not written."""
-        from pytest_modelprobe.report.text import printable
+        from pytest_modelprobe.text import printable
 
         for said in self._unwritten:
             terminalreporter.write_line(f"modelprobe: {printable(said)}", red=True)

@@ -1,4 +1,8 @@
-"""The settings of a run: options of the command line and the ini file."""
+"""The settings of a run: options of the command line and of the ini file.
+
+They are checked before the first test runs, because a run that cannot write its report should not take an hour to say
+so. An option of the command line wins over the ini file.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +38,8 @@ class Settings:
     """What makes a model to be tested without a file: ``package.module:make_model``."""
     inputs: list[str] = dataclasses.field(default_factory=list)
     """The inputs of that model."""
-    mutate: int | None = None
-    """Most mutants; 0: all; None: mutation testing was not asked for."""
-    mutate_min: float | None = None
-    """Score in percent below which the run fails."""
-    mutate_time: float = 300.0
-    """Seconds of the runs with faults."""
     unreported: bool = False
-    """Whether tests run again now, for another purpose than their reports."""
+    """Whether tests run again now, with faults planted: nothing of these runs may reach a report."""
     seeded_fixtures: set[Any] = dataclasses.field(default_factory=set)
     """Fixtures on which a test with a probe depends, as `fixtures_of` returns them."""
     shared_probes: list[ModelProbe] = dataclasses.field(default_factory=list)
@@ -67,7 +65,6 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
     group.addoption(
         "--modelprobe-device",
         action="append",
-        default=None,
         metavar="DEVICE",
         help="device of the probe: cpu, cuda, cuda:N, mps or auto; may be repeated: each test runs on each",
     )
@@ -77,18 +74,15 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
         default=None,
         help="hints, which also healthy models may give, fail tests",
     )
-    group.addoption("--modelprobe-seed", type=int, default=None, metavar="N", help="seed of all random numbers (0)")
+    group.addoption("--modelprobe-seed", type=int, metavar="N", help="seed of all random numbers (0)")
     group.addoption(
         "--modelprobe-verbose", action="store_true", default=None, help="show the layers that each test recorded"
     )
-    group.addoption(
-        "--modelprobe-json", metavar="PATH", default=None, help="write what every probe recorded and compared as JSON"
-    )
-    group.addoption("--modelprobe-html", metavar="PATH", default=None, help="write a report, a page of its own")
+    group.addoption("--modelprobe-json", metavar="PATH", help="write what every probe recorded and compared as JSON")
+    group.addoption("--modelprobe-html", metavar="PATH", help="write a report, a page of its own")
     group.addoption(
         "--modelprobe-model",
         metavar="MODULE:NAME",
-        default=None,
         help="test the model that a function or class makes: its layers, and the standard checks",
     )
     group.addoption(
@@ -102,7 +96,6 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
         "--modelprobe-mutate",
         nargs="?",
         const=sys.maxsize,
-        default=None,
         type=_mutants,
         metavar="N",
         help="after the tests, run them again with faults planted in their models, N faults or all, and report those "
@@ -111,7 +104,6 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
     group.addoption(
         "--modelprobe-mutate-min",
         type=float,
-        default=None,
         metavar="PERCENT",
         help="fail if the tests notice fewer of the faults that --modelprobe-mutate plants",
     )
@@ -177,20 +169,16 @@ def settings_of(config: pytest.Config) -> Settings:
     if json is not None and html is not None and json.resolve() == html.resolve():
         raise pytest.UsageError(f"--modelprobe-json and --modelprobe-html both write {html}: name two files")
     _check_mutate(config)
-    seed = _seed(config)
     verbose = config.getoption("--modelprobe-verbose")
     return Settings(
         devices=available(asked) if asked else list(dict.fromkeys(devices)) or ["cpu"],
         devices_from="command line" if asked else "ini" if devices else None,
-        seed=seed,
+        seed=_seed(config),
         verbose=config.getini("modelprobe_verbose") if verbose is None else verbose,
         json=json,
         html=html,
         model=config.getoption("--modelprobe-model"),
         inputs=config.getoption("--modelprobe-input"),
-        mutate=config.getoption("--modelprobe-mutate"),
-        mutate_min=config.getoption("--modelprobe-mutate-min"),
-        mutate_time=config.getoption("--modelprobe-mutate-time"),
     )
 
 

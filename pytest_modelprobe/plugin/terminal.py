@@ -55,7 +55,7 @@ def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[di
     from pytest_modelprobe.assertions.activations import find_dead
     from pytest_modelprobe.assertions.findings import findings, hints
     from pytest_modelprobe.models import RUN_EAGERLY
-    from pytest_modelprobe.report.text import layer_table
+    from pytest_modelprobe.record import layer_table
 
     with_table = config.stash[SETTINGS].verbose or _is_first_use(config)
     found = []
@@ -128,7 +128,7 @@ class Terminal:
     def _eager_lines(self) -> Iterator[str]:
         tests = {nodeid for nodeid, summary in self._summaries if summary.get("eager")}
         if tests:
-            from pytest_modelprobe.report.text import count
+            from pytest_modelprobe.text import count
 
             yield f"compiled models ran eagerly while they were watched, in {count(len(tests), 'test')}"
 
@@ -143,10 +143,10 @@ class Terminal:
 
 
 def _lines(nodeid: str, summary: dict[str, Any], *, with_table: bool) -> Iterator[str]:
-    from pytest_modelprobe.report.text import count, printable
+    from pytest_modelprobe.text import count, printable
 
     calls = f"{count(summary['layers'], 'layer')}, {count(summary['calls'], 'call')}"
-    times = f" in {summary['forwards']:,} forwards" if summary.get("forwards", 1) > 1 else ""
+    times = f" in {count(summary['forwards'], 'forward')}" if summary.get("forwards", 1) > 1 else ""
     yield printable(f"{nodeid}: {summary['name']}, {calls}{times}")
     yield from (f"  {printable(finding)}" for finding in summary["findings"])
     if with_table:

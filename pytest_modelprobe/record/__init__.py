@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from .batches import batch_sizes
 from .call_tree import CallScope, CallTree, Connection, ForwardKind, Step, connections, forward_of
-from .calls import Attention, Call, Dimension, EmittedTensor, IsolatedResponse, Plain, Value, merge_dimensions
-from .garbage import gc_paused
+from .calls import (
+    Attention,
+    Call,
+    Dimension,
+    EmittedTensor,
+    IsolatedResponse,
+    Plain,
+    Value,
+    batch_sizes,
+    merge_dimensions,
+)
+from .construction import gc_paused
 from .layer import Layer, Parameter, elements
-from .naming import NOT_DEFAULT, ROOT, address, call_name, containers, label_of, parent, qualified
+from .naming import NOT_DEFAULT, ROOT, address, call_name, containers, label_of, parent, qualified, relative_name
 from .profile import LayerProfile, Profile
 from .ranks import process_group, this_rank
 from .record import (
@@ -22,7 +31,8 @@ from .record import (
     with_rerun,
 )
 from .renames import applicable_rename, infer_rename, numbers_in, old_name, renamed, resolve_rename, with_paths
-from .selection import Glob, Selector, nearest, select
+from .selection import Glob, Selector, nearest, select, selected
+from .table import layer_rows, layer_table
 from .tensor_statistics import (
     Histogram,
     Reading,
@@ -82,6 +92,8 @@ __all__ = [
     "has_nonfinite",
     "is_read",
     "label_of",
+    "layer_rows",
+    "layer_table",
     "merge_dimensions",
     "merge_moments",
     "nearest",
@@ -90,9 +102,11 @@ __all__ = [
     "old_name",
     "process_group",
     "qualified",
+    "relative_name",
     "renamed",
     "resolve_rename",
     "select",
+    "selected",
     "this_rank",
     "with_applied_gradients",
     "with_paths",

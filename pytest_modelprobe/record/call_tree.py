@@ -1,4 +1,8 @@
-"""The calls of a record as a tree: which call ran inside which, and in which order."""
+"""The calls of a record as a tree: which call ran inside which, and in which order.
+
+A record keeps the calls of each layer by themselves. Each has the positions of its start and its end among those of all
+calls, and the tree is made of these when someone asks who called whom.
+"""
 
 from __future__ import annotations
 

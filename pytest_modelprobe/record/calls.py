@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from pytest_modelprobe.exceptions import NothingObservedError
 
-from .construction import quickly_made
-from .equality import NanEqual
+from .construction import NanEqual, quickly_made
 from .tensor_statistics import Reading
 
 if TYPE_CHECKING:
@@ -194,3 +195,18 @@ def merge_dimensions(a: Dimension, b: Dimension) -> Dimension:
     low = min(a if isinstance(a, int) else a[0], b if isinstance(b, int) else b[0])
     high = max(a if isinstance(a, int) else a[1], b if isinstance(b, int) else b[1])
     return low if low == high else (low, high)
+
+
+def batch_sizes(size: int, inner: Iterable[int]) -> frozenset[int]:
+    """Return the sizes of dimension 0 of values that have the batch there, alone or flattened with what comes next.
+
+    A batch of one sample cannot be told from what else is flattened.
+
+    Args:
+        size: Samples in the batch.
+        inner: The other dimensions of the first input of the model.
+
+    >>> sorted(batch_sizes(8, (32,))), sorted(batch_sizes(1, (32,)))
+    ([8, 256], [1])
+    """
+    return frozenset(itertools.accumulate(inner, operator.mul, initial=size) if size > 1 else [size])

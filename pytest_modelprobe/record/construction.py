@@ -1,9 +1,19 @@
-"""Frozen dataclasses that are made in half the time: a record has thousands."""
+"""What the frozen dataclasses of a record have in common.
+
+A record has thousands of objects. They are made in half the time that `dataclasses` takes, with Python's garbage
+collector paused, and a NaN in one equals a NaN in another.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -43,3 +53,53 @@ def quickly_made(kind: type[T]) -> type[T]:
     made.__annotations__, made.__qualname__ = written.__annotations__, written.__qualname__
     kind.__init__ = made  # type: ignore[method-assign]
     return kind
+
+
+@contextlib.contextmanager
+def gc_paused() -> Iterator[None]:
+    """Pause cyclic garbage collection in a block that makes or drops thousands of objects, none of them in cycles.
+
+    >>> with gc_paused():
+    ...     gc.isenabled()
+    False
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class NanEqual:
+    """Base of dataclasses that are equal where all fields are equal, a NaN to a NaN."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        values = _values_of(cast(Any, type(self)))
+        return bool(values(self) == values(other)) or _fields(self) == _fields(other)
+
+    def __hash__(self) -> int:
+        return hash(_fields(self))
+
+
+def _fields(numbers: Any) -> tuple[Any, ...]:
+    return tuple(_with_one_nan(getattr(numbers, f.name)) for f in fields(numbers) if f.compare)
+
+
+@functools.cache
+def _values_of(kind: type[Any]) -> Callable[[object], object]:
+    return operator.attrgetter(*(field.name for field in fields(kind) if field.compare))
+
+
+def _with_one_nan(value: Any) -> Any:
+    """Return the value with `math.nan` for every NaN: tuples and mappings take the same object for equal."""
+    if isinstance(value, tuple):
+        return tuple(map(_with_one_nan, value))
+    if isinstance(value, Mapping):
+        return {key: _with_one_nan(part) for key, part in value.items()}
+    return math.nan if isinstance(value, float) and math.isnan(value) else value

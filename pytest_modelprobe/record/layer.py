@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from .calls import Call, Plain, Value
-from .construction import quickly_made
-from .equality import NanEqual
+from .construction import NanEqual, quickly_made
 from .naming import label_of
 from .tensor_statistics import Reading
 

@@ -1,4 +1,9 @@
-"""Records of the ranks of one run → the record that one process would have made."""
+"""Records of the ranks of one run → the record that one process would have made.
+
+So a test of a distributed run can be compared with a snapshot of a run in one process. A merged number is only given
+where it is exact: of parts of a batch moments and fingerprints add up, replicas have to be equal, and of anything else
+the reading says why there is none. Layers are merged in parts, because the processes of a run share that work.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +12,26 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_modelprobe.exceptions import UsageError
 
-from .batches import batch_sizes
-from .calls import Call, Dimension, Value
+from .calls import Call, Dimension, Value, batch_sizes
 from .layer import Layer, Parameter
 from .naming import address, qualified
-from .record import Record
 from .tensor_parallel import MIXED, TENSOR_PARALLEL, Joining
 from .tensor_statistics import Reading, has_nonfinite
-from .together import NOT_REDUCED, OTHER_STEP, SAME_START, demand_equal, mean, once, rms, scaled, together
+from .together import NOT_REDUCED, OTHER_STEP, SAME_START, demand_alike, demand_equal, mean, once, rms, scaled, together
+
+if TYPE_CHECKING:
+    from .record import Record
 
 _MIXED = (
     "records are not merged where ranks have their parts in several ways, as under tensor parallelism beside FSDP2 or "
     "DDP: which part of the whole a rank has is not known. Assert on the watch in each rank"
 )
 _REDUCED = "whether gradients are reduced over the ranks, as DistributedDataParallel does"
+_SAME_INPUTS = "all ranks were given the same inputs, and not each its part of a batch"
 _NOT_AVERAGED = "each rank has its own, before averaging: merge the record of a step"
 
 
@@ -73,7 +80,10 @@ def merge_layers(records: Sequence[Record], places: Mapping[str, int], *, mean_l
         forwards=1 if merging.is_step else records[0].forwards,
         backwards=min(records[0].backwards, 1) if merging.is_step else records[0].backwards,
         layers=layers,
-        notes=(*(note for note in notes if not note.startswith(TENSOR_PARALLEL)), *merging.notes()),
+        notes=(
+            *(note for note in notes if not note.startswith(TENSOR_PARALLEL)),
+            *((_SAME_INPUTS,) if merging.same_inputs else ()),
+        ),
         profile=None,
         ranks=len(records),
     )
@@ -114,24 +124,18 @@ class _Merging:
         self._mean_loss = mean_loss
         self._is_joined = is_joined
         self._batches = _batches(records)
-        self._same_inputs = len(records) > 1 and _have_same_inputs(records)
+        self.same_inputs = len(records) > 1 and _have_same_inputs(records)
         self.is_step = records[0].step is not None
         """Whether the forwards are those of one step: microbatches, that make up a batch."""
         self._same_start = f"{SAME_START}; in the steps before, at {_REDUCED}" if records[0].step else SAME_START
         self.nonfinite: list[tuple[int, str]] = []
         """What is not finite in some ranks alone, each with the place of its call in the order of computation."""
 
-    def notes(self) -> Iterable[str]:
-        """Yield remarks on the merging itself."""
-        if self._same_inputs:
-            yield "all ranks were given the same inputs, and not each its part of a batch"
-
     def layer(self, have: list[tuple[int, Layer]]) -> Layer:
         """Return one layer."""
         first = have[0][1]
         scale = 1 / len(have) if self._mean_loss else 1.0  # ranks that have another stage have no part in its batch
-        demand_equal(have, first.label, "class", lambda layer: layer.type)
-        demand_equal(have, first.label, "parameters", lambda layer: [(p.name, p.shape) for p in layer.parameters])
+        demand_alike(have)
         calls: dict[tuple[str, bool, int], list[tuple[int, Call]]] = {}
         for rank, layer in have:
             for call in layer.calls:
@@ -207,7 +211,7 @@ class _Merging:
 
     def _value(self, have: list[Value], scale: float) -> Value:
         first = have[0]
-        batch = not self._same_inputs and all(
+        batch = not self.same_inputs and all(
             bool(value.shape) and value.shape[0] in sizes for value, sizes in zip(have, self._batches, strict=False)
         )
         if not batch and all(value.forward.statistics == first.forward.statistics for value in have):

@@ -38,6 +38,15 @@ def qualified(layer: str, name: str) -> str:
     return name if layer == ROOT else f"{layer}.{name}"
 
 
+def relative_name(name: str, container: str) -> str:
+    """Return a name relative to a container, as its code calls the layer.
+
+    >>> relative_name("blocks.0.fc", "blocks.0"), relative_name("fc", "(root)")
+    ('fc', 'fc')
+    """
+    return name if container == ROOT else name.removeprefix(f"{container}.")
+
+
 def parent(name: str) -> str:
     """Return the name of the layer that holds a layer.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pytest_modelprobe.text import Cell, count, table
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
@@ -55,6 +57,26 @@ class Profile:
     """Seconds in the hooks of the probe, those of the backward included."""
 
     def __str__(self) -> str:
-        from pytest_modelprobe.report.profile import as_text
-
         return as_text(self)
+
+
+def as_text(profile: Profile) -> str:
+    """Return a profile as a table of the layers that were called, each with what is inside it."""
+    first = (
+        f"{count(profile.forwards, 'forward')}: {count(profile.flops, 'FLOP')}, "
+        f"{count(profile.activation_bytes, 'byte')} of activations, {_milliseconds(profile.wall_time)} ms; "
+        f"the probe took {_milliseconds(profile.probe_time)} ms more"
+    )
+    columns = ["layer", "type", "calls", "parameters", "activations", "FLOPs", "ms", "time"]
+    rows = [_row(name, layer, profile) for name, layer in profile.layers.items()]
+    return "\n".join([first, *["", *table(columns, rows, most=len(rows))] * bool(rows)])
+
+
+def _row(name: str, layer: LayerProfile, profile: Profile) -> list[Cell]:
+    share = f"{layer.wall_time / profile.wall_time:.0%}" if profile.wall_time else "-"
+    numbers = [layer.calls, layer.parameters, layer.activation_bytes, layer.flops]
+    return [name, layer.type, *numbers, _milliseconds(layer.wall_time), share]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:,.3f}"

@@ -1,7 +1,7 @@
 """Records: everything that was seen of a model, in plain numbers.
 
 Nothing in a record refers to a module or a tensor: it can be stored, sent to another process, merged and compared
-without torch. What shows a record is imported when one is shown.
+without torch. What shows one as a page is imported when it is shown, by `display`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ import dataclasses
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 from pytest_modelprobe.exceptions import UnknownLayerError
+from pytest_modelprobe.text import count
 
+from . import display
 from .calls import Call
 from .codec import decode, encode
 from .layer import Layer, Parameter
+from .merging import merge
 from .profile import Profile
+from .selection import Selector, selected
 from .tensor_statistics import is_read
-
-if TYPE_CHECKING:
-    from .selection import Selector
+from .text import as_html, as_text, unknown_layer
 
 SCHEMA = 1
 
@@ -189,8 +191,6 @@ class Record:
 
     def __getitem__(self, layer: str) -> Layer:
         if layer not in self.layers:
-            from pytest_modelprobe.report.record import unknown_layer
-
             raise UnknownLayerError(unknown_layer(self, layer))
         return self.layers[layer]
 
@@ -198,8 +198,6 @@ class Record:
         return layer in self.layers
 
     def __str__(self) -> str:
-        from pytest_modelprobe.report.record import as_text
-
         return as_text(self)
 
     def table(self, layers: Selector = "**") -> str:
@@ -220,9 +218,6 @@ class Record:
         layer   type     parameters
         fc      Linear            -
         """
-        from pytest_modelprobe.assertions.sources import selected
-        from pytest_modelprobe.report.record import as_text
-
         names = None if layers == "**" else [layer.name for layer in selected(self, layers)]
         return as_text(self, names, most=None)
 
@@ -232,26 +227,18 @@ class Record:
         >>> Record(model="Net").to_html().startswith("<!doctype html>")
         True
         """
-        from pytest_modelprobe.report.html import render_run
-        from pytest_modelprobe.results import run_data
-
-        return render_run(run_data(self))
+        return display.page(self)
 
     def show(self) -> None:
         """Display `to_html` in a notebook; elsewhere, print the record."""
-        from pytest_modelprobe.report.html import display
-
-        display(self)
+        display.show(self)
 
     def _repr_html_(self) -> str:
-        from pytest_modelprobe.report.record import as_html
-
         return as_html(self)
 
     def __repr__(self) -> str:
-        seen = {"layer": len(self.layers), "forward": self.forwards, "backward": self.backwards}
-        counts = (f"{n:,} {what}" + "s" * (n != 1) for what, n in seen.items())
-        return f"<Record of {self.model}: {', '.join(counts)}>"
+        seen = count(len(self.layers), "layer"), count(self.forwards, "forward"), count(self.backwards, "backward")
+        return f"<Record of {self.model}: {', '.join(seen)}>"
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -287,8 +274,6 @@ class Record:
         >>> merged.forwards, merged.ranks
         (1, 2)
         """
-        from .merging import merge
-
         return merge(records, mean_loss=mean_loss)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Renamed layers: rules that a user writes as ``rename=``, and records under other names."""
+"""Renamed layers: rules that a user writes as ``rename=``, and records under other names.
+
+A name stands in many places of a record: of the layer, of the owner of a tied parameter, in the address of the output
+that an input is, in the names of children in an isolated response. One walk over the record changes all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,13 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from pytest_modelprobe.exceptions import SelectionError
 
 from .calls import Call, IsolatedResponse, Value
 from .layer import Layer, Parameter
-from .naming import ROOT, qualified
+from .naming import ROOT, qualified, relative_name
 from .record import NamesBefore, Record
 
 
@@ -22,10 +27,7 @@ def renamed(record: Record, names: Mapping[str, str]) -> Record:
     >>> list(renamed(old, {"fc": "head"}).layers)
     ['head']
     """
-    if all(old == new for old, new in names.items()):
-        return record
-    layers = (_renamed_layer(layer, names) for layer in record.layers.values())
-    return dataclasses.replace(record, layers={layer.name: layer for layer in layers})
+    return record if all(old == new for old, new in names.items()) else _Names(names, {}).record(record)
 
 
 def resolve_rename(actual: Record, expected: Record, rename: Mapping[str, str]) -> dict[str, str]:
@@ -100,48 +102,7 @@ def with_paths(record: Record, names: NamesBefore) -> Record:
     if not names.paths:
         return record
     paths = {layer: {old: new for new, old in known.items()} for layer, known in names.paths.items()}
-
-    def moved(address: str, layer: str) -> str:
-        """Return the address of a value of the layer itself, ``output``, or of one inside, ``attn (call 2) mask``."""
-        what, space, path = address.rpartition(" ")
-        own = paths.get(qualified(layer, what.partition(" ")[0]) if what else layer, {})
-        return what + space + own.get(path, path)
-
-    def value(one: Value, layer: str) -> Value:
-        source = None if one.source is None else moved(one.source, ROOT)
-        return dataclasses.replace(one, path=paths.get(layer, {}).get(one.path, one.path), source=source)
-
-    def response(one: IsolatedResponse, layer: str) -> IsolatedResponse:
-        handed = (
-            dataclasses.replace(
-                h,
-                where=moved(h.where, layer),
-                passed=h.passed if h.passed is None or h.passed.startswith("=") else moved(h.passed, layer),
-            )
-            for h in one.handed
-        )
-        return dataclasses.replace(
-            one,
-            handed=tuple(handed),
-            recipes={moved(name, layer): recipe for name, recipe in one.recipes.items()},
-            without_gradient=tuple(moved(name, layer) for name in one.without_gradient),
-        )
-
-    def call(one: Call, layer: str) -> Call:
-        own = paths.get(layer, {})
-        return dataclasses.replace(
-            one,
-            inputs=tuple(value(v, layer) for v in one.inputs),
-            outputs=tuple(value(v, layer) for v in one.outputs),
-            arguments={own.get(path, path): v for path, v in one.arguments.items()},
-            response=None if one.response is None else response(one.response, layer),
-        )
-
-    layers = {
-        name: dataclasses.replace(layer, calls=tuple(call(one, name) for one in layer.calls))
-        for name, layer in record.layers.items()
-    }
-    return dataclasses.replace(record, layers=layers)
+    return _Names({}, paths).record(record)
 
 
 def infer_rename(actual: Record, expected: Record, names: Mapping[str, str]) -> dict[str, str]:
@@ -209,63 +170,83 @@ def _filled(glob: str, groups: Sequence[str | None]) -> str:
     return re.sub(r"\*\*|\*", lambda _: next(values) or "", glob) + (below or "")
 
 
-# --- trees --------------------------------------------------------------------------------------------------------
+# --- a record under other names -----------------------------------------------------------------------------------
 
 
-def _renamed_layer(layer: Layer, names: Mapping[str, str]) -> Layer:
-    return dataclasses.replace(
-        layer,
-        name=names.get(layer.name, layer.name),
-        parameters=tuple(_renamed_parameter(p, names) for p in layer.parameters),
-        buffers=tuple(_renamed_parameter(p, names) for p in layer.buffers),
-        calls=tuple(_renamed_call(call, layer.name, names) for call in layer.calls),
-    )
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Names of layers, and paths of what these take and give, each before → now; layers by their names before."""
 
+    layers: Mapping[str, str]
+    paths: Mapping[str, Mapping[str, str]]
 
-def _renamed_parameter(parameter: Parameter, names: Mapping[str, str]) -> Parameter:
-    if parameter.tied_to is None:
-        return parameter
-    layer, _, name = parameter.tied_to.rpartition(".")
-    layer = layer or ROOT
-    return dataclasses.replace(parameter, tied_to=qualified(names.get(layer, layer), name))
+    def record(self, one: Record) -> Record:
+        """Return a record under its current names."""
+        layers = map(self._layer, one.layers.values())
+        return dataclasses.replace(one, layers={layer.name: layer for layer in layers})
 
+    def _name(self, layer: str) -> str:
+        return self.layers.get(layer, layer)
 
-def _renamed_call(call: Call, layer: str, names: Mapping[str, str]) -> Call:
-    return dataclasses.replace(
-        call,
-        root=names.get(call.root, call.root),
-        inputs=tuple(_renamed_value(value, names) for value in call.inputs),
-        response=None if call.response is None else _renamed_response(call.response, layer, names),
-    )
+    def _path(self, layer: str, path: str) -> str:
+        return self.paths.get(layer, {}).get(path, path)
 
+    def _address(self, address: str) -> str:
+        """Return the address of a value: ``blocks.0.fc (call 2) output``."""
+        where, space, path = address.rpartition(" ")
+        layer, blank, number = where.partition(" ")
+        return self._name(layer) + blank + number + space + self._path(layer, path)
 
-def _renamed_value(value: Value, names: Mapping[str, str]) -> Value:
-    return value if value.source is None else dataclasses.replace(value, source=_readdressed(value.source, names))
+    def _place(self, place: str, layer: str) -> str:
+        """Return a place in the code of a layer: ``output``, its own, or of a child, ``attn (call 2) input``."""
+        where, space, path = place.rpartition(" ")
+        if not space:
+            return self._path(layer, path)
+        child, blank, number = where.partition(" ")
+        full = qualified(layer, child)
+        name = relative_name(self.layers[full], self._name(layer)) if full in self.layers else child
+        return name + blank + number + space + self._path(full, path)
 
+    def _layer(self, one: Layer) -> Layer:
+        return dataclasses.replace(
+            one,
+            name=self._name(one.name),
+            parameters=tuple(map(self._parameter, one.parameters)),
+            buffers=tuple(map(self._parameter, one.buffers)),
+            calls=tuple(self._call(call, one.name) for call in one.calls),
+        )
 
-def _readdressed(address: str, names: Mapping[str, str]) -> str:
-    layer, space, rest = address.partition(" ")
-    return names.get(layer, layer) + space + rest
+    def _parameter(self, one: Parameter) -> Parameter:
+        if one.tied_to is None:
+            return one
+        layer, _, name = one.tied_to.rpartition(".")
+        return dataclasses.replace(one, tied_to=qualified(self._name(layer or ROOT), name))
 
+    def _call(self, one: Call, layer: str) -> Call:
+        return dataclasses.replace(
+            one,
+            root=self._name(one.root),
+            inputs=tuple(self._value(value, layer) for value in one.inputs),
+            outputs=tuple(self._value(value, layer) for value in one.outputs),
+            arguments={self._path(layer, path): value for path, value in one.arguments.items()},
+            response=None if one.response is None else self._response(one.response, layer),
+        )
 
-def _renamed_response(response: IsolatedResponse, layer: str, names: Mapping[str, str]) -> IsolatedResponse:
-    """Rename the children, whose names are relative to the layer."""
+    def _value(self, one: Value, layer: str) -> Value:
+        source = None if one.source is None else self._address(one.source)
+        path = self._path(layer, one.path)
+        return one if (path, source) == (one.path, one.source) else dataclasses.replace(one, path=path, source=source)
 
-    def inside(address: str) -> str:
-        child, space, rest = address.partition(" ")
-        new = names.get(qualified(layer, child)) if space else None  # else it is the call's own: `output`, `weight`
-        if new is None:
-            return address
-        container = names.get(layer, layer)
-        return new.removeprefix("" if container == ROOT else f"{container}.") + space + rest
+    def _response(self, one: IsolatedResponse, layer: str) -> IsolatedResponse:
+        def place(where: str) -> str:
+            return self._place(where, layer)
 
-    handed = tuple(
-        dataclasses.replace(h, where=inside(h.where), passed=None if h.passed is None else inside(h.passed))
-        for h in response.handed
-    )
-    return dataclasses.replace(
-        response,
-        handed=handed,
-        recipes={inside(name): recipe for name, recipe in response.recipes.items()},
-        without_gradient=tuple(map(inside, response.without_gradient)),
-    )
+        return dataclasses.replace(
+            one,
+            handed=tuple(
+                dataclasses.replace(h, where=place(h.where), passed=None if h.passed is None else place(h.passed))
+                for h in one.handed
+            ),
+            recipes={place(name): recipe for name, recipe in one.recipes.items()},
+            without_gradient=tuple(map(place, one.without_gradient)),
+        )

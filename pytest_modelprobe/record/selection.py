@@ -24,15 +24,20 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from collections.abc import Set as AbstractSet
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from pytest_modelprobe.exceptions import SelectionError
 
 from .naming import ROOT
+
+if TYPE_CHECKING:
+    from .layer import Layer
+    from .record import Record
 
 __tracebackhide__ = True  # pytest shows the line of the user's test
 
@@ -152,6 +157,30 @@ def select(
     if included <= excluded:
         raise SelectionError(_nothing_left(exclusions, included))
     return [name for name in candidates if name in included and name not in excluded]
+
+
+def selected(record: Record, layers: Selector) -> list[Layer]:
+    """Return the layers of ``record`` that ``layers`` selects; a class selects instances of subclasses too."""
+    names_of = functools.cache(_qualified_names)  # cached for this call only: subclasses may be defined later
+    names = select(
+        record.layers,
+        layers,
+        is_instance=lambda layer, cls: layer.type in names_of(cls),
+        type_name=lambda layer: layer.type_name,
+    )
+    return [record.layers[name] for name in names]
+
+
+def _qualified_names(cls: type) -> set[str]:
+    names: set[str] = set()
+    classes = [cls]
+    while classes:
+        current = classes.pop()
+        name = f"{current.__module__}.{current.__qualname__}"
+        if name not in names:
+            names.add(name)
+            classes.extend(type.__subclasses__(current))
+    return names
 
 
 def nearest(name: str, names: Iterable[str], n: int = 3) -> list[str]:

@@ -1,4 +1,8 @@
-"""Layers of the ranks of a tensor-parallel model → those of one process, which was given the same batch."""
+"""Layers of the ranks of a tensor-parallel model → those of one process, which was given the same batch.
+
+Every rank runs every layer on the same samples, with its part of the weights. Which part of a value a rank has is told
+by the layout of its DTensors; without one, values that are not the same in all ranks are not known as a whole.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from .calls import Call, Dimension, Value
 from .layer import Layer, Parameter
 from .naming import address, qualified
 from .tensor_statistics import Reading, Statistics, Units
-from .together import demand_equal, mean, rms, together
+from .together import demand_alike, demand_equal, mean, rms, together
 
 TENSOR_PARALLEL = "tensor parallel"
 """The note of such a record begins with this."""
@@ -37,8 +41,7 @@ class Joining:
     def layer(self, have: list[tuple[int, Layer]]) -> Layer:
         """Return one layer. Raises AssertionError where ranks disagree on its structure or its parameters."""
         first = have[0][1]
-        demand_equal(have, first.label, "class", lambda layer: layer.type)
-        demand_equal(have, first.label, "parameters", lambda layer: [(p.name, p.shape) for p in layer.parameters])
+        demand_alike(have)
         demand_equal(have, first.label, "number of calls", lambda layer: len(layer.calls))
         return dataclasses.replace(
             first,

@@ -1,4 +1,8 @@
-"""Numbers of one tensor: moments and counts, ranges of units, fingerprint."""
+"""Numbers of one tensor: moments and counts, ranges of units, fingerprint.
+
+All of them merge exactly, so that the forwards of a watch and the ranks of a run can be added one by one, in any order.
+Elements that are not finite are counted, and leave all other numbers alone.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .construction import quickly_made
-from .equality import NanEqual
+from .construction import NanEqual, quickly_made
 
 
 def merge_moments(

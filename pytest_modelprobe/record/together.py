@@ -1,4 +1,7 @@
-"""Readings of several ranks as one, and what has to be equal in all of them."""
+"""Readings of several ranks as one, and what has to be equal in all of them.
+
+`merging` and `tensor_parallel` decide which readings belong together; here is how they add up.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from .layer import Layer
 from .tensor_statistics import Histogram, Reading, Statistics, Units
 
 T = TypeVar("T")
@@ -35,6 +39,13 @@ def demand_equal(
                 f"ranks disagree: {name} has another {what} in [rank {other}] than in [rank {rank}]: "
                 f"{here}, not {there}. {advice}"
             )
+
+
+def demand_alike(have: Sequence[tuple[int, Layer]]) -> None:
+    """Raise AssertionError where a layer has not the same class and parameters in all ranks."""
+    label = have[0][1].label
+    demand_equal(have, label, "class", lambda layer: layer.type)
+    demand_equal(have, label, "parameters", lambda layer: [(p.name, p.shape) for p in layer.parameters])
 
 
 def mean(reading: Reading | None) -> float | None:

@@ -1,15 +1,17 @@
-"""A verdict as plain data for JSON."""
+"""A verdict of the gate as plain data: the JSON of `modelprobe check` and `diff`.
+
+A finding or a cause has the same words here as in the other formats, so that a script and a reader see the same.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
+from pytest_modelprobe.comparison import text as comparison
 from pytest_modelprobe.gate import Finding, SnapshotChange, Verdict, class_of
-
-from . import comparison
-from .changes import finding_text, status, values_not_compared
+from pytest_modelprobe.gate.text import finding_text, status, values_not_compared
+from pytest_modelprobe.text import json_number
 
 
 def as_data(verdict: Verdict) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def as_data(verdict: Verdict) -> dict[str, Any]:
 def _finding_data(finding: Finding, change: SnapshotChange) -> dict[str, Any]:
     differences = [
         {
-            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            key: json_number(value)
             for key, value in dataclasses.asdict(difference).items()
             if value is not None and value != ""
         }

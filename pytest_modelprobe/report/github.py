@@ -11,9 +11,8 @@ import secrets
 from pathlib import Path
 
 from pytest_modelprobe.gate import Level, SnapshotChange, Verdict
-
-from .changes import details, finding_text
-from .text import printable
+from pytest_modelprobe.gate.text import details, finding_text
+from pytest_modelprobe.text import printable
 
 MOST_ANNOTATIONS = 9
 """Annotations of one level. GitHub silently drops those beyond ten of a step; the tenth counts the rest."""
@@ -47,12 +46,9 @@ def annotation_commands(verdict: Verdict) -> list[str]:
         changes = [change for change in verdict.changes if _level(change, verdict) == level]
         name = _COMMANDS[level]
         lines += [_annotation(name, change) for change in changes[:MOST_ANNOTATIONS]]
-        if len(changes) > MOST_ANNOTATIONS:
-            lines.append(
-                command(
-                    name, f"+{len(changes) - MOST_ANNOTATIONS} more: see the summary of this job", title="modelprobe"
-                )
-            )
+        more = len(changes) - MOST_ANNOTATIONS
+        if more > 0:
+            lines.append(command(name, f"+{more} more: see the summary of this job", title="modelprobe"))
     return lines
 
 

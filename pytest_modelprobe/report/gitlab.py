@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pytest_modelprobe.text import printable
+
 from .issues import issues
-from .text import printable
 
 _SEVERITIES = {"error": "major", "warning": "minor"}
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from .text import printable
+from pytest_modelprobe.text import printable
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from pytest_modelprobe.comparison import text as comparison
+from pytest_modelprobe.comparison.rows import CHANGE_COLUMNS
 from pytest_modelprobe.gate import Verdict
-
-from . import changes, comparison
-from .changes import (
+from pytest_modelprobe.gate import text as changes
+from pytest_modelprobe.gate.text import (
     VERDICT_COLUMNS,
     details,
     finding_text,
@@ -21,9 +22,9 @@ from .changes import (
     verdict_line,
     verdict_rows,
 )
+from pytest_modelprobe.text import LONGEST, Cell, count, number, printable
+
 from .mermaid import graph
-from .rows import CHANGE_COLUMNS
-from .text import LONGEST, Cell, count, number, printable
 
 MOST_ROWS = 50
 """Rows of a table above which the rest is folded."""

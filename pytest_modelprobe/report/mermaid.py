@@ -10,8 +10,7 @@ from collections.abc import Mapping
 
 from pytest_modelprobe.gate import SnapshotChange
 from pytest_modelprobe.record import ROOT
-
-from .text import count, printable
+from pytest_modelprobe.text import count, printable
 
 MOST_NODES = 40
 """Layers of a graph; the rest is counted."""

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
+from pytest_modelprobe.text import printable
+
 from .issues import Issue, issues
-from .text import printable
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 

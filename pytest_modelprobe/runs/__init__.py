@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pytest_modelprobe.capture import Options
+
 from . import maps
 from .compiled import Compiled, compiles_hooks
 from .loss import Loss, NoGradientError, check_loss, loss_of
@@ -19,6 +21,7 @@ __all__ = [
     "Loss",
     "Mode",
     "NoGradientError",
+    "Options",
     "Run",
     "StopOn",
     "Source",

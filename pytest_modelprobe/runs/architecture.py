@@ -1,4 +1,8 @@
-"""The structure of a model without computing: a forward on fake tensors, which have shapes but no contents."""
+"""The structure of a model without computing: a forward on fake tensors, which have shapes but no contents.
+
+Fake tensors run the model's own code, so shapes and dataflow are those of a real forward, whatever the size of the
+model. Code that looks at the contents of a tensor cannot run on them: then the record has the structure alone.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from torch import nn
 from torch.func import functional_call
 
 from pytest_modelprobe._torch import GROUPED_PRODUCT, FakeTensorMode, TorchDispatchMode
-from pytest_modelprobe.capture import Capture, assemble
+from pytest_modelprobe.capture import Capture, Options, assemble
 from pytest_modelprobe.models import Layers, map_tensors, preserved, seeding
 from pytest_modelprobe.record import Record
 
@@ -31,14 +35,14 @@ def architecture(model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
     """
     layers = Layers(model)
     if not (args or kwargs):
-        return assemble(Capture(layers, layers.modules).observations())
+        return assemble(Capture(layers, Options()).observations())
     for cached in (True, False):  # torch's cache fails on packed weights, which it cannot compare; it is slow without
-        capture = Capture(layers, layers.modules)
+        capture = Capture(layers, Options())
         with preserved(model, values=False), seeding.forked_rng(), _quiet():
             reason = _run_on_fakes(capture, model, args, kwargs, cached)
         if reason is None:
             return assemble(capture.observations())
-    record = assemble(Capture(layers, layers.modules).observations())
+    record = assemble(Capture(layers, Options()).observations())
     note = f"structure without shapes: the forward cannot run on fake tensors ({reason})"
     return dataclasses.replace(record, notes=(*record.notes, note))
 
@@ -60,15 +64,13 @@ def _run_on_fakes(
         return made.requires_grad_(tensor.requires_grad)
 
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    capture.attach()
-    try:
-        state, args, kwargs = map_tensors(fake, (dict(tensors), args, kwargs))
-        with mode, products:  # not interruptible: torch aborts where a mode raises inside some operations
-            functional_call(model, state, args, kwargs, tie_weights=False)
-    except Exception as error:  # noqa: BLE001 - models may need the contents of tensors
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    finally:
-        capture.detach()
+    with capture:
+        try:
+            state, args, kwargs = map_tensors(fake, (dict(tensors), args, kwargs))
+            with mode, products:  # not interruptible: torch aborts where a mode raises inside some operations
+                functional_call(model, state, args, kwargs, tie_weights=False)
+        except Exception as error:  # noqa: BLE001 - models may need the contents of tensors
+            return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return None
 
 

@@ -1,4 +1,7 @@
-"""`compiled=` of a watch."""
+"""`compiled=` of a watch: whether compiled code that holds the model runs eagerly, or stays compiled.
+
+Code that stays compiled runs no Python at a layer, so options that need Python there are refused.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,27 @@ from typing import Literal
 
 import torch
 
+from pytest_modelprobe.capture import Options
 from pytest_modelprobe.exceptions import UsageError
 
 Compiled = Literal["eager", "inside"]
 """What compiled code that holds a watched model does: it runs eagerly, or stays compiled, with hooks inside."""
 
 
-def is_inside(compiled: Compiled, **asked: bool) -> bool:
+def is_inside(compiled: Compiled, options: Options, *, stops: bool = False) -> bool:
     """Return whether hooks are traced into compiled code; UsageError where another option was asked for with it.
 
-    >>> is_inside("eager", attention=True), is_inside("inside", attention=False)
+    >>> is_inside("eager", Options(attention=True)), is_inside("inside", Options())
     (False, True)
     """
     if compiled not in ("eager", "inside"):
         raise UsageError(f"compiled is 'eager' or 'inside'; got {compiled!r}")
     if compiled == "eager":
         return False
-    for option in asked:
-        if asked[option]:
+    asked = {"keep": options.keeps, "functionals": options.functionals, "attention": options.attention}
+    asked |= {"profile": options.profile, "histograms": options.histograms, "stop_on": stops}
+    for option, is_asked in asked.items():
+        if is_asked:
             raise UsageError(
                 f'{option}= needs Python at each layer, and compiled="inside" runs none there: leave one of them out'
             )

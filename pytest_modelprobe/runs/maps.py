@@ -1,4 +1,7 @@
-"""Maps over positions: the outputs of a layer, and where they raise the score of a target (Grad-CAM)."""
+"""Maps over positions: the outputs of a layer, and where they raise the score of a target (Grad-CAM).
+
+The figures are drawn elsewhere, from the tensors that these functions return.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def feature_maps(run: Run, layer: str) -> tuple[str, list[tuple[str, Tensor]]]:
     """Return the label of a layer, and the outputs (N, C, H, W) of its first call, each with its path."""
     __tracebackhide__ = True
     name, module = _one_layer(run, layer)
-    _, kept = run.record(layer)
+    _, kept = run.record()
     if not kept.get(name):
         raise NothingObservedError(f"{name} was never called: choose a layer that the forward uses")
     outputs = flatten("output", kept[name][0]).tensors

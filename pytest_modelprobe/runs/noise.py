@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -53,6 +54,8 @@ _TOGETHER = 1 << 16
 """Elements that are perturbed at once; a multiple of 8."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+V = TypeVar("V", Value, Parameter)
 
 Key = tuple[Hashable, ...]
 """Address of a reading: layer, which call, path, direction."""
@@ -155,7 +158,7 @@ class Perturbation:
         scalar has no such sum.
         """
         for number, output in enumerate(outputs):
-            if output.requires_grad and not output.is_leaf and output.numel() > 1:
+            if not output.is_leaf and output.numel() > 1:
                 name = f"{self.name} loss {number}"
                 output.register_hook(functools.partial(perturbed, name=name, units=FORWARD_ULPS))
 
@@ -303,8 +306,8 @@ def _in_order(record: Record) -> Iterator[tuple[str, Key, Reading]]:
                     yield full, (layer.name, kind, one.name, "after"), one.after
 
 
-def _key(layer: str, call: Call, value: Value, direction: str) -> Key:
-    return layer, call.root, call.root_training, call.index, value.path, direction
+def _key(layer: str, call: Call, value: Value, *direction: str) -> Key:
+    return layer, call.root, call.root_training, call.index, value.path, *direction
 
 
 def readings(record: Record) -> dict[Key, Reading]:
@@ -315,26 +318,16 @@ def readings(record: Record) -> dict[Key, Reading]:
 def _mapped(record: Record, function: Callable[[Key, Reading], Reading]) -> Record:
     """Return the record with ``function`` applied to every computed reading."""
 
-    def value(layer: str, call: Call, one: Value) -> Value:
-        def mapped(direction: str, reading: Reading | None) -> Reading | None:
-            return None if reading is None else function(_key(layer, call, one, direction), reading)
+    def mapped(one: V, address: Key, *names: str) -> V:
+        had = {name: reading for name in names if (reading := getattr(one, name)) is not None}
+        changed: dict[str, Any] = {name: function((*address, name), reading) for name, reading in had.items()}
+        return dataclasses.replace(one, **changed)
 
-        return dataclasses.replace(
-            one,
-            forward=function(_key(layer, call, one, "forward"), one.forward),
-            backward=mapped("backward", one.backward),
-            backward_inner=mapped("backward_inner", one.backward_inner),
-        )
+    def value(layer: str, call: Call, one: Value) -> Value:
+        return mapped(one, _key(layer, call, one), "forward", "backward", "backward_inner")
 
     def owned(layer: str, kind: str, some: Iterable[Parameter]) -> tuple[Parameter, ...]:
-        return tuple(
-            dataclasses.replace(
-                one,
-                gradient=one.gradient and function((layer, kind, one.name, "gradient"), one.gradient),
-                after=one.after and function((layer, kind, one.name, "after"), one.after),
-            )
-            for one in some
-        )
+        return tuple(mapped(one, (layer, kind, one.name), "gradient", "after") for one in some)
 
     layers: Mapping[str, Layer] = {
         name: dataclasses.replace(

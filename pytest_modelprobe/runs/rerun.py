@@ -1,4 +1,7 @@
-"""What is asked of a run or a watch after its record was made: isolated responses, and noise."""
+"""What is asked of a run or a watch after its record was made: isolated responses, and noise.
+
+A record is plain data and outlives the model. It holds its run or watch weakly, and a note says so where it is gone.
+"""
 
 from __future__ import annotations
 

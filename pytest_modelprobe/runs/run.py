@@ -1,4 +1,9 @@
-"""`Run`: one forward of a model, and a backward, that can be repeated and leaves no trace."""
+"""`Run`: one forward of a model, and a backward, that can be repeated and leaves no trace.
+
+A snapshot asks for more than one run: noise is measured by repeats on perturbed numbers, and each layer is called
+alone. All of these start from the same state, which `_prepared` sets up and restores. What a repeat needs is kept here;
+the model itself is referenced weakly.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe.capture import ParameterReading, assemble, content_key, read_parameters
+from pytest_modelprobe.capture import Capture, Options, ParameterReading, assemble, content_key, read_parameters
 from pytest_modelprobe.exceptions import UnsupportedModelError, UsageError
 from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import (
@@ -37,7 +42,7 @@ from pytest_modelprobe.models import (
     wake_zeros,
 )
 from pytest_modelprobe.progress import Parts, progress
-from pytest_modelprobe.record import IsolatedResponse, Reading, Record, Selector, has_nonfinite, nearest, qualified
+from pytest_modelprobe.record import IsolatedResponse, Reading, Record, has_nonfinite, nearest, qualified
 
 from . import noise
 from .detached import detaching_call
@@ -52,7 +57,6 @@ from .rerun import (
     with_note,
     with_responses_of_one_forward,
 )
-from .watch import Watch
 
 Mode = Literal["train", "eval"]
 
@@ -81,17 +85,13 @@ class Run:
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        options: Options,
         loss: Loss | None,
         mode: Mode | None,
         *,
         device: torch.device,
         seed: int,
-        layers: Selector,
-        functionals: bool = False,
-        attention: bool = False,
-        profile: bool = False,
         isolate: bool = False,
-        histograms: bool = False,
     ) -> None:
         offloaded = Offloaded(model.modules())
         if any(parameter.is_meta and parameter not in offloaded for parameter in model.parameters()):
@@ -101,8 +101,7 @@ class Run:
             )
         self.args, self.kwargs, self.loss, self.mode = args, kwargs, loss, mode
         self.device, self.seed = device, seed
-        self.layers, self.functionals, self.attention, self.isolate = layers, functionals, attention, isolate
-        self.profile, self.histograms = profile, histograms
+        self.options, self.isolate = options, isolate
         self._model = weakref.ref(model)
         # Repeats use the contexts of the first run.
         self._grad_enabled = torch.is_grad_enabled()
@@ -117,10 +116,10 @@ class Run:
         assert model is not None
         return model
 
-    def record(self, keep: Selector) -> tuple[Record, Mapping[str, list[Any]]]:
+    def record(self) -> tuple[Record, Mapping[str, list[Any]]]:
         """Return the record and the tensors kept."""
         __tracebackhide__ = True
-        record, kept = self._observed(keep=keep, profile=self.profile, histograms=self.histograms)
+        record, kept = self._observed(self.options)
         record = self._with_origins(record)
         self._settings = self._settings_now()
         return record, kept
@@ -158,13 +157,13 @@ class Run:
                 return None
             other = copy.copy(self)
             other.seed = seeding.derive(self.seed, "again")
-            return other._observed(start=start, woken=True)[0]
+            return other._repeated(start=start, woken=True)
 
     def _measured(self, record: Record, start: _Start, each: Parts) -> Record:
-        repeat, _ = self._observed(repeat=1, start=start)
+        repeat = self._repeated(repeat=1, start=start)
         where = noise.first_difference(record, repeat)
         if where is not None:
-            repeats = [repeat, *(self._observed(repeat=i, start=start)[0] for i in range(2, _REPEATS + 1))]
+            repeats = [repeat, *(self._repeated(repeat=i, start=start) for i in range(2, _REPEATS + 1))]
             return with_note(
                 noise.with_nondeterminism(record, repeats),
                 f"not repeatable: {where} differs when the run is repeated with the same seed",
@@ -172,8 +171,8 @@ class Run:
         near, far = ([noise.Perturbation(f"repeat {i}", far=far) for i in range(_REPEATS)] for far in (False, True))
         measured = noise.with_noise(
             record,
-            near=[self._observed(move, start=start)[0] for move in each(near)],
-            far=[self._observed(move, start=start)[0] for move in each(far)],
+            near=[self._repeated(move, start=start) for move in each(near)],
+            far=[self._repeated(move, start=start) for move in each(far)],
         )
         responses = responses_of(record)
         return with_responses_of_one_forward(measured, self._noisy(record, responses, near, far, start, each))
@@ -265,36 +264,38 @@ class Run:
 
     # --- the step -------------------------------------------------------------------------------------------------
 
+    def _repeated(
+        self, move: noise.Perturbation | None = None, *, start: _Start, repeat: int = 0, woken: bool = False
+    ) -> Record:
+        """Return the record of the step once more: what noise and other zeros change shows in readings alone."""
+        options = dataclasses.replace(self.options, keep=(), profile=False, histograms=False)
+        return self._observed(options, move, repeat=repeat, start=start, woken=woken)[0]
+
     def _observed(
         self,
+        options: Options,
         move: noise.Perturbation | None = None,
-        keep: Selector = (),
         *,
         repeat: int = 0,
         start: _Start | None = None,
         woken: bool = False,
-        profile: bool = False,
-        histograms: bool = False,
     ) -> tuple[Record, Mapping[str, list[Any]]]:
         """Return the record of one step, perturbed by ``move``, and the tensors kept.
 
         In repeat ``repeat``, the model's own random generators start in another state, as in another process.
         """
         __tracebackhide__ = True
-        with (
-            self._prepared(repeat, start=start) as state,
-            self._watch(keep, profile=profile, histograms=histograms) as watch,
-        ):
-            watch._capture.notes.update(dict.fromkeys(state.notes))
+        with self._prepared(repeat, start=start) as state, Capture(Layers(self.model), options) as capture:
+            capture.notes.update(dict.fromkeys(state.notes))
             if woken:
-                wake_zeros(Layers(self.model), self.seed)
+                wake_zeros(capture.layers, self.seed)
             if start is None or woken:
-                watch._capture.read_parameters()
+                capture.read_parameters()
             else:
-                watch._capture.parameters = start.parameters
+                capture.parameters = start.parameters
             if move is not None:
                 move.parameters(self.model)
-                watch._capture.sample_inputs = flatten_call(self.args, self.kwargs)  # not as they are perturbed
+                capture.sample_inputs = flatten_call(self.args, self.kwargs)  # not as they are perturbed
             try:
                 with interruptible():
                     self._step(move)
@@ -304,7 +305,7 @@ class Run:
                         "loss= needs gradients, which torch.inference_mode() does not record: call run outside of it, "
                         "or without loss="
                     ) from error
-                cut = detaching_call(assemble(watch._capture.observations()))
+                cut = detaching_call(assemble(capture.observations()))
                 if cut is None:
                     raise
                 raise NoGradientError(
@@ -312,24 +313,11 @@ class Run:
                     "for .detach(), .data, .item(), a comparison or torch.no_grad() in its forward, and for layers "
                     "whose outputs it does not use, or run without loss="
                 ) from error
-            watch._capture.notes.update(self._notes)
-            watch._capture.note_set_attributes()  # again: a hook of the backward may set some too
-            observed = watch._capture.observations()
+            capture.notes.update(self._notes)
+            capture.note_set_attributes()  # again: a hook of the backward may set some too
+            observed = capture.observations()
             record = assemble(observed, seed=self.seed, loss=_loss_name(self.loss), before=observed.parameters)
-        return record, watch.kept
-
-    def _watch(self, keep: Selector = (), *, profile: bool = False, histograms: bool = False) -> Watch:
-        return Watch(
-            self.model,
-            layers=self.layers,
-            keep=keep,
-            functionals=self.functionals,
-            attention=self.attention,
-            profile=profile,
-            isolate=False,
-            histograms=histograms,
-            seed=self.seed,
-        )
+        return record, capture.kept
 
     @contextmanager
     def _prepared(self, repeat: int = 0, *, start: _Start | None = None) -> Iterator[ModelState]:

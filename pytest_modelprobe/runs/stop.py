@@ -8,7 +8,7 @@ from typing import Literal
 from pytest_modelprobe.capture import SeenValue
 from pytest_modelprobe.exceptions import StoppedError, UsageError
 from pytest_modelprobe.record import Statistics, label_of
-from pytest_modelprobe.report.text import Cell, count, failure, number, shape
+from pytest_modelprobe.text import Cell, count, failure, number, shape
 
 StopOn = Literal["nonfinite"] | Callable[[Statistics], object]
 

@@ -1,4 +1,8 @@
-"""`Watch`: observes a model that the test runs itself."""
+"""`Watch`: observes a model that the test runs itself.
+
+A watch cannot repeat what the test did. It keeps the inputs of the first forwards instead, so that layers can be called
+alone later. Records are made when they are asked for, and made again once a hook or an optimizer has run since.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,11 @@ from typing import Any, overload
 from torch import nn
 
 from pytest_modelprobe._torch import next_hook
-from pytest_modelprobe.capture import Capture, SeenValue, Which, assemble
+from pytest_modelprobe.capture import Capture, Options, SeenValue, Which, assemble
 from pytest_modelprobe.exceptions import NothingObservedError, StoppedError, UsageError
 from pytest_modelprobe.interrupts import finished, held
 from pytest_modelprobe.models import Layers, original_class, version
-from pytest_modelprobe.record import IsolatedResponse, Record, Selector, select, with_rerun
+from pytest_modelprobe.record import IsolatedResponse, Record, Selector, with_rerun
 
 from .compiled import Compiled, is_inside
 from .isolation import KeptForward, KeptForwards, Key, isolate, merged, recipes_of
@@ -81,15 +85,16 @@ class Watch:
         seed: int | None = None,
     ) -> None:
         check_stop_on(stop_on)
-        inside = is_inside(
-            compiled,
-            keep=not _is_empty(keep),
+        options = Options(
+            layers=layers,
+            keep=keep,
             functionals=functionals,
             attention=attention,
             profile=profile,
             histograms=histograms,
-            stop_on=stop_on is not None,
+            steps=steps,
         )
+        inside = is_inside(compiled, options, stops=stop_on is not None)
         if not isinstance(steps, int) or steps < 0:
             raise UsageError(f"steps is how many steps of training to keep, 0 or more; got {steps!r}")
         found = Layers(model)
@@ -104,13 +109,7 @@ class Watch:
         self._forwards = KeptForwards(found) if isolate and not inside else None
         self._capture = Capture(
             found,
-            select(found.modules, layers),
-            keep=() if _is_empty(keep) else select(found.modules, keep),
-            functionals=functionals,
-            attention=attention,
-            profile=profile,
-            histograms=histograms,
-            steps=steps,
+            options,
             on_forward=self._forwards.begins if self._forwards else None,
             judge=None if stop_on is None else functools.partial(_judge, weakref.ref(self), stop_on),
             traced=inside,
@@ -311,7 +310,3 @@ def _judge(watch: weakref.ref[Watch], stop_on: StopOn, seen: SeenValue) -> Stopp
     type_name = open_watch._capture.type_name(seen.layer)
     open_watch.close()
     return stopped_at(seen, type_name, stop_on)
-
-
-def _is_empty(selector: Selector) -> bool:
-    return isinstance(selector, (tuple, list)) and not selector

@@ -1,4 +1,7 @@
-"""The arguments of ``modelprobe_snapshot(...)``, checked when they are given."""
+"""The arguments of ``modelprobe_snapshot(...)``, checked when they are given.
+
+A wrong argument fails at the line that gives it, also where no snapshot exists yet to compare with.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any, Literal, get_args
 from pytest_modelprobe.comparison import Parts, Tolerance
 from pytest_modelprobe.exceptions import SelectionError, UsageError
 from pytest_modelprobe.record import Glob, Record, nearest
-from pytest_modelprobe.report.text import count, listed
+from pytest_modelprobe.text import count, listed
 
 from .naming import DEVICES
 
@@ -75,15 +78,13 @@ def _check_choices(compare: object, allow: Iterable[object]) -> None:
 
 def _check_tolerance(tolerance: Any) -> None:
     __tracebackhide__ = True
-    factors = tolerance.values() if isinstance(tolerance, Mapping) else () if tolerance is None else (tolerance,)
-    for factor in factors:
+    takes = "tolerance= is a positive number, or one for each glob of layers"
+    of_globs = tolerance if isinstance(tolerance, Mapping) else {} if tolerance is None else {"**": tolerance}
+    for glob, factor in of_globs.items():
         if type(factor) not in (int, float) or not 0 < factor < math.inf:
-            raise UsageError(f"tolerance= is a positive number, or one for each glob of layers; got {factor!r}")
-    for glob in tolerance if isinstance(tolerance, Mapping) else ():
+            raise UsageError(f"{takes}; got {factor!r}")
         if not isinstance(glob, str):
-            raise UsageError(
-                f"tolerance= is a positive number, or one for each glob of layers; got {glob!r} for a glob"
-            )
+            raise UsageError(f"{takes}; got {glob!r} for a glob")
         Glob(glob)
 
 

@@ -21,12 +21,12 @@ from pytest_modelprobe.comparison import (
     diagnose,
     layers_behind_zeros,
 )
+from pytest_modelprobe.comparison import text as report
+from pytest_modelprobe.comparison.rows import rows
 from pytest_modelprobe.exceptions import NothingObservedError, SnapshotError, UsageError
 from pytest_modelprobe.files import ARCH, PROBE, RESTORE, Texts, decode, file_name, parsed, read, write
 from pytest_modelprobe.record import Layer, Record, applicable_rename, has_numbers, this_rank
-from pytest_modelprobe.report import comparison as report
-from pytest_modelprobe.report.rows import rows
-from pytest_modelprobe.report.text import listed, printable
+from pytest_modelprobe.text import listed, printable
 
 from . import messages, preconditions
 from .arguments import Arguments

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from pytest_modelprobe.assertions.findings import findings
 from pytest_modelprobe.comparison import Cause, Diagnosis
+from pytest_modelprobe.comparison import text as report
 from pytest_modelprobe.gate import needs_reason
-from pytest_modelprobe.record import Record, infer_rename, renamed
-from pytest_modelprobe.report import comparison as report
-from pytest_modelprobe.report.text import count, layer_table, printable
+from pytest_modelprobe.record import Record, infer_rename, layer_table, renamed
+from pytest_modelprobe.text import count, printable
 
 from .options import Policy
 

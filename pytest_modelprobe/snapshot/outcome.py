@@ -1,9 +1,12 @@
-"""What one comparison with a snapshot found, and what the test learned of it."""
+"""What one comparison with a snapshot found, and what the test learned of it.
+
+A comparison may be made and its result never used, or it may be used in ``!=``. Both decide whether the test passes, so
+an outcome also knows how it was asked. Reports get it in builtin types, because they may be made in another process.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import traceback
 from collections.abc import Iterable, Sequence
 from types import CodeType
@@ -14,8 +17,9 @@ import pytest
 from pytest_modelprobe._pytest import caught_by
 from pytest_modelprobe.assertions.findings import findings
 from pytest_modelprobe.comparison import Cause, Diagnosis, Parts
+from pytest_modelprobe.comparison import text as report
 from pytest_modelprobe.record import Record, Rerun
-from pytest_modelprobe.report import comparison as report
+from pytest_modelprobe.text import json_number
 
 from . import messages
 from .extension import SnapshotFiles
@@ -137,14 +141,12 @@ class Unequal:
 
 
 def _cause_dict(cause: Cause, layers: int) -> dict[str, Any]:
-    values = {name: getattr(cause, name) for name in ("actual", "expected", "change", "noise")}
-    finite = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
     return {
         "kind": cause.kind,
         "layer": cause.layer,
         "layers": layers,
         "what": cause.what,
-        **finite,
+        **{name: json_number(getattr(cause, name)) for name in ("actual", "expected", "change", "noise")},
         "evidence": cause.evidence,
         "hints": list(cause.hints),
         "said": report.cause_text(cause),

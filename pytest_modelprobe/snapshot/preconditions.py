@@ -8,10 +8,10 @@ from typing import NamedTuple
 from pytest_modelprobe.assertions.activations import assert_finite
 from pytest_modelprobe.assertions.gradients import assert_grad_finite
 from pytest_modelprobe.comparison import LARGEST_TOLERANCE, Cause, Diagnosis
+from pytest_modelprobe.comparison import text as report
 from pytest_modelprobe.exceptions import NothingObservedError
 from pytest_modelprobe.record import Call, Layer, Reading, Record, address, has_numbers
-from pytest_modelprobe.report import comparison as report
-from pytest_modelprobe.report.text import listed
+from pytest_modelprobe.text import listed
 
 from .arguments import Arguments
 from .options import Policy

@@ -1,16 +1,28 @@
-"""Read a snapshot from its files, and make the texts that an update writes."""
+"""Read a snapshot from its files, and make the texts that an update writes.
+
+The files on disk may lack numbers, or hold those of another device or of an older architecture. Then the structure
+alone is compared, and an update writes the rest.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from pytest_modelprobe.comparison import Comparison, Parts
 from pytest_modelprobe.exceptions import SnapshotError
-from pytest_modelprobe.files import Texts, architecture_digest, decode, encode, parsed, read_texts, rewritten
+from pytest_modelprobe.files import (
+    Texts,
+    architecture_digest,
+    decode,
+    decode_architecture,
+    encode,
+    parsed,
+    read_texts,
+    rewritten,
+)
 from pytest_modelprobe.gate import superseded
 from pytest_modelprobe.record import Call, CallTree, Layer, Parameter, Reading, Record, Value, has_numbers
 
@@ -37,25 +49,21 @@ def read_stored(place: SnapshotFiles, record: Record, parts: Parts, *, updating:
     texts = read_texts(*place)
     if texts is None:
         return Stored(None, None, complete=False)
-    data = parsed(texts.architecture, str(place.arch))
-    if parts == "architecture":
-        return Stored(texts, _decoded_structure(data, place), complete=True)
+    where = str(place.arch)
+    data = parsed(texts.architecture, where)
     stores_numbers = data.get("numbers") is not False
-    if not has_numbers(record):
-        if stores_numbers:
-            raise SnapshotError(
-                f"{shown_path(place.arch, config)} has numbers, and the record is of the structure alone: compare it "
-                'with modelprobe_snapshot(compare="architecture"), or run the model'
-            )
-        return Stored(texts, _decoded_structure(data, place), complete=True)
+    if parts != "architecture" and stores_numbers and not has_numbers(record):
+        raise SnapshotError(
+            f"{shown_path(place.arch, config)} has numbers, and the record is of the structure alone: compare it "
+            'with modelprobe_snapshot(compare="architecture"), or run the model'
+        )
+    if parts == "architecture" or not has_numbers(record):
+        return Stored(texts, decode_architecture(data, where=where).record, complete=True)
     if not stores_numbers or texts.numbers is None or (updating and not _fits(texts, place)):
-        return Stored(Texts(texts.architecture, None), _decoded_structure(data, place), complete=False)
-    decoded = decode(data, texts.numbers, where=str(place.arch), numbers_at=str(place.probe))
+        alone = decode_architecture(data, where=where).record
+        return Stored(Texts(texts.architecture, None), alone, complete=False)
+    decoded = decode(data, texts.numbers, where=where, numbers_at=str(place.probe))
     return Stored(texts, decoded.record, complete=True)
-
-
-def _decoded_structure(data: Mapping[str, Any], place: SnapshotFiles) -> Record:
-    return decode({**data, "numbers": False}, None, where=str(place.arch)).record
 
 
 def _fits(texts: Texts, place: SnapshotFiles) -> bool:

@@ -46,7 +46,7 @@ def lines(
     """Yield the lines, printable; none if there is nothing to report."""
     if not results and unused == UnusedFiles() and not policy.reason:
         return
-    from pytest_modelprobe.report.text import printable
+    from pytest_modelprobe.text import printable
 
     for part in (
         _caught(caught),
@@ -72,7 +72,7 @@ def _caught(results: Results) -> Iterator[str]:
 
 def _written(results: Results) -> Iterator[str]:
     """Yield each snapshot that was written, and its findings."""
-    from pytest_modelprobe.report.text import count
+    from pytest_modelprobe.text import count
 
     created = [result for result in results if result["verdict"] == "created"]
     shown = created[:_MOST] + [result for result in created[_MOST:] if result["findings"]]
@@ -142,7 +142,7 @@ def _for_pull_request(results: Results, unused: UnusedFiles, policy: Policy) -> 
 
 def _other_calls(results: Results, *, details: bool) -> Iterator[str]:
     """Yield how many tests pass though calls inside their models are written otherwise; of details each call, once."""
-    from pytest_modelprobe.report.text import count
+    from pytest_modelprobe.text import count
 
     passed = [result for result in results if result["verdict"] == "same" and result["notes"]]
     if not passed:
@@ -156,8 +156,8 @@ def _other_calls(results: Results, *, details: bool) -> Iterator[str]:
 
 
 def _not_compared(results: Results, policy: Policy) -> Iterator[str]:
-    from pytest_modelprobe.report import comparison as report
-    from pytest_modelprobe.report.text import count
+    from pytest_modelprobe.comparison import text as report
+    from pytest_modelprobe.text import count
 
     for part, n in Counter(r["not_compared"] for r in results if r["not_compared"]).items():
         yield f"the {part} of {count(n, 'snapshot')} was not compared ({policy.compare_from})"
@@ -167,7 +167,7 @@ def _not_compared(results: Results, policy: Policy) -> Iterator[str]:
 
 
 def _unused_lines(unused: UnusedFiles, most: int) -> Iterator[str]:
-    from pytest_modelprobe.report.text import count
+    from pytest_modelprobe.text import count
 
     sentences = [
         ("deleted {} that no test uses", unused.deleted),

@@ -26,7 +26,7 @@ from pytest_modelprobe import (
     assert_shapes,
 )
 from pytest_modelprobe.assertions.findings import findings, hints
-from pytest_modelprobe.report.text import layer_table
+from pytest_modelprobe.record import layer_table
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
 

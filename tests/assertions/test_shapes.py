@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_modelprobe.assertions.shapes import Bindings, Bound, ShapeSpec, format_shape, match, parse
+from pytest_modelprobe.assertions.shapes import Bindings, Bound, ShapeSpec, match, parse
 from pytest_modelprobe.exceptions import ShapeSpecError
+from pytest_modelprobe.text import shape as shape_text
 
 
 def spec_error(spec: Any) -> str:
@@ -372,4 +373,4 @@ def test_a_name_that_a_layer_bound_need_not_be_used_again() -> None:
     [((), "()"), ((4,), "(4,)"), ((4, 16), "(4, 16)"), (((1, 8), 2), "(1..8, 2)")],
 )
 def test_a_shape_is_written_as_a_tuple(shape: Any, text: str) -> None:
-    assert format_shape(shape) == text
+    assert shape_text(shape) == text

@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe.capture import backward, module_hooks
-from pytest_modelprobe.capture.capture import Capture
+from pytest_modelprobe.capture import Capture, Options
+from pytest_modelprobe.capture.hooks import module_hooks
+from pytest_modelprobe.capture.passes import backward
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.models.layers import Layers
 from pytest_modelprobe.probe import Watch
@@ -676,4 +677,4 @@ def test_an_input_seen_by_a_watched_model_can_be_saved():
 
 def test_a_capture_that_was_never_attached_detaches():
     layers = Layers(Net())
-    Capture(layers, layers.modules).detach()
+    Capture(layers, Options()).detach()

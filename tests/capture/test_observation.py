@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe.capture.observation import TensorObservation
+from pytest_modelprobe.capture.observed.observation import TensorObservation
 
 
 def seen(layout):

@@ -37,7 +37,7 @@ def test_each_bug_is_shown_by_a_test_that_exists(bugs: list[Any]) -> None:
 
 
 def test_each_bug_of_a_snapshot_is_planted_in_the_kill_matrix(bugs: list[Any]) -> None:
-    planted = (ROOT / "benchmarks" / "kill_matrix" / "faults.py").read_text("utf-8")
+    planted = (ROOT / "evidence" / "kill_matrix" / "faults.py").read_text("utf-8")
     assert [bug for bug in bugs if bug.where == "kill matrix" and f'"{bug.row}", "{bug.test}"' not in planted] == []
 
 

@@ -23,6 +23,7 @@ from torch import nn
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.comparison.diagnosis import Diagnosis, diagnose, hints
+from pytest_modelprobe.comparison.text import cause_text, first_line, text
 from pytest_modelprobe.gate.classes import class_of
 from pytest_modelprobe.record import (
     Call,
@@ -35,7 +36,6 @@ from pytest_modelprobe.record import (
     Statistics,
     Value,
 )
-from pytest_modelprobe.report.comparison import cause_text, first_line, text
 
 # --- real models --------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from pytest_modelprobe import ModelProbe, files
 from pytest_modelprobe.comparison import Diagnosis, compare, diagnose
+from pytest_modelprobe.comparison.text import cause_text, first_line
 from pytest_modelprobe.record import Record
-from pytest_modelprobe.report.comparison import cause_text, first_line
 
 PROBE = ModelProbe()
 
@@ -287,6 +287,47 @@ def test_a_layer_that_computes_nothing_fails_nothing(more: nn.Module) -> None:
 def test_dropout_that_drops_is_an_added_layer_also_in_evaluation() -> None:
     found = upgraded(Head(nn.ReLU()), Head(nn.ReLU(), more=nn.Dropout(0.1)), GRAPH[0])
     assert first_line(found) == "output unchanged; structure differs in 1 place: more added: Dropout"
+
+
+def test_a_layer_that_computes_nothing_and_holds_weights_is_told() -> None:
+    more = nn.Identity()
+    more.scale = nn.Parameter(torch.ones(4))
+    found = upgraded(Head(nn.ReLU()), Head(nn.ReLU(), more=more), GRAPH[0], keys={"more.scale": "fc.bias"})
+    assert first_line(found) == "output unchanged; structure differs in 1 place: more added: Identity"
+
+
+class Spare(nn.Module):
+    """Has a layer that it never calls."""
+
+    def __init__(self, chance: float) -> None:
+        super().__init__()
+        self.fc, self.spare = nn.Linear(4, 4), nn.Dropout(chance)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x)
+
+
+def test_an_attribute_of_a_layer_that_is_never_called_is_told() -> None:
+    found = upgraded(Spare(0.1), Spare(0.2), GRAPH[0])
+    assert first_line(found) == "output unchanged; structure differs in 1 place: spare.p 0.1 → 0.2"
+
+
+class Forked(nn.Module):
+    """Hands the same numbers to two layers, in one tensor or in two."""
+
+    def __init__(self, *, clones: bool) -> None:
+        super().__init__()
+        self.fc, self.left, self.right = (nn.Linear(4, 4) for _ in range(3))
+        self._clones = [clones]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(x)
+        other = x.clone() if self._clones[0] else x
+        return self.left(x) + self.right(other)
+
+
+def test_another_tensor_of_the_same_numbers_fails_nothing() -> None:
+    assert upgraded(Forked(clones=False), Forked(clones=True), GRAPH[0]).same
 
 
 def test_a_buffer_in_no_checkpoint_fails_nothing_and_one_in_it_does() -> None:

@@ -44,6 +44,7 @@ from pytest_modelprobe.files import (
     write,
 )
 from pytest_modelprobe.files.readings import number_text, reading_from, reading_text
+from pytest_modelprobe.gate import text as changes
 from pytest_modelprobe.gate import verdict as gate
 from pytest_modelprobe.gate.file_differences import run_differences
 from pytest_modelprobe.record import (
@@ -60,7 +61,7 @@ from pytest_modelprobe.record import (
     Units,
     Value,
 )
-from pytest_modelprobe.report import changes, data
+from pytest_modelprobe.report import data
 
 # --- records ------------------------------------------------------------------------------------------------------
 
@@ -811,6 +812,15 @@ def test_a_fingerprint_of_any_size_is_kept_to_its_bits(numbers: list[float], bit
     step = max(top * 2.0 ** (2 - bits), 5e-324)
     assert all(abs(a - b) <= step for a, b in zip(fixed_point.unpacked(text), numbers, strict=True))
     assert fixed_point.packed(fixed_point.unpacked(text), bits) == text
+
+
+@pytest.mark.parametrize(
+    ("at", "damage"), [(0, "wA"), (20, "{"), (20, "="), (20, "ü")], ids=["exponent", "sign", "end", "no ASCII"]
+)
+def test_a_damaged_fingerprint_is_refused(at: int, damage: str) -> None:
+    text = fixed_point.packed((0.5, -1.25) * 8, 16)
+    with pytest.raises(ValueError, match="is no fingerprint"):
+        fixed_point.unpacked(text[:at] + damage + text[at + len(damage) :])
 
 
 def bare(layers: str) -> str:

@@ -8,8 +8,10 @@ import itertools
 import pytest
 
 from pytest_modelprobe.comparison.compare import compare
+from pytest_modelprobe.comparison.text import cause_text
 from pytest_modelprobe.gate.checkpoints import effect_on_checkpoints
 from pytest_modelprobe.gate.classes import DEFAULTS
+from pytest_modelprobe.gate.text import diff_text, finding_text, note_rows, verdict_text
 from pytest_modelprobe.gate.verdict import SnapshotChange, SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record import (
     Call,
@@ -23,8 +25,6 @@ from pytest_modelprobe.record import (
     Value,
 )
 from pytest_modelprobe.report import markdown
-from pytest_modelprobe.report.changes import diff_text, finding_text, note_rows, verdict_text
-from pytest_modelprobe.report.comparison import cause_text
 from pytest_modelprobe.snapshot.stored import structure_of
 
 

@@ -19,11 +19,12 @@ import pytest
 
 from pytest_modelprobe.cli.common import as_json
 from pytest_modelprobe.files import encode
+from pytest_modelprobe.gate import text as changes
 from pytest_modelprobe.gate.verdict import SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record import Layer, Record
-from pytest_modelprobe.report import changes, data, github, markdown
+from pytest_modelprobe.report import data, github, markdown
 from pytest_modelprobe.report.formats import renderer
-from pytest_modelprobe.report.text import LONGEST, printable
+from pytest_modelprobe.text import LONGEST, printable
 
 # --- the names ----------------------------------------------------------------------------------------------------
 

@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 
 from pytest_modelprobe.comparison import Cause
+from pytest_modelprobe.gate import text as changes
 from pytest_modelprobe.gate.classes import DEFAULTS
 from pytest_modelprobe.gate.verdict import SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record import Layer, Parameter, Record
-from pytest_modelprobe.report import changes, markdown
+from pytest_modelprobe.report import markdown
 
 
 def net(width: int, act: str = "ReLU", blocks: int = 2, model: str = "Net") -> Record:

@@ -14,8 +14,8 @@ from torch import nn
 from pytest_modelprobe import ModelProbe, Record, Watch, assert_same_behavior
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.comparison.diagnosis import diagnose
+from pytest_modelprobe.comparison.text import text
 from pytest_modelprobe.files import decode, encode
-from pytest_modelprobe.report.comparison import text
 
 
 def stored(record: Record) -> Record:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import pytest_modelprobe.probe
-import pytest_modelprobe.results  # pytester forgets what its runs import
+import pytest_modelprobe.report.results  # pytester forgets what its runs import
 import pytest_modelprobe.snapshot.comparer
 import pytest_modelprobe.snapshot.snapshot  # noqa: F401 - pytester forgets what its runs import
 from pytest_modelprobe.record import Call, Layer, Reading, Record, Statistics, Value

@@ -4,33 +4,28 @@ There are two kinds of evidence that a module's own code changed. *Isolated*: it
 alone, differs; this does not depend on other modules, so any number of changes can be separated. *Propagation*: in the
 run its inputs match and its outputs differ. Where both are available and only propagation differs, a cause is
 *possible*.
+
+`diagnose` reads as the steps are taken. Each stands in a module of its own; all ask the same questions of the
+comparison through `index`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from pytest_modelprobe.comparison.differences import Comparison, Difference, DifferenceKind
 from pytest_modelprobe.record import Record
 
 from .backward import gradient_causes
-from .causes import ABSORBED, DRIFT, NO_EFFECT, SAME_ELEMENTS, Cause, CauseKind, Diagnosis, Evidence, by_importance
+from .causes import ABSORBED, DRIFT, NO_EFFECT, Cause, CauseKind, Diagnosis, Evidence, by_importance, changes_code
 from .computation import computation_causes
+from .effects import explained_by, with_absorbed, with_same_elements, with_size_of_effect
 from .harmless import in_run, is_harmless
 from .hints import hints
 from .index import ComparisonIndex
-from .recorded import (
-    all_redrawn,
-    explained_by,
-    path_cause,
-    recorded_causes,
-    update_causes,
-    with_absorbed,
-    with_effect,
-    with_weights_folded,
-)
-from .zero_factors import changes_code, layers_behind_zeros
+from .recorded import path_cause, recorded_causes, update_causes
+from .weights import all_redrawn, with_weights_folded
+from .zero_factors import layers_behind_zeros
 
 __all__ = [
     "ABSORBED",
@@ -45,9 +40,9 @@ __all__ = [
     "changes_code",
 ]
 
-_OUTPUTS: frozenset[DifferenceKind] = frozenset({"output", "state"})
-_GRADIENTS: frozenset[DifferenceKind] = frozenset({"gradient", "gradient presence", "parameter gradient"})
-_OTHER_RUN: frozenset[DifferenceKind] = frozenset({"forwards", "loss", "seed"})
+_OUTPUTS: tuple[DifferenceKind, ...] = ("output", "state")
+_GRADIENTS: tuple[DifferenceKind, ...] = ("gradient", "gradient presence", "parameter gradient")
+_OTHER_RUN: tuple[DifferenceKind, ...] = ("forwards", "loss", "seed")
 
 
 def diagnose(comparison: Comparison) -> Diagnosis:
@@ -62,17 +57,12 @@ def diagnose(comparison: Comparison) -> Diagnosis:
     >>> [(c.kind, c.layer, c.what) for c in diagnose(compare(new, old)).causes]
     [('attribute', 'norm', 'eps')]
     """
+    notes = [path_cause(note) for note in comparison.notes if note.kind == "name"]
     if comparison.same:
-        return Diagnosis(comparison=comparison, notes=tuple(map(path_cause, _renamed(comparison))))
+        return Diagnosis(comparison=comparison, notes=tuple(notes))
     index = ComparisonIndex(comparison)
-    recorded = recorded_causes(index)
-    explained = explained_by(index, recorded)
-    computation, possible = computation_causes(index, recorded, explained)
-    forward = [with_absorbed(index, with_effect(index, cause)) for cause in recorded]
-    forward += [_with_same_elements(index, with_absorbed(index, cause)) for cause in computation]
-    causes = [*forward, *gradient_causes(index, forward, explained), *update_causes(index)]
+    causes, possible = _all_causes(index)
     unchanged = _is_unchanged(comparison)
-    notes = list(map(path_cause, _renamed(comparison)))
     if unchanged and not comparison.strict:
         harmless = _harmless_causes(index, (*causes, *possible))
         others = len(harmless) < len(causes) + len(possible)
@@ -84,26 +74,100 @@ def diagnose(comparison: Comparison) -> Diagnosis:
             return Diagnosis(comparison=comparison, notes=tuple(notes), unchanged=True)
     if unchanged and _has_same_gradients(comparison):
         causes, possible = ([*map(_without_effect, found)] for found in (causes, possible))
-    wanted = comparison.wanted
-    if wanted is not None and any(cause.layer in wanted for cause in causes):  # else all are upstream of the selection
-        causes = [cause for cause in causes if cause.layer in wanted]
-        possible = [cause for cause in possible if cause.layer in wanted]
-    to_blame = {cause.layer for cause in causes if cause.what != "training"}
-    explained_layers = {cause.layer for cause in causes if _explains_output(cause)}
-    moved = index.layers_with(_OUTPUTS) or index.layers_with(_GRADIENTS)
-    moved = tuple(name for name in moved if name not in to_blame and (wanted is None or name in wanted))
+    causes, possible = _of_selected_layers(comparison, causes, possible)
+    moved = _moved_layers(index, causes)
     return Diagnosis(
         comparison=comparison,
         causes=tuple(by_importance(with_weights_folded(index, causes), _roots(comparison))),
-        possible=tuple(c for c in possible if c.layer not in explained_layers and not (causes and DRIFT in c.hints)),
+        possible=tuple(_still_possible(causes, possible)),
         notes=tuple(notes),
         unchanged=unchanged,
-        output=max((d.change or 0.0 for d in _outputs(comparison)), default=None),
+        output=max((d.change or 0.0 for d in _changed_outputs(comparison)), default=None),
         moved=moved,
         not_judged=tuple(name for name in moved if not index.can_be_judged(name)),
         redrawn=not possible and all_redrawn(index, causes),
         unknown=None if causes or possible else _why_unknown(comparison.expected),
     )
+
+
+# --- the causes -------------------------------------------------------------------------------------------------------
+
+
+def _all_causes(index: ComparisonIndex) -> tuple[list[Cause], list[Cause]]:
+    """Return all causes, and those that are only possible.
+
+    Each step leaves out what an earlier one explains: first what the records show, then code that computes something
+    else, and last code of the backward, which only counts where the forward explains no gradient.
+    """
+    recorded = recorded_causes(index)
+    explained = explained_by(index, recorded)
+    computation, possible = computation_causes(index, recorded, explained)
+    forward = [with_absorbed(index, with_size_of_effect(index, cause)) for cause in recorded]
+    forward += [with_same_elements(index, with_absorbed(index, cause)) for cause in computation]
+    return [*forward, *gradient_causes(index, forward, explained), *update_causes(index)], possible
+
+
+def _of_selected_layers(
+    comparison: Comparison, causes: list[Cause], possible: list[Cause]
+) -> tuple[list[Cause], list[Cause]]:
+    """Return the causes in the layers that were selected; all if there are none in these: they are upstream."""
+    wanted = comparison.wanted
+    if wanted is None or not any(cause.layer in wanted for cause in causes):
+        return causes, possible
+    return [cause for cause in causes if cause.layer in wanted], [cause for cause in possible if cause.layer in wanted]
+
+
+def _still_possible(causes: Collection[Cause], possible: Iterable[Cause]) -> Iterator[Cause]:
+    """Yield the possible causes without those in layers whose output is explained, and without drift after a cause."""
+    explained = {cause.layer for cause in causes if _explains_output(cause)}
+    return (cause for cause in possible if cause.layer not in explained and not (causes and DRIFT in cause.hints))
+
+
+def _explains_output(cause: Cause) -> bool:
+    """Whether a cause explains a changed output of its layer; a new name or other arguments to a child do not."""
+    named = cause.what in ("training", "path", "renamed")
+    return not named and not (cause.kind == "computation" and cause.change is None and cause.evidence == "recorded")
+
+
+def _moved_layers(index: ComparisonIndex, causes: Iterable[Cause]) -> tuple[str, ...]:
+    """Return the selected layers whose values changed after a cause; their gradients if no value did."""
+    wanted = index.comparison.wanted
+    to_blame = {cause.layer for cause in causes if cause.what != "training"}
+    moved = index.layers_with(_OUTPUTS) or index.layers_with(_GRADIENTS)
+    return tuple(name for name in moved if name not in to_blame and (wanted is None or name in wanted))
+
+
+def _why_unknown(expected: Record) -> str:
+    if expected.noise == "not repeatable":
+        return "the run was not repeatable when it was recorded"
+    if expected.noise is None:
+        return "no module's inputs match while its output differs, and the noise was not measured"
+    return "no module's inputs match while its output differs"
+
+
+# --- what becomes a note ----------------------------------------------------------------------------------------------
+
+
+def _harmless_causes(index: ComparisonIndex, causes: Iterable[Cause]) -> list[Cause]:
+    """Return the causes that fail no test by themselves where every value is the same."""
+    hidden = set(layers_behind_zeros(index.comparison.actual))
+    return [
+        cause
+        for cause in causes
+        if all(is_harmless(index, difference) for difference in in_run(index, cause))
+        and not (cause.changes_code and cause.layer in hidden and not cause.is_call_count)
+    ]
+
+
+def _without_effect(cause: Cause) -> Cause:
+    """Return a cause without its change, for a model whose outputs are the same on these inputs."""
+    if cause.change is None or cause.kind in ("input", "seed", "weights", "buffers"):
+        return cause
+    only = ("not with the inputs of the run",) if cause.evidence == "isolated" else ()
+    return cause.with_size(None, effect="", hints=(*cause.hints, *only))
+
+
+# --- what the model gives out -----------------------------------------------------------------------------------------
 
 
 def _is_unchanged(comparison: Comparison) -> bool:
@@ -120,37 +184,12 @@ def _is_unchanged(comparison: Comparison) -> bool:
     ]
     # An output that only one record has is a difference of structure.
     compared = [comparison.changes[place] for place in places if place in comparison.changes]
-    if not compared or not all(change.known and not change.differs for change in compared):
+    if not compared or not all(change.same for change in compared):
         return False
     # Inputs are not looked at: a mask may have another dtype and mean the same.
     kinds = {d.kind for d in comparison.found}
     moved_inside = not kinds.isdisjoint({"output", *_GRADIENTS})
     return kinds.isdisjoint({"state", *_OTHER_RUN}) and (not moved_inside or _has_same_gradients(comparison))
-
-
-def _renamed(comparison: Comparison) -> Iterator[Difference]:
-    return (note for note in comparison.notes if note.kind == "name")
-
-
-def _harmless_causes(index: ComparisonIndex, causes: Iterable[Cause]) -> list[Cause]:
-    """Return the causes that fail no test by themselves where every value is the same."""
-    hidden = set(layers_behind_zeros(index.comparison.actual))
-    return [
-        cause
-        for cause in causes
-        if all(is_harmless(index, difference) for difference in in_run(index, cause))
-        and not (cause.changes_code and cause.layer in hidden and not cause.is_call_count)
-    ]
-
-
-def _with_same_elements(index: ComparisonIndex, cause: Cause) -> Cause:
-    """Add the hint `SAME_ELEMENTS` to a shape or dtype that changes nothing by itself."""
-    same = cause.is_exact and is_harmless(index, cause.differences[0])
-    return dataclasses.replace(cause, hints=(*cause.hints, SAME_ELEMENTS)) if same else cause
-
-
-def _roots(comparison: Comparison) -> set[str]:
-    return {pair.layer for pair in comparison.calls if pair.outermost}
 
 
 def _has_same_gradients(comparison: Comparison) -> bool:
@@ -165,29 +204,11 @@ def _has_same_gradients(comparison: Comparison) -> bool:
     return known and not any(change.differs for _, change in compared)
 
 
-def _explains_output(cause: Cause) -> bool:
-    """Whether a cause explains a changed output of its layer; a new name or other arguments to a child do not."""
-    named = cause.what in ("training", "path", "renamed")
-    return not named and not (cause.kind == "computation" and cause.change is None and cause.evidence == "recorded")
-
-
-def _without_effect(cause: Cause) -> Cause:
-    """Return a cause without its change, for a model whose outputs are the same on these inputs."""
-    if cause.change is None or cause.kind in ("input", "seed", "weights", "buffers"):
-        return cause
-    only = ("not with the inputs of the run",) if cause.evidence == "isolated" else ()
-    return dataclasses.replace(cause, change=None, noise=None, effect="", hints=(*cause.hints, *only))
-
-
-def _outputs(comparison: Comparison) -> Iterator[Difference]:
+def _changed_outputs(comparison: Comparison) -> Iterator[Difference]:
     """Yield the outputs of the model that differ."""
     outermost = {(pair.layer, pair.actual.index) for pair in comparison.calls if pair.outermost}
     return (d for d in comparison.found if d.kind == "output" and (d.layer, d.call) in outermost)
 
 
-def _why_unknown(expected: Record) -> str:
-    if expected.noise == "not repeatable":
-        return "the run was not repeatable when it was recorded"
-    if expected.noise is None:
-        return "no module's inputs match while its output differs, and the noise was not measured"
-    return "no module's inputs match while its output differs"
+def _roots(comparison: Comparison) -> set[str]:
+    return {pair.layer for pair in comparison.calls if pair.outermost}

@@ -1,4 +1,9 @@
-"""Layers whose own code changed gradients and no outputs."""
+"""Layers whose own code changed gradients and no outputs.
+
+A gradient also differs because a value does, so the isolated response is asked first: its values are the same there.
+The run is only asked where nothing in the forward can have changed gradients, and then from the loss backward: the
+first place on that way that differs is the cause, and all behind it follows.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from pytest_modelprobe.comparison.differences import CallPair, Difference, DifferenceKind
+from pytest_modelprobe.comparison.pairing import child_of
 from pytest_modelprobe.comparison.tolerance import GONE, ValueChange
-from pytest_modelprobe.record import Step, Value
+from pytest_modelprobe.record import Step, Value, relative_name
 
-from .causes import Cause, cause_of, in_layer_order, worst_first
-from .index import ComparisonIndex, child_of
-from .layer_names import between, relative_name
+from .causes import Cause, between, cause_of, in_layer_order, worst_first
+from .index import ComparisonIndex
 
 
 def gradient_causes(index: ComparisonIndex, causes: Sequence[Cause], explained: set[str]) -> list[Cause]:
@@ -28,26 +33,31 @@ def gradient_causes(index: ComparisonIndex, causes: Sequence[Cause], explained: 
         here = [] if pair.layer in explained or pair.layer in found else _backward_differences(index, pair)
         if here:
             lost = [d.what for d in here if d.what and d.expected]
-            found[pair.layer] = dataclasses.replace(
-                cause_of("gradient", worst_first(here)),
+            found[pair.layer] = cause_of(
+                "gradient",
+                worst_first(here),
                 what=f"no gradient for {', '.join(lost)}" if lost else "",
                 actual=None,
                 expected=None,
                 evidence="isolated",
                 gradient="lost" if lost else None,
             )
-    seen = None
-    if all(map(_changes_no_gradient, causes)):
-        seen = _first_on_the_way_back(index)
-    elif all(_changes_no_gradient(cause) or _cuts_no_gradient(cause) for cause in causes) and all(
-        map(index.is_pass_through, (*index.added, *index.removed))
-    ):
-        seen = _first_on_the_way_back(index, lost=True)
+    seen = _seen_in_run(index, causes)
     if seen is not None and seen.layer in found:
         found[seen.layer] = dataclasses.replace(found[seen.layer], evidence="both")
     elif seen is not None and not found:
         found[seen.layer] = seen
     return in_layer_order(found.values(), index.executed_layers)
+
+
+def _seen_in_run(index: ComparisonIndex, causes: Sequence[Cause]) -> Cause | None:
+    """Return the cause that the run shows; None if causes of the forward may explain its gradients."""
+    if all(map(_changes_no_gradient, causes)):
+        return _first_on_the_way_back(index)
+    if all(_changes_no_gradient(cause) or _cuts_no_gradient(cause) for cause in causes):
+        passes_on = all(map(index.is_pass_through, (*index.added, *index.removed)))
+        return _first_on_the_way_back(index, lost=True) if passes_on else None
+    return None
 
 
 def _changes_no_gradient(cause: Cause) -> bool:
@@ -69,7 +79,7 @@ def _backward_differences(index: ComparisonIndex, pair: CallPair) -> list[Differ
         return []  # code without a mask has another gradient
 
     def of_another(name: str) -> bool:
-        return " " in name and any(index.has(child_of(pair, name), kind) for kind in ("type", "interface"))
+        return " " in name and index.has(child_of(pair, name), "type", "interface")
 
     return [d for d in index.of_call(pair, "response gradient") if not of_another(d.what)]
 

@@ -1,13 +1,19 @@
-"""The causes of a diagnosis, each of one layer, and their order."""
+"""What a diagnosis is made of: causes, each of one layer, and their order.
+
+A cause is data. How it is put into words is a matter of the report, and whether it fails a test is one of the gate;
+both ask the properties here, so that a cause means the same to all.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pytest_modelprobe.comparison.differences import Comparison, Difference
-from pytest_modelprobe.record import ROOT, Plain
+from pytest_modelprobe.comparison.tolerance import ValueChange
+from pytest_modelprobe.record import Plain, label_of
 
 CauseKind = Literal["input", "seed", "architecture", "attribute", "weights", "buffers", "computation", "gradient"]
 Evidence = Literal["recorded", "isolated", "propagation", "both"]
@@ -92,6 +98,15 @@ class Cause:
     def _first_kind(self) -> str | None:
         return self.differences[0].kind if self.differences else None
 
+    def with_hints(self, *hints: str) -> Cause:
+        """Return the cause with more hints."""
+        return dataclasses.replace(self, hints=(*self.hints, *hints))
+
+    def with_size(self, found: Difference | ValueChange | None, **fields: Any) -> Cause:
+        """Return the cause with another change and its noise, and with other fields if given."""
+        change, noise = (None, None) if found is None else (found.change, found.noise)
+        return dataclasses.replace(self, change=change, noise=noise, **fields)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
@@ -122,10 +137,15 @@ class Diagnosis:
         return self.comparison.same or not (self.causes or self.possible or self.unknown)
 
 
-def cause_of(kind: CauseKind, found: Sequence[Difference]) -> Cause:
-    """Return the cause of some differences, with the values of the first."""
+def changes_code(diagnosis: Diagnosis) -> bool:
+    """Whether the own code of a layer computes something else, not only calls a child with other arguments."""
+    return any(cause.changes_code for cause in diagnosis.causes)
+
+
+def cause_of(kind: CauseKind, found: Sequence[Difference], **fields: Any) -> Cause:
+    """Return the cause of some differences, with the values of the first where no others are given."""
     first = found[0]
-    return Cause(
+    cause = Cause(
         kind=kind,
         layer=first.layer,
         what=first.what,
@@ -135,6 +155,13 @@ def cause_of(kind: CauseKind, found: Sequence[Difference]) -> Cause:
         noise=first.noise,
         differences=tuple(dict.fromkeys(found)),
     )
+    return dataclasses.replace(cause, **fields)
+
+
+def cause_of_all(kind: CauseKind, found: Sequence[Difference], **fields: Any) -> Cause:
+    """Return one cause for some differences, with the largest change and the names of all."""
+    names = ", ".join(dict.fromkeys(d.what for d in found))
+    return cause_of(kind, worst_first(found), what=names, **fields)
 
 
 def worst_first(found: Sequence[Difference]) -> list[Difference]:
@@ -149,38 +176,66 @@ _WEIGHT: Mapping[CauseKind, int] = {
 }  # fmt: skip
 
 
-def by_importance(causes: Iterable[Cause], roots: Collection[str] = (ROOT,)) -> list[Cause]:
-    """Return causes with a measured effect, then outputs of the model that came or went, then the others.
+def by_importance(causes: Iterable[Cause], roots: Collection[str]) -> list[Cause]:
+    """Return causes with an effect, then outputs of the model that came or went, then other code, then the others.
 
     Of those with an effect, code comes before structure before weights. Changes of the test's own inputs come first:
     the rest may follow from them. So may new weights of a layer from its structure, as those of an embedding with
     another ``padding_idx``.
+
+    Args:
+        causes: The causes.
+        roots: The layers that the test calls.
     """
     causes = list(causes)
     trained = any(cause.is_retraining for cause in causes)
     reweighted = {cause.layer for cause in causes if cause.kind in ("weights", "buffers")}
 
-    def weight(cause: Cause) -> tuple[bool, bool, int, int, bool]:
-        silent = cause.change is None or ABSORBED in cause.hints
-        # Other arguments or numbers of calls may have no effect; other computations and gradients have one.
-        own = cause.kind == "computation"
-        exact = cause.is_exact and SAME_ELEMENTS not in cause.hints
-        measured = own and (exact or (cause.evidence != "recorded" and not cause.is_call_change))
-        measured = measured and ABSORBED not in cause.hints
-        measured = measured or cause.kind == "gradient" or cause.what.endswith(" requires_grad")
-        measured = measured or (cause.kind in ("attribute", "architecture") and cause.layer in reweighted)
-        given = cause.kind in ("input", "seed")
+    def has_effect(cause: Cause) -> bool:
+        """Whether an effect was measured, or a change of this kind always has one."""
+        if cause.kind in ("input", "seed", "gradient") or cause.what.endswith(" requires_grad"):
+            return True
+        if cause.kind in ("attribute", "architecture") and cause.layer in reweighted:
+            return True
+        if cause.change is not None or ABSORBED in cause.hints:
+            return ABSORBED not in cause.hints
+        if cause.is_exact:
+            return SAME_ELEMENTS not in cause.hints
+        # Other arguments or numbers of calls may have no effect; other computations have one.
+        return cause.kind == "computation" and cause.evidence != "recorded" and not cause.is_call_change
+
+    def group(cause: Cause) -> int:
+        if has_effect(cause):
+            return 0
         at_root = bool(cause.differences) and cause.differences[0].layer in roots
-        of_model = at_root and (cause.is_exact or cause.is_output_path)
-        groups = (not silent or measured or given, of_model, own and NO_EFFECT not in cause.hints, True)
+        if at_root and (cause.is_exact or cause.is_output_path):
+            return 1
+        return 2 if cause.kind == "computation" and NO_EFFECT not in cause.hints else 3
+
+    def place(cause: Cause) -> tuple[bool, bool, int, int, bool]:
+        given = cause.kind in ("input", "seed")
         # A model that was trained again explains every number, so that comes last, with its running statistics.
         last = trained and cause.kind in ("weights", "buffers")
-        return not given, last, groups.index(True), _WEIGHT[cause.kind], silent
+        return not given, last, group(cause), _WEIGHT[cause.kind], cause.change is None or ABSORBED in cause.hints
 
-    return sorted(causes, key=weight)
+    return sorted(causes, key=place)
 
 
 def in_layer_order(causes: Iterable[Cause], layers: Sequence[str]) -> list[Cause]:
     """Return the causes in the order of their layers, those of others last."""
     order = {name: i for i, name in enumerate(layers)}
     return sorted(causes, key=lambda cause: order.get(cause.layer, len(order)))
+
+
+def between(before: str | None, after: str | None) -> str:
+    """Return where in the code of a container something is, by the calls before and after it.
+
+    >>> between("norm1", "attn"), between(None, "norm1"), between("mlp", None), between(None, None)
+    ('between norm1 and attn', 'before norm1', 'after mlp', '')
+    >>> between("0", "2")
+    "between layer '0' and layer '2'"
+    """
+    before, after = before and label_of(before), after and label_of(after)
+    if before is None:
+        return "" if after is None else f"before {after}"
+    return f"after {before}" if after is None else f"between {before} and {after}"

@@ -1,4 +1,10 @@
-"""Layers whose own code changed: by their isolated responses, by the run, by the inputs of their children."""
+"""Layers whose own code changed: by how they call their children, by their isolated responses, by the run.
+
+The three are looked at in this order. What the records say exactly (a child gets another argument) needs no numbers.
+The isolated response depends on the layer's own code alone, so it tells any number of changes apart. The run is asked
+last: it shows only the first change on a path, but with real values, and so it confirms the responses or puts them in
+doubt.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +13,15 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 
 from pytest_modelprobe.comparison.differences import CallPair, Difference
-from pytest_modelprobe.comparison.pairing import children
+from pytest_modelprobe.comparison.pairing import child_of, children, emitted, split_place
 from pytest_modelprobe.comparison.tolerance import ValueChange
-from pytest_modelprobe.record import ROOT, Plain, Step, parent
+from pytest_modelprobe.record import ROOT, Plain, Step, parent, relative_name
 
-from .causes import DRIFT, NO_EFFECT, Cause, cause_of, in_layer_order
+from .causes import DRIFT, NO_EFFECT, Cause, between, cause_of, in_layer_order
 from .generated_inputs import generated_in_run, generated_input
 from .hints import hints
-from .index import CallsComparison, ComparisonIndex, InputComparison, child_of
-from .layer_names import between, relative_name
+from .index import ComparisonIndex, InputComparison, is_indifferent, sizes_and_dtype
+from .same_elements import value_at
 
 _AMPLIFICATION = 10.0
 """Output change over input change, each in units of its limit: beyond it, sensitivity does not explain the output."""
@@ -27,9 +33,12 @@ inputs lack much of what real ones have, such as a row of a mask that masks ever
 _DATA_DEPENDENT = "how many rows it chooses may depend on numbers that changed"
 _ROUTED = "which of these layers it calls may depend on numbers that changed"
 
+Causes = dict[str, Cause]
+"""Layer → its cause."""
+
 
 def computation_causes(
-    index: ComparisonIndex, recorded: Sequence[Cause], explained: set[str]
+    index: ComparisonIndex, recorded: Sequence[Cause], explained: Collection[str]
 ) -> tuple[list[Cause], list[Cause]]:
     """Return the layers whose own code changed, and those of which that is possible.
 
@@ -38,13 +47,28 @@ def computation_causes(
         recorded: The causes that the records show directly.
         explained: Layers whose isolated response may differ for those reasons.
     """
-    certain: dict[str, Cause] = {}
-    possible: dict[str, Cause] = {}
-    around = {index.caller(name) for name in (*index.added, *index.removed)}
+    certain: Causes = {}
+    possible: Causes = {}
+    _add_other_calls(index, recorded, explained, certain, possible)
+    _add_other_responses(index, explained, certain, possible)
+    _add_seen_in_run(index, explained, certain, possible)
+    told = [_with_attributes(index, _with_effect_of_call(index, cause, possible)) for cause in certain.values()]
+    return in_layer_order(told, index.executed_layers), in_layer_order(possible.values(), index.executed_layers)
+
+
+def _add_other_calls(
+    index: ComparisonIndex, recorded: Sequence[Cause], explained: Collection[str], certain: Causes, possible: Causes
+) -> None:
+    """Add the containers that call their children otherwise, one cause of each."""
     altered = {cause.layer for cause in recorded if cause.kind == "attribute" or cause.what == "type"}
     for cause in (*_changed_child_inputs(index), *_reshaped_outputs(index), *_changed_call_counts(index, explained)):
         if cause.layer not in altered:
             (possible if {_DATA_DEPENDENT, _ROUTED} & {*cause.hints} else certain).setdefault(cause.layer, cause)
+
+
+def _add_other_responses(index: ComparisonIndex, explained: Collection[str], certain: Causes, possible: Causes) -> None:
+    """Add the layers whose isolated response differs; only possible where something else may explain it."""
+    around = {index.caller(name) for name in (*index.added, *index.removed)}
     for pair in index.comparison.calls:
         found = _response_differences(index, pair)
         if pair.layer in explained:  # an added or removed child does not change masks and positions
@@ -55,32 +79,50 @@ def computation_causes(
         before = certain.get(pair.layer)
         other = index.other_explanation(pair)
         if other is not None and cause.change is not None:
-            follows = index.uses_changed_input(pair)
-            doubtful = dataclasses.replace(cause, hints=(*cause.hints, other), is_consequence=follows)
+            doubtful = dataclasses.replace(cause.with_hints(other), is_consequence=index.uses_changed_input(pair))
             possible.setdefault(pair.layer, doubtful)
         elif before is None or before.evidence == "recorded":
             certain[pair.layer] = cause if before is None else _merged(before, cause)
+
+
+def _add_seen_in_run(index: ComparisonIndex, explained: Collection[str], certain: Causes, possible: Causes) -> None:
+    """Add the layers whose inputs match in the run and whose outputs do not."""
     same_weights = not any(index.differences("weights", "buffer"))  # a layer may use those of another
     for step in index.steps:
-        pair_here = index.pair_of(step)
-        seen = None if pair_here is None or pair_here.layer in explained else _propagated_cause(index, step, pair_here)
-        if pair_here is None or seen is None:
+        pair = index.pair_of(step)
+        seen = None if pair is None or pair.layer in explained else _propagated_cause(index, step, pair)
+        if pair is None or seen is None:
             continue
         cause, sure = seen
-        known = certain.get(cause.layer)
-        if known is not None:
-            certain[cause.layer] = _merged(known, cause)
+        if pair.layer in certain:
+            certain[pair.layer] = _merged(certain[pair.layer], cause)
         elif not sure:
-            possible.setdefault(cause.layer, cause)
-        elif index.is_response_conclusive(pair_here) and not (
+            possible.setdefault(pair.layer, cause)
+        elif index.is_response_conclusive(pair) and not (
             same_weights and _is_far_beyond_noise(cause) and not _enters_changed_code(index, step, certain)
         ):
-            hint = "its isolated response is unchanged"
-            possible.setdefault(cause.layer, dataclasses.replace(cause, hints=(*cause.hints, hint)))
+            possible.setdefault(pair.layer, cause.with_hints("its isolated response is unchanged"))
         else:
-            certain[cause.layer] = cause
-    told = [_with_attributes(index, _with_effect_of_call(index, cause, possible)) for cause in certain.values()]
-    return in_layer_order(told, index.executed_layers), in_layer_order(possible.values(), index.executed_layers)
+            certain[pair.layer] = cause
+
+
+def _merged(first: Cause, second: Cause) -> Cause:
+    """Merge two causes of one module; one about what it computes takes precedence over one about what it calls."""
+    both = (*first.differences, *second.differences)
+    if first.is_exact and (second.change is None or math.isinf(second.change)):
+        return dataclasses.replace(first, differences=both)
+    if first.evidence == "recorded" and second.evidence != "recorded":
+        told = second.with_hints(f"{first.what} {first.expected} → {first.actual}")
+        return dataclasses.replace(told, differences=(*second.differences, *first.differences))
+    sized = second if first.change is None else first
+    return dataclasses.replace(
+        first,
+        evidence="both" if {first.evidence, second.evidence} == {"isolated", "propagation"} else first.evidence,
+        change=sized.change,
+        noise=sized.noise,
+        hints=first.hints or second.hints,
+        differences=both,
+    )
 
 
 def _with_effect_of_call(index: ComparisonIndex, cause: Cause, possible: Collection[str]) -> Cause:
@@ -89,57 +131,25 @@ def _with_effect_of_call(index: ComparisonIndex, cause: Cause, possible: Collect
     if pair is None or cause.kind != "computation" or cause.change is not None or cause.is_exact:
         return cause
     places = [d.what for d in cause.differences if d.kind == "response"] or [cause.what]
-    for child in dict.fromkeys(place.rpartition(" ")[0] for place in places):
+    for child in dict.fromkeys(split_place(place)[0] for place in places):
         called = index.child_call(pair, child) if child else None
         # A child that may have changed itself is told beside it.
         moved = None if called is None or called.layer in possible else index.change_by_call(called)
         if moved is not None:
-            return dataclasses.replace(cause, change=moved.change, noise=moved.noise, effect=f"output of {child}")
+            return cause.with_size(moved, effect=f"output of {child}")
     return cause
-
-
-def _is_far_beyond_noise(cause: Cause) -> bool:
-    return cause.noise is not None and cause.change is not None and cause.change > _FAR * cause.noise > 0
-
-
-def _enters_changed_code(index: ComparisonIndex, step: Step, changed: Collection[str]) -> bool:
-    """Whether the first child with another input is a layer that changed: a hook on it may have made that input."""
-    for child in index.child_steps(step):
-        inner = index.pair_of(child)
-        if inner is not None and index.largest_change(inner, "input") is not None:
-            return child.name in changed
-    return False
 
 
 def _with_attributes(index: ComparisonIndex, cause: Cause) -> Cause:
     """Add the changed attributes of a layer of the same type to the hints, where they are no cause of their own."""
-    a, e = (record.layers.get(cause.layer) for record in (index.comparison.actual, index.comparison.expected))
+    a, e = index.now.get(cause.layer), index.then.get(cause.layer)
     if a is None or e is None or a.type_name != e.type_name or index.has(cause.layer, "attribute"):
         return cause
     both = ((name, e.attributes[name], a.attributes[name]) for name in e.attributes if name in a.attributes)
     others = [f"{name} {then} → {now}" for name, then, now in both if then != now]
     came = [f"{name} {value} is new" for name, value in a.attributes.items() if name not in e.attributes]
     went = [f"{name} is gone" for name in e.attributes if name not in a.attributes]
-    return dataclasses.replace(cause, hints=(*cause.hints, *others, *came, *went))
-
-
-def _merged(first: Cause, second: Cause) -> Cause:
-    """Merge two causes of one module; one about what it computes takes precedence over one about what it calls."""
-    if first.is_exact and (second.change is None or math.isinf(second.change)):
-        return dataclasses.replace(first, differences=(*first.differences, *second.differences))
-    if first.evidence == "recorded" and second.evidence != "recorded":
-        hint = f"{first.what} {first.expected} → {first.actual}"
-        return dataclasses.replace(
-            second, hints=(*second.hints, hint), differences=(*second.differences, *first.differences)
-        )
-    return dataclasses.replace(
-        first,
-        evidence="both" if {first.evidence, second.evidence} == {"isolated", "propagation"} else first.evidence,
-        change=second.change if first.change is None else first.change,
-        noise=second.noise if first.change is None else first.noise,
-        hints=first.hints or second.hints,
-        differences=(*first.differences, *second.differences),
-    )
+    return cause.with_hints(*others, *came, *went)
 
 
 # --- how a container calls its children, as far as the exact part shows it ------------------------------------------
@@ -151,11 +161,13 @@ def _changed_child_inputs(index: ComparisonIndex) -> Iterator[Cause]:
         pair = index.pair_of(step)
         if pair is None or step.parent is None or step.parent.layer.name in index.added:
             continue
-        container, child = step.parent.layer.name, relative_name(pair.layer, step.parent.layer.name)
+        container = step.parent.layer.name
+        child = relative_name(pair.layer, container)
         above = index.pair_of(step.parent)
-        for difference, doubts in _reshaped_child_inputs(index, above, step):
-            cause = dataclasses.replace(cause_of("computation", [difference]), hints=doubts)
-            yield dataclasses.replace(cause, layer=container, what=f"{child} {difference.what}")
+        shaped = index.of_call(pair, "interface", side="input")
+        if above is not None and shaped:
+            siblings = index.child_steps(step.parent)
+            yield from _reshaped_from_same(index, above, siblings[: siblings.index(step)], shaped, f"{child} ")
         asked = above is not None and index.has_comparable_responses(above)  # then its response shows what it passes on
         for difference in index.of_call(pair, "source", "argument", "context", "input added", "input removed"):
             if asked and difference.kind != "context":
@@ -165,53 +177,39 @@ def _changed_child_inputs(index: ComparisonIndex) -> Iterator[Cause]:
                     continue
             elif above is not None and _is_forwarded(index, above, difference):
                 continue
-            cause = cause_of("computation", [difference])
-            if difference.kind == "argument" and index.is_indifferent(pair):
-                cause = dataclasses.replace(cause, hints=(NO_EFFECT,))
+            without = (NO_EFFECT,) if difference.kind == "argument" and is_indifferent(pair) else ()
+            what = f"{child} {difference.what}"
+            cause = cause_of("computation", [difference], layer=container, what=what, hints=without)
             if difference.what == "grad_enabled":
                 cause = dataclasses.replace(cause, kind="gradient", gradient="switched")
-            yield dataclasses.replace(cause, layer=container, what=f"{child} {difference.what}")
-
-
-def _reshaped_child_inputs(
-    index: ComparisonIndex, above: CallPair | None, step: Step
-) -> Iterator[tuple[Difference, tuple[str, ...]]]:
-    """Yield the inputs of a child with a new shape or dtype, where everything computed before has the old ones.
-
-    Only code derives another shape from the same shapes; a number of rows may also depend on values: then with a hint.
-    """
-    pair = index.pair_of(step)
-    if above is None or pair is None:
-        return
-    found = index.of_call(pair, "interface", side="input")
-    yield from _reshaped_from_same(index, above, index.earlier_siblings[step], found)
+            yield cause
 
 
 def _reshaped_outputs(index: ComparisonIndex) -> Iterator[Cause]:
     """Yield the layers whose output has a new shape or dtype, where their inputs and children have the old ones."""
     for step in index.steps:
         pair = index.pair_of(step)
-        found = [] if pair is None else index.of_call(pair, "interface", side="output")
-        if pair is not None and found:
-            for difference, doubts in _reshaped_from_same(index, pair, index.compare_children(step), found):
-                yield dataclasses.replace(cause_of("computation", [difference]), hints=doubts)
+        shaped = [] if pair is None else index.of_call(pair, "interface", side="output")
+        if pair is not None and shaped:
+            yield from _reshaped_from_same(index, pair, index.child_steps(step), shaped)
 
 
 def _reshaped_from_same(
-    index: ComparisonIndex, pair: CallPair, before: CallsComparison, found: Sequence[Difference]
-) -> Iterator[tuple[Difference, tuple[str, ...]]]:
-    """Yield new shapes and dtypes of a call whose inputs and earlier child calls have the old ones; each with hints."""
-    if not found or not before.same_shapes or not index.has_same_structure(pair):
+    index: ComparisonIndex, pair: CallPair, before: Sequence[Step], shaped: Sequence[Difference], place: str = ""
+) -> Iterator[Cause]:
+    """Yield new shapes and dtypes that a call makes, where its inputs and earlier child calls have the old ones.
+
+    Only code derives another shape from the same shapes; a number of rows may also depend on values: then with a hint.
+    """
+    if not index.have_same_shapes(before) or not index.has_same_structure(pair):
         return
-    same = index.compare_inputs(pair).match and before.same_values
-    for difference in found:
-        sides = (_size_texts(difference.actual), _size_texts(difference.expected))
-        yield difference, () if same or sides[0][1:] != sides[1][1:] else (_DATA_DEPENDENT,)
-
-
-def _size_texts(described: Plain) -> list[str]:
-    """Split a description such as ``(2, 12, 16) float32`` into its sizes and dtype."""
-    return str(described).replace("(", "").replace(")", "").replace(",", "").split()
+    moved = any(index.largest_change(child, "output") for child in map(index.pair_of, before) if child is not None)
+    same = index.compare_inputs(pair).match and not moved
+    for difference in shaped:
+        now, then = sizes_and_dtype(difference.actual), sizes_and_dtype(difference.expected)
+        doubts = () if same or now[1:] != then[1:] else (_DATA_DEPENDENT,)
+        what = f"{place}{difference.what}"
+        yield cause_of("computation", [difference], layer=pair.layer, what=what, hints=doubts)
 
 
 def has_new_source(index: ComparisonIndex, difference: Difference, container: Step) -> bool:
@@ -222,11 +220,11 @@ def has_new_source(index: ComparisonIndex, difference: Difference, container: St
     now, then = difference.actual, difference.expected
     if now is None or then is None:
         return False  # computed, or equal to an output by chance: its numbers are compared
-    children = index.child_steps_by_layer(container)
+    siblings = {step.layer.name for step in index.child_steps(container)}
 
     def child(source: Plain) -> str:
         name = _producer(source)
-        while name not in children and name != ROOT:
+        while name not in siblings and name != ROOT:
             name = parent(name)
         return name
 
@@ -258,10 +256,9 @@ def _changed_call_counts(index: ComparisonIndex, explained: Collection[str]) -> 
         judged = pair is not None and caller not in explained and index.is_response_conclusive(pair)
         told = judged or (pair is not None and not index.compare_inputs(pair).match)
         if not told and not index.has(caller, "calls") and caller not in index.added:
-            child = relative_name(difference.layer, caller)
             doubts = (_ROUTED,) if pair is not None and _is_routed(index, pair, difference) else ()
-            cause = dataclasses.replace(cause_of("computation", [difference]), hints=doubts)
-            yield dataclasses.replace(cause, layer=caller, what=f"calls of {child}")
+            what = f"calls of {relative_name(difference.layer, caller)}"
+            yield cause_of("computation", [difference], layer=caller, what=what, hints=doubts)
 
 
 def _is_routed(index: ComparisonIndex, above: CallPair, calls: Difference) -> bool:
@@ -282,81 +279,55 @@ def _is_routed(index: ComparisonIndex, above: CallPair, calls: Difference) -> bo
     )
 
 
+# --- alone ------------------------------------------------------------------------------------------------------------
+
+
 def _response_differences(index: ComparisonIndex, pair: CallPair) -> list[Difference]:
     """Return the differences of a call's isolated response, without those that other differences report."""
     came_or_went = {d.what for d in index.of_call(pair, "path") if None in (d.actual, d.expected)}
-    found = (d for d in index.of_call(pair, "response") if d.what not in came_or_went)
     # An input that the container no longer gets cannot be passed on.
     came, went = ({d.what for d in index.of_call(pair, kind)} for kind in ("input added", "input removed"))
-
-    def only_handed_on(difference: Difference) -> bool:
-        now, then = difference.actual, difference.expected
-        return (then is None and now in came) or (now is None and then in went)
-
-    # A changed argument may be passed on.
+    # A changed argument may be passed on: that of the run, or of the expected call.
     given = {tuple(map(_argument_text, (d.actual, d.expected))) for d in index.of_call(pair, "argument")}
-    given |= {(then, now) for now, then in given}  # of the run, or of the expected call
-    return [
-        d
-        for d in found
-        if (d.actual, d.expected) not in given and not only_handed_on(d) and index.is_difference_conclusive(pair, d)
-    ]
+    given |= {(then, now) for now, then in given}
+
+    def is_reported(d: Difference) -> bool:
+        only_handed_on = (d.expected is None and d.actual in came) or (d.actual is None and d.expected in went)
+        return d.what in came_or_went or (d.actual, d.expected) in given or only_handed_on
+
+    found = index.of_call(pair, "response")
+    return [d for d in found if not is_reported(d) and index.is_response_conclusive(pair, d)]
 
 
 def _argument_text(value: Plain) -> str | None:
     return None if value is None else f"={value!r}"[:80]
 
 
-# --- the two kinds of evidence ----------------------------------------------------------------------------------------
-
-
 def _isolated_cause(index: ComparisonIndex, pair: CallPair, found: list[Difference]) -> Cause:
     """Return the cause that the differences of an isolated response show."""
     if all(map(_is_argument, found)):
-        called = [index.child_call(pair, d.what.rpartition(" ")[0]) for d in found]
-        without = (NO_EFFECT,) if all(map(index.is_indifferent, called)) else ()
-        return dataclasses.replace(cause_of("computation", found), evidence="isolated", hints=without)
-    order = [handed.where for handed in pair.actual.response.handed] if pair.actual.response else []
+        called = (index.child_call(pair, split_place(d.what)[0]) for d in found)
+        without = (NO_EFFECT,) if all(map(is_indifferent, called)) else ()
+        return cause_of("computation", found, evidence="isolated", hints=without)
+    order = [handed.where for handed in emitted(pair.actual.response)]
     rank = {where: i for i, where in enumerate(order)}
     first = min(found, key=lambda d: rank.get(d.what, len(order)))
     made = generated_input(index, pair, first)
     if made is not None:
-        cause = dataclasses.replace(cause_of("computation", [first, *(d for d in found if d is not first)]), noise=None)
-        return dataclasses.replace(cause, what=made.what, change=made.share, evidence="isolated", share_method=made.how)
-    worst = max((d for d in found if d.change is not None), key=lambda d: d.change or 0.0, default=None)
+        cause = cause_of("computation", [first, *found], what=made.what, evidence="isolated", share_method=made.how)
+        return dataclasses.replace(cause, change=made.share, noise=None)
     times = _changed_call_count(index, pair)
-    came_or_went = times is not None and 0 in (times.actual, times.expected)
-    if times is not None and not came_or_went:
-        cause = cause_of("computation", [times, *found])
-        change, noise = (None, None) if worst is None else (worst.change, worst.noise)
-        what = f"calls of {relative_name(times.layer, pair.layer)}"
-        return dataclasses.replace(cause, layer=pair.layer, what=what, change=change, noise=noise, evidence="isolated")
-    return Cause(
-        kind="computation",
-        layer=pair.layer,
-        what=_position_of(order, first.what),
-        change=None if worst is None else worst.change,
-        noise=None if worst is None else worst.noise,
-        evidence="isolated",
-        hints=(*_call_hint(times, pair), *_value_hints(index, pair, [d.what for d in found])),
-        differences=tuple(found),
-    )
-
-
-def _call_hint(times: Difference | None, pair: CallPair) -> Iterator[str]:
-    """Yield a hint for a child that is called only now or no longer: it may have no effect on what is computed."""
-    if times is not None:
-        child = relative_name(times.layer, pair.layer)
-        yield f"no longer calls {child}" if times.actual == 0 else f"calls {child} now"
-
-
-def _changed_call_count(index: ComparisonIndex, pair: CallPair) -> Difference | None:
-    """Return the child whose number of calls changed in the run, if the response shows it too."""
-    a, e = pair.actual.response, pair.expected.response
-    if a is None or e is None:
-        return None
-    names = {child_of(pair, called) for called in children(a).keys() ^ children(e).keys() if called}
-    return next((d for d in index.differences("calls") if d.layer in names), None)
+    child = "" if times is None else relative_name(times.layer, pair.layer)
+    if times is not None and 0 not in (times.actual, times.expected):
+        cause = cause_of("computation", [times, *found], layer=pair.layer, what=f"calls of {child}")
+    else:
+        what = _position_of(order, first.what)
+        cause = Cause(kind="computation", layer=pair.layer, what=what, differences=tuple(found))
+        if times is not None:  # it may have no effect on what is computed
+            cause = cause.with_hints(f"no longer calls {child}" if times.actual == 0 else f"calls {child} now")
+        cause = cause.with_hints(*_value_hints(index, pair, [d.what for d in found]))
+    worst = max((d for d in found if d.change is not None), key=lambda d: d.change or 0.0, default=None)
+    return cause.with_size(worst, evidence="isolated")
 
 
 def _is_argument(difference: Difference) -> bool:
@@ -364,6 +335,26 @@ def _is_argument(difference: Difference) -> bool:
     sides = (difference.actual, difference.expected)
     plain = all(str(side).startswith("=") for side in sides)
     return difference.change is None and " " in difference.what and (None in sides or plain)
+
+
+def _changed_call_count(index: ComparisonIndex, pair: CallPair) -> Difference | None:
+    """Return the child whose number of calls changed in the run, if the response shows it too."""
+    changed = children(pair.actual.response).keys() ^ children(pair.expected.response).keys()
+    names = {child_of(pair, called) for called in changed if called}
+    return next((d for d in index.differences("calls") if d.layer in names), None)
+
+
+def _position_of(order: Sequence[str], where: str) -> str:
+    """Return where in the code a value was emitted: ``between norm1 and attn``; empty where nothing is called."""
+    called = list(dict.fromkeys(child for child, _ in map(split_place, order) if child))
+    after = split_place(where)[0]
+    if not after:
+        return between(called[-1] if called else None, None)
+    at = called.index(after) if after in called else len(called)
+    return between(called[at - 1] if at else None, after)
+
+
+# --- in the run -------------------------------------------------------------------------------------------------------
 
 
 def _propagated_cause(index: ComparisonIndex, step: Step, pair: CallPair) -> tuple[Cause, bool] | None:
@@ -392,7 +383,7 @@ def _propagated_cause(index: ComparisonIndex, step: Step, pair: CallPair) -> tup
     if moved is None:
         return None
     cause, sure = _cause_between_calls(pair, previous, None, moved, inputs)
-    return dataclasses.replace(cause, hints=(*cause.hints, *_value_hints(index, pair))), sure
+    return cause.with_hints(*_value_hints(index, pair)), sure
 
 
 def _cause_between_calls(
@@ -412,33 +403,27 @@ def _cause_between_calls(
     return cause, inputs.known and amplified
 
 
+def _is_far_beyond_noise(cause: Cause) -> bool:
+    return cause.noise is not None and cause.change is not None and cause.change > _FAR * cause.noise > 0
+
+
+def _enters_changed_code(index: ComparisonIndex, step: Step, changed: Collection[str]) -> bool:
+    """Whether the first child with another input is a layer that changed: a hook on it may have made that input."""
+    for child in index.child_steps(step):
+        inner = index.pair_of(child)
+        if inner is not None and index.largest_change(inner, "input") is not None:
+            return child.name in changed
+    return False
+
+
 def _value_hints(index: ComparisonIndex, pair: CallPair, handed: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the hints of the first value that differs."""
-    a, e = pair.actual.response, pair.expected.response
-    if handed and a is not None and e is not None:
-        mine, theirs = ({h.where: h.reading for h in x.handed} for x in (a, e))
-        for where in handed:
-            if (x := mine.get(where)) is not None and (y := theirs.get(where)) is not None:
-                return hints(x, y)
-    expected = {v.path: v for v in pair.expected.outputs}
+    mine, theirs = ({h.where: h.reading for h in emitted(call.response)} for call in (pair.actual, pair.expected))
+    for where in handed:
+        if (x := mine.get(where)) is not None and (y := theirs.get(where)) is not None:
+            return hints(x, y)
     for value in pair.actual.outputs:
-        other = expected.get(value.path)
-        if other is not None and index.comparison.change(pair.layer, pair.key, "output", value.path).differs:
+        other = value_at(pair.expected.outputs, value.path)
+        if other is not None and index.change(pair, "output", value.path).differs:
             return hints(value.forward, other.forward)
     return ()
-
-
-def _position_of(order: list[str], where: str) -> str:
-    """Return where in the code a value was emitted: ``between norm1 and attn``; empty where nothing is called."""
-
-    def child(place: str) -> str | None:
-        # "attn input", "attn (call 2) input[1]"; a returned value has no child in front
-        head, space, _ = place.rpartition(" ")
-        return head if space else None
-
-    children = list(dict.fromkeys(c for c in map(child, order) if c is not None))
-    after = child(where)
-    if after is None:
-        return between(children[-1] if children else None, None)
-    at = children.index(after) if after in children else len(children)
-    return between(children[at - 1] if at else None, after)

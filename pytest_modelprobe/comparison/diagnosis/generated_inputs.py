@@ -1,4 +1,8 @@
-"""Masks, positions and tokens that a container generates for its children: which changed, and in how many entries."""
+"""Masks, positions and tokens that a container generates for its children: which changed, and in how many entries.
+
+A relative change says nothing about a mask: one entry of minus infinity decides its norm. What a reader wants to know
+is how many of its entries differ. Where zeros can be counted that is known, else it is estimated from the fingerprints.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,12 @@ from typing import NamedTuple
 
 from pytest_modelprobe.comparison.compare import is_quantity
 from pytest_modelprobe.comparison.differences import CallPair, Difference
+from pytest_modelprobe.comparison.pairing import emitted, split_place
 from pytest_modelprobe.record import Statistics, Value
 
 from .causes import ShareMethod
 from .index import ComparisonIndex
-from .same_elements import hidden_counts, masked_count
+from .same_elements import hidden_counts, masked_count, value_at
 
 
 class GeneratedInput(NamedTuple):
@@ -30,8 +35,8 @@ def generated_input(index: ComparisonIndex, pair: CallPair, difference: Differen
     None if it is a hidden state, or not the input of a child. The share is that of the run where the value differs
     there too, else that of the response where it is known.
     """
-    child, space, path = difference.what.rpartition(" ")
-    if not space or path == "after" or difference.change is None:
+    child, path = split_place(difference.what)
+    if not child or path == "after" or difference.change is None:
         return None
     call = index.child_call(pair, child)
     values = None if call is None else _both_inputs(call, path)
@@ -45,12 +50,8 @@ def generated_input(index: ComparisonIndex, pair: CallPair, difference: Differen
 
 def generated_in_run(index: ComparisonIndex, child: CallPair, name: str) -> GeneratedInput | None:
     """Return the generated input of a call that differs in the run; None if hidden states differ too."""
-    pairs = [(value, _both_inputs(child, value.path)) for value in child.actual.inputs]
-    differing = [
-        values
-        for value, values in pairs
-        if values is not None and index.comparison.change(child.layer, child.key, "input", value.path).differs
-    ]
+    paths = [value.path for value in child.actual.inputs if index.change(child, "input", value.path).differs]
+    differing = [values for path in paths if (values := _both_inputs(child, path)) is not None]
     if not differing or any(is_quantity(value) for values in differing for value in values):
         return None
     now, then = differing[0]
@@ -64,17 +65,17 @@ def generated_in_run(index: ComparisonIndex, child: CallPair, name: str) -> Gene
 
 def _is_read_exactly(pair: CallPair, where: str) -> bool:
     """Whether what is passed on is read as integers are, as masks are, so that a change is the share of entries."""
-    handed = pair.expected.response.handed if pair.expected.response else ()
+    handed = emitted(pair.expected.response)
     return any(h.where == where and h.reading is not None and h.reading.digest is not None for h in handed)
 
 
 def _share_of(index: ComparisonIndex, call: CallPair, now: Value, then: Value) -> tuple[float | None, ShareMethod]:
     """Return the share of entries of an input that differ in the run; None if it is the same or cannot be compared."""
-    found = index.comparison.change(call.layer, call.key, "input", now.path)
+    found = index.change(call, "input", now.path)
     a, e = now.forward.statistics, then.forward.statistics
     if not found.differs or a is None or e is None or not a.count or a.count != e.count or now.dtype != then.dtype:
         return None, "estimated"
-    masked = masked_count(now, a), masked_count(then, e)
+    masked = masked_count(now), masked_count(then)
     if then.is_floating:
         x, y = now.forward.fingerprint, then.forward.fingerprint
         if None in masked or x is None or y is None:
@@ -100,13 +101,12 @@ def _square_of_masked(numbers: Statistics) -> float:
 
 def _least_share(now: Value, then: Value) -> float:
     """Return the least share of entries in which a bool mask and an additive one differ; 0 if one is no mask."""
-    a, e = now.forward.statistics, then.forward.statistics
-    if a is None or e is None or not a.count:
-        return 0.0
-    # A bool may stand for what is masked, or for what is not.
-    return min((abs(x - y) for x in hidden_counts(now, a) for y in hidden_counts(then, e)), default=0) / a.count
+    numbers = now.forward.statistics
+    count = 0 if numbers is None else numbers.count
+    least = min((abs(x - y) for x in hidden_counts(now) for y in hidden_counts(then)), default=0)
+    return least / count if count else 0.0
 
 
 def _both_inputs(call: CallPair, path: str) -> tuple[Value, Value] | None:
-    now, then = ({v.path: v for v in side.inputs} for side in (call.actual, call.expected))
-    return (now[path], then[path]) if path in now and path in then and now[path].shape == then[path].shape else None
+    now, then = value_at(call.actual.inputs, path), value_at(call.expected.inputs, path)
+    return None if now is None or then is None or now.shape != then.shape else (now, then)

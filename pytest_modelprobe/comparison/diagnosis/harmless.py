@@ -1,16 +1,22 @@
-"""How calls are written: differences that change nothing that is computed, where every value is the same."""
+"""How calls are written: differences that change nothing that is computed, where every value is the same.
+
+Updates of libraries write the same computation otherwise all the time, and a test that fails for it is soon not read
+any more. So these differences become notes. Each rule has to show, in the records, that what differs cannot matter; a
+rule that only finds it likely would hide a bug, and `tests/gate/attacks.py` tries to.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from pytest_modelprobe.comparison.differences import CallPair, Difference
-from pytest_modelprobe.comparison.pairing import comparable
+from pytest_modelprobe.comparison.pairing import comparable, split_place
 from pytest_modelprobe.record import Layer
 
 from .causes import Cause
 from .computation import has_new_source
-from .index import ComparisonIndex, returns_its_input
+from .index import ComparisonIndex
+from .pass_through import returns_its_input
 from .same_elements import has_same_elements, value_at
 
 _NOTHING = (None, False)
@@ -32,7 +38,7 @@ def is_harmless(index: ComparisonIndex, difference: Difference) -> bool:
     pair = index.pair_at(difference)
     if pair is None:
         return False
-    if _was_or_is_shared(index, index.comparison.actual.layers[pair.layer]):
+    if _was_or_is_shared(index, index.now[pair.layer]):
         return True  # its calls are those of several layers on one side, so they are no pairs
     if difference.kind in ("input added", "input removed"):
         return not pair.outermost and _is_unused(index, pair, difference)
@@ -46,7 +52,7 @@ def is_harmless(index: ComparisonIndex, difference: Difference) -> bool:
         # Those of all parameters are the same: another tensor of the same numbers takes the gradients of some uses.
         return value_at(pair.actual.inputs, difference.what) is not None
     if difference.kind == "source":
-        above = index.caller_of(pair)
+        above = index.step_of(pair).parent
         return above is not None and not has_new_source(index, difference, above)
     return False
 
@@ -56,8 +62,8 @@ def in_run(index: ComparisonIndex, cause: Cause) -> Iterator[Difference]:
     for difference in cause.differences:
         yield difference
         pair = index.pair_at(difference)
-        child, space, path = difference.what.rpartition(" ")
-        called = index.child_call(pair, child) if pair is not None and space else None
+        child, path = split_place(difference.what)
+        called = index.child_call(pair, child) if pair is not None and child else None
         if difference.kind == "response" and called is not None:
             given = index.of_call(called, "argument", "input added", "input removed")
             yield from (other for other in given if other.what == path)
@@ -65,8 +71,7 @@ def in_run(index: ComparisonIndex, cause: Cause) -> Iterator[Difference]:
 
 def _layers(index: ComparisonIndex, difference: Difference) -> list[Layer]:
     """Return the layer of a difference in the records that have it."""
-    records = (index.comparison.actual, index.comparison.expected)
-    return [record.layers[difference.layer] for record in records if difference.layer in record.layers]
+    return [layers[difference.layer] for layers in (index.now, index.then) if difference.layer in layers]
 
 
 def _computes_nothing(layer: Layer) -> bool:
@@ -83,13 +88,11 @@ def _was_or_is_shared(index: ComparisonIndex, layer: Layer) -> bool:
     """Whether a layer without weights was another one of its kind under a second name, or is now."""
     if layer.parameters or layer.buffers or not layer.leaf:
         return False
-    actual, expected = index.comparison.actual, index.comparison.expected
     own = layer.name.removesuffix(" (removed)")
-    others = (expected if layer.name in index.added else actual).layers.values()
+    others = (index.then if layer.name in index.added else index.now).values()
     if layer.name in index.added or layer.name in index.removed:
         return any(own in other.aliases and _is_alike(layer, other) for other in others)
-    aliases = [set(record.layers[layer.name].aliases) for record in (actual, expected)]
-    return aliases[0] != aliases[1]
+    return {*index.now[layer.name].aliases} != {*index.then[layer.name].aliases}
 
 
 def _is_alike(layer: Layer, other: Layer) -> bool:
@@ -98,9 +101,8 @@ def _is_alike(layer: Layer, other: Layer) -> bool:
 
 def _is_kept_beside(index: ComparisonIndex, difference: Difference) -> bool:
     """Whether a buffer came or went that is in no checkpoint: like an attribute of one record alone."""
-    record = index.comparison.actual if difference.kind == "buffer added" else index.comparison.expected
-    buffers = {buffer.name: buffer for buffer in record.layers[difference.layer].buffers}
-    return buffers[difference.what].persistent is False
+    layers = index.now if difference.kind == "buffer added" else index.then
+    return any(b.name == difference.what and b.persistent is False for b in layers[difference.layer].buffers)
 
 
 def _is_nothing(difference: Difference) -> bool:

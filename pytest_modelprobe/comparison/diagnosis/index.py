@@ -1,31 +1,24 @@
-"""A comparison by layer and by call: what differs there, and whether its inputs match."""
+"""A comparison as the search for causes asks it: by layer, by call, and along the tree of calls.
+
+`compare` returns one list of differences. Each step of a diagnosis asks the same few questions of it: what differs
+here, whether what came in is the same, and whether the isolated responses of a call tell anything. They are answered
+here, so that two steps never answer one of them in two ways.
+"""
 
 from __future__ import annotations
 
-import bisect
 import functools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from pytest_modelprobe.comparison.differences import CallPair, Comparison, Difference, DifferenceKind
-from pytest_modelprobe.comparison.pairing import children, comparable, is_drawn_otherwise
+from pytest_modelprobe.comparison.pairing import child_of, children, comparable, is_drawn_otherwise, split_place
 from pytest_modelprobe.comparison.tolerance import ValueChange
-from pytest_modelprobe.record import (
-    NOT_DEFAULT,
-    ROOT,
-    Call,
-    CallTree,
-    IsolatedResponse,
-    Layer,
-    Parameter,
-    Record,
-    Step,
-    parent,
-    qualified,
-)
+from pytest_modelprobe.record import NOT_DEFAULT, ROOT, CallTree, Parameter, Plain, Step, parent
 
+from .pass_through import StepsByRoot, by_root, handed_on, passes_on, returned_its_input
 from .same_elements import has_same_elements
 
 STRUCTURE: frozenset[DifferenceKind] = frozenset({
@@ -36,6 +29,8 @@ STRUCTURE: frozenset[DifferenceKind] = frozenset({
 """Parameters and buffers of a layer, without their values."""
 
 _OWN: frozenset[DifferenceKind] = STRUCTURE | {"type", "attribute", "mode", "weights", "buffer", "calls"}
+
+Side = Literal["input", "output"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,42 +45,34 @@ class InputComparison:
     """The largest change, in units of its limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallsComparison:
-    """Some calls compared with those of the expected record."""
-
-    same_shapes: bool = True
-    """Whether all are in both, with inputs and outputs of the same paths, shapes and dtypes."""
-    same_values: bool = True
-    """Whether no output differs either."""
-
-
 class ComparisonIndex:
     """The differences of a comparison by layer, by call, and in the order of execution."""
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
+        self.now, self.then = comparison.actual.layers, comparison.expected.layers
+        self.added = self.now.keys() - self.then.keys()
+        self.removed = self.then.keys() - self.now.keys()
+        """Layers of the expected record alone, as `compare` names them."""
         self.of_layer: dict[str, list[Difference]] = {}
         """The differences of each layer that has any."""
         self._of_call: dict[tuple[str, int], list[Difference]] = {}
         for difference in comparison.found:
             self.of_layer.setdefault(difference.layer, []).append(difference)
             self._of_call.setdefault((difference.layer, difference.call), []).append(difference)
+        # Of the calls of two modes with one number the first counts.
         self.first_calls = {pair.layer: pair for pair in reversed(comparison.calls)}
         """The first call of each layer."""
+        self._pair_at = {(pair.layer, pair.actual.index): pair for pair in reversed(comparison.calls)}
+        self._pair_of_call = {id(pair.actual): pair for pair in comparison.calls}
         self.steps: Sequence[Step] = CallTree(comparison.actual).started
         """The calls of the actual record, a container before its children."""
         self.executed_layers = tuple(dict.fromkeys(step.layer.name for step in self.steps))
         """Their layers, each once."""
+        self._step_of_call = {id(step.call): step for step in self.steps}
         self._child_steps: dict[Step | None, list[Step]] = {}
         for step in self.steps:
             self._child_steps.setdefault(step.parent, []).append(step)
-        by_call = {id(pair.actual): pair for pair in comparison.calls}
-        self._pair_of_step = {step: by_call[id(step.call)] for step in self.steps if id(step.call) in by_call}
-        self._step_of_pair = {id(pair): step for step, pair in self._pair_of_step.items()}
-        self.added = comparison.actual.layers.keys() - comparison.expected.layers.keys()
-        self.removed = comparison.expected.layers.keys() - comparison.actual.layers.keys()
-        """Layers of the expected record alone, as `compare` names them."""
         self._steps_before: Sequence[Step] = CallTree(comparison.expected).started
         self._callers = _callers(self._steps_before) | _callers(self.steps)
 
@@ -95,13 +82,11 @@ class ComparisonIndex:
         """Yield the differences of these kinds."""
         return (d for d in self.comparison.found if d.kind in kinds)
 
-    def has(self, layer: str, kind: DifferenceKind) -> bool:
-        """Whether a layer has a difference of a kind."""
-        return any(d.kind == kind for d in self.of_layer.get(layer, ()))
+    def has(self, layer: str, *kinds: DifferenceKind) -> bool:
+        """Whether a layer has a difference of one of these kinds."""
+        return any(d.kind in kinds for d in self.of_layer.get(layer, ()))
 
-    def of_call(
-        self, pair: CallPair, *kinds: DifferenceKind, side: Literal["input", "output"] | None = None
-    ) -> list[Difference]:
+    def of_call(self, pair: CallPair, *kinds: DifferenceKind, side: Side | None = None) -> list[Difference]:
         """Return the differences of a call of these kinds; those of its interface on one side, if given."""
         return [
             d
@@ -109,9 +94,13 @@ class ComparisonIndex:
             if d.kind in kinds and (side is None or d.kind != "interface" or _side(pair, d.what) == side)
         ]
 
-    def layers_with(self, kinds: frozenset[DifferenceKind]) -> tuple[str, ...]:
+    def change(self, pair: CallPair, side: str, path: str) -> ValueChange:
+        """Return the change of a value of a call."""
+        return self.comparison.change(pair.layer, pair.key, side, path)
+
+    def layers_with(self, kinds: Collection[DifferenceKind]) -> tuple[str, ...]:
         """Return the layers with a difference of these kinds, in order of execution."""
-        return tuple(name for name in self.executed_layers if any(d.kind in kinds for d in self.of_layer.get(name, ())))
+        return tuple(name for name in self.executed_layers if self.has(name, *kinds))
 
     # --- who calls whom -------------------------------------------------------------------------------------------
 
@@ -119,127 +108,45 @@ class ComparisonIndex:
         """Return the layer whose code calls another; of one that is never called, the layer that contains it."""
         return self._callers.get(name) or parent(name)
 
-    def child_steps(self, step: Step | None) -> Sequence[Step]:
-        """Return the calls that a call makes directly."""
-        return self._child_steps.get(step, ())
-
-    @functools.cached_property
-    def earlier_siblings(self) -> dict[Step, CallsComparison]:
-        """Step → the calls that its caller made before it."""
-        found = {}
-        for siblings in self._child_steps.values():
-            compared = CallsComparison()
-            for step in siblings:
-                found[step] = compared
-                compared = self._and_call(compared, step)
-        return found
-
-    def compare_children(self, step: Step | None) -> CallsComparison:
-        """Return how the calls that a call makes directly compare with the expected ones."""
-        return functools.reduce(self._and_call, self.child_steps(step), CallsComparison())
-
-    def _and_call(self, compared: CallsComparison, step: Step) -> CallsComparison:
-        pair = self.pair_of(step)
-        if pair is None or not compared.same_shapes or self.of_call(pair, "interface", "path", "context"):
-            return CallsComparison(same_shapes=False, same_values=False)
-        return CallsComparison(same_values=compared.same_values and self.largest_change(pair, "output") is None)
-
-    @functools.cached_property
-    def _child_steps_by_layer(self) -> dict[Step | None, dict[str, list[Step]]]:
-        found: dict[Step | None, dict[str, list[Step]]] = {}
-        for step in self.steps:
-            found.setdefault(step.parent, {}).setdefault(step.layer.name, []).append(step)
-        return found
-
-    def child_steps_by_layer(self, step: Step | None) -> Mapping[str, Sequence[Step]]:
-        """Return layer → its calls, of those that a call makes directly."""
-        return self._child_steps_by_layer.get(step, {})
-
-    def child_calls(self, pair: CallPair) -> Iterator[CallPair]:
-        """Yield the calls that a call makes directly, of those that are in both records."""
-        found = map(self.pair_of, self.child_steps(self._step_of_pair.get(id(pair))))
-        return (child for child in found if child is not None)
-
-    def child_call(self, pair: CallPair, name: str) -> CallPair | None:
-        """Return the call of a child, given as ``attn`` or ``attn (call 2)``; None if it is not in both records."""
-        child, _, number = name.partition(" (call ")
-        calls = self.child_steps_by_layer(self._step_of_pair.get(id(pair))).get(child_of(pair, child), ())
-        index = int(number.removesuffix(")")) - 1 if number else 0
-        return self.pair_of(calls[index]) if index < len(calls) else None
-
-    def other_explanation(self, pair: CallPair) -> str | None:
-        """Return what else may explain a layer's response than its own code: its mode, or inputs that came or went."""
-        if self.has(pair.layer, "mode"):
-            return "its mode changed too"
-        others = [] if _is_asked_alike(pair) else self.of_call(pair, "input added", "input removed", "argument")
-        if others and not pair.outermost:
-            came = others[0].kind == "input added" or others[0].expected is None
-            return f"it {'gets' if came else 'does not get'} {others[0].what} now"
-        return None
-
-    def is_indifferent(self, call: CallPair | None) -> bool:
-        """Whether the code of a call answers the same, alone, to the plain arguments of either record."""
-        return call is not None and _is_same_for_arguments(call)
-
-    def change_by_call(self, pair: CallPair) -> ValueChange | None:
-        """Return the largest change among the outputs of a call that gets other arguments, and else the same values."""
-        if self.is_indifferent(pair) or not self.has_same_layer(pair):
-            return None
-        known = {value.path for value in pair.expected.inputs}
-        changes = [
-            self.comparison.change(pair.layer, pair.key, "input", v.path) for v in pair.actual.inputs if v.path in known
-        ]
-        same = not self.of_call(pair, "interface", side="input") and not any(change.differs for change in changes)
-        return self.largest_change(pair, "output") if same else None
-
-    def uses_changed_input(self, pair: CallPair) -> bool:
-        """Whether a floating-point tensor came or went that the code of the call uses, or used.
-
-        In the isolated response a gradient reaches what is used; without a backward, everything counts as used. Of
-        integers, such as positions, this is not known.
-        """
-        sides: tuple[tuple[DifferenceKind, Call], ...] = (
-            ("input added", pair.actual),
-            ("input removed", pair.expected),
-        )
-        for kind, call in sides:
-            unused = () if call.response is None else call.response.without_gradient
-            floating = {value.path for value in call.inputs if value.dtype.startswith(("float", "bfloat"))}
-            if any(d.what in floating and d.what not in unused for d in self.of_call(pair, kind)):
-                return True
-        return False
-
-    def has_no_child_calls(self, pair: CallPair) -> bool:
-        """Whether a call calls no other layer."""
-        return not self._child_steps.get(self._step_of_pair.get(id(pair)))
-
     def pair_of(self, step: Step | None) -> CallPair | None:
         """Return a call with the expected one; None if there is none."""
-        return None if step is None else self._pair_of_step.get(step)
+        return None if step is None else self._pair_of_call.get(id(step.call))
 
     def pair_at(self, difference: Difference) -> CallPair | None:
         """Return the call that a difference is of; None if there is none."""
         return self._pair_at.get((difference.layer, difference.call))
 
-    @functools.cached_property
-    def _pair_at(self) -> Mapping[tuple[str, int], CallPair]:
-        return {(pair.layer, pair.actual.index): pair for pair in reversed(self.comparison.calls)}
+    def step_of(self, pair: CallPair) -> Step:
+        """Return a call in the tree of calls."""
+        return self._step_of_call[id(pair.actual)]
 
-    def caller_of(self, pair: CallPair) -> Step | None:
-        """Return the call that makes a call; None if the test does."""
-        step = self.step_of(pair)
-        return None if step is None else step.parent
+    def child_steps(self, step: Step | None) -> Sequence[Step]:
+        """Return the calls that a call makes directly."""
+        return self._child_steps.get(step, ())
 
-    def step_of(self, pair: CallPair) -> Step | None:
-        """Return a call of the actual record in the tree of calls."""
-        return self._step_of_pair.get(id(pair))
+    def child_call(self, pair: CallPair, name: str) -> CallPair | None:
+        """Return the call of a child, given as ``attn`` or ``attn (call 2)``; None if it is not in both records."""
+        number = name.partition(" (call ")[2].removesuffix(")")
+        child, index = child_of(pair, name), int(number) - 1 if number else 0
+        calls = [step for step in self.child_steps(self.step_of(pair)) if step.layer.name == child]
+        return self.pair_of(calls[index]) if index < len(calls) else None
 
-    # --- of one call ----------------------------------------------------------------------------------------------
+    def child_calls(self, pair: CallPair) -> Iterator[CallPair]:
+        """Yield the calls that a call makes directly, of those that are in both records."""
+        found = map(self.pair_of, self.child_steps(self.step_of(pair)))
+        return (child for child in found if child is not None)
+
+    def have_same_shapes(self, steps: Iterable[Step]) -> bool:
+        """Whether calls are in both records, with inputs and outputs of the same paths, shapes and dtypes."""
+        pairs = map(self.pair_of, steps)
+        return all(pair is not None and not self.of_call(pair, "interface", "path", "context") for pair in pairs)
+
+    # --- one call in the run --------------------------------------------------------------------------------------
 
     def compare_inputs(self, pair: CallPair) -> InputComparison:
         """Return how the inputs of a call compare with the expected ones."""
         others = self.of_call(pair, "argument", "context", "interface", "input added", "input removed", side="input")
-        if _is_same_for_arguments(pair):
+        if is_indifferent(pair):
             others = [d for d in others if d.kind != "argument"]
         elif self._gets_non_default_false(pair):
             return InputComparison(match=False)
@@ -247,8 +154,7 @@ class ComparisonIndex:
         if any(d.kind != "interface" or d.what not in reshaped for d in others):
             return InputComparison(match=False)
         a, e = pair.actual, pair.expected
-        known = [v for v in a.inputs if v.path not in reshaped]
-        changes = [self.comparison.change(pair.layer, pair.key, "input", v.path) for v in known]
+        changes = [self.change(pair, "input", v.path) for v in a.inputs if v.path not in reshaped]
         drew_the_same = a.random == e.random or None in (a.random, e.random)
         return InputComparison(
             match=drew_the_same and not any(change.differs for change in changes),
@@ -266,10 +172,10 @@ class ComparisonIndex:
         found = self.of_call(pair, "interface", side="output")
         return [d for d in found if not _has_as_many(d)] if found and self._reshaped_inputs(pair) else found
 
-    def largest_change(self, pair: CallPair, side: Literal["input", "output"]) -> ValueChange | None:
+    def largest_change(self, pair: CallPair, side: Side) -> ValueChange | None:
         """Return the largest change among the values of a call, if there is one."""
         values = pair.actual.inputs if side == "input" else pair.actual.outputs
-        found = [self.comparison.change(pair.layer, pair.key, side, v.path) for v in values]
+        found = [self.change(pair, side, v.path) for v in values]
         reshaped = self.of_call(pair, "interface", side="input") if side == "input" else self.reshaped_outputs(pair)
         if reshaped:
             found.insert(0, ValueChange(math.inf))  # the first of those without a tolerance is taken
@@ -281,23 +187,55 @@ class ComparisonIndex:
         changes = [self.comparison.change(pair.layer, None, "after", d.what) for d in found]
         return max(changes, key=lambda c: c.units, default=None)
 
+    def is_unchanged_in_run(self, pair: CallPair) -> bool:
+        """Whether the run shows the same outputs and buffers for the same inputs."""
+        inputs = self.compare_inputs(pair)
+        outputs = [self.change(pair, "output", v.path) for v in pair.actual.outputs]
+        same = bool(outputs) and all(change.same for change in outputs)
+        return inputs.match and inputs.known and same and self.largest_buffer_change(pair) is None
+
+    def change_by_call(self, pair: CallPair) -> ValueChange | None:
+        """Return the largest change among the outputs of a call that gets other arguments, and else the same values."""
+        if is_indifferent(pair) or not self.has_same_layer(pair):
+            return None
+        known = {value.path for value in pair.expected.inputs}
+        moved = any(self.change(pair, "input", v.path).differs for v in pair.actual.inputs if v.path in known)
+        return None if moved or self.of_call(pair, "interface", side="input") else self.largest_change(pair, "output")
+
     def has_same_structure(self, pair: CallPair) -> bool:
         """Whether arguments, shapes, attributes and the structure of parameters are the same, whatever their values."""
         got = self.of_call(pair, "context", "interface", "input added", "input removed", side="input")
-        got += [] if _is_same_for_arguments(pair) else self.of_call(pair, "argument")
-        held = {"type", "attribute", "mode", *STRUCTURE}
-        return not got and held.isdisjoint(d.kind for d in self.of_layer.get(pair.layer, ()))
+        got += [] if is_indifferent(pair) else self.of_call(pair, "argument")
+        return not got and not self.has(pair.layer, "type", "attribute", "mode", *STRUCTURE)
 
     def has_same_layer(self, pair: CallPair) -> bool:
         """Whether the layer has the same attributes, weights, its own and tied ones, and number of calls."""
-        same = _OWN.isdisjoint(d.kind for d in self.of_layer.get(pair.layer, ()))
-        layer = self.comparison.actual.layers[pair.layer]
-        return same and not any(map(self._has_changed_owner, (*layer.parameters, *layer.buffers)))
+        layer = self.now[pair.layer]
+        own = (*layer.parameters, *layer.buffers)
+        return not self.has(pair.layer, *_OWN) and not any(map(self._has_changed_owner, own))
 
     def _has_changed_owner(self, parameter: Parameter) -> bool:
         """Whether a parameter is tied to one that changed, which `compare` tells of its owner alone."""
         owner, _, name = (parameter.tied_to or "").rpartition(".")
         return any(d.what == name and d.kind in ("weights", "buffer") for d in self.of_layer.get(owner or ROOT, ()))
+
+    def uses_changed_input(self, pair: CallPair) -> bool:
+        """Whether a floating-point tensor came or went that the code of the call uses, or used.
+
+        In the isolated response a gradient reaches what is used; without a backward, everything counts as used. Of
+        integers, such as positions, this is not known.
+        """
+        for call, came_or_went in (
+            (pair.actual, self.of_call(pair, "input added")),
+            (pair.expected, self.of_call(pair, "input removed")),
+        ):
+            unused = () if call.response is None else call.response.without_gradient
+            floating = {value.path for value in call.inputs if value.dtype.startswith(("float", "bfloat"))}
+            if any(d.what in floating and d.what not in unused for d in came_or_went):
+                return True
+        return False
+
+    # --- one call alone -------------------------------------------------------------------------------------------
 
     def has_comparable_responses(self, pair: CallPair) -> bool:
         """Whether the isolated responses of a call were made from the same synthetic tensors and arguments."""
@@ -312,32 +250,47 @@ class ComparisonIndex:
         drawn_otherwise = is_drawn_otherwise(pair.layer, pair.actual.response, self.comparison.names_before)
         return came_or_went and same and not (other_false or drawn_otherwise)
 
-    def is_difference_conclusive(self, pair: CallPair, difference: Difference) -> bool:
-        """Whether a difference between the isolated responses of a call shows a change of its own code."""
-        if not self.has_comparable_responses(pair) or self.is_rewritten(pair) or self._is_regrouped(pair):
+    def is_response_conclusive(self, pair: CallPair, difference: Difference | None = None) -> bool:
+        """Whether a difference between the isolated responses of a call shows a change of its own code.
+
+        Args:
+            pair: The call.
+            difference: One of its responses; None: any.
+        """
+        if not self.has_comparable_responses(pair) or self._is_rewritten(pair) or self._is_regrouped(pair):
             return False
         before = self._before_pass_through(pair)
-        return before is None or difference.what in before
+        return before is None or (difference is not None and difference.what in before)
+
+    def other_explanation(self, pair: CallPair) -> str | None:
+        """Return what else may explain a layer's response than its own code: its mode, or inputs that came or went."""
+        if self.has(pair.layer, "mode"):
+            return "its mode changed too"
+        others = [] if _is_asked_alike(pair) else self.of_call(pair, "input added", "input removed", "argument")
+        if others and not pair.outermost:
+            came = others[0].kind == "input added" or others[0].expected is None
+            return f"it {'gets' if came else 'does not get'} {others[0].what} now"
+        return None
 
     def _gets_non_default_false(self, pair: CallPair) -> bool:
         """Whether the caller's response shows that the call gets a False in one record that is not the default."""
-        step = self._step_of_pair.get(id(pair))
-        above = None if step is None else self.pair_of(step.parent)
-        if above is None:
-            return False
-        return any(
-            child_of(above, d.what.rpartition(" ")[0]) == pair.layer
+        above = self.pair_of(self.step_of(pair).parent)
+        return above is not None and any(
+            child_of(above, split_place(d.what)[0]) == pair.layer
             and any(str(side).endswith(NOT_DEFAULT) for side in (d.actual, d.expected))
             for d in self.of_call(above, "response")
         )
 
-    def is_response_conclusive(self, pair: CallPair) -> bool:
-        """Whether differences between the isolated responses of a call show a change of its own code."""
+    def _is_rewritten(self, pair: CallPair) -> bool:
+        """Whether a container calls other children and has the same outputs for the same inputs.
+
+        As where the blocks of a `Sequential` are called one by one.
+        """
         return (
-            self.has_comparable_responses(pair)
-            and not self.is_rewritten(pair)
-            and not self._is_regrouped(pair)
-            and self._before_pass_through(pair) is None
+            children(pair.actual.response) != children(pair.expected.response)
+            and self.compare_inputs(pair).match
+            and self.largest_change(pair, "output") is None
+            and not self.of_call(pair, "path")
         )
 
     def _is_regrouped(self, pair: CallPair) -> bool:
@@ -345,16 +298,13 @@ class ComparisonIndex:
 
         Each direct child returns synthetic tensors, so the response differs although the computation does not.
         """
-        mine, theirs = (
-            set() if r is None else {child_of(pair, called) for called in children(r)}
-            for r in (pair.actual.response, pair.expected.response)
-        )
+        calls = (pair.actual, pair.expected)
+        mine, theirs = ({child_of(pair, called) for called in children(call.response)} for call in calls)
         came, went = mine - theirs, theirs - mine
         if any(f"{one}.".startswith(f"{other}.") for x, y in ((came, went), (went, came)) for one in x for other in y):
             return True
-        gone = (f"{name} (removed)" for name in went)
-        left = [*came & self.added, *self.removed.intersection(gone)]
-        return any(self.is_pass_through(name) for name in left)
+        left = [*came & self.added, *self.removed.intersection(f"{name} (removed)" for name in went)]
+        return any(map(self.is_pass_through, left))
 
     def _before_pass_through(self, pair: CallPair) -> Collection[str] | None:
         """Return what a call emits before a child that passes on its input and is called less or more often now.
@@ -366,28 +316,22 @@ class ComparisonIndex:
         a, e = pair.actual.response, pair.expected.response
         if a is None or e is None:
             return None
-        if self.has_same_children(pair):
-            return () if self._passes_on_the_same(pair, a, e) else None
-        for response, other, record in ((a, e, self.comparison.actual), (e, a, self.comparison.expected)):
+        actual, expected = self.comparison.actual, self.comparison.expected
+        if children(a) == children(e):
+            differing = {d.what for d in self.of_call(pair, "response")}
+            computed = [{h.where for h in response.handed if h.passed is None} for response in (a, e)]
+            if not differing or differing & computed[0] & computed[1]:
+                return None
+            return () if handed_on(pair, a, actual) == handed_on(pair, e, expected) else None
+        for response, other, record in ((a, e, actual), (e, a, expected)):
             more = {child_of(pair, called) for called in children(response).keys() - children(other).keys()}
-            called = _receivers(pair, response)
-            both = self.comparison.actual.layers.keys() & self.comparison.expected.layers.keys() & more
-            passing = [called.index(name) for name in both if name in called and _returns_its_input(record, name)]
+            places = [h.where for h in response.handed]
+            called = [child_of(pair, split_place(place)[0]) for place in places]
+            both = (name for name in more if name in called and name in self.now and name in self.then)
+            passing = [called.index(name) for name in both if returned_its_input(record, name)]
             if passing:
-                return [handed.where for handed in response.handed[: min(passing)]]
+                return places[: min(passing)]
         return None
-
-    def _passes_on_the_same(self, pair: CallPair, a: IsolatedResponse, e: IsolatedResponse) -> bool:
-        """Whether responses differ, and not if children that return their input are left out."""
-        differing = {d.what for d in self.of_call(pair, "response")}
-        computed = [{h.where for h in response.handed if h.passed is None} for response in (a, e)]
-        if not differing or differing & computed[0] & computed[1]:
-            return False
-        now, then = (
-            _handed_on(pair, response, record)
-            for response, record in ((a, self.comparison.actual), (e, self.comparison.expected))
-        )
-        return now == then
 
     def is_pass_through(self, name: str) -> bool:
         """Whether an added or removed layer only passes on values: its inputs, or outputs of layers called inside it.
@@ -395,43 +339,20 @@ class ComparisonIndex:
         Then it computes nothing besides the layers that are in both records.
         """
         new = name in self.added
-        layer = (self.comparison.actual if new else self.comparison.expected).layers[name]
+        layer = (self.now if new else self.then)[name]
         if not layer.calls:
             return not layer.parameters  # a list of layers; one with parameters may be used without a call
-        return _passes_on(layer, self._kept_steps_now if new else self._kept_steps_before)
+        return passes_on(layer, self._kept_steps_now if new else self._kept_steps_before)
 
     @functools.cached_property
-    def _kept_steps_now(self) -> Mapping[str, Sequence[Step]]:
-        return _by_root(step for step in self.steps if step.layer.name not in self.added)
+    def _kept_steps_now(self) -> StepsByRoot:
+        return by_root(step for step in self.steps if step.layer.name not in self.added)
 
     @functools.cached_property
-    def _kept_steps_before(self) -> Mapping[str, Sequence[Step]]:
-        return _by_root(step for step in self._steps_before if step.layer.name not in self.removed)
+    def _kept_steps_before(self) -> StepsByRoot:
+        return by_root(step for step in self._steps_before if step.layer.name not in self.removed)
 
-    def is_unchanged_in_run(self, pair: CallPair) -> bool:
-        """Whether the run shows the same outputs and buffers for the same inputs."""
-        inputs = self.compare_inputs(pair)
-        outputs = [self.comparison.change(pair.layer, pair.key, "output", v.path) for v in pair.actual.outputs]
-        same = bool(outputs) and all(change.known and not change.differs for change in outputs)
-        return inputs.match and inputs.known and same and self.largest_buffer_change(pair) is None
-
-    def has_same_children(self, pair: CallPair) -> bool:
-        """Whether the isolated responses call the same children."""
-        a, e = pair.actual.response, pair.expected.response
-        return a is not None and e is not None and children(a) == children(e)
-
-    def is_rewritten(self, pair: CallPair) -> bool:
-        """Whether a container calls other children and has the same outputs for the same inputs.
-
-        As where the blocks of a `Sequential` are called one by one.
-        """
-        if None in (pair.actual.response, pair.expected.response) or self.has_same_children(pair):
-            return False
-        return (
-            self.compare_inputs(pair).match
-            and self.largest_change(pair, "output") is None
-            and not self.of_call(pair, "path")
-        )
+    # --- what could be judged at all ------------------------------------------------------------------------------
 
     @property
     def is_all_comparable(self) -> bool:
@@ -446,29 +367,30 @@ class ComparisonIndex:
         return pair is None or self.has_comparable_responses(pair) or self.compare_inputs(pair).match
 
 
+def is_indifferent(pair: CallPair | None) -> bool:
+    """Whether the code of a call answers the same, alone, to the plain arguments of either record."""
+    return pair is not None and pair.actual.response is not None and pair.actual.response.arguments_matter is False
+
+
+def sizes_and_dtype(described: Plain) -> list[str]:
+    """Split a description of a tensor as differences have it.
+
+    >>> sizes_and_dtype("(2, 12, 16) float32")
+    ['2', '12', '16', 'float32']
+    """
+    return str(described).replace("(", "").replace(")", "").replace(",", "").split()
+
+
 def _has_as_many(interface: Difference) -> bool:
     """Whether a value has as many elements of the same dtype as before."""
-    sides = [
-        str(side).replace("(", "").replace(")", "").replace(",", "").split()
-        for side in (interface.actual, interface.expected)
-    ]
+    sides = map(sizes_and_dtype, (interface.actual, interface.expected))
     counts = {(math.prod(map(int, sizes)), dtype) for *sizes, dtype in sides if all(map(str.isdigit, sizes))}
     return len(counts) == 1
-
-
-def child_of(pair: CallPair, called: str) -> str:
-    """Return the full name of a child given as ``attn`` or ``attn (call 2)``."""
-    return qualified(pair.layer, called.partition(" ")[0])
 
 
 def _is_asked_alike(pair: CallPair) -> bool:
     """Whether the isolated response is one to the plain arguments of the expected call."""
     return pair.actual.response is not None and pair.actual.response.arguments_matter is not None
-
-
-def _is_same_for_arguments(pair: CallPair) -> bool:
-    """Whether the code answers the same, alone, to the plain arguments of either call."""
-    return pair.actual.response is not None and pair.actual.response.arguments_matter is False
 
 
 def _callers(course: Iterable[Step]) -> dict[str, str]:
@@ -480,75 +402,7 @@ def _callers(course: Iterable[Step]) -> dict[str, str]:
     return found
 
 
-def _side(pair: CallPair, what: str) -> str:
+def _side(pair: CallPair, what: str) -> Side:
     if what in ("input", "output"):
-        return what
+        return what  # type: ignore[return-value]
     return "input" if any(v.path == what for v in (*pair.actual.inputs, *pair.expected.inputs)) else "output"
-
-
-def _receivers(pair: CallPair, response: IsolatedResponse | None) -> list[str]:
-    handed = response.handed if response is not None else ()
-    return [child_of(pair, h.where.rpartition(" ")[0]) if " " in h.where else "" for h in handed]
-
-
-def _handed_on(pair: CallPair, response: IsolatedResponse, record: Record) -> dict[str, str | None]:
-    """Return which synthetic tensor goes where, of children that return their input the one that they got.
-
-    None: a tensor that was computed.
-    """
-    names = {called: child_of(pair, called) for called in children(response) if called}
-    passing = {called for called, name in names.items() if name in record.layers and _returns_its_input(record, name)}
-    given = {
-        f"{called} output": h.passed for called in passing for h in response.handed if h.where == f"{called} input"
-    }
-
-    def source(passed: str | None) -> str | None:
-        while passed in given:
-            passed = given[passed]
-        return passed
-
-    return {h.where: source(h.passed) for h in response.handed if h.where.rpartition(" ")[0] not in passing}
-
-
-def _returns_its_input(record: Record, name: str) -> bool:
-    """Whether a layer without parameters, itself or inside it, returned its inputs in the run."""
-    if not returns_its_input(record.layers[name]):
-        return False
-    inside = [layer for other, layer in record.layers.items() if f"{other}.".startswith(f"{name}.")]
-    return not any(layer.parameters for layer in inside)
-
-
-def _by_root(steps: Iterable[Step]) -> dict[str, list[Step]]:
-    """Return root → its calls, in the order in which they started."""
-    found: dict[str, list[Step]] = {}
-    for step in sorted(steps, key=_started):
-        found.setdefault(step.call.root, []).append(step)
-    return found
-
-
-def _started(step: Step) -> int:
-    return step.call.started
-
-
-def returns_its_input(layer: Layer) -> bool:
-    """Whether each output of a layer is one of its inputs."""
-    return _passes_on(layer, {})
-
-
-def _passes_on(layer: Layer, steps: Mapping[str, Sequence[Step]]) -> bool:
-    """Whether each output of a layer is one of its inputs, or an output of one of these calls inside it.
-
-    Args:
-        layer: The layer.
-        steps: As `_by_root` returns them.
-    """
-    for call in layer.calls:
-        known = {v.forward.fingerprint for v in call.inputs}
-        others = steps.get(call.root, ())
-        start = bisect.bisect_right(others, call.started, key=_started)
-        for step in others[start : bisect.bisect_left(others, call.finished, start, key=_started)]:
-            if step.call.finished < call.finished:
-                known.update(v.forward.fingerprint for v in step.call.outputs)
-        if any(v.forward.fingerprint is None or v.forward.fingerprint not in known for v in call.outputs):
-            return False
-    return True

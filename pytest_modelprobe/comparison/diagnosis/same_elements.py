@@ -1,4 +1,9 @@
-"""Values whose elements are the same in another form: another shape, or a mask of another dtype."""
+"""Values whose elements are the same in another form: another shape, or a mask of another dtype.
+
+Libraries change these forms freely: a mask of bools becomes one of floats, and is expanded later than before. What a
+layer gets is then the same, although nothing about the tensor is. Such differences explain nothing and fail no test by
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pytest_modelprobe.comparison.differences import CallPair, Difference
-from pytest_modelprobe.comparison.pairing import is_same
-from pytest_modelprobe.record import Reading, Statistics, Value
-
-from .layer_names import relative_name
+from pytest_modelprobe.comparison.pairing import emitted, is_same
+from pytest_modelprobe.record import Reading, Value, relative_name
 
 if TYPE_CHECKING:
     from .index import ComparisonIndex
@@ -24,11 +27,12 @@ def has_same_elements(index: ComparisonIndex, pair: CallPair, difference: Differ
         difference: Of its shape or dtype, or of its numbers.
         expanded: Whether a mask may be expanded too: then no more is known than what share of it is masked out.
     """
-    inputs = [value_at(call.inputs, difference.what) for call in (pair.actual, pair.expected)]
-    outputs = [value_at(call.outputs, difference.what) for call in (pair.actual, pair.expected)]
-    found = [(now, then) for now, then in (inputs, outputs) if now is not None and then is not None]
+    a, e, path = pair.actual, pair.expected, difference.what
+    taken = value_at(a.inputs, path), value_at(e.inputs, path)
+    given = value_at(a.outputs, path), value_at(e.outputs, path)
+    found = [(now, then) for now, then in (taken, given) if now is not None and then is not None]
     return bool(found) and all(
-        _is_reshaped(now, then) or (now is inputs[0] and _is_same_mask(index, pair, now, then, expanded=expanded))
+        _is_reshaped(now, then) or (now is taken[0] and _is_same_mask(index, pair, now, then, expanded=expanded))
         for now, then in found
     )
 
@@ -50,44 +54,45 @@ def _is_reshaped(now: Value, then: Value) -> bool:
 
 def _is_same_mask(index: ComparisonIndex, pair: CallPair, now: Value, then: Value, *, expanded: bool) -> bool:
     """Whether an input that no layer gives out masks the same: in another dtype, by another number, or expanded."""
-    if now.source or then.source or not may_mask_the_same(now, then):
+    if now.source or then.source or _hidden_shares(now).isdisjoint(_hidden_shares(then)):
         return False
-    above = index.caller_of(pair)
-    caller = index.pair_of(above)
-    step = index.step_of(pair)
     if now.shape != then.shape:
         return expanded
-    if above is None or caller is None or step is None:
+    step = index.step_of(pair)
+    caller = index.pair_of(step.parent)
+    if caller is None:
         return False
-    where = f"{relative_name(step.name, above.layer.name)} {now.path}"
-    a, e = ({h.where: h for h in r.handed} if r else {} for r in (caller.actual.response, caller.expected.response))
+    where = f"{relative_name(step.name, caller.layer)} {now.path}"
+    a, e = ({h.where: h for h in emitted(call.response)} for call in (caller.actual, caller.expected))
     if where not in a or where not in e or any(d.what == where for d in index.of_call(caller, "response")):
         return False
     # What the caller passes on is compared where it was made.
     return a[where].passed is not None or index.has_comparable_responses(caller)
 
 
-def may_mask_the_same(now: Value, then: Value) -> bool:
-    """Whether two masks, of any shape and dtype, hide the same share of entries."""
-    shares = [
-        {round(n / numbers.count, 6) for n in hidden_counts(value, numbers)}
-        if numbers is not None and numbers.count
-        else set()
-        for value, numbers in ((value, value.forward.statistics) for value in (now, then))
-    ]
-    return not shares[0].isdisjoint(shares[1])
+def _hidden_shares(value: Value) -> set[float]:
+    """Return the shares of its entries that a mask of any shape and dtype may hide; nothing if it is no mask."""
+    numbers = value.forward.statistics
+    return (
+        {round(n / numbers.count, 6) for n in hidden_counts(value)} if numbers is not None and numbers.count else set()
+    )
 
 
-def hidden_counts(value: Value, numbers: Statistics) -> Sequence[int]:
-    """Return how many entries a mask may hide; nothing if it is no mask."""
-    masked = masked_count(value, numbers)
-    return () if masked is None else (masked, numbers.zeros) if value.dtype == "bool" else (masked,)
+def hidden_counts(value: Value) -> Sequence[int]:
+    """Return how many entries a mask may hide; nothing if it is no mask.
+
+    A bool may stand for what is masked, or for what is not.
+    """
+    numbers, masked = value.forward.statistics, masked_count(value)
+    if numbers is None or masked is None:
+        return ()
+    return (masked, numbers.zeros) if value.dtype == "bool" else (masked,)
 
 
-def masked_count(value: Value, numbers: Statistics) -> int | None:
+def masked_count(value: Value) -> int | None:
     """Return how many entries of a mask are nonzero; None if it is not a mask of two values."""
-    if value.dtype == "bool":
-        return numbers.count - numbers.zeros
-    if not value.is_floating or (numbers.max or 0.0) > 0 or numbers.nan or numbers.posinf:
+    numbers = value.forward.statistics
+    if numbers is None:
         return None
-    return numbers.count - numbers.zeros
+    additive = value.is_floating and (numbers.max or 0.0) <= 0 and not numbers.nan and not numbers.posinf
+    return numbers.count - numbers.zeros if additive or value.dtype == "bool" else None

@@ -1,12 +1,14 @@
-"""Layers whose own code may not affect the run: their result may be multiplied by zero, as by a gate at zero."""
+"""Layers whose own code may not affect the run: their result may be multiplied by zero, as by a gate at zero.
+
+A layer with LoRA adds nothing at first, and a residual branch may begin with a factor of zero. The run is then the same
+whatever this code computes, so it has to be asked alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 
 from pytest_modelprobe.record import CallTree, Layer, Parameter, Record, Step, Value
-
-from .causes import Diagnosis
 
 
 def layers_behind_zeros(record: Record) -> list[str]:
@@ -31,11 +33,6 @@ def layers_behind_zeros(record: Record) -> list[str]:
                 kinds.add(kind)
                 found[layer.name] = None
     return list(found)
-
-
-def changes_code(diagnosis: Diagnosis) -> bool:
-    """Whether the own code of a layer computes something else, not only calls a child with other arguments."""
-    return any(cause.changes_code for cause in diagnosis.causes)
 
 
 def _any_zero(some: Iterable[Parameter | Value]) -> bool:

@@ -1,4 +1,8 @@
-"""Charts of a model over depth and over steps, drawn as SVG."""
+"""Charts of a model over depth and over steps of training, drawn as SVG.
+
+They answer where a gradient fades, where activations grow, and which layers learn. They are drawn without a library,
+because the page has to work without a network; coordinates are rounded, because a chart of a large model is long.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +96,7 @@ def _outermost(layers: Sequence[Layer]) -> list[Layer]:
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 _SMALLEST = 2.0**-39
-"""Magnitudes around which histograms end: a quantile below is not known."""
+"""The smallest magnitude that histograms tell apart: a quantile below it is not known."""
 
 
 def gradient_flow(layers: Sequence[Layer], link: Link) -> Markup | None:
@@ -115,18 +119,7 @@ def gradient_flow(layers: Sequence[Layer], link: Link) -> Markup | None:
             how += "; dots: root mean square."
         else:
             how, dots = f"{how}.", []
-        half = min(6, max(1, round(plot.step * 0.35)))
-        whiskers = quarters = medians = ""
-        for i, (least, low, middle, high, most) in boxes:
-            x, top, bottom = plot.x(i), plot.y(high), plot.y(low)
-            whiskers += f"M{coordinate(x)} {coordinate(plot.y(most))}V{coordinate(plot.y(least))}"
-            quarters += f"M{coordinate(x)} {coordinate(top)}V{coordinate(max(bottom, top + 1))}"
-            medians += f"M{coordinate(x - half)} {coordinate(plot.y(middle))}h{coordinate(2 * half)}"
-        parts = [
-            tag("path", class_="whisker", d=whiskers),
-            tag("g", tag("path", class_="quarter", d=quarters), stroke_width=2 * half),
-            tag("path", class_="median", d=medians),
-        ]
+        parts = _boxes_drawn(plot, boxes)
     parts += [tag("path", class_="dots", d=plot.dots(dots))] if dots else []
     said: list[Child] = [how, *_extremes(leaves, scales, link)]
     gradients = [layer["outputs"][0]["gradient"] for layer in leaves]
@@ -134,6 +127,22 @@ def gradient_flow(layers: Sequence[Layer], link: Link) -> Markup | None:
     said += [f" None arrived at {gradients.count(None)} of {len(leaves)}."] if None in gradients else []
     said += [f" It is 0 at {zero} of {len(leaves)}."] if zero else []
     return _figure("Gradient flow:", plot.drawn(parts, "Gradient by depth", _DEPTH), *said)
+
+
+def _boxes_drawn(plot: _Plot, boxes: Iterable[tuple[int, Sequence[float]]]) -> list[Markup]:
+    """Return the whiskers of all boxes as one path, and so their quartiles and medians: a large model has hundreds."""
+    half = min(6, max(1, round(plot.step * 0.35)))
+    whiskers = quarters = medians = ""
+    for i, (least, low, middle, high, most) in boxes:
+        x, top, bottom = plot.x(i), plot.y(high), plot.y(low)
+        whiskers += f"M{coordinate(x)} {coordinate(plot.y(most))}V{coordinate(plot.y(least))}"
+        quarters += f"M{coordinate(x)} {coordinate(top)}V{coordinate(max(bottom, top + 1))}"
+        medians += f"M{coordinate(x - half)} {coordinate(plot.y(middle))}h{coordinate(2 * half)}"
+    return [
+        tag("path", class_="whisker", d=whiskers),
+        tag("g", tag("path", class_="quarter", d=quarters), stroke_width=2 * half),
+        tag("path", class_="median", d=medians),
+    ]
 
 
 _DEPTH = "layers in order of execution →"
@@ -166,7 +175,7 @@ def activation_scale(layers: Sequence[Layer], link: Link) -> Markup | None:
 
 
 _MOST_POINTS = 1500
-"""Of the lines of single layers; above it the ends of their range are drawn."""
+"""Points of the lines of all layers. Above it only the smallest and the largest of each step are drawn."""
 
 
 def update_ratios(steps: Sequence[dict[str, Any]], link: Link) -> Markup | None:
@@ -206,14 +215,10 @@ def attention_entropy(layers: Sequence[Layer], link: Link) -> Markup | None:
     if not rows:
         return None
     heads = max(len(layer["attention"]) for layer in rows)
-    body = [
-        tag(
-            "tr",
-            tag("th", link(layer["name"]), scope="row"),
-            [_heat(finite(entropy)) for entropy in layer["attention"]],
-        )
-        for layer in rows
-    ]
+    body = []
+    for layer in rows:
+        cells = [_heat(finite(entropy)) for entropy in layer["attention"]]
+        body.append(tag("tr", tag("th", link(layer["name"]), scope="row"), cells))
     head = tag("tr", tag("th", "layer", scope="col"), [tag("th", i, scope="col") for i in range(heads)])
     table = tag("table", tag("thead", head), tag("tbody", body), class_="heat")
     said = " by layer and head: 0 looks at one key, 1 at all of them alike."

@@ -1,4 +1,8 @@
-"""Elements of HTML and SVG as text. Every string is escaped unless an element made it."""
+"""Elements of HTML and SVG as text.
+
+Names of layers and messages of tests are untrusted. So every string is escaped, unless it is `Markup`, which only the
+functions here return.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable
 
-from pytest_modelprobe.report.text import html_escaped
+from pytest_modelprobe.text import html_escaped
 
 
 class Markup(str):
@@ -43,6 +47,20 @@ _EMPTY = {"path", "rect"}
 
 _NO_END = {"input", "img", "meta", "td", "th", "tr"}
 """Elements without content, and those of tables, whose end HTML lets a page leave out: a tenth of a large page."""
+
+
+def bullets(items: Iterable[Child], **attributes: Attribute) -> Markup:
+    """Return a list with a bullet for each item.
+
+    >>> bullets(["a", "b"])
+    '<ul><li>a</li><li>b</li></ul>'
+    """
+    return tag("ul", [tag("li", item) for item in items], **attributes)
+
+
+def folded(summary: Child, *children: Child, **attributes: Attribute) -> Markup:
+    """Return children of which a browser shows the summary alone until it is clicked."""
+    return tag("details", tag("summary", summary), *children, **attributes)
 
 
 def preformatted(text: str) -> Markup:

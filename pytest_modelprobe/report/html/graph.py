@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_modelprobe.report.text import printable
+from pytest_modelprobe.text import printable, shape
 
 from .elements import Markup, coordinate, joined, tag
 from .status import STATUSES, is_cause, status_of
@@ -49,13 +49,13 @@ class Box:
     hidden: int = 0
     """Layers in it that are not drawn."""
     statuses: set[str] = field(default_factory=set)
-    """Their words."""
+    """The words of the status of those layers."""
     x: float = 0.0
     y: float = 0.0
     width: float = 0.0
     height: float = 0.0
     edges: list[tuple[Box, Box, bool]] = field(default_factory=list)
-    """From, to, whether the source is known."""
+    """The box that an edge starts at, the box that it ends at, and whether the record knows this source."""
 
     @property
     def status(self) -> list[str]:
@@ -177,8 +177,7 @@ def _fold(box: Box) -> None:
         else:
             kept |= dict(same)
     box.children = kept
-    links = {(owner.get(a, a), owner.get(b, b)) for a, b in box.links}
-    box.links = {(a, b) for a, b in links if a != b}
+    _relink(box, owner)
 
 
 def _alike(box: Box) -> object:
@@ -189,13 +188,8 @@ def _alike(box: Box) -> object:
 def _structure(box: Box) -> object:
     layer = box.layer
     own = () if layer is None else (layer["type"], layer["calls"], layer["parameters"], layer["status"])
-    return (
-        own,
-        box.times,
-        box.hidden,
-        box.statuses,
-        tuple((child.label, _structure(child)) for child in box.children.values()),
-    )
+    inside = tuple((child.label, _structure(child)) for child in box.children.values())
+    return own, box.times, box.hidden, box.statuses, inside
 
 
 def _shrink(root: Box) -> None:
@@ -229,30 +223,28 @@ def _close(box: Box) -> None:
 
 def _merge_runs(box: Box) -> None:
     """Draw runs of children without a status as one node: a long chain of layers that do not repeat."""
-    names = list(box.children)
-    length = max(2, 2 * len(names) // MOST_NODES)
-    kept: dict[str, Box] = {}
-    owner: dict[str, str] = {}
-    run: list[str] = []
-    for name in [*names, None]:
-        child = None if name is None else box.children[name]
-        if child is not None and not child.status and len(run) < length:
-            run.append(name or "")
-            continue
-        if run:
-            first = box.children[run[0]]
-            if len(run) > 1:
-                first = Box(f"{first.label} … {box.children[run[-1]].label}", first.path, hidden=len(run))
-            kept[run[0]] = first
-            owner |= dict.fromkeys(run, run[0])
-            run = []
-        if child is not None and name is not None:
-            if child.status:
-                kept[name] = child
-            else:
-                run = [name]
-    box.children = kept
-    box.links = {(a, b) for x, y in box.links if (a := owner.get(x, x)) != (b := owner.get(y, y))}
+    children = box.children
+    length = max(2, 2 * len(children) // MOST_NODES)
+    runs: list[list[str]] = []  # of names; a child with a status is alone in its run
+    for name, child in children.items():
+        goes_on = runs and not child.status and not children[runs[-1][0]].status and len(runs[-1]) < length
+        if goes_on:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    box.children = {run[0]: _as_one([children[name] for name in run]) for run in runs}
+    _relink(box, {name: run[0] for run in runs for name in run})
+
+
+def _as_one(run: list[Box]) -> Box:
+    first, last = run[0], run[-1]
+    return first if len(run) == 1 else Box(f"{first.label} … {last.label}", first.path, hidden=len(run))
+
+
+def _relink(box: Box, owner: dict[str, str]) -> None:
+    """Let the links of children be those of the children that stand for them now."""
+    links = {(owner.get(a, a), owner.get(b, b)) for a, b in box.links}
+    box.links = {(a, b) for a, b in links if a != b}
 
 
 # --- layout -------------------------------------------------------------------------------------------------------
@@ -419,14 +411,8 @@ def _described(box: Box) -> str:
     facts = [name if box.times == 1 else f"{name}, and {box.times - 1} more like it"]
     if layer is not None:
         facts.append(layer["type"])
-        facts += [shape_text(output["shape"]) for output in layer["outputs"][:1]]
+        facts += [shape(output["shape"]) for output in layer["outputs"][:1]]
         facts += [f"{layer['parameters']:,} parameters"] if layer["parameters"] else []
         facts += [f"{layer['calls']} calls"] if layer["calls"] > 1 else []
     facts += [f"{box.hidden} layers in it"] if box.hidden else []
     return ": ".join(filter(None, [", ".join(facts), ", ".join(box.status)]))
-
-
-def shape_text(shape: list[Any]) -> str:
-    """Return ``(2, 8..16)``: a dimension that varied is a pair."""
-    sizes = [str(size) if isinstance(size, int) else "..".join(map(str, size)) for size in shape]
-    return f"({', '.join(sizes)}{',' * (len(sizes) == 1)})"

@@ -1,4 +1,8 @@
-"""Histograms of exponential bins: quantiles, and the small pictures in a table."""
+"""Histograms of exponential bins: their quantiles, and the small pictures in the table of layers.
+
+A record counts elements in bins of equal width on a logarithmic scale. All pictures of a table have one axis, so that
+layers can be compared by eye.
+"""
 
 from __future__ import annotations
 

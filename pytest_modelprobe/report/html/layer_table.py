@@ -1,13 +1,18 @@
-"""The table of the layers of one run."""
+"""The table of the layers of one run.
+
+It has a column for each thing that a record may know of a layer, and leaves out the columns that are empty in the run.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pytest_modelprobe.text import shape
+
 from .elements import Child, Markup, number, tag
-from .graph import shape_text
 from .histogram import Axis, Histogram, sparkline
 from .status import badges, is_cause
 
@@ -17,10 +22,10 @@ Layer = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class _Column:
     heading: str
-    title: str
+    title: str | None
     cell: Callable[[Layer], Child]
-    text: bool = False
-    """Whether it is aligned left."""
+    css: str | None = "n"
+    """The class of its heading: ``n`` for numbers, which are aligned right; None for text; ``plain`` for pictures."""
 
 
 def _output(layer: Layer) -> dict[str, Any]:
@@ -33,7 +38,7 @@ def _statistic(name: str) -> Callable[[Layer], Child]:
 
 def _shape(layer: Layer) -> Child:
     output = _output(layer)
-    return shape_text(output["shape"]) if output else ""
+    return shape(output["shape"]) if output else ""
 
 
 def _range(layer: Layer) -> Child:
@@ -91,8 +96,9 @@ _LONG = 60
 """Characters of a name above which it may take several lines."""
 
 _COLUMNS = (
-    _Column("type", "Class of the module", lambda layer: layer["type"], text=True),
-    _Column("output", "Shape of the first output", _shape, text=True),
+    _Column("status", None, lambda layer: badges(layer["status"]), css=None),
+    _Column("type", "Class of the module", lambda layer: layer["type"], css=None),
+    _Column("output", "Shape of the first output", _shape, css=None),
     _Column("calls", "Calls, where it is not one", _calls),
     _Column("parameters", "Elements of the layer's own parameters", _parameters),
     _Column("mean", "Mean of the output's finite elements", _statistic("mean")),
@@ -112,32 +118,23 @@ _COLUMNS = (
 
 def layer_table(layers: Sequence[Layer], anchor: Callable[[str], str | None], label: str) -> Markup:
     """Return the table, without the columns that are empty."""
-    columns = [(column, [column.cell(layer) for layer in layers]) for column in _COLUMNS]
-    filled = [(column, cells) for column, cells in columns if any(cells)]
+    filled = [(column, cells) for column in _COLUMNS if any(cells := [column.cell(layer) for layer in layers])]
     axis = Axis.of(histogram for layer in layers if (histogram := _histogram(layer)))
-    status = any(layer["status"] for layer in layers)
+    if axis is not None:
+        limits = axis.limits()
+        told = f"Elements of the output by magnitude, {limits}: negative, zero, positive; each scaled to its peak"
+        picture = _Column("distribution", told, functools.partial(_picture, axis), css="plain")
+        texts = sum(column.css is None for column, _ in filled)
+        filled.insert(texts, (picture, list(map(picture.cell, layers))))
     head = [tag("th", "layer", scope="col", title="Name in the model")]
-    head += [tag("th", "status", scope="col")] if status else []
-    head += [
-        tag("th", column.heading, scope="col", title=column.title, class_=None if column.text else "n")
-        for column, _ in filled
-    ]
-    texts = 2 + status + sum(column.text for column, _ in filled)
-    if axis:
-        told = (
-            f"Elements of the output by magnitude, {axis.limits()}: negative, zero, positive; each scaled to its peak"
-        )
-        head.insert(texts - 1, tag("th", "distribution", scope="col", title=told, class_="plain"))
+    head += [tag("th", one.heading, scope="col", title=one.title, class_=one.css) for one, _ in filled]
     rows = []
     for i, layer in enumerate(layers):
-        row: list[Child] = [tag("th", layer["name"], class_="long" if len(layer["name"]) > _LONG else None)]
-        row += [tag("td", badges(layer["status"]))] if status else []
-        row += [tag("td", cells[i]) for _, cells in filled]
-        if axis:
-            row.insert(texts - 1, tag("td", _picture(axis, layer)))
-        rows.append(tag("tr", row, id=anchor(layer["name"])))
+        name = tag("th", layer["name"], class_="long" if len(layer["name"]) > _LONG else None)
+        rows.append(tag("tr", name, [tag("td", cells[i]) for _, cells in filled], id=anchor(layer["name"])))
+    first_of_numbers = 2 + sum(column.css != "n" for column, _ in filled)
     # The alignment of columns is a rule of the style sheet: a class of each cell would be a fifth of the page.
-    table = tag("table", tag("thead", tag("tr", head)), tag("tbody", rows), class_=f"layers from{texts + bool(axis)}")
+    table = tag("table", tag("thead", tag("tr", head)), tag("tbody", rows), class_=f"layers from{first_of_numbers}")
     return tag("div", table, class_="scroll", tabindex="0", role="group", aria_label=label)
 
 

@@ -1,4 +1,8 @@
-"""The page: what is wrong and why, then each test and what was seen of its models."""
+"""The page: first what is wrong and why, then each test and what was seen of its models.
+
+A reader comes with a failed run, so causes stand above tests, and each cause names the tests that follow from it.
+Only the first failed tests are unfolded: a large run has a million elements, which a browser would be slow to draw.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_modelprobe.report.text import count
+from pytest_modelprobe.text import count
 
 from .charts import activation_scale, attention_entropy, gradient_flow, update_ratios
-from .elements import Child, Markup, finite, number, preformatted, tag
+from .elements import Child, Markup, bullets, finite, folded, number, preformatted, tag
 from .graph import graph
 from .layer_table import layer_table, shown
 from .status import badges, is_cause, legend
@@ -35,9 +39,10 @@ _OUTCOMES = {
 _FAILED = ("failed", "error")
 
 _MOST_CAUSES = 20
+"""Causes above which the rest is folded: a reader starts with the first."""
 
 _OPEN, _OPEN_LAYERS = 3, 500
-"""Failed tests that are unfolded, and layers in them: no more tests follow on one that reaches them."""
+"""How many failed tests are unfolded. After one with which so many layers are shown, no other is."""
 
 
 def render(results: Data) -> str:
@@ -54,12 +59,7 @@ def render(results: Data) -> str:
         _causes_section(causes, results["tests"]),
         _notes_section(results["tests"]),
         _toolbar(results["tests"]),
-        tag(
-            "section",
-            tag("h2", "Tests"),
-            [_test(i, test, i in unfolded) for i, test in tests],
-            id="tests",
-        ),
+        tag("section", tag("h2", "Tests"), [_test(i, test, i in unfolded) for i, test in tests], id="tests"),
         _unused(results),
     ]
     return _page(f"modelprobe: {results['root']}", _header(results), main)
@@ -71,8 +71,7 @@ def render_run(run: Data) -> str:
     Args:
         run: As one of the ``runs`` of a test in the results.
     """
-    header = tag("header", tag("p", "modelprobe", class_="brand"), tag("h1", run["name"]))
-    return _page(f"modelprobe: {run['name']}", header, [tag("section", _run("r", run), class_="test")])
+    return _page(f"modelprobe: {run['name']}", _head(run["name"]), [tag("section", _run("r", run), class_="test")])
 
 
 def _page(title: str, header: Child, main: Child) -> str:
@@ -129,10 +128,11 @@ def _header(results: Data) -> Markup:
     commit = [f"commit {results['commit'][:12]}"] if results["commit"] else []
     seed = [f"seed {results['seed']}"] if results["seed"] is not None else []
     facts = [*commit, *versions, ", ".join(results["devices"]), *seed]
-    items = [tag("li", fact) for fact in facts if fact]
-    return tag(
-        "header", tag("p", "modelprobe", class_="brand"), tag("h1", results["root"]), tag("ul", items, class_="facts")
-    )
+    return _head(results["root"], bullets(filter(None, facts), class_="facts"))
+
+
+def _head(title: str, facts: Child = None) -> Markup:
+    return tag("header", tag("p", "modelprobe", class_="brand"), tag("h1", title), facts)
 
 
 def _verdict(results: Data, causes: Sequence[_Cause]) -> Markup:
@@ -155,9 +155,8 @@ def _verdict(results: Data, causes: Sequence[_Cause]) -> Markup:
     if not results["complete"]:
         why = results.get("stopped") or "the run was interrupted"
         warning = tag("p", f"Not every test ran to its end: {why}.", class_="warning")
-    return tag(
-        "section", tag("p", said, class_="verdict"), warning, tag("ul", items, class_="tiles"), aria_label="Verdict"
-    )
+    head = tag("p", said, class_="verdict")
+    return tag("section", head, warning, tag("ul", items, class_="tiles"), aria_label="Verdict")
 
 
 @dataclass
@@ -191,7 +190,7 @@ def _causes(tests: Sequence[Data]) -> list[_Cause]:
 
 
 def _facts(cause: Data) -> list[str]:
-    facts = [f"{count(cause['layers'], 'layer')}"] if cause["layers"] > 1 else []
+    facts = [count(cause["layers"], "layer")] if cause["layers"] > 1 else []
     change = finite(cause["change"])
     facts += [f"changed by {_percent(change)}"] if change is not None else []
     seen = {"isolated": "seen in its code alone", "recorded": "seen in the record"}
@@ -207,11 +206,7 @@ def _causes_section(causes: Sequence[_Cause], tests: Sequence[Data]) -> Markup |
         return None
     items = [_cause_item(cause, tests) for cause in causes]
     more = items[_MOST_CAUSES:]
-    rest = (
-        tag("details", tag("summary", f"{len(more)} more"), tag("ol", more, class_="causes", start=_MOST_CAUSES + 1))
-        if more
-        else None
-    )
+    rest = folded(f"{len(more)} more", tag("ol", more, class_="causes", start=_MOST_CAUSES + 1)) if more else None
     return tag("section", tag("h2", "Causes"), tag("ol", items[:_MOST_CAUSES], class_="causes"), rest, id="causes")
 
 
@@ -221,9 +216,9 @@ def _notes_section(tests: Sequence[Data]) -> Markup | None:
     if not noted:
         return None
     models = Counter(_note(note) for notes in noted for note in notes)
-    items = [tag("li", f"{said}, in {count(n, 'model')}") for said, n in models.most_common()]
+    said = bullets(f"{note}, in {count(n, 'model')}" for note, n in models.most_common())
     summary = f"Calls inside {count(len(noted), 'model')} are written otherwise, which alone fails no test"
-    return tag("section", tag("details", tag("summary", summary), tag("ul", items)), id="notes")
+    return tag("section", folded(summary, said), id="notes")
 
 
 def _note(note: Data) -> str:
@@ -231,32 +226,23 @@ def _note(note: Data) -> str:
 
 
 def _cause_item(cause: _Cause, tests: Sequence[Data]) -> Markup:
-    links = [tag("li", tag("a", tests[i]["id"], href=f"#t{i}")) for i in cause.tests]
+    links = bullets(tag("a", tests[i]["id"], href=f"#t{i}") for i in cause.tests)
     facts = [tag("span", cause.kind, class_="kind"), [f" · {fact}" for fact in cause.facts]]
     hints = [tag("p", f"It looks like: {hint}", class_="hint") for hint in cause.hints]
     follows = f"What follows: {count(len(cause.tests), 'test')}"
     follows += f", up to {count(cause.moved, 'layer')} moved" if cause.moved else ""
-    return tag(
-        "li",
-        tag("p", cause.said, class_="said"),
-        tag("p", facts),
-        hints,
-        tag("details", tag("summary", follows), tag("ul", links)),
-    )
+    return tag("li", tag("p", cause.said, class_="said"), tag("p", facts), hints, folded(follows, links))
 
 
 def _toolbar(tests: Sequence[Data]) -> Markup:
     """Return the controls, which the script shows."""
+    shows = {"all": f"All {len(tests)}", "failed": "Failed", "found": "With findings"}
     buttons = [
-        tag("button", f"All {len(tests)}", type="button", data_show="all", aria_pressed="true"),
-        tag("button", "Failed", type="button", data_show="failed", aria_pressed="false"),
-        tag("button", "With findings", type="button", data_show="found", aria_pressed="false"),
+        tag("button", said, type="button", data_show=which, aria_pressed="true" if which == "all" else "false")
+        for which, said in shows.items()
     ]
-    search = tag(
-        "label",
-        "Search tests and layers ",
-        tag("input", type="search", id="search", autocomplete="off", spellcheck="false"),
-    )
+    box = tag("input", type="search", id="search", autocomplete="off", spellcheck="false")
+    search = tag("label", "Search tests and layers ", box)
     marked = tag("label", tag("input", type="checkbox", id="marked"), " Only layers with a status")
     group = tag("div", buttons, role="group", aria_label="Which tests", class_="buttons")
     return tag("form", search, group, marked, tag("output", id="count"), class_="toolbar", role="search", hidden=True)
@@ -268,11 +254,8 @@ def _toolbar(tests: Sequence[Data]) -> Markup:
 def _test(i: int, test: Data, unfolded: bool) -> Markup:
     sign, words = _OUTCOMES.get(test["outcome"], ("?", test["outcome"]))
     bad = test["outcome"] in _FAILED
-    contents = [
-        count(len(test[part]), noun)
-        for part, noun in (("runs", "model"), ("snapshots", "snapshot"), ("figures", "figure"))
-        if test[part]
-    ]
+    nouns = {"runs": "model", "snapshots": "snapshot", "figures": "figure"}
+    contents = [count(len(test[part]), noun) for part, noun in nouns.items() if test[part]]
     head = [
         tag("span", f"{sign} {words}", class_="outcome"),
         tag("span", test["id"], class_="id"),
@@ -287,11 +270,10 @@ def _test(i: int, test: Data, unfolded: bool) -> Markup:
         # A browser with scripts does not build these elements, a million in a large report, before the script asks.
         seen if unfolded or not any(seen) else tag("noscript", seen),
     ]
-    findings = any(run["findings"] or run["error"] for run in test["runs"]) or any(
-        layer["status"] for run in test["runs"] for layer in run["layers"]
-    )
+    marked = any(layer["status"] for run in test["runs"] for layer in run["layers"])
+    findings = marked or any(run["findings"] or run["error"] for run in test["runs"])
     css = "test bad" if bad else "test"
-    return tag("details", tag("summary", head), body, id=f"t{i}", class_=css, open=unfolded, data_found=findings)
+    return folded(head, body, id=f"t{i}", class_=css, open=unfolded, data_found=findings)
 
 
 def _failure(test: Data) -> Markup | None:
@@ -301,49 +283,42 @@ def _failure(test: Data) -> Markup | None:
     said = preformatted(text)
     inside = any(snapshot["text"] and snapshot["verdict"] not in _FINE for snapshot in test["snapshots"])
     # The part that matters stands above it already.
-    return tag("details", tag("summary", "Failure, as pytest prints it"), said, open=not inside, class_="part")
+    return folded("Failure, as pytest prints it", said, open=not inside, class_="part")
 
 
 _FINE = ("same", "not compared")
+"""Verdicts on a snapshot that need nothing to be done."""
 
 
 def _snapshot(snapshot: Data) -> Markup:
     verdict = snapshot["verdict"]
-    where = tag(
-        "p", tag("b", f"Snapshot {verdict}"), " ", tag("code", snapshot["snapshot"]), f" on {snapshot['device']}"
-    )
+    file = tag("code", snapshot["snapshot"])
     said, steps = _split(snapshot["text"])
-    text = preformatted(said) if said else None
-    possible = [tag("li", cause["said"]) for cause in snapshot["possible"]]
-    also = (
-        tag("details", tag("summary", f"{count(len(possible), 'possible cause')}"), tag("ul", possible))
-        if possible
-        else None
-    )
-    notes = [tag("li", _note(note)) for note in snapshot.get("notes", ())]
-    others = tag("details", tag("summary", "Calls that are written otherwise"), tag("ul", notes)) if notes else None
-    accept = None
-    if steps and verdict not in _FINE:
-        accept = tag(
-            "div",
-            tag("p", tag("b", "If it is intended")),
-            tag("dl", [(tag("dt", name), tag("dd", tag("code", step))) for name, step in steps]),
-            class_="accept",
-        )
-    css = "snapshot" if verdict in _FINE else "snapshot open"
-    return tag("section", where, text, also, others, accept, class_=css)
+    where = tag("p", tag("b", f"Snapshot {verdict}"), " ", file, f" on {snapshot['device']}")
+    parts = [where, preformatted(said) if said else None]
+    possible = [cause["said"] for cause in snapshot["possible"]]
+    if possible:
+        parts.append(folded(count(len(possible), "possible cause"), bullets(possible)))
+    notes = [_note(note) for note in snapshot.get("notes", ())]
+    if notes:
+        parts.append(folded("Calls that are written otherwise", bullets(notes)))
+    if verdict in _FINE:
+        return tag("section", parts, class_="snapshot")
+    if steps:
+        commands = tag("dl", [(tag("dt", name), tag("dd", tag("code", step))) for name, step in steps])
+        parts.append(tag("div", tag("p", tag("b", "If it is intended")), commands, class_="accept"))
+    return tag("section", parts, class_="snapshot open")
 
 
 def _split(text: str) -> tuple[str, list[tuple[str, str]]]:
     """Return what a message says, and its next steps: the last paragraph, a question and a command on each line."""
     said, gap, last = text.rstrip().rpartition("\n\n")
-    steps = [tuple(match.groups()) for line in last.splitlines() if (match := _STEP.match(line))]
-    if not gap or len(steps) != len(last.splitlines()):
-        return text, []
-    return said, [(name, step) for name, step in steps]
+    steps = [(match[1], match[2]) for line in last.splitlines() if (match := _STEP.match(line))]
+    return (said, steps) if gap and len(steps) == len(last.splitlines()) else (text, [])
 
 
 _STEP = re.compile(r"([A-Z][\w ]+[?:]) +(.+)")
+"""A next step in a message: ``Intended? pytest --snapshot-update``."""
 
 
 def _figures(figures: Sequence[Data]) -> list[Markup]:
@@ -373,28 +348,22 @@ def _run(prefix: str, run: Data) -> Markup:
     anchors = {layer["name"]: f"l{prefix}.{n}" for n, layer in enumerate(layers)}
     words = list(dict.fromkeys(word for layer in run["layers"] for word in layer["status"]))
     title = [run["name"], tag("small", f" {run['model']}") if run["model"] != run["name"] else None]
-    said = [tag("li", finding) for finding in (*run["findings"], *(f"hint: {one}" for one in run.get("hints", ())))]
+    said = [*run["findings"], *(f"hint: {one}" for one in run.get("hints", ()))]
     parts: list[Child] = [
         tag("h3", title),
-        tag("ul", [tag("li", fact) for fact in _run_facts(run)], class_="facts"),
+        bullets(_run_facts(run), class_="facts"),
         tag("p", f"No record: {run['error']}", class_="warning") if run["error"] else None,
-        tag("ul", said, class_="findings") if said else None,
+        bullets(said, class_="findings") if said else None,
         [tag("p", f"Note: {note}", class_="note") for note in run["notes"]],
     ]
     if layers:
         drawn = graph(run["layers"], anchors.get)
         box = tag("div", drawn, class_="scroll", tabindex=0, role="group", aria_label=f"Graph of {run['name']}")
         caption = tag("figcaption", tag("b", "Layers:"), _GRAPH)
+        figure = tag("figure", caption, box, legend(words), class_="layers-graph")
         charts = _charts(run, layers, _linker(anchors))
-        pictures = [
-            tag("figure", caption, box, legend(words), class_="layers-graph"),
-            tag("div", charts, class_="charts") if charts else None,
-        ]
-        parts += [
-            _offenders(layers, anchors),
-            tag("div", pictures, class_="pictures"),
-            layer_table(layers, anchors.get, f"Layers of {run['name']}"),
-        ]
+        pictures = tag("div", figure, tag("div", charts, class_="charts") if charts else None, class_="pictures")
+        parts += [_offenders(layers, anchors), pictures, layer_table(layers, anchors.get, f"Layers of {run['name']}")]
     return tag("section", parts, class_="run")
 
 
@@ -405,9 +374,11 @@ def _offenders(layers: Sequence[Data], anchors: dict[str, str]) -> Markup | None
     """Return links to the layers to look at, so that no one has to look for them in a long table."""
     found = [layer for layer in layers if any(map(is_cause, layer["status"]))]
     link = _linker(anchors)
-    items = [tag("li", badges(filter(is_cause, x["status"])), " ", link(x["name"])) for x in found[:_MOST_OFFENDERS]]
-    items += [tag("li", f"and {len(found) - len(items)} more")] if len(found) > len(items) else []
-    return tag("ul", items, class_="offenders") if items else None
+    items: list[Child] = [
+        [badges(filter(is_cause, layer["status"])), " ", link(layer["name"])] for layer in found[:_MOST_OFFENDERS]
+    ]
+    items += [f"and {len(found) - len(items)} more"] if len(found) > len(items) else []
+    return bullets(items, class_="offenders") if items else None
 
 
 _GRAPH = " a solid line is an output that the next takes as it is; dotted, the code in between computes something."
@@ -427,12 +398,11 @@ def _charts(run: Data, layers: Sequence[Data], link: Callable[[str], Child]) -> 
 
 
 def _run_facts(run: Data) -> Iterator[str]:
-    yield f"{count(len(run['layers']), 'layer')}"
+    yield count(len(run["layers"]), "layer")
     frozen = run["parameters"] - run["trainable"]
-    yield f"{count(run['parameters'], 'parameter')}" + (f", {frozen:,} frozen" if frozen else "")
-    yield f"{count(run['forwards'], 'forward')}" + (
-        f", {count(run['backwards'], 'backward')}" if run["backwards"] else ", no backward"
-    )
+    yield count(run["parameters"], "parameter") + (f", {frozen:,} frozen" if frozen else "")
+    backwards = count(run["backwards"], "backward") if run["backwards"] else "no backward"
+    yield f"{count(run['forwards'], 'forward')}, {backwards}"
     if run["loss"]:
         yield f"loss {run['loss']}"
     yield f"{run['device']}" + (f", seed {run['seed']}" if run["seed"] is not None else "")
@@ -450,13 +420,5 @@ def _run_facts(run: Data) -> Iterator[str]:
 def _unused(results: Data) -> Markup | None:
     groups = [("Unused", results["unused"]), ("Deleted", results["deleted"])]
     groups += [(f"Kept: {why}", paths) for why, paths in dict(results["kept"]).items()]
-    lists = [
-        tag(
-            "details",
-            tag("summary", f"{title}: {count(len(paths), 'file')}"),
-            tag("ul", [tag("li", path) for path in paths]),
-        )
-        for title, paths in groups
-        if paths
-    ]
+    lists = [folded(f"{title}: {count(len(paths), 'file')}", bullets(paths)) for title, paths in groups if paths]
     return tag("section", tag("h2", "Snapshot files that no test uses"), lists) if lists else None

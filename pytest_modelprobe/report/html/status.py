@@ -1,11 +1,14 @@
-"""What a layer's status looks like: a class of the style sheet, a sign, a sentence."""
+"""What the status of a layer looks like: a class of the style sheet, a sign, a sentence.
+
+Each status has a sign of its own beside its color, because not every reader can tell the colors apart.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .elements import Markup, tag
+from .elements import Markup, bullets, tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ STATUSES = {
         Status("not called", "uncalled", "–", "the forward does not call it"),
     )
 }
-"""By word, in the order of the legend."""
+"""Word → how it is shown, in the order of the legend."""
 
 
 def status_of(word: str) -> Status:
@@ -53,5 +56,4 @@ def badges(words: Iterable[str]) -> list[Markup]:
 def legend(words: Sequence[str]) -> Markup:
     """Return the list of the words that occur, and what they mean."""
     shown = sorted({status_of(word) for word in words}, key=lambda s: [*STATUSES, s.word].index(s.word))
-    items = [tag("li", badges([s.word]), f" {s.meaning}") for s in shown]
-    return tag("ul", items, class_="legend") if items else Markup()
+    return bullets(([badges([s.word]), f" {s.meaning}"] for s in shown), class_="legend") if shown else Markup()

@@ -142,7 +142,7 @@ def isolate_repeatedly(
                 recipes or {},
                 calls,
                 expected=expected or {},
-                names=names,
+                names_before=names,
                 gradient=gradient,
                 of=of,
                 perturb=perturb,

@@ -1,4 +1,8 @@
-"""One isolated call: the own code of a layer on synthetic tensors, the arguments it passes on, and its output."""
+"""One isolated call: the own code of a layer on synthetic tensors, the arguments it passes on, and its output.
+
+`Session` replaces weights and forwards of all layers once. `_IsolatedCall` then runs one of them: its own code runs,
+and calls inside it return synthetic outputs. What it hands on and returns is its response.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +27,19 @@ from pytest_modelprobe.runs.noise import terms_of
 
 from .alike import is_plain, likeness
 from .arguments import with_arguments
-from .contexts import attributes_restored, fixed_seed, fused_paths_disabled, without_hooks
+from .contexts import (
+    ATOMIC,
+    attributes_restored,
+    buffers_of,
+    fixed_seed,
+    fused_paths_disabled,
+    is_equal,
+    weights_of,
+    without_hooks,
+)
 from .gradients import combined, projected
-from .own import ATOMIC, buffers_of, is_equal, weights_of
-from .reasons import CannotTellError, line, reason_of
 from .recipes import Draws, as_mask, fits, head_of, kind_of, synthetic
-from .tracing import ArgumentTemplate, TensorSpec, TracedCall, Tracer, copied
+from .tracing import ArgumentTemplate, CannotTellError, TensorSpec, TracedCall, Tracer, copied, line, reason_of
 
 Key = tuple[str, int]
 """A call: its layer, and its index among the calls of the layer, from 0."""
@@ -39,35 +50,25 @@ Part = Literal["all", "outputs", "gradients"]
 """What is read of each response."""
 
 
+@dataclasses.dataclass(eq=False)
 class Session:
     """Calls layers alone, one after the other; `module.forward` of all layers is replaced meanwhile."""
 
-    def __init__(
-        self,
-        layers: Layers,
-        traced: Tracer,
-        recipes: Mapping[Key, Mapping[str, str]],
-        calls: Iterable[TracedCall],
-        *,
-        expected: Mapping[Key, Call],
-        names: NamesBefore | None,
-        gradient: bool,
-        of: Part,
-        perturb: Perturb | None,
-        draws: Draws,
-    ) -> None:
-        self.layers = layers
-        self.names = names or NamesBefore()
-        self.by_names_before = names is not None
-        self.modules = traced.modules
-        self.called = traced.called
-        self.hooked = [m for m in layers.modules.values() if m._forward_pre_hooks or m._forward_hooks]
-        self.recipes = recipes
-        self.expected = expected
-        self.gradient = gradient
-        self.of = of
-        self.perturb = perturb
-        self.draws = draws
+    layers: Layers
+    traced: Tracer
+    recipes: Mapping[Key, Mapping[str, str]]
+    calls: Iterable[TracedCall]
+    _: dataclasses.KW_ONLY
+    expected: Mapping[Key, Call]
+    names_before: NamesBefore | None
+    gradient: bool
+    of: Part
+    perturb: Perturb | None
+    draws: Draws
+
+    def __post_init__(self) -> None:
+        self.names = self.names_before or NamesBefore()
+        self.hooked = [m for m in self.layers.modules.values() if m._forward_pre_hooks or m._forward_hooks]
         self.current: _IsolatedCall | None = None
         self.seed = fixed_seed()
         self.owned: dict[str, dict[str, str]] = defaultdict(dict)
@@ -80,7 +81,7 @@ class Session:
         self._responses: dict[Hashable, IsolatedResponse] = {}
         """The responses of calls by what determines these."""
         # The tensors that a call may use, also in a layer inside that it does not call.
-        modules = {id(call.module): call.module for call in calls}.values()
+        modules = {id(call.module): call.module for call in self.calls}.values()
         self._used = {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
         self._exit = contextlib.ExitStack()
 
@@ -166,7 +167,7 @@ class Session:
         """
         above = layer.split(".")
         names = (".".join(above[:n]) for n in range(len(above), 0, -1))
-        return next((name for name in (*names, ROOT) if name in self.called), None)
+        return next((name for name in (*names, ROOT) if name in self.traced.called), None)
 
     def _replace_weights(
         self, layer: str, response_layer: str | None, prefix: str, module: nn.Module, recipes: Mapping[str, str]
@@ -259,19 +260,22 @@ class _Leaf:
     tensor: Tensor
 
 
+@dataclasses.dataclass(eq=False)
 class _IsolatedCall:
     """One call, run in isolation."""
 
-    def __init__(self, session: Session, call: TracedCall, expected: Call | None = None) -> None:
-        self._session = session
-        self.call = self._call = call
-        self._expected = expected
+    session: Session
+    call: TracedCall
+    expected: Call | None = None
+    """The call whose arguments it gets."""
+
+    def __post_init__(self) -> None:
         self.has_other_arguments = False
-        self._wanted = session.recipes.get((call.layer, call.index), {})
-        self._recipes: dict[str, str] = dict(session.owned.get(call.layer, {}))
+        self._wanted = self.session.recipes.get((self.call.layer, self.call.index), {})
+        self._recipes: dict[str, str] = dict(self.session.owned.get(self.call.layer, {}))
         self._entered = False
         self._children: dict[str, list[TracedCall]] = {}
-        for child in call.calls:
+        for child in self.call.calls:
             self._children.setdefault(child.layer, []).append(child)
         self._counts: dict[str, int] = defaultdict(int)
         # By id, with what keeps the id its own.
@@ -287,33 +291,31 @@ class _IsolatedCall:
     def run(self) -> IsolatedResponse:
         """Run it, and return its response."""
         try:
-            for name, weight in weights_of(self._call.module):
-                role = self._session.path_before(self._call.layer, name)
+            for name, weight in weights_of(self.call.module):
+                role = self.session.path_before(self.call.layer, name)
                 self._register_input(weight, name, self._leaf(role, name, weight))
-            assert self._call.inputs is not None
-            args, kwargs = self._made(self._call.inputs, self._call.layer)
-            module = self._call.module
-            expected = self._expected
-            asked = None
-            if expected is not None:
-                asked = with_arguments(module.forward, args, kwargs, expected, self._expected_tensor)
+            assert self.call.inputs is not None
+            args, kwargs = self._made(self.call.inputs, self.call.layer)
+            module, asked = self.call.module, None
+            if self.expected is not None:
+                asked = with_arguments(module.forward, args, kwargs, self.expected, self._expected_tensor)
             if asked is not None:
                 (args, kwargs), self.has_other_arguments = asked, True
-            buffers = {name: as_bits(buffer).clone() for name, buffer in buffers_of(self._call.module)}
+            buffers = {name: as_bits(buffer).clone() for name, buffer in buffers_of(module)}
             inputs = list(self._inputs.values())
-            self._session.seed()
-            with without_hooks(m for m in self._session.hooked if m is not module), fused_paths_disabled(module):
+            self.session.seed()
+            with without_hooks(m for m in self.session.hooked if m is not module), fused_paths_disabled(module):
                 output = module(*args, **kwargs)
             returned = flatten("output", output, objects=False)
             self._emit_state(buffers, inputs, returned)
-            self._emit(self._call.layer, "", "", returned)
+            self._emit(self.call.layer, "", "", returned)
         except Exception as error:  # noqa: BLE001 - whatever a model does with numbers it was not made for
             return IsolatedResponse(recipes=self._recipes, reason=reason_of(error))
         return self._response()
 
     def enter(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call itself the first time that its layer is called; return synthetic outputs for other calls."""
-        if not self._entered and name == self._call.layer:
+        if not self._entered and name == self.call.layer:
             self._entered = True
             return forward(*args, **kwargs)
         calls = self._children.get(name)
@@ -327,10 +329,10 @@ class _IsolatedCall:
         if child.outputs is None:
             raise CannotTellError(child.reason or f"what {name} gives out is not known")
         call = f" (call {number + 1}) " if number else " "
-        label = _relative(name, self._call.layer) + call
+        label = _relative(name, self.call.layer) + call
         # By name and not by order: another child, or a moved line, does not change the outputs of the others.
-        names = self._session.names.layers
-        role = _relative(names.get(name, name), names.get(self._call.layer, self._call.layer)) + call
+        names = self.session.names.layers
+        role = _relative(names.get(name, name), names.get(self.call.layer, self.call.layer)) + call
         flat = flatten_call(args, kwargs)
         if not again:
             self._counts[name] += 1
@@ -346,14 +348,14 @@ class _IsolatedCall:
         def make(placeholder: Any) -> Tensor:
             spec = placeholder._modelprobe_spec
             with statistics.ambient_modes_disabled(), torch.no_grad():
-                own = self._session.path_before(layer, spec.name)
+                own = self.session.path_before(layer, spec.name)
                 return self._tensor(spec, role + own, label + spec.name, _followed(spec.shape, shapes))
 
-        return copied(template.value, make, {} if template.known else self._session.modules)
+        return copied(template.value, make, {} if template.known else self.session.traced.modules)
 
     def _expected_tensor(self, path: str) -> Tensor | None:
         """Return the synthetic tensor of an input that only the expected call gets; None if its recipe does not fit."""
-        value = next(value for value in self._expected.inputs if value.path == path) if self._expected else None
+        value = next(value for value in self.expected.inputs if value.path == path) if self.expected else None
         dtype = getattr(torch, value.dtype, None) if value is not None else None
         _, _, kind = self._wanted.get(path, "").partition(" ")
         shape = () if value is None else value.shape
@@ -362,7 +364,7 @@ class _IsolatedCall:
             return None
         spec = TensorSpec(path, sizes, _contiguous(sizes), dtype, self._device, kind)
         with statistics.ambient_modes_disabled(), torch.no_grad():
-            return self._tensor(spec, self._session.path_before(self._call.layer, path), path, sizes)
+            return self._tensor(spec, self.session.path_before(self.call.layer, path), path, sizes)
 
     @property
     def _device(self) -> torch.device:
@@ -374,14 +376,14 @@ class _IsolatedCall:
             return spec.value.clone()
         stride = spec.stride if shape == spec.shape else None
         if not spec.name:
-            drawn = self._session.synthetic("2^0", shape, "inside", spec.dtype)
+            drawn = self.session.synthetic("2^0", shape, "inside", spec.dtype)
             return _laid_out(drawn.to(spec.device), stride)
         kind, single = self._recipe(spec, label, shape, stride)
-        leaf = self._session.synthetic(kind, single, role, spec.dtype).to(spec.device)
-        with torch.set_grad_enabled(self._session.gradient):
+        leaf = self.session.synthetic(kind, single, role, spec.dtype).to(spec.device)
+        with torch.set_grad_enabled(self.session.gradient):
             entry = None
             if spec.dtype.is_floating_point:
-                leaf.requires_grad_(self._session.gradient)
+                leaf.requires_grad_(self.session.gradient)
                 entry = self._leaf(role, label, leaf)
             # Code may write to its inputs, but not to a leaf of the graph.
             tensor = _laid_out(leaf, stride) if leaf.requires_grad or leaf.stride() != stride else leaf
@@ -405,7 +407,7 @@ class _IsolatedCall:
         )
         wanted_head, _, wanted = self._wanted.get(label, "").partition(" ")
         wanted, _, apart = wanted.partition(" of ")
-        most = getattr(self._call.module, "num_embeddings", None)
+        most = getattr(self.call.module, "num_embeddings", None)
         kind = spec.kind
         if wanted_head == head and fits(wanted, spec.dtype, most):
             kind, single = wanted, _parsed(apart, shape)
@@ -437,7 +439,7 @@ class _IsolatedCall:
                 self._emitted.append((label + path, name))
             if tensor.is_floating_point() and not tensor.requires_grad:
                 self._cut.append(label + path)
-            self._add_term(role + self._session.path_before(layer, path), tensor)
+            self._add_term(role + self.session.path_before(layer, path), tensor)
         for path, value in flat.plain.items():
             if value is not None:
                 other = NOT_DEFAULT if value is False and defaults.get(path, False) is not False else ""
@@ -466,7 +468,7 @@ class _IsolatedCall:
         returned: Flat,
     ) -> None:
         """Emit the buffers and inputs that the code wrote to."""
-        for name, buffer in buffers_of(self._call.module):
+        for name, buffer in buffers_of(self.call.module):
             before = buffers.get(name)
             if before is not None and not is_equal(as_bits(buffer), before):  # batch_norm does not increase the version
                 self._computed(f"{name} after", buffer)
@@ -476,19 +478,19 @@ class _IsolatedCall:
                 self._computed(f"{label} after", tensor)
 
     def _computed(self, where: str, tensor: Tensor) -> None:
-        if self._session.of == "gradients":
+        if self.session.of == "gradients":
             return
         self._emitted.append((where, None))
         self._reduced.append(statistics.reduce(as_mask(tensor), small=self._small))
 
     def _add_term(self, role: str, tensor: Tensor) -> None:
         """Add a random projection to the loss at once, as the code may write to the tensor later."""
-        if not self._session.gradient or self._session.of == "outputs":
+        if not self.session.gradient or self.session.of == "outputs":
             return
         if not (tensor.requires_grad and tensor.is_floating_point() and tensor.numel()):
             return
         with statistics.ambient_modes_disabled(), torch.enable_grad():
-            weights = self._session.draws(tensor.shape, f"response {role}").to(tensor.device)
+            weights = self.session.draws(tensor.shape, f"response {role}").to(tensor.device)
             self._terms.append(projected(tensor, weights))
 
     def _response(self) -> IsolatedResponse:
@@ -505,9 +507,9 @@ class _IsolatedCall:
             recipes=self._recipes,
             handed=handed,
             gradient=combined(list(zip(roles, computed, strict=True))) if roles else None,
-            without_gradient=(*unreached, *self._cut) if self._session.gradient and reason is None else (),
+            without_gradient=(*unreached, *self._cut) if self.session.gradient and reason is None else (),
             reason=reason,
-            by_names_before=self._session.by_names_before,
+            by_names_before=self.session.names_before is not None,
         )
 
     def _gradients(self) -> tuple[list[str], list[Tensor], str | None]:

@@ -1,4 +1,7 @@
-"""Contexts of an isolated call: without hooks and warnings, with a fixed seed, attributes restored."""
+"""What surrounds an isolated call: without hooks and warnings, with a fixed seed, the layer's own state restored.
+
+Each call begins in the same state. Otherwise its response would depend on the calls before it.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,30 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from pytest_modelprobe.models import GENERATORS, as_bits, has_dense_storage, holds_elements, seeding
+from pytest_modelprobe.models import GENERATORS, as_bits, has_dense_storage, holds_elements, own_buffers, seeding
 
-from .own import buffers_of, is_equal, weights_of
+ATOMIC = (nn.MultiheadAttention, nn.RNNBase)
+"""Layers that are treated as one with the modules inside them."""
+
+
+def weights_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the floating parameters of a layer itself, with their names."""
+    for name, parameter in module.named_parameters(recurse=isinstance(module, ATOMIC)):
+        if parameter.is_floating_point() and has_dense_storage(parameter):
+            yield name, parameter
+
+
+def buffers_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the buffers of a layer itself that its code may write to, with their names."""
+    found = own_buffers(module, atomic=isinstance(module, ATOMIC))
+    return [(name, buffer) for name, buffer in found if has_dense_storage(buffer) and not buffer.is_inference()]
+
+
+def is_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal in shape, dtype and every element."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
 
 
 def is_ours(hook: Any) -> bool:
@@ -53,8 +75,7 @@ def fused_paths_disabled(module: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def without_warnings(gradient: bool) -> Iterator[None]:
     """Run code on synthetic numbers, without the warnings that these cause."""
-    with warnings.catch_warnings(), torch.inference_mode(False), torch.set_grad_enabled(gradient):
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), torch.inference_mode(False), torch.set_grad_enabled(gradient):
         yield
 
 

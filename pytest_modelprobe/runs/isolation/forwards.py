@@ -1,4 +1,9 @@
-"""Copies of the inputs of the first two forwards of each kind in a watch, to run these again."""
+"""Copies of the inputs of the first two forwards of each kind in a watch, to run these again.
+
+A watch sees what the test runs and cannot ask for it again. To call layers alone later it needs the inputs of a
+forward, the modes, and the buffers as they were. All of these are copied. Where one cannot be copied, the forward is
+not run again, and a note says why.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +37,7 @@ from pytest_modelprobe.models import (
 )
 from pytest_modelprobe.record import ForwardKind, IsolatedResponse
 
-from .reasons import CannotTellError, reason_of
+from .tracing import CannotTellError, reason_of
 
 _OF_A_KIND = 2
 """Number of kept forwards of a kind; they differ in shapes or plain arguments, as the steps of a decoder do."""

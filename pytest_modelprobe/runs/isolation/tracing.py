@@ -1,4 +1,8 @@
-"""Trace the calls of a real run: structure, shapes and recipes of their arguments and outputs."""
+"""Trace the calls of a real run: structure, shapes and recipes of their arguments and outputs.
+
+No tensor of the run is kept. Each is replaced by a placeholder on the meta device that says how to make a synthetic
+one. What cannot be replaced is the reason why a call is not repeated alone.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,6 @@ from pytest_modelprobe.models import (
     version,
 )
 
-from .reasons import CannotTellError, line
 from .recipes import kind_of
 
 _MOST_CALLS = 4
@@ -225,3 +228,23 @@ def _tensor_type(tensor: Tensor) -> str:
     if tensor.is_meta:
         return "meta tensor"
     return "quantized tensor" if tensor.is_quantized else f"{str(tensor.layout).removeprefix('torch.')} tensor"
+
+
+_LONGEST = 200
+"""Characters of a reason: it is one line of a note."""
+
+
+class CannotTellError(Exception):
+    """A call that cannot be isolated; the text is the reason."""
+
+
+def reason_of(error: Exception) -> str:
+    """Return the message of an error, with its type unless it is a `CannotTellError`."""
+    return line(str(error) if isinstance(error, CannotTellError) else f"{type(error).__name__}: {error}")
+
+
+def line(text: str) -> str:
+    """Return the first line of a text, printable and not too long."""
+    first = text.strip().partition("\n")[0]
+    shown = "".join(c if c.isprintable() else "?" for c in first)
+    return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 3] + "..."

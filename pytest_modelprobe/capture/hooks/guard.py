@@ -1,0 +1,91 @@
+"""The context in which every hook runs: its errors are kept, and none reaches the model but those of ``stop_on=``.
+
+A watch must not change what the model does, so an error in our own code is kept until a record is made, and the model
+goes on. One lock serves all hooks, because a model may run in several threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from types import ModuleType, TracebackType
+
+from pytest_modelprobe._torch import Context, without_torch_function
+from pytest_modelprobe.exceptions import ModelProbeError
+
+TOO_DEEP = "the model used up Python's stack (RecursionError) in a forward or backward, where calls were not seen"
+_OWN_FRAMES = 100  # from where on it is our own code that used up the stack
+
+
+class HookGuard:
+    """Keeps the first error of a hook.
+
+    Where the model itself used up Python's stack there is no error of a hook, only a note.
+    """
+
+    def __init__(self, notes: dict[str, None]) -> None:
+        self.active = False
+        """Whether the hooks observe: from `Capture.attach` to `Capture.detach`."""
+        self.lock = threading.RLock()
+        """Held while a hook runs: the stack of calls and the forwards are changed by one thread at a time."""
+        self.entered = 0
+        """How many hooks ran."""
+        self.notes = notes
+        self.let_through: BaseException | None = None
+        """An error that is meant for the user's code."""
+        self._failure: Exception | None = None
+
+    def __enter__(self) -> None:
+        self.entered += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        if error is self.let_through:
+            self.let_through = None  # its traceback holds the watch
+            return False
+        if isinstance(error, RecursionError):
+            own = 0  # counted here: a call may be one too many
+            while trace is not None:
+                own, trace = own + 1, trace.tb_next
+            if own < _OWN_FRAMES:
+                self.notes[TOO_DEEP] = None
+                return True
+        if self._failure is None:
+            self._failure = _without_frames(error)
+        return True
+
+    def check(self) -> None:
+        """Raise the error that was kept, if there is one."""
+        if isinstance(self._failure, ModelProbeError):
+            raise type(self._failure)(*self._failure.args)
+        if self._failure is not None:
+            raise ModelProbeError(
+                f"a hook of the probe failed, so that the record is incomplete: {self._failure!r}"
+            ) from self._failure
+
+
+def hidden() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which no function mode sees what a hook computes, nor TorchLens, where that is in use."""
+    lens = sys.modules.get("torchlens._state")
+    return without_torch_function() if lens is None else _unlogged(lens)
+
+
+@contextlib.contextmanager
+def _unlogged(lens: ModuleType) -> Iterator[None]:
+    pause: Context = getattr(lens, "pause_logging", contextlib.nullcontext)
+    with without_torch_function(), pause():
+        yield
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Return the error with its traceback as text: its frames hold the watch, which would never be freed."""
+    if not isinstance(error, ModelProbeError):
+        error.add_note("".join(traceback.format_exception(error)))
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

@@ -1,0 +1,207 @@
+"""Hooks on tensors: each is reduced once and hooked once, in however many places it stands.
+
+The output of one layer is the input of the next, so most tensors are seen several times. A tensor is known again by its
+contents (storage, version and layout) or by our hook on it. The hook hands its gradient to every observation of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+
+from pytest_modelprobe import statistics
+from pytest_modelprobe._torch import WeakStorage, hook_tensor, is_view, tensor_hooks, unhook_tensor
+from pytest_modelprobe.capture.observed.observation import Forward, TensorObservation
+from pytest_modelprobe.capture.observed.tensors import ContentKey, content_key, is_parameter, shape_of
+from pytest_modelprobe.models import is_distributed, local_tensor, value_layout
+from pytest_modelprobe.statistics import Reduction, SmallTensors, ambient_modes_disabled
+
+from .guard import HookGuard, hidden
+
+OnGradient = Callable[[Mapping[Forward, list[TensorObservation]], torch.Tensor], None]
+
+
+class HookedViews:
+    """Finds the views that were overwritten after they were observed.
+
+    Autograd drops the hook on a view silently when the view is overwritten in place. Its gradient is then that of the
+    uses before, and a record says so.
+    """
+
+    def __init__(self) -> None:
+        self._views: list[tuple[TensorObservation, int, torch.Tensor]] = []
+
+    def add(self, tensor: torch.Tensor, seen: TensorObservation) -> None:
+        """Look after a view."""
+        with ambient_modes_disabled(), contextlib.suppress(RuntimeError):  # a tensor subclass may not allow it
+            version = tensor.detach()
+            # An alias without the memory: what it still shares is the count of versions.
+            version.data = _no_elements(tensor.dtype, tensor.device)
+            self._views.append((seen, tensor._version, version))
+
+    def mark_overwritten(self) -> None:
+        """Mark those that were overwritten by now, and look after none of them any more."""
+        for seen, before, version in self._views:
+            seen.overwritten |= version._version > before
+        self._views.clear()
+
+
+@functools.cache
+def _no_elements(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+@dataclass(eq=False)
+class TensorObserver:
+    """Makes a `TensorObservation` of each tensor, with a hook for its gradient."""
+
+    guard: HookGuard
+    views: HookedViews
+    small: SmallTensors
+    on_gradient: OnGradient
+    """Called with the observations of a tensor, by forward, and its whole gradient."""
+    histograms: bool
+    """Whether to count the elements of each tensor in bins."""
+
+    def __post_init__(self) -> None:
+        self.model_storages: frozenset[int] = frozenset()
+        """Keys of the storages of the model's parameters and buffers."""
+        self.reads_layouts = False
+        """Whether the model is tensor parallel."""
+        # Those of the newest forward, and those before it that were alive when it began.
+        self._hooks: list[ReferenceType[_TensorHook]] = []
+
+    def observe(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> TensorObservation:
+        """Return the observation of a tensor in a new place; ``axis`` is that of its units."""
+        seen = self._observe(forward, tensor, axis)
+        if self.reads_layouts:
+            seen.layout = value_layout(tensor)
+        return seen
+
+    def _observe(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> TensorObservation:
+        if not tensor.requires_grad:
+            return TensorObservation(tensor, *self._read(forward, tensor, axis))
+        hook = self._hook_on(tensor)
+        # `.data` may change a leaf, or a parameter of which this is a view, without a new version.
+        view = is_view(tensor)
+        places = hook.observed.get(forward) if hook.observed else None
+        before = places[0] if places else None
+        if before is not None and hook.version is not None and not view:
+            if not before.has_gradient and before.shape == shape_of(tensor):
+                return before  # one observation in both places
+            seen = TensorObservation(tensor, before.number, before.forward)
+        else:
+            number, reduced = self._read(forward, tensor, axis)
+            if before is not None:
+                number = before.number
+            elif not (self.reads_layouts and is_distributed(tensor)):
+                # Numbered by the hook, as the same contents may have another gradient: detached, reversed.
+                number = forward.next_number()
+                if self.reads_layouts:
+                    _renumber(forward, content_key(tensor), number)
+            seen = TensorObservation(tensor, number, reduced)
+        hook.add(forward, seen)
+        if view:
+            self.views.add(tensor, seen)
+        return seen
+
+    def observe_again(self, forward: Forward, tensor: torch.Tensor, seen: TensorObservation) -> None:
+        """Let the gradient of a recomputed tensor go to the observation of the original."""
+        if tensor.requires_grad and not tensor.is_leaf:
+            seen.requires_grad = True
+            hook = self._hook_on(tensor)
+            if not any(seen is known for known in hook.observed.get(forward, ())):
+                hook.add(forward, seen)
+
+    def drop_dead_hooks(self) -> None:
+        """Forget the hooks whose tensors are gone."""
+        self._hooks = [alive for alive in self._hooks if alive() is not None]
+
+    def detach(self) -> None:
+        """Remove the hooks from all tensors that are alive."""
+        for alive in self._hooks:
+            if (hook := alive()) is not None:
+                unhook_tensor(hook.hooks, hook)
+        self._hooks.clear()
+
+    def _read(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> tuple[tuple[int, int], Reduction]:
+        """Return the number of a tensor's contents, and their reduction."""
+        # A DTensor that a layer is given has the memory of the local tensor that the layer before returned.
+        local = local_tensor(tensor) if self.reads_layouts else tensor
+        key = content_key(local)
+        if local is not tensor and value_layout(tensor) == "partial":
+            key = None  # its local tensor is no part of it
+        if key is not None and (key[0] in self.model_storages or is_parameter(tensor)):
+            key = None  # `p.data.add_()` changes a parameter without a new version
+        known = None if key is None else forward.reductions.get(key)
+        if known is not None:
+            return known[:2]
+        number = forward.next_number()
+        reduced = statistics.reduce(
+            tensor,
+            axis=axis,
+            index=forward.index,
+            samples=forward.samples,
+            histogram=self.histograms,
+            small=self.small,
+        )
+        if key is not None:
+            forward.reductions[key] = number, reduced, WeakStorage(local.untyped_storage())
+        return number, reduced
+
+    def _hook_on(self, tensor: torch.Tensor) -> _TensorHook:
+        """Return our hook on the tensor as it is now, made if there is none."""
+        # A leaf keeps its hook for ever; another tensor that is written to becomes the output of another node.
+        version = None if tensor.is_leaf else tensor._version
+        hooks = tensor_hooks(tensor)
+        for known in hooks.values() if hooks else ():
+            if type(known) is _TensorHook and known.observer is self and known.version == version:
+                return known
+        hook = _TensorHook(self, version)
+        hook.hooks = hook_tensor(tensor, hook)
+        self._hooks.append(ref(hook))
+        return hook
+
+
+def _renumber(forward: Forward, key: ContentKey | None, number: tuple[int, int]) -> None:
+    """Number a tensor that is known by its contents: also the DTensor that is made of it."""
+    if key is not None and key in forward.reductions:
+        _, reduced, storage = forward.reductions[key]
+        forward.reductions[key] = number, reduced, storage
+
+
+class _TensorHook:
+    """Our hook on one tensor: hands its gradient to every observation of it."""
+
+    __slots__ = ("__weakref__", "_fired", "hooks", "observed", "observer", "version")
+    __torch_unserializable__ = True  # else torch warns when the tensor is pickled
+
+    def __init__(self, observer: TensorObserver, version: int | None) -> None:
+        self.observer = observer
+        self._fired = False
+        self.version = version
+        self.hooks: Any = None
+        # A graph holds its forward by the hooks in it. A leaf outlives many graphs, so its hook holds none.
+        self.observed: MutableMapping[Forward, list[TensorObservation]] = (
+            {} if version is not None else WeakKeyDictionary()
+        )
+
+    def add(self, forward: Forward, seen: TensorObservation) -> None:
+        """Let the gradient go to ``seen`` too."""
+        if self._fired:  # an input used again: earlier forwards have had theirs
+            for earlier in [other for other in self.observed if other is not forward]:
+                del self.observed[earlier]
+            self._fired = False
+        self.observed.setdefault(forward, []).append(seen)
+
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        if self.observer.guard.active and gradient is not None and self.observed:
+            self._fired = True
+            with self.observer.guard.lock, self.observer.guard, hidden():
+                self.observer.on_gradient(self.observed, gradient)

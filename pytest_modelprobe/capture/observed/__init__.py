@@ -1,0 +1,1 @@
+"""What is observed of a call: its tensors, parameters, units, random draws and attributes; and which calls run now."""

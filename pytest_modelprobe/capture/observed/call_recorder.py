@@ -1,0 +1,108 @@
+"""One call of a layer: its inputs are observed when it begins, its outputs when it ends.
+
+Calls of modules and functional calls are recorded alike: `Capture` and `FunctionalMode` both call this. The inputs are
+read first because the layer may write into them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pytest_modelprobe import statistics
+from pytest_modelprobe._torch import any_autocast
+from pytest_modelprobe.capture.hooks.tensor_hooks import TensorObserver
+from pytest_modelprobe.capture.special.attention import AttentionMode
+from pytest_modelprobe.capture.special.profiler import Profiler
+from pytest_modelprobe.capture.special.stop import StopCheck
+from pytest_modelprobe.models import Flat, active_autocast, flatten, unseen
+
+from .random_draws import random_states
+from .running_calls import RunningCall, RunningCalls
+from .tensors import plain_name, shape_of
+from .units import unit_axis
+
+
+@dataclass(slots=True, eq=False)
+class CallRecorder:
+    """Fills the `CallObservation` of each call of a selected layer."""
+
+    tensors: TensorObserver
+    running: RunningCalls
+    notes: dict[str, None]
+    attention: AttentionMode | None
+    """Where to look for attention weights among outputs; None: nowhere."""
+    profiler: Profiler | None
+    """Measures what each call costs; None: that is not asked for."""
+    stop: StopCheck | None
+    """Judges each output; None: that is not asked for."""
+
+    def start(self, running: RunningCall, *, training: bool, may_draw: bool) -> None:
+        """Observe the inputs of a call, which is not on the stack yet.
+
+        Args:
+            running: The call.
+            training: Mode of the layer.
+            may_draw: Whether to find out if the call draws random numbers.
+        """
+        call = running.observation = running.forward.begin_call(running.name)
+        call.training = training
+        call.arguments, call.inputs_known = running.inputs.plain, running.inputs.known
+        call.grad_enabled = torch.is_grad_enabled()
+        if any_autocast():
+            call.autocast = _autocast_dtype(running.inputs)
+        axes = self.running.stack[-1].unit_axes if self.running.stack else None
+        for path, tensor in running.inputs.tensors:
+            axis = axes.get(shape_of(tensor)) if axes else None
+            call.inputs.append((path, self.tensors.observe(running.forward, tensor, axis)))
+        if may_draw:
+            running.random_states = random_states()
+        if self.profiler is not None:
+            self.profiler.start_call(running)
+
+    def finish(self, running: RunningCall, output: Any, module: nn.Module | None, *, leaf: bool = True) -> None:
+        """Observe the outputs of a call, which is off the stack.
+
+        Args:
+            running: The call.
+            output: What it returned.
+            module: The module that was called; None for a function.
+            leaf: Whether no layer is inside, if it is profiled.
+        """
+        call = running.observation
+        if call is None:
+            return
+        outer = self.running.stack[-1] if self.running.stack else None
+        running.forward.end_call(call)
+        outputs = flatten("output", output)
+        if self.profiler is not None:
+            self.profiler.finish_call(running, [tensor for _, tensor in outputs.tensors], leaf=leaf)
+        for path, tensor in outputs.tensors:
+            if module is None or tensor.is_nested:
+                axis = running.inherited_axis(tensor)
+            else:
+                axis = unit_axis(module, tensor, running.inherited_axis)
+            seen = self.tensors.observe(running.forward, tensor, axis)
+            call.outputs.append((path, seen))
+            if outer is not None:
+                outer.unit_axes[seen.shape] = seen.axis
+        if self.attention is not None:
+            with statistics.ambient_modes_disabled():
+                self.attention.observe_returned(running, call, [tensor for _, tensor in outputs.tensors])
+        if outputs.opaque and outer is None:
+            self.notes[f"{running.name}: {unseen(outputs)}"] = None
+        if running.random_states and any(map(operator.ne, running.random_states, random_states())):
+            call.random = hashlib.blake2b(b"".join(running.random_states), digest_size=8).hexdigest()
+        if self.stop is not None:
+            self.stop.outputs(call)
+
+
+def _autocast_dtype(inputs: Flat) -> str | None:
+    """Return the dtype of the autocast that is active for the device of an input; without inputs, for the CPU."""
+    active = active_autocast(sorted({tensor.device.type for _, tensor in inputs.tensors} or {"cpu"}))
+    return plain_name(active[0][1]) if active else None

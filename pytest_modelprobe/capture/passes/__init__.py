@@ -1,0 +1,1 @@
+"""Forwards, backward passes and steps of optimizers: what belongs together, and what is merged."""

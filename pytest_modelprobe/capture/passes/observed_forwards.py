@@ -1,0 +1,273 @@
+"""Forwards by what they are part of: steps of training, or evaluations and other calls.
+
+Whether a forward belongs to a step is known late: only a backward pass that reaches it tells. Until then it is
+undecided. What is decided merges into totals, so that memory grows with the number of layers and not of forwards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from weakref import WeakSet
+
+from torch import Tensor
+
+from pytest_modelprobe import statistics
+from pytest_modelprobe.capture.observed.observation import (
+    DoneForward,
+    Forward,
+    ParameterGradient,
+    Parts,
+    Totals,
+    merge_into,
+)
+from pytest_modelprobe.capture.observed.parameters import ParameterReading
+from pytest_modelprobe.models import Layers
+from pytest_modelprobe.record import ForwardKind, Training
+from pytest_modelprobe.statistics import Reduction, SeenSamples
+
+
+class ObservedStep:
+    """The forwards and gradients since the step before, and how a step of an optimizer changed the parameters."""
+
+    def __init__(self) -> None:
+        self.forwards: list[DoneForward] = []
+        """Those not merged yet: the first, which has nothing to be merged with."""
+        self.parts: Parts = {}
+        self.gradients: dict[str, ParameterGradient] = {}
+        """Of parameters by full name, as they arrived."""
+        self.backwards = 0
+        """Backward passes that reached a parameter."""
+        self.taken = False
+        """Whether an optimizer has stepped."""
+        self.applied: dict[str, Reduction] = {}
+        """Gradients of parameters by full name, as the optimizer had them."""
+        self.before: dict[str, Reduction] = {}
+        """Parameters and buffers by full name before the optimizer stepped."""
+        self.after: dict[str, Reduction] = {}
+        """The parameters that the optimizer holds, and all buffers, after it."""
+        self.modes: dict[str, bool] = {}
+        """Whether each layer was in training mode as the optimizer stepped."""
+        self.seen: defaultdict[ForwardKind, SeenSamples] = defaultdict(SeenSamples)
+        """Samples of its forwards."""
+        self._newest_pass = -1
+
+    def add(self, forward: DoneForward) -> None:
+        """Add a forward."""
+        self.seen[forward.kind].add(forward.samples)
+        self.forwards.append(forward)
+        if self.parts or len(self.forwards) > 1:
+            self.merge()
+
+    def reached_by(self, backward: int) -> None:
+        """Count a backward pass that reached a parameter."""
+        self.backwards += backward != self._newest_pass
+        self._newest_pass = backward
+
+    def merge(self) -> None:
+        """Merge the forwards, so that memory does not grow with their number."""
+        for forward in self.forwards:
+            merge_into(self.parts, forward)
+        self.forwards.clear()
+
+    def merge_from(self, other: ObservedStep) -> None:
+        """Merge the forwards and gradients of another step, or of passes after which none was taken."""
+        for kind, totals in other.parts.items():
+            self.parts.setdefault(kind, Totals()).merge_from(totals)
+        for forward in other.forwards:
+            merge_into(self.parts, forward)
+        _merge_gradients(self.gradients, other.gradients)
+
+    def has_nonfinite_gradient(self) -> bool:
+        """Whether the gradient of a parameter is not finite; this reads it from its device."""
+        reduced = (gradient.reduced for gradient in self.gradients.values())
+        return statistics.any_nonfinite(one for one in reduced if one is not None)
+
+
+class ObservedForwards:
+    """The first forward, the newest, and all others merged, each with the step or the evaluations it is part of.
+
+    A forward that a backward pass reached is part of the step that an optimizer takes next. One that no pass can reach
+    any more is an evaluation, or the call of a part of the model.
+
+    Args:
+        most_steps: How many steps are kept; those after them are merged.
+    """
+
+    def __init__(self, most_steps: int = 0) -> None:
+        self.first: Forward | None = None
+        self.newest: Forward | None = None
+        self.count = 0
+        self.alive: WeakSet[Forward] = WeakSet()
+        """Those whose graph lives."""
+        self.steps: list[ObservedStep] = []
+        """The first steps, less the newest."""
+        self.step = ObservedStep()
+        """The step that is not over."""
+        self.skipped = 0
+        """Passes with gradients that were not finite, and that were reset before a step was taken."""
+        self.take: Callable[[int], list[Forward]] | None = None
+        """Returns the forwards that traced hooks saw since it was called; None: there are none."""
+        self.taken_traced = 0
+        """How often it returned some."""
+        self._most_steps = most_steps
+        self._later = ObservedStep()
+        self._skipped = ObservedStep()
+        self._others: Parts = {}
+        self._undecided: list[DoneForward] = []
+        self._kinds: Counter[ForwardKind] = Counter()
+
+    @property
+    def keeps_step(self) -> bool:
+        """Whether the step that is not over will be kept."""
+        return len(self.steps) < self._most_steps
+
+    @property
+    def taken(self) -> list[ObservedStep]:
+        """The steps that were kept, in order."""
+        return [*self.steps, self.step] if self.step.taken and self.keeps_step else self.steps
+
+    def begin(self, kind: ForwardKind, inputs: Iterable[Tensor]) -> None:
+        """Begin another forward; a step that was taken is over then."""
+        if self.newest is not None:
+            self._undecided.append(DoneForward(self.newest))
+            self.newest = None
+        self._decide()
+        if self.step.taken:
+            self._end_step()
+        samples = statistics.samples_of(inputs, self._kinds[kind], self.step.seen.get(kind))
+        self.newest = Forward(self.count, kind, samples)
+        self._kinds[kind] += 1
+        self.first = self.first or self.newest
+        self.count += 1
+        self.alive.add(self.newest)
+
+    def take_traced(self) -> None:
+        """Add what traced hooks saw: what a backward pass reached to the step, all else to the evaluations."""
+        for forward in self.take(self.count) if self.take is not None else ():
+            if forward.trained_by and self.step.taken:
+                self._end_step()
+            merge_into(self.step.parts if forward.trained_by else self._others, forward)
+            self.count += forward.forwards
+            self.taken_traced += 1
+
+    def pass_begins(self) -> None:
+        """End the step that was taken: no traced hook says when a forward begins."""
+        if self.step.taken:
+            self._end_step()
+
+    def is_new(self, kind: ForwardKind) -> bool:
+        """Whether no forward before the newest is of that kind."""
+        return self._kinds[kind] < 2
+
+    def discard_step(self) -> int:
+        """Note that the gradients of all passes before the one that runs were reset before a step was taken.
+
+        Return how many passes these were if the gradients are not finite, and 0 otherwise.
+        """
+        if self.step.taken:  # by another optimizer, with part of them
+            return 0
+        discarded, self.step = self.step, ObservedStep()
+        skipped = discarded.has_nonfinite_gradient()
+        self.skipped += skipped
+        (self._skipped if skipped else self._later).merge_from(discarded)
+        return discarded.backwards if skipped else 0
+
+    def parts_of_step(self, step: ObservedStep) -> Parts:
+        """Return the forwards of a step, merged into copies."""
+        return _merged(
+            [step.parts], [*step.forwards, *(f for f in self._unmerged if step is self.step and f.trained_by)]
+        )
+
+    def other_parts(self) -> Parts:
+        """Return the forwards that are part of no step, merged into copies."""
+        return _merged([self._others], [forward for forward in self._unmerged if not forward.trained_by])
+
+    def all_parts(self, *, with_skipped: bool) -> Parts:
+        """Return all forwards, merged into copies.
+
+        Args:
+            with_skipped: Whether with the gradients that a step was skipped for.
+        """
+        skipped = self._skipped.parts
+        if not with_skipped:
+            skipped = {kind: totals.copy() for kind, totals in skipped.items()}
+            for totals in skipped.values():
+                totals.drop_gradients()
+        steps = [step.parts for step in (*self.steps, self._later, self.step)]
+        return _merged([*steps, skipped, self._others], [*self.step.forwards, *self._unmerged])
+
+    def all_gradients(self, *, with_skipped: bool) -> Mapping[str, ParameterGradient]:
+        """Return the gradients of parameters by full name, of all passes; see `all_parts`."""
+        found: dict[str, ParameterGradient] = {}
+        for step in (*self.steps, self._later, self.step, *([self._skipped] if with_skipped else [])):
+            _merge_gradients(found, step.gradients)
+        return found
+
+    @property
+    def _unmerged(self) -> list[Forward | DoneForward]:
+        return [*self._undecided, *([] if self.newest is None else [self.newest])]
+
+    def _decide(self) -> None:
+        undecided = self._undecided
+        self._undecided = []
+        for forward in undecided:
+            if forward.trained_by:
+                self.step.add(forward)
+            elif forward.may_be_trained:
+                self._undecided.append(forward)
+            else:
+                merge_into(self._others, forward)
+
+    def _end_step(self) -> None:
+        if self.keeps_step:
+            self.step.merge()
+            self.steps.append(self.step)
+        else:
+            self._later.merge_from(self.step)
+        self.step = ObservedStep()
+
+
+def _merge_gradients(into: dict[str, ParameterGradient], others: Mapping[str, ParameterGradient]) -> None:
+    for name, gradient in others.items():
+        known = into.get(name)
+        if known is None:
+            known = into[name] = ParameterGradient()
+        known.merge_from(gradient)
+
+
+def _merged(merged: Iterable[Parts], forwards: Iterable[Forward | DoneForward]) -> Parts:
+    """Return all together, and leave them as they are."""
+    earlier, alone = [some for some in merged if some], list(forwards)
+    if not earlier and len(alone) == 1:
+        return {alone[0].kind: Totals.of(alone[0])}
+    parts: Parts = {}
+    for some in earlier:
+        for kind, totals in some.items():
+            parts.setdefault(kind, Totals()).merge_from(totals, final=False)
+    for forward in alone:
+        merge_into(parts, forward, final=False)
+    return parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Observations:
+    """What a capture has seen, as a record is assembled from it."""
+
+    layers: Layers
+    selected: frozenset[str]
+    """Names of the layers to record."""
+    forwards: ObservedForwards
+    backwards: int
+    """Backward passes, those inside a forward left out."""
+    parameters: Mapping[str, ParameterReading] | None
+    """Parameters and buffers by full name, as they were read; None: no forward."""
+    set_attributes: Mapping[str, set[str]]
+    """Names of the attributes that a forward set, by layer."""
+    functional_types: Mapping[str, str]
+    """Name of the function, by name of the pseudo-layer."""
+    replaced: Collection[str]
+    """Full names of the parameters in whose place another tensor stood, of which the gradient was computed."""
+    training: Training | None
+    notes: tuple[str, ...]

@@ -1,0 +1,1 @@
+"""What only some captures look at: attention, functional calls, costs, checkpoints, compiled code, a stop."""

@@ -1,0 +1,278 @@
+"""Compare two traces, and find the first layer at which they disagree.
+
+Most checks run a model twice and expect the same. What differs by rounding alone must not break a check: `limit` has
+the tolerance of each dtype, `compare_runs` repeats a doubtful case in float64, and `check_not_random` refuses models
+whose runs cannot be compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from pytest_modelprobe.checks.outcome import Break, NotApplicableError
+from pytest_modelprobe.comparison.text import percent
+from pytest_modelprobe.record import ROOT
+from pytest_modelprobe.text import Cell
+
+from .trial import LayerTensor, Trace, Trial, Vary, as_double, plain
+
+Pairs = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
+"""Takes two tensors, returns pairs of their parts, of which one has to agree; no pair: they are not compared."""
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
+"""Largest relative error between kernels that compute the same in another order."""
+
+_ROUNDING = 1e-6
+"""Largest relative error of two runs in float64, as parts of a model may compute in float32 all the same."""
+
+_MISSING = "not returned"
+
+Row = TypeVar("Row", bound=tuple[object, ...])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Disagreement:
+    """A tensor of a layer that differs between two runs."""
+
+    layer_tensor: LayerTensor
+    change: float
+    """Relative error; inf where only one is finite, or where the shapes differ."""
+    note: str = ""
+    """Replaces the number: a changed shape, or `_MISSING`."""
+
+    @property
+    def row(self) -> tuple[Cell, ...]:
+        """Address and change, for a table."""
+        return self.layer_tensor.where, self.note or percent(self.change)
+
+    @property
+    def changed(self) -> str:
+        """``changed by 3 %``, for a sentence."""
+        if not self.note:
+            return changed(self.change)
+        return f"is {self.note}" if self.note == _MISSING else f"changed its {self.note}"
+
+
+def whole(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return the two tensors as the only pair."""
+    return [(one, other)]
+
+
+def disagreements(
+    one: Trace,
+    other: Trace,
+    *,
+    pairs: Pairs = whole,
+    tolerance: float | None = None,
+    least: float = 0.0,
+    integers: bool = False,
+) -> list[Disagreement]:
+    """Return the tensors that differ between two runs, in the order in which the layers returned.
+
+    A layer comes after those inside it, so the first one is the innermost layer that causes a difference.
+
+    Args:
+        one: The reference run.
+        other: Another run.
+        pairs: Returns the parts of two tensors to compare.
+        tolerance: Largest relative error; None: by dtype, see `TOLERANCE`. 0: bit for bit.
+        least: Lower bound for None.
+        integers: Whether to compare integers and bools too; those that depend on rounding may differ.
+    """
+    found = []
+    there = {given.where: given for given in other.tensors}
+    for given in one.tensors:
+        again = there.get(given.where)
+        if again is None:
+            found.append(Disagreement(given, math.inf, _MISSING))
+        elif integers or given.tensor.is_floating_point() or given.tensor.is_complex():
+            compared = pairs(given.tensor, again.tensor)
+            least_change = min((relative_error(x, y) for x, y in compared), default=0.0)
+            if not least_change <= limit(given.tensor, tolerance, least=least):
+                reshaped = f"shape {tuple(given.tensor.shape)} → {tuple(again.tensor.shape)}"
+                note = "" if any(x.shape == y.shape for x, y in compared) else reshaped
+                found.append(Disagreement(given, least_change, note))
+    return found
+
+
+def relative_error(one: Tensor, other: Tensor) -> float:
+    """Return ‖x − y‖ / ‖x‖; inf where shapes differ, or where only one is finite.
+
+    >>> relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
+    0.1
+    """
+    one, other = plain(one), plain(other)
+    if one.shape != other.shape:
+        return math.inf
+    if torch.equal(one, other):
+        return 0.0
+    x, y = (_wide(tensor) for tensor in (one, other))
+    known = x.isfinite() & y.isfinite()
+    if not known.all():
+        if not torch.equal(torch.nan_to_num(x[~known], nan=0.5), torch.nan_to_num(y[~known], nan=0.5)):
+            return math.inf
+        x, y = x[known], y[known]
+    distance = torch.linalg.vector_norm(x - y.to(x.device)).item()
+    norm = torch.linalg.vector_norm(x).item()
+    return distance / norm if norm else math.inf if distance else 0.0
+
+
+def changed(by: float) -> str:
+    """Return a relative error as a phrase.
+
+    >>> changed(0.03), changed(math.inf)
+    ('changed by 3 %', 'changed by ∞ %')
+    """
+    return f"changed by {percent(by)}"
+
+
+def negligible(trace: Trace) -> float:
+    """Return the norm up to which a gradient is a rounding error of terms that cancel, as before a softmax.
+
+    It is small beside the largest gradient on the way from the loss back: where all gradients of the parameters cancel,
+    none of them has the size of what canceled.
+    """
+    norms: list[float] = [gradient.norm().item() for gradient in trace.arrived]
+    return 1e-6 * max([trace.largest_gradient, *norms])
+
+
+def check_not_random(trial: Trial) -> None:
+    """Check that the output in evaluation mode does not depend on the seed.
+
+    Raises:
+        NotApplicableError: In evaluation mode another seed gives another output, beyond rounding.
+    """
+    one = trial.reference(mode="eval")
+    for seed in ("second", "third"):
+        found = disagreements(one, trial.variation(mode="eval", seed=seed), integers=True)
+        if found:
+            raise NotApplicableError(
+                f"random in evaluation: another seed changes what {found[0].layer_tensor.layer} returns"
+            )
+
+
+def compare_runs(
+    trial: Trial,
+    runs: tuple[Trace, Trace],
+    varied: tuple[Vary, Vary],
+    pairs_of: Callable[[Trace], Pairs],
+    tolerance: float | None,
+    *,
+    exact: bool = False,
+) -> tuple[list[Disagreement], Disagreement | None]:
+    """Return the differences of two runs if the output differs; else the first difference inside, beyond rounding.
+
+    If the output agrees and a layer inside does not, both runs are repeated in float64, which separates small errors
+    from rounding.
+
+    Args:
+        trial: The model and its inputs.
+        runs: The two runs.
+        varied: The functions that changed their inputs, to repeat the runs in float64.
+        pairs_of: Takes a trace, returns which parts of its tensors to compare.
+        tolerance: Largest relative change; None: by dtype.
+        exact: Whether both ran the same operations on the same shapes, so that equal parts are equal bit for bit.
+    """
+
+    def compared(one: Trace, two: Trace, up_to: float | None) -> list[Disagreement]:
+        pairs = pairs_of(one)
+        found = disagreements(one, two, pairs=pairs, tolerance=up_to)
+        there = {given.where for given in two.tensors}  # what other rows go to may not be called
+        # Of a list of one for each row there are fewer; what is along the axis is there whatever its length.
+        along = {
+            one.layer_tensor.where
+            for one in found
+            if one.layer_tensor.is_final and pairs(*[one.layer_tensor.tensor] * 2)
+        }
+        return [one for one in found if one.layer_tensor.where in there | along]
+
+    found = compared(*runs, tolerance)
+    if any(one.layer_tensor.is_final for one in found):
+        return found, None
+    if not found and not (exact and tolerance is None and compared(*runs, 0.0)):
+        return [], None
+    try:
+        model = trial.copied(torch.float64)
+        wide = [trial.variation(mode="eval", model=model, vary=_in_double_precision(vary)) for vary in varied]
+        found = compared(wide[0], wide[1], _ROUNDING if tolerance is None else tolerance)
+    except NotApplicableError:  # it runs in its own dtype alone
+        pass
+    if any(one.layer_tensor.is_final for one in found):
+        return found, None
+    return [], found[0] if found else None
+
+
+def inside_note(inside: Disagreement | None) -> str:
+    """Return the end of a sentence about an output that agrees while a layer inside differs."""
+    if inside is None:
+        return ""
+    return f"; layers inside differ, but the output agrees: first {inside.layer_tensor.where}, {inside.changed}"
+
+
+def in_backward_order(rows: Iterable[Row], trace: Trace) -> list[Row]:
+    """Return rows in the order in which a backward reaches their layers: the last layer comes first.
+
+    Parameters of the root come at the end, since it is not known when its code uses them.
+
+    Args:
+        rows: Tuples that begin with the name of a parameter.
+        trace: A run, which says in which order layers returned.
+    """
+    last = {given.layer: i for i, given in enumerate(trace.tensors) if given.layer != ROOT}
+    return sorted(rows, key=lambda row: -last.get(str(row[0]).rpartition(".")[0], -1))
+
+
+def break_of(found: Sequence[Disagreement], said: str, advice: str = "") -> Break:
+    """Return the break at the first of some differences, with a table of all.
+
+    Args:
+        found: The differences.
+        said: The sentence after the layer's name; ``{path}`` stands for which output changed, ``{changed}`` for
+            "changed by 3 %".
+        advice: Where to look.
+    """
+    first = found[0]
+    return Break(
+        layer=first.layer_tensor.layer,
+        line=f"{first.layer_tensor.layer} {said.format(path=first.layer_tensor.path, changed=first.changed)}",
+        columns=("tensor", "changed by"),
+        rows=tuple(one.row for one in found),
+        advice=advice,
+    )
+
+
+def _in_double_precision(vary: Vary) -> Vary:
+    return lambda path, x: as_double(vary(path, x))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    wide = tensor.to(torch.float64)
+    if not tensor.is_floating_point():
+        return wide
+    # Masks of attention are made of the least number that a dtype has.
+    return torch.where(tensor.abs() > torch.finfo(tensor.dtype).max / 4, wide.sign() * math.inf, wide)
+
+
+def limit(tensor: Tensor, tolerance: float | None = None, *, least: float = 0.0) -> float:
+    """Return the largest relative error that counts as agreement: the tolerance, or by dtype, see `TOLERANCE`.
+
+    Args:
+        tensor: The reference.
+        tolerance: The tolerance of the user, if any.
+        least: Lower bound, for kernels that may round as TensorFloat-32 does.
+
+    >>> limit(torch.ones(1)), limit(torch.ones(1), least=1e-3), limit(torch.ones(1).bfloat16(), least=1e-3)
+    (0.0001, 0.001, 0.05)
+    """
+    if tolerance is not None:
+        return tolerance
+    dtype = tensor.real.dtype if tensor.is_complex() else tensor.dtype
+    return max(least, TOLERANCE.get(dtype, 1e-4))

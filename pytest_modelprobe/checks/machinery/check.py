@@ -1,0 +1,243 @@
+"""A check as it is called: as an assertion, or for its outcome as a value."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from torch import nn
+
+from pytest_modelprobe.checks.outcome import Break, NotApplicableError, Outcome, message_of
+from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.interrupts import interruptible
+from pytest_modelprobe.probe import ModelProbe
+from pytest_modelprobe.progress import progress
+from pytest_modelprobe.record import ROOT, label_of
+from pytest_modelprobe.runs import Loss
+from pytest_modelprobe.text import listed
+
+from .nonfinite import check_finite
+from .trial import ReferenceCheck, Trial
+
+Property = Callable[..., "Break | str"]
+"""Takes a trial and the options of the check; returns where the property breaks, or a summary."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def in_order(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function, or a method of `Check`, explain the order of its arguments when they are wrong."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        __tracebackhide__ = True
+        named, given = (args[0], args[1:]) if args and isinstance(args[0], Check) else (function, args)
+        if len(given) < 2 or not isinstance(given[0], ModelProbe):
+            name = f"checks.{named.__name__}"
+            got = ", ".join(type(one).__name__ for one in given) or "neither"
+            raise UsageError(f"{name} takes the probe, then the model: {name}(modelprobe, model, *inputs); got {got}")
+        return function(*args, **kwargs)
+
+    return called
+
+
+class Check:
+    """A property of models. Made from a function by `check`.
+
+    A call asserts the property and returns its `Outcome`. `outcome` returns the outcome in any case.
+
+    >>> from pytest_modelprobe import checks
+    >>> probe, model = ModelProbe(), nn.Softmax(dim=0)
+    >>> print(checks.deterministic(probe, model, probe.randn(4, 3)))
+    deterministic holds for Softmax: 1 output in 2 runs
+    >>> outcome = checks.batch_independent.outcome(probe, model, probe.randn(4, 3))
+    >>> outcome.verdict, outcome.layer
+    ('broken', '(root)')
+    """
+
+    def __init__(
+        self, function: Property, *, randomize_zeros: bool = True, check_reference: ReferenceCheck | None = check_finite
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self.__name__: str
+        self.function = function
+        """The property itself, to call it for a trial that another check has prepared."""
+        self._trial = functools.partial(Trial, randomize_zeros=randomize_zeros, check_reference=check_reference)
+        self._kinds = typing.get_type_hints(function)
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        self.options = frozenset(p.name for p in parameters)
+        """Keyword arguments of the check; all others are passed to the model."""
+        self._needed = [p.name for p in parameters if p.default is p.empty]
+        self.__signature__ = _called_with(parameters)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Check:
+        """Return the check itself: `help()` shows the signature of objects with this method."""
+        return self
+
+    @in_order
+    def __call__(
+        self,
+        probe: ModelProbe,
+        model: nn.Module,
+        /,
+        *inputs: Any,
+        loss: Loss | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Outcome:
+        """Assert that the property holds, and return the outcome. A hint is a `HintWarning`.
+
+        Raises:
+            AssertionError: The property is broken; the message names the first layer at which it is.
+            UsageError: The check is not applicable to this model or these inputs, or an option is invalid; the message
+                says why.
+        """
+        __tracebackhide__ = True
+        found = self.outcome(probe, model, *inputs, loss=loss, kwargs=kwargs, **options)
+        if found.verdict == "broken":
+            raise AssertionError(str(found))
+        if found.verdict == "not applicable":
+            raise UsageError(str(found))
+        found.warn(stacklevel=4)
+        return found
+
+    @in_order
+    def outcome(
+        self,
+        probe: ModelProbe,
+        model: nn.Module,
+        /,
+        *inputs: Any,
+        loss: Loss | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Outcome:
+        """Return whether the property holds, is broken, or is not applicable to the model.
+
+        Args:
+            probe: Gives the device and the seed.
+            model: The model; it is restored.
+            *inputs: Its positional arguments.
+            loss: Function of the output, for checks that run backward; None: a fixed random projection. Targets that
+                it holds fit the whole batch alone: for checks that slice the batch, pass them as inputs.
+            kwargs: Keyword arguments for the model whose names are options of the check.
+            **options: Options of the check by their names; all others are keyword arguments for the model.
+
+        Raises:
+            UsageError: An option or the loss is invalid; the message says what is accepted.
+        """
+        __tracebackhide__ = True
+        own = {name: value for name, value in options.items() if name in self.options}
+        model_kwargs = {name: value for name, value in options.items() if name not in self.options}
+        self._check_options(own)
+        trial = self._trial(probe, model, inputs, {**(kwargs or {}), **model_kwargs}, loss=loss)
+        try:
+            with progress(self.__name__), trial, interruptible():
+                found = self.function(trial, **own)
+        except NotApplicableError as reason:
+            return Outcome(check=self.__name__, model=trial.name, verdict="not applicable", text=str(reason))
+        if isinstance(found, Break):
+            module = trial.layers.modules.get(found.layer)
+            text = message_of(found, "" if module is None else type(module).__name__)
+            return Outcome(check=self.__name__, model=trial.name, verdict=found.level, text=text, layer=found.layer)
+        if trial.numbers:
+            found += f"; not looked at, as numbers of Python: {listed(list(trial.numbers))}"
+        return Outcome(check=self.__name__, model=trial.name, verdict="holds", text=found)
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        __tracebackhide__ = True
+        for name in self._needed:
+            if name not in options:
+                raise UsageError(f"{self.__name__} needs {name}=, {_type_text(self._kinds[name])}")
+        for name, value in options.items():
+            wanted = f"{name}= of {self.__name__} is {_type_text(self._kinds[name])}"
+            plain = value if isinstance(value, (bool, int, float, str)) else None
+            if not _is(value, self._kinds[name]):
+                got = type(value).__name__ if plain is None else repr(plain)
+                raise UsageError(f"{wanted}; got {got}: what the model itself calls {name} goes into kwargs=")
+            if isinstance(value, numbers.Real) and name != "axis" and not float(value) >= 0:
+                raise UsageError(f"{wanted}, not negative; got {value}")
+
+    def __repr__(self) -> str:
+        return f"<check {self.__name__}>"
+
+
+def _called_with(options: list[inspect.Parameter]) -> inspect.Signature:
+    """Return the signature of a check with these options.
+
+    >>> from pytest_modelprobe import checks
+    >>> inspect.signature(checks.batch_independent)
+    <Signature (probe, model, /, *inputs, axis=0, tolerance=None, loss=None, kwargs=None, **model_kwargs)>
+    """
+    probe, model, inputs, *of_all, others = list(inspect.signature(Check.outcome).parameters.values())[1:]
+    parameters = [probe, model, inputs, *options, *of_all, others.replace(name="model_kwargs")]
+    return inspect.Signature([parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters])
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether a value is of the type in a signature."""
+    if isinstance(kind, types.UnionType):
+        return any(_is(value, one) for one in typing.get_args(kind))
+    if typing.get_origin(kind) is Callable:
+        return callable(value) and not isinstance(value, nn.Module)
+    if typing.get_origin(kind) is Sequence:
+        return isinstance(value, Sequence) and not isinstance(value, str)
+    number = {int: numbers.Integral, float: numbers.Real}.get(kind)
+    return isinstance(value, number or kind) and not (number and isinstance(value, bool))
+
+
+def _type_text(kind: Any) -> str:
+    """Return a type of a signature, in words.
+
+    >>> _type_text(float | None), _type_text(Callable[[], nn.Module])
+    ('a number or None', 'a function that returns a torch.nn.Module')
+    """
+    if isinstance(kind, types.UnionType):
+        return " or ".join(_type_text(one) for one in typing.get_args(kind))
+    if typing.get_origin(kind) is Callable:
+        returned = typing.get_args(kind)[-1]
+        return "a function" + ("" if returned in (object, Any) else f" that returns {_type_text(returned)}")
+    if typing.get_origin(kind) is Sequence:
+        return "a sequence of integers"
+    names = {int: "an integer", float: "a number", str: "a string", types.NoneType: "None"}
+    package = ".".join(kind.__module__.split(".")[:2])  # torch.nn.modules.module.Module
+    return names.get(kind, f"a {package}.{kind.__name__}")
+
+
+def check(function: Property) -> Check:
+    """Make a check from a function that takes a trial."""
+    return Check(function)
+
+
+def check_unmodified(function: Property) -> Check:
+    """Make a check on the unmodified model: parameters that are all zero stay so."""
+    return Check(function, randomize_zeros=False)
+
+
+def check_nonfinite(function: Property) -> Check:
+    """Make a check on the unmodified model that accepts outputs that are not finite."""
+    return Check(function, randomize_zeros=False, check_reference=None)
+
+
+def from_assertion(name: str, function: Callable[..., Any]) -> Check:
+    """Make a check from a function that takes probe, model and inputs, and raises AssertionError."""
+
+    def asserted(trial: Trial) -> Break | str:
+        __tracebackhide__ = True
+        args, kwargs = trial.copied_inputs()
+        try:
+            said = function(trial.probe, trial.model, *args, **kwargs)
+        except AssertionError as error:
+            line, _, rest = (str(error).strip() or "AssertionError").partition("\n")
+            named = (layer for layer in trial.layers.modules if line.startswith((f"{layer} ", f"{label_of(layer)} ")))
+            return Break(layer=max(named, key=len, default=ROOT), line=line, advice=rest.strip("\n"))
+        return said if isinstance(said, str) else ""
+
+    asserted.__name__, asserted.__doc__ = name, function.__doc__
+    return check_unmodified(asserted)

@@ -1,0 +1,579 @@
+"""Run a model several times in variations, and record what every layer returns.
+
+A check compares tensors of one run with those of another, so a trace keeps copies of all that layers return, unlike a
+record. The model is restored after each run; within the block of a trial it stays on the device of the probe.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from pytest_modelprobe._torch import is_wrapped
+from pytest_modelprobe.checks.outcome import NotApplicableError, line_of
+from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.models import (
+    CallTracer,
+    Layers,
+    ModelState,
+    ModuleCall,
+    detached_copy,
+    flatten,
+    flatten_call,
+    has_dense_storage,
+    lacks_memory,
+    map_tensors,
+    run_eagerly,
+    seeding,
+    settings_preserved,
+    unexpanded,
+    unseen,
+    version,
+    wake_zeros,
+)
+from pytest_modelprobe.probe import ModelProbe
+from pytest_modelprobe.record import ROOT, address, label_of
+from pytest_modelprobe.runs import Loss, Mode, NoGradientError, check_loss, graph_nodes, loss_of
+
+Vary: TypeAlias = Callable[[str, Tensor], Tensor]
+ReferenceCheck: TypeAlias = "Callable[[Trial, Trace, Mapping[str, Any]], None]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerTensor:
+    """A tensor that a layer returned, or that its own code computed for a layer inside it."""
+
+    layer: str
+    index: int
+    """Which of the layer's calls, from 0."""
+    path: str
+    tensor: Tensor
+    """A copy, see `plain`: the layers after it may write into the original."""
+    inside: bool = False
+    """Whether it is an argument of a layer inside, computed by the own code of the layer."""
+
+    @property
+    def where(self) -> str:
+        """Its address, as messages say it: ``fc1 (call 2) output``."""
+        return address(self.layer, self, self.path)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the model itself gave it out."""
+        return self.layer == ROOT and not self.inside
+
+
+@dataclass(slots=True, eq=False)
+class Trace:
+    """What was recorded of one run."""
+
+    tensors: list[LayerTensor] = field(default_factory=list)
+    """In the order of computation: outputs of a layer follow those of the layers inside it."""
+    output: Any = None
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    """Gradients of the parameters that require one, by full name; None where none arrived. Empty without a backward."""
+    input_gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    """Gradients of the floating inputs, by path."""
+    quantized: bool = False
+    """Whether some of the tensors are quantized; `tensors` holds them dequantized."""
+    largest_gradient: float = 0.0
+    """The largest norm of a gradient that arrived at an operation, from the loss back."""
+    loss: Tensor | None = None
+    error: Exception | None = None
+    raised_in: str = ""
+    """The innermost layer that was running when the model raised."""
+    in_backward: bool = False
+    """Whether it was the backward that raised."""
+
+    @property
+    def outputs(self) -> list[LayerTensor]:
+        """The outputs of layers, without arguments that own code computed."""
+        return [given for given in self.tensors if not given.inside]
+
+    @property
+    def final(self) -> dict[str, Tensor]:
+        """The output tensors of the model, by path."""
+        return {path: plain(tensor.detach()) for path, tensor in flatten("output", self.output).tensors}
+
+    @property
+    def arrived(self) -> list[Tensor]:
+        """The gradients of the parameters that got one."""
+        return [gradient for gradient in self.gradients.values() if gradient is not None]
+
+    @property
+    def failure(self) -> str:
+        """The exception of the model or its backward, in one line."""
+        return f"{'its backward' if self.in_backward else label_of(self.raised_in)} raised {line_of(self.error)}"
+
+
+class Trial:
+    """A model and its inputs, prepared for several runs on the device of the probe.
+
+    Parameters, buffers, gradients, modes, attributes, random states and settings of the process are restored after each
+    run and at the end of the `with` block. Within the block, weights that are all zero, as those of heads and gates may
+    be at first, have small random values: zeros would hide an error in the layers before them. Compiled code runs
+    eagerly.
+
+    An exception of the model or its backward is stored in the trace of the run. Any other obstacle raises
+    `NotApplicableError`.
+
+    A `runs.Run` records one run in numbers, in the contexts and with the weights of the user, and can be repeated
+    later. A trial keeps the tensors of many runs on changed inputs, copies and dtypes of a model that stays prepared.
+    Both use `models.ModelState`, `models.map_tensors` and `runs.loss_of`.
+
+    Args:
+        probe: Gives the device and the seed.
+        model: The model.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        loss: Function of the output; None or ``"random"``: a fixed random projection of all floating outputs.
+        randomize_zeros: Whether parameters of layers that are all zero get small random values.
+        check_reference: Takes the trial, a trace and the options of its run; raises `NotApplicableError` if other runs
+            cannot be compared with it.
+    """
+
+    def __init__(
+        self,
+        probe: ModelProbe,
+        model: nn.Module,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        loss: Loss | None = None,
+        randomize_zeros: bool = True,
+        check_reference: ReferenceCheck | None = None,
+    ) -> None:
+        self.layers = Layers(model)
+        check_loss(loss)
+        self.probe, self.model = probe, model
+        self.args, self.kwargs = args, dict(kwargs or {})
+        self.name = type(next(iter(self.layers.modules.values()))).__name__
+        self.numbers: dict[str, None] = {}
+        """Paths of outputs that are numbers of Python, which no check compares."""
+        self._loss: Loss = "random" if loss is None else loss
+        self._randomize_zeros = randomize_zeros
+        self._check_reference = check_reference
+        self._exit = ExitStack()
+        self._state: ModelState | None = None
+        self._keep_changes = False
+        self._graph = False
+
+    @property
+    def inputs(self) -> list[tuple[str, Tensor]]:
+        """The tensors among the arguments, with their paths."""
+        return flatten_call(self.args, self.kwargs, objects=True).tensors
+
+    @property
+    def dense(self) -> list[tuple[str, Tensor]]:
+        """The inputs whose axes can be sliced: neither sparse nor nested nor packed."""
+        given = (*self.args, *self.kwargs.values())
+        packed = {id(x) for value in given if isinstance(value, nn.utils.rnn.PackedSequence) for x in value}
+        dense = [(path, x) for path, x in self.inputs if x.layout is torch.strided and not x.is_nested]
+        return [(path, x) for path, x in dense if id(x) not in packed]
+
+    def argument(self, path: str) -> str:
+        """Return the parameter of the forward that takes the input at a path; the path itself if it is not known.
+
+        >>> x, mask = torch.ones(2, 3), torch.zeros(2, 3)
+        >>> trial = Trial(ModelProbe(), nn.MultiheadAttention(3, 1), (x, x, x, mask))
+        >>> trial.argument("input[3]"), trial.argument("attn_mask")
+        ('key_padding_mask', 'attn_mask')
+        """
+        paths = ["input"] if len(self.args) == 1 else [f"input[{i}]" for i in range(len(self.args))]
+        return dict(zip(paths, self.parameters, strict=False)).get(path, path)
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the model's forward."""
+        return inspect.signature(self.layers.modules[ROOT].forward).parameters
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the user gave a loss function."""
+        return callable(self._loss)
+
+    def __enter__(self) -> Trial:
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        if any(t.is_meta for t in tensors):
+            raise NotApplicableError("the model is on the meta device and has no numbers")
+        if any(x.is_meta for _, x in self.inputs):
+            raise NotApplicableError("an input is on the meta device and has no numbers")
+        named = (*self.model.named_parameters(), *self.model.named_buffers(), *self.inputs)
+        if lost := [name for name, tensor in named if lacks_memory(tensor)]:
+            raise NotApplicableError(f"{lost[0]} has no memory that holds its elements")
+        if any(is_lazy(t) for t in tensors):
+            raise NotApplicableError("the model is lazy and has seen no input: call it once before, model(...)")
+        if any(t.is_inference() for t in tensors):
+            raise NotApplicableError(
+                "the model was made under torch.inference_mode() and cannot change: make it outside"
+            )
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(ModelState(self.model))
+            stack.enter_context(seeding.forked_rng())
+            stack.enter_context(run_eagerly(self.layers))
+            stack.enter_context(torch.enable_grad())
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            try:
+                self.model.to(self.probe.device)
+            except Exception as error:
+                raise NotApplicableError(
+                    f"the model cannot be moved to {self.probe.device}: {line_of(error)}"
+                ) from error
+            if self._randomize_zeros:
+                wake_zeros(self.layers, self.probe.seed)
+            self._state = ModelState(self.model, generators=False)  # else no run would show that they matter
+            self._exit = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit.close()
+
+    # --- running --------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        *,
+        vary: Vary | None = None,
+        mode: Mode | None = None,
+        seed: str = "run",
+        backward: bool = False,
+        input_gradients: bool = False,
+        model: nn.Module | None = None,
+        loss: Loss | None = None,
+        traced: bool = True,
+    ) -> Trace:
+        """Run the model and return the trace; the model is restored afterwards.
+
+        Args:
+            vary: Takes the path of an input and a copy of it, returns the input to use.
+            mode: ``"train"`` or ``"eval"``; None: as the model is.
+            seed: Name of the seed; runs with the same name draw the same random numbers.
+            backward: Whether to run backward too.
+            input_gradients: Whether floating inputs require a gradient too. Some models reject such inputs.
+            model: The model to run instead, such as a copy.
+            loss: The loss instead of that of the trial.
+            traced: Whether to record each layer; a compiled model has none.
+        """
+        trace = Trace()
+        assert self._state is not None, "a trial is a context: with Trial(...) as trial"
+        seeds = seeding.seeded(seeding.derive(self.probe.seed, f"check {seed}"))
+        try:
+            with seeds, settings_preserved(), torch.set_grad_enabled(backward or self._graph):
+                inputs = self.copied_inputs(vary, requires_grad=input_gradients)
+                run = self.model if model is None else model
+                self._run(trace, run, inputs, mode, loss=loss, backward=backward, traced=traced)
+        finally:
+            if not self._keep_changes:
+                self._state.restore()
+        return trace
+
+    @contextmanager
+    def keep_changes(self) -> Iterator[None]:
+        """Do not restore the model after each run, but at the end of the block."""
+        assert self._state is not None
+        self._keep_changes = True
+        try:
+            yield
+        finally:
+            self._keep_changes = False
+            self._state.restore()
+
+    def trace_call(self, call: Callable[[], Any]) -> Trace:
+        """Return the trace of a function that calls the model or parts of it; within `keep_changes`."""
+        trace = Trace()
+        seeds = seeding.seeded(seeding.derive(self.probe.seed, "check run"))
+        with seeds, settings_preserved(), torch.set_grad_enabled(self._graph), _traced(trace, self.layers.modules):
+            try:
+                trace.output = call()
+            except (NotApplicableError, UsageError):
+                raise
+            except Exception as error:  # noqa: BLE001 - the trace reports it
+                trace.error = error
+        return trace
+
+    def reference(self, **options: Any) -> Trace:
+        """Return a run that has to succeed.
+
+        Raises:
+            NotApplicableError: The model or its backward raised, or its output is empty or not finite.
+        """
+        trace = self.run(**options)
+        if trace.error is not None and not (self._graph or trace.in_backward):
+            # Its forward may compute gradients itself, as of an energy.
+            self._graph = True
+            again = self.run(**options)
+            self._graph = again.error is None
+            trace = again if self._graph else trace
+        if trace.error is not None:
+            raise NotApplicableError(f"the model does not run on these inputs: {trace.failure}") from trace.error
+        if not any(tensor.numel() for _, tensor in flatten("output", trace.output).tensors):
+            raise NotApplicableError("the model returns no tensor with elements: there is nothing to compare")
+        self.check_reference(trace, **options)
+        return trace
+
+    def check_reference(self, trace: Trace, **options: Any) -> None:
+        """Check that other runs can be compared with this one.
+
+        Raises:
+            NotApplicableError: Something in it is not finite.
+        """
+        if self._check_reference is not None:
+            self._check_reference(self, trace, options)
+
+    def variation(self, **options: Any) -> Trace:
+        """Return a run on other inputs, which the model may reject.
+
+        Raises:
+            NotApplicableError: The model or its backward raised.
+        """
+        trace = self.run(**options)
+        if trace.error is not None:
+            where = "in another run" if trace.in_backward else "the model does not run on other inputs:"
+            raise NotApplicableError(f"{where} {trace.failure}") from trace.error
+        return trace
+
+    def loss(self, output: Any, loss: Loss | None = None) -> Tensor:
+        """Return the loss of an output, which has a gradient: the given one, or that of the trial.
+
+        Raises:
+            NotApplicableError: Nothing in the output has a gradient.
+            UsageError: The function raised, or did not return a scalar.
+        """
+        if self.has_loss and not flatten("output", output).tensors:
+            raise NotApplicableError("the model returns no tensor to compute a loss of")
+        try:
+            return loss_of(output, self._loss if loss is None else loss, seed=self.probe.seed)
+        except NoGradientError as error:
+            raise NotApplicableError(str(error)) from error
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(f"loss= raised {line_of(error)}, called with the output of the model") from error
+
+    def copied_inputs(
+        self, vary: Vary | None = None, *, requires_grad: bool = False
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return copies of the arguments on the device, changed by ``vary``.
+
+        Copies require a gradient as the originals do; all floating ones with ``requires_grad``; none under `no_grad`.
+
+        Raises:
+            NotApplicableError: One of them does not support the change.
+        """
+        paths = {id(tensor): path for path, tensor in reversed(self.inputs)}
+
+        def varied(path: str, tensor: Tensor, vary: Vary) -> Tensor:
+            try:
+                return vary(path, tensor)
+            except (NotApplicableError, UsageError):
+                raise
+            except Exception as error:
+                what = f"{tensor.dtype}, {tensor.layout}".replace("torch.", "")
+                raise NotApplicableError(f"{path} cannot be varied ({what}): {line_of(error)}") from error
+
+        def copied(tensor: Tensor) -> Tensor:
+            copy = copy_of(tensor).to(self.probe.device)
+            if vary is not None and id(tensor) in paths:
+                copy = varied(paths[id(tensor)], copy, vary)
+            wanted = tensor.requires_grad or (requires_grad and copy.is_floating_point())
+            return copy.requires_grad_(wanted and torch.is_grad_enabled())
+
+        args, kwargs = map_tensors(copied, (self.args, self.kwargs))
+        return args, kwargs
+
+    def copied(self, to: torch.dtype | torch.device | str | None = None) -> nn.Module:
+        """Return a deep copy of the model, converted to a dtype or moved to a device.
+
+        Raises:
+            NotApplicableError: It cannot be copied or converted.
+        """
+        try:
+            other = copy.deepcopy(self.model)
+        except Exception as error:
+            raise NotApplicableError(f"the model cannot be copied: {line_of(error)}") from error
+        if to is None:
+            return other
+        try:
+            return other.to(to)
+        except Exception as error:
+            raise NotApplicableError(f"the model cannot be converted to {to}: {line_of(error)}") from error
+
+    def multiply_parameters(self, name: str, *, mean: float, std: float) -> None:
+        """Multiply each trainable parameter by normal numbers; within `keep_changes`."""
+        with torch.no_grad():
+            for path, p in self.model.named_parameters():
+                if p.requires_grad and has_dense_storage(p):
+                    written = unexpanded(p)
+                    now = plain(written)
+                    written.copy_(now * (mean + std * self.randn_like(now, f"{name} {path}")))
+
+    def randn_like(self, tensor: Tensor, name: str) -> Tensor:
+        """Return normal numbers with the shape, dtype and device of a tensor, drawn from the seed and the name."""
+        name = f"check {name}"
+        return seeding.randn(tensor.shape, seed=self.probe.seed, name=name, device=tensor.device, dtype=tensor.dtype)
+
+    def redrawn(self, tensor: Tensor, name: str) -> Tensor:
+        """Return normal numbers of the same mean and scale as the elements of a tensor."""
+        scale = tensor.std() if tensor.numel() > 1 else tensor.abs().sum()
+        return self.randn_like(tensor, name) * (scale if scale > 0 else 1) + tensor.mean()
+
+    def _run(
+        self,
+        trace: Trace,
+        model: nn.Module,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        mode: Mode | None,
+        *,
+        loss: Loss | None,
+        backward: bool,
+        traced: bool,
+    ) -> None:
+        args, kwargs = inputs
+        if mode is not None:
+            model.train(mode == "train")
+        torch.clear_autocast_cache()  # of copies, in another dtype, of what the weights were
+        with _traced(trace, (self.layers if model is self.model else Layers(model)).modules if traced else {}):
+            try:
+                trace.output = model(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - the trace reports it
+                trace.error = error
+                return
+        found = flatten("output", trace.output)
+        if hidden := unseen(found):
+            raise NotApplicableError(hidden)
+        if lost := [path for path, tensor in found.tensors if lacks_memory(tensor)]:
+            raise NotApplicableError(f"{lost[0]} has no memory that holds its elements")
+        numbers = (path for path, x in found.plain.items() if isinstance(x, (int, float)) and not isinstance(x, bool))
+        self.numbers.update(dict.fromkeys(numbers))
+        if backward:
+            trace.loss = self.loss(trace.output, loss)
+            parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            floating = {
+                path: x for path, x in flatten_call(args, kwargs, objects=True).tensors if x.requires_grad and x.is_leaf
+            }
+            for parameter in parameters.values():
+                parameter.grad = None  # a step of training leaves it there
+            try:
+                with _measured(trace, trace.loss) if traced else nullcontext():
+                    trace.loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
+            except Exception as error:  # noqa: BLE001 - the same
+                trace.error, trace.in_backward = error, True
+                return
+            trace.gradients = {name: _taken(p) for name, p in parameters.items()}
+            trace.input_gradients = {path: _taken(x) for path, x in floating.items()}
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return a tensor that every operation supports: dense, padded, dequantized, of two bytes or more an element.
+
+    >>> plain(torch.eye(2).to_sparse())
+    tensor([[1., 0.],
+            [0., 1.]])
+    """
+    if tensor.is_nested:
+        tensor = torch.nested.to_padded_tensor(tensor, math.nan if tensor.is_floating_point() else 0)
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+
+
+def as_double(tensor: Tensor) -> Tensor:
+    """Return a floating or complex tensor in double precision; any other unchanged.
+
+    >>> as_double(torch.ones(1)).dtype, as_double(torch.ones(1, dtype=torch.int32)).dtype
+    (torch.float64, torch.int32)
+    """
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def keep_input(_: str, x: Tensor) -> Tensor:
+    """Return an input unchanged."""
+    return x
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """Return a detached copy of a tensor that a layer takes or gives out.
+
+    Raises:
+        NotApplicableError: Its memory is gone, or torch cannot copy it.
+    """
+    copy = detached_copy(tensor)
+    if copy is None:
+        raise NotApplicableError("a layer takes or gives out a tensor that cannot be copied: its memory may be gone")
+    return copy
+
+
+def _is_unreadable(tensor: Tensor) -> bool:
+    return is_wrapped(tensor) or lacks_memory(tensor)
+
+
+@contextmanager
+def _measured(trace: Trace, loss: Tensor) -> Iterator[None]:
+    """Record the largest gradient that arrives at a node of the graph of a loss."""
+
+    def hook(_: object, arrived: tuple[Tensor | None, ...]) -> None:
+        norms = [x.norm().item() for x in arrived if x is not None and not x.is_nested and not _is_unreadable(x)]
+        trace.largest_gradient = max([trace.largest_gradient, *filter(math.isfinite, norms)])
+
+    handles = [node.register_hook(hook) for node in graph_nodes(loss.grad_fn)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _taken(leaf: Tensor) -> Tensor | None:
+    gradient, leaf.grad = leaf.grad, None
+    return gradient
+
+
+@contextmanager
+def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Record what each layer returns, and in which layer the model raises."""
+    known: dict[int, tuple[Tensor, int | None]] = {}  # by id, each with its version when it was last recorded
+
+    def is_new(tensor: Tensor) -> bool:
+        trace.quantized |= tensor.is_quantized
+        now, there = version(tensor), known.get(id(tensor))
+        known[id(tensor)] = tensor, now
+        return there is None or there[1] != now
+
+    def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
+        number = f" (call {call.index + 1})" if call.index else ""
+        for path, tensor in flatten_call(args, kwargs).tensors:
+            if not _is_unreadable(tensor) and is_new(tensor) and call.parent is not None:
+                made, around = f"{path} of {call.layer}{number}", call.parent
+                copy = plain(tensor.detach().clone())
+                trace.tensors.append(LayerTensor(around.layer, around.index, made, copy, True))
+
+    def end(call: ModuleCall, args: Any, output: Any) -> None:
+        for path, tensor in flatten("output", output).tensors:
+            if not _is_unreadable(tensor):
+                is_new(tensor)
+                trace.tensors.append(LayerTensor(call.layer, call.index, path, plain(tensor.detach().clone())))
+
+    tracer = CallTracer(modules, ModuleCall, before=begin, after=end)
+    try:
+        with tracer:
+            yield
+    finally:
+        trace.raised_in = tracer.raised_in

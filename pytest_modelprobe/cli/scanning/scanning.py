@@ -1,0 +1,148 @@
+"""A model as it is scanned: made, run on inputs that fit, and checked."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from pytest_modelprobe import assertions
+from pytest_modelprobe.assertions.findings import findings, hints
+from pytest_modelprobe.checks import STANDARD, Outcome, outcome
+from pytest_modelprobe.exceptions import ModelProbeError, UsageError
+from pytest_modelprobe.probe import ModelProbe
+from pytest_modelprobe.record import ROOT, Record
+from pytest_modelprobe.runs import NoGradientError
+
+from .inputs import Input, arguments, guesses, how_to_name
+from .target import Target
+
+
+class ScannedModel:
+    """A model, inputs that fit it, and its record.
+
+    Args:
+        target: Makes the model.
+        probe: Gives the device and the seed.
+        inputs: The inputs; empty: guessed.
+
+    Raises:
+        UsageError: The model cannot be made, or does not run on the inputs, or on none that was guessed; the message
+            says why, and how inputs are given.
+
+    >>> from pytest_modelprobe.cli.scanning import load
+    >>> scanned = ScannedModel(load("torch.nn:Identity"), ModelProbe(), [Input((4, 8))])
+    >>> scanned.record.forwards, [outcome.verdict for outcome in scanned.outcomes(["finite"])]
+    (1, ['holds'])
+    """
+
+    def __init__(self, target: Target, probe: ModelProbe, inputs: Sequence[Input] = ()) -> None:
+        self.target, self.probe = target, probe
+        self.model = self._built()
+        if len({one.name is None for one in inputs}) > 1:
+            raise UsageError(f"{shown(inputs)}: name every input, or none")
+        self.is_guessed = not inputs
+        self._no_gradient = ""
+        self.inputs = list(inputs) or self._guessed()
+
+    def _built(self) -> nn.Module:
+        try:
+            return self.probe.build(self.target.make)
+        except ModelProbeError:
+            raise
+        except Exception as error:  # whatever the code of a model raises
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [frame for frame in frames if "site-packages" not in frame.filename]
+            at = (own or frames)[-1]
+            raise UsageError(
+                f"{self.target.name} makes no model: {outcome.line_of(error)} ({at.filename}:{at.lineno})"
+            ) from error
+
+    @property
+    def arguments(self) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """Positional and keyword arguments."""
+        return arguments(self.inputs, self.probe)
+
+    @functools.cached_property
+    def record(self) -> Record:
+        """A forward of the model as it was made, with a backward if the output has a gradient.
+
+        Raises:
+            UsageError: The model does not run on the inputs; the message says why.
+        """
+        args, kwargs = self.arguments
+        run = functools.partial(self.probe.run, self.model, *args, kwargs=kwargs, isolate=False)
+        try:
+            try:
+                return run(loss="random")
+            except NoGradientError as error:
+                self._no_gradient = outcome.line_of(error)
+                return run()
+        except Exception as error:  # whatever a model raises on inputs that do not fit
+            raise UsageError(
+                f"{type(self.model).__name__} does not run on {shown(self.inputs)}: {outcome.line_of(error)}"
+            ) from error
+
+    def findings(self) -> list[str]:
+        """Return a line for each thing that is wrong with the record."""
+        found = findings(self.record)
+        floating = any(value.is_floating for _, value in self.record[ROOT].outputs)
+        trainable = any(parameter.requires_grad for parameter in self.model.parameters())
+        if self._no_gradient and trainable and floating:
+            found.append(f"no gradient: {self._no_gradient}")
+        return found
+
+    def hints(self) -> list[str]:
+        """Return a line for each thing of the record that is often wrong and may be meant."""
+        return hints(self.record)
+
+    def failed_assertions(self) -> list[str]:
+        """Return the first line of each assertion on the record that fails."""
+        found = []
+        for name in applicable_assertions(self.record):
+            try:
+                getattr(assertions, name)(self.record)
+            except AssertionError as error:
+                found.append(str(error).partition("\n")[0])
+        return found
+
+    def outcomes(self, names: Sequence[str] = tuple(STANDARD)) -> Iterator[Outcome]:
+        """Yield the outcome of each standard check, as soon as it is known."""
+        args, kwargs = self.arguments
+        for name in names:
+            check = STANDARD[name]
+            options: Mapping[str, Any] = {"factory": self.target.make} if "factory" in check.options else {}
+            yield check.outcome(self.probe, self.model, *args, kwargs=kwargs, **options)
+
+    def _guessed(self) -> list[Input]:
+        """Return the first inputs that are guessed and on which the model runs."""
+        refused = ""
+        for inputs in guesses(self.model):
+            self.inputs = inputs
+            try:
+                self.record  # noqa: B018 - it is kept
+            except UsageError as error:
+                refused = refused or f"; {error}"
+            else:
+                return inputs
+        raise UsageError(
+            f"the inputs of {type(self.model).__name__} cannot be guessed: {how_to_name(self.model)}{refused}"
+        )
+
+
+def applicable_assertions(record: Record) -> list[str]:
+    """Return the names of the assertions that any model is expected to pass.
+
+    >>> applicable_assertions(Record(model="Net", forwards=1))
+    ['assert_finite', 'assert_no_dead_layers']
+    """
+    of_gradients = ["assert_grad_finite", "assert_all_params_have_grad"] if record.backwards else []
+    return ["assert_finite", "assert_no_dead_layers", *of_gradients]
+
+
+def shown(inputs: Sequence[Input]) -> str:
+    """Return inputs as the command line takes them."""
+    return " ".join(map(str, inputs)) or "no inputs"

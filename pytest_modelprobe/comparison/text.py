@@ -1,0 +1,399 @@
+"""A diagnosis as text: the first line of a failure, the table of causes, the counts.
+
+The first line stands alone, because that is what a terminal and a list of failures show: it names the layer that
+changed, by how much, and how many other causes there are. Equal causes in repeated layers are said once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from pytest_modelprobe.record import NOT_DEFAULT, Plain, Record, label_of, qualified
+from pytest_modelprobe.text import Cell, collapsed, count, listed, pattern, printable, table
+
+from .diagnosis import ABSORBED, NO_EFFECT, Cause, Diagnosis
+from .differences import Difference
+
+
+def first_line(diagnosis: Diagnosis) -> str:
+    """Return the first line of a failure: layer, cause and effect, and the number of causes.
+
+    >>> from pytest_modelprobe.comparison import compare
+    >>> from pytest_modelprobe.comparison import diagnose
+    >>> from pytest_modelprobe.record import Layer, Record
+    >>> old, new = (
+    ...     Record(model="Net", layers={"norm": Layer(name="norm", type="LayerNorm", attributes={"eps": eps})})
+    ...     for eps in (1e-5, 1e-6)
+    ... )
+    >>> first_line(diagnose(compare(new, old)))
+    'norm.eps 1e-05 → 1e-06; 1 cause'
+    """
+    if diagnosis.same and diagnosis.notes:
+        places = _places(grouped(diagnosis.notes), diagnosis)
+        return printable(f"every value is the same; calls are written otherwise in {places}")
+    sure = bool(diagnosis.causes) and not _only_possible_moved_it(diagnosis)
+    found = grouped(diagnosis.causes if sure else diagnosis.possible)
+    unchanged = "output unchanged; " if diagnosis.unchanged else ""
+    if unchanged and found and all(cause.change is None and cause.kind != "gradient" for cause, _ in found):
+        return printable(f"{unchanged}structure differs in {_places(found, diagnosis)}")
+    if not found:
+        worst = max(diagnosis.comparison.differences, key=lambda d: d.change or 0.0, default=None)
+        if worst is None:
+            return printable(_other_names(diagnosis.comparison.renamed) or "nothing changed")
+        moved = f"{_label(worst.layer, diagnosis)} {worst.what or worst.kind} changed{_by(worst.change)}"
+        return printable(f"{moved}; cannot tell why: {diagnosis.unknown}")
+    first, times = found[0]
+    repeated = f" x{times}" if times > 1 else ""
+    counts = [count(len(found), "cause" if sure else "possible cause")]
+    if diagnosis.causes and not sure:
+        counts.append(f"{count(len(grouped(diagnosis.causes)), 'other')} without a known effect")
+    if diagnosis.moved:
+        counts.append(f"{count(len(diagnosis.moved), 'layer')} after {'it' if len(found) == 1 else 'them'} moved")
+    effect = _effect(first)
+    retrained = any(cause.is_retraining for cause in diagnosis.causes)  # then that is what changed the output
+    if (first.change is None or first.share_method) and diagnosis.output is not None and not retrained:
+        alone = len(found) == 1 or sum(_may_move(cause) for cause, _ in found) == 1
+        credited = alone and not first.share_method
+        effect = f"{':' if credited else ';'} the model's output changed{_by(diagnosis.output)}"
+    shown = cause_text(first, _label(first.layer, diagnosis))
+    return printable(f"{unchanged}{'' if sure else 'possibly '}{shown}{repeated}{effect}; {', '.join(counts)}")
+
+
+def _may_move(cause: Cause) -> bool:
+    """Whether a cause without a size of its own may be what moved the output."""
+    named = cause.what in ("path", "renamed", "training") or cause.what.endswith(" requires_grad")
+    return cause.change is None and not named and not {ABSORBED, NO_EFFECT} & {*cause.hints}
+
+
+def _only_possible_moved_it(diagnosis: Diagnosis) -> bool:
+    """Whether the output changed, and only possible causes have a known effect."""
+    if not diagnosis.output or any(cause.change is not None for cause in diagnosis.causes):
+        return False
+    # A missing mask changes the output of a layer, also one of integers.
+    unmasked = any(cause.is_call_change and "mask" in cause.what for cause in diagnosis.causes)
+    return not unmasked and any(c.change is not None and not c.is_consequence for c in diagnosis.possible)
+
+
+def _places(found: Sequence[tuple[Cause, int]], diagnosis: Diagnosis) -> str:
+    """Return the number of places, and the first three."""
+    first = [_repeated(cause_text(cause, _label(cause.layer, diagnosis)), times) for cause, times in found[:3]]
+    more = ["..."] if len(found) > len(first) else []
+    return f"{count(sum(times for _, times in found), 'place')}: {'; '.join(first + more)}"
+
+
+def _repeated(text: str, times: int) -> str:
+    return f"{text} x{times}" if times > 1 else text
+
+
+def _label(layer: str, diagnosis: Diagnosis) -> str:
+    """Return the label of a layer of either record, or of the layers that a pattern matches."""
+    records = (diagnosis.comparison.actual, diagnosis.comparison.expected)
+    return "layers '*'" if layer == "*" else next((r[layer].label for r in records if layer in r.layers), layer)
+
+
+def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
+    """Return the text of a failure: the first line, the tables of causes, the counts, the next steps."""
+    parts = [first_line(diagnosis)]
+    for title, causes in (("", diagnosis.causes), (_POSSIBLE, diagnosis.possible)):
+        if causes:
+            parts.append("\n".join([title] * bool(title) + table(CAUSE_COLUMNS, cause_rows(causes))))
+    counts = []
+    if diagnosis.moved:
+        counts.append(f"Moved after that: {_names(diagnosis.moved)}.")
+    if diagnosis.not_judged:
+        counts.append(f"Not judged, as what came in had changed: {_names(diagnosis.not_judged)}.")
+    if diagnosis.unknown:
+        counts.append(f"The cause cannot be told: {diagnosis.unknown}.")
+    if diagnosis.redrawn:
+        counts.append(_REDRAWN)
+    if diagnosis.unchanged and any(c.kind == "computation" and c.change is not None for c in diagnosis.causes):
+        counts.append(_HIDDEN)
+    counts += not_compared_sentence(diagnosis.comparison.unknown)
+    counts += noted(diagnosis.comparison.notes)
+    if not diagnosis.same:  # else the first line says so
+        counts += noted_calls(diagnosis.notes)
+    counts += _lacking(diagnosis.comparison.actual, diagnosis.comparison.expected)
+    parts += ["\n".join(map(printable, counts))] if counts else []
+    parts += [printable(step) for step in next_steps]
+    return "\n\n".join(parts)
+
+
+def _lacking(actual: Record, expected: Record) -> list[str]:
+    """Return the notes of the records on what was not measured."""
+    notes = dict.fromkeys((*actual.notes, *expected.notes))
+    return [f"{note[0].upper()}{note[1:]}." for note in notes if note.startswith(("no layer was", "no noise was"))]
+
+
+def not_compared_sentence(values: int) -> list[str]:
+    """Return one sentence on values that were not compared, if there are some.
+
+    >>> not_compared_sentence(2), not_compared_sentence(0)
+    (['2 values could not be compared: there are no numbers of them that repeat.'], [])
+    """
+    those = "it" if values == 1 else "them"
+    said = f"{count(values, 'value')} could not be compared: there are no numbers of {those} that repeat."
+    return [said] if values else []
+
+
+def noted(notes: Iterable[Difference]) -> list[str]:
+    """Return one sentence on added and removed attributes, which fail no test by themselves."""
+    told: dict[str, Counter[str]] = {"Also new": Counter(), "Also gone": Counter()}
+    for note in (note for note in notes if note.kind == "attribute"):
+        what, value = ("Also gone", note.expected) if note.actual is None else ("Also new", note.actual)
+        told[what][f"{qualified(pattern(note.layer), note.what)} {_value_text(value)}"] += 1
+    parts = [
+        f"{what}: {listed([_repeated(said, n) for said, n in found.items()], most=8)}"
+        for what, found in told.items()
+        if found
+    ]
+    return [f"{'. '.join(parts)}."] if parts else []
+
+
+def noted_calls(notes: Iterable[Cause]) -> list[str]:
+    """Return one sentence on calls that are written otherwise, which fail no test by themselves.
+
+    >>> noted_calls(
+    ...     Cause(kind="architecture", layer=f"{i}.attn", what="path", expected="input[1]", actual="mask")
+    ...     for i in range(6)
+    ... )
+    ['Calls that are written otherwise: input[1] renamed to mask in *.attn x6.']
+    """
+    layers: dict[str, list[str]] = {}
+    for note in notes:
+        said = cause_text(note)
+        bare = said.removeprefix(f"{note.layer}: ")
+        layers.setdefault(bare, []).extend([note.layer] * (bare != said))
+    told = [f"{said} in {listed(collapsed(names))}" if names else said for said, names in layers.items()]
+    return [f"{_NOTES}: {listed(told, most=8)}."] if told else []
+
+
+def _other_names(renamed: Mapping[str, str]) -> str:
+    """Return the new names of layers that the test renames."""
+    tops = {old: new for old, new in renamed.items() if old.rpartition(".")[0] not in renamed}
+    return listed([f"{label_of(old)} is called {new}" for old, new in tops.items()], most=3)
+
+
+CAUSE_COLUMNS = ("cause", "class", "changed by", "x noise", "seen", "looks like")
+
+
+def cause_rows(causes: Iterable[Cause]) -> list[list[Cell]]:
+    """Return the cells of `CAUSE_COLUMNS`, equal causes of repeated layers in one row."""
+    return [
+        [
+            _repeated(cause_text(cause), times),
+            cause.kind,
+            percent(known_change(cause)),
+            _times_noise(cause) or "-",
+            _SEEN[cause.evidence],
+            "; ".join(cause.hints) or "-",
+        ]
+        for cause, times in grouped(causes)
+    ]
+
+
+def cause_text(cause: Cause, label: str | None = None) -> str:
+    """Return a cause in a few words, its layer first.
+
+    Args:
+        cause: The cause.
+        label: The label of the layer in a sentence; None: its name, as in a table.
+
+    >>> cause_text(Cause(kind="computation", layer="blocks.2", what="between norm1 and attn"))
+    'blocks.2: own code changed between norm1 and attn'
+    >>> cause_text(Cause(kind="weights", layer="fc1", what="weight, bias", change=0.0008))
+    'fc1: weights changed by 0.08 % (weight, bias)'
+    >>> cause_text(Cause(kind="architecture", layer="act", what="type", actual="GELU", expected="ReLU"))
+    'act: ReLU → GELU'
+    """
+    layer, what = cause.layer, cause.what
+    arrow = f"{_value_text(cause.expected)} → {_value_text(cause.actual)}"
+    label = label or layer
+    if cause.kind == "seed":
+        return f"seed {arrow}"
+    if cause.kind == "input":
+        if cause.differences and cause.differences[0].kind in ("loss", "forwards", "argument", "interface"):
+            return f"{what} {arrow}"
+        return f"{what or 'input'} changed{_by(cause.change)}"
+    if cause.kind == "architecture":
+        return _architecture(cause, label, arrow)
+    if cause.kind == "attribute":
+        return f"{qualified(layer, what)} {arrow}"
+    if cause.is_retraining:
+        return f"all weights changed{_by(cause.change)} ({what.removeprefix('all ')})"
+    if cause.kind in ("weights", "buffers"):
+        return f"{label}: {cause.kind} changed{_by(cause.change)} ({what})"
+    if cause.kind == "gradient":
+        return _gradient(cause, label)
+    return _computation(cause, label)
+
+
+def _architecture(cause: Cause, label: str, arrow: str) -> str:
+    layer, what = cause.layer, cause.what
+    if what == "added":
+        return f"{label} added: {', '.join((_value_text(cause.actual), *cause.hints))}"
+    if what == "removed":
+        return f"{label} removed: {', '.join(cause.hints) or f'it was {_value_text(cause.expected)}'}"
+    if what == "path":
+        if cause.actual is None or cause.expected is None:
+            return f"{label}: {cause.actual or cause.expected} {'removed' if cause.actual is None else 'added'}"
+        return f"{label}: {cause.expected} renamed to {cause.actual}"
+    if what == "renamed":
+        return f"{label_of(_value_text(cause.expected))} renamed to {label}"
+    if what == "type":
+        return f"{label}: {arrow}"
+    name, _, aspect = what.partition(" ")
+    if aspect in ("added", "removed"):
+        value = cause.actual if aspect == "added" else cause.expected
+        return f"{qualified(layer, name)} {aspect}: {_value_text(value)}"
+    return f"{qualified(layer, name)}{f' {aspect}' if aspect else ''} {arrow}"
+
+
+def _computation(cause: Cause, label: str) -> str:
+    own, what = f"{label}: own code", cause.what
+    now, then = _value_text(cause.actual), _value_text(cause.expected)
+    first = cause.differences[0] if cause.differences else None
+    if cause.share_method:
+        about = "about " if cause.share_method == "estimated" else ""
+        share = "" if cause.change is None else f": {about}{percent(cause.change)} of its entries differ"
+        return f"{label}: builds another {what}{share}"
+    if first is not None and cause.is_call_change:
+        return f"{own} {_handed(first)}"
+    if cause.is_call_count and what.startswith("calls of "):
+        child = what.removeprefix("calls of ")
+        if not cause.actual:
+            return f"{own} no longer calls {child}"
+        return f"{own} calls {child} " + (f"{now} time{'s' * (now != '1')}, not {then}" if cause.expected else "now")
+    if first is None or cause.evidence != "recorded":
+        return f"{own} changed {what}".rstrip()
+    if first.kind == "interface" and what == first.what:
+        return f"{own} gives out {'' if what == 'output' else f'{what} as '}{now}, not {then}"
+    if first.kind == "source":
+        return f"{own} feeds {now} to {what.removesuffix(' source')}, not {then}"
+    if first.kind in ("input added", "input removed"):
+        return f"{own} {'gives' if first.kind == 'input added' else 'no longer gives'} {what}"
+    return f"{own} gives {what} {now}, not {then}"
+
+
+def _handed(difference: Difference) -> str:
+    """Return how the code calls a child now: ``no longer gives attn cache_position``."""
+    child, _, path = difference.what.rpartition(" ")
+    actual, expected = (str(side).removeprefix("=") for side in (difference.actual, difference.expected))
+    if difference.actual is not None and difference.expected is not None:
+        return f"gives {child} {path} {actual.removesuffix(NOT_DEFAULT)}, not {expected.removesuffix(NOT_DEFAULT)}"
+    came = difference.expected is None
+    if path in ("input", "input[0]"):
+        return f"calls {child}" if came else f"no longer calls {child}"
+    value = f" {actual}" if came and str(difference.actual).startswith("=") else ""
+    return f"gives {child} {path}{value}" if came else f"no longer gives {child} {path}"
+
+
+def _gradient(cause: Cause, label: str) -> str:
+    if cause.gradient == "of loss":
+        return "the loss changed: another gradient arrives at the output"
+    if cause.gradient == "lost":
+        return f"{label}: {cause.what} any more"
+    if cause.gradient == "switched":
+        child = cause.what.removesuffix(" grad_enabled")
+        return f"{label}: own code calls {child} with gradients {'on' if cause.actual else 'off'}"
+    if cause.gradient in ("updated", "not updated"):
+        now = cause.gradient == "updated"
+        return f"{label}: the optimizer {'updates' if now else 'no longer updates'} {cause.what}{' now' * now}"
+    if cause.gradient == "of value":
+        return f"{label}: gradient of {cause.what} changed"
+    return f"{label}: gradient {cause.gradient or 'changed'} {cause.what or 'in its own code'}"
+
+
+def percent(change: float | None) -> str:
+    """Return a relative change in percent.
+
+    It is infinite if the expected value was zero, or if the number of non-finite elements changed.
+
+    >>> percent(0.0013), percent(2.5e-7), percent(3.2), percent(math.inf), percent(math.nan), percent(None)
+    ('0.13 %', '2.5e-05 %', '320 %', '∞ %', 'not known', '-')
+    """
+    if change is None:
+        return "-"
+    if math.isinf(change):
+        return "∞ %"
+    if math.isnan(change):
+        return "not known"
+    return f"{100 * change:{'.2g' if change < 0.995 else ',.0f' if change < 1e4 else '.1e'}} %"
+
+
+def grouped(causes: Iterable[Cause]) -> list[tuple[Cause, int]]:
+    """Return causes, equal ones of repeated layers as the one with the largest change, and their number.
+
+    >>> eps = [Cause(kind="attribute", layer=f"blocks.{i}.norm", what="eps", actual=1, expected=2) for i in range(6)]
+    >>> [(cause.layer, n) for cause, n in grouped(eps)]
+    [('blocks.*.norm', 6)]
+    """
+    groups: dict[tuple[object, ...], list[Cause]] = {}
+    for cause in causes:
+        values = (str(cause.actual), str(cause.expected))
+        shown = map(pattern, values) if cause.what == "renamed" else values
+        groups.setdefault((cause.kind, pattern(cause.layer), cause.what, *shown), []).append(cause)
+    found = []
+    for same in groups.values():
+        worst = max(same, key=lambda cause: cause.change or 0.0)
+        if len(same) > 1:
+            was = pattern(str(worst.expected)) if worst.what == "renamed" else worst.expected
+            worst = dataclasses.replace(worst, layer=pattern(worst.layer), expected=was)
+        found.append((worst, len(same)))
+    return found
+
+
+def known_change(cause: Cause) -> float | None:
+    """Return the relative change of what a cause changed; None where that has another shape."""
+    return None if cause.effect == "shape" else cause.change
+
+
+def _effect(cause: Cause) -> str:
+    if cause.effect == "shape":
+        return ": its output has another shape"
+    if cause.kind in ("weights", "buffers", "input", "seed") or cause.change is None or cause.share_method:
+        return ""
+    noise = _times_noise(cause)
+    what = f"{'its ' if cause.effect == 'output' else ''}{cause.effect} changed " if cause.effect else ""
+    times = f", {noise} x its noise" if noise else ""
+    why = f", {listed(cause.hints)}" if math.isinf(cause.change) and cause.hints else ""
+    return f": {what}by {percent(cause.change)}{times}{why}"
+
+
+def _times_noise(cause: Cause) -> str:
+    if not cause.noise or cause.change is None or math.isinf(cause.change):
+        return ""
+    return f"{float(f'{cause.change / cause.noise:.2g}'):,.10g}"
+
+
+def _by(change: float | None) -> str:
+    return "" if change is None or math.isinf(change) else f" by {percent(change)}"
+
+
+def _value_text(value: Plain) -> str:
+    return "none" if value is None else str(value)
+
+
+def _names(names: Sequence[str]) -> str:
+    return listed(collapsed(names), most=8)
+
+
+_HIDDEN = "The run does not show it: what that code computes is multiplied by zero, or not used."
+_REDRAWN = (
+    "All random weights are other ones, and every layer's code answers the same, alone: perhaps the model was built "
+    "outside the seed. "
+    "modelprobe.build(Net) gives the same weights in every run."
+)
+
+_POSSIBLE = "Possible (an input is unknown, or only one of two kinds of evidence shows it):"
+
+_NOTES = "Calls that are written otherwise"
+
+_SEEN = {
+    "recorded": "in the record",
+    "isolated": "in its code alone",
+    "propagation": "in the run",
+    "both": "alone and in the run",
+}

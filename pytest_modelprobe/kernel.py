@@ -1,0 +1,93 @@
+"""The compiled numbers of tensors, where there is a compiled module: without it, torch and numpy compute them.
+
+The module is compiled as the package is built, if there is a compiler. ``MODELPROBE_KERNEL=torch`` leaves it aside;
+``MODELPROBE_KERNEL=compiled`` makes it an error if it is missing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+from .exceptions import ModelProbeError
+
+VARIABLE = "MODELPROBE_KERNEL"
+
+Share = Callable[[Callable[[], None], int], None]
+"""Given a function and a number, calls the function on up to so many threads: each call works until nothing is left."""
+
+
+class Compiled(Protocol):
+    """The module `_kernel`, made of ``statistics/kernel/kernel.c``."""
+
+    LEVELS: tuple[str, ...]
+    """Instruction sets, the best last: it is the one that is used."""
+
+    def choose(self, level: str, /) -> None:
+        """Use another instruction set: the numbers stay the same."""
+
+    def set_tables(self, masks: bytes, lanes: bytes, orders: bytes, /) -> None:
+        """Set the signs and orders of the fingerprint, int8: shapes (8, 256), (16, 16) and (256, 16)."""
+
+    def reduce(
+        self,
+        address: int,
+        kind: int,
+        sizes: tuple[int, ...],
+        strides: tuple[int, ...],
+        axis: int | None,
+        index: float,
+        hashes: Any,
+        share: Share | None,
+        histogram: bool = False,
+        /,
+    ) -> bytes | None:
+        """Return the numbers of a tensor, its histogram, the ranges of its units, and its fingerprint.
+
+        See `statistics.packed`. None where float64 does not hold the squares.
+
+        Args:
+            address: Of the first element.
+            kind: Index of the type in float32, float64, float16, bfloat16.
+            sizes: Shape of the tensor.
+            strides: In elements.
+            axis: Axis of the units, counted from the end.
+            index: Number of the forward.
+            hashes: A buffer with one uint64 for each sample, or None for no fingerprint.
+            share: Called where there is work for several threads; None: all is done on this one.
+            histogram: Whether to count elements in bins, int64.
+        """
+
+    def merge(self, a: bytes, b: bytes, /) -> bytes | None:
+        """Return the numbers of both sets of elements together; None where one has what the other has not."""
+
+
+def _load() -> Compiled | None:
+    asked = os.environ.get(VARIABLE, "")
+    if asked not in ("", "torch", "compiled"):
+        raise ModelProbeError(f"{VARIABLE}={asked}: it is 'torch' or 'compiled', or not set")
+    if asked == "torch":
+        return None
+    try:
+        return cast(Compiled, importlib.import_module(f"{__package__}._kernel"))
+    except ImportError as error:
+        if asked == "compiled":
+            raise ModelProbeError(f"{VARIABLE}=compiled: there is no compiled module ({error})") from None
+        return None
+
+
+active = _load()
+"""The compiled module; None where torch and numpy compute."""
+
+
+def description() -> str:
+    """Return which code computes the numbers of tensors on the CPU, in words.
+
+    >>> description().split()[0] in ("compiled", "torch")
+    True
+    """
+    if active is not None:
+        return f"compiled ({active.LEVELS[-1]})"
+    return f"torch ({VARIABLE}=torch)" if os.environ.get(VARIABLE) == "torch" else "torch (no compiled module)"

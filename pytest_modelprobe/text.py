@@ -1,0 +1,244 @@
+"""Plain text: numbers, counts, lists, tables, the body of a failure, escaping. It knows no record.
+
+Every message of the project is made of these functions, so that a number, a plural or a list reads the same
+everywhere. Names of layers and tests come from the code under test: `printable` takes out of them what would move the
+cursor of a terminal or give a command to GitHub Actions.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+MOST_ROWS = 20
+"""Rows of a table above which the rest is counted."""
+
+WIDEST = 100
+"""Characters of a cell of several words above which its middle is left out."""
+
+LONGEST = 4096
+"""Characters of a word above which its middle is left out: more than names of layers and commands have."""
+
+Cell = str | int | float | None
+
+
+def number(value: float | None) -> str:
+    """Return a number with four digits, an integer with grouped digits.
+
+    >>> number(12544), number(0.00012345678), number(-3.5), number(None)
+    ('12,544', '0.0001235', '-3.5', '-')
+    """
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}"
+
+
+def json_number(value: Any) -> Any:
+    """Return a float that is not finite as text, since strict JSON has none, and any other value as it is."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def count(n: int, noun: str) -> str:
+    """Return ``1 layer``, ``2 layers``, ``12,544 outputs``.
+
+    >>> count(1, "layer"), count(1200, "layer")
+    ('1 layer', '1,200 layers')
+    """
+    if noun.endswith("y") and noun[-2:-1] not in "aeiou":
+        plural = noun[:-1] + "ies"
+    else:
+        plural = noun + ("es" if noun.endswith(("s", "x", "ch")) else "s")
+    return f"{n:,} {noun if n == 1 else plural}"
+
+
+def out_of(n: int, total: int, noun: str) -> str:
+    """Return how many of those that were looked at are meant.
+
+    >>> out_of(1, 1200, "layer")
+    '1 of 1,200 layers looked at'
+    """
+    return f"{n:,} of {count(total, noun)} looked at"
+
+
+def shape(dimensions: Sequence[int | tuple[int, int]]) -> str:
+    """Return ``(4, 2..8, 16)``: a dimension that varied is written as a range.
+
+    >>> shape((4, (2, 8), 16)), shape((4,)), shape(())
+    ('(4, 2..8, 16)', '(4,)', '()')
+    """
+    parts = [str(d) if isinstance(d, int) else f"{d[0]}..{d[1]}" for d in dimensions]
+    return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return ``a, b and c``, or ``a, b, c and 4 more``.
+
+    >>> listed(["a"]), listed(["a", "b", "c"]), listed(list("abcdefg"))
+    ('a', 'a, b and c', 'a, b, c and 4 more')
+    """
+    shown = list(names[:most])
+    if len(names) > most:
+        return f"{', '.join(shown)} and {len(names) - most} more"
+    return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
+
+
+def pattern(name: str) -> str:
+    """Return a layer's name with ``*`` for its numbers: repeated layers have the same pattern.
+
+    >>> pattern("blocks.2.mlp.fc1"), pattern("fc1")
+    ('blocks.*.mlp.fc1', 'fc1')
+    """
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def collapsed(names: Iterable[str]) -> list[str]:
+    """Return names with those of repeated layers as one, in order of the first.
+
+    >>> collapsed(["blocks.0.fc", "blocks.1.fc", "head", "blocks.2.fc"])
+    ['blocks.*.fc x3', 'head']
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(pattern(name), []).append(name)
+    return [same[0] if len(same) == 1 else f"{shown} x{len(same)}" for shown, same in groups.items()]
+
+
+def printable(text: str) -> str:
+    r"""Return text without control characters, commands to GitHub Actions and very long words.
+
+    Control characters, and the start of a command in the log of a job, are written as escapes; the middle of a word
+    longer than `LONGEST` is left out.
+
+    >>> printable("fc" + chr(27) + "[31m")
+    'fc\\x1b[31m'
+    >>> printable("::error::fc"), printable("a ##[group]fc"), printable("test_fc.py::test_a")
+    (':\\x3aerror::fc', 'a ##\\x5bgroup]fc', 'test_fc.py::test_a')
+    """
+    half, shown = LONGEST // 2, text
+    if len(text) > LONGEST:
+        shown = re.sub(rf"\S{{{LONGEST + 1},}}", lambda word: f"{word[0][: half - 1]}…{word[0][-half:]}", text)
+    if not shown.isprintable():  # as most text is
+        shown = "".join(_escape(c) if unicodedata.category(c) in _NOT_PRINTED else c for c in shown)
+    return _COMMAND.sub(lambda start: start[0][:-1] + _escape(start[0][-1]), shown)
+
+
+def html_escaped(text: str) -> str:
+    r"""Return text for HTML: what `printable` returns, with ``&``, ``<``, ``>`` and quotes as references.
+
+    >>> html_escaped("<b>" + chr(27))
+    '&lt;b&gt;\\x1b'
+    """
+    # Most of a page are numbers and names that need nothing.
+    return text if _PLAIN.fullmatch(text) else html.escape(printable(text))
+
+
+_PLAIN = re.compile(r"[\w ,.()+-]{0,200}", re.ASCII)
+
+
+def _escape(sign: str) -> str:
+    return f"\\x{ord(sign):02x}" if sign.isascii() and sign.isprintable() else sign.encode("unicode_escape").decode()
+
+
+_NOT_PRINTED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+
+_COMMAND = re.compile(r"^\s*::|##\[")
+"""What Actions looks for: the one at the start of a line, the other anywhere."""
+
+
+def shortened(text: str, widest: int = WIDEST) -> str:
+    """Return text of at most ``widest`` characters: the first three of a list of names, then without its middle.
+
+    The first word, which is mostly a layer's name, is kept.
+
+    >>> shortened("lstm: weights changed (weight_ih_l0, weight_hh_l0, bias_ih_l0, bias_hh_l0, weight_ih_l1)", 80)
+    'lstm: weights changed (weight_ih_l0, weight_hh_l0, bias_ih_l0 and 2 more)'
+    >>> shortened("norm.mode left to right and top to bottom → right to left and bottom to top", 60)
+    'norm.mode left to right and top to bottom → rig…ottom to top'
+    """
+    if len(text) <= widest:
+        return text
+    text = _LIST.sub(lambda names: listed(names[0].split(", ")), text)
+    first, _, rest = text.partition(" ")
+    width_left = max(widest - len(first) - 1, widest // 2)
+    if len(text) <= widest or len(rest) <= width_left:
+        return text
+    end = width_left // 4
+    return f"{first} {rest[: width_left - end - 1]}…{rest[-end:]}"
+
+
+# Possessive, so that a long word is matched in linear time.
+_LIST = re.compile(r"(?<![\w.])[^\W\d][\w.]*+(?:, [^\W\d][\w.]*+){4,}")
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[Cell]], most: int = MOST_ROWS, widest: int = WIDEST
+) -> list[str]:
+    r"""Return the lines of an aligned table, columns of numbers right-aligned; rows beyond ``most`` are counted.
+
+    Args:
+        columns: The headings.
+        rows: The cells.
+        most: The number of rows shown.
+        widest: Characters of a cell of several words; a single word, such as a path, is shown whole, and so are cells
+            that would be shown alike.
+
+    >>> print(*table(["layer", "zeros"], [["fc1", 3], ["relu", 12544]]), sep="\n")
+    layer    zeros
+    fc1          3
+    relu    12,544
+    """
+    rows = [list(row) for row in rows]
+    whole = [[printable(cell) if isinstance(cell, str) else number(cell) for cell in row] for row in rows[:most]]
+    fitting = [_fitting(column, widest) for column in zip(*whole, strict=True)]
+    shown = [[column[cell] for column, cell in zip(fitting, row, strict=True)] for row in whole]
+    right = [i > 0 and all(_NUMBER.fullmatch(row[i]) for row in shown) for i in range(len(columns))]
+    widths = [max(len(cells[i]) for cells in (columns, *shown)) for i in range(len(columns))]
+    lines = [_aligned(columns, widths, right), *(_aligned(row, widths, right) for row in shown)]
+    if len(rows) > most:
+        lines.append(f"... {count(len(rows) - most, 'row')} more")
+    return lines
+
+
+def _fitting(column: Sequence[str], widest: int) -> dict[str, str]:
+    """Return cell → shown text of a column: shortened unless two would be alike."""
+    shown = {cell: shortened(cell, widest) for cell in column}
+    times = Counter(shown.values())
+    return {cell: short if times[short] == 1 else cell for cell, short in shown.items()}
+
+
+_NUMBER = re.compile(r"[-+\d][-+.,/%e\d]*|nan|inf")
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
+    padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(cells, widths, right, strict=True))
+    return "   ".join(padded).rstrip()
+
+
+def failure(
+    first: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], *next_steps: str, widest: int = WIDEST
+) -> str:
+    """Return the text of a failure: the first line, the table of findings, the next steps.
+
+    >>> print(failure("fc1 is dead", ["layer"], [["fc1"]], "Look at its bias."))
+    fc1 is dead
+    <BLANKLINE>
+    layer
+    fc1
+    <BLANKLINE>
+    Look at its bias.
+    """
+    lines = table(columns, rows, widest=widest)
+    parts = [printable(first), "\n".join(lines), *(printable(step) for step in next_steps if step)]
+    return "\n\n".join(parts)
+
+
+def failed(first: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], *next_steps: str) -> AssertionError:
+    """Return the error whose message is that of `failure`."""
+    return AssertionError(failure(first, columns, rows, *next_steps))

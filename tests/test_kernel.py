@@ -1,0 +1,376 @@
+"""The compiled kernel alone: any memory, any instruction set, and which code runs."""
+
+import ctypes
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_modelprobe import kernel
+from pytest_modelprobe.exceptions import ModelProbeError
+from pytest_modelprobe.statistics.compiled import set_tables
+from pytest_modelprobe.statistics.packed import unpack
+
+compiled = pytest.mark.skipif(kernel.active is None, reason="the kernel is not compiled")
+
+KINDS = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
+HASH = bytes(8)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _tables():
+    if kernel.active is not None:
+        set_tables()
+
+
+def drawn(kind, count, seed, scale=1.0, special=()):
+    """Return elements as they lie in memory, and as float64."""
+    values = np.random.default_rng(seed).standard_normal(count) * scale
+    for place, value in enumerate(special):
+        values[(place * 7919) % count] = value
+    if kind == "bfloat16":
+        wide = values.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+        return (wide >> np.uint32(16)).astype(np.uint16), wide.view(np.float32).astype(np.float64)
+    stored = values.astype(kind)
+    return stored, stored.astype(np.float64)
+
+
+def strided(array, start, shape, strides):
+    size = array.itemsize
+    return np.lib.stride_tricks.as_strided(array[start:], shape, [step * size for step in strides], writeable=False)
+
+
+def check(found, values, axis=None):
+    """Compare with numpy in float64."""
+    row, low, high, *_ = unpack(found)
+    finite = values[np.isfinite(values)]
+    assert row[:5] == (
+        finite.size,
+        np.isnan(values).sum(),
+        np.isposinf(values).sum(),
+        np.isneginf(values).sum(),
+        (values == 0).sum(),
+    )
+    if finite.size:
+        rms = math.sqrt((finite**2).mean())
+        assert row[8:10] == (finite.min(), finite.max())
+        assert row[10] == pytest.approx(finite.mean(), rel=0, abs=1e-6 * rms)
+        assert math.sqrt(row[11] / finite.size) == pytest.approx(finite.std(), rel=0, abs=1e-6 * rms)
+    if axis is not None:
+        by_unit = np.moveaxis(values, axis, 0).reshape(values.shape[axis], -1)
+        np.testing.assert_array_equal(low, by_unit.min(1))
+        np.testing.assert_array_equal(high, by_unit.max(1))
+
+
+@st.composite
+def views(draw):
+    """Any strides within a buffer: zero, negative, overlapping."""
+    shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 5, 8, 17, 64, 130]), max_size=4)))
+    strides = tuple(draw(st.integers(-40, 90)) for _ in shape)
+    lowest = sum(min(0, (n - 1) * step) for n, step in zip(shape, strides, strict=True))
+    highest = sum(max(0, (n - 1) * step) for n, step in zip(shape, strides, strict=True))
+    return shape, strides, -lowest, highest - lowest + 1
+
+
+SPECIAL = st.lists(st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf, 40.0]), max_size=5)
+
+
+@compiled
+@given(views(), st.sampled_from(list(KINDS)), st.integers(0, 99), st.data(), SPECIAL)
+@settings(max_examples=int(os.environ.get("MODELPROBE_EXAMPLES", "150")), deadline=None)
+def test_any_strides(view, kind, seed, data, special):
+    shape, strides, start, size = view
+    stored, values = drawn(kind, size, seed, special=special)
+    axis = data.draw(st.integers(-len(shape), -1)) if shape else None
+    address = stored.ctypes.data + start * stored.itemsize
+    found = kernel.active.reduce(address, KINDS[kind], shape, strides, axis, 0, HASH, None)
+    with np.errstate(all="ignore"):
+        check(found, strided(values, start, shape, strides), axis)
+
+
+@compiled
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 255, 256, 257, 4095, 4097, 8192, 8193, 40_001])
+def test_any_size(kind, size):
+    stored, values = drawn(kind, size, size, special=[0.0])
+    check(kernel.active.reduce(stored.ctypes.data, KINDS[kind], (size,), (1,), None, 0, HASH, None), values)
+
+
+@compiled
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_that_is_not_aligned_and_read_only(kind):
+    stored, values = drawn(kind, 10_000, 1)
+    data = b"x" + stored.tobytes()
+    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value + 1
+    check(
+        kernel.active.reduce(address, KINDS[kind], (100, 100), (100, 1), -1, 0, HASH, None),
+        values.reshape(100, 100),
+        -1,
+    )
+
+
+@compiled
+def test_no_element_is_read_where_there_is_none():
+    row, low, high, numbers, _ = unpack(kernel.active.reduce(0, 0, (3, 0), (0, 1), -2, 0, HASH, None))
+    assert row[:5] == (0, 0, 0, 0, 0)
+    assert low.tolist() == [math.inf] * 3
+    assert high.tolist() == [-math.inf] * 3
+    assert numbers.tolist() == [0.0] * 16
+
+
+@compiled
+def test_more_elements_than_32_bits_count():
+    one = np.ones(1, np.float32)
+    row, *_ = unpack(kernel.active.reduce(one.ctypes.data, 0, (1 << 31, 3), (0, 0), None, 0, None, None))
+    assert (row[0], row[10], row[11]) == (3 << 31, 1.0, 0.0)
+
+
+@compiled
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e3])
+def test_every_instruction_set_gives_the_same_bits(kind, scale):
+    stored, _ = drawn(kind, 60_000, 3, scale, special=[0.0] if scale == 1 else ())
+    results = []
+    try:
+        for level in kernel.active.LEVELS:
+            kernel.active.choose(level)
+            results += [
+                [
+                    kernel.active.reduce(stored.ctypes.data, KINDS[kind], shape, strides, -1, 0, HASH, None)
+                    for shape, strides in [((60_000,), (1,)), ((7, 8571), (8571, 1)), ((19, 50, 61), (1, 20, 900))]
+                ]
+            ]
+    finally:
+        kernel.active.choose(kernel.active.LEVELS[-1])
+    assert all(one == results[0] for one in results)
+
+
+@compiled
+@given(
+    st.lists(st.sampled_from([1, 2, 3, 4, 7, 8, 16, 33, 49, 70]), min_size=2, max_size=4),
+    st.sampled_from(list(KINDS)),
+    st.data(),
+)
+@settings(max_examples=int(os.environ.get("MODELPROBE_EXAMPLES", "60")), deadline=None)
+def test_with_a_fingerprint_the_order_in_memory_changes_no_bit(shape, kind, data):
+    while math.prod(shape) > 40_000:
+        shape[shape.index(max(shape))] //= 2
+    order = data.draw(st.permutations(range(len(shape))))
+    axis = data.draw(st.integers(-len(shape), -1))
+    signs = HASH * data.draw(st.sampled_from([1, shape[0]]))
+    check_orders(kind, tuple(shape), order, axis, signs)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [
+        ((2, 70, 100, 100), (0, 2, 3, 1)),
+        ((3, 5, 700, 200), (0, 2, 1, 3)),
+        ((3, 90, 4500), (2, 0, 1)),
+        ((2000, 196, 1), (1, 0, 2)),
+    ],
+    ids=["channels_last", "heads", "batch second", "many samples"],
+)
+def test_with_a_fingerprint_the_order_in_memory_of_many_elements_changes_no_bit(shape, order):
+    check_orders("float32", shape, order, -3, HASH * shape[0])
+
+
+def check_orders(kind, shape, order, axis, signs):
+    """Compare what lies in logical order with the same, permuted to lie in another order of the dimensions."""
+    straight = drawn(kind, math.prod(shape), 3)[0].reshape(shape)
+    turned = np.ascontiguousarray(straight.transpose(order)).transpose(np.argsort(order))
+    found = [
+        kernel.active.reduce(
+            x.ctypes.data, KINDS[kind], shape, tuple(step // x.itemsize for step in x.strides), axis, 0, signs, None
+        )
+        for x in (straight, turned)
+    ]
+    assert found[0] == found[1]
+
+
+# --- several together -------------------------------------------------------------------------------------------------
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+@pytest.mark.parametrize("special", [(), (math.nan, math.inf, -math.inf), (0.0,)])
+def test_numbers_of_two_tensors_together_are_those_of_all_their_elements(kind, special):
+    one, other = (drawn(kind, 300, seed, special=special if seed else ())[0] for seed in (0, 1))
+    both = np.concatenate([one, other])
+    signs = None if math.nan in special else HASH  # of what is not finite the kernel computes no fingerprint
+
+    def numbers(array, index):
+        shape, strides = (len(array) // 3, 3), (3, 1)
+        return kernel.active.reduce(array.ctypes.data, KINDS[kind], shape, strides, -1, index, signs, None, True)
+
+    merged = kernel.active.merge(numbers(one, 0), numbers(other, 5))
+    row, low, high, fingerprint, counts = unpack(merged)
+    check(merged, both.astype(np.float64).reshape(-1, 3), -1)
+    assert row[5:8] == ((5, 5, 5) if math.nan in special else (math.inf,) * 3)
+    assert (low.dtype, high.dtype) == (kind, kind)
+    parts = [unpack(numbers(array, 0)) for array in (one, other)]
+    assert counts.sum() == np.isfinite(both).sum()
+    assert counts.tolist() == sum(part[4] for part in parts).tolist()
+    if signs is not None:
+        assert fingerprint.tolist() == sum(part[3] for part in parts).tolist()
+
+
+@compiled
+def test_numbers_of_tensors_of_other_kinds_are_not_put_together():
+    array = np.ones(6)
+
+    def numbers(kind, units, signs, *histogram):
+        return kernel.active.reduce(array.ctypes.data, kind, (1, units), (units, 1), -1, 0, signs, None, *histogram)
+
+    one = numbers(1, 3, HASH)
+    assert kernel.active.merge(one, one) is not None
+    others = [numbers(0, 3, HASH), numbers(0, 6, HASH), numbers(1, 2, HASH), numbers(1, 3, None)]
+    for other in (*others, numbers(1, 3, HASH, True)):
+        assert kernel.active.merge(one, other) is None
+        assert kernel.active.merge(other, one) is None
+
+
+@compiled
+def test_what_is_not_the_numbers_of_a_tensor_is_refused():
+    with pytest.raises(ValueError, match="no numbers of a tensor"):
+        kernel.active.merge(b"", b"")
+    with pytest.raises(TypeError):
+        kernel.active.merge(1, 2)
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def share_among(count):
+    """Return what calls a function on so many threads, this one among them."""
+
+    def share(work, _):
+        others = [threading.Thread(target=work) for _ in range(count - 1)]
+        for other in others:
+            other.start()
+        work()
+        for other in others:
+            other.join()
+
+    return share
+
+
+LARGE = {
+    "one run": ((3_200_000,), (1,), None),
+    "units": ((40, 8, 10_000), (80_000, 10_000, 1), -2),
+    "columns": ((64_000, 50), (50, 1), -1),
+    "channels_last": ((2, 64, 25_000), (1_600_000, 1, 64), -2),
+    "transposed": ((1_600, 2_000), (1, 1_600), None),
+    "slices": ((2_000, 799), (1_600, 2), -1),
+    "expanded": ((1_000, 3, 1_000), (1_000, 0, 1), -2),
+}
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+@pytest.mark.parametrize("layout", LARGE)
+def test_any_number_of_threads_gives_the_same_bits(layout, kind):
+    shape, strides, axis = LARGE[layout]
+    stored, _ = drawn(kind, 3_200_000, 5, special=[math.nan, 0.0, math.inf])
+    for special in (True, False):
+        if not special:
+            stored[~np.isfinite(stored)] = 1
+        arguments = (stored.ctypes.data, KINDS[kind], shape, strides, axis, 0, HASH)
+        alone = kernel.active.reduce(*arguments, None)
+        for threads in (1, 2, 3, 7):
+            assert kernel.active.reduce(*arguments, share_among(threads)) == alone
+
+
+@compiled
+def test_a_tensor_of_one_chunk_is_not_shared():
+    stored, _ = drawn("float32", 1 << 20, 1)
+    kernel.active.reduce(stored.ctypes.data, 0, (1 << 20,), (1,), None, 0, HASH, pytest.fail)
+
+
+@compiled
+def test_what_nobody_shares_is_done_all_the_same():
+    stored, _ = drawn("float32", 3_000_000, 1)
+    arguments = (stored.ctypes.data, 0, stored.shape, (1,), None, 0, HASH)
+    calls = []
+    found = kernel.active.reduce(*arguments, lambda _, most: calls.append(most))
+    assert found == kernel.active.reduce(*arguments, None)
+    assert calls == [3]
+
+
+@compiled
+def test_after_an_interrupt_no_thread_is_at_it_any_more():
+    stored, _ = drawn("float32", 3_000_000, 1)
+    left = []
+
+    def interrupted(work, _):
+        left.append(work)
+        left.append(threading.Thread(target=work))
+        left[1].start()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kernel.active.reduce(stored.ctypes.data, 0, stored.shape, (1,), None, 0, HASH, interrupted)
+    left[0]()  # comes too late: there is nothing to do
+    left[1].join()
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((0, 9, (), (), None, 0, None, None), "ValueError: no such type, strides or axis"),
+        ((0, 0, (2,), (), None, 0, None, None), "ValueError: no such type, strides or axis"),
+        ((0, 0, [2], (1,), None, 0, None, None), "TypeError: sizes and strides are tuples"),
+        ((0, 0, (1,) * 65, (1,) * 65, None, 0, None, None), "ValueError: a tensor of 65 dimensions"),
+        ((0, 0, (0,), (1,), None, 0, b"123", None), "ValueError: hashes that are not one uint64 for each sample"),
+        ((0, 0), "TypeError: reduce() takes 8 arguments or 9"),
+    ],
+)
+def test_what_cannot_be_meant_is_an_error(arguments, error):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        kernel.active.reduce(*arguments)
+    assert f"{caught.type.__name__}: {caught.value}" == error
+
+
+# --- which code runs --------------------------------------------------------------------------------------------------
+
+
+def test_the_variable_leaves_the_kernel_aside(monkeypatch):
+    monkeypatch.setenv("MODELPROBE_KERNEL", "torch")
+    assert kernel._load() is None
+
+
+def test_the_variable_makes_a_missing_kernel_an_error(monkeypatch):
+    monkeypatch.setenv("MODELPROBE_KERNEL", "compiled")
+    monkeypatch.setitem(sys.modules, "pytest_modelprobe._kernel", None)
+    with pytest.raises(ModelProbeError, match=r"^MODELPROBE_KERNEL=compiled: there is no compiled module"):
+        kernel._load()
+
+
+def test_another_value_of_the_variable_is_an_error(monkeypatch):
+    monkeypatch.setenv("MODELPROBE_KERNEL", "c")
+    with pytest.raises(ModelProbeError, match=r"^MODELPROBE_KERNEL=c: it is 'torch' or 'compiled', or not set$"):
+        kernel._load()
+
+
+def test_without_the_compiled_module_torch_computes(monkeypatch):
+    monkeypatch.delenv("MODELPROBE_KERNEL", raising=False)
+    monkeypatch.setitem(sys.modules, "pytest_modelprobe._kernel", None)
+    monkeypatch.setattr(kernel, "active", kernel._load())
+    assert kernel.description() == "torch (no compiled module)"
+
+
+def test_asking_which_code_runs_does_not_import_torch():
+    code = "import sys; from pytest_modelprobe import kernel; kernel.description(); print('torch' in sys.modules)"
+    package = Path(importlib.util.find_spec("pytest_modelprobe").origin).parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=package.parent, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,253 @@
+"""Numbers, tables and names as text."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_modelprobe import ModelProbe, Record
+from pytest_modelprobe.record import layer_table
+from pytest_modelprobe.text import count, failure, listed, number, printable, shape, shortened, table
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (12544, "12,544"),
+        (-3, "-3"),
+        (0.0, "0"),
+        (1e-12, "1e-12"),
+        (123456.0, "1.235e+05"),
+        (float("nan"), "nan"),
+        (float("-inf"), "-inf"),
+        (None, "-"),
+    ],
+)
+def test_numbers(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("n", "noun", "text"),
+    [
+        (0, "layer", "0 layers"),
+        (1, "layer", "1 layer"),
+        (1200, "layer", "1,200 layers"),
+        (2, "pass", "2 passes"),
+        (2, "batch", "2 batches"),
+        (2, "entry", "2 entries"),
+        (2, "key", "2 keys"),
+    ],
+)
+def test_counts(n: int, noun: str, text: str) -> None:
+    assert count(n, noun) == text
+
+
+def test_shapes() -> None:
+    assert [shape(()), shape((4,)), shape((4, (1, 8)))] == ["()", "(4,)", "(4, 1..8)"]
+
+
+def test_lists() -> None:
+    assert [listed([]), listed(["a"]), listed(["a", "b"]), listed(list("abcd"), most=2)] == [
+        "", "a", "a and b", "a, b and 2 more",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("blocks.0.attn", "blocks.0.attn"),
+        ("größe", "größe"),
+        ("\x1b[31mred", "\\x1b[31mred"),
+        ("two\nlines\r\t", "two\\nlines\\r\\t"),
+        ("\u202eright to left", "\\u202eright to left"),
+        ("\u2028separator", "\\u2028separator"),
+        ("zero\u200bwidth", "zero\\u200bwidth"),
+        ("\ud800surrogate", "\\ud800surrogate"),
+        ("\x9bcsi", "\\x9bcsi"),
+    ],
+)
+def test_names_move_no_cursor(text: str, shown: str) -> None:
+    assert printable(text) == shown
+    printable(text).encode()
+
+
+def test_of_a_long_word_the_ends_are_shown() -> None:
+    shown = printable(f"layer {'a' * 5000}{'b' * 5000} is dead")
+    assert shown == f"layer {'a' * 2047}…{'b' * 2048} is dead"
+
+
+def test_a_word_that_is_just_not_too_long_is_whole() -> None:
+    assert printable("a" * 4096) == "a" * 4096
+
+
+def test_a_word_of_any_length_is_read_once() -> None:
+    assert shortened(f"{'x' * 1_000_000} is dead").endswith("x is dead")
+
+
+def test_a_failure_has_the_whole_name_of_the_layer_in_its_first_line_and_in_its_table() -> None:
+    names = [f"{'encoder.' * 20}{block}.{'norm.' * 20}fc" for block in (1, 2)]
+    text = failure(f"{names[0]} is dead", ["layer", "output"], [[name, f"output of {name} is zero"] for name in names])
+    assert text.splitlines() == [
+        f"{names[0]} is dead",
+        "",
+        f"layer{' ' * (len(names[0]) - 5)}   output",
+        *(f"{name}   output of {name} is zero" for name in names),
+    ]
+
+
+def test_cells_that_would_read_alike_are_whole() -> None:
+    cells = [f"norm.mode {'left ' * 20}{middle} {'right ' * 20}end" for middle in ("up", "down")]
+    assert table(["cause"], [[cell] for cell in cells])[1:] == cells
+    assert "…" in table(["cause"], [[cells[0]]])[1]
+
+
+def test_numbers_stand_to_the_right_and_names_to_the_left() -> None:
+    assert table(["layer", "zeros", "share", "what"], [["0", 3, "5%", "3 of 4"], ["10", 12544, "10%", "-"]]) == [
+        "layer    zeros   share   what",
+        "0            3      5%   3 of 4",
+        "10      12,544     10%   -",
+    ]
+
+
+def test_a_table_may_be_empty() -> None:
+    assert table(["layer", "zeros"], []) == ["layer   zeros"]
+
+
+def test_rows_beyond_the_most_are_counted() -> None:
+    assert table(["n"], [[str(i)] for i in range(5)], most=3) == ["n", "0", "1", "2", "... 2 rows more"]
+    assert len(table(["n"], [[str(i)] for i in range(100)])) == 22
+
+
+def test_rows_that_are_not_shown_widen_no_column() -> None:
+    assert table(["n", "m"], [["a", 1], ["b" * 50, 2]], most=1)[1] == "a   1"
+
+
+LSTM = [f"{kind}_l{i}" for i in range(4) for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+
+
+def test_a_cell_shows_three_of_many_names() -> None:
+    cell = f"lstm: weights changed by 0.08 % ({', '.join(LSTM)})"
+    assert table(["cause", "class"], [[cell, "weights"]])[1] == (
+        "lstm: weights changed by 0.08 % (weight_ih_l0, weight_hh_l0, bias_ih_l0 and 13 more)   weights"
+    )
+
+
+def test_a_cell_shows_both_ends_of_what_is_long() -> None:
+    (line,) = table(["cause"], [[f"norm.mode {'left ' * 50}→ {'right ' * 50}end"]])[1:]
+    assert len(line) == 100
+    assert re.fullmatch(r"norm\.mode left left .*….* right end", line)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "tests/models/__modelprobe__/test_transformers/test_of_a_long_name[with an id of several words].arch.json",
+        "model.vision.encoder: own code feeds patch_embedding output to layers.0 input, not position output",
+        "(1, 2, 3, 4, 5, 6)",
+    ],
+)
+def test_a_cell_of_usual_length_is_whole(cell: str) -> None:
+    assert table(["cell"], [[cell]])[1] == cell
+
+
+def test_a_long_name_in_a_cell_is_whole() -> None:
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.original_module.weight"
+    assert table(["cell"], [[f"{name}: {'changed ' * 50}"]])[1].startswith(f"{name}: changed")
+    assert table(["cell"], [[f"{name}.{name[:30]}"]])[1] == f"{name}.{name[:30]}"
+
+
+def test_lines_have_no_blanks_at_their_end() -> None:
+    assert all(line == line.rstrip() for line in table(["a", "b"], [["x", ""], ["xx", "y"]]))
+
+
+def test_a_failure_is_a_line_a_table_and_what_to_do() -> None:
+    assert failure("fc is dead", ["layer"], [["fc"]], "", "Look at it.") == "fc is dead\n\nlayer\nfc\n\nLook at it."
+
+
+def test_no_name_breaks_the_first_line() -> None:
+    assert failure("a\nb is dead", ["layer"], [["a\nb"]], "See a\nb.") == (
+        "a\\nb is dead\n\nlayer\na\\nb\n\nSee a\\nb."
+    )
+
+
+def net() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU())
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1.0, 0.0], [0.0, -1.0]]))
+    return model
+
+
+def test_the_table_of_layers_says_what_the_probe_saw() -> None:
+    assert layer_table(ModelProbe().run(net(), torch.ones(4, 2))) == [
+        "layer   type     parameters   calls   output   mean   std   min   max   zeros   dead units",
+        "0       Linear            4       1   (4, 2)      0     1    -1     1      0%          0/2",
+        "1       ReLU              -       1   (4, 2)    0.5   0.5     0     1     50%          1/2",
+    ]
+
+
+def test_the_table_of_layers_has_a_row_for_each_call_of_a_shared_module() -> None:
+    act = nn.ReLU()
+    model = nn.Sequential(nn.Linear(2, 2), act, nn.Linear(2, 2), act)
+    lines = layer_table(ModelProbe().run(model, torch.ones(4, 2)))
+    assert [line.split("  ")[0] for line in lines[1:]] == ["0", "1", "2", "1 (call 2)"]
+
+
+def test_the_table_of_layers_has_one_row_for_a_cell_that_is_called_for_each_token() -> None:
+    cell = nn.Linear(2, 2)
+    lines = layer_table(ModelProbe().run(nn.Sequential(*[cell] * 9), torch.ones(4, 2)))
+    assert [line.split()[:4] for line in lines[1:]] == [["0", "Linear", "6", "9"]]
+
+
+def test_the_table_of_layers_has_gradients_if_there_are_any() -> None:
+    lines = layer_table(ModelProbe().run(net(), torch.ones(4, 2), loss=lambda out: out.sum()))
+    assert lines[0].endswith("   gradient rms")
+    assert [line.split()[-1] for line in lines[1:]] == ["0.7071", "1"]
+
+
+def test_the_table_of_layers_tells_why_there_are_no_numbers() -> None:
+    lines = layer_table(ModelProbe().architecture(net(), torch.ones(4, 2)))
+    assert lines[0].split()[:4] == ["layer", "type", "parameters", "calls"]
+    assert len(lines) == 3
+
+
+def test_the_table_of_layers_ends_with_those_that_have_parameters_and_were_not_called() -> None:
+    model = nn.Sequential(net(), nn.Linear(2, 2), nn.ReLU())
+    model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
+    lines = layer_table(ModelProbe().run(model, torch.ones(4, 2)))
+    assert [line.split()[:4] for line in lines[1:]] == [
+        ["0.0", "Linear", "4", "1"],
+        ["0.1", "ReLU", "-", "1"],
+        ["1", "Linear", "6", "0"],
+    ]
+
+
+def test_a_container_with_parameters_of_its_own_is_in_the_table_of_layers() -> None:
+    model = net()
+    model.scale = nn.Parameter(torch.ones(3))
+    lines = layer_table(ModelProbe().run(model, torch.ones(4, 2)))
+    assert lines[-1].split()[:4] == ["(root)", "Sequential", "3", "1"]
+
+
+def test_parameters_that_are_tied_count_once() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    lines = layer_table(ModelProbe().run(model, torch.ones(4, 2)))
+    assert [line.split()[2] for line in lines[1:]] == ["4", "tied"]
+
+
+def test_where_no_layer_was_called_the_table_is_of_parameters() -> None:
+    assert layer_table(ModelProbe().architecture(net())) == [
+        "layer    type         parameters",
+        "(root)   Sequential   -",
+        "0        Linear       weight (2, 2)",
+        "1        ReLU         -",
+    ]
+
+
+def test_a_record_without_layers_has_no_table() -> None:
+    assert layer_table(Record(model="Net")) == ["no layer was recorded"]
