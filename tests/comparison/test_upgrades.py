@@ -289,6 +289,11 @@ def test_dropout_that_drops_is_an_added_layer_also_in_evaluation() -> None:
     assert first_line(found) == "output unchanged; structure differs in 1 place: more added: Dropout"
 
 
+def test_dropout_that_drops_is_a_removed_layer_also_in_evaluation() -> None:
+    found = upgraded(Head(nn.ReLU(), more=nn.Dropout(0.1)), Head(nn.ReLU()), GRAPH[0])
+    assert first_line(found) == "output unchanged; structure differs in 1 place: more removed: it was Dropout"
+
+
 def test_a_layer_that_computes_nothing_and_holds_weights_is_told() -> None:
     more = nn.Identity()
     more.scale = nn.Parameter(torch.ones(4))
