@@ -333,7 +333,7 @@ def test_what_a_forward_sets_for_the_whole_process_is_as_it_was(name: str, actio
 
 
 def test_the_documentation_names_what_the_table_puts_back_and_nothing_else() -> None:
-    section = PAGE.read_text("utf-8").partition("| of the process |")[2].partition("\n\n")[0]
+    section = PAGE.read_text("utf-8").partition("| setting of the process |")[2].partition("\n\n")[0]
     documented = re.findall(r"^\| ([^|]+?) \|", section, re.MULTILINE)
     assert set(documented) == set(CHANGES)
     assert set(TABLE) <= set(documented)
