@@ -70,7 +70,7 @@ def in_run(index: ComparisonIndex, cause: Cause) -> Iterator[Difference]:
 
 
 def _layers(index: ComparisonIndex, difference: Difference) -> list[Layer]:
-    """Return the layer of a difference in the records that have it; the expected one renames those that were removed."""
+    """Return the layer of a difference in the records that have it; the expected one renames removed layers."""
     names = (difference.layer, f"{difference.layer} (removed)")
     return [layers[name] for layers in (index.now, index.then) for name in names if name in layers]
 
