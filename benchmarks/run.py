@@ -126,7 +126,7 @@ def bench_isolation(rounds: int = 3) -> dict[str, dict[str, float]]:
                     seconds = clock() - start
                     record = probe.run(model, loss=loss, **inputs)
                     start = clock()
-                    isolated = record.rerun.isolated(record)
+                    isolated = record.live_run.isolated(record)
                     assert isolated.calls[0][1].response is not None  # it was not refused
                     if turn >= 0:
                         each[name].append((clock() - start) / seconds)
@@ -261,12 +261,12 @@ def bench_run(rounds: int = 2) -> dict[str, float]:
             times.append(clock())
             record = probe.run(model, loss=lambda out: out[0].float().pow(2).mean(), **inputs)
             times.append(clock())
-            isolated = record.rerun.isolated(record)
+            isolated = record.live_run.isolated(record)
             times.append(clock())
             if turn >= 0:
-                record.rerun.measured(record)
+                record.live_run.measured(record)
                 times.append(clock())
-                isolated.rerun.measured(isolated)
+                isolated.live_run.measured(isolated)
                 times.append(clock())
                 base, *seconds = (b - a for a, b in itertools.pairwise(times))
                 for name, value in zip(each, seconds, strict=True):
@@ -292,7 +292,7 @@ def bench_passing(rounds: int = 15) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "test_model.arch.json")
             record = probe.run(model, loss="random", **inputs)
-            files.write(path, files.encode(record.rerun.isolated(record)))
+            files.write(path, files.encode(record.live_run.isolated(record)))
             ratios = []
             with one_thread() as clock:
                 for turn in range(-1, rounds):
@@ -302,7 +302,7 @@ def bench_passing(rounds: int = 15) -> dict[str, float]:
                     record, expected = probe.run(model, loss="random", **inputs), files.read(path).record
                     assert compare(record, expected).same
                     if behind := layers_behind_zeros(record):
-                        assert compare(record.rerun.isolated(record, like=expected, only=behind), expected).same
+                        assert compare(record.live_run.isolated(record, like=expected, only=behind), expected).same
                     times.append(clock())
                     base, whole = (b - a for a, b in itertools.pairwise(times))
                     if turn >= 0:
@@ -376,9 +376,9 @@ def bench_snapshot(rounds: int = 7) -> dict[str, float]:
         config = GPT2Config(n_layer=layers, n_embd=width, n_head=2, vocab_size=200, bos_token_id=0, eos_token_id=0)
         model = probe.build(lambda config=config: GPT2LMHeadModel(config)).eval()
         record = probe.run(model, probe.randint(0, 200, (2, 16)), loss="random", use_cache=False)
-        record = record.rerun.isolated(record)
+        record = record.live_run.isolated(record)
         if layers == 12:
-            texts = files.encode(record.rerun.measured(record))
+            texts = files.encode(record.live_run.measured(record))
             found["architecture, bytes"], found["numbers, bytes"] = (len(text.encode()) for text in texts)
             continue
         found["layers"] = len(record.layers)

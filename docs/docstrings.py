@@ -37,7 +37,7 @@ def _is_check(path: str) -> bool:
 
 
 def _as_called(function: griffe.Function) -> None:
-    """Replace the trial that a check works on by the probe, the model and its inputs."""
+    """Replace the prepared model that a check works on by the probe, the model and its inputs."""
     kinds = griffe.ParameterKind
     positional, several = kinds.positional_only, kinds.var_positional
     given = [
@@ -47,4 +47,4 @@ def _as_called(function: griffe.Function) -> None:
     function.parameters = griffe.Parameters(*given, *list(function.parameters)[1:])
     function.returns = "Outcome"
     if function.docstring is not None:
-        function.docstring.value = function.docstring.value.replace("    trial: ", "    *inputs: ")
+        function.docstring.value = function.docstring.value.replace("    prepared: ", "    *inputs: ")

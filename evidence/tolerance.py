@@ -184,9 +184,9 @@ def run(name: str, weights: Path, *, like: Record | None = None, channels_last: 
         model = model.to(memory_format=torch.channels_last)
         inputs = {k: v.to(memory_format=torch.channels_last) for k, v in inputs.items()}
     record = ModelProbe().run(model, loss="random", mode=mode, **inputs)
-    assert record.rerun is not None
-    isolated = record.rerun.isolated(record, like)
-    return isolated if like is not None else record.rerun.measured(isolated)
+    assert record.live_run is not None
+    isolated = record.live_run.isolated(record, like)
+    return isolated if like is not None else record.live_run.measured(isolated)
 
 
 def variants(name: str, weights: Path, like: Record) -> Iterator[tuple[str, Record]]:

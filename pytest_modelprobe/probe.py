@@ -20,7 +20,7 @@ from . import interventions
 from .exceptions import NothingObservedError, UsageError
 from .interventions import Ablation, Change, Metric, ablation, faults
 from .models import as_array, check_supported, initialization, seeding, version
-from .record import Record, Selector, with_rerun
+from .record import Record, Selector, with_live_run
 from .runs import (
     Compiled,
     Loss,
@@ -30,7 +30,7 @@ from .runs import (
     StopOn,
     Target,
     Watch,
-    WeakRerun,
+    WeakLiveRun,
     check_loss,
     is_same_device,
     merged,
@@ -48,8 +48,8 @@ __all__ = ["Loss", "Mode", "ModelProbe", "Watch", "watched"]
 
 M = TypeVar("M", bound=nn.Module)
 
-_MODELS = 2  # kept alive for `Record.rerun` if the test keeps none: run(build(Net), x) == snapshot
-_REMEMBERED = 8  # newest runs and watches, whose inputs are kept for `Record.rerun`
+_MODELS = 2  # kept alive for `Record.live_run` if the test keeps none: run(build(Net), x) == snapshot
+_REMEMBERED = 8  # newest runs and watches, whose inputs are kept for `Record.live_run`
 _FORGOTTEN = (
     f"the probe of the record is closed or gone, or made {_REMEMBERED} runs since: compare the record before that"
 )
@@ -178,7 +178,7 @@ class ModelProbe:
         all_kwargs = {**(kwargs or {}), **model_kwargs}
         run = Run(model, args, all_kwargs, options, loss, mode, device=self.device, seed=self.seed, isolate=isolate)
         record, self.kept = run.record()
-        with_rerun(record, WeakRerun(run, _FORGOTTEN, Run.isolated, Run.measured, Run.varied))
+        with_live_run(record, WeakLiveRun(run, _FORGOTTEN, Run.isolated, Run.measured, Run.varied))
         self._runs.append(run)
         self._models.append(model)
         self._remember(record.model, record)

@@ -10,8 +10,8 @@ from torch import nn
 
 from pytest_modelprobe import HintWarning, ModelProbe, checks
 from pytest_modelprobe.checks.machinery.check import Check, check
-from pytest_modelprobe.checks.machinery.trial import Trial
-from pytest_modelprobe.checks.outcome import Break
+from pytest_modelprobe.checks.machinery.prepared import PreparedModel
+from pytest_modelprobe.checks.outcome import Violation
 
 TEST = """
     import torch
@@ -19,11 +19,11 @@ TEST = """
 
     from pytest_modelprobe import checks
     from pytest_modelprobe.checks.machinery.check import check
-    from pytest_modelprobe.checks.outcome import Break
+    from pytest_modelprobe.checks.outcome import Violation
 
     @check
-    def wide(trial):
-        return Break(layer="(root)", line="(root) is wide", advice="Is it meant?", level="hint")
+    def wide(prepared):
+        return Violation(layer="(root)", line="(root) is wide", advice="Is it meant?", level="hint")
 
     def test_net(modelprobe):
         wide(modelprobe, nn.Linear(2, 3), torch.ones(1, 2))
@@ -33,8 +33,8 @@ TEST = """
 """
 
 
-def wide(trial: Trial) -> Break | str:
-    return Break(layer="(root)", line=f"{trial.name} is wide", level="hint")
+def wide(prepared: PreparedModel) -> Violation | str:
+    return Violation(layer="(root)", line=f"{prepared.name} is wide", level="hint")
 
 
 def test_a_hint_is_a_warning_and_its_outcome_is_returned() -> None:
@@ -43,8 +43,8 @@ def test_a_hint_is_a_warning_and_its_outcome_is_returned() -> None:
     assert (outcome.verdict, outcome.layer, str(outcome)) == ("hint", "(root)", "Linear is wide")
 
 
-def broken(trial: Trial) -> Break | str:
-    return Break(layer="(root)", line=f"{trial.name} is broken")
+def broken(prepared: PreparedModel) -> Violation | str:
+    return Violation(layer="(root)", line=f"{prepared.name} is broken")
 
 
 def test_standard_gives_hints_and_lists_them_after_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

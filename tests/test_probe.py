@@ -40,7 +40,7 @@ from pytest_modelprobe import (
 from pytest_modelprobe.capture import capture
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.models import seeding
-from pytest_modelprobe.record import IsolatedResponse, Reading, Record, Rerun
+from pytest_modelprobe.record import IsolatedResponse, LiveRun, Reading, Record
 from pytest_modelprobe.runs.architecture import architecture
 from pytest_modelprobe.statistics import collect, reduce
 
@@ -699,7 +699,7 @@ def test_a_run_leaves_a_lazy_model_lazy_and_records_it_as_any_other(probe: Model
 def test_more_can_be_asked_of_a_run_of_a_lazy_model(probe: ModelProbe) -> None:
     model = lazy()
     record = probe.run(model, probe.randn(8, 3), loss="random", mode="train")
-    measured = rerun(record).measured(rerun(record).isolated(record))
+    measured = live_run(record).measured(live_run(record).isolated(record))
     assert measured.noise == "measured"
     assert all(responses(measured))
     assert str(model) == str(lazy())
@@ -840,9 +840,9 @@ def reading_of(tensor: torch.Tensor) -> Reading:
 # --- more asked of a record ---------------------------------------------------------------------------------------
 
 
-def rerun(record: Record) -> Rerun:
-    assert record.rerun is not None
-    return record.rerun
+def live_run(record: Record) -> LiveRun:
+    assert record.live_run is not None
+    return record.live_run
 
 
 def responses(record: Record) -> list[IsolatedResponse | None]:
@@ -852,65 +852,65 @@ def responses(record: Record) -> list[IsolatedResponse | None]:
 def test_a_record_can_be_asked_for_the_responses_of_single_layers(probe: ModelProbe, net: Net) -> None:
     record = probe.run(net, probe.randn(2, 1, 8, 8), loss="random")
     assert responses(record) == [None] * len(record.calls)
-    isolated = rerun(record).isolated(record)
+    isolated = live_run(record).isolated(record)
     assert all(isolated.layers[name].calls[0].response for name in ("(root)", "conv", "norm", "drop", "head"))
-    assert rerun(record).isolated(record) == isolated
+    assert live_run(record).isolated(record) == isolated
 
 
 def test_synthetic_tensors_are_made_as_in_the_responses_of_another_record(probe: ModelProbe) -> None:
     model = probe.build(lambda: nn.Linear(4, 2))
     small, large = (probe.run(model, probe.randn(8, 4) * scale) for scale in (1, 100))
-    like = rerun(small).isolated(small)
-    assert responses(rerun(large).isolated(large)) != responses(like)
-    assert responses(rerun(large).isolated(large, like)) == responses(like)
+    like = live_run(small).isolated(small)
+    assert responses(live_run(large).isolated(large)) != responses(like)
+    assert responses(live_run(large).isolated(large, like)) == responses(like)
 
 
 def test_without_isolation_no_layer_is_called_alone(probe: ModelProbe, net: Net) -> None:
     record = probe.run(net, probe.randn(2, 1, 8, 8), isolate=False)
-    assert rerun(record).isolated(record) is record
-    assert rerun(record).measured(record).noise == "measured"
+    assert live_run(record).isolated(record) is record
+    assert live_run(record).measured(record).noise == "measured"
 
 
 def test_layers_that_are_not_selected_are_not_called_alone(probe: ModelProbe, net: Net) -> None:
     record = probe.run(net, probe.randn(2, 1, 8, 8), layers="conv", functionals=True)
-    assert len(responses(rerun(record).isolated(record))) == 1
+    assert len(responses(live_run(record).isolated(record))) == 1
 
 
 def test_asking_more_leaves_no_trace(probe: ModelProbe, net: Net) -> None:
     net(probe.randn(2, 1, 8, 8)).sum().backward()
     before = everything(net)
     record = probe.run(net, probe.randn(2, 1, 8, 8), loss="random", mode="eval")
-    rerun(record).measured(rerun(record).isolated(record))
+    live_run(record).measured(live_run(record).isolated(record))
     assert everything(net) == before
 
 
 def test_a_record_that_is_stored_or_copied_can_ask_for_no_more(probe: ModelProbe) -> None:
     record = probe.run(nn.Linear(2, 2), torch.ones(1, 2))
     for copied in (pickle.loads(pickle.dumps(record)), copy.deepcopy(record), Record.from_dict(record.to_dict())):
-        assert copied.rerun is None
+        assert copied.live_run is None
         assert copied == record
 
 
 def test_a_model_that_the_test_does_not_keep_can_be_asked_more(probe: ModelProbe) -> None:
     record = probe.run(probe.build(Net), probe.randn(2, 1, 8, 8), mode="eval")
     gc.collect()
-    assert rerun(record).measured(record).noise == "measured"
+    assert live_run(record).measured(record).noise == "measured"
 
 
 def test_a_run_with_other_inputs_in_between_changes_nothing(probe: ModelProbe, net: Net) -> None:
     record = probe.run(net, probe.randn(2, 1, 8, 8), mode="train")
     probe.run(net, probe.randn(4, 1, 8, 8, name="other"), mode="train")
-    assert rerun(record).measured(record).noise == "measured"
-    assert rerun(record).measured(record).noise == "measured"
+    assert live_run(record).measured(record).noise == "measured"
+    assert live_run(record).measured(record).noise == "measured"
 
 
 def test_models_of_earlier_runs_are_not_kept(probe: ModelProbe) -> None:
     records = [probe.run(nn.Linear(2, 2), torch.ones(1, 2)) for _ in range(4)]
     gc.collect()
     because = "the model is gone: keep it in a variable until the record is compared"
-    assert rerun(records[0]).isolated(records[0]).notes == (f"no layer was called alone: {because}",)
-    assert rerun(records[0]).measured(records[0]).notes == (f"no noise was measured: {because}",)
-    assert rerun(records[-1]).measured(records[-1]).noise == "measured"
+    assert live_run(records[0]).isolated(records[0]).notes == (f"no layer was called alone: {because}",)
+    assert live_run(records[0]).measured(records[0]).notes == (f"no noise was measured: {because}",)
+    assert live_run(records[-1]).measured(records[-1]).noise == "measured"
 
 
 def test_a_closed_probe_keeps_neither_models_nor_inputs() -> None:
@@ -924,8 +924,8 @@ def test_a_closed_probe_keeps_neither_models_nor_inputs() -> None:
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
     forgotten = "the probe of the record is closed or gone, or made 8 runs since: compare the record before that"
-    assert rerun(record).measured(record).notes == (f"no noise was measured: {forgotten}",)
-    assert rerun(record).isolated(record).notes == (f"no layer was called alone: {forgotten}",)
+    assert live_run(record).measured(record).notes == (f"no noise was measured: {forgotten}",)
+    assert live_run(record).isolated(record).notes == (f"no layer was called alone: {forgotten}",)
 
 
 def tensors_of(record: Record) -> list[torch.Tensor]:
@@ -943,7 +943,7 @@ def tensors_of(record: Record) -> list[torch.Tensor]:
 def test_no_tensor_can_be_reached_from_a_record(probe: ModelProbe, net: Net) -> None:
     record = probe.run(net, probe.randn(2, 1, 8, 8), loss="random")
     assert tensors_of(record) == []
-    assert tensors_of(rerun(record).measured(rerun(record).isolated(record))) == []
+    assert tensors_of(live_run(record).measured(live_run(record).isolated(record))) == []
 
 
 def test_records_that_are_kept_keep_no_inputs(probe: ModelProbe, net: Net) -> None:
@@ -955,8 +955,8 @@ def test_records_that_are_kept_keep_no_inputs(probe: ModelProbe, net: Net) -> No
     del x
     gc.collect()
     assert [ref() is None for ref in inputs] == [True] * 4 + [False] * 8
-    assert "no noise was measured" in rerun(records[0]).measured(records[0]).notes[0]
-    assert rerun(records[-1]).measured(records[-1]).noise == "measured"
+    assert "no noise was measured" in live_run(records[0]).measured(records[0]).notes[0]
+    assert live_run(records[-1]).measured(records[-1]).noise == "measured"
 
 
 def test_a_probe_that_is_forgotten_keeps_no_inputs_for_its_records(net: Net) -> None:
@@ -966,14 +966,14 @@ def test_a_probe_that_is_forgotten_keeps_no_inputs_for_its_records(net: Net) -> 
     del x
     gc.collect()
     assert gone() is None
-    assert rerun(record).measured(record).noise is None
+    assert live_run(record).measured(record).noise is None
 
 
 def test_more_can_be_asked_of_what_was_filled_in(probe: ModelProbe, net: Net) -> None:
     record = probe.run(net, probe.randn(2, 1, 8, 8), mode="eval")
-    isolated = rerun(record).isolated(record)
-    assert rerun(isolated).measured(isolated).noise == "measured"
-    assert dataclasses.replace(record).rerun is None
+    isolated = live_run(record).isolated(record)
+    assert live_run(isolated).measured(isolated).noise == "measured"
+    assert dataclasses.replace(record).live_run is None
 
 
 def write_silently(net: Net, x: torch.Tensor) -> None:
@@ -1015,7 +1015,7 @@ def test_of_a_model_that_was_changed_nothing_is_measured(
     x = probe.randn(2, 1, 8, 8)
     record = probe.run(net, x, loss="random")
     change(net, x)
-    measured = rerun(record).measured(rerun(record).isolated(record))
+    measured = live_run(record).measured(live_run(record).isolated(record))
     because = "the model or an input was changed after the run: compare the record before that"
     assert measured.notes == (f"no layer was called alone: {because}", f"no noise was measured: {because}")
     assert responses(measured) == [None] * len(measured.calls)
@@ -1025,7 +1025,7 @@ def test_of_a_model_that_was_changed_nothing_is_measured(
 def test_a_mode_that_the_run_sets_itself_may_change_after_it(probe: ModelProbe, net: Net) -> None:
     record = probe.run(net, probe.randn(2, 1, 8, 8), mode="eval")
     net.train(not net.training)
-    assert rerun(record).measured(record).noise == "measured"
+    assert live_run(record).measured(record).noise == "measured"
 
 
 class Installs(nn.Module):

@@ -56,10 +56,10 @@ def of_run(model: nn.Module, x: torch.Tensor, loss: object = "random") -> Record
     """Return a record with all that a snapshot keeps."""
     with ModelProbe(device="cpu", seed=0) as probe:
         record = probe.run(model, x, loss=loss)  # type: ignore[arg-type]
-        assert record.rerun is not None
-        record = record.rerun.isolated(record)
-        assert record.rerun is not None
-        return dataclasses.replace(record.rerun.measured(record))
+        assert record.live_run is not None
+        record = record.live_run.isolated(record)
+        assert record.live_run is not None
+        return dataclasses.replace(record.live_run.measured(record))
 
 
 def of_watch() -> Record:

@@ -40,8 +40,8 @@ def snapshot(record: Record) -> Record:
 
 def write(path: Path, record: Record) -> None:
     """Write the two files, as an update does."""
-    assert record.rerun is not None
-    files.write(path, files.encode(record.rerun.measured(record.rerun.isolated(record))))
+    assert record.live_run is not None
+    files.write(path, files.encode(record.live_run.measured(record.live_run.isolated(record))))
 
 
 def read(path: Path) -> Record:
@@ -53,8 +53,8 @@ def judge(actual: Record, expected: Record, rename: Mapping[str, str] | None = N
     """Return what a failing test says. Only where the run differs is each layer called alone."""
     found = compare(actual, expected, rename=rename)
     if not found.same:
-        assert actual.rerun is not None
-        actual = actual.rerun.isolated(actual, like=found.expected, names=found.names_before)
+        assert actual.live_run is not None
+        actual = actual.live_run.isolated(actual, like=found.expected, names=found.names_before)
         found = compare(actual, expected, rename=rename)
     return diagnose(found)
 

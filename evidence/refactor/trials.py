@@ -138,9 +138,9 @@ def snapshot(name: str) -> Record:
     load(model, weights_of(name, 1))
     with ModelProbe() as probe, tempfile.TemporaryDirectory() as folder:
         found = recorded(probe, model, name)
-        assert found.rerun is not None
+        assert found.live_run is not None
         path = Path(folder, "model.arch.json")
-        files.write(path, files.encode(found.rerun.measured(found.rerun.isolated(found))))
+        files.write(path, files.encode(found.live_run.measured(found.live_run.isolated(found))))
         return files.read(path).record
 
 
@@ -151,8 +151,8 @@ def judged(model: nn.Module, name: str) -> Diagnosis:
         actual = recorded(probe, model, name)
         found = compare(actual, expected)
         if not found.same:
-            assert actual.rerun is not None
-            actual = actual.rerun.isolated(actual, like=found.expected, names=found.names_before)
+            assert actual.live_run is not None
+            actual = actual.live_run.isolated(actual, like=found.expected, names=found.names_before)
             found = compare(actual, expected)
         return diagnose(found)
 

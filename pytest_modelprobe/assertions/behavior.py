@@ -67,11 +67,11 @@ def assert_same_behavior(
         )
 
     # Measuring the noise takes seven runs: skipped if the records are equal without it.
-    again = theirs.rerun if theirs.noise is None else None
+    again = theirs.live_run if theirs.noise is None else None
     if again is not None and not compared(mine, dataclasses.replace(theirs, noise="measured")).same:
         theirs = again.measured(theirs)
     found = compared(mine, theirs)
-    now, then = mine.rerun, theirs.rerun
+    now, then = mine.live_run, theirs.live_run
     if now is not None and then is not None:
 
         def alone(only: Collection[str] | None = None) -> Comparison:

@@ -91,4 +91,6 @@ def _said(zero: list[Layer]) -> str:
 def _again(record: Record) -> Record | None:
     """Return the record of a run again, if that may have other zeros."""
     drew = any(call.random is not None and call.root_training for _, call in record.calls)
-    return record.rerun.varied(record) if record.rerun is not None and (drew or _zero_initialized(record)) else None
+    return (
+        record.live_run.varied(record) if record.live_run is not None and (drew or _zero_initialized(record)) else None
+    )

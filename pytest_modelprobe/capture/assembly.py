@@ -63,7 +63,7 @@ Which = Literal["all", "first", "last", "evaluations"] | int
 """Which forwards: all, one, those of a step by its number from 0, or those that are part of no step."""
 
 _CHANGED = "changed after this forward"
-_APART = "the {} forward is part of no step of training: first_step and steps are those that are"
+_IN_NO_STEP = "the {} forward is part of no step of training: first_step and steps are those that are"
 _REPLACED = Reading(tensors=0, reason="it was computed of another tensor in its place, as torch.func and offloading do")
 _SKIPPED = "{} skipped, as gradients were not finite: these gradients are left out"
 
@@ -144,12 +144,12 @@ def _chosen(observed: Observations, which: Which) -> _Chosen:
             gradients=forwards.all_gradients(with_skipped=skipped),
             notes=note,
         )
-    apart = forwards.taken and not forward.trained_by
+    in_no_step = forwards.taken and not forward.trained_by
     return _Chosen(
         parts={forward.kind: Totals.of(forward)},
         backwards=len(forward.backwards),
         gradients=forward.parameters,
-        notes=(_APART.format(which),) if apart else (),
+        notes=(_IN_NO_STEP.format(which),) if in_no_step else (),
     )
 
 

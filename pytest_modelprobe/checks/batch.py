@@ -18,21 +18,21 @@ from pytest_modelprobe.text import count, listed
 from .machinery.agreement import (
     Disagreement,
     Pairs,
-    break_of,
     check_not_random,
     compare_runs,
     inside_note,
     limit,
     relative_error,
+    violation_of,
 )
 from .machinery.check import check
-from .machinery.trial import LayerTensor, Trace, Trial, Vary, keep_input
-from .outcome import Break, NotApplicableError
+from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary, keep_input
+from .outcome import NotApplicableError, Violation
 from .sequence import replacement
 
 
 @check
-def batch_independent(trial: Trial, *, axis: int = 0, tolerance: float | None = None) -> Break | str:
+def batch_independent(prepared: PreparedModel, *, axis: int = 0, tolerance: float | None = None) -> Violation | str:
     """Check that in evaluation mode the output of a row does not depend on the other rows of the batch.
 
     All rows but the first are replaced, then all but the last, which a recurrence over the batch reaches at its end.
@@ -40,7 +40,7 @@ def batch_independent(trial: Trial, *, axis: int = 0, tolerance: float | None = 
     both runs are repeated in float64, which separates small errors from rounding.
 
     Args:
-        trial: The model and its inputs.
+        prepared: The model and its inputs.
         axis: Batch axis of the inputs.
         tolerance: Largest relative change; None: by dtype.
 
@@ -52,42 +52,42 @@ def batch_independent(trial: Trial, *, axis: int = 0, tolerance: float | None = 
     >>> print(checks.batch_independent.outcome(probe, nn.Softmax(dim=0), probe.randn(4, 3)).layer)
     (root)
     """
-    size = size_of(trial, axis)
+    size = size_of(prepared, axis)
     if size < 2:
         raise NotApplicableError("the batch has one row: give it two or more")
-    one = trial.reference(mode="eval")
-    resized = _resized(trial, size, axis, (size + 1, 2 * size))
-    rows = _as_long(trial, one, size, axis) if resized is None else _following(one, resized, size)
-    if resized is not None and (collapse := _collapse(trial, one, resized, rows, axis)):
+    one = prepared.reference(mode="eval")
+    resized = _resized(prepared, size, axis, (size + 1, 2 * size))
+    rows = _as_long(prepared, one, size, axis) if resized is None else _following(one, resized, size)
+    if resized is not None and (collapse := _collapse(prepared, one, resized, rows, axis)):
         return collapse
     rows.check_known()
     inside = None
     for row, which in (0, "first"), (size - 1, "last"):
-        found, hidden = _mixed(trial, one, rows, axis, tolerance, row)
+        found, hidden = _mixed(prepared, one, rows, axis, tolerance, row)
         if found:
             if resized is None:
                 raise _no_batch(axis)
-            check_rows_go_together(trial, axis)
-            return break_of(
+            check_rows_go_together(prepared, axis)
+            return violation_of(
                 found,
                 f"mixes the batch: the {which} row {{changed}} when the other rows were replaced",
                 "Look for what is taken over axis 0: a softmax, a norm, a mean, a reshape; a recurrence without "
                 "batch_first=True; or a BatchNorm that is not in evaluation mode.",
             )
         inside = inside or hidden
-    _check_of_all_rows(trial, one, resized, rows, axis)
+    _check_of_all_rows(prepared, one, resized, rows, axis)
     return f"the first and the last of {count(size, 'row')}, in {rows.summary(inside)}"
 
 
 @check
-def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = None) -> Break | str:
+def any_batch_size(prepared: PreparedModel, *, axis: int = 0, tolerance: float | None = None) -> Violation | str:
     """Check that in evaluation mode batches of one row, and of one row more, give the same first row.
 
     An output that depends on the inputs but whose shape does not depend on the batch size breaks it, unless it is a
     single number for all rows, such as a loss.
 
     Args:
-        trial: The model and its inputs.
+        prepared: The model and its inputs.
         axis: Batch axis of the inputs.
         tolerance: Largest relative change; None: by dtype.
 
@@ -99,49 +99,49 @@ def any_batch_size(trial: Trial, *, axis: int = 0, tolerance: float | None = Non
     >>> print(checks.any_batch_size.outcome(probe, nn.Unflatten(0, (2, 2)), probe.randn(4, 3)).layer)
     (root)
     """
-    size = size_of(trial, axis)
-    one = trial.reference(mode="eval")
-    resized = _resized(trial, size, axis, (size + 1,))
-    inputs = batched(trial, size, axis) if resized is None else resized.inputs
-    runs = {n: trial.run(mode="eval", vary=_sized(inputs, size, n, axis)) for n in (1, size + 1) if n != size}
+    size = size_of(prepared, axis)
+    one = prepared.reference(mode="eval")
+    resized = _resized(prepared, size, axis, (size + 1,))
+    inputs = batched(prepared, size, axis) if resized is None else resized.inputs
+    runs = {n: prepared.run(mode="eval", vary=_sized(inputs, size, n, axis)) for n in (1, size + 1) if n != size}
     for n, two in runs.items():
         if two.error is not None:
-            check_rows_go_together(trial, axis)
-            known = _as_long(trial, one, size, axis)
-            mixes = (_mixed(trial, one, known, axis, tolerance, row)[0] for row in (0, size - 1))
+            check_rows_go_together(prepared, axis)
+            known = _as_long(prepared, one, size, axis)
+            mixes = (_mixed(prepared, one, known, axis, tolerance, row)[0] for row in (0, size - 1))
             if size > 1 and known.final and any(mixes):
                 raise _no_batch(axis)
-            return Break(
+            return Violation(
                 layer=two.raised_in,
                 line=f"{two.raised_in} takes no batch of {n}, only of {size}: {two.failure}",
                 advice="Look for a size that is written into a view, a buffer or a loop.",
             )
     assert resized is not None
     rows = _following(one, resized, size)
-    if collapse := _collapse(trial, one, resized, rows, axis):
+    if collapse := _collapse(prepared, one, resized, rows, axis):
         return collapse
     rows.check_known()
     inside = None
     for n, two in runs.items():
         varied = keep_input, _sized(inputs, size, n, axis)
-        found, hidden = compare_runs(trial, (one, two), varied, functools.partial(rows.pairs, n=n), tolerance)
+        found, hidden = compare_runs(prepared, (one, two), varied, functools.partial(rows.pairs, n=n), tolerance)
         if found:
-            check_not_random(trial)
-            check_rows_go_together(trial, axis)
-            return break_of(
+            check_not_random(prepared)
+            check_rows_go_together(prepared, axis)
+            return violation_of(
                 found,
                 f"depends on the batch size: the first row {{changed}} in a batch of {n} instead of {size}",
                 "Look for a size that is written into a view, a buffer or a loop, and for what is taken over axis 0.",
             )
         rows.check_inside(hidden, f"in a batch of {n}")
         inside = inside or hidden
-    _check_of_all_rows(trial, one, resized, rows, axis)
+    _check_of_all_rows(prepared, one, resized, rows, axis)
     return f"batches of {', '.join(str(n) for n in sorted({1, size}))} and {size + 1}, in {rows.summary(inside)}"
 
 
-def size_of(trial: Trial, axis: int) -> int:
+def size_of(prepared: PreparedModel, axis: int) -> int:
     """Return the number of rows of the batch."""
-    having = [tensor for _, tensor in trial.dense if -tensor.dim() <= axis < tensor.dim()]
+    having = [tensor for _, tensor in prepared.dense if -tensor.dim() <= axis < tensor.dim()]
     if not having:
         raise NotApplicableError(f"no input has an axis {axis}, of a batch")
     if all(tensor.dim() == 1 and tensor.is_floating_point() for tensor in having):
@@ -151,13 +151,13 @@ def size_of(trial: Trial, axis: int) -> int:
     return having[0].shape[axis]
 
 
-def check_rows_go_together(trial: Trial, axis: int) -> None:
+def check_rows_go_together(prepared: PreparedModel, axis: int) -> None:
     """Check that inputs of another size than the batch, such as offsets or edges of a graph, do not index its rows.
 
     Raises:
         NotApplicableError: Such inputs differ in size along the axis.
     """
-    inputs = [(path, x) for path, x in trial.dense if x.dim() > axis and not path.endswith("mask")]
+    inputs = [(path, x) for path, x in prepared.dense if x.dim() > axis and not path.endswith("mask")]
     sizes = {path: x.shape[axis] for path, x in inputs if x.shape[axis] != 1}
     if len(set(sizes.values())) > 1 and not all(x.is_floating_point() for _, x in inputs):
         told = listed([f"{path} has {n}" for path, n in sizes.items()])
@@ -172,9 +172,9 @@ def _no_batch(axis: int) -> NotApplicableError:
     )
 
 
-def batched(trial: Trial, size: int, axis: int) -> set[str]:
+def batched(prepared: PreparedModel, size: int, axis: int) -> set[str]:
     """Return the paths of the inputs that have the batch axis."""
-    return {path for path, x in trial.dense if -x.dim() <= axis < x.dim() and x.shape[axis] == size}
+    return {path for path, x in prepared.dense if -x.dim() <= axis < x.dim() and x.shape[axis] == size}
 
 
 # --- the batch axes of each tensor --------------------------------------------------------------------------------
@@ -275,17 +275,17 @@ class _Rows:
         return text
 
 
-def _resized(trial: Trial, size: int, axis: int, sizes: tuple[int, ...]) -> _Resized | None:
+def _resized(prepared: PreparedModel, size: int, axis: int, sizes: tuple[int, ...]) -> _Resized | None:
     """Return a run on a batch of another size; None if the model accepts none.
 
     An input that only happens to be as long as the batch, as a mask of positions by positions, is left unchanged.
     """
-    rows_of = batched(trial, size, axis)
-    inputs = [path for path, _ in trial.dense if path in rows_of]
+    rows_of = batched(prepared, size, axis)
+    inputs = [path for path, _ in prepared.dense if path in rows_of]
     for n in sizes:
         for left_out in (None, *inputs[1:]):
             varied = rows_of - {left_out}
-            trace = trial.run(mode="eval", vary=_sized(varied, size, n, axis))
+            trace = prepared.run(mode="eval", vary=_sized(varied, size, n, axis))
             if trace.error is None:
                 return _Resized(trace, n, varied)
     return None
@@ -359,7 +359,7 @@ def _far(x: Tensor | None, y: Tensor | None) -> float:
     return float("inf") if x is None or y is None else relative_error(x, y)
 
 
-def _as_long(trial: Trial, one: Trace, size: int, axis: int) -> _Rows:
+def _as_long(prepared: PreparedModel, one: Trace, size: int, axis: int) -> _Rows:
     """Return all axes that are as long as the batch."""
     axes = {
         given.where: tuple(_Axis(i) for i, n in enumerate(given.tensor.shape) if n == size)
@@ -369,15 +369,15 @@ def _as_long(trial: Trial, one: Trace, size: int, axis: int) -> _Rows:
     axes = {where: found for where, found in axes.items() if found}
     kept = [given for given in one.tensors if given.where in axes]
     layers, final = frozenset(given.layer for given in kept), any(given.is_final for given in kept)
-    return _Rows(size, batched(trial, size, axis), axes, layers, final, guessed=True)
+    return _Rows(size, batched(prepared, size, axis), axes, layers, final, guessed=True)
 
 
 def _is_number(x: Tensor) -> bool:
     return x.numel() == 1 and x.dim() <= 1
 
 
-def _collapse(trial: Trial, one: Trace, resized: _Resized, rows: _Rows, axis: int) -> Break | None:
-    """Return the break of a model whose outputs depend on the inputs while their shapes do not depend on the batch."""
+def _collapse(prepared: PreparedModel, one: Trace, resized: _Resized, rows: _Rows, axis: int) -> Violation | None:
+    """Return the violation of a model whose outputs depend on the inputs, but their shapes not on the batch."""
     outputs, again = one.final, resized.trace.final
     if not outputs or outputs.keys() != again.keys():  # a list may hold one for each row
         return None
@@ -386,7 +386,7 @@ def _collapse(trial: Trial, one: Trace, resized: _Resized, rows: _Rows, axis: in
     if any(_is_number(x) for x in outputs.values()):  # a loss, and what else is taken over the whole batch
         return None
     replaced: list[str] = []
-    two = trial.variation(mode="eval", vary=_replacing(trial, rows.inputs, replaced))
+    two = prepared.variation(mode="eval", vary=_replacing(prepared, rows.inputs, replaced))
     there = {given.where: given.tensor for given in two.tensors}
     changed = {
         given.where
@@ -395,11 +395,11 @@ def _collapse(trial: Trial, one: Trace, resized: _Resized, rows: _Rows, axis: in
     }
     if not any(given.is_final and given.where in changed for given in one.tensors):
         return None
-    check_rows_go_together(trial, axis)
+    check_rows_go_together(prepared, axis)
     last = max((i for i, given in enumerate(one.tensors) if given.where in rows.axes), default=-1)
     first = next((given for given in one.tensors[last + 1 :] if given.where in changed), one.tensors[-1])
     shape = tuple(first.tensor.shape)
-    return Break(
+    return Violation(
         layer=first.layer,
         line=f"{first.layer} loses the batch: {first.path} is {shape} for a batch of {rows.size} and of {resized.n}",
         columns=("tensor", "shape"),
@@ -414,7 +414,7 @@ _TIMES = 12
 discrete output, such as an accuracy, unchanged by chance."""
 
 
-def _check_of_all_rows(trial: Trial, one: Trace, resized: _Resized | None, rows: _Rows, axis: int) -> None:
+def _check_of_all_rows(prepared: PreparedModel, one: Trace, resized: _Resized | None, rows: _Rows, axis: int) -> None:
     """Check that outputs without a batch axis depend on more than one row, as a loss does and ``out[0]`` does not.
 
     Raises:
@@ -427,19 +427,19 @@ def _check_of_all_rows(trial: Trial, one: Trace, resized: _Resized | None, rows:
     for row, which in (0, "first"), (rows.size - 1, "last"):
         kept = set(shapes)
         for time in range(_TIMES):
-            kept -= _moved(trial, one, kept, _replacing(trial, rows.inputs, [], axis, row, time=time))
-        for path in sorted(_moved(trial, one, kept, _replacing(trial, rows.inputs, []))):
+            kept -= _moved(prepared, one, kept, _replacing(prepared, rows.inputs, [], axis, row, time=time))
+        for path in sorted(_moved(prepared, one, kept, _replacing(prepared, rows.inputs, []))):
             raise NotApplicableError(
                 f"{path} {shapes[path]} changes with the {which} row and with no other: a loss depends on all rows; if "
                 "it is none, the batch is lost, as in out[0]"
             )
 
 
-def _moved(trial: Trial, one: Trace, paths: set[str], vary: Vary) -> set[str]:
+def _moved(prepared: PreparedModel, one: Trace, paths: set[str], vary: Vary) -> set[str]:
     """Return which of these outputs change with the inputs."""
     if not paths:
         return set()
-    again = trial.variation(mode="eval", vary=vary).final
+    again = prepared.variation(mode="eval", vary=vary).final
     return {path for path in paths if path not in again or relative_error(one.final[path], again[path])}
 
 
@@ -456,7 +456,13 @@ def _sized(inputs: set[str], size: int, n: int, axis: int) -> Vary:
 
 
 def _replacing(
-    trial: Trial, inputs: set[str], replaced: list[str], axis: int = 0, row: int | None = None, *, time: int = 0
+    prepared: PreparedModel,
+    inputs: set[str],
+    replaced: list[str],
+    axis: int = 0,
+    row: int | None = None,
+    *,
+    time: int = 0,
 ) -> Vary:
     """Return a function that replaces all rows but one, and appends the paths of changed inputs to ``replaced``.
 
@@ -472,7 +478,7 @@ def _replacing(
             replaced.extend([] if torch.equal(alike, x) else [path])
             return alike
         try:
-            others = replacement(trial, x, time=time)
+            others = replacement(prepared, x, time=time)
         except NotApplicableError:  # token types that are all 0, say
             return x
         replaced.append(path)
@@ -484,15 +490,15 @@ def _replacing(
 
 
 def _mixed(
-    trial: Trial, one: Trace, rows: _Rows, axis: int, tolerance: float | None, row: int
+    prepared: PreparedModel, one: Trace, rows: _Rows, axis: int, tolerance: float | None, row: int
 ) -> tuple[list[Disagreement], Disagreement | None]:
     """Return how the output of a row changes when all other rows are replaced; see `compare_runs`."""
     replaced: list[str] = []
-    vary = _replacing(trial, rows.inputs, replaced, axis, row)
-    two = trial.variation(mode="eval", vary=vary)
+    vary = _replacing(prepared, rows.inputs, replaced, axis, row)
+    two = prepared.variation(mode="eval", vary=vary)
     if not replaced:
         raise NotApplicableError("all elements of the inputs are equal: no other valid values are known")
     pairs_of = functools.partial(rows.pairs, n=rows.size, row=row)
-    found, inside = compare_runs(trial, (one, two), (keep_input, vary), pairs_of, tolerance, exact=True)
+    found, inside = compare_runs(prepared, (one, two), (keep_input, vary), pairs_of, tolerance, exact=True)
     rows.check_inside(inside, "when the other rows were replaced")
     return found, inside

@@ -29,7 +29,7 @@ from .gradients import labels_ignored, outputs_train
 from .incremental import incremental_where_meant
 from .inputs import inputs_used
 from .machinery.check import Check, from_assertion, in_order
-from .machinery.trial import Trial
+from .machinery.prepared import PreparedModel
 from .modes import dropout_scaled, modes_agree
 from .norms import norms_cancel_scale
 from .outcome import NotApplicableError, Outcome
@@ -360,9 +360,9 @@ def _check_runs(
     """Raise if the model runs on the inputs as they are in neither mode: no check could say anything of it."""
     __tracebackhide__ = True
     try:
-        with Trial(probe, model, args, kwargs) as trial, interruptible():
-            if trial.run(mode="train").error is not None:
-                trial.reference(mode="eval")
+        with PreparedModel(probe, model, args, kwargs) as prepared, interruptible():
+            if prepared.run(mode="train").error is not None:
+                prepared.reference(mode="eval")
     except NotApplicableError as reason:
         raise UsageError(f"{reason}{hint}") from reason
 

@@ -19,14 +19,14 @@ from pytest_modelprobe.text import count, listed
 
 from .machinery.check import check_nonfinite
 from .machinery.nonfinite import not_finite
-from .machinery.trial import Trial
-from .outcome import Break, NotApplicableError
+from .machinery.prepared import PreparedModel
+from .outcome import NotApplicableError, Violation
 
 _MODES: tuple[tuple[Literal["eval", "train"], str], ...] = (("eval", "evaluation"), ("train", "training"))
 
 
 @check_nonfinite
-def finite(trial: Trial) -> Break | str:
+def finite(prepared: PreparedModel) -> Violation | str:
     """Check that outputs and gradients of parameters are finite, in evaluation and in training mode.
 
     NaN breaks it, and an infinity that the model computes. Other infinities are accepted: a constant, as in
@@ -46,20 +46,20 @@ def finite(trial: Trial) -> Break | str:
     outputs = 0
     for mode, said in _MODES:
         try:
-            trace = trial.reference(mode=mode)
+            trace = prepared.reference(mode=mode)
         except NotApplicableError as reason:
             refused.append(reason)
             continue
-        found = not_finite(trial, trace, {"mode": mode})
+        found = not_finite(prepared, trace, {"mode": mode})
         if found is not None:
             return found
         try:
-            backward = trial.reference(mode=mode, backward=True)
+            backward = prepared.reference(mode=mode, backward=True)
         except NotApplicableError:  # frozen, say
             backward = trace
-        found = not_finite(trial, backward, {"mode": mode, "backward": True})
+        found = not_finite(prepared, backward, {"mode": mode, "backward": True})
         if found is not None:
-            origin = _gradient_origin(trial, mode) if found.layer in backward.gradients else None
+            origin = _gradient_origin(prepared, mode) if found.layer in backward.gradients else None
             return dataclasses.replace(found, line=f"{found.line}, from {origin}") if origin else found
         looked_at.append(said)
         outputs, gradients = len(trace.final), max(gradients, len(backward.arrived))
@@ -69,16 +69,16 @@ def finite(trial: Trial) -> Break | str:
     return f"{found_in}; {refused[0]}" if refused else found_in
 
 
-def _gradient_origin(trial: Trial, mode: Literal["eval", "train"]) -> Operation | None:
+def _gradient_origin(prepared: PreparedModel, mode: Literal["eval", "train"]) -> Operation | None:
     """Return the operation whose backward first returned a value that is not finite, if it can be reproduced."""
 
     def make_loss() -> Tensor:
-        args, kwargs = trial.copied_inputs()
-        return trial.loss(trial.model.train(mode == "train")(*args, **kwargs))
+        args, kwargs = prepared.copied_inputs()
+        return prepared.loss(prepared.model.train(mode == "train")(*args, **kwargs))
 
-    seeds = seeding.seeded(seeding.derive(trial.probe.seed, "check run"))
+    seeds = seeding.seeded(seeding.derive(prepared.probe.seed, "check run"))
     try:
-        with trial.keep_changes(), seeds, torch.enable_grad():
+        with prepared.keep_changes(), seeds, torch.enable_grad():
             return find_gradient_origin(make_loss)
     except RuntimeError:  # a graph that cannot be looked into, as of reentrant checkpoints
         return None

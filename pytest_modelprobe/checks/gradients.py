@@ -16,8 +16,8 @@ from pytest_modelprobe.text import count, listed
 
 from .machinery.agreement import negligible
 from .machinery.check import check
-from .machinery.trial import Trace, Trial
-from .outcome import Break, NotApplicableError
+from .machinery.prepared import PreparedModel, Trace
+from .outcome import NotApplicableError, Violation
 
 _MOST = 8
 """Outputs that are looked at, the smallest first: each takes a forward and a backward."""
@@ -36,7 +36,7 @@ _IGNORED = -100
 
 
 @check
-def outputs_train(trial: Trial) -> Break | str:
+def outputs_train(prepared: PreparedModel) -> Violation | str:
     """Check that each output that requires a gradient gives one to some parameter, in training mode.
 
     An auxiliary loss that is a constant, as the mean of a softmax is, has a gradient of zero, or of rounding errors. It
@@ -48,12 +48,12 @@ def outputs_train(trial: Trial) -> Break | str:
     >>> print(checks.outputs_train(probe, nn.Linear(4, 3), probe.randn(2, 4)))
     outputs_train holds for Linear: 1 output
     """
-    one = trial.reference(mode="train", backward=True, loss="random")
+    one = prepared.reference(mode="train", backward=True, loss="random")
     sizes = {path: x.numel() for path, x in flatten("output", one.output).tensors if _is_trained(x)}
     paths = sorted(sizes, key=lambda path: sizes[path])
-    found = [path for path in paths[:_MOST] if all(_trains_nothing(trial, path, draw) for draw in range(_DRAWS))]
+    found = [path for path in paths[:_MOST] if all(_trains_nothing(prepared, path, draw) for draw in range(_DRAWS))]
     if found:
-        return Break.at(
+        return Violation.at(
             ((path,) for path in found),
             "trains nothing: it requires a gradient, which is zero for every parameter",
             columns=("output",),
@@ -69,12 +69,12 @@ def _is_trained(x: Tensor) -> bool:
     return x.is_floating_point() and x.requires_grad and has_dense_storage(x) and x.numel() > 0
 
 
-def _trains_nothing(trial: Trial, path: str, draw: int) -> bool:
+def _trains_nothing(prepared: PreparedModel, path: str, draw: int) -> bool:
     """Whether no parameter gets more than a rounding error, with other parameters in each draw."""
-    with trial.keep_changes():
+    with prepared.keep_changes():
         if draw:
-            trial.multiply_parameters(f"draw {draw}", mean=0.0, std=4.0)
-        trace = trial.run(mode="train", backward=True, loss=_loss_at(trial, path), seed=f"draw {draw}")
+            prepared.multiply_parameters(f"draw {draw}", mean=0.0, std=4.0)
+        trace = prepared.run(mode="train", backward=True, loss=_loss_at(prepared, path), seed=f"draw {draw}")
     arrived = [gradient.norm().item() for gradient in trace.arrived]
     if trace.error is not None or trace.loss is None or not trace.loss.item() or not arrived:
         return False
@@ -82,14 +82,14 @@ def _trains_nothing(trial: Trial, path: str, draw: int) -> bool:
     return max(arrived) <= most and not _has_steps(trace)
 
 
-def _loss_at(trial: Trial, path: str) -> Loss:
+def _loss_at(prepared: PreparedModel, path: str) -> Loss:
     """Return a loss that is a random projection of one output alone."""
 
     def loss(output: Any) -> Tensor:
         tensors = dict(flatten("output", output).tensors)
         if path not in tensors:
             raise NotApplicableError(f"{path} is not returned for other parameters")
-        return loss_of(tensors[path], "random", seed=trial.probe.seed)
+        return loss_of(tensors[path], "random", seed=prepared.probe.seed)
 
     return loss
 
@@ -100,14 +100,14 @@ def _has_steps(trace: Trace) -> bool:
 
 
 @check
-def labels_ignored(trial: Trial) -> Break | str:
+def labels_ignored(prepared: PreparedModel) -> Violation | str:
     """Check that positions whose label is -100 have no part in the loss that a model returns.
 
     The gradient of the loss at the last layer with an output for each label has to be zero at these positions, or at
     those that predict them, one earlier. It is a hint, as a model may have another loss there on purpose.
 
     Args:
-        trial: The model and its inputs: integers with -100 among them, and a scalar among the outputs.
+        prepared: The model and its inputs: integers with -100 among them, and a scalar among the outputs.
 
     >>> import torch
     >>> from torch import nn
@@ -124,14 +124,14 @@ def labels_ignored(trial: Trial) -> Break | str:
     >>> print(checks.labels_ignored(probe, Model(), probe.randn(3, 4), torch.tensor([2, -100, 0])))
     labels_ignored holds for Model: 1 ignored label, at head
     """
-    one = trial.reference(mode="train", backward=True, loss="random")
-    labels = next((x for _, x in trial.dense if _has_ignored(x)), None)
+    one = prepared.reference(mode="train", backward=True, loss="random")
+    labels = next((x for _, x in prepared.dense if _has_ignored(x)), None)
     if labels is None:
         raise NotApplicableError("no input of integers has -100 among others")
     losses = [path for path, x in flatten("output", one.output).tensors if _is_trained(x) and x.numel() == 1]
     if not losses:
         raise NotApplicableError("the model returns no loss")
-    last = _last_gradient(trial, losses[0], labels)
+    last = _last_gradient(prepared, losses[0], labels)
     if last is None:
         raise NotApplicableError("no layer has an output for each label that a gradient of the loss reaches")
     layer, readings = last
@@ -139,7 +139,7 @@ def labels_ignored(trial: Trial) -> Break | str:
     earlier = torch.cat([ignored[..., 1:], torch.ones_like(ignored[..., :1])], -1)
     if any(not (there & off).any() for there in readings for off in (ignored, earlier)):
         return f"{count(int(ignored.sum()), 'ignored label')}, at {layer}"
-    return Break(
+    return Violation(
         layer=layer,
         line=f"{layer} gets a gradient of {losses[0]} at {int((readings[0] & ignored).sum()):,} of "
         f"{int(ignored.sum()):,} positions whose label is {_IGNORED}",
@@ -154,7 +154,7 @@ def _has_ignored(x: Tensor) -> bool:
     return x.dim() > 0 and not x.is_floating_point() and bool(ignored.any()) and not bool(ignored.all())
 
 
-def _last_gradient(trial: Trial, path: str, labels: Tensor) -> tuple[str, list[Tensor]] | None:
+def _last_gradient(prepared: PreparedModel, path: str, labels: Tensor) -> tuple[str, list[Tensor]] | None:
     """Return the last layer with scores for each label, and at which labels a gradient of an output reaches it."""
     found: list[tuple[str, list[Tensor]]] = []
 
@@ -163,8 +163,8 @@ def _last_gradient(trial: Trial, path: str, labels: Tensor) -> tuple[str, list[T
             if _is_trained(x):
                 x.register_hook(lambda arrived: found.append((call.layer, _at_labels(arrived, labels))))
 
-    with CallTracer(trial.layers.modules, ModuleCall, after=end):
-        trial.variation(mode="train", backward=True, loss=_loss_at(trial, path))
+    with CallTracer(prepared.layers.modules, ModuleCall, after=end):
+        prepared.variation(mode="train", backward=True, loss=_loss_at(prepared, path))
     reached = ((layer, readings) for layer, readings in found if readings and readings[0].any())
     return next(reached, None)  # the last layer is the first that a gradient reaches
 

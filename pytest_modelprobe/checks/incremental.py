@@ -27,8 +27,8 @@ from .machinery.agreement import changed, disagreements, limit, relative_error
 from .machinery.check import check
 from .machinery.evidence import CACHES, STATES, attended, check_attended, sequence_alone, state_of
 from .machinery.masking import MaskedOut, masked_out, pad_id_of
-from .machinery.trial import LayerTensor, Trace, Trial, Vary, copy_of, plain
-from .outcome import Break, NotApplicableError
+from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary, copy_of, plain
+from .outcome import NotApplicableError, Violation
 from .sequence import later_unseen, sequence
 
 _ADVICE = (
@@ -48,13 +48,13 @@ class _Difference:
 
 @check
 def incremental(
-    trial: Trial,
+    prepared: PreparedModel,
     *,
     step: Callable[..., Any] | None = None,
     chunks: Sequence[int] | None = None,
     axis: int | None = None,
     tolerance: float | None = None,
-) -> Break | str:
+) -> Violation | str:
     """Check that a model with a state returns the same chunk by chunk as in one forward.
 
     The state is a cache of keys and values, or a hidden state. A forward is known to take one that has an argument
@@ -65,7 +65,7 @@ def incremental(
     position at a time after the first chunk. Layers are compared along the axis that grows with the sequence.
 
     Args:
-        trial: The model and its inputs. The first input, or ``decoder_input_ids``, is split into chunks, and so are
+        prepared: The model and its inputs. The first input, or ``decoder_input_ids``, is split into chunks, and so are
             other inputs of this length; masks of this length are given up to the end of each chunk, beside
             ``cache_params`` as the others. Positions that a mask leaves out are not compared.
         step: Takes the model, a chunk of the first input, and the state, at first None; returns the output and the
@@ -84,29 +84,29 @@ def incremental(
     >>> print(checks.incremental(probe, model, probe.randn(2, 10, 4)))
     incremental holds for LSTM: 1 layer in chunks of 5, 1, 2 and 2 positions
     """
-    root = trial.layers.modules[ROOT]
+    root = prepared.layers.modules[ROOT]
     if axis is None:
         axis = 0 if isinstance(root, nn.RNNBase) and not root.batch_first else 1
-    one = trial.reference(mode="eval")
-    parameters = trial.parameters
-    name = _taking_a_state(trial, parameters) if step is None else ""
-    path, tensor = _input(trial, axis, of_decoder=step is None and "decoder_input_ids" in parameters)
+    one = prepared.reference(mode="eval")
+    parameters = prepared.parameters
+    name = _taking_a_state(prepared, parameters) if step is None else ""
+    path, tensor = _input(prepared, axis, of_decoder=step is None and "decoder_input_ids" in parameters)
     length = tensor.shape[axis]
     sizes = _sizes(length, chunks, alone=name == "cache_params")
     if step is None:
-        call = _by_forward(trial, name, "use_cache" in parameters, _cut(trial, path, length, axis, name))
-        (one,), state = _chunk_by_chunk(trial, call, (length,))
+        call = _by_forward(prepared, name, "use_cache" in parameters, _cut(prepared, path, length, axis, name))
+        (one,), state = _chunk_by_chunk(prepared, call, (length,))
         if one.error is not None or state is None:
             why = f": {one.failure}" if one.error is not None else ""
             raise NotApplicableError(f"it returns no {name} to continue from{why}")
     else:
-        call = _by_step(trial, step, tensor, axis)
-    excluded = masked_out(trial, path, axis)
-    unseen = functools.partial(later_unseen, trial, path, axis, tolerance)
-    found = _Attempt(trial, one, call, sizes, tolerance, excluded, unseen)
+        call = _by_step(prepared, step, tensor, axis)
+    excluded = masked_out(prepared, path, axis)
+    unseen = functools.partial(later_unseen, prepared, path, axis, tolerance)
+    found = _Attempt(prepared, one, call, sizes, tolerance, excluded, unseen)
     if found.ok or chunks is not None or max(sizes[1:]) == 1:
         return found.verdict(name)
-    single = _Attempt(trial, one, call, (sizes[0], *[1] * (length - sizes[0])), tolerance, excluded, unseen)
+    single = _Attempt(prepared, one, call, (sizes[0], *[1] * (length - sizes[0])), tolerance, excluded, unseen)
     alone = f"chunks=({sizes[0]}, 1, ...)"
     note = (
         f"One position at a time it is right: if longer chunks are not supported, pass {alone}. " if single.ok else ""
@@ -114,19 +114,19 @@ def incremental(
     return (single if found.raised and not single.ok else found).verdict(name, note)
 
 
-def _incremental_where_meant(trial: Trial) -> Break | str:
+def _incremental_where_meant(prepared: PreparedModel) -> Violation | str:
     """Check that a model with a state, of one sequence, returns the same chunk by chunk.
 
     Raises:
         NotApplicableError: There are several sequences, attention is over other positions, or there is padding.
     """
-    _taking_a_state(trial, trial.parameters)
-    path, tensor = sequence_alone(trial)
-    check_attended(attended(trial), path, tensor)
-    padding = pad_id_of(trial)
+    _taking_a_state(prepared, prepared.parameters)
+    path, tensor = sequence_alone(prepared)
+    check_attended(attended(prepared), path, tensor)
+    padding = pad_id_of(prepared)
     if padding is not None and not tensor.is_floating_point() and bool((tensor == padding).any()):
         raise NotApplicableError(f"{path} holds {padding}, the id of padding, which may not count as a position")
-    return incremental.function(trial)
+    return incremental.function(prepared)
 
 
 _incremental_where_meant.__name__ = "incremental"
@@ -141,18 +141,18 @@ _Call = Callable[[int, int, Any], tuple[Any, Any]]
 class _Attempt:
     """A run in chunks, compared with one forward."""
 
-    trial: Trial
+    prepared: PreparedModel
     one: Trace
     call: _Call
     sizes: Sequence[int]
     tolerance: float | None
     excluded: MaskedOut
-    later_unseen: Callable[[], Break | str]
+    later_unseen: Callable[[], Violation | str]
 
     def __post_init__(self) -> None:
         self._length = sum(self.sizes)
         self._starts = [0, *accumulate(self.sizes)][:-1]
-        self._parts, _ = _chunk_by_chunk(self.trial, self.call, self.sizes)
+        self._parts, _ = _chunk_by_chunk(self.prepared, self.call, self.sizes)
         last = self._parts[-1]
         self.raised = last.failure if last.error is not None else ""
         self._raised_in = last.raised_in
@@ -167,7 +167,7 @@ class _Attempt:
         """Whether nothing differs."""
         return not self.raised and not self._found
 
-    def verdict(self, name: str, note: str = "") -> Break | str:
+    def verdict(self, name: str, note: str = "") -> Violation | str:
         """Return where the chunks differ from the whole, or a summary.
 
         Raises:
@@ -177,7 +177,7 @@ class _Attempt:
         if self.raised:
             if name and name not in CACHES and not note:
                 raise NotApplicableError(f"it does not continue from what it returns for {name}: {self.raised}")
-            return Break(
+            return Violation(
                 layer=self._raised_in,
                 line=f"{self._raised_in} cannot continue from its state, in {told}: {self.raised}",
                 advice=f"{note}{_ADVICE}",
@@ -193,7 +193,7 @@ class _Attempt:
         where = self._positions(first.chunk)
         if name and not first.chunk:
             note += "Later positions do not change it, but their number does: look for a scale or a norm that uses it. "
-        return Break(
+        return Violation(
             layer=first.layer_tensor.layer,
             line=f"{first.layer_tensor.layer} differs when it is called chunk by chunk: {first.layer_tensor.path} "
             f"{changed(first.change)} at {where}, in {told}",
@@ -204,7 +204,7 @@ class _Attempt:
             advice=f"{note}{_ADVICE}",
         )
 
-    def _longer(self) -> Break | None:
+    def _longer(self) -> Violation | None:
         """Return the first layer that returns more positions than a chunk has, as when states are broadcast."""
         parts = [self._by_address(part) for part in self._parts]
         for given in self.one.outputs:
@@ -218,7 +218,7 @@ class _Attempt:
                     if size < length < self._starts[chunk] + size:
                         line = f"returns {count(length, 'position')} of {given.path} for a chunk of {size}"
                         where = self._positions(chunk)
-                        return Break(layer=given.layer, line=f"{given.layer} {line}, at {where}", advice=_ADVICE)
+                        return Violation(layer=given.layer, line=f"{given.layer} {line}, at {where}", advice=_ADVICE)
         return None
 
     def _check_sense(self, first: _Difference, name: str) -> None:
@@ -227,10 +227,10 @@ class _Attempt:
         Raises:
             NotApplicableError: The model is not causal, or random.
         """
-        again = self.trial.reference(mode="eval")
-        if disagreements(again, self.trial.variation(mode="eval", seed="another"), tolerance=0.0):
+        again = self.prepared.reference(mode="eval")
+        if disagreements(again, self.prepared.variation(mode="eval", seed="another"), tolerance=0.0):
             raise NotApplicableError("the model is random in evaluation mode: eval_stable names the layer")
-        if name and not first.chunk and isinstance(self.later_unseen(), Break):
+        if name and not first.chunk and isinstance(self.later_unseen(), Violation):
             raise NotApplicableError(
                 f"its first positions depend on later ones, from {first.layer_tensor.where} on: it is not causal"
             )
@@ -349,17 +349,17 @@ def _sizes(length: int, chunks: Sequence[int] | None, *, alone: bool) -> tuple[i
     return tuple(n for n in (length // 2, 1, math.ceil(rest / 2), rest // 2) if n)
 
 
-def _input(trial: Trial, axis: int, *, of_decoder: bool) -> tuple[str, Tensor]:
+def _input(prepared: PreparedModel, axis: int, *, of_decoder: bool) -> tuple[str, Tensor]:
     """Return the input to split into chunks."""
-    for path, tensor in trial.dense:
+    for path, tensor in prepared.dense:
         if path in ("decoder_input_ids", "decoder_inputs_embeds"):
             return path, tensor
     if of_decoder:
         raise NotApplicableError("only the decoder continues from a state: give decoder_input_ids=")
-    return sequence(trial, axis)
+    return sequence(prepared, axis)
 
 
-def _taking_a_state(trial: Trial, parameters: Mapping[str, inspect.Parameter]) -> str:
+def _taking_a_state(prepared: PreparedModel, parameters: Mapping[str, inspect.Parameter]) -> str:
     """Return the name of the argument for the state.
 
     Raises:
@@ -368,22 +368,22 @@ def _taking_a_state(trial: Trial, parameters: Mapping[str, inspect.Parameter]) -
     name = next((n for n in STATES if n in parameters and parameters[n].default is not inspect.Parameter.empty), None)
     if name is None:
         raise NotApplicableError("its forward has no argument past_key_values, state, hx or the like: give step=")
-    given = dict(zip(parameters, trial.args, strict=False)) | trial.kwargs
+    given = dict(zip(parameters, prepared.args, strict=False)) | prepared.kwargs
     if given.get(name) is not None:
         raise NotApplicableError(f"{name} is given: leave it out, so that it is None at first")
     return name
 
 
-def _by_step(trial: Trial, step: Callable[..., Any], tensor: Tensor, axis: int) -> _Call:
+def _by_step(prepared: PreparedModel, step: Callable[..., Any], tensor: Tensor, axis: int) -> _Call:
     try:
-        inspect.signature(step).bind(trial.model, tensor, None)
+        inspect.signature(step).bind(prepared.model, tensor, None)
     except TypeError as error:
         raise UsageError(f"step= is called with the model, a chunk and the state: {error}") from error
     except ValueError:  # of some builtins nothing is known
         pass
 
     def call(start: int, n: int, state: Any) -> tuple[Any, Any]:
-        found = step(trial.model, tensor.to(trial.probe.device).narrow(axis, start, n).clone(), state)
+        found = step(prepared.model, tensor.to(prepared.probe.device).narrow(axis, start, n).clone(), state)
         if not isinstance(found, tuple) or len(found) != 2:
             raise UsageError(f"step= returns the output and the state, a pair; got {type(found).__name__}")
         return found
@@ -391,17 +391,17 @@ def _by_step(trial: Trial, step: Callable[..., Any], tensor: Tensor, axis: int) 
     return call
 
 
-def _by_forward(trial: Trial, name: str, cached: bool, cut: Callable[[int, int], Vary]) -> _Call:
+def _by_forward(prepared: PreparedModel, name: str, cached: bool, cut: Callable[[int, int], Vary]) -> _Call:
     def call(start: int, n: int, state: Any) -> tuple[Any, Any]:
-        args, kwargs = trial.copied_inputs(cut(start, n))
+        args, kwargs = prepared.copied_inputs(cut(start, n))
         kwargs.pop("labels", None)
-        output = trial.model(*args, **(kwargs | {name: state} | ({"use_cache": True} if cached else {})))
+        output = prepared.model(*args, **(kwargs | {name: state} | ({"use_cache": True} if cached else {})))
         return output, state_of(output, name)
 
     return call
 
 
-def _cut(trial: Trial, path: str, length: int, axis: int, state: str) -> Callable[[int, int], Vary]:
+def _cut(prepared: PreparedModel, path: str, length: int, axis: int, state: str) -> Callable[[int, int], Vary]:
     """Return a function that cuts a chunk out of each input, and masks up to its end."""
     beside = path.startswith("decoder_")  # what goes to the encoder stays whole
 
@@ -410,7 +410,7 @@ def _cut(trial: Trial, path: str, length: int, axis: int, state: str) -> Callabl
             other = not -x.dim() <= axis < x.dim() or x.shape[axis] != length
             if other or (beside and not where.startswith("decoder_")):
                 return x
-            if trial.argument(where).endswith("mask") and state != "cache_params":  # where padding is in no state
+            if prepared.argument(where).endswith("mask") and state != "cache_params":  # where padding is in no state
                 return x.narrow(axis, 0, start + n)
             return x.narrow(axis, start, n)
 
@@ -419,14 +419,14 @@ def _cut(trial: Trial, path: str, length: int, axis: int, state: str) -> Callabl
     return cut
 
 
-def _chunk_by_chunk(trial: Trial, call: _Call, sizes: Sequence[int]) -> tuple[list[Trace], Any]:
+def _chunk_by_chunk(prepared: PreparedModel, call: _Call, sizes: Sequence[int]) -> tuple[list[Trace], Any]:
     """Return a trace of each chunk, up to one that raises, and the state at the end."""
     traces: list[Trace] = []
     state = None
-    with trial.keep_changes():
-        trial.model.eval()
+    with prepared.keep_changes():
+        prepared.model.eval()
         for start, n in zip([0, *accumulate(sizes)], sizes, strict=False):
-            trace = trial.trace_call(functools.partial(call, start, n, state))
+            trace = prepared.trace_call(functools.partial(call, start, n, state))
             traces.append(trace)
             if trace.error is not None:
                 break

@@ -23,8 +23,8 @@ from pytest_modelprobe.text import count, listed
 from .machinery.agreement import disagreements
 from .machinery.check import check
 from .machinery.masking import masked_out
-from .machinery.trial import Trace, Trial, Vary
-from .outcome import Break, NotApplicableError
+from .machinery.prepared import PreparedModel, Trace, Vary
+from .outcome import NotApplicableError, Violation
 from .values import other_values
 
 _TIMES = ("one", "two", "three")
@@ -66,7 +66,7 @@ class _Part:
 
 
 @check
-def inputs_used(trial: Trial) -> Break | str:
+def inputs_used(prepared: PreparedModel) -> Violation | str:
     """Check that every input is used, and every feature, channel and position of each floating input.
 
     A slice along any axis but the first, which is the batch, is unused if no gradient arrives at it in any row, for
@@ -79,7 +79,7 @@ def inputs_used(trial: Trial) -> Break | str:
     ``position_ids`` and ``token_type_ids`` that are not used are a hint: not every model needs them.
 
     Args:
-        trial: The model and its inputs.
+        prepared: The model and its inputs.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -89,19 +89,19 @@ def inputs_used(trial: Trial) -> Break | str:
     >>> print(checks.inputs_used(probe, nn.Embedding(9, 2), probe.randint(0, 9, (4, 8))))
     inputs_used holds for Embedding: 1 input; input replaced by others that occur in it
     """
-    trial.reference(mode="eval")
-    once = {id(x): (path, x) for path, x in reversed(trial.dense) if x.numel()}
+    prepared.reference(mode="eval")
+    once = {id(x): (path, x) for path, x in reversed(prepared.dense) if x.numel()}
     given = dict(reversed(once.values()))
-    whole = {path: x for path, x in given.items() if _is_whole(trial.argument(path), x)}
+    whole = {path: x for path, x in given.items() if _is_whole(prepared.argument(path), x)}
     sliced = {path: x for path, x in given.items() if path not in whole and x.is_floating_point() and x.dim()}
     if not whole and not sliced:
         raise NotApplicableError("no input is of numbers whose range is known")
-    reached = _reached(trial, sliced) if sliced else {}
+    reached = _reached(prepared, sliced) if sliced else {}
     if reached is None and not whole:
         raise NotApplicableError("no gradient can be taken of the inputs")
     by_value = []
-    for part in _unreached(trial, sliced, reached or {}):
-        changed, seen_by = _effect(trial, [_replacing(trial, {part.path: part.where}, time) for time in _TIMES])
+    for part in _unreached(prepared, sliced, reached or {}):
+        changed, seen_by = _effect(prepared, [_replacing(prepared, {part.path: part.where}, time) for time in _TIMES])
         if changed is not None:
             by_value.append(part.name)
             continue
@@ -110,7 +110,7 @@ def inputs_used(trial: Trial) -> Break | str:
     notes = [f"{listed(by_value)} by values alone, without a gradient"] if by_value else []
     hint = None
     for path, x in whole.items():
-        found = _use(trial, path, x)
+        found = _use(prepared, path, x)
         if isinstance(found, str):
             notes.append(found)
         elif found.level == "broken":
@@ -130,60 +130,60 @@ def _is_whole(name: str, x: Tensor) -> bool:
     return integers or name.endswith(("mask", "labels", "label", "targets", "target"))
 
 
-def _use(trial: Trial, path: str, x: Tensor) -> Break | str:
+def _use(prepared: PreparedModel, path: str, x: Tensor) -> Violation | str:
     """Return how an input was replaced, with an effect, or that it is not used."""
-    ways = other_values(trial, path, x)
+    ways = other_values(prepared, path, x)
     if not ways:
         return f"{path} not looked at, as no other valid values are known"
     varies = [way.vary for way in ways]
-    changed, seen_by = _effect(trial, varies)
+    changed, seen_by = _effect(prepared, varies)
     if changed is not None:
         return f"{path} {ways[changed].said}"
-    for other in _optional(trial, path):
-        with _without(trial, other):
-            if _effect(trial, varies)[0] is not None:
+    for other in _optional(prepared, path):
+        with _without(prepared, other):
+            if _effect(prepared, varies)[0] is not None:
                 return f"{path} is used if {other} is left out"
     how = listed(list(dict.fromkeys(way.said for way in ways)))
     found = _unused(path, f"is not used: {how}, it changes no output", seen_by)
-    return dataclasses.replace(found, level="hint") if trial.argument(path) in _MAY_BE_UNUSED else found
+    return dataclasses.replace(found, level="hint") if prepared.argument(path) in _MAY_BE_UNUSED else found
 
 
-def _unused(path: str, said: str, seen_by: str) -> Break:
+def _unused(path: str, said: str, seen_by: str) -> Violation:
     nowhere = (
         "No layer uses them: look for a slice or an index, a weight that is zero, and an argument that is taken and "
         "not used."
     )
     advice = f"The values reach {seen_by} and no further." if seen_by else nowhere
-    return Break(layer=path, line=f"{path} {said}", advice=advice)
+    return Violation(layer=path, line=f"{path} {said}", advice=advice)
 
 
-def _optional(trial: Trial, path: str) -> list[str]:
+def _optional(prepared: PreparedModel, path: str) -> list[str]:
     """Return the other keyword arguments that can be left out."""
-    parameters = trial.parameters
-    names = [name for name in trial.kwargs if name in parameters and parameters[name].default is None]
+    parameters = prepared.parameters
+    names = [name for name in prepared.kwargs if name in parameters and parameters[name].default is None]
     return [name for name in names if path != name and not path.startswith((f"{name}.", f"{name}["))]
 
 
 @contextmanager
-def _without(trial: Trial, name: str) -> Iterator[None]:
-    given = trial.kwargs
-    trial.kwargs = {key: value for key, value in given.items() if key != name}
+def _without(prepared: PreparedModel, name: str) -> Iterator[None]:
+    given = prepared.kwargs
+    prepared.kwargs = {key: value for key, value in given.items() if key != name}
     try:
         yield
     finally:
-        trial.kwargs = given
+        prepared.kwargs = given
 
 
-def _reached(trial: Trial, inputs: dict[str, Tensor]) -> dict[str, Tensor] | None:
+def _reached(prepared: PreparedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor] | None:
     """Return a mask of the elements of each input at which a gradient arrives; None: no run has a gradient."""
     reached = {path: torch.zeros(x.shape, dtype=torch.bool) for path, x in inputs.items()}
     ran, refused = False, None
     for mode in _MODES:
         for time in _TIMES:
-            vary = _replacing(trial, {path: torch.ones((), dtype=torch.bool) for path in inputs}, time)
+            vary = _replacing(prepared, {path: torch.ones((), dtype=torch.bool) for path in inputs}, time)
             try:
                 given = None if time == _TIMES[0] else vary
-                trace = trial.run(mode=mode, seed=time, vary=given, backward=True, input_gradients=True)
+                trace = prepared.run(mode=mode, seed=time, vary=given, backward=True, input_gradients=True)
             except NotApplicableError:  # a loss without a gradient
                 continue
             except UsageError as error:  # a loss that takes what the other mode returns
@@ -200,14 +200,14 @@ def _reached(trial: Trial, inputs: dict[str, Tensor]) -> dict[str, Tensor] | Non
     return reached if ran else None
 
 
-def _unreached(trial: Trial, inputs: dict[str, Tensor], reached: dict[str, Tensor]) -> Iterator[_Part]:
-    slides = any(isinstance(module, _SLIDING) for module in trial.model.modules())
+def _unreached(prepared: PreparedModel, inputs: dict[str, Tensor], reached: dict[str, Tensor]) -> Iterator[_Part]:
+    slides = any(isinstance(module, _SLIDING) for module in prepared.model.modules())
     for path, there in reached.items():
         if not there.any():
             yield _Part(path, torch.ones((), dtype=torch.bool), "")
             continue
         if there.dim() > 1:
-            there = masked_out(trial, path, 1).filled(there, 1, True)
+            there = masked_out(prepared, path, 1).filled(there, 1, True)
         for axis in range(1, there.dim()):
             lost = ~there.movedim(axis, 0).flatten(1).any(1)
             if slides and not _holds_channels(there, axis):
@@ -244,26 +244,26 @@ def _runs(lost: Tensor) -> str:
     return listed([str(first) if first == last else f"{first} to {last}" for first, last in runs])
 
 
-def _replacing(trial: Trial, parts: dict[str, Tensor], time: str) -> Vary:
+def _replacing(prepared: PreparedModel, parts: dict[str, Tensor], time: str) -> Vary:
     """Return a function that replaces parts of the inputs with random numbers of the same scale."""
 
     def vary(path: str, x: Tensor) -> Tensor:
         if path not in parts:
             return x
-        return torch.where(parts[path].to(x.device), trial.redrawn(x, f"{path} {time}"), x)
+        return torch.where(parts[path].to(x.device), prepared.redrawn(x, f"{path} {time}"), x)
 
     return vary
 
 
-def _effect(trial: Trial, varies: Sequence[Vary]) -> tuple[int | None, str]:
+def _effect(prepared: PreparedModel, varies: Sequence[Vary]) -> tuple[int | None, str]:
     """Return which of several changes of the inputs changes an output, and the last tensor that one of them changes."""
     seen_by = ""
     for mode in _MODES:
-        one = trial.run(mode=mode)
+        one = prepared.run(mode=mode)
         if one.error is not None:
             continue
         for number, vary in enumerate(varies):
-            two = trial.run(mode=mode, vary=vary)
+            two = prepared.run(mode=mode, vary=vary)
             if two.error is not None or _plain(one) != _plain(two):
                 return number, ""
             found = disagreements(one, two, tolerance=0.0, integers=True)

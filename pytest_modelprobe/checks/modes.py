@@ -37,8 +37,8 @@ from pytest_modelprobe.text import count, listed, number
 
 from .machinery.agreement import changed, limit, relative_error
 from .machinery.check import check
-from .machinery.trial import Trial, copy_of, plain
-from .outcome import Break, NotApplicableError
+from .machinery.prepared import PreparedModel, copy_of, plain
+from .outcome import NotApplicableError, Violation
 
 _ADVICE = (
     "Look at how its forward, train() or eval() depends on self.training: merged weights, a scale, a branch of one "
@@ -99,7 +99,7 @@ class _Run:
 
     inputs: dict[_Key, Flat] = field(default_factory=dict)
     outputs: dict[_Key, Any] = field(default_factory=dict)
-    apart: set[str] = field(default_factory=set)
+    excluded: set[str] = field(default_factory=set)
     """Layers whose own code drew random numbers or wrote into their parameters or buffers."""
 
     @property
@@ -109,7 +109,7 @@ class _Run:
 
 
 @check
-def modes_agree(trial: Trial, *, tolerance: float | None = None) -> Break | str:
+def modes_agree(prepared: PreparedModel, *, tolerance: float | None = None) -> Violation | str:
     """Check that a forward in training mode returns the same as in evaluation mode, apart from randomness.
 
     Dropout of torch is off in both, and a BatchNorm uses its running statistics. The output of a layer that draws
@@ -120,7 +120,7 @@ def modes_agree(trial: Trial, *, tolerance: float | None = None) -> Break | str:
     output.
 
     Args:
-        trial: The model and its inputs.
+        prepared: The model and its inputs.
         tolerance: Largest relative change; None: by dtype.
 
     >>> from torch import nn
@@ -129,26 +129,28 @@ def modes_agree(trial: Trial, *, tolerance: float | None = None) -> Break | str:
     >>> print(checks.modes_agree(probe, model, probe.randn(4, 3)))
     modes_agree holds for Sequential: 4 layers
     """
-    evaluated = _run(trial, "eval")
-    train = _run(trial, "train", stand_in=evaluated)
+    evaluated = _run(prepared, "eval")
+    train = _run(prepared, "train", stand_in=evaluated)
     found, looked_at, inside = _differences(evaluated, train, tolerance)
     if found:
         return _broken(found, "in training mode than in evaluation mode, without randomness")
     if not looked_at:
-        raise NotApplicableError(f"{listed(sorted(train.apart)) or 'each layer'} cannot be compared between the modes")
+        raise NotApplicableError(
+            f"{listed(sorted(train.excluded)) or 'each layer'} cannot be compared between the modes"
+        )
     orders: list[tuple[list[Mode], _Run]] = [(["eval", "eval"], evaluated), (["train", "eval", "train"], train)]
     for modes, before in orders:
-        with trial.keep_changes():
+        with prepared.keep_changes():
             for mode in modes[:-1]:
-                trial.model.train(mode == "train")
-            again = _run(trial, modes[-1], stand_in=evaluated)
+                prepared.model.train(mode == "train")
+            again = _run(prepared, modes[-1], stand_in=evaluated)
         found, _, _ = _differences(before, again, tolerance)
         if found:
             return _broken(found, f"after {', '.join(f'{mode}()' for mode in modes)} than after {modes[-1]}() alone")
-    apart = sorted(train.apart & {name for name, _ in train.outputs})
-    left = f"; left out: {listed(apart)}, random or with statistics of their own" if apart else ""
+    excluded = sorted(train.excluded & {name for name, _ in train.outputs})
+    left = f"; left out: {listed(excluded)}, random or with statistics of their own" if excluded else ""
     called = dict.fromkeys(name for name, _ in train.outputs)
-    others = [name for name in called if name not in looked_at and name not in apart]
+    others = [name for name in called if name not in looked_at and name not in excluded]
     left += f"; not compared: {listed(others)}, called otherwise or with other outputs" if others else ""
     return f"{count(len(looked_at), 'layer')}{left}{_inside_note(inside)}"
 
@@ -165,9 +167,9 @@ _Difference = tuple[str, str, float]
 """A layer, the path of an output, and its relative error."""
 
 
-def _broken(found: list[_Difference], when: str) -> Break:
+def _broken(found: list[_Difference], when: str) -> Violation:
     layer, path, far = found[0]
-    return Break(
+    return Violation(
         layer=layer,
         line=f"{layer} computes something else from the same inputs {when}: {path} {changed(far)}",
         columns=("tensor", "changed by"),
@@ -181,12 +183,12 @@ def _differences(
 ) -> tuple[list[_Difference], set[str], list[_Difference]]:
     """Return the differences for equal inputs, the layers compared, and differences that code around compensates."""
     found: list[_Difference] = []
-    apart = one.apart | other.apart
+    excluded = one.excluded | other.excluded
     calls, others_calls = one.calls, other.calls
     compared, alike = Counter[str](), Counter[str]()
     for key, output in other.outputs.items():
         layer = key[0]
-        if layer in apart or calls[layer] != others_calls[layer] or not _same(one.inputs[key], other.inputs[key]):
+        if layer in excluded or calls[layer] != others_calls[layer] or not _same(one.inputs[key], other.inputs[key]):
             continue
         before, now = (dict(flatten("output", given).tensors) for given in (one.outputs[key], output))
         common = [path for path in before if path in now and now[path].is_floating_point()]
@@ -198,7 +200,7 @@ def _differences(
         compared[layer] += 1
         alike[layer] += not differ and before.keys() == now.keys()
     # A layer with a replaced output inside it shows nothing about the others.
-    sound = {layer for layer in alike if alike[layer] == calls[layer] and not any(_within(n, layer) for n in apart)}
+    sound = {layer for layer in alike if alike[layer] == calls[layer] and not any(_within(n, layer) for n in excluded)}
     inside = [one for one in found if any(_within(one[0], layer) for layer in sound)]
     return [one for one in found if one not in inside], set(compared), inside
 
@@ -216,16 +218,16 @@ def _same(one: Flat, other: Flat) -> bool:
     return all(relative_error(x, y) <= (limit(x) if x.is_floating_point() else 0.0) for x, y in pairs)
 
 
-def _run(trial: Trial, mode: Mode, *, stand_in: _Run | None = None) -> _Run:
+def _run(prepared: PreparedModel, mode: Mode, *, stand_in: _Run | None = None) -> _Run:
     """Return a run without dropout of torch and with the running statistics of norms.
 
     Args:
-        trial: The model and its inputs.
+        prepared: The model and its inputs.
         mode: Mode of the model.
         stand_in: A run whose outputs replace those of layers that are random in another way.
     """
     run = _Run()
-    watcher = _DrawDetector(trial)
+    watcher = _DrawDetector(prepared)
 
     def begin(call: _RandomCall, args: Any, kwargs: Any) -> None:
         given = flatten_call(args, kwargs)
@@ -239,8 +241,8 @@ def _run(trial: Trial, mode: Mode, *, stand_in: _Run | None = None) -> _Run:
         originals, given = call.arguments
         key = name, run.calls[name]
         if call.drew or watcher.written(call.module):
-            run.apart.add(name)
-        replaced = stand_in is not None and name in run.apart and key in stand_in.outputs
+            run.excluded.add(name)
+        replaced = stand_in is not None and name in run.excluded and key in stand_in.outputs
         if stand_in is not None and replaced:
             output = stand_in.outputs[key]
             for x, (_, before) in zip(originals, given.tensors, strict=True):
@@ -251,12 +253,12 @@ def _run(trial: Trial, mode: Mode, *, stand_in: _Run | None = None) -> _Run:
         return map_tensors(torch.clone, output) if replaced else None
 
     # Before all other hooks, of which some write into a weight, and after eval(), which may too.
-    handle = trial.layers.modules[ROOT].register_forward_pre_hook(
-        lambda *_: watcher.note_versions(trial.model), prepend=True
+    handle = prepared.layers.modules[ROOT].register_forward_pre_hook(
+        lambda *_: watcher.note_versions(prepared.model), prepend=True
     )
     try:
-        with CallTracer(trial.layers.modules, _RandomCall, before=begin, after=end), _AsInEvaluation():
-            trial.reference(mode=mode)
+        with CallTracer(prepared.layers.modules, _RandomCall, before=begin, after=end), _AsInEvaluation():
+            prepared.reference(mode=mode)
     finally:
         handle.remove()
     return run
@@ -277,8 +279,8 @@ class _RandomCall(ModuleCall):
 class _DrawDetector:
     """Finds the running calls whose own code draws random numbers, by the states of the generators."""
 
-    def __init__(self, trial: Trial) -> None:
-        self._device = trial.probe.device
+    def __init__(self, prepared: PreparedModel) -> None:
+        self._device = prepared.probe.device
         self._states = self._now()
         self._versions: dict[int, int] = {}
 
@@ -354,7 +356,7 @@ class _Place:
 
 
 @check
-def dropout_scaled(trial: Trial) -> Break | str:
+def dropout_scaled(prepared: PreparedModel) -> Violation | str:
     """Check that layers with dropout of their own scale the kept elements such that the mean stays.
 
     The mean in training is then the output in evaluation mode. Checked is what the own code of a layer, or of the model
@@ -369,7 +371,7 @@ def dropout_scaled(trial: Trial) -> Break | str:
     a layer that are left out at random are not scaled on purpose.
 
     Args:
-        trial: The model and its inputs.
+        prepared: The model and its inputs.
 
     >>> import torch
     >>> from torch import nn
@@ -381,17 +383,17 @@ def dropout_scaled(trial: Trial) -> Break | str:
     >>> checks.dropout_scaled.outcome(probe, model, probe.randn(4, 3)).layer  # it is not divided by 0.7
     '1'
     """
-    trial.reference(mode="train")
-    places = _drawing(trial)
+    prepared.reference(mode="train")
+    places = _drawing(prepared)
     looked_at, wrong = dict[str, None](), []
     known: dict[Any, _Dropped | None] = {}
     for place, given in places.items():
         if given is None:
             continue
-        module = trial.layers.modules[place.layer]
-        alike = type(module), (repr(attributes(module)), place.path) if trial.layers.is_leaf(place.layer) else place
+        module = prepared.layers.modules[place.layer]
+        alike = type(module), (repr(attributes(module)), place.path) if prepared.layers.is_leaf(place.layer) else place
         if alike not in known:
-            known[alike] = _dropped(trial, place, given)
+            known[alike] = _dropped(prepared, place, given)
         dropped = known[alike]
         if dropped is None:
             continue
@@ -405,7 +407,7 @@ def dropout_scaled(trial: Trial) -> Break | str:
     if not wrong:
         return f"{count(len(looked_at), 'layer')}{left}"
     place, first = wrong[0]
-    return Break.at(
+    return Violation.at(
         ((p.layer, percent(d.kept), d.scale, percent(d.kept * d.scale)) for p, d in wrong),
         f"keeps {percent(first.kept)} of {place.values} in training and multiplies them by {number(first.scale)}: the "
         f"mean is {percent(first.kept * first.scale)} of the mean in evaluation mode",
@@ -414,10 +416,10 @@ def dropout_scaled(trial: Trial) -> Break | str:
     )
 
 
-def _drawing(trial: Trial) -> dict[_Place, _Arguments | None]:
+def _drawing(prepared: PreparedModel) -> dict[_Place, _Arguments | None]:
     """Return where what layers drew in training is seen, each with the arguments of the layer; None: no gradient."""
     places: dict[_Place, _Arguments | None] = {}
-    watcher = _DrawDetector(trial)
+    watcher = _DrawDetector(prepared)
 
     def note(call: _RandomCall | None, child: str | None, tensors: list[tuple[str, Tensor]]) -> None:
         if call is not None and not type(call.module).__module__.startswith("torch.nn."):
@@ -438,23 +440,23 @@ def _drawing(trial: Trial) -> dict[_Place, _Arguments | None]:
             note(call, None, flatten("output", output).tensors)
 
     def run() -> None:
-        tracer = CallTracer(trial.layers.modules, _RandomCall, before=begin, after=end)
+        tracer = CallTracer(prepared.layers.modules, _RandomCall, before=begin, after=end)
         with torch.enable_grad(), tracer, _AsInEvaluation():
-            args, kwargs = trial.copied_inputs()
-            trial.model(*args, **kwargs)
+            args, kwargs = prepared.copied_inputs()
+            prepared.model(*args, **kwargs)
 
-    with trial.keep_changes():
-        trial.model.train()
-        trial.trace_call(run)
+    with prepared.keep_changes():
+        prepared.model.train()
+        prepared.trace_call(run)
     return places
 
 
-def _dropped(trial: Trial, place: _Place, given: _Arguments) -> _Dropped | None:
+def _dropped(prepared: PreparedModel, place: _Place, given: _Arguments) -> _Dropped | None:
     """Return the dropout of a layer over many calls in training; None if its randomness is no dropout."""
-    module, leaf = trial.layers.modules[place.layer], trial.layers.is_leaf(place.layer)
-    seeds = seeding.seeded(seeding.derive(trial.probe.seed, f"check draws of {place.layer}"))
+    module, leaf = prepared.layers.modules[place.layer], prepared.layers.is_leaf(place.layer)
+    seeds = seeding.seeded(seeding.derive(prepared.probe.seed, f"check draws of {place.layer}"))
     others = nullcontext() if leaf else _AsInEvaluation()
-    with trial.keep_changes(), seeds, torch.no_grad(), others, _Replay(trial, place, given) as replay:
+    with prepared.keep_changes(), seeds, torch.no_grad(), others, _Replay(prepared, place, given) as replay:
         try:
             taken: list[Tensor] = []
             evaluated = replay(taken) if not module.eval().training else None
@@ -496,13 +498,13 @@ class _Replay:
     """Calls a layer alone with the same arguments again and again, and returns the tensor at a place.
 
     Args:
-        trial: The model.
+        prepared: The model.
         place: The layer and the tensor.
         given: Arguments of the layer.
     """
 
-    def __init__(self, trial: Trial, place: _Place, given: _Arguments) -> None:
-        self._modules, self._place, self._given = trial.layers.modules, place, given
+    def __init__(self, prepared: PreparedModel, place: _Place, given: _Arguments) -> None:
+        self._modules, self._place, self._given = prepared.layers.modules, place, given
         self._inside, self._found = 0, torch.empty(0)
         self._taken: list[Tensor] | None = None
         self._exit = ExitStack()

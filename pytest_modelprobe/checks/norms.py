@@ -17,8 +17,8 @@ from pytest_modelprobe.models import CallTracer, ModuleCall, has_dense_storage, 
 from pytest_modelprobe.text import count, number
 
 from .machinery.check import check
-from .machinery.trial import Trial, as_double
-from .outcome import Break, NotApplicableError
+from .machinery.prepared import PreparedModel, as_double
+from .outcome import NotApplicableError, Violation
 
 _NORM = re.compile(r"Norm([123][dD])?$")
 """Types that say that they normalize."""
@@ -31,7 +31,7 @@ _LEAST, _MOST = 0.9, 2.2
 
 
 @check
-def norms_cancel_scale(trial: Trial) -> Break | str:
+def norms_cancel_scale(prepared: PreparedModel) -> Violation | str:
     """Check that a norm of the model's own gives no other scale than 1 to 2 times the output for twice the input.
 
     Looked at are modules whose type name ends with ``Norm``, as they are called in training mode, alone. One that
@@ -43,13 +43,13 @@ def norms_cancel_scale(trial: Trial) -> Break | str:
     >>> print(checks.norms_cancel_scale(probe, nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6)), probe.randn(2, 4)))
     norms_cancel_scale holds for Sequential: 1 norm
     """
-    factors = {layer: factor for layer, call in _norm_calls(trial).items() if (factor := _factor(*call)) is not None}
+    factors = {layer: factor for layer, call in _norm_calls(prepared).items() if (factor := _factor(*call)) is not None}
     if not factors:
         raise NotApplicableError("no module whose type ends with Norm returns a tensor of its input's shape")
     found = [(layer, factor) for layer, factor in factors.items() if not _LEAST <= factor <= _MOST]
     if not found:
         return count(len(factors), "norm")
-    return Break.at(
+    return Violation.at(
         found,
         f"returns {number(found[0][1])} times the output for twice the input, less what it adds",
         columns=("layer", "times the output"),
@@ -61,18 +61,18 @@ def norms_cancel_scale(trial: Trial) -> Break | str:
 _Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
-def _norm_calls(trial: Trial) -> dict[str, _Call]:
+def _norm_calls(prepared: PreparedModel) -> dict[str, _Call]:
     """Return the first call of each norm in training mode, on a copy of the module in double precision."""
     calls: dict[str, _Call] = {}
 
     def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
-        module = trial.layers.modules[call.layer]
+        module = prepared.layers.modules[call.layer]
         if call.layer not in calls and _NORM.search(type(module).__name__) and _is_dense(*args[:1]):
             given = map_tensors(lambda x: as_double(x.detach()).clone(), (args, dict(kwargs)))
             calls[call.layer] = (module, *given)
 
-    with CallTracer(trial.layers.modules, ModuleCall, before=begin):
-        trial.reference(mode="train")
+    with CallTracer(prepared.layers.modules, ModuleCall, before=begin):
+        prepared.reference(mode="train")
     return calls
 
 

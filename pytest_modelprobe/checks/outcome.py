@@ -1,7 +1,7 @@
 """The outcome of a check: whether a property holds, and the first layer at which it breaks.
 
-A check returns a `Break`, or text on what it looked at. `Outcome` is what the caller of a check gets. A property that
-means nothing for a model raises `NotApplicableError`: that is neither a pass nor a failure.
+A check returns a `Violation`, or text on what it looked at. `Outcome` is what the caller of a check gets. A property
+that means nothing for a model raises `NotApplicableError`: that is neither a pass nor a failure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class NotApplicableError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Break:
+class Violation:
     """Where a property breaks first."""
 
     layer: str
@@ -48,8 +48,8 @@ class Break:
         columns: tuple[str, ...],
         advice: str,
         level: Literal["broken", "hint"] = "broken",
-    ) -> Break:
-        """Return the break at the first of some rows, each of which begins with the name of a layer or a parameter.
+    ) -> Violation:
+        """Return the violation at the first of some rows, each of which begins with the name of a layer or a parameter.
 
         Args:
             rows: One or more.
@@ -105,7 +105,7 @@ def line_of(error: BaseException | None) -> str:
     return f"{type(error).__name__}{f': {text}' if text else ''}"
 
 
-def message_of(found: Break, type_name: str = "") -> str:
+def message_of(found: Violation, type_name: str = "") -> str:
     """Return the message of a property that is broken.
 
     Args:

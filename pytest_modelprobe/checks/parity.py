@@ -28,7 +28,6 @@ from pytest_modelprobe.text import count
 
 from .machinery.agreement import (
     TOLERANCE,
-    break_of,
     changed,
     check_not_random,
     disagreements,
@@ -36,13 +35,14 @@ from .machinery.agreement import (
     limit,
     negligible,
     relative_error,
+    violation_of,
 )
 from .machinery.check import check
-from .machinery.trial import LayerTensor, Trace, Trial, Vary
-from .outcome import Break, NotApplicableError, line_of
+from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary
+from .outcome import NotApplicableError, Violation, line_of
 from .recomputation import other_recomputation
 
-_Found = TypeVar("_Found", bound="Break | str | None")
+_Found = TypeVar("_Found", bound="Violation | str | None")
 
 _ELSEWHERE = 1e-3
 """Relative error between kernels that sum in another order; TensorFloat-32 rounds to 1e-3."""
@@ -62,11 +62,13 @@ _COMPILED = "Look for code that depends on whether it is compiled, and for write
 
 
 @check
-def device_parity(trial: Trial, *, device: str | torch.device = "cuda", tolerance: float | None = None) -> Break | str:
+def device_parity(
+    prepared: PreparedModel, *, device: str | torch.device = "cuda", tolerance: float | None = None
+) -> Violation | str:
     """Check that the model returns the same on another device.
 
     Args:
-        trial: The model and its inputs.
+        prepared: The model and its inputs.
         device: The other device.
         tolerance: Largest relative change; None: 1e-3, or more by dtype.
 
@@ -82,13 +84,15 @@ def device_parity(trial: Trial, *, device: str | torch.device = "cuda", toleranc
         raise NotApplicableError(f"there is no device {device}") from error
     if there.is_meta:
         raise UsageError(f"device= is one that computes; {device} tensors have no data")
-    one = trial.reference(mode="eval")
-    two = trial.run(mode="eval", model=trial.copied(device), vary=lambda _, x: x.to(device))
-    return _not_by_chance(trial, two, _parity(one, two, f"on {device}", tolerance, _DEVICE, least=_ELSEWHERE))
+    one = prepared.reference(mode="eval")
+    two = prepared.run(mode="eval", model=prepared.copied(device), vary=lambda _, x: x.to(device))
+    return _not_by_chance(prepared, two, _parity(one, two, f"on {device}", tolerance, _DEVICE, least=_ELSEWHERE))
 
 
 @check
-def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance: float | None = None) -> Break | str:
+def dtype_parity(
+    prepared: PreparedModel, *, dtype: torch.dtype = torch.float64, tolerance: float | None = None
+) -> Violation | str:
     """Check that the model returns the same in another floating dtype, and returns it in that dtype.
 
     In float64, the default, a difference beyond rounding in float32 is amplified by the model. A layer that still
@@ -96,7 +100,7 @@ def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance:
     embedding may. A run in bfloat16 shows whether it does: else that run returns float32, or raises.
 
     Args:
-        trial: The model and its inputs.
+        prepared: The model and its inputs.
         dtype: The other dtype: float64, float32, float16 or bfloat16.
         tolerance: Largest relative change; None: 1e-3, or more by the narrowest dtype of the two runs.
 
@@ -109,20 +113,20 @@ def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance:
     """
     if dtype not in TOLERANCE:
         raise UsageError(f"dtype= is {', '.join(map(str, TOLERANCE))}; got {dtype}")
-    if any(x.is_complex() for x in (*trial.model.parameters(), *trial.model.buffers())):
+    if any(x.is_complex() for x in (*prepared.model.parameters(), *prepared.model.buffers())):
         raise NotApplicableError("the model has complex parameters or buffers, which Module.to makes real")
-    one = trial.reference(mode="eval")
+    one = prepared.reference(mode="eval")
     if one.quantized:
         raise NotApplicableError("the model is quantized and computes in no other dtype")
-    two = _in_dtype(trial, dtype)
+    two = _in_dtype(prepared, dtype)
     name = str(dtype).removeprefix("torch.")
     if two.error is not None:  # a hard-coded dtype fails in every other one; a kernel may be missing in one
         another = torch.float64 if dtype == torch.bfloat16 else torch.bfloat16
-        if _in_dtype(trial, another).error is None:
+        if _in_dtype(prepared, another).error is None:
             runs = str(another).removeprefix("torch.")
             raise NotApplicableError(f"the model runs in {runs} and not in {name}: {two.failure}")
-    elif first := _leading_out(trial, one, two, dtype):
-        return Break(
+    elif first := _leading_out(prepared, one, two, dtype):
+        return Violation(
             layer=first.layer,
             line=f"{first.layer} returns {_dtype(first)} in a model of {name}",
             columns=("tensor", "dtype"),
@@ -131,7 +135,7 @@ def dtype_parity(trial: Trial, *, dtype: torch.dtype = torch.float64, tolerance:
         )
     floating = [given.tensor for given in (*one.tensors, *two.tensors) if given.tensor.is_floating_point()]
     widest = max((limit(x, tolerance, least=_ELSEWHERE) for x in floating), default=_ELSEWHERE)
-    return _not_by_chance(trial, two, _parity(one, two, f"in {name}", widest, _DTYPE))
+    return _not_by_chance(prepared, two, _parity(one, two, f"in {name}", widest, _DTYPE))
 
 
 def _kept(one: Trace, two: Trace, dtype: torch.dtype) -> list[LayerTensor]:
@@ -148,7 +152,7 @@ def _kept(one: Trace, two: Trace, dtype: torch.dtype) -> list[LayerTensor]:
     ]
 
 
-def _leading_out(trial: Trial, one: Trace, two: Trace, dtype: torch.dtype) -> LayerTensor | None:
+def _leading_out(prepared: PreparedModel, one: Trace, two: Trace, dtype: torch.dtype) -> LayerTensor | None:
     """Return the first output in another dtype of which an output of the model is made without a cast; None: no output.
 
     What a layer computes in float32, and the code around it casts, is meant to be precise.
@@ -159,21 +163,21 @@ def _leading_out(trial: Trial, one: Trace, two: Trace, dtype: torch.dtype) -> La
         after = max((i for i, given in enumerate(inside) if given not in kept), default=-1)
         return next(given for given in kept if given in inside[after + 1 :] or given.is_final)
     if kept and dtype.itemsize > 2:  # a wide dtype takes in what is added to it; of a narrow one float32 remains
-        narrow = _in_dtype(trial, torch.bfloat16)
+        narrow = _in_dtype(prepared, torch.bfloat16)
         if narrow.error is not None or any(given.is_final for given in _kept(one, narrow, torch.bfloat16)):
             return kept[0]
     return None
 
 
-def _in_dtype(trial: Trial, dtype: torch.dtype) -> Trace:
+def _in_dtype(prepared: PreparedModel, dtype: torch.dtype) -> Trace:
     def cast(_: str, x: Tensor) -> Tensor:
         return x.to(dtype) if x.is_floating_point() else x.to(dtype.to_complex()) if x.is_complex() else x
 
-    return trial.run(mode="eval", model=trial.copied(dtype), vary=cast)
+    return prepared.run(mode="eval", model=prepared.copied(dtype), vary=cast)
 
 
 @check
-def layout_parity(trial: Trial, *, tolerance: float | None = None) -> Break | str:
+def layout_parity(prepared: PreparedModel, *, tolerance: float | None = None) -> Violation | str:
     """Check that the outputs do not depend on the strides of the inputs: channels last, and not contiguous.
 
     >>> from torch import nn
@@ -183,26 +187,26 @@ def layout_parity(trial: Trial, *, tolerance: float | None = None) -> Break | st
     layout_parity holds for Conv2d: 1 output with inputs channels last, and not contiguous
     """
     layouts = {"not contiguous": _strided}
-    if any(x.dim() in (4, 5) for _, x in trial.dense):
+    if any(x.dim() in (4, 5) for _, x in prepared.dense):
         layouts = {"channels last": _channels_last, **layouts}
-    if not any(x.dim() for _, x in trial.dense):
+    if not any(x.dim() for _, x in prepared.dense):
         raise NotApplicableError("no input has a layout")
-    one = trial.reference(mode="eval")
-    dense = {path for path, _ in trial.dense}
+    one = prepared.reference(mode="eval")
+    dense = {path for path, _ in prepared.dense}
     for name, layout in layouts.items():
 
         def vary(path: str, x: Tensor, layout: Vary = layout) -> Tensor:
             return layout(path, x) if path in dense else x
 
-        two = trial.run(mode="eval", vary=vary)
+        two = prepared.run(mode="eval", vary=vary)
         found = _parity(one, two, f"with inputs {name}", tolerance, _LAYOUT if two.error is None else _VIEW)
-        if isinstance(found, Break):
-            return _not_by_chance(trial, two, found)
+        if isinstance(found, Violation):
+            return _not_by_chance(prepared, two, found)
     return f"{count(len(one.outputs), 'output')} with inputs {', and '.join(layouts)}"
 
 
 @check
-def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break | str:
+def checkpoint_parity(prepared: PreparedModel, *, tolerance: float | None = None) -> Violation | str:
     """Check that under activation checkpointing, reentrant and not, the loss and all gradients are the same.
 
     Each child of the model that has children itself and returns a tensor or a tuple of tensors is checkpointed: for a
@@ -221,16 +225,16 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
     >>> print(checks.checkpoint_parity(probe, nn.Sequential(nn.Linear(3, 3), nn.ReLU()), probe.randn(4, 3)))
     checkpoint_parity holds for Sequential: 2 parameters, 2 modules checkpointed, reentrant and not
     """
-    if other := other_recomputation(trial):
+    if other := other_recomputation(prepared):
         return other
-    model, stopped = _stopped(trial)
+    model, stopped = _stopped(prepared)
     wanted = True
     try:
-        one = trial.reference(backward=True, input_gradients=True, model=copy.deepcopy(model))
+        one = prepared.reference(backward=True, input_gradients=True, model=copy.deepcopy(model))
     except NotApplicableError:  # it may reject inputs that require a gradient
         wanted = False
-        one = trial.reference(backward=True, model=copy.deepcopy(model))
-    parts = _parts(trial, copy.deepcopy(model))
+        one = prepared.reference(backward=True, model=copy.deepcopy(model))
+    parts = _parts(prepared, copy.deepcopy(model))
     if not parts:
         raise NotApplicableError("the model has no children that could be checkpointed")
     for reentrant in (False, True):
@@ -241,22 +245,22 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
             module.forward = functools.partial(_checkpointed, module.forward, use_reentrant=reentrant)
         with warnings.catch_warnings(action="ignore"):
             try:
-                two = trial.run(backward=True, input_gradients=wanted, model=again)
+                two = prepared.run(backward=True, input_gradients=wanted, model=again)
             except NotApplicableError:  # no gradient is left
                 two = Trace()
         if two.in_backward:
             line = f"{ROOT} cannot be checkpointed ({how}): {line_of(two.error)}"
-            return Break(layer=ROOT, line=line, advice=_CHECKPOINT)
+            return Violation(layer=ROOT, line=line, advice=_CHECKPOINT)
         if reentrant and "incompatible with .grad()" in two.failure:
             how = "not reentrant"
             break  # its forward takes gradients itself, as of an energy
         if two.error is not None:
-            return Break(layer=two.raised_in, line=f"{two.failure}, when checkpointed ({how})", advice=_CHECKPOINT)
+            return Violation(layer=two.raised_in, line=f"{two.failure}, when checkpointed ({how})", advice=_CHECKPOINT)
         under = f"under checkpointing ({how})"
         found = _parity(one, two, under, tolerance, _CHECKPOINT, least=_ELSEWHERE) if two.tensors else None
-        if not isinstance(found, Break):
+        if not isinstance(found, Violation):
             found = _gradients(one, two, tolerance, under, _CHECKPOINT)
-        if isinstance(found, Break):
+        if isinstance(found, Violation):
             return found
     else:
         how = "reentrant and not"
@@ -264,12 +268,12 @@ def checkpoint_parity(trial: Trial, *, tolerance: float | None = None) -> Break 
     return "; ".join([told, *stopped])
 
 
-def _stopped(trial: Trial) -> tuple[nn.Module, list[str]]:
+def _stopped(prepared: PreparedModel) -> tuple[nn.Module, list[str]]:
     """Return a copy of the model without known state that a second forward would write to again, and what was stopped.
 
     This state is intended and is never combined with checkpoints. Other state is left for the check to find.
     """
-    model = trial.copied()
+    model = prepared.copied()
     modules = list(model.modules())
     configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
     caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
@@ -298,16 +302,16 @@ def _checkpointed(forward: Any, *args: Any, use_reentrant: bool, **kwargs: Any) 
 
 @check
 def compile_parity(
-    trial: Trial, *, backend: str | Callable[..., Any] = "aot_eager", tolerance: float | None = None
-) -> Break | str:
+    prepared: PreparedModel, *, backend: str | Callable[..., Any] = "aot_eager", tolerance: float | None = None
+) -> Violation | str:
     """Check that the compiled model returns the same, and the same gradients.
 
     Where an output differs, both models run again, the compiled one with hooks in its graphs (``compiled="inside"``):
-    the break names the first layer whose output has other numbers, or the model where none has, and in a torch that
+    the violation names the first layer whose output has other numbers, or the model where none has, and in a torch that
     compiles no hooks on tensors. Of gradients it names the parameter.
 
     Args:
-        trial: The model and its inputs.
+        prepared: The model and its inputs.
         backend: Backend of `torch.compile`; ``"aot_eager"`` needs no compiler.
         tolerance: Largest relative change; None: 1e-3, or more by dtype.
 
@@ -317,44 +321,44 @@ def compile_parity(
     >>> print(checks.compile_parity(probe, nn.Linear(3, 2), probe.randn(4, 3)))
     compile_parity holds for Linear: 1 output, 2 parameters
     """
-    one = trial.reference(mode="eval", backward=True)
+    one = prepared.reference(mode="eval", backward=True)
     torch.compiler.reset()
     try:
-        compiled: Any = torch.compile(trial.copied(), backend=backend)
+        compiled: Any = torch.compile(prepared.copied(), backend=backend)
     except Exception as error:
         raise UsageError(f"backend= is a backend of torch.compile; got {backend!r}: {line_of(error)}") from error
     try:
         with warnings.catch_warnings(action="ignore"), torch.compiler.set_stance("default"):
-            two = trial.run(mode="eval", backward=True, model=compiled, traced=False)
+            two = prepared.run(mode="eval", backward=True, model=compiled, traced=False)
     finally:
         torch.compiler.reset()
     if two.error is not None:
-        return Break(
+        return Violation(
             layer=ROOT,
             line=f"{ROOT} cannot be compiled: {two.failure.removeprefix(f'{ROOT} raised ')}",
             advice="TORCH_LOGS=graph_breaks shows what cannot be traced; torch.compiler.disable excludes it.",
         )
     two.gradients = {name.removeprefix(f"{COMPILED_CHILD}."): gradient for name, gradient in two.gradients.items()}
-    found = _not_by_chance(trial, two, _outputs(one, two, tolerance, "when compiled", _COMPILED))
+    found = _not_by_chance(prepared, two, _outputs(one, two, tolerance, "when compiled", _COMPILED))
     if found is not None and found.layer == ROOT and compiles_hooks():
-        found = _inside_graph(trial, backend, found)
+        found = _inside_graph(prepared, backend, found)
     return found or f"{count(len(one.final), 'output')}, {count(len(one.gradients), 'parameter')}"
 
 
-def _inside_graph(trial: Trial, backend: str | Callable[..., Any], found: Break) -> Break:
-    """Return the break with the first layer whose output has other numbers, as the graph computes it."""
-    eager, other = trial.copied(), trial.copied()
+def _inside_graph(prepared: PreparedModel, backend: str | Callable[..., Any], found: Violation) -> Violation:
+    """Return the violation with the first layer whose output has other numbers, as the graph computes it."""
+    eager, other = prepared.copied(), prepared.copied()
     with Watch(eager, isolate=False) as one, Watch(other, isolate=False, compiled="inside") as two:
-        trial.run(mode="eval", model=eager, traced=False)
+        prepared.run(mode="eval", model=eager, traced=False)
         compiled: Any = torch.compile(other, backend=backend)
         with warnings.catch_warnings(action="ignore"), torch.compiler.set_stance("default"):
-            trial.run(mode="eval", model=compiled, traced=False)
+            prepared.run(mode="eval", model=compiled, traced=False)
         rows = _other_moments(one.record, two.record)
     torch.compiler.reset()
     if not rows or rows[0][0].name == ROOT:
         return found
     layer, path, was, now = rows[0]
-    return Break(
+    return Violation(
         layer=layer.name,
         line=f"{layer.label} returns another {path} when compiled: its rms is {now:.4g}, and {was:.4g} run eagerly",
         columns=("output", "rms compiled", "run eagerly"),
@@ -396,7 +400,7 @@ def _by_path(layer: Layer) -> dict[str, tuple[str, Statistics]]:
 
 
 @check
-def export_parity(trial: Trial, *, tolerance: float | None = None) -> Break | str:
+def export_parity(prepared: PreparedModel, *, tolerance: float | None = None) -> Violation | str:
     """Check that the model can be exported by `torch.export`, and that the program returns the same.
 
     >>> from torch import nn
@@ -405,27 +409,27 @@ def export_parity(trial: Trial, *, tolerance: float | None = None) -> Break | st
     >>> print(checks.export_parity(probe, nn.Linear(3, 2), probe.randn(4, 3)))
     export_parity holds for Linear: 1 output
     """
-    one = trial.reference(mode="eval")
-    other = trial.copied().eval()
+    one = prepared.reference(mode="eval")
+    other = prepared.copied().eval()
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        args, kwargs = trial.copied_inputs()
+        args, kwargs = prepared.copied_inputs()
         try:
             program = torch.export.export(other, args, kwargs)
         except Exception as error:  # noqa: BLE001 - whatever export raises of a model
-            return Break(
+            return Violation(
                 layer=ROOT,
                 line=f"{ROOT} cannot be exported: {line_of(error)}",
                 advice="Look for control flow that depends on the contents of a tensor.",
             )
-        two = trial.run(model=program.module(), traced=False)
+        two = prepared.run(model=program.module(), traced=False)
     if two.error is not None:
-        return Break(
+        return Violation(
             layer=ROOT,
             line=f"{ROOT} does not run as an exported program: {two.failure}",
             advice="Look for code that depends on a shape or a device: torch.export.export(...) shows the program.",
         )
     found = _outputs(one, two, tolerance, "when exported", _COMPILED)
-    return _not_by_chance(trial, two, found) or count(len(one.final), "output")
+    return _not_by_chance(prepared, two, found) or count(len(one.final), "output")
 
 
 # --- comparing ----------------------------------------------------------------------------------------------------
@@ -433,34 +437,34 @@ def export_parity(trial: Trial, *, tolerance: float | None = None) -> Break | st
 
 def _parity(
     one: Trace, two: Trace, how: str, tolerance: float | None, advice: str, *, least: float = 0.0
-) -> Break | str:
+) -> Violation | str:
     if two.error is not None:
-        return Break(layer=two.raised_in, line=f"{two.failure}, {how}", advice=advice)
+        return Violation(layer=two.raised_in, line=f"{two.failure}, {how}", advice=advice)
     found = disagreements(one, two, tolerance=tolerance, least=least)
     if not found:
         return f"{count(len(one.outputs), 'output')} {how}"
-    return break_of(found, f"returns another {{path}} {how}: {{changed}}", advice)
+    return violation_of(found, f"returns another {{path}} {how}: {{changed}}", advice)
 
 
-def _not_by_chance(trial: Trial, two: Trace, found: _Found) -> _Found:
+def _not_by_chance(prepared: PreparedModel, two: Trace, found: _Found) -> _Found:
     """Return what was found, unless the model is random in evaluation mode."""
-    if isinstance(found, Break) and two.error is None:
-        check_not_random(trial)
+    if isinstance(found, Violation) and two.error is None:
+        check_not_random(prepared)
     return found
 
 
-def _outputs(one: Trace, two: Trace, tolerance: float | None, how: str, advice: str) -> Break | None:
+def _outputs(one: Trace, two: Trace, tolerance: float | None, how: str, advice: str) -> Violation | None:
     """Return where the outputs, or else the gradients, of two runs differ."""
     for path, tensor in one.final.items():
         other = two.final.get(path)
         far = float("inf") if other is None else relative_error(tensor, other)
         if tensor.is_floating_point() and not far <= limit(tensor, tolerance, least=_ELSEWHERE):
             line = f"{ROOT} returns another {path} {how}: {changed(far)}"
-            return Break(layer=ROOT, line=line, advice=advice)
+            return Violation(layer=ROOT, line=line, advice=advice)
     return _gradients(one, two, tolerance, how, advice) if two.gradients else None
 
 
-def _gradients(one: Trace, two: Trace, tolerance: float | None, how: str, advice: str) -> Break | None:
+def _gradients(one: Trace, two: Trace, tolerance: float | None, how: str, advice: str) -> Violation | None:
     found = []
     zero = negligible(one)
     for name, gradient in one.gradients.items():
@@ -475,7 +479,7 @@ def _gradients(one: Trace, two: Trace, tolerance: float | None, how: str, advice
         return None
     if any(what != "none arrives" for _, what in found):  # a wrong one begins at the loss, a lost one at the input
         found = in_backward_order(found, one)
-    return Break.at(
+    return Violation.at(
         found,
         f"gets another gradient {how}: {found[0][1]}",
         columns=("parameter", "gradient changed by"),
@@ -487,7 +491,7 @@ def _dtype(given: LayerTensor) -> str:
     return str(given.tensor.dtype).removeprefix("torch.")
 
 
-def _parts(trial: Trial, model: nn.Module) -> list[str]:
+def _parts(prepared: PreparedModel, model: nn.Module) -> list[str]:
     """Return the names of the outermost modules that can be checkpointed."""
     modules = Layers(model).modules
     simple: dict[nn.Module, bool] = {}
@@ -509,7 +513,7 @@ def _parts(trial: Trial, model: nn.Module) -> list[str]:
         in_place |= any(x._version != version for x, version in given[call.module])
 
     with CallTracer(modules, ModuleCall, before=begin, after=end):
-        trial.reference(backward=True, model=model)
+        prepared.reference(backward=True, model=model)
 
     def parts(name: str, module: nn.Module, *, single: bool) -> list[str]:
         if name and simple.get(module) and (single or [*module.children()]):

@@ -19,42 +19,42 @@ from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, flatten_call, seeding
 from pytest_modelprobe.record import ROOT
 
-from .machinery.agreement import Disagreement, break_of, limit, relative_error
-from .machinery.trial import LayerTensor, Trial, copy_of, plain
-from .outcome import Break, NotApplicableError
+from .machinery.agreement import Disagreement, limit, relative_error, violation_of
+from .machinery.prepared import LayerTensor, PreparedModel, copy_of, plain
+from .outcome import NotApplicableError, Violation
 
 
-def other_recomputation(trial: Trial) -> Break | None:
+def other_recomputation(prepared: PreparedModel) -> Violation | None:
     """Return where a model that checkpoints its layers in training computes something else in the backward.
 
     The model trains for one step. What a layer takes and returns in the backward, after the random state has moved, has
     to be what it took and returned in a call of the forward. A backward that draws nothing may call layers for other
     reasons, as an adjoint method does.
     """
-    seen = _Seen(trial)
+    seen = _Seen(prepared)
 
     def step() -> None:
-        args, kwargs = trial.copied_inputs()
-        loss = trial.loss(trial.model(*args, **kwargs))
-        seen.states = seeding.generator_states(trial.probe.device)
+        args, kwargs = prepared.copied_inputs()
+        loss = prepared.loss(prepared.model(*args, **kwargs))
+        seen.states = seeding.generator_states(prepared.probe.device)
         loss.backward()
 
     def run() -> None:
-        tracer = CallTracer(trial.layers.modules, ModuleCall, before=seen.begin, after=seen.end)
+        tracer = CallTracer(prepared.layers.modules, ModuleCall, before=seen.begin, after=seen.end)
         # Without early stops: else a layer ends by an exception as soon as all that the backward needs is there.
         quiet = warnings.catch_warnings(action="ignore")
         with torch.enable_grad(), set_checkpoint_early_stop(False), tracer, quiet:
             step()
 
-    with trial.keep_changes():
-        trial.model.train()
+    with prepared.keep_changes():
+        prepared.model.train()
         try:
-            failed = trial.trace_call(run).error is not None
+            failed = prepared.trace_call(run).error is not None
         except (NotApplicableError, UsageError):  # of the loss in training mode
             failed = True
     if failed or not seen.found:
         return None
-    return break_of(
+    return violation_of(
         seen.found,
         "computes something else when a checkpoint runs it again, so gradients are wrong: {path} {changed}",
         "Look for preserve_rng_state=False, which is for code without randomness; for random numbers of numpy, of "
@@ -65,12 +65,12 @@ def other_recomputation(trial: Trial) -> Break | None:
 class _Seen:
     """What layers took and returned in the forward, and what of it is another value in the backward."""
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, prepared: PreparedModel) -> None:
         self.states: tuple[bytes, ...] | None = None
         """The random states before the backward; None once they moved."""
         self.found: list[Disagreement] = []
         self._first: dict[tuple[str, str], list[LayerTensor]] = defaultdict(list)
-        self._device = trial.probe.device
+        self._device = prepared.probe.device
 
     def begin(self, call: ModuleCall, args: Any, kwargs: Any) -> None:
         """Look at what a layer takes: the own code around it computed that."""

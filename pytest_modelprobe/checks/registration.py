@@ -27,10 +27,10 @@ from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.runs import Mode, graph_nodes
 from pytest_modelprobe.text import count, listed, number, pattern
 
-from .machinery.agreement import break_of, disagreements
+from .machinery.agreement import disagreements, violation_of
 from .machinery.check import check_unmodified
-from .machinery.trial import Trace, Trial, as_double, plain
-from .outcome import Break, NotApplicableError, line_of
+from .machinery.prepared import PreparedModel, Trace, as_double, plain
+from .outcome import NotApplicableError, Violation, line_of
 from .state import OF_ANY_MODULE, attributes, changed_attributes, same
 
 _DEEPEST = 3
@@ -45,7 +45,7 @@ _SMALL = 0.02
 
 
 @check_unmodified
-def registered(trial: Trial) -> Break | str:
+def registered(prepared: PreparedModel) -> Violation | str:
     """Check that no module and no parameter is in a plain container, and that no tensor should be a buffer.
 
     Unregistered tensors are in no optimizer and no state_dict, and do not move with the model. With inputs, a forward
@@ -61,15 +61,15 @@ def registered(trial: Trial) -> Break | str:
     >>> print(checks.registered.outcome(ModelProbe(), model).layer)
     extra[0]
     """
-    before = _all_unregistered(trial)
-    with trial.keep_changes():
-        trial.run()
-        after = _all_unregistered(trial)
+    before = _all_unregistered(prepared)
+    with prepared.keep_changes():
+        prepared.run()
+        after = _all_unregistered(prepared)
     found = [(where, _kind(value)) for where, value in before.items() if after.get(where) is value]
-    found += [(where, "a running statistic") for where in _running_statistics(trial, before)]
+    found += [(where, "a running statistic") for where in _running_statistics(prepared, before)]
     if not found:
-        return count(sum(1 for _ in trial.model.modules()), "module")
-    return Break.at(
+        return count(sum(1 for _ in prepared.model.modules()), "module")
+    return Violation.at(
         found,
         f"is {found[0][1]} that the model has not registered",
         columns=("where", "what"),
@@ -78,32 +78,32 @@ def registered(trial: Trial) -> Break | str:
     )
 
 
-def _all_unregistered(trial: Trial) -> dict[str, Any]:
+def _all_unregistered(prepared: PreparedModel) -> dict[str, Any]:
     """Return the modules, parameters and tensors that the model has not registered, by their paths."""
-    known = {id(m) for m in trial.model.modules()}
-    known |= {id(t) for t in (*trial.model.parameters(), *trial.model.buffers())}
+    known = {id(m) for m in prepared.model.modules()}
+    known |= {id(t) for t in (*prepared.model.parameters(), *prepared.model.buffers())}
     return {
         where: value
-        for name, module in trial.layers.modules.items()
+        for name, module in prepared.layers.modules.items()
         for key, attribute in vars(module).items()
         if key not in OF_ANY_MODULE and not _meant(module, key, attribute)
         for where, value in _unregistered(qualified(name, key), attribute, known, _DEEPEST)
     }
 
 
-def _running_statistics(trial: Trial, before: Mapping[str, Any]) -> list[str]:
+def _running_statistics(prepared: PreparedModel, before: Mapping[str, Any]) -> list[str]:
     """Return the tensors that a forward in training replaces by what depends on them, and one in evaluation does not.
 
     Of a state that evaluation replaces too, such as that of a recurrent layer, nothing has to be kept.
     """
 
     def after(mode: Mode, change: float = 0.0) -> dict[str, Tensor]:
-        with trial.keep_changes():
+        with prepared.keep_changes():
             for where, tensor in tensors.items() if change else ():
                 layer, _, key = where.rpartition(".")
-                setattr(trial.layers.modules[layer or ROOT], key, tensor + change)
-            failed = trial.run(mode=mode).error is not None
-            found = {} if failed else _all_unregistered(trial)
+                setattr(prepared.layers.modules[layer or ROOT], key, tensor + change)
+            failed = prepared.run(mode=mode).error is not None
+            found = {} if failed else _all_unregistered(prepared)
         return {where: found[where] for where in tensors if where in found}
 
     tensors = {
@@ -158,7 +158,7 @@ def _kind(value: Any) -> str:
 
 
 @check_unmodified
-def initialized(trial: Trial, *, factory: Callable[[], nn.Module] | None = None) -> Break | str:
+def initialized(prepared: PreparedModel, *, factory: Callable[[], nn.Module] | None = None) -> Violation | str:
     """Check that every parameter and buffer is initialized, and that rows of embeddings for padding are zero.
 
     The model is built again while new memory is filled with NaN, or with the largest integer; elements that keep this
@@ -174,7 +174,7 @@ def initialized(trial: Trial, *, factory: Callable[[], nn.Module] | None = None)
     Layers of one list with the same random weights are a hint: they are copies that were not initialized anew.
 
     Args:
-        trial: The model.
+        prepared: The model.
         factory: Builds such a model; None: that of `ModelProbe.build`, if it made the model.
 
     >>> import torch
@@ -187,16 +187,16 @@ def initialized(trial: Trial, *, factory: Callable[[], nn.Module] | None = None)
     >>> print(checks.initialized.outcome(ModelProbe(), broken(), factory=broken).layer)
     scale
     """
-    rows = _padding_rows(trial.model)
-    found = _without_factory(trial) if factory is None else _written(trial.model, factory)
-    if isinstance(found, Break):
+    rows = _padding_rows(prepared.model)
+    found = _without_factory(prepared) if factory is None else _written(prepared.model, factory)
+    if isinstance(found, Violation):
         return found
     filled = [(name, index, row.abs().max().item()) for name, index, row in rows if bool(row.any())]
     if not filled:
         held = found + (f"; {count(len(rows), 'row')} for padding" if rows else "")
-        return _copied(trial.model) or held
+        return _copied(prepared.model) or held
     _, index, most = filled[0]
-    return Break.at(
+    return Violation.at(
         filled,
         f"is not zero in row {index}, its padding_idx: up to {number(most)}, which no gradient changes",
         columns=("embedding", "padding_idx", "largest there"),
@@ -210,7 +210,7 @@ _LOOKED_AT = 1024
 """Elements of a parameter that tell whether it was drawn at random, and by which an equal one is looked for."""
 
 
-def _copied(model: nn.Module) -> Break | None:
+def _copied(model: nn.Module) -> Violation | None:
     """Return a hint if layers of one list have the same random weights: one was initialized, and the others copied.
 
     Values that are not all different were not drawn at random: an identity, or a range in each row.
@@ -228,7 +228,7 @@ def _copied(model: nn.Module) -> Break | None:
                     rows.append((name, original, str(tuple(values.shape))))
     if not rows:
         return None
-    return Break.at(
+    return Violation.at(
         rows,
         f"has the same values as {rows[0][1]}, though they are two parameters",
         columns=("parameter", "same values as", "shape"),
@@ -258,7 +258,7 @@ def _padding_rows(model: nn.Module) -> list[tuple[str, int, Tensor]]:
 
 def _written(
     model: nn.Module, factory: Callable[[], nn.Module], versions: Mapping[str, int | None] | None = None
-) -> Break | str:
+) -> Violation | str:
     """Return the tensors that still hold NaN in a model that was built in memory filled with it.
 
     Args:
@@ -293,7 +293,7 @@ def _written(
         later = f"; not looked at, as written to since it was built: {listed(left)}" if left else ""
         return count(len(made), "parameters and buffer") + later
     _, missing, numel = found[0]
-    return Break.at(
+    return Violation.at(
         found,
         f"is not initialized: {missing:,} of {numel:,} elements were never written to",
         columns=("name", "never written to", "elements"),
@@ -301,20 +301,20 @@ def _written(
     )
 
 
-def _without_factory(trial: Trial) -> Break | str:
+def _without_factory(prepared: PreparedModel) -> Violation | str:
     """Return the same by the factory of `ModelProbe.build`, if it made the model, and by the values of the tensors."""
-    built, told = trial.probe.built.get(trial.model), ""
+    built, told = prepared.probe.built.get(prepared.model), ""
     if built is not None:
         with contextlib.suppress(UsageError):  # it makes no model again
-            found = _written(trial.model, built.factory, built.versions)
-            if isinstance(found, Break):
+            found = _written(prepared.model, built.factory, built.versions)
+            if isinstance(found, Violation):
                 return found
             told = found
-    by_values = _by_values(trial.model)
+    by_values = _by_values(prepared.model)
     return told or by_values if isinstance(by_values, str) else by_values
 
 
-def _by_values(model: nn.Module) -> Break | str:
+def _by_values(model: nn.Module) -> Violation | str:
     """Return the tensors that hold what no initialization gives: uninitialized memory, or the result of training."""
     floating = _numbers(model, integers=False)
     numbers = [(name, plain(t.detach()), isinstance(t, nn.Parameter)) for name, t in floating]
@@ -332,7 +332,7 @@ def _by_values(model: nn.Module) -> Break | str:
             "written to: no factory="
         )
     _, missing, numel = found[0]
-    return Break.at(
+    return Violation.at(
         found,
         f"is not finite: {missing:,} of {numel:,} elements are NaN or infinite",
         columns=("name", "not finite", "elements"),
@@ -341,7 +341,7 @@ def _by_values(model: nn.Module) -> Break | str:
     )
 
 
-def _of_one_scale(model: nn.Module) -> Break | None:
+def _of_one_scale(model: nn.Module) -> Violation | None:
     """Return the parameters that are far larger than the others, as memory that nothing wrote to may be.
 
     Buffers may hold any number, as masks do. Zeros have no scale.
@@ -354,7 +354,7 @@ def _of_one_scale(model: nn.Module) -> Break | None:
     if not found:
         return None
     _, size = found[0]
-    return Break.at(
+    return Violation.at(
         found,
         f"is {number(size / usual)} times as large as other parameters: its root mean square is {number(size)}, "
         f"their median {number(usual)}",
@@ -398,7 +398,9 @@ def _made_in_nan(factory: Callable[[], nn.Module]) -> nn.Module:
 
 
 @check_unmodified
-def state_dict_round_trip(trial: Trial, *, factory: Callable[[], nn.Module] | None = None) -> Break | str:
+def state_dict_round_trip(
+    prepared: PreparedModel, *, factory: Callable[[], nn.Module] | None = None
+) -> Violation | str:
     """Check that another model with the state_dict of this one returns the same, and that tied parameters stay tied.
 
     The state_dict is saved by `torch.save` and loaded, strictly, into a model whose parameters and persistent buffers
@@ -410,7 +412,7 @@ def state_dict_round_trip(trial: Trial, *, factory: Callable[[], nn.Module] | No
     a hidden state may be meant to begin anew.
 
     Args:
-        trial: The model and its inputs.
+        prepared: The model and its inputs.
         factory: Builds such a model, to load into; None: a copy, which keeps state outside the state_dict, such as a
             random buffer that is not persistent.
 
@@ -420,84 +422,84 @@ def state_dict_round_trip(trial: Trial, *, factory: Callable[[], nn.Module] | No
     >>> print(checks.state_dict_round_trip(probe, nn.Linear(3, 2), probe.randn(4, 3)))
     state_dict_round_trip holds for Linear: 2 keys, 1 output
     """
-    one = trial.reference(mode="eval")
-    other = _another(trial, factory)
-    state = _load_state(trial, other)
-    if isinstance(state, Break):
+    one = prepared.reference(mode="eval")
+    other = _another(prepared, factory)
+    state = _load_state(prepared, other)
+    if isinstance(state, Violation):
         return state
-    lost = [(a, b) for a, b in _ties(trial.model) if not _tied(other, a, b)]
+    lost = [(a, b) for a, b in _ties(prepared.model) if not _tied(other, a, b)]
     if lost:
-        return Break.at(
+        return Violation.at(
             ((b, a) for a, b in lost),
             f"is not tied to {lost[0][0]} any more after load_state_dict",
             columns=("parameter", "was tied to"),
             advice="Tie the parameters again after loading, or keep one module for both.",
         )
-    found = _compared(one, trial.run(mode="eval", model=other), "a state_dict", f"{count(len(state), 'key')}, ")
-    if isinstance(found, Break):
+    found = _compared(one, prepared.run(mode="eval", model=other), "a state_dict", f"{count(len(state), 'key')}, ")
+    if isinstance(found, Violation):
         return found
-    return _lost_of_training(trial, _another(trial, factory)) or found
+    return _lost_of_training(prepared, _another(prepared, factory)) or found
 
 
-def _another(trial: Trial, factory: Callable[[], nn.Module] | None) -> nn.Module:
+def _another(prepared: PreparedModel, factory: Callable[[], nn.Module] | None) -> nn.Module:
     if factory is None:
-        return trial.copied()
-    with seeding.seeded(seeding.derive(trial.probe.seed, "check another model")):
-        return factory().to(trial.probe.device)
+        return prepared.copied()
+    with seeding.seeded(seeding.derive(prepared.probe.seed, "check another model")):
+        return factory().to(prepared.probe.device)
 
 
-def _load_state(trial: Trial, other: nn.Module, when: str = "") -> Mapping[str, Any] | Break:
+def _load_state(prepared: PreparedModel, other: nn.Module, when: str = "") -> Mapping[str, Any] | Violation:
     """Load the state_dict of the model into another one, whose own numbers are replaced before."""
     stored = io.BytesIO()
-    torch.save(trial.model.state_dict(), stored)
+    torch.save(prepared.model.state_dict(), stored)
     stored.seek(0)
     with torch.no_grad():
         for name, tensor in (*other.named_parameters(), *_stored_buffers(other)):
             if has_dense_storage(tensor):
                 written = unexpanded(tensor)
                 floating = written.is_floating_point() or written.is_complex()
-                written.copy_(trial.randn_like(written, name) if floating else written == 0)
+                written.copy_(prepared.randn_like(written, name) if floating else written == 0)
     try:
         with warnings.catch_warnings(action="ignore"):  # of sparse tensors torch warns that they are validated
-            state: Mapping[str, Any] = torch.load(stored, weights_only=True, map_location=trial.probe.device)
+            state: Mapping[str, Any] = torch.load(stored, weights_only=True, map_location=prepared.probe.device)
         other.load_state_dict(state)
     except Exception as error:  # noqa: BLE001 - whatever a model's own hooks raise
-        return Break(layer=ROOT, line=f"{ROOT} cannot load its own state_dict{when}: {line_of(error)}")
+        return Violation(layer=ROOT, line=f"{ROOT} cannot load its own state_dict{when}: {line_of(error)}")
     return state
 
 
-def _lost_of_training(trial: Trial, other: nn.Module) -> Break | None:
+def _lost_of_training(prepared: PreparedModel, other: nn.Module) -> Violation | None:
     """Return what a forward in training mode wrote that matters later and is not in the state_dict.
 
     Args:
-        trial: The model and its inputs.
+        prepared: The model and its inputs.
         other: Such a model that has run in no training forward.
     """
     found = None
-    with trial.keep_changes():
-        before = attributes(trial)
-        if trial.run(mode="train", traced=False).error is not None:
+    with prepared.keep_changes():
+        before = attributes(prepared)
+        if prepared.run(mode="train", traced=False).error is not None:
             return None
-        written = changed_attributes(before, attributes(trial))
-        trial.multiply_parameters("small step", mean=1.0, std=0.01)  # what is computed again shows then
-        other.train(trial.model.training)  # before it is loaded: merged weights are others in each mode
-        state = _load_state(trial, other, " after a forward in training mode")
-        if isinstance(state, Break):
+        written = changed_attributes(before, attributes(prepared))
+        prepared.multiply_parameters("small step", mean=1.0, std=0.01)  # what is computed again shows then
+        other.train(prepared.model.training)  # before it is loaded: merged weights are others in each mode
+        state = _load_state(prepared, other, " after a forward in training mode")
+        if isinstance(state, Violation):
             return state
         for mode in ("train", "eval"):
-            one = trial.run(mode=mode, seed="loaded")
-            two = trial.run(mode=mode, seed="loaded", model=other)
-            found = found or (None if one.error else _lost(trial, other, (one, two), written))
-    return found if found and _repeats(trial) else None
+            one = prepared.run(mode=mode, seed="loaded")
+            two = prepared.run(mode=mode, seed="loaded", model=other)
+            found = found or (None if one.error else _lost(prepared, other, (one, two), written))
+    return found if found and _repeats(prepared) else None
 
 
-def _lost(trial: Trial, other: nn.Module, runs: tuple[Trace, Trace], written: list[str]) -> Break | None:
+def _lost(prepared: PreparedModel, other: nn.Module, runs: tuple[Trace, Trace], written: list[str]) -> Violation | None:
     """Return the parameters that the last forward of the loaded model overwrote, or the first output that differs."""
     setting = f"; attributes that it set: {listed(written)}" if written else ""
     there = dict(other.named_parameters())
-    changed = [name for name, p in trial.model.named_parameters() if name in there and not same(p, there[name])]
+    changed = [name for name, p in prepared.model.named_parameters() if name in there and not same(p, there[name])]
     if changed:
-        return Break.at(
+        return Violation.at(
             ((name,) for name in changed),
             "is overwritten by the first forward in training mode after load_state_dict",
             columns=("overwritten",),
@@ -511,14 +513,14 @@ def _lost(trial: Trial, other: nn.Module, runs: tuple[Trace, Trace], written: li
     return dataclasses.replace(found, advice=f"{advice}{setting}.", level="hint")
 
 
-def _repeats(trial: Trial) -> bool:
+def _repeats(prepared: PreparedModel) -> bool:
     """Whether training draws from nothing but the seeded random generators."""
-    one, two = (trial.run(mode="train") for _ in range(2))
+    one, two = (prepared.run(mode="train") for _ in range(2))
     return not disagreements(one, two, tolerance=0.0, integers=True)
 
 
 @check_unmodified
-def copy_and_pickle(trial: Trial) -> Break | str:
+def copy_and_pickle(prepared: PreparedModel) -> Violation | str:
     """Check that a deep copy and a pickled copy return the same.
 
     >>> from torch import nn
@@ -527,41 +529,41 @@ def copy_and_pickle(trial: Trial) -> Break | str:
     >>> print(checks.copy_and_pickle(probe, nn.Linear(3, 2), probe.randn(4, 3)))
     copy_and_pickle holds for Linear: 1 output
     """
-    one = trial.reference(mode="eval")
+    one = prepared.reference(mode="eval")
     try:
-        copied = copy.deepcopy(trial.model)
+        copied = copy.deepcopy(prepared.model)
     except Exception as error:  # noqa: BLE001 - whatever cannot be copied
-        where = _first_not(trial, copy.deepcopy)
-        return Break(
+        where = _first_not(prepared, copy.deepcopy)
+        return Violation(
             layer=where,
             line=f"{where} cannot be copied: {line_of(error)}",
             advice="Look for a tensor with a graph among its attributes, for an open file or a lock, and for a "
             "__deepcopy__ of its own.",
         )
-    found = _compared(one, trial.run(mode="eval", model=copied), "copy.deepcopy", "")
-    if isinstance(found, Break):
+    found = _compared(one, prepared.run(mode="eval", model=copied), "copy.deepcopy", "")
+    if isinstance(found, Violation):
         return found
-    if any(hasattr(module, "parametrizations") for module in trial.model.modules()):
+    if any(hasattr(module, "parametrizations") for module in prepared.model.modules()):
         return f"{found}, by copy.deepcopy alone: torch pickles no parametrized modules"
     try:
-        again = pickle.loads(pickle.dumps(trial.model))
+        again = pickle.loads(pickle.dumps(prepared.model))
     except Exception as error:  # noqa: BLE001 - whatever cannot be pickled
-        where = _first_not(trial, pickle.dumps)
-        return Break(
+        where = _first_not(prepared, pickle.dumps)
+        return Violation(
             layer=where,
             line=f"{where} cannot be pickled: {line_of(error)}",
             advice="Look for a lambda, a local class or an open file among its attributes.",
         )
-    return _compared(one, trial.run(mode="eval", model=again), "pickle", "")
+    return _compared(one, prepared.run(mode="eval", model=again), "pickle", "")
 
 
-def _compared(one: Trace, two: Trace, by: str, said: str) -> Break | str:
+def _compared(one: Trace, two: Trace, by: str, said: str) -> Violation | str:
     if two.error is not None:
-        return Break(layer=two.raised_in, line=f"{two.raised_in} does not run after {by}: {two.failure}")
+        return Violation(layer=two.raised_in, line=f"{two.raised_in} does not run after {by}: {two.failure}")
     found = disagreements(one, two, tolerance=0.0, integers=True)
     if not found:
         return f"{said}{count(len(one.outputs), 'output')}"
-    return break_of(
+    return violation_of(
         found,
         f"differs after {by}: {{path}} {{changed}}",
         "Look for state that is neither a parameter nor a persistent buffer, and for references to the first "
@@ -589,10 +591,10 @@ def _tied(model: nn.Module, a: str, b: str) -> bool:
     return named[a].data_ptr() == named[b].data_ptr()
 
 
-def _first_not(trial: Trial, copied: Callable[[nn.Module], object]) -> str:
+def _first_not(prepared: PreparedModel, copied: Callable[[nn.Module], object]) -> str:
     """Return the first innermost layer for which the function raises."""
     bad = []
-    for name, module in trial.layers.modules.items():
+    for name, module in prepared.layers.modules.items():
         try:
             copied(module)
         except Exception:  # noqa: BLE001 - whatever cannot be copied

@@ -21,7 +21,6 @@ from pytest_modelprobe.text import count, listed
 from .machinery.agreement import (
     Disagreement,
     Pairs,
-    break_of,
     changed,
     check_not_random,
     compare_runs,
@@ -29,12 +28,13 @@ from .machinery.agreement import (
     inside_note,
     limit,
     relative_error,
+    violation_of,
 )
 from .machinery.check import check
 from .machinery.evidence import attended, causal_input, disagreeing_attention
 from .machinery.masking import MaskedOut, mark, masked_out, masks_of, pad_id_of, positions_of
-from .machinery.trial import Trace, Trial, Vary, keep_input
-from .outcome import Break, NotApplicableError
+from .machinery.prepared import PreparedModel, Trace, Vary, keep_input
+from .outcome import NotApplicableError, Violation
 
 _OFFERED = ("attention_mask", "src_key_padding_mask", "key_padding_mask", "padding_mask", "pad_mask")
 """Arguments that are masks of padding by their name."""
@@ -46,7 +46,7 @@ _Axes = Callable[[Tensor], list[int]]
 
 
 @check
-def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Break | str:
+def causal(prepared: PreparedModel, *, axis: int = 1, tolerance: float | None = None) -> Violation | str:
     """Check that the output at each position does not depend on later positions of the input.
 
     The second half of the first input is replaced, then one position more: a leak within chunks of one length shows in
@@ -54,7 +54,7 @@ def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Br
     called a mask leaves out are neither replaced nor compared.
 
     Args:
-        trial: The model and its inputs.
+        prepared: The model and its inputs.
         axis: Axis of positions of the first input.
         tolerance: Largest relative change; None: by dtype.
 
@@ -67,20 +67,20 @@ def causal(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Br
     ... # doctest: +ELLIPSIS
     (root) is not causal: ...
     """
-    return later_unseen(trial, sequence(trial, axis)[0], axis, tolerance)
+    return later_unseen(prepared, sequence(prepared, axis)[0], axis, tolerance)
 
 
-def _causal_where_meant(trial: Trial) -> Break | str:
+def _causal_where_meant(prepared: PreparedModel) -> Violation | str:
     """Check that a model which is meant to be causal is so.
 
     Raises:
         NotApplicableError: Nothing says that it is meant to be, or only a part of it may be.
     """
-    given = causal_input(trial)
-    found = later_unseen(trial, given.path, given.axis, None)
-    if not isinstance(found, Break):
+    given = causal_input(prepared)
+    found = later_unseen(prepared, given.path, given.axis, None)
+    if not isinstance(found, Violation):
         return found
-    others = disagreeing_attention(trial, positions_of(trial, given.path, given.axis)[1])
+    others = disagreeing_attention(prepared, positions_of(prepared, given.path, given.axis)[1])
     if others:
         raise NotApplicableError(
             f"a part of it is causal, as {given.reason}, but not {listed(others)}: call checks.causal if all of it is "
@@ -94,10 +94,10 @@ causal_where_meant = check(_causal_where_meant)
 """`causal` among the standard checks."""
 
 
-def later_unseen(trial: Trial, path: str, axis: int, tolerance: float | None) -> Break | str:
+def later_unseen(prepared: PreparedModel, path: str, axis: int, tolerance: float | None) -> Violation | str:
     """Return where the output at a position depends on later positions of an input, or a summary."""
-    length = positions_of(trial, path, axis)[1]
-    excluded = masked_out(trial, path, axis)
+    length = positions_of(prepared, path, axis)[1]
+    excluded = masked_out(prepared, path, axis)
     seen = (
         list(range(length)) if excluded.positions is None else (~excluded.positions).any(0).nonzero().flatten().tolist()
     )
@@ -105,22 +105,22 @@ def later_unseen(trial: Trial, path: str, axis: int, tolerance: float | None) ->
     cuts = [seen[i] for i in (half, half - 1) if 0 < i < len(seen)]
     if not cuts:
         raise NotApplicableError("the mask leaves fewer than two positions")
-    one = trial.reference(mode="eval")
-    axes_in = _axes_that_follow(trial, one, path, axis)
+    one = prepared.reference(mode="eval")
+    axes_in = _axes_that_follow(prepared, one, path, axis)
     inside = None
     for before in cuts:
 
         def vary(name: str, x: Tensor, before: int = before) -> Tensor:
-            return excluded.filled(replaced_from(trial, x, axis, before), axis, x) if name == path else x
+            return excluded.filled(replaced_from(prepared, x, axis, before), axis, x) if name == path else x
 
         def pairs_of(trace: Trace, before: int = before) -> Pairs:
             return _first(before, axes_in(trace), excluded)
 
-        two = trial.variation(mode="eval", vary=vary)
-        found, hidden = compare_runs(trial, (one, two), (keep_input, vary), pairs_of, tolerance, exact=True)
+        two = prepared.variation(mode="eval", vary=vary)
+        found, hidden = compare_runs(prepared, (one, two), (keep_input, vary), pairs_of, tolerance, exact=True)
         inside = inside or hidden
         if found:
-            return break_of(
+            return violation_of(
                 found,
                 f"is not causal: the first {before} of {length} positions {{changed}} when later ones were replaced",
                 "Look at the causal mask of attention, at padding on both sides of a convolution, and at operations "
@@ -133,13 +133,13 @@ def later_unseen(trial: Trial, path: str, axis: int, tolerance: float | None) ->
 
 @check
 def padding_invariant(
-    trial: Trial,
+    prepared: PreparedModel,
     *,
     mask: str | Tensor | None = None,
     pad_id: int | None = None,
     axis: int = 1,
     tolerance: float | None = None,
-) -> Break | str:
+) -> Violation | str:
     """Check that outputs do not depend on the inputs at masked positions.
 
     The last quarter of the positions is masked, and the inputs there are replaced. Outputs at the other positions must
@@ -153,7 +153,7 @@ def padding_invariant(
     it, and the other outputs have to be those of a sequence without that quarter.
 
     Args:
-        trial: The model and its inputs; one keyword is the mask, of the shape (batch, positions) of the first input.
+        prepared: The model and its inputs; one keyword is the mask, of the shape (batch, positions) of the first input.
             0 or False marks what is masked. True does in a mask of bools with ``pad`` in its name, as
             ``src_key_padding_mask``, and what is not 0 in a mask that is all 0 as it is given. Floats of which none is
             above 0 are added: -inf marks what is masked.
@@ -173,19 +173,19 @@ def padding_invariant(
     >>> print(checks.padding_invariant(probe, layer, x, src_key_padding_mask=mask).text)
     9 layers at the first 6 of 8 positions without the others, masked by True in src_key_padding_mask
     """
-    path, tensor = sequence(trial, axis)
+    path, tensor = sequence(prepared, axis)
     axis = axis % tensor.dim()
-    batch, length = positions_of(trial, path, axis)
+    batch, length = positions_of(prepared, path, axis)
     kept = length - max(1, length // 4)
     if isinstance(mask, Tensor):
-        trial.kwargs["mask"], mask = mask, "mask"
-    offered = None if mask is not None or _masks(trial) else _offered(trial, path, (batch, length))
-    padding = _padding(trial, tensor, pad_id)
+        prepared.kwargs["mask"], mask = mask, "mask"
+    offered = None if mask is not None or _masks(prepared) else _offered(prepared, path, (batch, length))
+    padding = _padding(prepared, tensor, pad_id)
     name = None
-    if padding is None or mask is not None or _masks(trial):
-        name = _mask_name(trial, mask, path, (batch, length), axis)
-    marks = mark(trial.argument(name), dict(trial.inputs)[name]) if name else 0
-    excluded = masked_out(trial, path, axis)
+    if padding is None or mask is not None or _masks(prepared):
+        name = _mask_name(prepared, mask, path, (batch, length), axis)
+    marks = mark(prepared.argument(name), dict(prepared.inputs)[name]) if name else 0
+    excluded = masked_out(prepared, path, axis)
 
     def masked(where: str, x: Tensor) -> Tensor:
         if where == name:
@@ -197,7 +197,7 @@ def padding_invariant(
         return x
 
     def replaced(where: str, x: Tensor) -> Tensor:
-        return replaced_from(trial, x, axis, kept) if where == path else masked(where, x)
+        return replaced_from(prepared, x, axis, kept) if where == path else masked(where, x)
 
     def cut(where: str, x: Tensor) -> Tensor:
         if where == name or x.shape == (batch, length):
@@ -208,18 +208,18 @@ def padding_invariant(
         return cut(where, x) if where in (path, name) else x
 
     # Other inputs of this length may belong to another sequence: they are cut only if the model fails otherwise.
-    ways = (vary for vary in (alone, cut) if trial.run(mode="eval", vary=vary).error is None)
+    ways = (vary for vary in (alone, cut) if prepared.run(mode="eval", vary=vary).error is None)
     shorter = None if padding is None else next(ways, cut if name is None else None)
     if shorter is None:
         padding = None  # the model accepts only one length
-    one = trial.reference(mode="eval", vary=masked)
+    one = prepared.reference(mode="eval", vary=masked)
     varied: tuple[Vary, Vary] = masked, shorter or replaced
-    two = trial.variation(mode="eval", vary=varied[1])
+    two = prepared.variation(mode="eval", vary=varied[1])
     if padding is not None:  # without padding a model may pass on no mask
         both = {given.where for given in two.tensors}
         one.tensors = [given for given in one.tensors if given.is_final or given.where in both]
     rows = batch if axis and not offered else -1  # what is pooled need not follow a mask that nobody gave
-    axes_in = _axes_that_follow(trial, one, path, axis)
+    axes_in = _axes_that_follow(prepared, one, path, axis)
 
     def pairs_of(trace: Trace) -> Pairs:
         cut = padding is not None
@@ -227,27 +227,27 @@ def padding_invariant(
             return _cut_and_pooled(rows, kept, length, excluded)
         return _first_and_pooled(rows, kept, axes_in(trace), excluded)
 
-    found, inside = compare_runs(trial, (one, two), varied, pairs_of, tolerance, exact=padding is None)
+    found, inside = compare_runs(prepared, (one, two), varied, pairs_of, tolerance, exact=padding is None)
     how = "replaced" if padding is None else "removed"
     others = "the others"
     if name is not None:
         others += f", masked by {marks} in {name}"
     if padding is not None:
         others += f", padded by {padding}"
-    if not found and name is not None and (between := _seen_between(trial, path, axis, name, padding)):
+    if not found and name is not None and (between := _seen_between(prepared, path, axis, name, padding)):
         return between
     if not found:
         where = f"at the first {kept} of {length} positions without {others}"
         return _looked_at(one, pairs_of(one), length, where, inside)
     at = found[0].layer_tensor.layer
-    if offered and isinstance(trial.layers.modules[at], _CONVOLUTIONS):
+    if offered and isinstance(prepared.layers.modules[at], _CONVOLUTIONS):
         raise NotApplicableError(
             f"{at}, a convolution, mixes neighbors; give {offered}= if it is meant to know padding"
         )
-    unused = _unused_masks(trial) if name is None and pad_id is None else []
+    unused = _unused_masks(prepared) if name is None and pad_id is None else []
     if unused:
         raise NotApplicableError(f"the model detects no padding without {listed(unused)}: give it, or pad_id=")
-    return break_of(
+    return violation_of(
         found,
         f"depends on masked positions: the first {kept} of {length} positions {{changed}} when {others}, were {how}",
         "Check that the mask reaches the attention and is not inverted. Look for operations over all positions: "
@@ -256,14 +256,16 @@ def padding_invariant(
 
 
 @check
-def permutation_equivariant(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Break | str:
+def permutation_equivariant(
+    prepared: PreparedModel, *, axis: int = 1, tolerance: float | None = None
+) -> Violation | str:
     """Check that permuted elements of the input give the same output, permuted alike.
 
     Two elements are exchanged, then all are moved by one position: every permutation is made of these two. A model of
     neighbors, such as a circular convolution, passes the second alone.
 
     Args:
-        trial: The model and its inputs.
+        prepared: The model and its inputs.
         axis: Axis of elements of the first input.
         tolerance: Largest relative change; None: by dtype.
 
@@ -273,10 +275,10 @@ def permutation_equivariant(trial: Trial, *, axis: int = 1, tolerance: float | N
     >>> print(checks.permutation_equivariant(probe, layer, probe.randn(2, 5, 8)))
     permutation_equivariant holds for TransformerEncoderLayer: 9 layers of 5 elements in 2 other orders
     """
-    path, tensor = sequence(trial, axis)
+    path, tensor = sequence(prepared, axis)
     length = tensor.shape[axis]
-    one = trial.reference(mode="eval")
-    axes_of = _axes_that_follow(trial, one, path, axis)(one)
+    one = prepared.reference(mode="eval")
+    axes_of = _axes_that_follow(prepared, one, path, axis)(one)
     for order in _orders(length):
         back = torch.argsort(order)
 
@@ -289,11 +291,11 @@ def permutation_equivariant(trial: Trial, *, axis: int = 1, tolerance: float | N
                 y = y.index_select(axis, back.to(y.device))
             return [*found, (x, y)]
 
-        two = _reordered(trial, path, axis, order)
+        two = _reordered(prepared, path, axis, order)
         found = disagreements(one, two, pairs=restored, tolerance=tolerance)
         if found:
-            check_not_random(trial)
-            return break_of(
+            check_not_random(prepared)
+            return violation_of(
                 found,
                 "depends on the order of its elements: {path} {changed} after the permutation was undone",
                 "Look for positional embeddings, and for operations over neighbors: a convolution, a recurrence.",
@@ -302,13 +304,13 @@ def permutation_equivariant(trial: Trial, *, axis: int = 1, tolerance: float | N
 
 
 @check
-def permutation_invariant(trial: Trial, *, axis: int = 1, tolerance: float | None = None) -> Break | str:
+def permutation_invariant(prepared: PreparedModel, *, axis: int = 1, tolerance: float | None = None) -> Violation | str:
     """Check that the output does not depend on the order of the elements, as for a set.
 
     Two elements are exchanged, then all are moved by one position: every permutation is made of these two.
 
     Args:
-        trial: The model and its inputs.
+        prepared: The model and its inputs.
         axis: Axis of elements of the first input.
         tolerance: Largest relative change; None: by dtype.
 
@@ -318,17 +320,17 @@ def permutation_invariant(trial: Trial, *, axis: int = 1, tolerance: float | Non
     >>> print(checks.permutation_invariant.outcome(probe, nn.Flatten(), probe.randn(2, 5, 8)).verdict)
     broken
     """
-    path, tensor = sequence(trial, axis)
+    path, tensor = sequence(prepared, axis)
     length = tensor.shape[axis]
-    one = trial.reference(mode="eval")
+    one = prepared.reference(mode="eval")
     for order in _orders(length):
-        again = _reordered(trial, path, axis, order).final
+        again = _reordered(prepared, path, axis, order).final
         for where, value in one.final.items():
             far = relative_error(value, again[where]) if where in again else math.inf
             rounded = value.is_floating_point() or value.is_complex()
             if not far <= (limit(value, tolerance) if rounded else 0.0):
-                check_not_random(trial)
-                return Break(
+                check_not_random(prepared)
+                return Violation(
                     layer=ROOT,
                     line=f"{ROOT} depends on the order of its elements: {where} {changed(far)}",
                     advice="Look for positional embeddings, and for a last step that picks one element.",
@@ -377,105 +379,105 @@ def _cut_and_pooled(batch: int, before: int, length: int, excluded: MaskedOut) -
     return pairs
 
 
-def _padding(trial: Trial, ids: Tensor, pad_id: int | None) -> int | None:
+def _padding(prepared: PreparedModel, ids: Tensor, pad_id: int | None) -> int | None:
     """Return the id by which the model detects padding, if its inputs are ids and that is known."""
     if ids.is_floating_point() or ids.is_complex():
         if pad_id is not None:
             raise NotApplicableError("pad_id= needs an input of ids, and the first input is not of integers")
         return None
-    return pad_id_of(trial) if pad_id is None or pad_id < 0 else pad_id
+    return pad_id_of(prepared) if pad_id is None or pad_id < 0 else pad_id
 
 
-def _seen_between(trial: Trial, path: str, axis: int, name: str, padding: int | None) -> Break | None:
+def _seen_between(prepared: PreparedModel, path: str, axis: int, name: str, padding: int | None) -> Violation | None:
     """Return where outputs depend on masked positions before them, of a model that sees no later ones anyway."""
     try:
-        meant = causal_input(trial)
+        meant = causal_input(prepared)
     except NotApplicableError:
         return None
     if not meant.attends or (meant.path, meant.axis) != (path, axis):
         return None
-    batch, length = positions_of(trial, path, axis)
+    batch, length = positions_of(prepared, path, axis)
     last = max(1, length // 4)
     between = torch.zeros(batch, length, dtype=torch.bool)
     between[:, 1 : last + 1] = True  # the first stays: others have something to attend to
-    given = masked_out(trial, path, axis).positions
+    given = masked_out(prepared, path, axis).positions
     excluded = MaskedOut(between if given is None else between | given.cpu())
 
     def masked(where: str, x: Tensor) -> Tensor:
-        value = mark(trial.argument(name), dict(trial.inputs)[name])
+        value = mark(prepared.argument(name), dict(prepared.inputs)[name])
         return MaskedOut(between).filled(x, 1, value) if where == name else x
 
     def replaced(where: str, x: Tensor) -> Tensor:
         if where != path:
             return masked(where, x)
-        other = replacement(trial, x)
+        other = replacement(prepared, x)
         if padding is not None:  # a model may count the positions that are not padded
             other = torch.where((x == padding) | (other == padding), x, other)
         return MaskedOut(between).filled(x, axis, other)
 
-    one, two = (trial.variation(mode="eval", vary=vary) for vary in (masked, replaced))
-    axes_of = _axes_that_follow(trial, one, path, axis)(one)
+    one, two = (prepared.variation(mode="eval", vary=vary) for vary in (masked, replaced))
+    axes_of = _axes_that_follow(prepared, one, path, axis)(one)
     found, _ = compare_runs(
-        trial, (one, two), (masked, replaced), lambda _: _first(length, axes_of, excluded), None, exact=True
+        prepared, (one, two), (masked, replaced), lambda _: _first(length, axes_of, excluded), None, exact=True
     )
     if not found:
         return None
     said = f"depends on masked positions: others {{changed}} when positions 1 to {last} of {length}, masked in {name}, "
-    return break_of(found, said + "were replaced", "Check that the mask reaches the attention of each layer.")
+    return violation_of(found, said + "were replaced", "Check that the mask reaches the attention of each layer.")
 
 
-def _masks(trial: Trial) -> list[str]:
+def _masks(prepared: PreparedModel) -> list[str]:
     """Return the arguments that are given and called masks."""
-    return [path for path, _ in trial.dense if trial.argument(path).endswith("mask")]
+    return [path for path, _ in prepared.dense if prepared.argument(path).endswith("mask")]
 
 
-def _offered(trial: Trial, path: str, shape: tuple[int, int]) -> str | None:
+def _offered(prepared: PreparedModel, path: str, shape: tuple[int, int]) -> str | None:
     """Give a model of attention a mask that masks nothing, if the output is the same with it; return its name.
 
     If it attends to other positions too, as a model that pools neighbors, what padding may reach is not known.
     """
-    names = [n for n in _OFFERED if n in trial.parameters and not trial.argument(path).startswith("decoder_")]
-    if not names or attended(trial) != {shape[1]}:
+    names = [n for n in _OFFERED if n in prepared.parameters and not prepared.argument(path).startswith("decoder_")]
+    if not names or attended(prepared) != {shape[1]}:
         return None
-    without = trial.reference(mode="eval")
+    without = prepared.reference(mode="eval")
     for name in names:
         kept = torch.ones(shape, dtype=torch.bool if "pad" in name else torch.int64)
         for given in (~kept, kept) if "pad" in name else (kept,):
-            trial.kwargs[name] = given
-            again = trial.run(mode="eval")
+            prepared.kwargs[name] = given
+            again = prepared.run(mode="eval")
             if again.error is None and not any(far.layer_tensor.is_final for far in disagreements(without, again)):
                 return name
-        del trial.kwargs[name]
+        del prepared.kwargs[name]
     return None
 
 
-def _unused_masks(trial: Trial) -> list[str]:
+def _unused_masks(prepared: PreparedModel) -> list[str]:
     """Return the names of arguments that are masks."""
-    return [name for name in trial.parameters if name.endswith("mask")]
+    return [name for name in prepared.parameters if name.endswith("mask")]
 
 
-def _reordered(trial: Trial, path: str, axis: int, order: Tensor) -> Trace:
+def _reordered(prepared: PreparedModel, path: str, axis: int, order: Tensor) -> Trace:
     """Return a run with the elements of one input permuted, and its masks with them."""
-    masks = masks_of(trial, path, positions_of(trial, path, axis))
+    masks = masks_of(prepared, path, positions_of(prepared, path, axis))
 
     def vary(name: str, x: Tensor) -> Tensor:
         along = axis if name == path else -1 if name in masks else None
         return x if along is None else x.index_select(along, order.to(x.device))
 
-    return trial.variation(mode="eval", vary=vary)
+    return prepared.variation(mode="eval", vary=vary)
 
 
-def replaced_from(trial: Trial, tensor: Tensor, axis: int, start: int) -> Tensor:
+def replaced_from(prepared: PreparedModel, tensor: Tensor, axis: int, start: int) -> Tensor:
     """Return a tensor with replaced numbers from a position on; see `replacement`."""
     rest = tensor.shape[axis] - start
-    return torch.cat([tensor.narrow(axis, 0, start), replacement(trial, tensor).narrow(axis, start, rest)], axis)
+    return torch.cat([tensor.narrow(axis, 0, start), replacement(prepared, tensor).narrow(axis, start, rest)], axis)
 
 
-def replacement(trial: Trial, tensor: Tensor, *, time: int = 0) -> Tensor:
+def replacement(prepared: PreparedModel, tensor: Tensor, *, time: int = 0) -> Tensor:
     """Return other numbers for a tensor: floats of the same mean and scale; integers that occur in it elsewhere.
 
     Args:
-        trial: The model and its inputs.
+        prepared: The model and its inputs.
         tensor: The tensor.
         time: Number of the replacement; each gives other numbers, as far as there are other integers.
 
@@ -483,7 +485,7 @@ def replacement(trial: Trial, tensor: Tensor, *, time: int = 0) -> Tensor:
         NotApplicableError: All integers are equal: no other valid values are known.
     """
     if tensor.is_floating_point() or tensor.is_complex():
-        return trial.redrawn(tensor, f"other {time}" if time else "other")
+        return prepared.redrawn(tensor, f"other {time}" if time else "other")
     known = tensor.unique()
     if len(known) == 1:
         raise NotApplicableError("all elements of the first input are equal: no other valid values are known")
@@ -492,18 +494,18 @@ def replacement(trial: Trial, tensor: Tensor, *, time: int = 0) -> Tensor:
     return another
 
 
-def sequence(trial: Trial, axis: int) -> tuple[str, Tensor]:
+def sequence(prepared: PreparedModel, axis: int) -> tuple[str, Tensor]:
     """Return the first input that has positions."""
-    for path, tensor in trial.dense:
+    for path, tensor in prepared.dense:
         positions = -tensor.dim() <= axis < tensor.dim() and tensor.shape[axis] > 1
-        if positions and tensor.dtype != torch.bool and not trial.argument(path).endswith("mask"):
+        if positions and tensor.dtype != torch.bool and not prepared.argument(path).endswith("mask"):
             return path, tensor
     raise NotApplicableError(f"no input has more than one position along axis {axis}")
 
 
-def _mask_name(trial: Trial, name: str | None, path: str, shape: tuple[int, int], axis: int) -> str:
+def _mask_name(prepared: PreparedModel, name: str | None, path: str, shape: tuple[int, int], axis: int) -> str:
     """Return the path of the mask, whose shape is (batch, positions)."""
-    shapes = {path: tuple(tensor.shape) for path, tensor in trial.dense}
+    shapes = {path: tuple(tensor.shape) for path, tensor in prepared.dense}
     if name is not None:
         if name not in shapes:
             near = nearest(name, shapes, n=1)
@@ -512,7 +514,7 @@ def _mask_name(trial: Trial, name: str | None, path: str, shape: tuple[int, int]
         if shapes[name] != shape:
             raise NotApplicableError(f"{name} has the shape {shapes[name]}, not (batch, positions), here {shape}")
         return name
-    found = [path for path in shapes if trial.argument(path).endswith("mask") and shapes[path] == shape]
+    found = [path for path in shapes if prepared.argument(path).endswith("mask") and shapes[path] == shape]
     if not found:
         raise NotApplicableError(
             f"no argument of shape {shape}, the batch and axis {axis} of {path}, is called a mask: give mask= its name"
@@ -531,18 +533,18 @@ def _axes(tensor: Tensor, length: int) -> list[int]:
     return [axis for axis, n in enumerate(tensor.shape) if n == length]
 
 
-def _axes_that_follow(trial: Trial, one: Trace, path: str, axis: int) -> Callable[[Trace], _Axes]:
+def _axes_that_follow(prepared: PreparedModel, one: Trace, path: str, axis: int) -> Callable[[Trace], _Axes]:
     """Return a function that finds the axes of positions: those that are shorter for a shorter sequence.
 
     If the model accepts no shorter one, every axis of that length may be one.
 
     Args:
-        trial: The model and its inputs.
+        prepared: The model and its inputs.
         one: The run.
         path: The input that has positions.
         axis: Its axis of positions.
     """
-    tensor = dict(trial.inputs)[path]
+    tensor = dict(prepared.inputs)[path]
     axis, length = axis % tensor.dim(), tensor.shape[axis]
 
     def guessed(x: Tensor) -> list[int]:
@@ -552,11 +554,11 @@ def _axes_that_follow(trial: Trial, one: Trace, path: str, axis: int) -> Callabl
     for n in dict.fromkeys((length - 1, length // 2)):
 
         def shorter(where: str, x: Tensor, n: int = n) -> Tensor:
-            if trial.argument(where).endswith("mask"):
+            if prepared.argument(where).endswith("mask"):
                 return functools.reduce(lambda x, axis: x.narrow(axis, 0, n), _axes(x, length)[-2:], x).clone()
             return x.narrow(axis, 0, n).clone() if x.shape[: axis + 1] == tensor.shape[: axis + 1] else x
 
-        again = trial.run(mode="eval", vary=shorter)
+        again = prepared.run(mode="eval", vary=shorter)
         if again.error is None:
             there = {given.where: given.tensor.shape for given in again.tensors}
             known = {

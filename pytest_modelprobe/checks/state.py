@@ -16,14 +16,14 @@ from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, flatten_ca
 from pytest_modelprobe.record import qualified
 from pytest_modelprobe.text import count, listed
 
-from .machinery.agreement import break_of, disagreements
+from .machinery.agreement import disagreements, violation_of
 from .machinery.check import check
-from .machinery.trial import Trial, plain
-from .outcome import Break
+from .machinery.prepared import PreparedModel, plain
+from .outcome import Violation
 
 
 @check
-def state_unchanged_by_forward(trial: Trial) -> Break | str:
+def state_unchanged_by_forward(prepared: PreparedModel) -> Violation | str:
     """Check that a forward in evaluation mode changes no parameter, no buffer and no output of the next forward.
 
     Other attributes of a module, such as a cache of positions, may change as long as the outputs do not; the outcome
@@ -35,33 +35,33 @@ def state_unchanged_by_forward(trial: Trial) -> Break | str:
     >>> print(checks.state_unchanged_by_forward(probe, model, probe.randn(4, 3)))
     state_unchanged_by_forward holds for Sequential: 7 parameters and buffers, 3 forwards
     """
-    rows_of = {path: x for path, x in trial.dense if x.dim() and x.shape[0] > 1}
+    rows_of = {path: x for path, x in prepared.dense if x.dim() and x.shape[0] > 1}
 
     def rolled(path: str, x: Tensor) -> Tensor:
         return x.roll(1, 0) if path in rows_of else x
 
-    fresh = trial.run(mode="eval", vary=rolled)
-    with trial.keep_changes():
-        before = {name: tensor.detach().clone() for name, tensor in _state(trial.model)}
-        kept = attributes(trial)
-        one = trial.reference(mode="eval")
-        changed = [name for name, tensor in _state(trial.model) if not same(tensor, before.get(name))]
+    fresh = prepared.run(mode="eval", vary=rolled)
+    with prepared.keep_changes():
+        before = {name: tensor.detach().clone() for name, tensor in _state(prepared.model)}
+        kept = attributes(prepared)
+        one = prepared.reference(mode="eval")
+        changed = [name for name, tensor in _state(prepared.model) if not same(tensor, before.get(name))]
         if changed:
-            return Break.at(
+            return Violation.at(
                 ((name,) for name in changed),
                 "is changed by a forward in evaluation mode",
                 columns=("changed",),
                 advice="Look for running statistics that ignore self.training, and for writes to a buffer.",
             )
-        two = trial.variation(mode="eval")
-        now = attributes(trial)
+        two = prepared.variation(mode="eval")
+        now = attributes(prepared)
         found = disagreements(one, two, tolerance=0.0, integers=True)
         if not found and fresh.error is None:  # state of the first inputs may fit these alone
-            found = disagreements(fresh, trial.run(mode="eval", vary=rolled), tolerance=0.0, integers=True)
+            found = disagreements(fresh, prepared.run(mode="eval", vary=rolled), tolerance=0.0, integers=True)
     changed = changed_attributes(kept, now)
     if found:
         what = f"; attributes that it set: {', '.join(changed)}" if changed else ""
-        return break_of(
+        return violation_of(
             found,
             "returns another {path} after a forward: {changed}",
             f"Look for state that it keeps of its last forward: a cache, a counter, a hidden state{what}.",
@@ -71,7 +71,7 @@ def state_unchanged_by_forward(trial: Trial) -> Break | str:
 
 
 @check
-def inputs_unchanged_by_forward(trial: Trial) -> Break | str:
+def inputs_unchanged_by_forward(prepared: PreparedModel) -> Violation | str:
     """Check that the model does not write to its inputs: neither to tensors nor to lists or dicts of them.
 
     >>> from torch import nn
@@ -82,7 +82,7 @@ def inputs_unchanged_by_forward(trial: Trial) -> Break | str:
     >>> print(checks.inputs_unchanged_by_forward.outcome(probe, nn.ReLU(inplace=True), probe.randn(4, 3)).layer)
     (root)
     """
-    trial.reference(mode="eval")
+    prepared.reference(mode="eval")
     given: list[Any] = []
     known: dict[str, _Contents] = {}
     blamed: list[tuple[str, str]] = []
@@ -104,17 +104,17 @@ def inputs_unchanged_by_forward(trial: Trial) -> Break | str:
     def end(call: ModuleCall, args: Any, output: Any) -> None:
         look(call)
 
-    with CallTracer(trial.layers.modules, ModuleCall, before=begin, after=end):
-        trial.variation(mode="eval")
+    with CallTracer(prepared.layers.modules, ModuleCall, before=begin, after=end):
+        prepared.variation(mode="eval")
     if blamed:
         _, path = blamed[0]
-        return Break.at(
+        return Violation.at(
             blamed,
             f"writes into {path}, which the caller may use again",
             columns=("written by", "input"),
             advice="Look for an in-place operation (inplace=True, x += ..., x[...] = ...), and clone before it.",
         )
-    return count(len(flatten_call(trial.args, trial.kwargs).tensors), "input")
+    return count(len(flatten_call(prepared.args, prepared.kwargs).tensors), "input")
 
 
 class _Contents:
@@ -149,10 +149,10 @@ Attributes: TypeAlias = dict[str, dict[str, Any]]
 """Name of an attribute of a module → path → tensor or plain value."""
 
 
-def attributes(trial: Trial) -> Attributes:
+def attributes(prepared: PreparedModel) -> Attributes:
     """Return copies of the attributes of all modules, without parameters and buffers."""
     found = {}
-    for layer, module in trial.layers.modules.items():
+    for layer, module in prepared.layers.modules.items():
         for key in vars(module).keys() - OF_ANY_MODULE:
             name, value = qualified(layer, key), vars(module)[key]
             flat = flatten(name, list(value) if isinstance(value, (deque, set)) else value)

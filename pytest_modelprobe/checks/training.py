@@ -1,7 +1,7 @@
 """Training: accumulated and correct gradients, parameters of the optimizer, a decreasing loss.
 
-These checks need a loss or an optimizer, and change parameters; the trial restores them. Small differences are looked
-at once more in float64, because gradients of sums that cancel are rounding errors.
+These checks need a loss or an optimizer, and change parameters; the prepared model restores them. Small differences are
+looked at once more in float64, because gradients of sums that cancel are rounding errors.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from pytest_modelprobe.text import count, listed, number
 from .batch import batched, check_rows_go_together, size_of
 from .machinery.agreement import check_not_random, in_backward_order, limit, negligible, relative_error
 from .machinery.check import check, check_unmodified
-from .machinery.trial import Trace, Trial, Vary, as_double
-from .outcome import Break, NotApplicableError, line_of
+from .machinery.prepared import PreparedModel, Trace, Vary, as_double
+from .outcome import NotApplicableError, Violation, line_of
 from .recomputation import other_recomputation
 
 _TARGETS = "the loss does not accept a part of the batch: pass the targets as inputs, to a model that returns its loss"
 
 
 @check
-def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-3) -> Break | str:
+def gradient_accumulation(prepared: PreparedModel, *, axis: int = 0, tolerance: float = 1e-3) -> Violation | str:
     """Check that the gradients of a batch are the mean of those of its rows, in evaluation mode.
 
     With a loss that is a mean over all tokens, rows of different lengths break it: each accumulation step divides by
@@ -47,7 +47,7 @@ def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-
     do, breaks it on purpose: where rows alone give no gradient, or other parameters get the same, it is a hint.
 
     Args:
-        trial: The model and its inputs, with a loss. Targets that the loss function holds fit the whole batch alone:
+        prepared: The model and its inputs, with a loss. Targets that the loss function holds fit the whole batch alone:
             pass them as inputs, to a model that returns its loss.
         axis: Batch axis of the inputs.
         tolerance: Largest relative change of a gradient.
@@ -58,20 +58,20 @@ def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-
     >>> print(checks.gradient_accumulation(probe, nn.Linear(3, 2), probe.randn(4, 3), loss=lambda y: y.pow(2).mean()))
     gradient_accumulation holds for Linear: 2 parameters, a batch of 4 in 4 parts
     """
-    if not trial.has_loss:
+    if not prepared.has_loss:
         raise NotApplicableError("without loss= it is not known how the loss depends on the batch size")
-    size = size_of(trial, axis)
+    size = size_of(prepared, axis)
     if size < 2:
         raise NotApplicableError("the batch has one row: give it two or more")
-    whole = trial.reference(mode="eval", backward=True)
-    found = _accumulated(trial, whole, size, axis, tolerance)
+    whole = prepared.reference(mode="eval", backward=True)
+    found = _accumulated(prepared, whole, size, axis, tolerance)
     if found:
-        found = _beyond_rounding(trial, size, axis, tolerance, found)
+        found = _beyond_rounding(prepared, size, axis, tolerance, found)
     if not found:
         return f"{count(len(whole.gradients), 'parameter')}, a batch of {size} in {size} parts"
-    check_not_random(trial)
-    check_rows_go_together(trial, axis)
-    if _knows_rows(trial, whole, size, axis):
+    check_not_random(prepared)
+    check_rows_go_together(prepared, axis)
+    if _knows_rows(prepared, whole, size, axis):
         raise NotApplicableError(_TARGETS)
     found = in_backward_order(found, whole)
     _, far, _ = found[0]
@@ -81,7 +81,7 @@ def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-
     compares = _compares_rows(whole, found)
     if compares:
         advice = f"A loss that compares the rows of a batch does this on purpose. {advice}"
-    return Break.at(
+    return Violation.at(
         ((name, percent(far), number(times)) for name, far, times in found),
         f"gets a gradient in {size} parts that differs by {percent(far)} from that of the whole batch",
         columns=("parameter", "changed by", "norm, times"),
@@ -91,10 +91,10 @@ def gradient_accumulation(trial: Trial, *, axis: int = 0, tolerance: float = 1e-
 
 
 def _accumulated(
-    trial: Trial, whole: Trace, size: int, axis: int, tolerance: float, model: nn.Module | None = None
+    prepared: PreparedModel, whole: Trace, size: int, axis: int, tolerance: float, model: nn.Module | None = None
 ) -> list[tuple[str, float, float]]:
     """Return the parameters whose gradient differs when each row is a part: name, relative change, and norm, times."""
-    rows_of = batched(trial, size, axis)
+    rows_of = batched(prepared, size, axis)
     parts = []
     for i in range(size):
 
@@ -105,7 +105,7 @@ def _accumulated(
         # Of targets that are broadcast torch warns: `_knows_rows` tells of them.
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             try:
-                parts.append(trial.variation(mode="eval", backward=True, vary=part, model=model))
+                parts.append(prepared.variation(mode="eval", backward=True, vary=part, model=model))
             except UsageError as error:  # it took the whole batch
                 raise NotApplicableError(_TARGETS) from error
     found = []
@@ -133,7 +133,7 @@ def _compares_rows(whole: Trace, found: Sequence[tuple[str, float, float]]) -> b
     return agree and not any(math.isclose(far, abs(times - 1), rel_tol=0.1) for _, far, times in found)
 
 
-def _knows_rows(trial: Trial, whole: Trace, size: int, axis: int) -> bool:
+def _knows_rows(prepared: PreparedModel, whole: Trace, size: int, axis: int) -> bool:
     """Whether the loss, or its gradient, changes with the order of the rows of the output: it holds a target for each.
 
     The gradient shows this even if the rows of the output are almost equal.
@@ -150,7 +150,7 @@ def _knows_rows(trial: Trial, whole: Trace, size: int, axis: int) -> bool:
                 leaves.append(x.requires_grad_())
             return x
 
-        loss = trial.loss(map_tensors(leaf, whole.output))
+        loss = prepared.loss(map_tensors(leaf, whole.output))
         known = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
         return [loss.detach(), *(gradient.roll(-by, axis) for gradient in known if gradient is not None)]
 
@@ -158,16 +158,16 @@ def _knows_rows(trial: Trial, whole: Trace, size: int, axis: int) -> bool:
 
 
 def _beyond_rounding(
-    trial: Trial, size: int, axis: int, tolerance: float, found: list[tuple[str, float, float]]
+    prepared: PreparedModel, size: int, axis: int, tolerance: float, found: list[tuple[str, float, float]]
 ) -> list[tuple[str, float, float]]:
     """Return the differences in float64; those found before if the model does not run in float64."""
     with _InDouble():
         try:
-            wide = trial.copied(torch.float64)
-            whole = trial.variation(mode="eval", backward=True, model=wide, vary=_wide)
+            wide = prepared.copied(torch.float64)
+            whole = prepared.variation(mode="eval", backward=True, model=wide, vary=_wide)
         except (NotApplicableError, UsageError):  # the loss may hold tensors of float32
             return found
-        return _accumulated(trial, whole, size, axis, tolerance, wide)
+        return _accumulated(prepared, whole, size, axis, tolerance, wide)
 
 
 def _wide(_: str, x: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ _DOUBLE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
 @check
-def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> Break | str:
+def gradcheck(prepared: PreparedModel, *, tolerance: float = 1e-3, step: float = 1e-6) -> Violation | str:
     """Check the gradient of each parameter and each floating input against finite differences of the loss, in float64.
 
     ``(loss(x + step d) - loss(x - step d)) / 2 step`` has to equal the gradient times d, for one direction d each. Half
@@ -199,7 +199,7 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
     random numbers, as in `checkpoint_parity`.
 
     Args:
-        trial: The model and its inputs.
+        prepared: The model and its inputs.
         tolerance: Largest difference, relative to the gradient's norm.
         step: Distance for the finite differences.
 
@@ -211,20 +211,20 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
     """
     if step <= 0:
         raise UsageError(f"step= is the distance for finite differences, more than 0; got {step}")
-    if other := other_recomputation(trial):
+    if other := other_recomputation(prepared):
         return other
-    model = trial.copied()
+    model = prepared.copied()
     converted(model, as_double)  # .double() leaves complex ones in single precision
     parameters = dict(model.named_parameters())
 
     def run(vary: Vary) -> Trace:
         with _InDouble():
-            return trial.run(mode="eval", model=model, vary=vary, backward=True, input_gradients=True)
+            return prepared.run(mode="eval", model=model, vary=vary, backward=True, input_gradients=True)
 
     try:
         one = run(_wide)
     except UsageError as error:
-        trial.reference(mode="eval", backward=True)  # a loss that never works is refused
+        prepared.reference(mode="eval", backward=True)  # a loss that never works is refused
         raise NotApplicableError(
             f"{error}, in float64: cast the tensors that it holds, target.to(output.dtype)"
         ) from error
@@ -234,7 +234,7 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
         raise NotApplicableError(
             f"the loss is computed in {one.loss.dtype}, too coarse for small differences".replace("torch.", "")
         )
-    trial.check_reference(one, mode="eval", model=model, vary=_wide)
+    prepared.check_reference(one, mode="eval", model=model, vary=_wide)
 
     def loss_at(tensor_name: str | None, path: str | None, direction: Tensor, by: float) -> float:
         def moved(where: str, x: Tensor) -> Tensor:
@@ -258,14 +258,14 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
     found: list[tuple[str, str, str]] = []
     looked_at = 0
     at = one.loss.item() if one.loss is not None else 0.0
-    inputs = {path: as_double(x.detach().to(trial.probe.device)) for path, x in trial.inputs}
+    inputs = {path: as_double(x.detach().to(prepared.probe.device)) for path, x in prepared.inputs}
     wanted = [(n, None, g) for n, g in one.gradients.items()] + [(None, p, g) for p, g in one.input_gradients.items()]
     for name, path, gradient in wanted:
         known = parameters[name] if name else inputs[path or ""]
         if not known.numel():
             continue
         looked_at += 1
-        direction = trial.randn_like(known, f"direction {name or path}")
+        direction = prepared.randn_like(known, f"direction {name or path}")
         direction = direction / direction.norm()
         if gradient is not None and gradient.norm() > 0:
             against = (gradient.conj() * direction).sum().real < 0  # of a scalar the two would cancel
@@ -282,7 +282,7 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
         return count(looked_at, "gradient")
     found = in_backward_order(found, one)
     _, exact_said, near_said = found[0]
-    return Break.at(
+    return Violation.at(
         found,
         f"has a wrong gradient: backward computes {exact_said}, finite differences {near_said}",
         columns=("tensor", "gradient", "finite differences"),
@@ -292,11 +292,11 @@ def gradcheck(trial: Trial, *, tolerance: float = 1e-3, step: float = 1e-6) -> B
 
 
 @check_unmodified
-def optimizer_covers(trial: Trial, *, optimizer: torch.optim.Optimizer) -> Break | str:
+def optimizer_covers(prepared: PreparedModel, *, optimizer: torch.optim.Optimizer) -> Violation | str:
     """Check that the optimizer holds each parameter that requires a gradient once, and no parameters of other models.
 
     Args:
-        trial: The model.
+        prepared: The model.
         optimizer: The optimizer.
 
     >>> from torch import nn
@@ -307,10 +307,10 @@ def optimizer_covers(trial: Trial, *, optimizer: torch.optim.Optimizer) -> Break
     1.weight
     """
     held = Counter(id(p) for group in optimizer.param_groups for p in group["params"])
-    named = dict(trial.model.named_parameters())
+    named = dict(prepared.model.named_parameters())
     missing = [name for name, p in named.items() if p.requires_grad and id(p) not in held]
     if missing:
-        return Break.at(
+        return Violation.at(
             ((name,) for name in missing),
             "is in no group of the optimizer: it is never trained",
             columns=("parameter",),
@@ -318,7 +318,7 @@ def optimizer_covers(trial: Trial, *, optimizer: torch.optim.Optimizer) -> Break
         )
     twice = [name for name, p in named.items() if held[id(p)] > 1]
     if twice:
-        return Break.at(
+        return Violation.at(
             ((name,) for name in twice),
             f"is in the optimizer {held[id(named[twice[0]])]} times: every step updates it as often",
             columns=("parameter",),
@@ -326,7 +326,7 @@ def optimizer_covers(trial: Trial, *, optimizer: torch.optim.Optimizer) -> Break
         )
     foreign = len(held.keys() - {id(p) for p in named.values()})
     if foreign:
-        return Break(
+        return Violation(
             layer="(optimizer)",
             line=f"(optimizer) has {count(foreign, 'tensor')} that are not in the model",
             advice="Was a part of the model replaced after the optimizer was made?",
@@ -336,18 +336,18 @@ def optimizer_covers(trial: Trial, *, optimizer: torch.optim.Optimizer) -> Break
 
 @check_unmodified
 def overfits_batch(
-    trial: Trial,
+    prepared: PreparedModel,
     *,
     steps: int = 100,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     below: float = 0.5,
-) -> Break | str:
+) -> Violation | str:
     """Check that training on one batch decreases the loss.
 
     A cross entropy that begins at more than twice that of equal guesses, ln C for C classes, is a hint.
 
     Args:
-        trial: The model and its inputs, with a loss.
+        prepared: The model and its inputs, with a loss.
         steps: Number of steps; one or more.
         optimizer: Takes the parameters, ``lambda p: torch.optim.SGD(p, 0.1)``; None: Adam with a learning rate of 1e-2.
         below: Fraction of the first loss to reach, between 0 and 1.
@@ -366,30 +366,30 @@ def overfits_batch(
         raise UsageError(f"steps= is 1 or more; got {steps}")
     if not 0 < below < 1:
         raise UsageError(f"below= is a fraction of the first loss, between 0 and 1; got {below}")
-    if not trial.has_loss:
+    if not prepared.has_loss:
         raise NotApplicableError("without loss= there is no loss to decrease")
     first = last = math.nan
     guesses: float | None = None
-    if trial.inputs and not any(x.numel() for _, x in trial.inputs):
+    if prepared.inputs and not any(x.numel() for _, x in prepared.inputs):
         raise NotApplicableError("the inputs have no elements")
-    parameters = [p for p in trial.model.parameters() if p.requires_grad]
+    parameters = [p for p in prepared.model.parameters() if p.requires_grad]
     if not parameters:
         raise NotApplicableError("no parameter requires a gradient")
-    with trial.keep_changes(), progress("step", steps) as each:
+    with prepared.keep_changes(), progress("step", steps) as each:
         taken = _made(optimizer or (lambda given: torch.optim.Adam(given, 1e-2)), parameters)
-        before = {name: p.detach().clone() for name, p in trial.model.named_parameters() if p.requires_grad}
+        before = {name: p.detach().clone() for name, p in prepared.model.named_parameters() if p.requires_grad}
         for done in each(range(steps + 1)):
-            trace = _with_gradients(trial, done)
+            trace = _with_gradients(prepared, done)
             if trace.in_backward:
-                return Break(layer=ROOT, line=f"{ROOT} cannot be trained: in step {done + 1} {trace.failure}")
+                return Violation(layer=ROOT, line=f"{ROOT} cannot be trained: in step {done + 1} {trace.failure}")
             assert trace.loss is not None
             if not done:
-                trial.check_reference(trace)
+                prepared.check_reference(trace)
                 guesses = _loss_of_equal_guesses(trace)
             last = trace.loss.item()
             first = first if done else last
             if not math.isfinite(last):
-                return Break(
+                return Violation(
                     layer=ROOT,
                     line=f"{ROOT} has a loss of {last} after {count(done, 'step')}",
                     advice="Look for a logarithm or a division by 0, and for a learning rate that is too high: pass "
@@ -399,22 +399,24 @@ def overfits_batch(
                 raise NotApplicableError(f"the loss begins at {number(first)}: a fraction of it cannot be reached")
             if done == steps or (done and last <= below * first):
                 break
-            _step(taken, functools.partial(_with_gradients, trial, done))
-        still = [name for name, p in trial.model.named_parameters() if name in before and torch.equal(p, before[name])]
+            _step(taken, functools.partial(_with_gradients, prepared, done))
+        still = [
+            name for name, p in prepared.model.named_parameters() if name in before and torch.equal(p, before[name])
+        ]
     moved = f"; {count(len(still), 'parameter')} never moved" if still else ""
     if last <= below * first:
         names = f": {listed(still)}" if still else ""
         said = f"loss {number(first)} → {number(last)} in {count(done, 'step')}{moved}{names}"
         if guesses is None or first <= 2 * guesses:
             return said
-        return Break(
+        return Violation(
             layer=ROOT,
             line=f"{ROOT} begins at a cross entropy of {number(first)}, equal guesses have {number(guesses)}; {said}",
             advice="It begins with confident wrong guesses: look at the scale of the last layer and of the inputs.",
             level="hint",
         )
     name = still[0] if still else ROOT
-    return Break(
+    return Violation(
         layer=name,
         line=f"{name} does not learn one batch: loss {number(first)} → {number(last)} in {count(steps, 'step')}{moved}",
         columns=("never moved",) if still else (),
@@ -446,12 +448,12 @@ def _made(optimizer: Callable[[Any], torch.optim.Optimizer], parameters: list[nn
     return made
 
 
-def _with_gradients(trial: Trial, i: int) -> Trace:
+def _with_gradients(prepared: PreparedModel, i: int) -> Trace:
     """Run a step of training, and set the gradients of the parameters."""
-    trace = trial.run(backward=True, seed=f"step {i}", traced=i == 0)
+    trace = prepared.run(backward=True, seed=f"step {i}", traced=i == 0)
     if trace.error is not None and not trace.in_backward:
         raise NotApplicableError(f"the model does not run on these inputs: {trace.failure}") from trace.error
-    for name, p in trial.model.named_parameters():
+    for name, p in prepared.model.named_parameters():
         p.grad = trace.gradients.get(name)
     return trace
 
@@ -474,7 +476,9 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
 
 
 @check_unmodified
-def ema_tracks(trial: Trial, *, average: nn.Module, decay: float, updates: Callable[[], object]) -> Break | str:
+def ema_tracks(
+    prepared: PreparedModel, *, average: nn.Module, decay: float, updates: Callable[[], object]
+) -> Violation | str:
     """Check that an update of an averaged model is ``average += (1 - decay) (model - average)`` for each parameter.
 
     Each buffer that training changes, such as running statistics, has to be averaged too, or copied. With inputs, a
@@ -483,7 +487,7 @@ def ema_tracks(trial: Trial, *, average: nn.Module, decay: float, updates: Calla
     Parameters and buffers of the model are changed at random, the average is updated once, and all are restored.
 
     Args:
-        trial: The model that is averaged.
+        prepared: The model that is averaged.
         average: The averaged model: a copy, or an `AveragedModel` after its first update, which copies.
         decay: Decay of the average.
         updates: Updates the average once.
@@ -502,15 +506,15 @@ def ema_tracks(trial: Trial, *, average: nn.Module, decay: float, updates: Calla
     if isinstance(average, AveragedModel) and not average.n_averaged:
         raise NotApplicableError("the average was never updated, and its first update copies the model: update it once")
     inner = average
-    if dict(average.named_parameters()).keys().isdisjoint(dict(trial.model.named_parameters())):
+    if dict(average.named_parameters()).keys().isdisjoint(dict(prepared.model.named_parameters())):
         inner = getattr(average, "module", average)  # a wrapper
-    parameters = dict(trial.model.named_parameters())
-    buffers = _changing(trial)
+    parameters = dict(prepared.model.named_parameters())
+    buffers = _changing(prepared)
     with preserved(average):
         before = {name: x.detach().clone() for name, x in (*inner.named_parameters(), *inner.named_buffers())}
         with torch.no_grad():
             for name, x in (*parameters.items(), *buffers.items()):
-                x.add_(trial.randn_like(x, name) * (1 + x.abs().mean()))  # more than rounding
+                x.add_(prepared.randn_like(x, name) * (1 + x.abs().mean()))  # more than rounding
         try:
             with interruptible():
                 updates()
@@ -531,7 +535,7 @@ def ema_tracks(trial: Trial, *, average: nn.Module, decay: float, updates: Calla
                 found.append((name, f"is updated in the average with an error of {percent(far)}"))
     if not found:
         return count(len(parameters), "parameter") + (f", {count(len(buffers), 'buffer')}" if buffers else "")
-    return Break.at(
+    return Violation.at(
         found,
         found[0][1],
         columns=("parameter", "what"),
@@ -540,14 +544,14 @@ def ema_tracks(trial: Trial, *, average: nn.Module, decay: float, updates: Calla
     )
 
 
-def _changing(trial: Trial) -> dict[str, Tensor]:
+def _changing(prepared: PreparedModel) -> dict[str, Tensor]:
     """Return the floating buffers that training changes."""
-    buffers = {name: x for name, x in trial.model.named_buffers() if x.is_floating_point()}
-    if not trial.inputs:
-        norms = [n for n, m in trial.model.named_modules() if isinstance(m, BatchOrInstanceNorm)]
+    buffers = {name: x for name, x in prepared.model.named_buffers() if x.is_floating_point()}
+    if not prepared.inputs:
+        norms = [n for n, m in prepared.model.named_modules() if isinstance(m, BatchOrInstanceNorm)]
         return {name: x for name, x in buffers.items() if name.rpartition(".")[0] in norms}
-    with trial.keep_changes():
+    with prepared.keep_changes():
         before = {name: x.clone() for name, x in buffers.items()}
-        trial.reference(mode="train")
+        prepared.reference(mode="train")
         changed = [name for name, x in buffers.items() if not torch.equal(x, before[name])]
     return {name: buffers[name] for name in changed}

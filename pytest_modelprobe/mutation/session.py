@@ -23,7 +23,7 @@ from .known import Keys, Known, modules_of
 from .plan import BaselineTest, Place, Planned, Results, planned
 from .planting import Observer, Seen, without_warning_of_hooks
 from .report import lines
-from .trial import key_of, wide_fixtures
+from .runner import key_of, wide_fixtures
 from .worker import Told
 from .workers import NoWorker, TimeIsOver, Workers
 

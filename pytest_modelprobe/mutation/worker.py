@@ -16,7 +16,7 @@ import pytest
 from pytest_modelprobe import child
 
 from .planting import Observer, without_warning_of_hooks
-from .trial import Trial, key_of
+from .runner import MutantRunner, key_of
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Worker:
     ) -> None:
         self._told, self._connection, self._unreported = told, connection, unreported
         self._observer = Observer()
-        self._trial: Trial
+        self._trial: MutantRunner
 
     def _tell(self, kind: str, what: object) -> None:
         self._connection.send((kind, what))
@@ -75,7 +75,7 @@ class Worker:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Try mutants until no more come."""
         items = {item.nodeid: item for item in session.items}
-        self._trial = Trial(self._observer, items, self._told.left_out, self._tell)
+        self._trial = MutantRunner(self._observer, items, self._told.left_out, self._tell)
         with self._observer.installed(), self._unreported(), contextlib.suppress(EOFError):
             while True:
                 self._tell("verdict", self._trial.verdict(self._connection.recv()))

@@ -21,14 +21,14 @@ from .profile import LayerProfile, Profile
 from .ranks import process_group, this_rank
 from .record import (
     COMPILED_INSIDE,
+    LiveRun,
     NamesBefore,
     Operation,
     Record,
-    Rerun,
     Training,
     has_numbers,
     with_applied_gradients,
-    with_rerun,
+    with_live_run,
 )
 from .renames import applicable_rename, infer_rename, numbers_in, old_name, renamed, resolve_rename, with_paths
 from .selection import Glob, Selector, nearest, select, selected
@@ -68,7 +68,7 @@ __all__ = [
     "ROOT",
     "Reading",
     "Record",
-    "Rerun",
+    "LiveRun",
     "IsolatedResponse",
     "Selector",
     "Statistics",
@@ -110,5 +110,5 @@ __all__ = [
     "this_rank",
     "with_applied_gradients",
     "with_paths",
-    "with_rerun",
+    "with_live_run",
 ]

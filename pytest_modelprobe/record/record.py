@@ -92,7 +92,7 @@ class NamesBefore:
     """Current name of a layer → current path → path before, of what it takes and gives, and of its parameters."""
 
 
-class Rerun(Protocol):
+class LiveRun(Protocol):
     """Runs the model of a record again. Each method returns the record with more filled in."""
 
     def isolated(
@@ -123,8 +123,8 @@ class Rerun(Protocol):
         """
 
 
-_RERUNS: dict[int, Rerun] = {}
-"""The rerun of each record that lives, by the record's id."""
+_LIVE_RUNS: dict[int, LiveRun] = {}
+"""The live run of each record that exists, by the record's id."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, repr=False)
@@ -185,9 +185,9 @@ class Record:
     """Of torch and the like; stored, never compared."""
 
     @property
-    def rerun(self) -> Rerun | None:
+    def live_run(self) -> LiveRun | None:
         """Runs the model of the record again. It is kept elsewhere: a record refers to no model and no tensor."""
-        return _RERUNS.get(id(self))
+        return _LIVE_RUNS.get(id(self))
 
     def __getitem__(self, layer: str) -> Layer:
         if layer not in self.layers:
@@ -316,11 +316,11 @@ def has_numbers(record: Record) -> bool:
     )
 
 
-def with_rerun(record: Record, rerun: Rerun) -> Record:
-    """Return the record, with ``rerun`` as its `Record.rerun` as long as it lives."""
-    if record.rerun is None:
-        weakref.finalize(record, _RERUNS.pop, id(record), None).atexit = False
-    _RERUNS[id(record)] = rerun
+def with_live_run(record: Record, live_run: LiveRun) -> Record:
+    """Return the record, with ``live_run`` as its `Record.live_run` as long as it lives."""
+    if record.live_run is None:
+        weakref.finalize(record, _LIVE_RUNS.pop, id(record), None).atexit = False
+    _LIVE_RUNS[id(record)] = live_run
     return record
 
 
@@ -338,4 +338,4 @@ def with_applied_gradients(record: Record) -> Record:
         return dataclasses.replace(one, parameters=tuple(own))
 
     applied = dataclasses.replace(record, layers={name: layer(one) for name, one in record.layers.items()})
-    return applied if record.rerun is None else with_rerun(applied, record.rerun)
+    return applied if record.live_run is None else with_live_run(applied, record.live_run)

@@ -252,14 +252,14 @@ def distributions(a: Record, b: Record, layers: Selector = "**", labels: tuple[s
         if pair is None:
             panel.axis("off")
             continue
-        name, *readings, apart = pair
+        name, *readings, far = pair
         edges = _range(readings)
         for reading, color, label in zip(readings, (_BLUE, _ORANGE), labels, strict=True):
             heights = _density(reading, edges)
             panel.stairs(heights, edges, fill=True, alpha=0.28, color=color)
             panel.stairs(heights, edges, color=color, linewidth=1, label=_text(label))
-        bold = "bold" if apart == worst and worst > 0 else "normal"
-        panel.set_title(f"{_text(a[name].label)}\ndistance {apart:.3g}", fontsize=8, fontweight=bold)
+        bold = "bold" if far == worst and worst > 0 else "normal"
+        panel.set_title(f"{_text(a[name].label)}\ndistance {far:.3g}", fontsize=8, fontweight=bold)
         panel.set_yticks([])
         panel.tick_params(axis="x", labelsize=7)
         panel.locator_params(axis="x", nbins=4)
@@ -292,12 +292,12 @@ def distance(a: Reading, b: Reading) -> float:
     mean, std, other_mean, other_std = (x or 0.0 for s in (a.statistics, b.statistics) for x in (s.mean, s.std))
     mine, theirs = _bins(a), _bins(b)
     if mine is None or theirs is None:
-        apart = math.hypot(mean - other_mean, std - other_std)
+        far = math.hypot(mean - other_mean, std - other_std)
     else:
         edges = numpy.union1d(mine[0], theirs[0])
         gap = numpy.abs(numpy.interp(edges, *mine) - numpy.interp(edges, *theirs))
-        apart = float(((gap[1:] + gap[:-1]) / 2 * numpy.diff(edges)).sum())
-    return in_pooled_deviations(apart, std, other_std)
+        far = float(((gap[1:] + gap[:-1]) / 2 * numpy.diff(edges)).sum())
+    return in_pooled_deviations(far, std, other_std)
 
 
 def _bins(reading: Reading) -> tuple[Array, Array] | None:

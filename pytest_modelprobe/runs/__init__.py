@@ -6,11 +6,11 @@ from pytest_modelprobe.capture import Options
 
 from . import maps
 from .compiled import Compiled, compiles_hooks
+from .live import WeakLiveRun
 from .loss import Loss, NoGradientError, check_loss, loss_of
 from .maps import Target
 from .origin import Source, SourceMode, find_gradient_origin, graph_nodes
 from .ranks import merged
-from .rerun import WeakRerun
 from .run import Mode, Run, is_same_device
 from .stop import StopOn
 from .watch import Watch
@@ -29,7 +29,7 @@ __all__ = [
     "Target",
     "Watch",
     "watched",
-    "WeakRerun",
+    "WeakLiveRun",
     "check_loss",
     "compiles_hooks",
     "find_gradient_origin",

@@ -47,9 +47,7 @@ from pytest_modelprobe.record import IsolatedResponse, Reading, Record, has_nonf
 from . import noise
 from .detached import detaching_call
 from .isolation import Key, Part, Perturb, isolate_repeatedly, noisy
-from .loss import Loss, NoGradientError, loss_of
-from .origin import find_gradient_origin, find_origin
-from .rerun import (
+from .live import (
     IsolationRequest,
     expected_calls,
     modules_of,
@@ -57,6 +55,8 @@ from .rerun import (
     with_note,
     with_responses_of_one_forward,
 )
+from .loss import Loss, NoGradientError, loss_of
+from .origin import find_gradient_origin, find_origin
 
 Mode = Literal["train", "eval"]
 
@@ -127,7 +127,7 @@ class Run:
     # --- repeated for a record ------------------------------------------------------------------------------------
 
     def isolated(self, record: Record, request: IsolationRequest) -> Record:
-        """Fill in the `IsolatedResponse` of each call, see `Rerun`."""
+        """Fill in the `IsolatedResponse` of each call, see `LiveRun`."""
         if not self.isolate:
             return record
         # For a few layers no noise is measured, so weights do not matter, and reading them all would take longest.
@@ -151,7 +151,7 @@ class Run:
         return with_note(record, f"no noise was measured: {reason}")
 
     def varied(self, record: Record) -> Record | None:
-        """Return the record of the step with other random numbers and woken parameters, see `Rerun`."""
+        """Return the record of the step with other random numbers and woken parameters, see `LiveRun`."""
         with self._started(record) as start:
             if start.obstacle is not None:
                 return None

@@ -19,14 +19,14 @@ from pytest_modelprobe.capture import Capture, Options, SeenValue, Which, assemb
 from pytest_modelprobe.exceptions import NothingObservedError, StoppedError, UsageError
 from pytest_modelprobe.interrupts import finished, held
 from pytest_modelprobe.models import Layers, original_class, version
-from pytest_modelprobe.record import IsolatedResponse, Record, Selector, with_rerun
+from pytest_modelprobe.record import IsolatedResponse, Record, Selector, with_live_run
 
 from .compiled import Compiled, is_inside
 from .isolation import KeptForward, KeptForwards, Key, isolate, merged, recipes_of
-from .rerun import (
+from .live import (
     IsolationRequest,
     Place,
-    WeakRerun,
+    WeakLiveRun,
     modules_of,
     with_note,
     with_responses,
@@ -144,13 +144,13 @@ class Watch:
         Raises:
             UsageError: With ``compiled="inside"``, as for `last`: there are only sums over forwards.
         """
-        self._check_apart("first")
+        self._check_kept_alone("first")
         return self._record("first")
 
     @property
     def last(self) -> Record:
         """The newest forward alone, with the gradients that reached it."""
-        self._check_apart("last")
+        self._check_kept_alone("last")
         return self._record("last")
 
     @property
@@ -210,7 +210,7 @@ class Watch:
         state = "closed" if self.closed else "open"
         return f"<Watch {self.name}: {self._capture.forwards} forwards, {state}>"
 
-    def _check_apart(self, name: str) -> None:
+    def _check_kept_alone(self, name: str) -> None:
         if self._inside:
             raise UsageError(
                 f'{self.name} has no {name} forward alone: inside compiled code (compiled="inside") forwards are added '
@@ -228,7 +228,7 @@ class Watch:
         if record is None or then != now:
             record = assemble(self._capture.observations(), which, seed=self._seed, loss=self._loss)
             if self._forwards is not None:
-                with_rerun(record, WeakRerun(self, _GONE, functools.partial(Watch.isolated, which=which)))
+                with_live_run(record, WeakLiveRun(self, _GONE, functools.partial(Watch.isolated, which=which)))
             self._records[which] = now, record
         return record
 

@@ -125,7 +125,7 @@ class Comparer:
         __tracebackhide__ = True
         arguments.check_globs(record)
         place = self._place(record, arguments)
-        outcome = Outcome(place, record, record.rerun, caller.f_code, caller.f_lineno, arguments.compare)
+        outcome = Outcome(place, record, record.live_run, caller.f_code, caller.f_lineno, arguments.compare)
         mine = this_rank()
         parts, outcome.not_compared = _compared_parts(arguments.compare, self._policy.compare)
         always = arguments.compare if self._policy.for_this_run else parts
@@ -322,12 +322,12 @@ def _diagnosis(actual: Record, expected: Record, parts: Parts, arguments: Argume
     """
     __tracebackhide__ = True
     found = _comparison(actual, expected, parts, arguments, strict=strict)
-    rerun = None if parts == "architecture" else actual.rerun
-    if rerun is None:
+    live_run = None if parts == "architecture" else actual.live_run
+    if live_run is None:
         return diagnose(found)
 
     def isolated(only: list[str] | None = None) -> Comparison:
-        record = rerun.isolated(actual, like=found.expected, names=found.names_before, only=only)
+        record = live_run.isolated(actual, like=found.expected, names=found.names_before, only=only)
         return _comparison(record, expected, parts, arguments, strict=strict)
 
     if found.same:
@@ -359,10 +359,10 @@ def _record_to_write(outcome: Outcome, expected: Record | None) -> Record:
     record = outcome.record
     if outcome.compare == "architecture":
         return structure_of(record)
-    if (rerun := outcome.rerun) is None:
+    if (live_run := outcome.live_run) is None:
         return record
     # Responses made for a diagnosis are to the arguments of the expected calls, by their names.
-    return rerun.measured(rerun.isolated(record, like=expected, own_arguments=True))
+    return live_run.measured(live_run.isolated(record, like=expected, own_arguments=True))
 
 
 def _compared_parts(asked: Parts, policy: Parts) -> tuple[Parts | None, str | None]:

@@ -18,7 +18,7 @@ from pytest_modelprobe._pytest import caught_by
 from pytest_modelprobe.assertions.findings import findings
 from pytest_modelprobe.comparison import Cause, Diagnosis, Parts
 from pytest_modelprobe.comparison import text as report
-from pytest_modelprobe.record import Record, Rerun
+from pytest_modelprobe.record import LiveRun, Record
 from pytest_modelprobe.text import json_number
 
 from . import messages
@@ -37,7 +37,7 @@ class Outcome:
 
     place: SnapshotFiles
     record: Record
-    rerun: Rerun | None
+    live_run: LiveRun | None
     caller: CodeType
     """The code that compared."""
     line: int

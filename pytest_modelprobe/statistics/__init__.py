@@ -29,7 +29,7 @@ from .fingerprint import project, read
 from .histogram import count, from_counts
 from .packed import has_fingerprint
 from .readable import ABSTRACT, FLOATS, NARROW, ambient_modes_disabled, as_plain_tensor, real
-from .reduced import NO_ELEMENT, Array, Packed, Reduced, Reduction, merged_row
+from .reduced import NO_ELEMENT, Array, PackedReduction, Reduced, Reduction, merged_row
 from .samples import WHOLE, Samples, SeenSamples, samples_of
 from .small import SMALL, SmallTensors
 
@@ -163,7 +163,7 @@ def any_nonfinite(reduced: Iterable[Reduction]) -> bool:
     """
     remote = []
     for one in reduced:
-        if isinstance(one, Packed) and has_fingerprint(one.numbers):
+        if isinstance(one, PackedReduction) and has_fingerprint(one.numbers):
             continue
         computed = one.computed()
         if computed.row is not None and any(computed.row[1:4]):

@@ -20,7 +20,7 @@ from pytest_modelprobe.models import holds_elements
 from .fingerprint import project
 from .packed import has_fingerprint
 from .readable import ambient_modes_disabled
-from .reduced import Packed, Reduction
+from .reduced import PackedReduction, Reduction
 from .samples import Samples
 from .signs import columns, masks, orders
 
@@ -58,7 +58,7 @@ def by_kernel(
     numbers = kernel.active.reduce(address, kind, shape, x.stride(), axis, index, hashes, on_threads, histogram)
     if numbers is None:
         return None
-    packed = Packed(1, axis, numbers)
+    packed = PackedReduction(1, axis, numbers)
     if samples is None or has_fingerprint(numbers):
         return packed
     reduced = packed.computed()  # not finite
@@ -67,12 +67,12 @@ def by_kernel(
     return reduced
 
 
-def by_kernel_merged(a: Reduction, b: Reduction) -> Packed | None:
+def by_kernel_merged(a: Reduction, b: Reduction) -> PackedReduction | None:
     """Return two reductions together, or None: they are not both of the kernel, or differ in kind."""
-    if type(a) is not Packed or type(b) is not Packed or a.axis != b.axis or kernel.active is None:
+    if type(a) is not PackedReduction or type(b) is not PackedReduction or a.axis != b.axis or kernel.active is None:
         return None
     numbers = kernel.active.merge(a.numbers, b.numbers)
-    return None if numbers is None else Packed(a.tensors + b.tensors, a.axis, numbers)
+    return None if numbers is None else PackedReduction(a.tensors + b.tensors, a.axis, numbers)
 
 
 def on_threads(work: Callable[[], None], most: int) -> None:

@@ -64,7 +64,7 @@ class Reduced:
         return self
 
 
-class Packed:
+class PackedReduction:
     """The reduction of one tensor, or of several merged, as the compiled kernel returned it.
 
     An object of many fields takes longer to make than the numbers of a small tensor to compute.
@@ -89,7 +89,7 @@ class Packed:
         return Reduced(self.tensors, row, None, low, high, self.axis, fingerprint, None, histogram)
 
 
-Reduction = Reduced | Packed
+Reduction = Reduced | PackedReduction
 
 
 def row_of_finite(count: int, zeros: int, bottom: float, top: float, mean: float, deviations: float) -> Row:

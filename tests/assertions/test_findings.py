@@ -233,8 +233,8 @@ def test_gradients_that_cancel_are_said_to_be_rounding_where_their_noise_is_know
     probe = ModelProbe()
     model = probe.build(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
     record = probe.run(model, probe.randn(4, 8), loss=loss)
-    assert record.rerun is not None
-    (found,) = findings(record.rerun.measured(record))
+    assert record.live_run is not None
+    (found,) = findings(record.live_run.measured(record))
     assert found.startswith("rounding: gradients cancel from (root) back, and are not compared there: use ")
 
 

@@ -89,7 +89,7 @@ def test_finiteness_is_the_first_of_the_standard_checks() -> None:
     assert next(iter(checks.STANDARD)) == "finite"
 
 
-def test_the_message_of_a_break_says_where_and_what(probe: ModelProbe) -> None:
+def test_the_message_of_a_violation_says_where_and_what(probe: ModelProbe) -> None:
     found = checks.finite.outcome(probe, Code(lambda y: (y - y).sqrt() / (y - y)), torch.ones(2, 3))
     first, _, *table = str(found).splitlines()
     assert first.startswith("(root) is not finite in evaluation mode: the model returns NaN, from torch.Tensor.div at ")
@@ -301,7 +301,7 @@ def test_the_order_of_what_is_random_in_evaluation_is_not_judged(probe: ModelPro
     assert found.text == "random in evaluation: another seed changes what 0 returns"
 
 
-def test_a_size_that_is_written_down_is_a_break_beside_random_numbers(probe: ModelProbe) -> None:
+def test_a_size_that_is_written_down_is_a_violation_beside_random_numbers(probe: ModelProbe) -> None:
     model = nn.Sequential(probe.build(VAE), nn.Unflatten(0, (2, 3)))
     assert checks.any_batch_size.outcome(probe, model, probe.randn(6, 4)).layer == "1"
 

@@ -189,7 +189,7 @@ def recorded(model: nn.Module, x: Any, *, like: Record | None = None, alone: boo
     record = PROBE.run(model, x, **{"loss": "random", **run})
     if alone:
         found = compare(record, record if like is None else like)
-        record = record.rerun.isolated(record, like=found.expected, names=found.names_before)
+        record = record.live_run.isolated(record, like=found.expected, names=found.names_before)
     return record
 
 
@@ -198,7 +198,7 @@ def unedited(factory: Callable[[], nn.Module], alone: bool) -> Record:
     """Return the record of a model as it is built, with its noise."""
     model = PROBE.build(factory)
     record = recorded(model, INPUTS[factory], alone=alone)
-    return record.rerun.measured(record)
+    return record.live_run.measured(record)
 
 
 def diagnosed(
@@ -1076,7 +1076,7 @@ def like(parent: type[nn.Module], **methods: Any) -> type[nn.Module]:
 
 def rewritten(old: Callable[[], nn.Module], new: Callable[[], nn.Module], x: torch.Tensor, **run: Any) -> Diagnosis:
     expected = recorded(PROBE.build(old).eval(), x)
-    expected = expected.rerun.measured(expected)
+    expected = expected.live_run.measured(expected)
     model = PROBE.build(new).eval()
     return diagnose(compare(recorded(model, x, like=expected, **run), expected))
 
@@ -1378,7 +1378,7 @@ def test_a_layer_that_uses_the_weights_of_another_is_not_blamed_for_these() -> N
 
     def noisy(model: nn.Module) -> Record:
         expected = recorded(model, PROBE.randn(4, 8))
-        return expected.rerun.measured(expected)
+        return expected.live_run.measured(expected)
 
     expected = noisy(PROBE.build(Tied))
     found = diagnose(compare(recorded(trained_again(PROBE.build(Tied)), PROBE.randn(4, 8), like=expected), expected))
@@ -2448,7 +2448,7 @@ def test_a_norm_computed_in_half_precision_is_named(dtype: torch.dtype) -> None:
     x = PROBE.randn(2, 16, 64).to(dtype)
     old, new = (nn.Sequential(Norm(wide), nn.Linear(64, 64)).to(dtype) for wide in (True, False))
     expected = recorded(old, x)
-    expected = expected.rerun.measured(expected)
+    expected = expected.live_run.measured(expected)
     new.load_state_dict({k: v * 1.1 for k, v in old.state_dict().items()})
     diagnosis = diagnose(compare(recorded(new, x, like=expected), expected))
     assert first_line(diagnosis).startswith("layer '0' (Norm): own code changed: by 0.")

@@ -102,7 +102,7 @@ def test_a_bias_of_gpt2_that_is_forgotten_is_named(monkeypatch: pytest.MonkeyPat
     model = probe.build(lambda: transformers.GPT2LMHeadModel(config)).eval()
     ids = probe.randint(0, 50, (2, 6))
     record = probe.run(model, ids)
-    expected = decode(*encode(record.rerun.measured(record.rerun.isolated(record))), where="snapshot").record
+    expected = decode(*encode(record.live_run.measured(record.live_run.isolated(record))), where="snapshot").record
     assert_same_behavior(probe.run(model, ids), record)
 
     def forward(self: Conv1D, x: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ def test_a_bias_of_gpt2_that_is_forgotten_is_named(monkeypatch: pytest.MonkeyPat
     changed = probe.run(model, ids)
     assert compare(changed, expected).same
     assert len(layers_behind_zeros(changed)) == 4  # of each kind of Conv1D one, for two blocks
-    alone = changed.rerun.isolated(changed, like=expected, only=layers_behind_zeros(changed))
+    alone = changed.live_run.isolated(changed, like=expected, only=layers_behind_zeros(changed))
     diagnosis = diagnose(compare(alone, expected))
     assert changes_code(diagnosis)
     assert {cause.layer for cause in diagnosis.causes} == set(layers_behind_zeros(changed))
@@ -122,7 +122,7 @@ def test_of_some_layers_the_responses_are_those_that_they_have_among_all() -> No
     probe = ModelProbe()
     model, x = probe.build(lambda: net(Modulated)), probe.randn(3, 4)
     record = probe.run(model, x, loss="random")
-    every, some = (record.rerun.isolated(record, only=only) for only in (None, ["2", "2.fc"]))
+    every, some = (record.live_run.isolated(record, only=only) for only in (None, ["2", "2.fc"]))
     for name, layer in some.layers.items():
         (call,), (other,) = layer.calls, every[name].calls
         assert call.response == (other.response if name in ("2", "2.fc") else None), name

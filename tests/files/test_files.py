@@ -118,10 +118,10 @@ def ran(model: nn.Module, *args: torch.Tensor, loss: Any = "random", noise: bool
     """Return a record with all that a snapshot keeps."""
     with ModelProbe(device="cpu", seed=0) as probe:
         record = probe.run(model, *args, loss=loss)
-        assert record.rerun is not None
-        record = record.rerun.isolated(record)
+        assert record.live_run is not None
+        record = record.live_run.isolated(record)
         if noise:
-            record = record.rerun.measured(record)  # type: ignore[union-attr]
+            record = record.live_run.measured(record)  # type: ignore[union-attr]
     return dataclasses.replace(record)
 
 

@@ -45,13 +45,13 @@ def hooks_of(model):
 
 def stored(record):
     """Return a record as a snapshot keeps it."""
-    return record.rerun.measured(record.rerun.isolated(record))
+    return record.live_run.measured(record.live_run.isolated(record))
 
 
 def diagnosed(actual, expected):
     """Return the causes that a snapshot gives."""
     found = compare(actual, expected)
-    actual = actual.rerun.isolated(actual, like=found.expected, names=found.names_before)
+    actual = actual.live_run.isolated(actual, like=found.expected, names=found.names_before)
     return [(cause.kind, cause.layer) for cause in diagnose(compare(actual, expected)).causes]
 
 
@@ -208,7 +208,7 @@ def test_no_layer_is_called_alone_after_the_block(modelprobe):
     model = net(modelprobe)
     with intervene(model, "1.fc1", output=faults.scale(2)):
         record = modelprobe.run(model, modelprobe.randn(4, 8))
-    assert record.rerun.isolated(record).notes[1] == (
+    assert record.live_run.isolated(record).notes[1] == (
         "no layer was called alone: the model or an input was changed after the run: compare the record before that"
     )
 
@@ -219,7 +219,7 @@ def test_no_layer_of_a_watch_is_called_alone_after_the_block(modelprobe):
     with intervene(model, "1.fc1", output=faults.scale(2)):
         model(modelprobe.randn(4, 8))
     record = watch.record
-    assert record.rerun.isolated(record).notes[1] == (
+    assert record.live_run.isolated(record).notes[1] == (
         "no layer was called alone in forward 1 of (root): "
         "an intervention began or ended since: compare the record within its block"
     )

@@ -258,7 +258,7 @@ def observed(model, *odd, **options):
 
 def measured(model, *odd):
     record = observed(model, *odd, isolate=True)
-    return record.rerun.measured(record.rerun.isolated(record, own_arguments=True))
+    return record.live_run.measured(record.live_run.isolated(record, own_arguments=True))
 
 
 def watched(model):

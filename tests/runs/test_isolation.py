@@ -1026,7 +1026,7 @@ class Taking(nn.Module):
 def response_of_inner(model: nn.Module, like: Any = None, **options: bool) -> IsolatedResponse:
     with ModelProbe(device="cpu") as probe:
         record = probe.run(model, torch.ones(2, 4), loss="random")
-        record = record.rerun.isolated(record, like=like, **options)
+        record = record.live_run.isolated(record, like=like, **options)
     response = record.layers["inner"].calls[0].response
     assert response is not None
     return response
@@ -1035,7 +1035,7 @@ def response_of_inner(model: nn.Module, like: Any = None, **options: bool) -> Is
 def recorded_alone(model: nn.Module) -> Any:
     with ModelProbe(device="cpu") as probe:
         record = probe.run(model, torch.ones(2, 4), loss="random")
-        return record.rerun.isolated(record)
+        return record.live_run.isolated(record)
 
 
 @pytest.mark.parametrize(("argument", "matters"), [("twice", True), ("noted", False)])
@@ -1310,7 +1310,7 @@ def test_a_layer_answers_the_tensors_of_the_expected_call(then: Any, now: Any, u
         model = Handing(Biased(used=used), *now[0], **now[1])
         record = probe.run(model, torch.ones(2, 4), loss="random")
         found = compare(record, before)
-        record = record.rerun.isolated(record, like=found.expected, names=found.names_before)
+        record = record.live_run.isolated(record, like=found.expected, names=found.names_before)
     response = record.layers["inner"].calls[0].response
     expected = found.expected.layers["inner"].calls[0].response
     assert [h.reading for h in response.handed] == [h.reading for h in expected.handed]

@@ -190,8 +190,8 @@ def run(model: nn.Module) -> None:
 def update(model: nn.Module) -> None:
     probe = ModelProbe()
     record = probe.run(model, torch.ones(3, 2), loss="random")
-    assert record.rerun is not None
-    measured = record.rerun.measured(record.rerun.isolated(record))
+    assert record.live_run is not None
+    measured = record.live_run.measured(record.live_run.isolated(record))
     assert not [note for note in measured.notes if "raised" in note]
 
 
@@ -428,8 +428,8 @@ def test_a_generator_that_is_put_back_makes_no_run_repeatable() -> None:
 
     before, probe, model, x = generator.get_state(), ModelProbe(), Noisy(), torch.ones(3, 2)
     record = probe.run(model, x)
-    assert record.rerun is not None
-    assert record.rerun.measured(record).noise == "not repeatable"
+    assert record.live_run is not None
+    assert record.live_run.measured(record).noise == "not repeatable"
     assert checks.deterministic.outcome(probe, model, x).verdict == "broken"
     assert torch.equal(generator.get_state(), before)
     assert probe.run(model, x).layers == record.layers
@@ -440,5 +440,5 @@ def test_the_global_generator_held_by_a_model_is_seeded_as_ever() -> None:
     model[0].generator = torch.default_generator
     probe = ModelProbe()
     record = probe.run(model, torch.ones(9, 9))
-    assert record.rerun is not None
-    assert record.rerun.measured(record).noise == "measured"
+    assert record.live_run is not None
+    assert record.live_run.measured(record).noise == "measured"

@@ -39,15 +39,15 @@ def probe() -> Iterator[ModelProbe]:
 
 
 def measured(record: Record) -> Record:
-    assert record.rerun is not None
-    return record.rerun.measured(record)
+    assert record.live_run is not None
+    return record.live_run.measured(record)
 
 
 def test_the_noise_of_equal_responses_is_measured_once(probe: ModelProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     model = probe.build(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3))))
     record = probe.run(model, probe.randn(2, 4), loss="random")
-    assert record.rerun is not None
-    record = record.rerun.isolated(record)
+    assert record.live_run is not None
+    record = record.live_run.isolated(record)
     called: list[set[str] | None] = []
 
     def noted(*args: Any, only: set[str] | None, **kwargs: Any) -> Any:
@@ -89,8 +89,8 @@ def test_a_layer_that_writes_to_a_buffer_inside_is_called_for_the_noise_of_its_r
 ) -> None:
     model = nn.Sequential(*(WritesToChild(float(i)) for i in range(4)))
     record = probe.run(model, probe.randn(2, 4))
-    assert record.rerun is not None
-    record = measured(record.rerun.isolated(record))
+    assert record.live_run is not None
+    record = measured(record.live_run.isolated(record))
     for i in range(4):
         response = record[f"{i}.scaled"].calls[0].response
         assert response is not None
@@ -331,8 +331,8 @@ def test_without_a_loss_the_forward_is_measured(probe: ModelProbe) -> None:
 
 def test_responses_of_single_layers_have_noise_too(probe: ModelProbe) -> None:
     record = probe.run(probe.build(lambda: nn.Sequential(nn.Linear(8, 4))), probe.randn(2, 8), loss="random")
-    assert record.rerun is not None
-    response = measured(record.rerun.isolated(record))["0"].calls[0].response
+    assert record.live_run is not None
+    response = measured(record.live_run.isolated(record))["0"].calls[0].response
     assert response is not None
     (handed,) = response.handed
     assert handed.reading is not None
@@ -362,7 +362,7 @@ def test_measuring_leaves_no_trace(probe: ModelProbe) -> None:
 
     before = everything()
     record = probe.run(model, x, loss="random", mode="train")
-    record = measured(record.rerun.isolated(record) if record.rerun else record)
+    record = measured(record.live_run.isolated(record) if record.live_run else record)
     assert record.noise == "measured"
     assert everything() == before
     assert not any(module.training for module in model.modules())

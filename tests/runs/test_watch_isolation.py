@@ -20,8 +20,8 @@ from pytest_modelprobe.files import decode, encode
 
 def stored(record: Record) -> Record:
     """Return what a snapshot of the record holds."""
-    assert record.rerun is not None
-    return decode(*encode(record.rerun.measured(record.rerun.isolated(record))), where="snapshot").record
+    assert record.live_run is not None
+    return decode(*encode(record.live_run.measured(record.live_run.isolated(record))), where="snapshot").record
 
 
 def failure(actual: Record, expected: Record) -> str:
@@ -29,8 +29,8 @@ def failure(actual: Record, expected: Record) -> str:
     found = compare(actual, expected)
     if found.same:
         return ""
-    assert actual.rerun is not None
-    return text(diagnose(compare(actual.rerun.isolated(actual, like=found.expected), expected)))
+    assert actual.live_run is not None
+    return text(diagnose(compare(actual.live_run.isolated(actual, like=found.expected), expected)))
 
 
 class Block(nn.Module):
@@ -79,8 +79,8 @@ def test_each_call_answers_as_before_although_the_weights_are_others() -> None:
     probe = ModelProbe()
     models = [probe.build(lambda: net(1, 1)) for _ in range(2)]
     few, many = (train(probe, model, steps).first for model, steps in zip(models, (1, 6), strict=True))
-    expected = few.rerun.isolated(few)
-    actual = many.rerun.isolated(many, like=expected)
+    expected = few.live_run.isolated(few)
+    actual = many.live_run.isolated(many, like=expected)
     responses = [[call.response for _, call in record.calls] for record in (actual, expected)]
     assert None not in responses[0]
     assert responses[0] == responses[1]
@@ -136,11 +136,11 @@ def test_asking_of_a_watch_disturbs_no_training() -> None:
         for _ in range(3):
             loss = nn.functional.cross_entropy(model(x), y)
             if watch is not None:  # between forward and backward, and again before the step
-                watch.first.rerun.isolated(watch.first)
+                watch.first.live_run.isolated(watch.first)
             loss.backward()
             if watch is not None:
                 seen = watch.record
-                assert all(call.response for _, call in seen.rerun.isolated(seen).calls)
+                assert all(call.response for _, call in seen.live_run.isolated(seen).calls)
                 assert (watch.record.forwards, watch.record.backwards) == (seen.forwards, seen.backwards)
             gradients = [p.grad.clone() for p in model.parameters()]
             optimizer.step()
@@ -202,7 +202,7 @@ def test_a_layer_that_keeps_other_tensors_is_not_judged() -> None:
     for _ in range(2):
         model(probe.randn(2, 8))
     kept = model[1]._kept
-    record = watch.record.rerun.isolated(watch.record)
+    record = watch.record.live_run.isolated(watch.record)
     assert model[1]._kept is kept
     assert record["1"].calls[0].response.reason == "tensors that it keeps were changed since"
     assert record["0"].calls[0].response.reason is None
@@ -214,7 +214,7 @@ def test_a_model_that_keeps_tensors_in_an_object_is_not_run_again() -> None:
     watch = probe.watch(model)
     model(probe.randn(2, 8))
     kept = model[1]._kept.tensor
-    record = watch.record.rerun.isolated(watch.record)
+    record = watch.record.live_run.isolated(watch.record)
     assert record.notes[-1] == (
         "no layer was called alone: 1 holds tensors in an object that cannot be put back (Shelf)"
     )
@@ -228,7 +228,7 @@ def test_inputs_that_are_overwritten_later_are_those_of_the_forward() -> None:
     ids = torch.tensor([0, 3])
     model(ids)
     ids.fill_(1_000_000)
-    record = watch.record.rerun.isolated(watch.record)
+    record = watch.record.live_run.isolated(watch.record)
     assert record["(root)"].calls[0].response.reason is None
     assert ids.tolist() == [1_000_000] * 2
 
@@ -273,7 +273,7 @@ def test_one_of_several_processes_runs_no_forward_on_its_own(monkeypatch: pytest
         model(torch.ones(1, 2))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    assert watch.record.rerun.isolated(watch.record).notes == (
+    assert watch.record.live_run.isolated(watch.record).notes == (
         "no layer was called alone: the model is one of 4, which may wait for each other in a forward",
     )
 
@@ -301,7 +301,7 @@ def test_parts_of_a_model_that_run_by_themselves_are_run_again_by_themselves() -
     watch = probe.watch(model)
     model[1](probe.randn(2, 8))
     model(probe.randn(3, 4))
-    record = watch.record.rerun.isolated(watch.record)
+    record = watch.record.live_run.isolated(watch.record)
     roots = {call.root: call.response for call in record["1"].calls}
     assert set(roots) == {"1", "(root)"}
     shapes = {root: response.recipes["input"].partition(" ")[0] for root, response in roots.items()}
@@ -320,7 +320,7 @@ def test_inputs_that_cannot_be_copied_are_told() -> None:
     model = Net()
     with Watch(model) as watch:
         model(torch.ones(2), Stubborn())
-    record = watch.record.rerun.isolated(watch.record)
+    record = watch.record.live_run.isolated(watch.record)
     assert record.notes == (
         "no layer was called alone in forward 1 of (root): an input cannot be copied: TypeError: not me",
     )

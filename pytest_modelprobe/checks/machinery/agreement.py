@@ -15,12 +15,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from pytest_modelprobe.checks.outcome import Break, NotApplicableError
+from pytest_modelprobe.checks.outcome import NotApplicableError, Violation
 from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.text import Cell
 
-from .trial import LayerTensor, Trace, Trial, Vary, as_double, plain
+from .prepared import LayerTensor, PreparedModel, Trace, Vary, as_double, plain
 
 Pairs = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
 """Takes two tensors, returns pairs of their parts, of which one has to agree; no pair: they are not compared."""
@@ -142,15 +142,15 @@ def negligible(trace: Trace) -> float:
     return 1e-6 * max([trace.largest_gradient, *norms])
 
 
-def check_not_random(trial: Trial) -> None:
+def check_not_random(prepared: PreparedModel) -> None:
     """Check that the output in evaluation mode does not depend on the seed.
 
     Raises:
         NotApplicableError: In evaluation mode another seed gives another output, beyond rounding.
     """
-    one = trial.reference(mode="eval")
+    one = prepared.reference(mode="eval")
     for seed in ("second", "third"):
-        found = disagreements(one, trial.variation(mode="eval", seed=seed), integers=True)
+        found = disagreements(one, prepared.variation(mode="eval", seed=seed), integers=True)
         if found:
             raise NotApplicableError(
                 f"random in evaluation: another seed changes what {found[0].layer_tensor.layer} returns"
@@ -158,7 +158,7 @@ def check_not_random(trial: Trial) -> None:
 
 
 def compare_runs(
-    trial: Trial,
+    prepared: PreparedModel,
     runs: tuple[Trace, Trace],
     varied: tuple[Vary, Vary],
     pairs_of: Callable[[Trace], Pairs],
@@ -172,7 +172,7 @@ def compare_runs(
     from rounding.
 
     Args:
-        trial: The model and its inputs.
+        prepared: The model and its inputs.
         runs: The two runs.
         varied: The functions that changed their inputs, to repeat the runs in float64.
         pairs_of: Takes a trace, returns which parts of its tensors to compare.
@@ -198,8 +198,8 @@ def compare_runs(
     if not found and not (exact and tolerance is None and compared(*runs, 0.0)):
         return [], None
     try:
-        model = trial.copied(torch.float64)
-        wide = [trial.variation(mode="eval", model=model, vary=_in_double_precision(vary)) for vary in varied]
+        model = prepared.copied(torch.float64)
+        wide = [prepared.variation(mode="eval", model=model, vary=_in_double_precision(vary)) for vary in varied]
         found = compared(wide[0], wide[1], _ROUNDING if tolerance is None else tolerance)
     except NotApplicableError:  # it runs in its own dtype alone
         pass
@@ -228,8 +228,8 @@ def in_backward_order(rows: Iterable[Row], trace: Trace) -> list[Row]:
     return sorted(rows, key=lambda row: -last.get(str(row[0]).rpartition(".")[0], -1))
 
 
-def break_of(found: Sequence[Disagreement], said: str, advice: str = "") -> Break:
-    """Return the break at the first of some differences, with a table of all.
+def violation_of(found: Sequence[Disagreement], said: str, advice: str = "") -> Violation:
+    """Return the violation at the first of some differences, with a table of all.
 
     Args:
         found: The differences.
@@ -238,7 +238,7 @@ def break_of(found: Sequence[Disagreement], said: str, advice: str = "") -> Brea
         advice: Where to look.
     """
     first = found[0]
-    return Break(
+    return Violation(
         layer=first.layer_tensor.layer,
         line=f"{first.layer_tensor.layer} {said.format(path=first.layer_tensor.path, changed=first.changed)}",
         columns=("tensor", "changed by"),

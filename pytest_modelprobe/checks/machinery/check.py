@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
-from pytest_modelprobe.checks.outcome import Break, NotApplicableError, Outcome, message_of
+from pytest_modelprobe.checks.outcome import NotApplicableError, Outcome, Violation, message_of
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.probe import ModelProbe
@@ -22,10 +22,10 @@ from pytest_modelprobe.runs import Loss
 from pytest_modelprobe.text import listed
 
 from .nonfinite import check_finite
-from .trial import ReferenceCheck, Trial
+from .prepared import PreparedModel, ReferenceCheck
 
-Property = Callable[..., "Break | str"]
-"""Takes a trial and the options of the check; returns where the property breaks, or a summary."""
+Property = Callable[..., "Violation | str"]
+"""Takes a prepared model and the options of the check; returns where the property breaks, or a summary."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -67,8 +67,10 @@ class Check:
         functools.update_wrapper(self, function)
         self.__name__: str
         self.function = function
-        """The property itself, to call it for a trial that another check has prepared."""
-        self._trial = functools.partial(Trial, randomize_zeros=randomize_zeros, check_reference=check_reference)
+        """The property itself, to call it for a prepared model that another check has prepared."""
+        self._prepared = functools.partial(
+            PreparedModel, randomize_zeros=randomize_zeros, check_reference=check_reference
+        )
         self._kinds = typing.get_type_hints(function)
         parameters = list(inspect.signature(function).parameters.values())[1:]
         self.options = frozenset(p.name for p in parameters)
@@ -136,19 +138,19 @@ class Check:
         own = {name: value for name, value in options.items() if name in self.options}
         model_kwargs = {name: value for name, value in options.items() if name not in self.options}
         self._check_options(own)
-        trial = self._trial(probe, model, inputs, {**(kwargs or {}), **model_kwargs}, loss=loss)
+        prepared = self._prepared(probe, model, inputs, {**(kwargs or {}), **model_kwargs}, loss=loss)
         try:
-            with progress(self.__name__), trial, interruptible():
-                found = self.function(trial, **own)
+            with progress(self.__name__), prepared, interruptible():
+                found = self.function(prepared, **own)
         except NotApplicableError as reason:
-            return Outcome(check=self.__name__, model=trial.name, verdict="not applicable", text=str(reason))
-        if isinstance(found, Break):
-            module = trial.layers.modules.get(found.layer)
+            return Outcome(check=self.__name__, model=prepared.name, verdict="not applicable", text=str(reason))
+        if isinstance(found, Violation):
+            module = prepared.layers.modules.get(found.layer)
             text = message_of(found, "" if module is None else type(module).__name__)
-            return Outcome(check=self.__name__, model=trial.name, verdict=found.level, text=text, layer=found.layer)
-        if trial.numbers:
-            found += f"; not looked at, as numbers of Python: {listed(list(trial.numbers))}"
-        return Outcome(check=self.__name__, model=trial.name, verdict="holds", text=found)
+            return Outcome(check=self.__name__, model=prepared.name, verdict=found.level, text=text, layer=found.layer)
+        if prepared.numbers:
+            found += f"; not looked at, as numbers of Python: {listed(list(prepared.numbers))}"
+        return Outcome(check=self.__name__, model=prepared.name, verdict="holds", text=found)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         __tracebackhide__ = True
@@ -211,7 +213,7 @@ def _type_text(kind: Any) -> str:
 
 
 def check(function: Property) -> Check:
-    """Make a check from a function that takes a trial."""
+    """Make a check from a function that takes a prepared model."""
     return Check(function)
 
 
@@ -228,15 +230,17 @@ def check_nonfinite(function: Property) -> Check:
 def from_assertion(name: str, function: Callable[..., Any]) -> Check:
     """Make a check from a function that takes probe, model and inputs, and raises AssertionError."""
 
-    def asserted(trial: Trial) -> Break | str:
+    def asserted(prepared: PreparedModel) -> Violation | str:
         __tracebackhide__ = True
-        args, kwargs = trial.copied_inputs()
+        args, kwargs = prepared.copied_inputs()
         try:
-            said = function(trial.probe, trial.model, *args, **kwargs)
+            said = function(prepared.probe, prepared.model, *args, **kwargs)
         except AssertionError as error:
             line, _, rest = (str(error).strip() or "AssertionError").partition("\n")
-            named = (layer for layer in trial.layers.modules if line.startswith((f"{layer} ", f"{label_of(layer)} ")))
-            return Break(layer=max(named, key=len, default=ROOT), line=line, advice=rest.strip("\n"))
+            named = (
+                layer for layer in prepared.layers.modules if line.startswith((f"{layer} ", f"{label_of(layer)} "))
+            )
+            return Violation(layer=max(named, key=len, default=ROOT), line=line, advice=rest.strip("\n"))
         return said if isinstance(said, str) else ""
 
     asserted.__name__, asserted.__doc__ = name, function.__doc__

@@ -24,7 +24,7 @@ from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.text import listed
 
-from .trial import Trial
+from .prepared import PreparedModel
 
 _FEWEST = 5
 """Positions from which on a mask is told from a band of neighbors, or from padding."""
@@ -74,22 +74,24 @@ class CausalInput:
     """Whether attention over its positions was seen."""
 
 
-def attended(trial: Trial) -> set[int]:
+def attended(prepared: PreparedModel) -> set[int]:
     """Return the numbers of positions over which the model computes attention."""
     with (seen := _Attention()):
-        trial.reference(mode="eval")
+        prepared.reference(mode="eval")
     return seen.sizes
 
 
-def disagreeing_attention(trial: Trial, length: int) -> list[str]:
+def disagreeing_attention(prepared: PreparedModel, length: int) -> list[str]:
     """Return the layers whose attention sees later positions, while that of other kinds of layers does not.
 
     These may be an encoder and a decoder of the same sequence. Layers of one kind have names that differ in numbers.
     """
-    args, kwargs = trial.copied_inputs()
-    probe = ModelProbe(trial.probe.device, trial.probe.seed)  # that of the trial has the records of the user
+    args, kwargs = prepared.copied_inputs()
+    probe = ModelProbe(
+        prepared.probe.device, prepared.probe.seed
+    )  # that of the prepared model has the records of the user
     try:
-        record = probe.run(trial.model, *args, kwargs=kwargs, mode="eval", attention=True, isolate=False)
+        record = probe.run(prepared.model, *args, kwargs=kwargs, mode="eval", attention=True, isolate=False)
     except ModelProbeError:  # it cannot be recorded
         return []
     sees: dict[str, bool] = {}
@@ -112,27 +114,27 @@ def _sees_later(most: Iterable[float], length: int) -> bool:
     return any(weight > 0 and i % length > i // length % length + 1 for i, weight in cells)
 
 
-def causal_input(trial: Trial) -> CausalInput:
+def causal_input(prepared: PreparedModel) -> CausalInput:
     """Return the input whose later positions the model is meant not to see.
 
     Raises:
         NotApplicableError: Nothing says so, or it is not clear of which input.
     """
-    path, tensor = sequence_alone(trial)
+    path, tensor = sequence_alone(prepared)
     seen = _Attention({n for n in tensor.shape[:2] if n >= _FEWEST})
     with seen:
-        output = trial.reference(mode="eval").output
+        output = prepared.reference(mode="eval").output
     check_attended(seen.sizes, path, tensor)
     axis = 0 if tensor.shape[1] not in seen.sizes and tensor.shape[0] in seen.sizes else 1
     attends = tensor.shape[axis] in seen.sizes
     if tensor.shape[axis] in seen.triangular:
         return CausalInput(path, axis, "a mask of its attention is triangular", attends)
-    reason = _said(trial)
-    cache = next((name for name in KEYS_AND_VALUES if name in trial.parameters), None)
+    reason = _said(prepared)
+    cache = next((name for name in KEYS_AND_VALUES if name in prepared.parameters), None)
     if reason is None and attends and cache and state_of(output, cache) is not None:
         reason = f"it goes on from its {cache}"
     if reason is None and attends:
-        reason = next((f"{name} is triangular" for name in _triangular_tensors(trial)), None)
+        reason = next((f"{name} is triangular" for name in _triangular_tensors(prepared)), None)
     if reason is None:
         what = "no triangular mask was seen" if attends else "no attention over positions was seen"
         raise NotApplicableError(f"nothing says that it is meant to be causal: {what}; if it is, call checks.causal")
@@ -149,15 +151,15 @@ def check_attended(sizes: set[int], path: str, tensor: Tensor) -> None:
         raise NotApplicableError(f"its attention is over other positions than those of {path}")
 
 
-def sequence_alone(trial: Trial) -> tuple[str, Tensor]:
+def sequence_alone(prepared: PreparedModel) -> tuple[str, Tensor]:
     """Return the one input of ids or vectors with positions; that of the decoder, if there are two.
 
     Raises:
         NotApplicableError: There is none, or there are several.
     """
-    given = [(path, x) for path, x in trial.dense if not _is_beside(trial.argument(path), x)]
-    of_decoder = [(path, x) for path, x in given if trial.argument(path).startswith("decoder_")]
-    if not of_decoder and "decoder_input_ids" in trial.parameters:
+    given = [(path, x) for path, x in prepared.dense if not _is_beside(prepared.argument(path), x)]
+    of_decoder = [(path, x) for path, x in given if prepared.argument(path).startswith("decoder_")]
+    if not of_decoder and "decoder_input_ids" in prepared.parameters:
         raise NotApplicableError("only the decoder may be causal: give decoder_input_ids=")
     found = of_decoder or given
     if not found:
@@ -178,21 +180,21 @@ def _is_beside(name: str, x: Tensor) -> bool:
     return x.dim() < 2 or x.dtype == torch.bool or name.endswith(("mask", "labels", "targets", "target", "label"))
 
 
-def _said(trial: Trial) -> str | None:
+def _said(prepared: PreparedModel) -> str | None:
     """Return by which name a model is causal."""
-    root = trial.layers.modules[ROOT]
+    root = prepared.layers.modules[ROOT]
     if getattr(getattr(root, "config", None), "is_decoder", None) is False:
         return None
-    for module in trial.layers.modules.values():
+    for module in prepared.layers.modules.values():
         switch = getattr(module, "is_causal", getattr(module, "causal", None))
         if _NAMED.search(type(module).__name__) and switch is not False:
             return f"it is called {type(module).__name__}" if module is root else f"it has a {type(module).__name__}"
     return None
 
 
-def _triangular_tensors(trial: Trial) -> Iterator[str]:
+def _triangular_tensors(prepared: PreparedModel) -> Iterator[str]:
     """Yield the names of triangular masks that layers keep: they may not be used."""
-    for layer, module in trial.layers.modules.items():
+    for layer, module in prepared.layers.modules.items():
         for name, value in (*module.named_buffers(recurse=False), *vars(module).items()):
             if isinstance(value, Tensor) and _size(value) >= _FEWEST and _is_triangular(value):
                 yield qualified(layer, name)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pytest_modelprobe.record import ROOT
 
-from .trial import Trial
+from .prepared import PreparedModel
 
 _MASKED = -1e3
 """Floats up to here mask what they are added to."""
@@ -54,35 +54,35 @@ class MaskedOut:
         return torch.where(where, torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device), tensor)
 
 
-def masked_out(trial: Trial, path: str, axis: int) -> MaskedOut:
+def masked_out(prepared: PreparedModel, path: str, axis: int) -> MaskedOut:
     """Return the positions of an input that its masks leave out, or that have the id of padding."""
-    shape = positions_of(trial, path, axis)
-    names = masks_of(trial, path, shape)
+    shape = positions_of(prepared, path, axis)
+    names = masks_of(prepared, path, shape)
     if shape[0] == shape[1]:  # any other may be of (positions, positions)
-        names = [name for name in names if trial.argument(name).endswith("attention_mask")]
-    found = [left_out(trial.argument(name), dict(trial.dense)[name]) for name in names]
-    tensor, padding = dict(trial.dense)[path], pad_id_of(trial)
+        names = [name for name in names if prepared.argument(name).endswith("attention_mask")]
+    found = [left_out(prepared.argument(name), dict(prepared.dense)[name]) for name in names]
+    tensor, padding = dict(prepared.dense)[path], pad_id_of(prepared)
     if padding is not None and not tensor.is_floating_point() and tensor.shape == shape:
         found.append(tensor == padding)
     return MaskedOut(torch.stack(found).any(0) if found else None)
 
 
-def positions_of(trial: Trial, path: str, axis: int) -> tuple[int, int]:
+def positions_of(prepared: PreparedModel, path: str, axis: int) -> tuple[int, int]:
     """Return the numbers of rows and of positions of an input, the shape of its masks."""
-    tensor = dict(trial.dense)[path]
+    tensor = dict(prepared.dense)[path]
     return tensor.shape[0 if axis % tensor.dim() else 1 % tensor.dim()], tensor.shape[axis]
 
 
-def pad_id_of(trial: Trial) -> int | None:
+def pad_id_of(prepared: PreparedModel) -> int | None:
     """Return the id by which a model of transformers detects padding."""
-    found = getattr(getattr(trial.layers.modules[ROOT], "config", None), "pad_token_id", None)
+    found = getattr(getattr(prepared.layers.modules[ROOT], "config", None), "pad_token_id", None)
     return found if isinstance(found, int) and found >= 0 else None
 
 
-def masks_of(trial: Trial, path: str, shape: tuple[int, int]) -> list[str]:
+def masks_of(prepared: PreparedModel, path: str, shape: tuple[int, int]) -> list[str]:
     """Return the arguments that are masks of an input, by their names: of shape (batch, positions)."""
-    of_decoder = trial.argument(path).startswith("decoder_")
-    named = [(name, trial.argument(name)) for name, x in trial.dense if x.shape == shape]
+    of_decoder = prepared.argument(path).startswith("decoder_")
+    named = [(name, prepared.argument(name)) for name, x in prepared.dense if x.shape == shape]
     return [path for path, name in named if name.endswith("mask") and name.startswith("decoder_") == of_decoder]
 
 

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe.checks.outcome import Break, NotApplicableError
+from pytest_modelprobe.checks.outcome import NotApplicableError, Violation
 from pytest_modelprobe.models import CallTracer, Layers, ModuleCall, flatten
 from pytest_modelprobe.record import ROOT, parent
 from pytest_modelprobe.runs import Source, SourceMode
 from pytest_modelprobe.text import Cell, listed
 
 from .agreement import in_backward_order
-from .trial import Trace, Trial, plain
+from .prepared import PreparedModel, Trace, plain
 
 _MODES = {"eval": " in evaluation mode", "train": " in training mode", None: ""}
 
@@ -36,42 +36,42 @@ _GRADIENT = (
 )
 
 
-def check_finite(trial: Trial, trace: Trace, options: Mapping[str, Any]) -> None:
+def check_finite(prepared: PreparedModel, trace: Trace, options: Mapping[str, Any]) -> None:
     """Check that the outputs, the loss and the gradients of a run are finite: NaN agrees with NaN.
 
     Raises:
         NotApplicableError: A run returned something that is not finite, or a gradient that is not.
     """
-    found = not_finite(trial, trace, options)
+    found = not_finite(prepared, trace, options)
     if found is not None:
         raise NotApplicableError(f"not finite at {found.layer}")
 
 
-def not_finite(trial: Trial, trace: Trace, options: Mapping[str, Any]) -> Break | None:
+def not_finite(prepared: PreparedModel, trace: Trace, options: Mapping[str, Any]) -> Violation | None:
     """Return where the outputs, the loss or the gradients of a run begin to be not finite.
 
     Values inside the model that do not reach the output, such as masks, may be infinite or NaN.
 
     Args:
-        trial: The model and its inputs.
+        prepared: The model and its inputs.
         trace: The trace of the run.
         options: Options of the run, to repeat it.
     """
     when = _MODES[options.get("mode")]
-    return _of_outputs(trial, trace, options, when) or _of_loss(trial, trace, when) or _of_gradients(trace, when)
+    return _of_outputs(prepared, trace, options, when) or _of_loss(prepared, trace, when) or _of_gradients(trace, when)
 
 
-def _of_outputs(trial: Trial, trace: Trace, options: Mapping[str, Any], when: str) -> Break | None:
+def _of_outputs(prepared: PreparedModel, trace: Trace, options: Mapping[str, Any], when: str) -> Violation | None:
     if not any(_kinds(tensor) for tensor in _tensors(trace.output)):
         return None
-    sources = _sources(trial, trace, options)
+    sources = _sources(prepared, trace, options)
     bad = [kind for kind in _KINDS if kind in sources and not (sources[kind] or _UNKNOWN).given]
     if not bad:
         return None
     source = sources[bad[0]]
     rows = [(given.where, *_counted(given.tensor)) for given in trace.tensors if {*_kinds(given.tensor)} & {*bad}]
     layer = source.layer if source else next((g.layer for g in trace.tensors if bad[0] in _kinds(g.tensor)), ROOT)
-    return Break(
+    return Violation(
         layer=layer,
         line=f"{layer} is not finite{when}: the model returns {_kinds_text(bad)}"
         + (f", from {source.text}" if source else ""),
@@ -84,13 +84,13 @@ def _of_outputs(trial: Trial, trace: Trace, options: Mapping[str, Any], when: st
 _UNKNOWN = Source("", "")
 
 
-def _sources(trial: Trial, trace: Trace, options: Mapping[str, Any]) -> dict[str, Source | None]:
+def _sources(prepared: PreparedModel, trace: Trace, options: Mapping[str, Any]) -> dict[str, Source | None]:
     """Return which kinds are in the output, each with its source, by repeating the run."""
-    model = options.get("model") or trial.model
+    model = options.get("model") or prepared.model
     calls = CallTracer(Layers(model).modules, ModuleCall)
-    mode = SourceMode(_held(trial, model), lambda: calls.innermost)
+    mode = SourceMode(_held(prepared, model), lambda: calls.innermost)
     with calls, mode:
-        again = trial.run(**{**options, "backward": False, "traced": False})
+        again = prepared.run(**{**options, "backward": False, "traced": False})
     found: dict[str, Source | None] = {}
     for tensor in _tensors(trace.output):
         found |= dict.fromkeys(_kinds(tensor))
@@ -101,29 +101,29 @@ def _sources(trial: Trial, trace: Trace, options: Mapping[str, Any]) -> dict[str
     return found
 
 
-def _held(trial: Trial, model: nn.Module) -> dict[int, Source]:
+def _held(prepared: PreparedModel, model: nn.Module) -> dict[int, Source]:
     """Return the tensors that exist before the run, by address, each as a source."""
-    held = {x: Source(path, path, given=True) for path, x in trial.inputs}
+    held = {x: Source(path, path, given=True) for path, x in prepared.inputs}
     held |= {x: Source(parent(name), name, given=True) for name, x in model.named_buffers()}
     held |= {x: Source(parent(name), name) for name, x in model.named_parameters()}
     strided = {x: source for x, source in held.items() if x.layout is torch.strided and not x.is_nested}
     return {x.untyped_storage().data_ptr(): source for x, source in strided.items()}
 
 
-def _of_loss(trial: Trial, trace: Trace, when: str) -> Break | None:
-    if not trial.has_loss or trace.loss is None or trace.loss.isfinite():
+def _of_loss(prepared: PreparedModel, trace: Trace, when: str) -> Violation | None:
+    if not prepared.has_loss or trace.loss is None or trace.loss.isfinite():
         return None
     advice = "Look for a division or a logarithm in the loss."
     line = f"{ROOT} computes a loss of {trace.loss.item()}{when} from finite outputs"
-    return Break(layer=ROOT, line=line, advice=advice)
+    return Violation(layer=ROOT, line=line, advice=advice)
 
 
-def _of_gradients(trace: Trace, when: str) -> Break | None:
+def _of_gradients(trace: Trace, when: str) -> Violation | None:
     bad = [(name, g) for name, g in trace.gradients.items() if g is not None and _kinds(g)]
     if not bad:
         return None
     found = in_backward_order(bad, trace)
-    return Break.at(
+    return Violation.at(
         ((name, *_counted(gradient)) for name, gradient in found),
         f"gets a gradient that is not finite{when}: {_kinds_text(_kinds(found[0][1]))}",
         columns=("gradient of", "NaN", "infinite", "elements"),

@@ -1,7 +1,7 @@
 """Run a model several times in variations, and record what every layer returns.
 
 A check compares tensors of one run with those of another, so a trace keeps copies of all that layers return, unlike a
-record. The model is restored after each run; within the block of a trial it stays on the device of the probe.
+record. The model is restored after each run; within the block of a prepared model it stays on the device of the probe.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from pytest_modelprobe.record import ROOT, address, label_of
 from pytest_modelprobe.runs import Loss, Mode, NoGradientError, check_loss, graph_nodes, loss_of
 
 Vary: TypeAlias = Callable[[str, Tensor], Tensor]
-ReferenceCheck: TypeAlias = "Callable[[Trial, Trace, Mapping[str, Any]], None]"
+ReferenceCheck: TypeAlias = "Callable[[PreparedModel, Trace, Mapping[str, Any]], None]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,7 +116,7 @@ class Trace:
         return f"{'its backward' if self.in_backward else label_of(self.raised_in)} raised {line_of(self.error)}"
 
 
-class Trial:
+class PreparedModel:
     """A model and its inputs, prepared for several runs on the device of the probe.
 
     Parameters, buffers, gradients, modes, attributes, random states and settings of the process are restored after each
@@ -128,8 +128,8 @@ class Trial:
     `NotApplicableError`.
 
     A `runs.Run` records one run in numbers, in the contexts and with the weights of the user, and can be repeated
-    later. A trial keeps the tensors of many runs on changed inputs, copies and dtypes of a model that stays prepared.
-    Both use `models.ModelState`, `models.map_tensors` and `runs.loss_of`.
+    later. This class keeps the tensors of many runs on changed inputs, copies and dtypes of a model that stays
+    prepared. Both use `models.ModelState`, `models.map_tensors` and `runs.loss_of`.
 
     Args:
         probe: Gives the device and the seed.
@@ -138,8 +138,8 @@ class Trial:
         kwargs: Its keyword arguments.
         loss: Function of the output; None or ``"random"``: a fixed random projection of all floating outputs.
         randomize_zeros: Whether parameters of layers that are all zero get small random values.
-        check_reference: Takes the trial, a trace and the options of its run; raises `NotApplicableError` if other runs
-            cannot be compared with it.
+        check_reference: Takes the prepared model, a trace and the options of its run; raises `NotApplicableError` if
+            other runs cannot be compared with it.
     """
 
     def __init__(
@@ -185,8 +185,8 @@ class Trial:
         """Return the parameter of the forward that takes the input at a path; the path itself if it is not known.
 
         >>> x, mask = torch.ones(2, 3), torch.zeros(2, 3)
-        >>> trial = Trial(ModelProbe(), nn.MultiheadAttention(3, 1), (x, x, x, mask))
-        >>> trial.argument("input[3]"), trial.argument("attn_mask")
+        >>> prepared = PreparedModel(ModelProbe(), nn.MultiheadAttention(3, 1), (x, x, x, mask))
+        >>> prepared.argument("input[3]"), prepared.argument("attn_mask")
         ('key_padding_mask', 'attn_mask')
         """
         paths = ["input"] if len(self.args) == 1 else [f"input[{i}]" for i in range(len(self.args))]
@@ -202,7 +202,7 @@ class Trial:
         """Whether the user gave a loss function."""
         return callable(self._loss)
 
-    def __enter__(self) -> Trial:
+    def __enter__(self) -> PreparedModel:
         tensors = (*self.model.parameters(), *self.model.buffers())
         if any(t.is_meta for t in tensors):
             raise NotApplicableError("the model is on the meta device and has no numbers")
@@ -265,11 +265,11 @@ class Trial:
             backward: Whether to run backward too.
             input_gradients: Whether floating inputs require a gradient too. Some models reject such inputs.
             model: The model to run instead, such as a copy.
-            loss: The loss instead of that of the trial.
+            loss: The loss instead of that of the prepared model.
             traced: Whether to record each layer; a compiled model has none.
         """
         trace = Trace()
-        assert self._state is not None, "a trial is a context: with Trial(...) as trial"
+        assert self._state is not None, "a prepared model is a context: with PreparedModel(...) as prepared"
         seeds = seeding.seeded(seeding.derive(self.probe.seed, f"check {seed}"))
         try:
             with seeds, settings_preserved(), torch.set_grad_enabled(backward or self._graph):
@@ -347,7 +347,7 @@ class Trial:
         return trace
 
     def loss(self, output: Any, loss: Loss | None = None) -> Tensor:
-        """Return the loss of an output, which has a gradient: the given one, or that of the trial.
+        """Return the loss of an output, which has a gradient: the given one, or that of the prepared model.
 
         Raises:
             NotApplicableError: Nothing in the output has a gradient.

@@ -46,7 +46,7 @@ class _Reference:
     """Whether models return the same bits in each run; None: not known."""
 
 
-class Trial:
+class MutantRunner:
     """Tries mutants in this process.
 
     Args:
@@ -74,7 +74,7 @@ class Trial:
     # --- one mutant ---------------------------------------------------------------------------------------------------
 
     def verdict(self, one: Planned) -> Verdict:
-        """Return what the tests say of a mutant: the first that fails ends the trial."""
+        """Return what the tests say of a mutant: the first that fails ends the run."""
         effect = tried = False
         try:
             for test in one.tests:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from pytest_modelprobe.record import Call, IsolatedResponse, Layer, NamesBefore, Record, with_rerun
+from pytest_modelprobe.record import Call, IsolatedResponse, Layer, NamesBefore, Record, with_live_run
 
 from .isolation import Key
 
@@ -23,7 +23,7 @@ Place = tuple[str, bool, str, int]
 
 @dataclass(frozen=True, slots=True)
 class IsolationRequest:
-    """Which responses are asked for; see `Rerun.isolated`."""
+    """Which responses are asked for; see `LiveRun.isolated`."""
 
     like: Record
     names: NamesBefore | None = None
@@ -31,8 +31,8 @@ class IsolationRequest:
     own_arguments: bool = False
 
 
-class WeakRerun(Generic[S]):
-    """The `Rerun` of records, which holds the run or watch that made them weakly.
+class WeakLiveRun(Generic[S]):
+    """The `LiveRun` of records, which holds the run or watch that made them weakly.
 
     Args:
         source: The run or watch.
@@ -69,7 +69,7 @@ class WeakRerun(Generic[S]):
             found = with_note(record, f"no layer was called alone: {self._gone}")
         else:
             found = self._isolated(source, record, IsolationRequest(like or record, names, only, own_arguments))
-        return with_rerun(found, self)
+        return with_live_run(found, self)
 
     def measured(self, record: Record) -> Record:
         """Fill in the noise of each reading and response."""
@@ -80,7 +80,7 @@ class WeakRerun(Generic[S]):
             found = with_note(record, f"no noise was measured: {self._gone}")
         else:
             found = self._measured(source, record)
-        return with_rerun(found, self)
+        return with_live_run(found, self)
 
     def varied(self, record: Record) -> Record | None:
         """Return the record of the run with other random numbers, and none that are zero at first."""
