@@ -6,6 +6,7 @@ the part of all observations that is asked for: all forwards, one of them, or a 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -121,6 +122,8 @@ class _Chosen:
     gradients: Mapping[str, ParameterGradient] = field(default_factory=dict)
     """Of parameters by full name."""
     step: ObservedStep | None = None
+    first: int = 0
+    """Number of the first forward in the watch: in a record of some forwards they are numbered from 0."""
     notes: tuple[str, ...] = ()
 
 
@@ -129,7 +132,9 @@ def _chosen(observed: Observations, which: Which) -> _Chosen:
     if isinstance(which, int):
         step = forwards.taken[which]
         parts = forwards.parts_of_step(step)
-        return _Chosen(parts=parts, backwards=step.backwards, gradients=step.gradients, step=step)
+        newest = 0 if forwards.newest is None else forwards.newest.index
+        first = newest if step.first is None else step.first
+        return _Chosen(parts=parts, backwards=step.backwards, gradients=step.gradients, step=step, first=first)
     if which == "evaluations":
         return _Chosen(parts=forwards.other_parts())
     forward = forwards.first if which == "first" else forwards.newest
@@ -149,6 +154,7 @@ def _chosen(observed: Observations, which: Which) -> _Chosen:
         parts={forward.kind: Totals.of(forward)},
         backwards=len(forward.backwards),
         gradients=forward.parameters,
+        first=forward.index,
         notes=(_IN_NO_STEP.format(which),) if in_no_step else (),
     )
 
@@ -206,6 +212,7 @@ class _Builder:
     ) -> None:
         self.observed = observed
         self.step = chosen.step or ObservedStep()
+        self.first = chosen.first
         self.backwards = chosen.backwards
         self.calls: dict[str, list[tuple[ForwardKind, CallObservation]]] = {}
         for kind, totals in chosen.parts.items():
@@ -351,7 +358,13 @@ class _Builder:
 
     def _collect(self) -> dict[int, Reading]:
         unique = {id(reduced): reduced for reduced in self._reduced()}
-        return dict(zip(unique, statistics.collect(list(unique.values())), strict=True))
+        readings = statistics.collect(list(unique.values()))
+        return dict(zip(unique, map(self._counted, readings), strict=True))
+
+    def _counted(self, reading: Reading) -> Reading:
+        if not self.first or reading.statistics is None or not reading.statistics.nonfinite:
+            return reading
+        return dataclasses.replace(reading, statistics=reading.statistics.counted_from(self.first))
 
     def _read_owned(self, which: Which, before: Mapping[str, ParameterReading]) -> None:
         after_first = self.observed.parameters if which == "first" else None

@@ -371,7 +371,8 @@ class Capture:
     def _begin_forward(self, name: str, module: nn.Module, inputs: Flat) -> None:
         kind = name, module.training
         self._training.forward_begins()
-        self._forwards.begin(kind, [tensor for _, tensor in (self.sample_inputs or inputs).tensors])
+        tensors = [tensor for _, tensor in (self.sample_inputs or inputs).tensors]
+        self._forwards.begin(kind, tensors, accumulates=self._parameters.hold_gradients())
         self._modules.stay_last()
         self._parameters.attach()
         self._recomputation.clear()

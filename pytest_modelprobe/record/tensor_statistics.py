@@ -6,6 +6,7 @@ Elements that are not finite are counted, and leave all other numbers alone.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -100,6 +101,12 @@ class Statistics(NanEqual):
     def all_zero(self) -> bool:
         """Whether there are elements and each of them is zero."""
         return 0 < self.count == self.zeros
+
+    def counted_from(self, first: int) -> Statistics:
+        """Return the same, with forwards counted from another one on."""
+        found = (self.first_nan, self.first_posinf, self.first_neginf)
+        nan, posinf, neginf = (None if number is None else max(0, number - first) for number in found)
+        return dataclasses.replace(self, first_nan=nan, first_posinf=posinf, first_neginf=neginf)
 
     def merge(self, other: Statistics) -> Statistics:
         """Return the statistics of both sets of elements together.

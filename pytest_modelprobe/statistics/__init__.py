@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,9 @@ from pytest_modelprobe.record import Histogram, Reading, Statistics, Units
 from .compiled import by_kernel, by_kernel_merged
 from .cpu import on_cpu
 from .device import fetch, merged_rows, on_device
-from .fingerprint import project, read
+from .fingerprint import project, read, turned, turned_on_device
 from .histogram import count, from_counts
-from .packed import has_fingerprint
+from .packed import fingerprint_of, has_fingerprint, with_fingerprint
 from .readable import ABSTRACT, FLOATS, NARROW, ambient_modes_disabled, as_plain_tensor, real
 from .reduced import NO_ELEMENT, Array, PackedReduction, Reduced, Reduction, merged_row
 from .samples import WHOLE, Samples, SeenSamples, samples_of
@@ -50,6 +51,7 @@ __all__ = [
     "reduce",
     "reduce_on_device",
     "samples_of",
+    "with_signs_of",
 ]
 
 _FLOATING = FLOATS | NARROW
@@ -153,6 +155,34 @@ def _merged(a: Reduced, b: Reduced) -> Reduced:
         _merge_units(merged, a, b)
         _merge_remote_fingerprints(merged, a, b)
     return merged
+
+
+def with_signs_of(number: int, one: Reduction) -> Reduction:
+    """Return a reduction whose fingerprint has other signs, to be merged with those of other forwards.
+
+    Args:
+        number: Which signs: 0 are those that it has.
+        one: What was reduced with the signs that every forward begins with.
+
+    >>> once = reduce(torch.tensor([1.0, 2.0]))
+    >>> (twice,) = collect([merge(once, with_signs_of(1, once))])
+    >>> f"{math.hypot(*twice.fingerprint) / math.hypot(*collect([once])[0].fingerprint):.1f}"
+    '1.5'
+    """
+    if not number:
+        return one
+    if isinstance(one, PackedReduction):
+        if not has_fingerprint(one.numbers):
+            return one
+        numbers = with_fingerprint(one.numbers, turned(fingerprint_of(one.numbers), number))
+        return PackedReduction(one.tensors, one.axis, numbers)
+    found = replace(one.computed())
+    if found.fingerprint is not None:
+        found.fingerprint = turned(found.fingerprint, number)
+    if found.remote_fingerprint is not None:
+        with ambient_modes_disabled():
+            found.remote_fingerprint = turned_on_device(found.remote_fingerprint, number)
+    return found
 
 
 def any_nonfinite(reduced: Iterable[Reduction]) -> bool:

@@ -49,10 +49,20 @@ from .signs import (
     masks,
     orders,
     projected,
+    turn,
     weights_of_places,
 )
 
-__all__ = ["K", "estimated_change", "project", "project_on_device", "project_rows", "read"]
+__all__ = [
+    "K",
+    "estimated_change",
+    "project",
+    "project_on_device",
+    "project_rows",
+    "read",
+    "turned",
+    "turned_on_device",
+]
 
 _BYTES = 8  # of a digest
 _SCALE = K**-0.5
@@ -268,6 +278,39 @@ def project_rows(x: Array, hashes: Array) -> Array:
     return numbers
 
 
+def turned(numbers: Array, number: int) -> Array:
+    """Return a fingerprint, and the bytes of a digest, with other signs: those of the number.
+
+    Sums over forwards need it. What is equal in all of them would add up with its full size, and what has another sign
+    in every second one would cancel.
+
+    >>> turned(project(torch.tensor([3.0])), 1)[:4] * 4
+    array([ 3., -3.,  3., -3.])
+    """
+    signs, order, factor = turn(number)
+    found: Array = numbers[order] * signs
+    if len(numbers) == K:
+        return found
+    digest = np.array([_digest(numbers) * factor % 2**64], np.uint64)
+    return np.concatenate([found, digest.view(np.uint8)])
+
+
+def turned_on_device(numbers: Tensor, number: int) -> Tensor:
+    """Return the same on the device of ``numbers``; nothing waits for it."""
+    signs, order, factor = turn(number)
+    places = torch.from_numpy(order).to(numbers.device, non_blocking=True)
+    found: Tensor = numbers[places] * torch.from_numpy(signs).to(numbers, non_blocking=True)
+    if len(numbers) == K:
+        return found
+    shifts = torch.arange(0, 8 * _BYTES, 8, device=numbers.device)
+    digest = (numbers[K:].to(torch.int64) << shifts).sum() * signed(factor)
+    return torch.cat([found, digest.view(1).view(torch.uint8).to(numbers.dtype)])
+
+
+def _digest(numbers: Array) -> int:
+    return sum(int(byte) << 8 * place for place, byte in enumerate(numbers[K:].tolist())) % 2**64
+
+
 def read(numbers: Array) -> tuple[tuple[float, ...], str | None]:
     """Return the fingerprint and, of integers, the digest, from what `project` returned, or a sum of such.
 
@@ -278,5 +321,4 @@ def read(numbers: Array) -> tuple[tuple[float, ...], str | None]:
     fingerprint = tuple(numbers[:K].tolist())
     if len(numbers) == K:
         return fingerprint, None
-    digest = sum(int(byte) << 8 * place for place, byte in enumerate(numbers[K:].tolist())) % 2**64
-    return fingerprint, f"{digest:016x}"
+    return fingerprint, f"{_digest(numbers):016x}"

@@ -24,6 +24,16 @@ def has_fingerprint(packed: bytes) -> bool:
     return packed[0] != 0
 
 
+def with_fingerprint(packed: bytes, fingerprint: Numbers) -> bytes:
+    """Return the same numbers with another fingerprint."""
+    return packed[: _HEADER.size] + fingerprint.tobytes() + packed[_REST:]
+
+
+def fingerprint_of(packed: bytes) -> Numbers:
+    """Return the fingerprint, without unpacking what else there is."""
+    return np.frombuffer(packed, _FLOAT64, _NUMBERS, _HEADER.size)
+
+
 def unpack(
     packed: bytes,
 ) -> tuple[tuple[float, ...], Numbers | None, Numbers | None, Numbers | None, Numbers | None]:
@@ -35,5 +45,5 @@ def unpack(
     low = high = None
     if units:  # by far quicker than to split an array of both
         low, high = (np.ndarray(units, dtype, packed, where) for where in (start, start + size))
-    fingerprint = np.frombuffer(packed, _FLOAT64, _NUMBERS, _HEADER.size) if folded else None
+    fingerprint = fingerprint_of(packed) if folded else None
     return tuple(row), low, high, fingerprint, np.frombuffer(packed[_REST:start], np.int64) if binned else None

@@ -19,13 +19,14 @@ from pytest_modelprobe.models import as_array
 from pytest_modelprobe.record import batch_sizes
 
 from .readable import ambient_modes_disabled, as_plain_tensor
-from .signs import GAMMA, STEPS, Array, hash_of_forward, hashes, highest_bits, mixed, places
+from .signs import GAMMA, STEPS, Array, hashes, highest_bits, mixed, places
 
 _MOST = 1 << 12  # samples that are known again, so that memory does not grow where no step is taken
 _READ = 256  # elements of a sample that are looked at, evenly spaced; up to twice as many
 _PROJECTIONS = 4
 _SALT = 7
 _TINY = 1e-30
+_NO_BATCH = np.zeros(1, np.uint64)
 _OF_NUMPY = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool}
 
 
@@ -33,7 +34,6 @@ class Samples:
     """The samples of a forward, each with a hash from which its signs are drawn.
 
     Args:
-        turn: Number of the forward among those of its kind, from 0. It gives the hash of values without a batch.
         hashes: One int64 hash per sample, or None if there is no batch.
         sizes: Sizes of dimension 0 of the values that have the batch there.
         keys: One int64 key per sample. Equal samples have equal keys. A NumPy array, or a tensor if the samples are on
@@ -42,15 +42,11 @@ class Samples:
 
     def __init__(
         self,
-        turn: int = 0,
         hashes: Tensor | None = None,
         sizes: Collection[int] = (),
         keys: Array | Tensor | None = None,
     ) -> None:
         self.keys = keys
-        self.whole = self if hashes is None else Samples(turn)
-        """Without the batch: for values that have none."""
-        self._turn = turn
         self._hashes = hashes
         self._sizes = frozenset(sizes)
         self._here: Array | None = None
@@ -60,26 +56,22 @@ class Samples:
 
         There are as many as in the batch if that is dimension 0 of the value, else one.
         """
-        if not self._has_batch(shape):
-            return self.whole.hashes(shape)
+        if self._hashes is None or not self.has_batch(shape):
+            return _NO_BATCH
         if self._here is None:
-            if self._hashes is None:
-                self._here = np.array([hash_of_forward(self._turn)], np.uint64)
-            else:
-                with ambient_modes_disabled():
-                    self._here = as_array(self._hashes.cpu()).view(np.uint64)
+            with ambient_modes_disabled():
+                self._here = as_array(self._hashes.cpu()).view(np.uint64)
         return self._here
 
     def hashes_on(self, device: torch.device, shape: Sequence[int]) -> Tensor:
         """Return the same on a device, in int64. Nothing waits for the device."""
-        if not self._has_batch(shape):
-            return self.whole.hashes_on(device, shape)
-        here = torch.from_numpy(self.hashes(shape).view(np.int64).copy()) if self._hashes is None else self._hashes
-        return here.to(device, non_blocking=True)
+        if self._hashes is None or not self.has_batch(shape):
+            return torch.zeros(1, dtype=torch.int64, device=device)
+        return self._hashes.to(device, non_blocking=True)
 
-    def _has_batch(self, shape: Sequence[int]) -> bool:
-        """Return whether the value has these samples: any value has the one of a forward without a batch."""
-        return self._hashes is None or (bool(shape) and shape[0] in self._sizes)
+    def has_batch(self, shape: Sequence[int]) -> bool:
+        """Return whether dimension 0 of a value is the batch."""
+        return self._hashes is not None and bool(shape) and shape[0] in self._sizes
 
 
 WHOLE = Samples()
@@ -126,14 +118,13 @@ class SeenSamples:
         return torch.tensor(times, dtype=torch.int64) if any(times) else None
 
 
-def samples_of(inputs: Iterable[Tensor], turn: int = 0, seen: SeenSamples | None = None) -> Samples:
+def samples_of(inputs: Iterable[Tensor], seen: SeenSamples | None = None) -> Samples:
     """Return the samples of a forward, given its arguments; nothing waits for another device.
 
     The batch is dimension 0 of the first tensor that has one; see `batch_sizes`.
 
     Args:
         inputs: The arguments.
-        turn: Number of the forward among those of its kind, from 0.
         seen: The samples of the microbatches that are of the same batch and came before.
 
     >>> x = torch.randn(3, 5)
@@ -150,13 +141,13 @@ def samples_of(inputs: Iterable[Tensor], turn: int = 0, seen: SeenSamples | None
                 if len(plain) == len(first) and plain.device == first.device:
                     batch.append(plain)
         if not batch:
-            return Samples(turn)
+            return WHOLE
         size, *inner = batch[0].shape
         try:
             hashes, keys = _hashes(batch, seen)
-            return Samples(turn, hashes, batch_sizes(size, inner), keys)
+            return Samples(hashes, batch_sizes(size, inner), keys)
         except NotImplementedError:  # the device cannot do it
-            return Samples(turn)
+            return WHOLE
 
 
 def _hashes(batch: Sequence[Tensor], seen: SeenSamples | None) -> tuple[Tensor, Array | Tensor]:

@@ -21,9 +21,9 @@ MASKS, ORDERS = 8, 256
 ORDER_BITS, SIGN_BITS = 3, 48  # the lowest bit of the order and of the signs; that of the mask is 0
 HASHED = 1 << 14  # integers of a sample whose hashes have one weight
 
-# Chosen for the best estimates of constant shifts over every number of elements up to 2**26, and of values that are
-# equal in two of the first 32 forwards.
-_PLACE_SALT, _MASK_SALT, _ORDER_SALT, _FORWARD_SALT = 1, 10, 106, 229
+# Chosen for the best estimates of constant shifts over every number of elements up to 2**26, and, of turns, of constant
+# values that are equal in two of the first 32 forwards.
+_PLACE_SALT, _MASK_SALT, _ORDER_SALT, _TURN_SALT = 1, 10, 106, 848
 
 GAMMA = 0x9E3779B97F4A7C15
 STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
@@ -110,9 +110,11 @@ def orders() -> Array:
     return hashes(_ORDER_SALT, K * ORDERS).reshape(ORDERS, K).argsort(1, kind="stable")
 
 
-def hash_of_forward(turn: int) -> int:
-    """Return the hash of the only sample of a forward without a batch: 0 in the first."""
-    return int(hashes(_FORWARD_SALT, 1, turn)[0]) if turn else 0
+@functools.cache
+def turn(number: int) -> tuple[Array, Array, int]:
+    """Return the signs and the order of the 16 projections of a turned fingerprint, and the factor of its digest."""
+    bits = hashes(_TURN_SALT, 1, number)
+    return highest_bits(bits, K)[0], orders()[bits[0] & np.uint64(ORDERS - 1)], int(bits[0]) | 1
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from pytest_modelprobe import (
     UsageError,
     assert_finite,
     assert_grad_finite,
+    assert_same_behavior,
     assert_update_ratio,
 )
 
@@ -60,6 +61,90 @@ def test_a_step_equals_that_of_a_watch_that_saw_nothing_else() -> None:
             optimizer.step()
         records.append(watch.first_step)
     assert records[0] == records[1]
+
+
+class Positions(nn.Module):
+    """Has a value without a batch, and infinities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 8)
+        self.place = nn.Parameter(torch.randn(1, 5, 8))
+        self.mask, self.fc = nn.Identity(), nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = self.mask(torch.full((5, 5), -torch.inf).triu(1))
+        return self.fc(torch.softmax(mask, -1) @ torch.relu(self.embed(ids) + self.place))  # type: ignore[no-any-return]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor], passes: int = 1) -> None:
+    for number, batch in enumerate(batches):
+        model(batch).square().mean().backward()
+        if (number + 1) % passes == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def ids(count: int) -> list[Tensor]:
+    return list(torch.randint(0, 7, (count, 4, 5), generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_steps_are_equal_wherever_they_stand(passes: int) -> None:
+    whole, resumed = Positions(), Positions()
+    resumed.load_state_dict(whole.state_dict())
+    optimizers = [torch.optim.Adam(model.parameters(), 0.01) for model in (whole, resumed)]
+    probe, batches = ModelProbe(), ids(6)
+    watch = probe.watch(whole, steps=6)
+    train(whole, optimizers[0], batches, passes)
+    train(resumed, optimizers[1], batches[:4], passes)
+    later = probe.watch(resumed, steps=2)
+    train(resumed, optimizers[1], batches[4:], passes)
+    assert_same_behavior(later.steps[0], watch.steps[4 // passes])
+
+
+def test_the_last_forward_is_the_same_after_one_and_after_three_passes() -> None:
+    model, probe = Positions(), ModelProbe()
+    once, often = probe.watch(model), probe.watch(model)
+    for _ in range(3):
+        model.zero_grad()
+        model(ids(1)[0]).square().mean().backward()
+        once.close()
+    assert_same_behavior(often.last, once.last)
+    with torch.no_grad():
+        model(ids(1)[0])
+    assert often.last["fc"].output.forward == once.last["fc"].output.forward
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_all_forwards_are_the_same_whichever_steps_are_kept(passes: int) -> None:
+    records = []
+    for steps in (0, 1, 3):
+        torch.manual_seed(0)
+        model = Positions()
+        watch = ModelProbe().watch(model, steps=steps)
+        train(model, torch.optim.Adam(model.parameters(), 0.01), ids(6), passes)
+        with torch.no_grad():
+            model(ids(1)[0])
+        records.append(watch.record)
+    for record in records[1:]:
+        for (_, value), (_, other) in zip(record["mask"].outputs, records[0]["mask"].outputs, strict=True):
+            assert value.forward.fingerprint == pytest.approx(other.forward.fingerprint)
+        assert_same_behavior(record, records[0])
+
+
+def test_a_change_of_what_is_equal_in_all_forwards_has_its_size() -> None:
+    records = []
+    for factor in (1.0, 1.01):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Identity(), nn.Linear(3, 3))
+        watch = ModelProbe().watch(model)
+        for seed in range(16):
+            model(factor * torch.ones(()) * x(1)[0, :3])
+            model(x(seed)[:, :3])
+        records.append(watch.record)
+    with pytest.raises(AssertionError, match=r"input changed by (0\.\d|1|1\.\d) %"):
+        assert_same_behavior(*records)
 
 
 def test_a_step_keeps_the_mode_that_the_model_was_trained_in() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pytest_modelprobe import kernel
-from pytest_modelprobe.statistics import collect, merge, reduce, samples_of
+from pytest_modelprobe.statistics import WHOLE, collect, merge, reduce, samples_of
 from pytest_modelprobe.statistics.compiled import on_threads
 from pytest_modelprobe.statistics.fingerprint import project
 from pytest_modelprobe.statistics.histogram import count
@@ -47,7 +47,7 @@ def draw(*shape, seed=0):
 def test_it_is_that_of_the_reference(dtype, shape, order):
     x = ORDERS[order](draw(*shape).to(dtype))
     of = samples_of([draw(len(x), 6)])
-    for samples in (of, of.whole):
+    for samples in (of, WHOLE):
         found, reference = reduce(x, samples=samples).fingerprint, project(x, samples)
         assert found == pytest.approx(reference, abs=2e-7 * float(x.double().norm()))
 

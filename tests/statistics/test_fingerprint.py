@@ -18,7 +18,6 @@ from pytest_modelprobe import kernel, statistics
 from pytest_modelprobe.record import estimated_share
 from pytest_modelprobe.statistics import (
     WHOLE,
-    Samples,
     collect,
     fingerprint,
     merge,
@@ -26,8 +25,9 @@ from pytest_modelprobe.statistics import (
     reduce_on_device,
     samples_of,
     signs,
+    with_signs_of,
 )
-from pytest_modelprobe.statistics.fingerprint import K, estimated_change, pieces, read
+from pytest_modelprobe.statistics.fingerprint import K, estimated_change, pieces, read, turned
 
 SIZES = [1, 2, 255, 256, 257, 512, 513, 1000, 1024, 1025, 8192, 32_768, 65_535, 65_536, 65_537]
 LARGE = [2**18 + 1, 2**20 - 1, 2**20, 2**20 + 300]  # around a piece
@@ -420,19 +420,17 @@ def test_lazy_negation_is_done():
 
 
 @pytest.mark.parametrize("size", [0, *SIZES, *LARGE])
-@pytest.mark.parametrize("turn", [0, 3])
-def test_every_device_gives_the_same(size, turn):
+def test_every_device_gives_the_same(size):
     x = draw(size)
-    a, b = reading(x, Samples(turn)), on_device(x, Samples(turn))
+    a, b = reading(x), on_device(x)
     assert math.dist(a.fingerprint, b.fingerprint) <= 3e-7 * x.norm().item()
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int64, torch.uint16], ids=str)
 @pytest.mark.parametrize("size", [0, 1, 20_000, 2**18 + 77])
-@pytest.mark.parametrize("turn", [0, 3])
-def test_every_device_gives_the_same_digest(dtype, size, turn):
+def test_every_device_gives_the_same_digest(dtype, size):
     x = torch.randint(-100, 100, (size,)).to(dtype) if dtype != torch.bool else torch.rand(size) < 0.5
-    a, b = reading(x, Samples(turn)), on_device(x, Samples(turn))
+    a, b = reading(x), on_device(x)
     assert a.digest == b.digest
     assert math.dist(a.fingerprint, b.fingerprint) <= 1e-6 * math.sqrt(size)
 
@@ -585,7 +583,7 @@ def test_masks_of_zeros_and_ones_differ_where_they_do():
 def over(tensors, way=reduce):
     total = None
     for index, tensor in enumerate(tensors):
-        one = way(tensor, samples=Samples(index))
+        one = with_signs_of(index, way(tensor))
         total = one if total is None else merge(total, one)
     return collect([total])[0]
 
@@ -607,7 +605,7 @@ def test_batches_in_another_order_are_seen(kind, way):
 def test_merging_is_the_same_on_every_device():
     for batches in ([draw(10, seed=s) for s in range(3)], [torch.arange(10) * s for s in range(3)]):
         a, b = over(batches), over(batches, reduce_on_device)
-        later = reduce_on_device(batches[1], samples=Samples(1)), reduce(batches[2], samples=Samples(2))
+        later = with_signs_of(1, reduce_on_device(batches[1])), with_signs_of(2, reduce(batches[2]))
         mixed = merge(reduce(batches[0]), merge(*later))
         (c,) = collect([mixed])
         assert a.digest == b.digest == c.digest
@@ -616,7 +614,7 @@ def test_merging_is_the_same_on_every_device():
 
 @pytest.mark.parametrize("size", [1, 16, 300])
 def test_equal_values_of_any_two_of_the_first_forwards_neither_cancel_nor_double(size):
-    each = np.stack([project(torch.ones(size), Samples(turn)) for turn in range(32)])
+    each = np.stack([turned(np.array(project(torch.ones(size))), number) for number in range(32)])
     for first in range(32):
         both = np.linalg.norm(each[first] + each[first + 1 :], axis=1) / math.sqrt(2 * size)
         assert ((both > 0.4) & (both < 1.4)).all()

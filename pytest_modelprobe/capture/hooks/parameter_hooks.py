@@ -81,6 +81,10 @@ class ParameterHooks:
         self._handles.append(parameter.register_post_accumulate_grad_hook(_AccumulatedHook(hook)))
         hook.sees_accumulated = True
 
+    def hold_gradients(self) -> bool:
+        """Whether a parameter has a gradient: that of the next pass is added to it."""
+        return any(parameter.grad is not None for parameter in self._hooked.values())
+
     def detach(self) -> None:
         """Remove all hooks."""
         self._hooked.clear()

@@ -86,7 +86,8 @@ class TensorObserver:
 
     def _observe(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> TensorObservation:
         if not tensor.requires_grad:
-            return TensorObservation(tensor, *self._read(forward, tensor, axis))
+            number, reduced = self._read(forward, tensor, axis)
+            return TensorObservation(tensor, number, reduced, whole=self._is_whole(forward, tensor))
         hook = self._hook_on(tensor)
         # `.data` may change a leaf, or a parameter of which this is a view, without a new version.
         view = is_view(tensor)
@@ -95,7 +96,7 @@ class TensorObserver:
         if before is not None and hook.version is not None and not view:
             if not before.has_gradient and before.shape == shape_of(tensor):
                 return before  # one observation in both places
-            seen = TensorObservation(tensor, before.number, before.forward)
+            seen = TensorObservation(tensor, before.number, before.forward, whole=before.whole)
         else:
             number, reduced = self._read(forward, tensor, axis)
             if before is not None:
@@ -105,7 +106,7 @@ class TensorObserver:
                 number = forward.next_number()
                 if self.reads_layouts:
                     _renumber(forward, content_key(tensor), number)
-            seen = TensorObservation(tensor, number, reduced)
+            seen = TensorObservation(tensor, number, reduced, whole=self._is_whole(forward, tensor))
         hook.add(forward, seen)
         if view:
             self.views.add(tensor, seen)
@@ -154,6 +155,10 @@ class TensorObserver:
         if key is not None:
             forward.reductions[key] = number, reduced, WeakStorage(local.untyped_storage())
         return number, reduced
+
+    def _is_whole(self, forward: Forward, tensor: torch.Tensor) -> bool:
+        local = local_tensor(tensor) if self.reads_layouts else tensor
+        return local.is_nested or not forward.samples.has_batch(local.shape)
 
     def _hook_on(self, tensor: torch.Tensor) -> _TensorHook:
         """Return our hook on the tensor as it is now, made if there is none."""

@@ -1,7 +1,8 @@
 """Mutable accumulators that the hooks fill: tensors, calls, forwards; and how forwards merge.
 
 A forward that is over merges into the totals, so that memory grows with the number of layers and not with the number of
-forwards.
+forwards. Fingerprints of what has no batch get other signs there, by the number of forwards before: what is equal in
+all of them would add up with its full size. Those of a batch keep their signs, which are those of its samples.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pytest_modelprobe.statistics import Reduction, Samples
 from .tensors import ContentKey, plain_name, shape_of
 
 Merge = Callable[[Reduction, Reduction], Reduction]
+Sign = Callable[[Reduction], Reduction]
 
 
 class TensorObservation:
@@ -33,10 +35,12 @@ class TensorObservation:
 
     __slots__ = (
         "axis", "backward", "backward_inner", "device", "dtype", "forward", "layout", "number", "overwritten",
-        "requires_grad", "shape", "targets",
+        "requires_grad", "shape", "targets", "whole",
     )  # fmt: skip
 
-    def __init__(self, tensor: torch.Tensor, number: tuple[int, int], forward: Reduction) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, number: tuple[int, int], forward: Reduction, *, whole: bool = True
+    ) -> None:
         self.number = number
         """Index of the forward, and number of the tensor in it: the same wherever the tensor was seen."""
         self.shape = tuple(tensor.shape) if not tensor.is_nested else shape_of(tensor)
@@ -50,8 +54,11 @@ class TensorObservation:
         self.backward: Reduction | None = None
         self.backward_inner: Reduction | None = None
         self.overwritten = False
-        self.targets: tuple[TensorObservation, ...] = ()
-        """Observations into which this one was merged: a gradient that arrives later is added to them too."""
+        self.whole = whole
+        """Whether it has no batch."""
+        self.targets: tuple[tuple[TensorObservation, int], ...] = ()
+        """Observations into which this one was merged, each with the number that its signs have there: a gradient that
+        arrives later is added to them too."""
 
     @property
     def has_gradient(self) -> bool:
@@ -64,11 +71,11 @@ class TensorObservation:
             self.backward_inner = merged(self.backward_inner, gradient)
         else:
             self.backward = gradient if self.backward is None else merged(self.backward, gradient)
-        for target in self.targets:
-            target.receive(gradient, inner=inner)
+        for target, number in self.targets:
+            target.receive(statistics.with_signs_of(number, gradient) if self.whole else gradient, inner=inner)
 
     def merge_from(self, other: TensorObservation, merge: Merge) -> None:
-        """Merge the observation in the same place of another forward."""
+        """Merge the observation in the same place of another forward, which has the signs that it shall have."""
         self.number = other.number
         if self.layout != other.layout:
             self.layout = None
@@ -84,13 +91,23 @@ class TensorObservation:
         self.overwritten |= other.overwritten
         self.requires_grad |= other.requires_grad
 
+    def signed(self, sign: Sign) -> TensorObservation:
+        """Return it with the signs that it has in totals."""
+        if not self.whole:
+            return self
+        found = self.copy()
+        found.forward = sign(self.forward)
+        found.backward = None if self.backward is None else sign(self.backward)
+        found.backward_inner = None if self.backward_inner is None else sign(self.backward_inner)
+        return found
+
     def copy(self) -> TensorObservation:
         """Return an independent copy; the reductions are shared, as they do not change once computed."""
         copy = object.__new__(TensorObservation)
         copy.number, copy.shape, copy.dtype, copy.device = self.number, self.shape, self.dtype, self.device
         copy.requires_grad, copy.overwritten, copy.axis = self.requires_grad, self.overwritten, self.axis
         copy.forward, copy.backward, copy.backward_inner = self.forward, self.backward, self.backward_inner
-        copy.layout, copy.targets = self.layout, ()
+        copy.layout, copy.targets, copy.whole = self.layout, (), self.whole
         return copy
 
 
@@ -156,8 +173,8 @@ class CallObservation:
         if self.total is not None:
             self.total.run_again()
 
-    def merge_from(self, other: CallObservation, merge: Merge, *, final: bool) -> None:
-        """Merge the same call of another forward. If ``final``, what that call receives later is added here too."""
+    def merge_from(self, other: CallObservation, merge: Merge, sign: Sign, number: int, *, final: bool) -> None:
+        """Merge the same call of another forward; see `Totals.merge_from`."""
         if final:
             other.total = self
         self.forwards += other.forwards
@@ -174,13 +191,14 @@ class CallObservation:
             targets = dict(mine)
             for path, seen in theirs:
                 target = targets.get(path)
+                found = seen.signed(sign) if number else seen
                 if target is not None:
-                    target.merge_from(seen, merge)
+                    target.merge_from(found, merge)
                 else:
-                    target = seen.copy()
+                    target = found.copy()
                     mine.append((path, target))
                 if final:
-                    seen.targets += (target,)
+                    seen.targets += ((target, number),)
 
     def copy(self) -> CallObservation:
         """Return an independent copy."""
@@ -212,9 +230,12 @@ class ParameterGradient:
             self._before = merged(self._before, self._newest)
         self._backward, self._newest = backward, gradient
 
-    def merge_from(self, other: ParameterGradient) -> None:
-        """Merge the gradient of other passes."""
-        self._before, self._newest, self._backward = merged(self.reduced, other.reduced), None, -1
+    def merge_from(self, other: ParameterGradient, number: int) -> None:
+        """Merge the gradient of another step, with the signs of its number."""
+        theirs = other.reduced
+        if theirs is not None:
+            theirs = statistics.with_signs_of(number, theirs)
+        self._before, self._newest, self._backward = merged(self.reduced, theirs), None, -1
 
     @property
     def reduced(self) -> Reduction | None:
@@ -274,11 +295,11 @@ class Forward:
 class DoneForward:
     """What is kept of a forward that is not the newest, until it is merged; its graph may be gone."""
 
-    __slots__ = ("_graph", "calls", "costs", "kind", "samples", "trained_by")
+    __slots__ = ("_graph", "calls", "costs", "index", "kind", "samples", "trained_by")
     forwards = 1
 
     def __init__(self, forward: Forward) -> None:
-        self.kind, self.calls, self.costs = forward.kind, forward.calls, forward.costs
+        self.index, self.kind, self.calls, self.costs = forward.index, forward.kind, forward.calls, forward.costs
         self.trained_by = forward.trained_by
         self.samples = forward.samples
         self._graph = ref(forward)
@@ -297,9 +318,20 @@ class Totals:
         self.calls: dict[tuple[str, int], CallObservation] = {}
         self.costs: Costs | None = None
 
-    def merge_from(self, forward: Forward | DoneForward | Totals, *, final: bool = True) -> None:
-        """Merge a forward, or several. If ``final``, gradients that it receives later are added too."""
-        merge = functools.cache(statistics.merge)  # one tensor is seen in several places
+    def merge_from(
+        self, forward: Forward | DoneForward | Totals, number: int | None = None, *, final: bool = True
+    ) -> None:
+        """Merge a forward, or several.
+
+        Args:
+            forward: What is merged.
+            number: Of the signs that its values without a batch have here; None: the number of forwards merged before.
+            final: Whether gradients that it receives later are added too.
+        """
+        number = self.forwards if number is None else number
+        # One tensor is seen in several places.
+        merge = functools.cache(statistics.merge)
+        sign = functools.cache(functools.partial(statistics.with_signs_of, number))
         self.forwards += forward.forwards
         if forward.costs is not None:
             self.costs = self.costs or Costs()
@@ -309,7 +341,7 @@ class Totals:
             if total is None:
                 total = self.calls[key] = CallObservation(*key)
                 total.forwards = 0
-            total.merge_from(call, merge, final=final)
+            total.merge_from(call, merge, sign, number, final=final)
 
     @classmethod
     def of(cls, forward: Forward | DoneForward) -> Totals:

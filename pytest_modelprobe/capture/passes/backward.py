@@ -101,8 +101,7 @@ class BackwardPasses:
         first, newest = self.forwards.first, self.forwards.newest
         if self.forwards.take is not None and not self.forwards.keeps_step:
             return  # reading every parameter would cost more than all that is traced
-        index, samples = (0, WHOLE) if newest is None else (newest.index, newest.samples.whole)
-        reduced = self._reduced(gradient, index, samples, axis)
+        reduced = self._reduced(gradient, 0 if newest is None else newest.index, WHOLE, axis)
         step = self.forwards.step
         step.reached_by(self._current)
         receiving = [step.gradients]

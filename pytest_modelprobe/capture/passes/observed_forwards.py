@@ -7,10 +7,11 @@ undecided. What is decided merges into totals, so that memory grows with the num
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 
 from pytest_modelprobe import statistics
@@ -31,12 +32,16 @@ from pytest_modelprobe.statistics import Reduction, SeenSamples
 class ObservedStep:
     """The forwards and gradients since the step before, and how a step of an optimizer changed the parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+        """How many steps, taken or thrown away, there were before."""
         self.forwards: list[DoneForward] = []
         """Those not merged yet: the first, which has nothing to be merged with."""
         self.parts: Parts = {}
         self.gradients: dict[str, ParameterGradient] = {}
         """Of parameters by full name, as they arrived."""
+        self.first: int | None = None
+        """Number of its first forward in the watch; None: that is not over."""
         self.backwards = 0
         """Backward passes that reached a parameter."""
         self.taken = False
@@ -55,6 +60,7 @@ class ObservedStep:
 
     def add(self, forward: DoneForward) -> None:
         """Add a forward."""
+        self.first = forward.index if self.first is None else min(self.first, forward.index)
         self.seen[forward.kind].add(forward.samples)
         self.forwards.append(forward)
         if self.parts or len(self.forwards) > 1:
@@ -73,11 +79,10 @@ class ObservedStep:
 
     def merge_from(self, other: ObservedStep) -> None:
         """Merge the forwards and gradients of another step, or of passes after which none was taken."""
+        other.merge()
         for kind, totals in other.parts.items():
-            self.parts.setdefault(kind, Totals()).merge_from(totals)
-        for forward in other.forwards:
-            merge_into(self.parts, forward)
-        _merge_gradients(self.gradients, other.gradients)
+            self.parts.setdefault(kind, Totals()).merge_from(totals, other.number)
+        _merge_gradients(self.gradients, other.gradients, other.number)
 
     def has_nonfinite_gradient(self) -> bool:
         """Whether the gradient of a parameter is not finite; this reads it from its device."""
@@ -128,15 +133,24 @@ class ObservedForwards:
         """The steps that were kept, in order."""
         return [*self.steps, self.step] if self.step.taken and self.keeps_step else self.steps
 
-    def begin(self, kind: ForwardKind, inputs: Iterable[Tensor]) -> None:
-        """Begin another forward; a step that was taken is over then."""
+    def begin(self, kind: ForwardKind, inputs: Iterable[Tensor], *, accumulates: bool = True) -> None:
+        """Begin another forward; a step that was taken is over then.
+
+        Args:
+            kind: Of the forward.
+            inputs: What tells its samples apart.
+            accumulates: Whether a parameter has a gradient, to which that of this forward would be added.
+        """
         if self.newest is not None:
             self._undecided.append(DoneForward(self.newest))
             self.newest = None
         self._decide()
         if self.step.taken:
             self._end_step()
-        samples = statistics.samples_of(inputs, self._kinds[kind], self.step.seen.get(kind))
+        trains = torch.is_grad_enabled()
+        if trains and not accumulates:  # equal samples of earlier passes are no part of this batch
+            self.step.seen.clear()
+        samples = statistics.samples_of(inputs, self.step.seen.get(kind) if trains else None)
         self.newest = Forward(self.count, kind, samples)
         self._kinds[kind] += 1
         self.first = self.first or self.newest
@@ -168,7 +182,7 @@ class ObservedForwards:
         """
         if self.step.taken:  # by another optimizer, with part of them
             return 0
-        discarded, self.step = self.step, ObservedStep()
+        discarded, self.step = self.step, ObservedStep(self.step.number + 1)
         skipped = discarded.has_nonfinite_gradient()
         self.skipped += skipped
         (self._skipped if skipped else self._later).merge_from(discarded)
@@ -176,13 +190,12 @@ class ObservedForwards:
 
     def parts_of_step(self, step: ObservedStep) -> Parts:
         """Return the forwards of a step, merged into copies."""
-        return _merged(
-            [step.parts], [*step.forwards, *(f for f in self._unmerged if step is self.step and f.trained_by)]
-        )
+        alone = [*step.forwards, *(f for f in self._unmerged if step is self.step and f.trained_by)]
+        return _merged(step.parts, alone)
 
     def other_parts(self) -> Parts:
         """Return the forwards that are part of no step, merged into copies."""
-        return _merged([self._others], [forward for forward in self._unmerged if not forward.trained_by])
+        return _merged(self._others, [forward for forward in self._unmerged if not forward.trained_by])
 
     def all_parts(self, *, with_skipped: bool) -> Parts:
         """Return all forwards, merged into copies.
@@ -195,14 +208,22 @@ class ObservedForwards:
             skipped = {kind: totals.copy() for kind, totals in skipped.items()}
             for totals in skipped.values():
                 totals.drop_gradients()
-        steps = [step.parts for step in (*self.steps, self._later, self.step)]
-        return _merged([*steps, skipped, self._others], [*self.step.forwards, *self._unmerged])
+        units = [(step.number, self.parts_of_step(step)) for step in (*self.steps, self.step)]
+        units += [(0, self._later.parts), (0, skipped), (0, self.other_parts())]  # the first two have their signs
+        given = [(number, parts) for number, parts in units if parts]
+        if len(given) == 1 and not given[0][0]:
+            return given[0][1]
+        parts: Parts = {}
+        for number, some in given:
+            for kind, totals in some.items():
+                parts.setdefault(kind, Totals()).merge_from(totals, number, final=False)
+        return parts
 
     def all_gradients(self, *, with_skipped: bool) -> Mapping[str, ParameterGradient]:
         """Return the gradients of parameters by full name, of all passes; see `all_parts`."""
         found: dict[str, ParameterGradient] = {}
         for step in (*self.steps, self._later, self.step, *([self._skipped] if with_skipped else [])):
-            _merge_gradients(found, step.gradients)
+            _merge_gradients(found, step.gradients, step.number)
         return found
 
     @property
@@ -226,27 +247,23 @@ class ObservedForwards:
             self.steps.append(self.step)
         else:
             self._later.merge_from(self.step)
-        self.step = ObservedStep()
+        self.step = ObservedStep(self.step.number + 1)
 
 
-def _merge_gradients(into: dict[str, ParameterGradient], others: Mapping[str, ParameterGradient]) -> None:
+def _merge_gradients(into: dict[str, ParameterGradient], others: Mapping[str, ParameterGradient], number: int) -> None:
     for name, gradient in others.items():
         known = into.get(name)
         if known is None:
             known = into[name] = ParameterGradient()
-        known.merge_from(gradient)
+        known.merge_from(gradient, number)
 
 
-def _merged(merged: Iterable[Parts], forwards: Iterable[Forward | DoneForward]) -> Parts:
+def _merged(merged: Parts, forwards: Sequence[Forward | DoneForward]) -> Parts:
     """Return all together, and leave them as they are."""
-    earlier, alone = [some for some in merged if some], list(forwards)
-    if not earlier and len(alone) == 1:
-        return {alone[0].kind: Totals.of(alone[0])}
-    parts: Parts = {}
-    for some in earlier:
-        for kind, totals in some.items():
-            parts.setdefault(kind, Totals()).merge_from(totals, final=False)
-    for forward in alone:
+    if not merged and len(forwards) == 1:
+        return {forwards[0].kind: Totals.of(forwards[0])}
+    parts = {kind: totals.copy() for kind, totals in merged.items()} if forwards else merged
+    for forward in forwards:
         merge_into(parts, forward, final=False)
     return parts
 
