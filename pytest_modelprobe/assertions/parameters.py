@@ -470,10 +470,10 @@ def _changes_of_steps(subject: Subject) -> Iterator[tuple[int | None, _Change]]:
     source = source_of(subject)
     for record in () if isinstance(source, Record) else source.steps:
         found = [
-            _Change(full_name(layer, own.name), layer, own, _relative_change(own.updated, own.reading), False, False)
+            _Change(full_name(layer, own.name), layer, own, _share_added(own.update, own.reading), False, False)
             for layer in record.layers.values()
             for own in layer.parameters
-            if own.updated is not None
+            if own.update is not None
         ]
         if any(one.change for one in found):
             yield from ((record.step, one) for one in found)
@@ -583,6 +583,16 @@ def _of_layer(now: Layer, before: Layer | None) -> Iterator[_Change]:
                 change = _relative_change(own.reading, was[own.name].reading)
                 bad_before = has_nonfinite(was[own.name].reading)
                 yield _Change(full_name(now, own.name), now, own, change, kind == "buffer", bad_before)
+
+
+def _share_added(update: Reading, before: Reading) -> float | None:
+    """Return the norm of an update relative to that of the values before."""
+    if update.statistics is None or before.statistics is None:
+        return None
+    if update.statistics.nonfinite:
+        return math.nan
+    size = before.statistics.norm
+    return update.statistics.norm / size if size else math.inf if update.statistics.norm else 0.0
 
 
 def _relative_change(now: Reading, before: Reading) -> float | None:

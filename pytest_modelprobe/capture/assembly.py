@@ -107,6 +107,7 @@ def _assembled(
         loss=loss,
         notes=(*observed.notes, *chosen.notes),
         step=which if isinstance(which, int) else None,
+        optimizers=() if chosen.step is None else tuple(chosen.step.optimizers),
         training=observed.training if which == "all" else None,
         profile=_profile(observed, chosen.parts.values()),
         versions={"torch": str(torch.__version__), "numpy": numpy.__version__},
@@ -270,7 +271,7 @@ class _Builder:
         unknown = _REPLACED if self.backwards and in_place else None
         then, now = self.own[full]
         reading = self.reading(then)
-        applied, updated = self.step.applied.get(full), self.step.after.get(full)
+        applied, update = self.step.applied.get(full), self.step.updates.get(full)
         return Parameter(
             name=name,
             shape=_shape(tensor),
@@ -284,8 +285,9 @@ class _Builder:
             after=None if now is None or self.reading(now) == reading else self.reading(now),
             gradient=unknown if gradient is None else self.reading(gradient),
             applied=None if applied is None else self.reading(applied),
-            updated=None if updated is None or persistent is not None else self.reading(updated),
-            left_out=tensor.requires_grad and bool(self.step.after) and updated is None,
+            update=None if update is None else self.reading(update),
+            group=self.step.groups.get(full),
+            left_out=tensor.requires_grad and bool(self.step.updates) and update is None,
         )
 
     def _calls(self, layer: str) -> tuple[Call, ...]:
@@ -373,8 +375,7 @@ class _Builder:
             then = before.get(name)
             known = self.step.before.get(name)
             if known is not None:
-                is_buffer = not isinstance(tensor, nn.Parameter)  # as the step left it: forwards write to it
-                self.own[name] = self.step.after.get(name, known) if is_buffer else known, None
+                self.own[name] = self.step.buffers.get(name, known), None  # as the step left it: forwards write to it
             elif after_first is not None:
                 left = after_first.get(name)
                 same = left is not None and (is_lazy(tensor) or left.tensor.shape == tensor.shape)
@@ -392,7 +393,7 @@ class _Builder:
                 for _, seen in (*call.inputs, *call.outputs):
                     yield from (r for r in (seen.forward, seen.backward, seen.backward_inner) if r is not None)
         yield from self.gradients.values()
-        yield from (*self.step.applied.values(), *self.step.after.values())
+        yield from (*self.step.applied.values(), *self.step.updates.values())
 
 
 class _Sources:

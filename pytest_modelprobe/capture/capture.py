@@ -96,7 +96,8 @@ class Capture:
         """Parameters and buffers by full name, as the first forward left them unless `read_parameters` came before."""
         self.sample_inputs: Flat | None = None
         """What tells the samples of the forwards apart; None: their own arguments."""
-        self.notes: dict[str, None] = dict.fromkeys(layers.notes)
+        notes = (note for note in layers.notes if not (traced and note.endswith(RUN_EAGERLY)))
+        self.notes: dict[str, None] = dict.fromkeys(notes)
         self.guard = TimedGuard(self.notes) if options.profile else HookGuard(self.notes)
         self._on_forward = on_forward
         stop = None if judge is None else StopCheck(judge, self.guard)
@@ -117,7 +118,7 @@ class Capture:
         self._recomputation = Recomputation(self._forwards, self._tensors, self._backward)
         self._set_attributes = SetAttributes(layers, self.selected)
         self._modules = ModuleHooks(self)
-        self._training = TrainingSteps(layers, self.selected, self._forwards)
+        self._training = TrainingSteps(layers, self.selected, self._forwards, self.notes)
         self._parameters = ParameterHooks(layers, self.guard, self._backward, self._steps, self._training)
         attending = AttentionMode(self.guard, self._running) if options.attention else None
         self._calls = CallRecorder(self._tensors, self._running, self.notes, attending, self._profiler, stop)
@@ -129,7 +130,6 @@ class Capture:
         if self._traced is not None:
             self._forwards.take = self._traced.take
             self._backward.on_pass = self._forwards.pass_begins
-            self.notes = {note: None for note in self.notes if not note.endswith(RUN_EAGERLY)}
         self._unhooked: list[str] = []
         self._unseen_thread = False
         self._abstract = 0

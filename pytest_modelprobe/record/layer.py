@@ -39,8 +39,11 @@ class Parameter:
     applied: Reading | None = None
     """In the record of a step: of the gradient as the optimizer had it, averaged over ranks, unscaled and clipped. None
     where it had none, or where it keeps its gradients elsewhere, as ZeRO does."""
-    updated: Reading | None = None
-    """In the record of a step: of the values as the optimizer left them; `reading` has them as it found them."""
+    update: Reading | None = None
+    """In the record of a step: of what the optimizer added to the values, which are in `reading` as it found them. None
+    where no optimizer that stepped holds it."""
+    group: int | None = None
+    """In the record of a step: the number of its group in `Record.optimizers`."""
     left_out: bool = False
     """In the record of a step: whether it requires a gradient, and no optimizer that stepped holds it."""
 

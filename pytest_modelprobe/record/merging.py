@@ -160,7 +160,7 @@ class _Merging:
         merged: dict[str, Any] = {"applied": None, "layout": None}
         is_applied = all(own.applied is not None for _, own in have)
         advice = {"reading": self._same_start, "gradient": NOT_REDUCED}
-        for field in ("reading", "gradient", "updated", "after"):  # each decides the next
+        for field in ("reading", "gradient", "update", "after"):  # each decides the next
             readings = [own.applied or own.gradient if field == "gradient" else getattr(own, field) for _, own in have]
             merged[field] = readings[0]
             if (first.layout or "").startswith("shard"):

@@ -16,7 +16,7 @@ from pytest_modelprobe.exceptions import UnknownLayerError
 from pytest_modelprobe.text import count
 
 from . import display
-from .calls import Call
+from .calls import Call, Plain
 from .codec import decode, encode
 from .layer import Layer, Parameter
 from .merging import merge
@@ -49,6 +49,16 @@ class Operation:
     def __str__(self) -> str:
         where = f" at {self.location}" if self.location else ""
         return f"{self.name}{where}" + (f", {self.detail}" if self.detail else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerGroup:
+    """A group of parameters of an optimizer as it was when it stepped. `Parameter.group` says which are in it."""
+
+    optimizer: str
+    """Class name of the optimizer."""
+    options: Mapping[str, Plain] = field(default_factory=dict)
+    """Its hyperparameters: ``lr``, ``weight_decay``. A tuple is text: ``betas`` is ``"(0.9, 0.999)"``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +183,8 @@ class Record:
     """The operation that made the first NaN of the backward, if a ``run`` looked for it."""
     step: int | None = None
     """Number of the step of training, from 0, whose forwards these are; None: they are not those of one step."""
+    optimizers: tuple[OptimizerGroup, ...] = ()
+    """In the record of a step: the groups of the optimizers that took it, in the order in which they stepped."""
     training: Training | None = None
     """What optimizers did, in the record of all forwards of a watch; None: none stepped."""
     profile: Profile | None = field(default=None, compare=False)

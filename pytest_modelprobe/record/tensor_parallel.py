@@ -23,7 +23,7 @@ TENSOR_PARALLEL = "tensor parallel"
 MIXED = "several kinds of parallelism"
 """That of a record whose parts are not known begins with this."""
 
-_READINGS = ("reading", "after", "updated", "gradient", "applied")
+_READINGS = ("reading", "after", "update", "gradient", "applied")
 _LAST = 1 << 62
 _CLOSE = 1e-5  # of the rms: no rank adds in another order than the others, but kernels of a GPU may
 _A_TERM = "each rank has a term of it, and not the sum"

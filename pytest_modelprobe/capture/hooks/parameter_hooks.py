@@ -98,7 +98,7 @@ class ParameterHooks:
             hooks = self._hooks_of(optimizer)
             self.steps.step_begins(optimizer, [hook.held for hook, _ in hooks], self._hooked.values())
             if hooks:
-                self.training.step_begins(_named(hooks), early=computes_gradients(optimizer, args, kwargs))
+                self.training.step_begins(optimizer, _named(hooks), early=computes_gradients(optimizer, args, kwargs))
                 if _is_stepped_by_scaler():  # gradients were seen before it took its factor out
                     self.guard.notes["gradients are those of the loss as a GradScaler scaled it"] = None
             else:

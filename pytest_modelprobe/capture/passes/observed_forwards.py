@@ -25,7 +25,7 @@ from pytest_modelprobe.capture.observed.observation import (
 )
 from pytest_modelprobe.capture.observed.parameters import ParameterReading
 from pytest_modelprobe.models import Layers
-from pytest_modelprobe.record import ForwardKind, Training
+from pytest_modelprobe.record import ForwardKind, OptimizerGroup, Training
 from pytest_modelprobe.statistics import Reduction, SeenSamples
 
 
@@ -50,8 +50,13 @@ class ObservedStep:
         """Gradients of parameters by full name, as the optimizer had them."""
         self.before: dict[str, Reduction] = {}
         """Parameters and buffers by full name before the optimizer stepped."""
-        self.after: dict[str, Reduction] = {}
-        """The parameters that the optimizer holds, and all buffers, after it."""
+        self.updates: dict[str, Reduction] = {}
+        """What was added to each of the parameters that the optimizers hold."""
+        self.buffers: dict[str, Reduction] = {}
+        """All buffers after it."""
+        self.optimizers: list[OptimizerGroup] = []
+        self.groups: dict[str, int] = {}
+        """Of parameters by full name, the number of the group that holds them."""
         self.modes: dict[str, bool] = {}
         """Whether each layer was in training mode as the optimizer stepped."""
         self.seen: defaultdict[ForwardKind, SeenSamples] = defaultdict(SeenSamples)

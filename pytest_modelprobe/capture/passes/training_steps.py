@@ -15,8 +15,9 @@ import torch
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import graph_task
 from pytest_modelprobe.capture.observed.parameters import named_tensors, read_parameters
-from pytest_modelprobe.models import Layers
-from pytest_modelprobe.statistics import Reduction, SmallTensors
+from pytest_modelprobe.models import Layers, detached_copy
+from pytest_modelprobe.record import OptimizerGroup
+from pytest_modelprobe.statistics import Reduced, Reduction, SmallTensors
 
 from .observed_forwards import ObservedForwards
 
@@ -36,10 +37,15 @@ class TrainingSteps:
     selected: Collection[str]
     """Names of the layers that are recorded."""
     forwards: ObservedForwards
+    notes: dict[str, None]
     _before: dict[str, Reduction] = field(default_factory=dict)
     """Parameters and buffers by full name before the newest step of an optimizer of this model."""
     _before_other: dict[str, Reduction] = field(default_factory=dict)
     """The same before another optimizer stepped, if gradients had arrived."""
+    _copies: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Parameters by full name as the step that runs found them."""
+    _running: list[int] = field(default_factory=list)
+    """Ids of the optimizers whose step runs: that of one may call that of another, as in ZeRO, or a forward."""
 
     def forward_begins(self) -> None:
         """End a step that nobody saw: gradients arrived, another optimizer stepped, and parameters have changed.
@@ -51,27 +57,36 @@ class TrainingSteps:
         if before and not step.taken:
             now = self._read()
             if _differ(before, now, list(step.gradients)):
-                step.taken, step.before, step.after = True, before, now
+                step.taken, step.before, step.buffers = True, before, {name: now[name] for name, _ in self._buffers()}
+                self._read_updates(self._parameters())
+        if not self._running:
+            self._copies.clear()
 
     def other_step_begins(self) -> None:
         """Read parameters before an optimizer that holds none of them steps, as it may hold copies of them."""
         step = self.forwards.step
         if self.forwards.keeps_step and step.gradients and not (step.taken or self._before_other):
             self._before_other = self._read()
+            self._copy(self._parameters())
             step.modes = self._modes()
 
-    def step_begins(self, parameters: Named, *, early: bool) -> None:
+    def step_begins(self, optimizer: torch.optim.Optimizer, parameters: Named, *, early: bool) -> None:
         """Read parameters before an optimizer changes them, and its gradients unless it computes them itself."""
         step = self.forwards.step
         if self.forwards.keeps_step:
+            if id(optimizer) in self._running:  # its step before raised an error
+                self._running.clear()
+            self._running.append(id(optimizer))
             if early or not step.before:  # within the step of another, as in ZeRO, it is known
                 self._before = self._read()
             step.before = step.before or self._before
+            self._copy(parameters)
+            self._note_groups(optimizer, parameters)
             if not early:
                 self._read_gradients(parameters)
 
     def step_ends(self, parameters: Named, *, early: bool) -> None:
-        """Read what the optimizer left."""
+        """Read what the optimizer did."""
         step = self.forwards.step
         if self.forwards.keeps_step:
             self.forwards.take_traced()
@@ -81,10 +96,49 @@ class TrainingSteps:
             step.modes = self._modes()
             if early:
                 self._read_gradients(parameters)
-            buffers = () if graph_task() != -1 else self._buffers()
             small = SmallTensors()
-            for name, tensor in (*parameters, *buffers):
-                step.after[name] = statistics.reduce(tensor, small=small)
+            for name, tensor in () if graph_task() != -1 else self._buffers():
+                step.buffers[name] = statistics.reduce(tensor, small=small)
+            self._running[-1:] = []
+            if not self._running:
+                self._read_updates(parameters)
+
+    def _copy(self, parameters: Named) -> None:
+        """Copy parameters, to know what is added to them: their fingerprints are not as exact as that needs."""
+        for name, tensor in parameters:
+            if name not in self._copies:
+                try:
+                    copy = detached_copy(tensor)
+                except torch.OutOfMemoryError:
+                    self.notes["what optimizers added to parameters was not recorded: no memory for copies"] = None
+                    return
+                if copy is not None:
+                    self._copies[name] = copy
+
+    def _read_updates(self, parameters: Named) -> None:
+        """Read what was added to parameters since they were copied, and free the copies."""
+        updates, small = self.forwards.step.updates, SmallTensors()
+        known: dict[int, Reduction] = {}
+        for name, tensor in parameters:
+            copy = self._copies.pop(name, None)
+            if name in updates:
+                updates[name] = Reduced(reason="several optimizers changed it in one step")
+            elif copy is None or copy.shape != tensor.shape:
+                updates[name] = Reduced(reason="it could not be copied before the step")
+            elif id(tensor) not in known:
+                known[id(tensor)] = updates[name] = statistics.reduce(tensor.detach() - copy, small=small)
+            else:  # tied
+                updates[name] = known[id(tensor)]
+
+    def _note_groups(self, optimizer: torch.optim.Optimizer, parameters: Named) -> None:
+        step, names = self.forwards.step, {id(tensor): name for name, tensor in parameters}
+        for group in optimizer.param_groups:
+            held = [names[id(tensor)] for tensor in group["params"] if id(tensor) in names]
+            step.groups.update((name, len(step.optimizers)) for name in held if name not in step.groups)
+            if held:
+                options = {key: _plain(value) for key, value in group.items() if key not in _NO_EFFECT}
+                found = {key: value for key, value in options.items() if value is not NotImplemented}
+                step.optimizers.append(OptimizerGroup(optimizer=type(optimizer).__name__, options=found))
 
     def _read(self) -> dict[str, Reduction]:
         return {name: reading.reduced for name, reading in read_parameters(self.layers, self.selected).items()}
@@ -103,6 +157,10 @@ class TrainingSteps:
         named = named_tensors(self.layers, self.selected)
         return [(name, tensor) for name, tensor in named if not isinstance(tensor, torch.nn.Parameter)]
 
+    def _parameters(self) -> Named:
+        named = named_tensors(self.layers, self.selected)
+        return [(name, tensor) for name, tensor in named if isinstance(tensor, torch.nn.Parameter)]
+
 
 def computes_gradients(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether gradients are known only after a step: a closure computes them, or a fused kernel unscales them."""
@@ -115,3 +173,17 @@ def _differ(before: dict[str, Reduction], now: dict[str, Reduction], names: list
     both = [name for name in names if name in before and name in now]
     then = statistics.collect([before[name] for name in both])
     return then != statistics.collect([now[name] for name in both])
+
+
+_NO_EFFECT = ("params", "foreach", "fused", "capturable", "differentiable")
+"""Fields of a group that change no number."""
+
+
+def _plain(value: object) -> Any:
+    """Return a hyperparameter as a record has it; `NotImplemented` if it is no number, text or tuple of them."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else NotImplemented
+    if isinstance(value, (tuple, list)):
+        parts = [_plain(one) for one in value]
+        return NotImplemented if NotImplemented in parts else f"({', '.join(map(str, parts))})"
+    return value if value is None or isinstance(value, (bool, int, float, str)) else NotImplemented

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pytest_modelprobe.assertions.activations import find_dead
 from pytest_modelprobe.assertions.findings import findings, hints
 from pytest_modelprobe.comparison import Diagnosis
-from pytest_modelprobe.record import Layer, Record, elements, estimated_change
+from pytest_modelprobe.record import Layer, Record, elements
 
 from .layers import costs, layers_data
 from .values import number, text
@@ -99,11 +99,10 @@ def update_ratio(layer: Layer) -> float | None:
     changes, norms = [], []
     for own in layer.parameters:
         was = own.reading.statistics
-        if own.updated is None or was is None or was.nonfinite or not was.norm:
+        if own.update is None or was is None or was.nonfinite or not was.norm:
             continue
-        if own.updated.statistics is None or own.updated.statistics.nonfinite:
+        if own.update.statistics is None or own.update.statistics.nonfinite:
             return None
-        if own.reading.fingerprint is not None and own.updated.fingerprint is not None:
-            changes.append(was.norm * estimated_change(own.updated.fingerprint, own.reading.fingerprint, was.norm))
-            norms.append(was.norm)
+        changes.append(own.update.statistics.norm)
+        norms.append(was.norm)
     return math.hypot(*changes) / math.hypot(*norms) if norms else None
