@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_modelprobe.text import printable, shape
+from pytest_modelprobe.text import count, printable, shape
 
 from .elements import Markup, coordinate, joined, tag
 from .status import STATUSES, is_cause, status_of
@@ -412,7 +412,7 @@ def _described(box: Box) -> str:
     if layer is not None:
         facts.append(layer["type"])
         facts += [shape(output["shape"]) for output in layer["outputs"][:1]]
-        facts += [f"{layer['parameters']:,} parameters"] if layer["parameters"] else []
+        facts += [count(layer["parameters"], "parameter")] if layer["parameters"] else []
         facts += [f"{layer['calls']} calls"] if layer["calls"] > 1 else []
-    facts += [f"{box.hidden} layers in it"] if box.hidden else []
+    facts += [f"{count(box.hidden, 'layer')} in it"] if box.hidden else []
     return ": ".join(filter(None, [", ".join(facts), ", ".join(box.status)]))
