@@ -12,9 +12,9 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_modelprobe.comparison import Cause
-from pytest_modelprobe.comparison import text as comparison
 from pytest_modelprobe.comparison.rows import Row, rows
-from pytest_modelprobe.comparison.text import noted, percent
+from pytest_modelprobe.comparison.text import cause_text, first_line, grouped, known_change, noted, percent
+from pytest_modelprobe.comparison.text import text as diagnosis_text
 from pytest_modelprobe.text import Cell, collapsed, count, failure, listed, printable, table
 
 from .checkpoints import Effect
@@ -99,7 +99,7 @@ def _layers_text(finding: Finding, what: str = "") -> str:
 
 def _calls_text(finding: Finding, change: SnapshotChange) -> str:
     """Return how calls are written now, and how many layers cannot be compared alone for that."""
-    told = [_repeated_cause_text(*pair) for pair in comparison.grouped(finding.causes)]
+    told = [_repeated_cause_text(*pair) for pair in grouped(finding.causes)]
     if not told and change.comparison is not None:
         found = rows(finding.differences, change.comparison.actual, change.comparison.expected)
         told = [_row_text(row) for row in found]
@@ -112,7 +112,7 @@ def _calls_text(finding: Finding, change: SnapshotChange) -> str:
 
 def _causes_text(finding: Finding, change: SnapshotChange) -> str:
     """Return the causes of a finding, and the change of the output."""
-    told = listed([_repeated_cause_text(*pair) for pair in comparison.grouped(finding.causes)], most=2)
+    told = listed([_repeated_cause_text(*pair) for pair in grouped(finding.causes)], most=2)
     diagnosis = change.diagnosis
     if diagnosis is not None and set(finding.causes).isdisjoint(diagnosis.causes):
         told = f"possibly {told}"
@@ -126,7 +126,7 @@ def _causes_text(finding: Finding, change: SnapshotChange) -> str:
 
 
 def _repeated_cause_text(cause: Cause, times: int) -> str:
-    return comparison.cause_text(cause) + (f" x{times}" if times > 1 else "")
+    return cause_text(cause) + (f" x{times}" if times > 1 else "")
 
 
 def _row_text(row: Row) -> str:
@@ -311,14 +311,14 @@ def shared_cause_rows(verdict: Verdict, *, notes: bool = False) -> list[list[Cel
             diagnosis = change.diagnosis
             if diagnosis is None:
                 continue
-            for cause, times in comparison.grouped(diagnosis.causes if sure else diagnosis.possible):
+            for cause, times in grouped(diagnosis.causes if sure else diagnosis.possible):
                 what = "all layers" if cause.is_retraining else cause.what
                 said = _repeated_cause_text(dataclasses.replace(cause, change=None, what=what), times)
                 said = said if sure else f"possibly {said}"
                 models = alike.setdefault((said, class_of(cause, diagnosis)), {})
-                models[change.model] = _largest([models.get(change.model), comparison.known_change(cause)])
+                models[change.model] = _largest([models.get(change.model), known_change(cause)])
     for change in verdict.changes if notes else ():
-        for note, times in comparison.grouped(change.diagnosis.notes if change.diagnosis else ()):
+        for note, times in grouped(change.diagnosis.notes if change.diagnosis else ()):
             alike.setdefault((_repeated_cause_text(note, times), "calls"), {})[change.model] = None
     return [
         [said, kind, percent(_largest(models.values())), listed(list(models))] for (said, kind), models in alike.items()
@@ -334,7 +334,7 @@ NOTE_COLUMNS = ("call that is written otherwise", "layers")
 
 def note_rows(notes: Iterable[Cause]) -> list[list[Cell]]:
     """Return the cells of `NOTE_COLUMNS`, equal notes of repeated layers in one row."""
-    return [[comparison.cause_text(note), times] for note, times in comparison.grouped(notes)]
+    return [[cause_text(note), times] for note, times in grouped(notes)]
 
 
 def _heading(same: Sequence[SnapshotChange]) -> str:
@@ -351,7 +351,7 @@ def diff_text(verdict: Verdict) -> str:
     for change in verdict.changes:
         lines = [printable(f"{kind}: {said}") for kind, said in _whole(change)]
         if change.diagnosis is not None:
-            lines.append((comparison.first_line if folded else comparison.text)(change.diagnosis))
+            lines.append((first_line if folded else diagnosis_text)(change.diagnosis))
             if change.diagnosis.notes and not folded:
                 notes = note_rows(change.diagnosis.notes)
                 lines += ["", *table(NOTE_COLUMNS, notes, most=len(notes))]
