@@ -22,6 +22,9 @@ import numpy
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import Layer, Reading, Record, Selector
 
+from .html.histogram import QUARTILES, quantiles
+from .results.values import histogram_data
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -316,22 +319,9 @@ _BOX = ("whislo", "q1", "med", "q3", "whishi")
 
 
 def _quartiles(reading: Reading) -> list[float]:
-    """Return the 5, 25, 50, 75 and 95 % quantiles of the magnitudes that are not zero; empty without a histogram.
-
-    Where a quantile falls on bins without elements, it is at their upper end. The page puts it at their lower end.
-    """
-    found = _bins(reading)
-    if found is None:
-        return []
-    edges, below = found
-    half = len(edges) // 2
-    counts = numpy.diff(below)
-    magnitudes = counts[half:] + counts[: half - 1][::-1]
-    if not magnitudes.sum():
-        return []
-    share = numpy.concatenate([[0.0], numpy.cumsum(magnitudes) / magnitudes.sum()])
-    logs = numpy.interp([0.05, 0.25, 0.5, 0.75, 0.95], share, numpy.log2(edges[half:]))
-    return [float(2.0**x) for x in logs]
+    """Return the numbers of a box, as the page has them; empty without a histogram."""
+    counts = histogram_data(reading.histogram)
+    return quantiles(counts, QUARTILES) if counts else []
 
 
 def _density(reading: Reading, edges: Array) -> Array:

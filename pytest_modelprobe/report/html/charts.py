@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .elements import Child, Markup, coordinate, finite, number, tag
-from .histogram import quantiles
+from .histogram import QUARTILES, quantiles
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 560.0, 170.0, 46.0, 8.0, 22.0
 
@@ -93,8 +93,6 @@ def _outermost(layers: Sequence[Layer]) -> list[Layer]:
     return [layer for layer in layers if layer["leaf"] and layer["outputs"]]
 
 
-_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-
 _SMALLEST = 2.0**-39
 """The smallest magnitude that histograms tell apart: a quantile below it is not known."""
 
@@ -108,7 +106,7 @@ def gradient_flow(layers: Sequence[Layer], link: Link) -> Markup | None:
     boxes = []
     for i, layer in enumerate(leaves):
         histogram = layer["outputs"][0]["gradient_histogram"]
-        if histogram and (found := quantiles(histogram, _QUANTILES)) and found[0] > _SMALLEST:
+        if histogram and (found := quantiles(histogram, QUARTILES)) and found[0] > _SMALLEST:
             boxes.append((i, found))
     plot = _Plot.of(len(leaves), [v for _, v in scales] + [q for _, qs in boxes for q in (qs[0], qs[-1])])
     how, dots = " root mean square of the gradient of each layer's output.", scales

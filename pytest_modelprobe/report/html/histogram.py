@@ -16,6 +16,9 @@ from .elements import Markup, tag
 
 Histogram = dict[str, Any]
 
+QUARTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+"""What the five lines of a box show: the ends of its whiskers, its edges, and the median."""
+
 _SIDE = 9
 """Columns on either side of zero."""
 
