@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Place(NamedTuple):
@@ -34,7 +34,7 @@ class Mutant(NamedTuple):
 
 @dataclass
 class BaselineTest:
-    """A test of the run without faults, in builtin types but for `Place`."""
+    """A test of the run without faults."""
 
     id: str
     file: str
@@ -48,23 +48,6 @@ class BaselineTest:
     """Files of the classes of its models."""
     path: str = ""
     """Of its file."""
-
-    def to_json(self) -> list[Any]:
-        """Return it as lists."""
-        places = [[*place, sorted(operators)] for place, operators in self.places.items()]
-        return [self.id, self.file, self.outcome, self.seconds, places, self.sources, self.path]
-
-    @staticmethod
-    def from_json(data: Sequence[Any]) -> BaselineTest:
-        """Return what `to_json` was made of.
-
-        >>> test = BaselineTest("a.py::t", "a.py", "passed", 0.5, {Place("m:Net", "fc", "Linear"): {"nan"}})
-        >>> BaselineTest.from_json(test.to_json()) == test
-        True
-        """
-        name, file, outcome, seconds, places, *more = data
-        found = {Place(*place): set(operators) for *place, operators in places}
-        return BaselineTest(name, file, outcome, seconds, found, *more)
 
 
 @dataclass(frozen=True)

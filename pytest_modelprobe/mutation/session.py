@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
+import pickle
 import tempfile
 import time
 from collections import defaultdict
@@ -80,10 +80,9 @@ class MutationSession:
         """Take what a worker found; one that died found nothing."""
         found = getattr(node, "workeroutput", {}).get(_FOUND)
         if found:
-            tests, modules = json.loads(found)
-            self._note(map(BaselineTest.from_json, tests), modules)
+            self._note(*pickle.loads(found))
 
-    def _note(self, tests: Iterator[BaselineTest], modules: Collection[str]) -> None:
+    def _note(self, tests: Collection[BaselineTest], modules: Collection[str]) -> None:
         self._results.tests += tests
         self._modules |= set(modules)
 
@@ -106,12 +105,12 @@ class MutationSession:
         except BaseException as error:
             self._results.stopped = str(error) or "the run was interrupted"
             raise
-        tests, modules = list(self._tests_of(session)), modules_of(self._config.rootpath)
+        found = list(self._tests_of(session)), modules_of(self._config.rootpath)
         if self._is_worker:
-            found = [test.to_json() for test in tests], modules
-            self._config.workeroutput[_FOUND] = json.dumps(found)  # type: ignore[attr-defined]
+            # As bytes: xdist sends builtin types alone.
+            self._config.workeroutput[_FOUND] = pickle.dumps(found)  # type: ignore[attr-defined]
         else:
-            self._note(iter(tests), modules)
+            self._note(*found)
             self._try_mutants(time.monotonic() - started)
         return result
 
