@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import sys
 import threading
@@ -234,17 +235,11 @@ class Observer:
                 if has_dense_storage(tensor):
                     seen.outputs.update(_bytes_of(tensor))
             if tensor.grad_fn is not None and place is not None and self._planted is None:
-                tensor.register_hook(unserializable_hook(_Notes(seen.backward, place.model)))
+                tensor.register_hook(unserializable_hook(functools.partial(_note_gradient, seen.backward, place.model)))
 
 
-class _Notes:
-    """A hook that notes that a gradient reached the output of a model."""
-
-    def __init__(self, models: set[str], model: str) -> None:
-        self._models, self._model = models, model
-
-    def __call__(self, gradient: Tensor) -> None:
-        self._models.add(self._model)
+def _note_gradient(models: set[str], model: str, gradient: Tensor) -> None:
+    models.add(model)
 
 
 def without_warning_of_hooks() -> None:
