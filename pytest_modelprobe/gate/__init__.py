@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .checkpoints import Effect
 from .classes import CLASSES, DEFAULTS, LEVELS, MEANING, Class, Level, class_of, needs_reason
 from .declarations import has_words, superseded
 from .git import Commit, GitError, Repository
@@ -19,7 +18,7 @@ from .snapshot_sources import (
     scope_in,
     without_ending,
 )
-from .verdict import Finding, SnapshotChange, SnapshotVersion, Verdict, judge, part_not_compared
+from .verdict import Finding, SnapshotChange, SnapshotVersion, Verdict, judge
 
 __all__ = [
     "CLASSES",
@@ -28,7 +27,6 @@ __all__ = [
     "Commit",
     "DEFAULTS",
     "ENDINGS",
-    "Effect",
     "Finding",
     "GitError",
     "LEVELS",
@@ -46,7 +44,6 @@ __all__ = [
     "has_words",
     "judge",
     "needs_reason",
-    "part_not_compared",
     "on_disk",
     "refuse_directory",
     "refuse_links",

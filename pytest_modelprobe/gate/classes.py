@@ -117,7 +117,7 @@ def _class_of_numbers(diagnosis: Diagnosis) -> Class:
 def _class_of_difference(difference: Difference, comparison: Comparison) -> Class:
     if difference.kind in ("weights", "buffer"):
         return "renamed" if difference.layer in comparison.names_before.layers else "weights"
-    if difference.kind == "update presence":
+    if difference.kind in ("update presence", "parameter trainable"):
         return "trainable"
     if difference.kind in BEHAVIOR:
         return "behavior"
@@ -125,8 +125,6 @@ def _class_of_difference(difference: Difference, comparison: Comparison) -> Clas
         return "renamed"
     if difference.kind in ("interface", "path", "name"):
         return "interface"
-    if difference.kind == "parameter trainable":
-        return "trainable"
     if difference.kind.startswith("buffer"):
         own = (layers.get(difference.layer) for layers in (comparison.actual.layers, comparison.expected.layers))
         found = (b for layer in own if layer is not None for b in layer.buffers if b.name == difference.what)

@@ -108,22 +108,23 @@ class Repository:
             names += self._text("rev-parse", f"--disambiguate={name}").split()
         return names
 
-    def merge_bases(self, ref: str, head: str = "HEAD") -> list[str]:
-        """Return the newest commits that ``ref`` and ``head`` have in common; several if they were merged crosswise.
+    def merge_bases(self, ref: str) -> list[str]:
+        """Return the newest commits that ``ref`` and ``HEAD`` have in common; several if they were merged crosswise.
 
         Raises:
-            GitError: one of the two is not here, they have none in common, or which these are cannot be known.
+            GitError: There is no such revision here, the two have no commit in common, or the clone is too shallow to
+                know.
         """
-        tip, other = self.commit(ref), self.commit(head)
+        tip, other = self.commit(ref), self.commit("HEAD")
         try:
             found = self._text("merge-base", "--all", tip, other).split()
         except GitError:
             found = []
         if tip not in found and self.shallow and self._cut_off_between(tip, other):
             what = "the history here is cut off before what they have in common"
-            raise GitError(f"{ref} and {head}: {what}: {_DEEPEN}")
+            raise GitError(f"{ref} and HEAD: {what}: {_DEEPEN}")
         if not found:
-            raise GitError(f"{ref} and {head} have no commit in common")
+            raise GitError(f"{ref} and HEAD have no commit in common")
         return found
 
     def _cut_off_between(self, tip: str, other: str) -> bool:

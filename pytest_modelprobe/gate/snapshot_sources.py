@@ -61,9 +61,9 @@ class SnapshotSource:
     contents: Mapping[str, str]
     """Path → digest of the content."""
     sizes: Callable[[Sequence[str]], Mapping[str, int]]
-    """Paths → sizes in bytes."""
+    """Returns path → size in bytes. Paths that the place does not have are left out, also by `load`."""
     load: Callable[[Sequence[str]], Mapping[str, bytes]]
-    """Paths → their contents."""
+    """Returns path → content."""
 
     @property
     def states(self) -> dict[str, tuple[object, ...]]:
@@ -102,7 +102,7 @@ class SnapshotSource:
         """Return a snapshot without numbers; None if its architecture cannot be read either."""
         path = self.pairs[name].architecture
         with contextlib.suppress(SnapshotError):
-            if path in self.contents and self.sizes([path])[path] < MOST_BYTES:
+            if self.sizes([path]).get(path, MOST_BYTES) < MOST_BYTES:
                 text = text_of(self.load([path])[path], path)
                 return self._version(SnapshotPaths(path, None), None, decode_architecture(text, where=path))
         return None
@@ -141,7 +141,7 @@ class _Snapshots(Mapping[str, SnapshotVersion]):
     def __init__(self, source: SnapshotSource, names: Collection[str] | None, instead: Instead | None) -> None:
         self._source, self._instead = source, instead
         self._pairs = {name: pair for name, pair in source.pairs.items() if names is None or name in names}
-        self._sizes = source.sizes([path for path in _files(self._pairs.values()) if path in source.contents])
+        self._sizes = source.sizes(_files(self._pairs.values()))
         self._batches = {name: batch for batch in _batches(self._pairs, self._sizes) for name in batch}
         self._batch: list[str] = []
         self._contents: Mapping[str, bytes] = {}
@@ -174,9 +174,8 @@ class _Snapshots(Mapping[str, SnapshotVersion]):
 
     def _load(self, batch: list[str]) -> None:
         if batch is not self._batch:
-            self._batch, self._contents = batch, {}
-            paths = _files(self._pairs[name] for name in batch)
-            self._contents = self._source.load([path for path in paths if path in self._sizes])
+            self._batch, self._contents = batch, {}  # before the next is read: two may not fit into memory
+            self._contents = self._source.load(_files(self._pairs[name] for name in batch))
 
 
 def on_disk(argument: str) -> SnapshotSource:
@@ -227,22 +226,14 @@ def in_working_tree(repository: Repository) -> SnapshotSource:
     """
     here = _of_files({path: repository.root / path for path in repository.working_files() if _is_snapshot(path)})
     left_out = _of_blobs("", repository, repository.files_left_out())
-    if not left_out.contents:
-        return here
-
-    def split(paths: Sequence[str]) -> tuple[list[str], list[str]]:
-        return [path for path in paths if path in here.contents], [path for path in paths if path in left_out.contents]
-
-    def sizes(paths: Sequence[str]) -> Mapping[str, int]:
-        on_disk, in_index = split(paths)
-        return {**here.sizes(on_disk), **left_out.sizes(in_index)}
-
-    def load(paths: Sequence[str]) -> Mapping[str, bytes]:
-        on_disk, in_index = split(paths)
-        return {**here.load(on_disk), **left_out.load(in_index)}
-
     contents = {**here.contents, **left_out.contents}
-    return SnapshotSource(place="", pairs=_pairs(contents), contents=contents, sizes=sizes, load=load)
+    return SnapshotSource(
+        place="",
+        pairs=_pairs(contents),
+        contents=contents,
+        sizes=lambda paths: {**here.sizes(paths), **left_out.sizes(paths)},
+        load=lambda paths: {**here.load(paths), **left_out.load(paths)},
+    )
 
 
 def in_revision(repository: Repository, ref: str, commit: str | None = None) -> SnapshotSource:
@@ -293,12 +284,14 @@ def _of_blobs(place: str, repository: Repository, listing: Mapping[str, str]) ->
     names = {path: name for path, name in listing.items() if _is_snapshot(path)}
 
     def load(paths: Sequence[str]) -> Mapping[str, bytes]:
-        contents = repository.read(names[path] for path in paths)
-        return {path: contents[names[path]] for path in paths}
+        known = {path: names[path] for path in paths if path in names}
+        contents = repository.read(known.values())
+        return {path: contents[name] for path, name in known.items()}
 
     def sizes(paths: Sequence[str]) -> Mapping[str, int]:
-        found = repository.sizes(names[path] for path in paths)
-        return {path: found[names[path]] for path in paths}
+        known = {path: names[path] for path in paths if path in names}
+        found = repository.sizes(known.values())
+        return {path: found[name] for path, name in known.items()}
 
     return SnapshotSource(place=place, pairs=_pairs(names), contents=names, sizes=sizes, load=load)
 
@@ -310,8 +303,8 @@ def _of_files(files: Mapping[str, Path]) -> SnapshotSource:
         place="",
         pairs=_pairs(files),
         contents={name: digest for name, (digest, _) in found.items()},
-        sizes=lambda paths: {path: found[path][1] for path in paths},
-        load=lambda paths: {path: files[path].read_bytes() for path in paths},
+        sizes=lambda paths: {path: found[path][1] for path in paths if path in found},
+        load=lambda paths: {path: files[path].read_bytes() for path in paths if path in files},
     )
 
 
