@@ -1,4 +1,9 @@
-"""The gate: snapshots of two revisions to classes of change, and whether they were declared."""
+"""The gate: what changed between the snapshots of two revisions, of which class it is, and whether it was declared.
+
+It reads files and asks git, and neither imports the code of a repository nor runs a model: the author of a pull
+request writes both. So it needs no torch, and gives the same verdict on every machine. The way leads from
+`snapshot_sources` (which files) over `verdict` (what changed, by `classes`) to `text` (in words).
+"""
 
 from __future__ import annotations
 
