@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Layer, Reading, Record, Selector
+from pytest_modelprobe.record import Layer, Reading, Record, Selector, selected
+from pytest_modelprobe.text import printable
 
 from .html.histogram import QUARTILES, quantiles
 from .results.values import histogram_data
@@ -233,8 +234,6 @@ def gradients(record: Record) -> Figure:
 
 def distributions(a: Record, b: Record, layers: Selector = "**", labels: tuple[str, str] = ("a", "b")) -> Figure:
     """Return the outputs of each layer in two records side by side, with their distance."""
-    from pytest_modelprobe.record import selected
-
     names = {layer.name for layer in selected(a, layers)}
     pairs = [
         (layer.name, mine, theirs, distance(mine, theirs))
@@ -378,6 +377,4 @@ def _head(figure: Figure, title: str, below: str) -> None:
 
 def _text(text: str) -> str:
     """Return untrusted text without control characters and without mathtext."""
-    from pytest_modelprobe.text import printable
-
     return printable(text).replace("$", r"\$")

@@ -42,9 +42,8 @@ def _property(text: str) -> str:
 def annotation_commands(verdict: Verdict) -> list[str]:
     """Return the annotations of each snapshot: denied changes as errors, the rest as warnings."""
     lines = []
-    for level in ("deny", "warn"):
+    for level, name in _COMMANDS.items():
         changes = [change for change in verdict.changes if _level(change, verdict) == level]
-        name = _COMMANDS[level]
         lines += [_annotation(name, change) for change in changes[:MOST_ANNOTATIONS]]
         more = len(changes) - MOST_ANNOTATIONS
         if more > 0:

@@ -15,7 +15,7 @@ from typing import Any
 
 from pytest_modelprobe.text import count, printable, shape
 
-from .elements import Markup, coordinate, joined, tag
+from .elements import Child, Markup, coordinate, tag
 from .status import STATUSES, is_cause, status_of
 
 MOST_NODES = 150
@@ -165,7 +165,9 @@ def _fold(box: Box) -> None:
             box.children[name] = only
     owner: dict[str, str] = {}
     kept: dict[str, Box] = {}
-    for _, group in itertools.groupby(box.children.items(), lambda item: _alike(item[1])):
+    for _, group in itertools.groupby(
+        box.children.items(), lambda item: (_pattern(item[1].label), _structure(item[1]))
+    ):
         same = list(group)
         first, representative = same[0]
         least = 2 if representative.children or representative.hidden else 3
@@ -180,12 +182,8 @@ def _fold(box: Box) -> None:
     _relink(box, owner)
 
 
-def _alike(box: Box) -> object:
-    """Return what repeated siblings have in common."""
-    return _pattern(box.label), _structure(box)
-
-
 def _structure(box: Box) -> object:
+    """Return what repeated siblings have in common, beside the pattern of their names."""
     layer = box.layer
     own = () if layer is None else (layer["type"], layer["calls"], layer["parameters"], layer["status"])
     inside = tuple((child.label, _structure(child)) for child in box.children.values())
@@ -378,7 +376,7 @@ def _node(box: Box, anchor: Callable[[str], str | None]) -> Markup:
     times = [tag("tspan", f" ×{box.times}", class_="times")] if box.times > 1 else []
     text = tag("text", _shortened(box.label), times, kind, _inside(box), sign, x=10, y=16)
     row = anchor(box.layer["name"]) if box.layer else None
-    head = joined(tag("title", _described(box)), rect, text)
+    head: list[Child] = [tag("title", _described(box)), rect, text]
     content = tag("a", head, href=f"#{row}") if row else head
     place = f"translate({coordinate(box.x)} {coordinate(box.y)})"
     return tag("g", content, _drawn(box, anchor), transform=place)

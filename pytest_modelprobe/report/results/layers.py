@@ -16,7 +16,7 @@ from pytest_modelprobe.comparison import Diagnosis
 from pytest_modelprobe.record import Call, CallTree, Layer, LayerProfile, Profile, Record, Step, Value, elements
 
 from .status import statuses
-from .values import number, plain_mapping, rms_of, tensor_data, text
+from .values import number, plain, rms_of, tensor_data, text
 
 _BENT = {"Tanh": (-math.sqrt(1 - MIN_SLOPE), math.sqrt(1 - MIN_SLOPE)),
          "Sigmoid": ((1 - math.sqrt(1 - MIN_SLOPE)) / 2, (1 + math.sqrt(1 - MIN_SLOPE)) / 2)}  # fmt: skip
@@ -59,7 +59,7 @@ def layers_data(
             "calls": len(layer.calls),
             "parameters": elements(layer.parameters),
             "trainable": elements(p for p in layer.parameters if p.requires_grad),
-            "attributes": plain_mapping(layer.attributes),
+            "attributes": {text(name): plain(value) for name, value in layer.attributes.items()},
             "inputs": [tensor_data(value) for value in call.inputs],
             "outputs": [tensor_data(value) for value in call.outputs],
             "sources": [text(name) for name in dict.fromkeys(sources) if name is not None],

@@ -7,10 +7,10 @@ of that becomes builtin types here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from pytest_modelprobe.record import Histogram, Plain, Reading, Statistics, Value
+from pytest_modelprobe.record import Histogram, Reading, Statistics, Value
 
 
 def number(value: float | None) -> float | str | None:
@@ -89,8 +89,3 @@ def rms_of(readings: Iterable[Reading | None]) -> float | str | None:
         if reading is not None and reading.statistics is not None:
             merged = reading.statistics if merged is None else merged.merge(reading.statistics)
     return None if merged is None else number(merged.rms)
-
-
-def plain_mapping(values: Mapping[str, Plain]) -> dict[str, Any]:
-    """Return attributes by name, in builtin types."""
-    return {text(name): plain(value) for name, value in values.items()}
