@@ -1,4 +1,8 @@
-"""The section on mutants in the terminal."""
+"""The section on mutants in the terminal.
+
+It leads with the score and what survived, because each surviving fault asks for a test. The rest says what the score
+leaves out.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ def lines(
     Args:
         results: What was found.
         least: The score that was asked for, in percent.
-        most: Rows of each table; None: all.
+        most: How many rows each table has, or `None` for all.
         goes_on: Whether the next run takes over what was found.
     """
     faults, survivors, score = results.faults(), results.survivors(), results.score
