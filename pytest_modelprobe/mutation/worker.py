@@ -53,8 +53,8 @@ class Worker:
     """A plugin that tries mutants in place of the tests.
 
     It sends ``("runs", (test, seconds))`` before each run of a test, ``("left out", (test, why))`` for a test that
-    cannot be used, and ``("verdict", verdict)`` for each mutant. The seconds are those of the test without a fault, or `None`
-    if there is no fault in this run.
+    cannot be used, and ``("verdict", verdict)`` for each mutant. The seconds are those of the test without a fault, or
+    `None` if there is no fault in this run.
 
     Args:
         told: What it is told.

@@ -1,4 +1,4 @@
-"""A verdict of the gate as plain data: the JSON of `modelprobe check` and `diff`.
+"""A verdict of the gate as plain data: the JSON of `modelprobe check` and `modelprobe diff`.
 
 A finding or a cause has the same words here as in the other formats, so that a script and a reader see the same.
 """
@@ -63,6 +63,6 @@ def _causes(change: SnapshotChange) -> list[dict[str, str]]:
 
 
 def _notes(change: SnapshotChange) -> list[dict[str, str]]:
-    """Return the calls that are written otherwise."""
+    """Return the calls that are written differently."""
     notes = () if change.diagnosis is None else change.diagnosis.notes
     return [{"kind": note.kind, "layer": note.layer, "said": cause_text(note)} for note in notes]

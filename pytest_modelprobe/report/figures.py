@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Array = numpy.ndarray[Any, numpy.dtype[Any]]
 
-# Above these numbers a part of a figure is too small to be seen: the first are drawn, and the rest is counted.
+# With more of them, the parts of a figure are too small to be seen. So the first are drawn, and the rest is counted.
 _MOST_CHANNELS = 64
 _CHANNELS_OF_LEVEL = 6
 _MOST_IMAGES = 8

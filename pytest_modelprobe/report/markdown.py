@@ -29,13 +29,13 @@ from pytest_modelprobe.text import LONGEST, Cell, count, number, printable
 from .mermaid import graph
 
 MOST_ROWS = 50
-"""Rows of a table above which the rest is folded."""
+"""How many rows of a table are shown; the rest is folded."""
 
 _MOST_GRAPHS = 5
-"""Models of which the changed part is drawn in a verdict."""
+"""How many models are drawn in a verdict."""
 
 MOST_SUMMARY_BYTES = 900_000
-"""Size of a summary: GitHub drops those above 1 MiB."""
+"""The size of a summary. GitHub drops a summary above 1 MiB."""
 
 
 def escaped(text: str) -> str:

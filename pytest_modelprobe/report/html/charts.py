@@ -18,7 +18,7 @@ from .histogram import QUARTILES, quantiles
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 560.0, 170.0, 46.0, 8.0, 22.0
 
 _MANY = 60
-"""Columns above which lines have no dots, and the dots of gradients are smaller."""
+"""With more columns lines have no dots, and the dots of gradients are smaller."""
 
 Layer = dict[str, Any]
 
@@ -79,7 +79,7 @@ def _figure(title: str, svg: Child, *said: Child) -> Markup:
 
 
 def _scale(statistics: dict[str, Any] | None) -> float | None:
-    """Return the root mean square, None where it is zero or not known."""
+    """Return the root mean square, or `None` if it is zero, which has no place on a logarithmic axis, or not known."""
     if statistics is None:
         return None
     if "rms" in statistics:
@@ -94,7 +94,7 @@ def _outermost(layers: Sequence[Layer]) -> list[Layer]:
 
 
 _SMALLEST = 2.0**-39
-"""The smallest magnitude that histograms tell apart: a quantile below it is not known."""
+"""The smallest magnitude that histograms tell apart, see `Histogram`. A quantile below it is not known."""
 
 
 def gradient_flow(layers: Sequence[Layer], link: Link) -> Markup | None:
@@ -173,7 +173,7 @@ def activation_scale(layers: Sequence[Layer], link: Link) -> Markup | None:
 
 
 _MOST_POINTS = 1500
-"""Points of the lines of all layers. Above it only the smallest and the largest of each step are drawn."""
+"""If the lines of all layers have more points, only the smallest and the largest of each step are drawn."""
 
 
 def update_ratios(steps: Sequence[dict[str, Any]], link: Link) -> Markup | None:
@@ -182,7 +182,7 @@ def update_ratios(steps: Sequence[dict[str, Any]], link: Link) -> Markup | None:
     by_step: dict[int, list[tuple[float, str]]] = {}
     for i, step in enumerate(steps):
         for name, value in step["update_ratios"].items():
-            if ratio := finite(value):  # 0 in the first step of a warmup, as in a layer that is not trained
+            if ratio := finite(value):  # It is 0 in the first step of a warmup, and in a layer that is not trained.
                 lines.setdefault(name, []).append((i, ratio))
                 by_step.setdefault(i, []).append((ratio, name))
     if len(by_step) < 2:

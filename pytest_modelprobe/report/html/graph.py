@@ -19,13 +19,13 @@ from .elements import Child, Markup, coordinate, tag
 from .status import STATUSES, is_cause, status_of
 
 MOST_NODES = 150
-"""Nodes above which boxes without a status are drawn as one node."""
+"""If there are more nodes, boxes without a status are drawn as one node each."""
 
 _OPEN_NODES = 30
-"""Nodes above which a graph with causes has only these unfolded."""
+"""If there are more nodes, and some have a cause, only those are unfolded."""
 
 _MOST_PARTS = 24
-"""Parts of a name: deeper modules are drawn in one box."""
+"""How many parts of a name make boxes: deeper modules share one."""
 
 _MOST_CHARACTERS = 26
 
@@ -47,7 +47,7 @@ class Box:
     """Names of children: the first feeds the second."""
     times: int = 1
     hidden: int = 0
-    """Layers in it that are not drawn."""
+    """How many layers in it are not drawn."""
     statuses: set[str] = field(default_factory=set)
     """The words of the status of those layers."""
     x: float = 0.0
@@ -305,7 +305,7 @@ def _takes_values(box: Box) -> bool:
 
 
 def _levels(children: list[Box], edges: list[tuple[Box, Box, bool]]) -> list[list[Box]]:
-    """Return children by the longest path to them; those that nothing feeds, just above what they feed."""
+    """Return children by the longest path to them. Those that nothing feeds stand just above what they feed."""
     level = {id(child): 0 for child in children}
     for child in children:  # in order of execution, which edges follow
         level[id(child)] = max((level[id(a)] + 1 for a, b, _ in edges if b is child), default=0)

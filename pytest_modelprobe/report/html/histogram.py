@@ -108,5 +108,5 @@ def _outline(columns: Sequence[int]) -> str:
 
 
 def _bar(count: int, top: int) -> int:
-    # One element among millions is seen too.
+    # At least one level high, so that one element among millions is seen too.
     return max(1, round((_HEIGHT - 1) * count / top)) if count else 0

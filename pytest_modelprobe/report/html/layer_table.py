@@ -89,7 +89,7 @@ def _calls(layer: Layer) -> Child:
 
 
 _LONG = 60
-"""Characters of a name above which it may take several lines."""
+"""A name of more characters may take several lines."""
 
 _COLUMNS = (
     _Column("status", None, lambda layer: badges(layer["status"]), css=None),

@@ -39,7 +39,7 @@ _OUTCOMES = {
 _FAILED = ("failed", "error")
 
 _MOST_CAUSES = 20
-"""Causes above which the rest is folded: a reader starts with the first."""
+"""How many causes are shown; the rest is folded, because a reader starts with the first."""
 
 _OPEN, _OPEN_LAYERS = 3, 500
 """How many failed tests are unfolded. After one with which so many layers are shown, no other is."""
@@ -211,7 +211,7 @@ def _causes_section(causes: Sequence[_Cause], tests: Sequence[Data]) -> Markup |
 
 
 def _notes_section(tests: Sequence[Data]) -> Markup | None:
-    """Return the calls that are written otherwise, each once, with the number of its models."""
+    """Return the calls that are written differently, each once, with the number of its models."""
     noted = [snapshot["notes"] for test in tests for snapshot in test["snapshots"] if snapshot.get("notes")]
     if not noted:
         return None
