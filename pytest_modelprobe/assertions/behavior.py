@@ -11,6 +11,8 @@ from pytest_modelprobe.record import Record, Selector, selected
 
 from .sources import Subject, record_of
 
+__tracebackhide__ = True  # a traceback ends at the line of the test
+
 
 def assert_same_behavior(
     actual: Subject,
@@ -52,11 +54,9 @@ def assert_same_behavior(
     Traceback (most recent call last):
     AssertionError: 0.eps 1e-05 → 0.001: ...
     """
-    __tracebackhide__ = True
     mine, theirs = record_of(actual), record_of(expected)
 
     def compared(mine: Record, theirs: Record) -> Comparison:
-        __tracebackhide__ = True
         return compare(
             mine,
             theirs,
