@@ -1,4 +1,8 @@
-"""Compare two records: a port and its reference, a model before and after a refactoring."""
+"""Compare two records: a port and its reference, a model before and after a refactoring.
+
+Numbers alone say that something differs, not what. So where both models are still alive, each layer is called alone on
+equal inputs, and the failure names the code or the weights instead of every layer behind them.
+"""
 
 from __future__ import annotations
 

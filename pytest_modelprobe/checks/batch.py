@@ -402,7 +402,7 @@ def _collapse(prepared: PreparedModel, one: Trace, resized: _Resized, rows: _Row
 
 
 _TIMES = 12
-"""Replacements of rows without effect after which an output counts as independent of them: one alone may leave a
+"""How often rows are replaced without effect until an output counts as independent of them. One replacement may leave a
 discrete output, such as an accuracy, unchanged by chance."""
 
 

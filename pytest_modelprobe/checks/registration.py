@@ -39,10 +39,10 @@ _DEEPEST = 3
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 _BEYOND = 1e4
-"""A root mean square that many times the median of all parameters is no initialization."""
+"""A parameter whose root mean square is so many times the median of all was not initialized."""
 
 _SMALL = 0.02
-"""The least that counts as the scale of parameters: norms have ones where all weights are small."""
+"""The least number that counts as the scale of all parameters: weights may be small where norms have ones."""
 
 
 @check_unmodified
@@ -303,7 +303,7 @@ def _written(
 
 
 def _without_factory(prepared: PreparedModel) -> Violation | str:
-    """Return the same by the factory of `ModelProbe.build`, if it made the model, and by the values of the tensors."""
+    """Return the tensors that are not initialized, by the factory of `ModelProbe.build` and by their values."""
     built, told = prepared.probe.built.get(prepared.model), ""
     if built is not None:
         with contextlib.suppress(UsageError):  # it makes no model again

@@ -40,6 +40,7 @@ _OFFERED = ("attention_mask", "src_key_padding_mask", "key_padding_mask", "paddi
 """Arguments that are masks of padding by their name."""
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
+"""Layers that mix neighbors whatever a mask says, so a mask that nobody gave cannot be held against them."""
 
 _Axes = Callable[[Tensor], list[int]]
 """Takes a tensor of a run, returns the axes that may be those of its positions."""

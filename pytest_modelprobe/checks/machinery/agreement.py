@@ -31,6 +31,9 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torc
 _ROUNDING = 1e-6
 """Largest relative error of two runs in float64, as parts of a model may compute in float32 all the same."""
 
+_NEGLIGIBLE = 1e-6
+"""The share of the largest gradient up to which another one is the rounding error of terms that cancel."""
+
 _MISSING = "not returned"
 
 Row = TypeVar("Row", bound=tuple[object, ...])
@@ -140,7 +143,7 @@ def negligible(trace: Trace) -> float:
     none of them has the size of what canceled.
     """
     norms: list[float] = [gradient.norm().item() for gradient in trace.arrived]
-    return 1e-6 * max([trace.largest_gradient, *norms])
+    return _NEGLIGIBLE * max([trace.largest_gradient, *norms])
 
 
 def check_not_random(prepared: PreparedModel) -> None:
