@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 def load_named(settings: Settings) -> tuple[Target, list[Input]]:
     """Return what makes the model, and its inputs; `pytest.UsageError` if there is none of that name."""
-    from pytest_modelprobe.cli import scanning as scan
+    from pytest_modelprobe.cli import scanning
     from pytest_modelprobe.exceptions import UsageError
 
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m pytest` does
     assert settings.model is not None
     option = "--modelprobe-input"
     try:
-        inputs = [scan.parse_input(text) for text in settings.inputs]
+        inputs = [scanning.parse_input(text) for text in settings.inputs]
         option = "--modelprobe-model"
-        return scan.load(settings.model), inputs
+        return scanning.load(settings.model), inputs
     except UsageError as error:
         raise pytest.UsageError(f"{option}: {error}") from None
 
