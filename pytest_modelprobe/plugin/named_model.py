@@ -1,4 +1,7 @@
-"""The tests of a model that is named on the command line, without a file."""
+"""The tests of a model that is named on the command line, without a file.
+
+They are collected as others are, so every option of pytest works on them: selection, xdist, reports.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def load_named(settings: Settings) -> tuple[Target, list[Input]]:
-    """Return what makes the model, and its inputs; `pytest.UsageError` if there is none of that name."""
+    """Return what makes the model, and its inputs; raise `pytest.UsageError` if there is no such model."""
     from pytest_modelprobe.cli import scanning
     from pytest_modelprobe.exceptions import UsageError
 
