@@ -45,7 +45,7 @@ from pytest_modelprobe.text import printable
 from .common import DIFFERENT, SAME, as_json, resolve_source
 
 _DIFF_LEVELS: Mapping[Class, Level] = {kind: "allow" if kind == "format" else "warn" for kind in CLASSES}
-"""Levels of `diff`: it denies nothing, and leaves out changes of format."""
+"""The levels of `diff`, which denies nothing and leaves out changes of format."""
 
 
 def run_diff(options: argparse.Namespace) -> int:
@@ -134,9 +134,9 @@ def _base_of_event(repository: Repository) -> str:
 
 
 def _readable(source: SnapshotSource, names: Collection[str]) -> Mapping[str, SnapshotVersion]:
-    """Return the snapshots that can be read, in whole or their structure alone; the others count as new.
+    """Return the snapshots that can be read, in whole or their structure alone. The others count as new.
 
-    If they were an error, no commit could repair them.
+    If a snapshot of the base were an error, no commit could repair it.
     """
     said: set[str] = set()
 

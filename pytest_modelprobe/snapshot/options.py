@@ -79,17 +79,13 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
     group.addoption(
         "--modelprobe-compare",
         choices=get_args(Parts),
-        default=None,
         help="what snapshots compare: the architecture alone, the behavior alone, or all, which fails too where calls "
         "are written otherwise and every value is the same",
     )
-    group.addoption(
-        "--modelprobe-reason", metavar="TEXT", default=None, help="written beside each architecture that is updated"
-    )
+    group.addoption("--modelprobe-reason", metavar="TEXT", help="written beside each architecture that is updated")
     group.addoption(
         "--modelprobe-accept",
         action="append",
-        default=None,
         metavar="KIND<LIMIT",
         help="update only snapshots all of whose causes are of a KIND (such as computation, or any) and changed less "
         "than LIMIT; KIND alone: whatever the size; structure: only where the numbers are the same; may be repeated",
@@ -97,13 +93,11 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
     group.addoption(
         "--modelprobe-output",
         metavar="DIR",
-        default=None,
         help="write the snapshots that failed or are new there as they would be now: cp -r DIR/. . takes them over",
     )
     group.addoption(
         "--modelprobe-allow-update-in-ci",
         action="store_true",
-        default=False,
         help="let --snapshot-update write model snapshots although CI is set; on the command line only",
     )
     parser.addini("modelprobe_compare", "what snapshots compare: all, architecture or behavior", default="")
