@@ -1,4 +1,8 @@
-"""Private names of pytest, each with a replacement for versions of pytest without it."""
+"""Private names of pytest, each with a replacement for versions of pytest without it.
+
+A new version of pytest may rename them without notice. They stand in one module, so one module is to be
+repaired.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ import pytest
 
 
 def fixtures_of(item: pytest.Item) -> set[Any]:
-    """Return the definitions of the fixtures that a test depends on; their names if definitions are not available."""
+    """Return the definitions of the fixtures that a test depends on, or their names if there are no definitions."""
     definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", None)
     if definitions is None:
         return set(getattr(item, "fixturenames", ()))
@@ -30,7 +34,7 @@ def tear_down_before(item: pytest.Item, nextitem: pytest.Item | pytest.Collector
 
 
 def picklable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those options of a run that another process can be given: plugins put objects of their own there.
+    """Return those options of a run that another process can be given. Plugins put objects of their own among them.
 
     >>> picklable({"verbose": 1, "reporter": lambda: None})
     {'verbose': 1}
@@ -47,19 +51,17 @@ def _is_picklable(value: object) -> bool:
 
 
 def explain_without_terminal(config: pytest.Config) -> None:
-    """Let failed assertions be explained in a run without a terminal, of which pytest 8.2 asks for the highlighting."""
+    """Let failed assertions be explained in a run without a terminal: pytest 8.2 asks the terminal for highlighting."""
     with contextlib.suppress(AttributeError):
         create = pkgutil.resolve_name("_pytest.config.create_terminal_writer")
         cast(Any, config).get_terminal_writer = functools.partial(create, config)
 
 
 def run_again(item: pytest.Item) -> list[pytest.TestReport]:
-    """Run a test that has run before once more, and return its reports, which no plugin is told of.
+    """Run a test once more, and return its reports and those of its subtests that failed. No plugin is told of them.
 
-    Those of subtests that failed are among them.
-
-    What it shares with other tests, such as fixtures of wider scope, stays set up. Its warnings are filtered as usual
-    and not reported.
+    What it shares with other tests, such as fixtures of wider scope, stays set up. Its warnings are filtered as usual,
+    but not reported.
     """
     test: Any = item
     hook, properties = item.ihook, len(item.user_properties)
@@ -88,7 +90,7 @@ def run_again(item: pytest.Item) -> list[pytest.TestReport]:
 
 
 def open_raises() -> list[pytest.ExceptionInfo[BaseException]]:
-    """Return what the blocks of `pytest.raises` that are running now will catch: nothing yet.
+    """Return one object for each block of `pytest.raises` that is running now. What the block catches stands in it.
 
     >>> with pytest.raises(ZeroDivisionError) as caught:
     ...     inside = open_raises()
@@ -102,7 +104,7 @@ def open_raises() -> list[pytest.ExceptionInfo[BaseException]]:
 
 
 def caught_by(info: pytest.ExceptionInfo[BaseException]) -> BaseException | None:
-    """Return what a block of `pytest.raises` has caught; None if it has caught nothing yet."""
+    """Return what a block of `pytest.raises` has caught; ``None`` if it has caught nothing yet."""
     try:
         return info.value
     except AssertionError:
@@ -110,13 +112,13 @@ def caught_by(info: pytest.ExceptionInfo[BaseException]) -> BaseException | None
 
 
 def is_of_subtest(report: pytest.TestReport) -> bool:
-    """Return whether a report is of a part of a test."""
+    """Return whether a report is that of a subtest."""
     return hasattr(report, "context")
 
 
 @contextlib.contextmanager
 def _subtests_reported_to(reports: list[pytest.TestReport], item: pytest.Item) -> Iterator[None]:
-    """Keep the reports of subtests within the block: they call the hooks themselves, which others report by."""
+    """Keep the reports of subtests in the block. Subtests call the hooks themselves, and plugins would report them."""
     session: Any = item.session
     hooks_at = session.gethookproxy
     session.gethookproxy = lambda path: _Unreported(hooks_at(path), reports)
@@ -145,7 +147,7 @@ class _Unreported:
 
 
 class _Nobody:
-    """Is told of warnings in place of the hooks."""
+    """Is told of warnings in place of the hooks, and does nothing."""
 
     class pytest_warning_recorded:
         @staticmethod

@@ -1,4 +1,8 @@
-"""Processes that run pytest with the options of this run: ranks of a test, and those that plant faults."""
+"""Processes that run pytest with the options of this run: the ranks of a test, and those that plant faults.
+
+A rank needs a process of its own, and a fault may end or hang the process that it is planted in. A child runs the same
+tests with the same plugins, but it must print nothing, write nothing and leave nothing running.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +51,7 @@ _OWN_OPTIONS: dict[str, Any] = {
 
 
 def options_of(config: pytest.Config, **own: Any) -> dict[str, Any]:
-    """Return the options of a child; those of ``own`` are other ones."""
+    """Return the options of a child: those of this run, except for those given as ``own``."""
     options = picklable(vars(config.option))
     own = {name: value for name, value in {**_OWN_OPTIONS, **own}.items() if name in options}
     # In a child this package is loaded before pytest can rewrite it; a child has nothing of it to rewrite.
@@ -79,7 +83,7 @@ def start(
 
 
 def end(process: multiprocessing.process.BaseProcess) -> None:
-    """End a child and whatever it started, also where it came to its end by itself."""
+    """End a child and whatever it started, also if the child has ended by itself."""
     if hasattr(os, "killpg") and process.pid is not None:  # it was started
         for number, seconds in ((signal.SIGTERM, 1.0), (signal.SIGKILL, 1.0)):
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -95,7 +99,7 @@ def end(process: multiprocessing.process.BaseProcess) -> None:
 
 
 def begin(log: os.PathLike[str], environment: Mapping[str, str]) -> None:
-    """Prepare this process: it ends with its parent, and what pytest does not capture goes to a file."""
+    """Prepare this process: it ends with its parent, and what pytest does not capture is written to a file."""
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # whatever it starts can be ended with it, and Ctrl-C is for the parent
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -124,7 +128,7 @@ def configured(options: Mapping[str, Any], plugins: Iterable[str], arguments: It
 
 
 def run_as_worker(config: pytest.Config, worker: Mapping[str, Any]) -> int:
-    """Run pytest. Plugins see a worker of xdist: another process prints and writes files."""
+    """Run pytest. Plugins take it for a worker of xdist, so they leave it to another process to print and to write."""
     config.pluginmanager.register(_Worker(worker), "modelprobe-child")
     return int(config.hook.pytest_cmdline_main(config=config))
 
@@ -135,6 +139,6 @@ class _Worker:
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Tell the other plugins. Only now: some ask xdist for more while they are configured."""
+        """Tell the other plugins. It is done last, because some ask xdist for more while they are configured."""
         config.workerinput = {"testrunuid": "", **self._worker}  # type: ignore[attr-defined]
         config.workeroutput = {}  # type: ignore[attr-defined]

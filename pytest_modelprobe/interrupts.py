@@ -1,7 +1,8 @@
 """Ctrl-C while something is changed that has to be put back: it is held, and raised when all is as it was.
 
-Python runs the handler of a signal between any two instructions of the main thread, so also in a ``finally:`` block, or
-between a change and the `try` that undoes it.
+Python runs the handler of a signal between any two instructions of the main thread. That may be in a ``finally:``
+block, or between a change and the `try` that undoes it, and then a model would keep hooks or weights that are not its
+own. So a handler of ours stands in for the other one meanwhile.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ T = TypeVar("T")
 
 _number = signal.SIGINT
 _before: Any = None
-"""The handler that ours stands for."""
+"""The handler that ours stands in for."""
 _open = True
 """Whether an interrupt is raised at once."""
 _waiting = False
-"""Whether one was held."""
+"""Whether an interrupt was held, and is still to be raised."""
 _in_user_code = False
-"""Whether a block of `interruptible` runs."""
+"""Whether a block of `interruptible` is running."""
 
 
 def _receive(number: int, frame: FrameType | None) -> None:
@@ -32,13 +33,13 @@ def _receive(number: int, frame: FrameType | None) -> None:
     if not _open and not (_in_user_code and _is_of_user(frame)):
         _waiting = True
         return
-    _open = False  # before it is raised: nothing comes between what follows and its end
+    _open = False  # it stays so if the handler raises: a second interrupt waits until all is put back
     _before(number, frame)
     _open = True
 
 
 def _is_of_user(frame: FrameType | None) -> bool:
-    """Whether other code than ours runs: if it catches an interrupt and goes on, it gets the next one too."""
+    """Whether code runs that is not ours. If it catches an interrupt and goes on, it also gets the next one."""
     return frame is not None and not str(frame.f_globals.get("__name__")).startswith(__package__)
 
 
@@ -52,7 +53,7 @@ def _raise_waiting() -> None:
 class held:
     """A context in which an interrupt waits for the end, or for a block of `interruptible` inside.
 
-    Only the main thread gets interrupts. A process that ignores them, or that one ends, has nothing to hold.
+    Only the main thread gets interrupts. If the process ignores them, or is ended by one, there is nothing to hold.
     """
 
     def __init__(self) -> None:
@@ -84,7 +85,7 @@ class held:
 
 
 def finished(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate what undoes something, and is safe to repeat: an interrupt in it is raised when it is done."""
+    """Decorate a function that undoes something and is safe to repeat: it is finished before an interrupt is raised."""
 
     @functools.wraps(function)
     def whole(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -100,7 +101,7 @@ def finished(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class interruptible:
-    """A context for code of the user inside `held`: an interrupt is raised at once."""
+    """A context for code of the user inside `held`, in which an interrupt is raised at once."""
 
     def __init__(self) -> None:
         self._was_held = False

@@ -1,7 +1,8 @@
-"""The compiled numbers of tensors, where there is a compiled module: without it, torch and numpy compute them.
+"""The compiled module that computes the numbers of tensors. Without it, torch and numpy compute the same numbers.
 
-The module is compiled as the package is built, if there is a compiler. ``MODELPROBE_KERNEL=torch`` leaves it aside;
-``MODELPROBE_KERNEL=compiled`` makes it an error if it is missing.
+It is compiled when the package is built, if there is a compiler. ``MODELPROBE_KERNEL=torch`` leaves it aside, and
+``MODELPROBE_KERNEL=compiled`` makes it an error if it is missing. To say which code computes needs no torch, so this
+room stands alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .exceptions import ModelProbeError
 VARIABLE = "MODELPROBE_KERNEL"
 
 Share = Callable[[Callable[[], None], int], None]
-"""Given a function and a number, calls the function on up to so many threads: each call works until nothing is left."""
+"""Calls a function on up to so many threads. Each call works until no work is left."""
 
 
 class Compiled(Protocol):
@@ -46,7 +47,7 @@ class Compiled(Protocol):
     ) -> bytes | None:
         """Return the numbers of a tensor, its histogram, the ranges of its units, and its fingerprint.
 
-        See `statistics.packed`. None where float64 does not hold the squares.
+        See `statistics.packed`. Returns ``None`` if float64 does not hold the squares.
 
         Args:
             address: Of the first element.
@@ -56,12 +57,12 @@ class Compiled(Protocol):
             axis: Axis of the units, counted from the end.
             index: Number of the forward.
             hashes: A buffer with one uint64 for each sample, or None for no fingerprint.
-            share: Called where there is work for several threads; None: all is done on this one.
+            share: Called if there is work for several threads. With ``None`` all is done on this one.
             histogram: Whether to count elements in bins, int64.
         """
 
     def merge(self, a: bytes, b: bytes, /) -> bytes | None:
-        """Return the numbers of both sets of elements together; None where one has what the other has not."""
+        """Return the numbers of both sets of elements together; ``None`` if one has numbers that the other lacks."""
 
 
 def _load() -> Compiled | None:
@@ -79,11 +80,11 @@ def _load() -> Compiled | None:
 
 
 active = _load()
-"""The compiled module; None where torch and numpy compute."""
+"""The compiled module; ``None`` if torch and numpy compute."""
 
 
 def description() -> str:
-    """Return which code computes the numbers of tensors on the CPU, in words.
+    """Return in words which code computes the numbers of tensors on the CPU.
 
     >>> description().split()[0] in ("compiled", "torch")
     True

@@ -6,6 +6,7 @@ The fixture only makes one; `runs` has the work.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
@@ -135,9 +136,10 @@ class ModelProbe:
         Args:
             model: The model.
             *args: Its positional arguments; tensors in them are copied to the device.
-            loss: Takes the output, returns a scalar; or ``"random"``, a fixed random projection of every floating
-                output but a cache, which is not constant after a normalization. None: no backward.
-            mode: ``"train"`` or ``"eval"``; None: the mode of the model.
+            loss: A function from the output to a scalar, or ``"random"``: a fixed random projection of every
+                floating-point output except caches. Unlike a sum, it is not constant behind a normalization. By default
+                there is no backward.
+            mode: ``"train"`` or ``"eval"``. By default the model stays in its own mode.
             layers: Which layers to record.
             keep: Which layers' output tensors to keep, in `kept`.
             functionals: Whether to record functional calls (``F.relu``) as layers too.
@@ -146,8 +148,8 @@ class ModelProbe:
             profile: Whether to measure what each layer costs, in `Record.profile`.
             isolate: Whether a snapshot of the record may also call each layer alone, on synthetic inputs, to find whose
                 own code changed. The run itself takes no longer.
-            histograms: Whether to record the histogram of each value and gradient, in `Reading.histogram`. None: if a
-                report of the run of pytest is asked for.
+            histograms: Whether to record the histogram of each value and gradient, in `Reading.histogram`. By
+                default they are recorded if a report of the run of pytest is asked for.
             kwargs: Keyword arguments for the model whose names are options of `run`.
             **model_kwargs: Keyword arguments for the model.
 
@@ -164,8 +166,7 @@ class ModelProbe:
         """
         __tracebackhide__ = True
         check_supported(model)
-        if mode not in (None, "train", "eval"):
-            raise UsageError(f"mode is 'train', 'eval' or None for the model's own; got {mode!r}")
+        _check_mode(mode)
         check_loss(loss)
         options = Options(
             layers=layers,
@@ -323,20 +324,19 @@ class ModelProbe:
             layer: Name of the layer.
             x: The images, (N, C, H, W).
             path: Where to write the figure too; the suffix says the format.
-            mode: ``"train"`` or ``"eval"``; None: the mode of the model.
+            mode: ``"train"`` or ``"eval"``. With `None` the model stays in its own mode.
             **kwargs: Keyword arguments for the model.
 
         Raises:
-            UsageError: matplotlib is missing, or no output has 4 dimensions.
+            UsageError: matplotlib is missing, no output has 4 dimensions, or ``mode`` is neither train nor eval.
             SelectionError: There is no such layer.
         """
         __tracebackhide__ = True
         from .report import figures
 
         label, maps = runs_maps.feature_maps(self._unrecorded(model, (x,), kwargs, mode, layer), layer)
-        arrays = [(at, _image(tensor)) for at, tensor in maps]
         title = f"Feature maps of {label}, image 0 of {len(x)}"
-        figure = figures.feature_maps(title, arrays)
+        figure = figures.feature_maps(title, [(at, _image(tensor)) for at, tensor in maps])
         return self._drawn(title, figure, path)
 
     def grad_cam(
@@ -362,12 +362,12 @@ class ModelProbe:
             target: The class, or one for each image; or a function from the output to a scalar.
             x: The images, (N, C, H, W).
             path: Where to write the maps over the images; the suffix says the format.
-            mode: ``"train"`` or ``"eval"``; None: the mode of the model.
+            mode: ``"train"`` or ``"eval"``. With `None` the model stays in its own mode.
             **kwargs: Keyword arguments for the model.
 
         Raises:
-            UsageError: The layer has no such output, the score does not depend on it, or there is a path and no
-                matplotlib.
+            UsageError: The layer has no such output, the score does not depend on it, ``mode`` is neither train nor
+                eval, or there is a path and no matplotlib.
             SelectionError: There is no such layer.
 
         >>> from torch import nn
@@ -381,11 +381,7 @@ class ModelProbe:
         label, images, cam = runs_maps.grad_cam(self._unrecorded(model, (x,), kwargs, mode, layer), layer, target)
         named = f", class {target}" if isinstance(target, int) else ""
         title = f"Grad-CAM of {label}{named}"
-        arrays = [_image(images), _image(cam)]
-
-        def draw() -> Figure:
-            return figures.overlay(title, *arrays)
-
+        draw = functools.partial(figures.overlay, title, _image(images), _image(cam))
         if path is not None:
             self._drawn(title, draw(), path)
         else:
@@ -463,6 +459,7 @@ class ModelProbe:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode | None, layer: str
     ) -> Run:
         check_supported(model)
+        _check_mode(mode)
         options = Options(layers=layer, keep=layer)
         return Run(model, args, kwargs, options, None, mode, device=self.device, seed=self.seed)
 
@@ -606,6 +603,11 @@ class ModelProbe:
                 f"{self.device} was asked for, but the model is on {', '.join(sorted(elsewhere))}, and a watch does "
                 "not move it: call model.to(modelprobe.device) first"
             )
+
+
+def _check_mode(mode: object) -> None:
+    if mode not in (None, "train", "eval"):
+        raise UsageError(f"mode is 'train', 'eval' or None for the model's own; got {mode!r}")
 
 
 def _image(tensor: torch.Tensor) -> Any:

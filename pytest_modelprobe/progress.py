@@ -1,6 +1,7 @@
 """Progress of long work: what is being done, and how many of its parts are done.
 
-Code that may take long tells its progress, and nobody listens unless a test is run by the plugin.
+Checks and runs tell their progress, and the plugin shows it. They must not know of each other, so the listener stands
+here. Without the plugin nobody listens, and nothing is told.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 Listener = Callable[[str], None]
-"""Takes what is being done, in words; an empty text: nothing any more."""
+"""Takes what is being done, in words. An empty text says that the work has ended."""
 
 _listener: Listener | None = None
 _running: list[str] = []
-"""The work that is being done, each part of the one before it."""
+"""What is being done: each entry is a part of the entry before it."""
 
 
 @contextlib.contextmanager
@@ -32,7 +33,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 class Parts(Protocol):
-    """Yields what it is given, and tells after each that one more part is done."""
+    """Yields the parts that it is given, and tells after each that one more is done."""
 
     def __call__(self, parts: Iterable[T], /) -> Iterator[T]:
         """Yield the parts."""
@@ -40,9 +41,9 @@ class Parts(Protocol):
 
 @contextlib.contextmanager
 def progress(what: str, total: int | None = None) -> Iterator[Parts]:
-    """Tell the progress of the work inside; what is yielded is put around its ``total`` parts.
+    """Tell the progress of the work in the block. It yields a function to put around the ``total`` parts of the work.
 
-    Work inside other work is told behind it. Only the main thread tells.
+    Work inside other work is told after it. Only the main thread tells.
 
     >>> with listening(print), progress("checks", 2) as each:
     ...     for check in each(["finite", "overfits_batch"]):

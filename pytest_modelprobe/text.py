@@ -16,13 +16,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 MOST_ROWS = 20
-"""Rows of a table above which the rest is counted."""
+"""Rows of a table that are shown. The others are counted."""
 
 WIDEST = 100
-"""Characters of a cell of several words above which its middle is left out."""
+"""Characters of a cell of several words. If it has more, its middle is left out."""
 
 LONGEST = 4096
-"""Characters of a word above which its middle is left out: more than names of layers and commands have."""
+"""Characters of a word, more than names of layers and commands have. If it has more, its middle is left out."""
 
 Cell = str | int | float | None
 
@@ -135,7 +135,7 @@ def html_escaped(text: str) -> str:
     >>> html_escaped("<b>" + chr(27))
     '&lt;b&gt;\\x1b'
     """
-    # Most of a page are numbers and names that need nothing.
+    # Most cells of a page are numbers and names in which nothing is to be escaped.
     return text if _PLAIN.fullmatch(text) else html.escape(printable(text))
 
 
@@ -153,7 +153,7 @@ _COMMAND = re.compile(r"^\s*::|##\[")
 
 
 def shortened(text: str, widest: int = WIDEST) -> str:
-    """Return text of at most ``widest`` characters: the first three of a list of names, then without its middle.
+    """Return text of at most ``widest`` characters: lists of names are cut to three names, and then the middle goes.
 
     The first word, which is mostly a layer's name, is kept.
 
@@ -207,7 +207,7 @@ def table(
 
 
 def _fitting(column: Sequence[str], widest: int) -> dict[str, str]:
-    """Return cell → shown text of a column: shortened unless two would be alike."""
+    """Return cell → shown text of a column. A cell is shortened unless another would be shown alike."""
     shown = {cell: shortened(cell, widest) for cell in column}
     times = Counter(shown.values())
     return {cell: short if times[short] == 1 else cell for cell, short in shown.items()}

@@ -52,6 +52,8 @@ from .zeros import (
     starts_from_zero,
 )
 
+__tracebackhide__ = True  # a traceback ends at the line of the test
+
 # --- dead ---------------------------------------------------------------------------------------------------------
 
 
@@ -88,7 +90,6 @@ def assert_no_dead_layers(subject: Subject, *, layers: Selector = "**", max_dead
     >>> _ = nn.init.ones_(model[0].bias)
     >>> assert_no_dead_layers(ModelProbe().run(model, torch.tensor([[1.0, -1.0], [-1.0, 1.0]])))
     """
-    __tracebackhide__ = True
     _check_max_dead_units(max_dead_units)
     record, newest = record_of(subject), newest_of(subject)
     looked_at = with_numbers(record, layers)
@@ -227,13 +228,15 @@ def _dead_text(dead: list[Dead], record: Record, looked_at: list[Layer]) -> str:
         forwards = f"in the newest of {count(record.forwards, 'forward')}"
     else:
         forwards = f"in {count(sum(forwards_of(first.calls).values()), 'forward')}"
-    if first.received:
-        what = f"{first.label} is dead: all {count(total, 'value')} it receives are 0 {forwards}"
-    else:
-        what = f"{first.label} is dead: all {count(total, 'output')} are 0 {forwards}"
-    share = f"{out_of(len({d.step.layer.name for d in dead}), len(looked_at), 'layer')}"
-    columns = ["layer", "type", "outputs", "dead units", "input min", "input max"]
-    return failure(f"{what}; {share}", columns, [_dead_row(d) for d in dead], _dead_hint(first), _zero_note(record))
+    zeros = f"{count(total, 'value')} it receives" if first.received else count(total, "output")
+    share = out_of(len({d.step.layer.name for d in dead}), len(looked_at), "layer")
+    return failure(
+        f"{first.label} is dead: all {zeros} are 0 {forwards}; {share}",
+        ["layer", "type", "outputs", "dead units", "input min", "input max"],
+        [_dead_row(d) for d in dead],
+        _dead_hint(first),
+        _zero_note(record),
+    )
 
 
 def _zero_values(dead: Dead) -> list[Value]:
@@ -444,7 +447,6 @@ def assert_finite(subject: Subject, *, layers: Selector = "**") -> None:
     >>> from pytest_modelprobe import ModelProbe
     >>> assert_finite(ModelProbe().run(nn.Linear(2, 3), torch.ones(4, 2)))
     """
-    __tracebackhide__ = True
     record = record_of(subject)
     looked_at = with_numbers(record, layers)
     origin = find_nonfinite(record, {layer.name for layer in looked_at})

@@ -16,7 +16,7 @@ from pytest_modelprobe.text import failed, number, out_of, printable
 
 from .sources import Subject, called, record_of
 
-__tracebackhide__ = True
+__tracebackhide__ = True  # a traceback ends at the line of the test
 
 _NEGLIGIBLE = 1e-30
 """Weights up to here count as zero: a mask that adds -100 to the scores leaves 4e-44."""
@@ -221,7 +221,6 @@ def _worst(
 
 def _attentions(subject: Subject, layers: Selector) -> list[tuple[str, Attention]]:
     """Return (name, attention weights) of the selected layers, in order of execution."""
-    __tracebackhide__ = True
     record = record_of(subject)
     calls = [(layer, call) for layer in called(record, layers) for call in layer.calls if call.attention]
     calls.sort(key=lambda x: x[1].finished)

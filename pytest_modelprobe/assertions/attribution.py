@@ -13,6 +13,8 @@ from typing import Any
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.text import Cell, count, failed, out_of
 
+__tracebackhide__ = True  # a traceback ends at the line of the test
+
 Box = tuple[int, int, int, int]
 Map = list[list[float]]
 
@@ -36,7 +38,6 @@ def assert_attends_to(cam: Any, box: Box | Sequence[Box], *, share: float = 0.5)
     >>> cam[2:4, 2:4] = 1
     >>> assert_attends_to(cam, (1, 1, 5, 5), share=0.9)
     """
-    __tracebackhide__ = True
     if not 0 <= share <= 1:
         raise UsageError(f"share is a part of the mass, from 0 to 1; got {share!r}")
     maps = _maps(cam)

@@ -1,4 +1,8 @@
-"""Compare two records: a port and its reference, a model before and after a refactoring."""
+"""Compare two records: a port and its reference, a model before and after a refactoring.
+
+Numbers alone say that something differs, not what. So where both models are still alive, each layer is called alone on
+equal inputs, and the failure names the code or the weights instead of every layer behind them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ from pytest_modelprobe.comparison.text import text
 from pytest_modelprobe.record import Record, Selector, selected
 
 from .sources import Subject, record_of
+
+__tracebackhide__ = True  # a traceback ends at the line of the test
 
 
 def assert_same_behavior(
@@ -52,11 +58,9 @@ def assert_same_behavior(
     Traceback (most recent call last):
     AssertionError: 0.eps 1e-05 → 0.001: ...
     """
-    __tracebackhide__ = True
     mine, theirs = record_of(actual), record_of(expected)
 
     def compared(mine: Record, theirs: Record) -> Comparison:
-        __tracebackhide__ = True
         return compare(
             mine,
             theirs,

@@ -13,6 +13,8 @@ from pytest_modelprobe.text import Cell, count, failed
 
 from .sources import Subject, bounds, called, deviation, record_of
 
+__tracebackhide__ = True  # a traceback ends at the line of the test
+
 
 def assert_flops(subject: Subject, expected: int | tuple[int, int], *, layers: Selector = "**") -> None:
     """Assert the number of floating-point operations of the forwards, as `torch.utils.flop_counter` counts them.
@@ -35,7 +37,6 @@ def assert_flops(subject: Subject, expected: int | tuple[int, int], *, layers: S
     >>> from pytest_modelprobe import ModelProbe
     >>> assert_flops(ModelProbe().run(nn.Linear(2, 3), torch.ones(4, 2), profile=True), 2 * 4 * 2 * 3)
     """
-    __tracebackhide__ = True
     low, high = bounds(expected, "operations")
     _, profile, names = _profiled(subject, layers)
     total = profile.flops if layers == "**" else sum(profile.layers[name].flops for name in names)
@@ -68,7 +69,6 @@ def assert_activation_memory(subject: Subject, expected: int | tuple[int, int], 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True))
     >>> assert_activation_memory(ModelProbe().run(model, torch.ones(4, 2), profile=True), (0, 64))
     """
-    __tracebackhide__ = True
     low, high = bounds(expected, "bytes")
     record, profile, names = _profiled(subject, layers)
     whole = layers == "**"

@@ -17,6 +17,8 @@ from pytest_modelprobe.text import Cell, failed, number, out_of, printable
 
 from .sources import Subject, called, numbers, record_of, reject_unread_values
 
+__tracebackhide__ = True  # a traceback ends at the line of the test
+
 _BINS = 10  # The usual limits of the index, 0.1 and 0.25, are for this number of bins.
 
 
@@ -51,7 +53,6 @@ def assert_same_distribution(
     >>> train, test = (probe.run(model, probe.randn(1024, 2, name=name)) for name in ("train", "test"))
     >>> assert_same_distribution(train, test)
     """
-    __tracebackhide__ = True
     for name, limit in {"max_shift": max_shift, "max_psi": max_psi}.items():
         if not limit >= 0:
             raise UsageError(f"{name} is a number, 0 or more; got {limit!r}")

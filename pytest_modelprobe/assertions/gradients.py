@@ -37,6 +37,8 @@ from .experts import Unreached, find_unreached
 from .sources import LEAVE_OUT, Subject, backward_of, called, fail_or_hint, full_name, not_ignored
 from .zeros import excuse_gradients, has_zero_parameters, second_look
 
+__tracebackhide__ = True  # a traceback ends at the line of the test
+
 # --- finite -------------------------------------------------------------------------------------------------------
 
 
@@ -56,7 +58,6 @@ def assert_grad_finite(subject: Subject, *, layers: Selector = "**") -> None:
     >>> from pytest_modelprobe import ModelProbe
     >>> assert_grad_finite(ModelProbe().run(nn.Linear(2, 3), torch.ones(4, 2), loss=lambda out: out.sum()))
     """
-    __tracebackhide__ = True
     record = backward_of(subject)
     looked_at = called(record, layers)
     names = {layer.name for layer in looked_at}
@@ -216,7 +217,6 @@ def assert_all_params_have_grad(subject: Subject, *, layers: Selector = "**", ig
     >>> from pytest_modelprobe import ModelProbe
     >>> assert_all_params_have_grad(ModelProbe().run(nn.Linear(2, 3), torch.ones(4, 2), loss="random"))
     """
-    __tracebackhide__ = True
     record = backward_of(subject)
     wanted = _trainable(record, layers, ignore)
     missing = [(layer, p) for layer, p in wanted if p.gradient is None]
@@ -358,7 +358,6 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
     >>> assert_grad_flow(ModelProbe().run(model, torch.ones(4, 2), loss=lambda out: out.sum()))
     """
-    __tracebackhide__ = True
     if not max_ratio > 1:
         raise UsageError(f"max_ratio is how many times smaller a gradient may be, a number above 1; got {max_ratio!r}")
     record = backward_of(subject)

@@ -48,6 +48,8 @@ from .sources import (
 )
 from .zeros import excuse_gradients
 
+__tracebackhide__ = True  # a traceback ends at the line of the test
+
 # --- static facts -------------------------------------------------------------------------------------------------
 
 
@@ -68,7 +70,8 @@ def assert_param_count(
     Args:
         subject: A probe with one run or watch, a watch, a record, or a module.
         expected: The number, or a tuple (minimum, maximum).
-        trainable: True: count those that require a gradient; False: the others; None: all.
+        trainable: With True, only parameters that require a gradient count; with False, only the others. By default
+            all count.
         layers: Layers whose own parameters are counted; with a module, all are counted.
 
     Raises:
@@ -78,7 +81,6 @@ def assert_param_count(
     >>> from torch import nn
     >>> assert_param_count(nn.Linear(3, 2), 8)
     """
-    __tracebackhide__ = True
     low, high = bounds(expected, "elements")
     counted: dict[object, _ParameterInfo] = {}
     for fact in _parameter_infos(subject, layers):
@@ -114,7 +116,6 @@ def assert_tied(subject: Subject | Any, *names: str) -> None:
     >>> model[1].weight = model[0].weight
     >>> assert_tied(model, "0.weight", "1.weight")
     """
-    __tracebackhide__ = True
     if len(set(names)) < max(2, len(names)):
         raise UsageError(f"assert_tied takes the names of two or more parameters, each once; got {listed(names)}")
     facts = {fact.name: fact for fact in _parameter_infos(subject, "**")}
@@ -153,7 +154,6 @@ def assert_devices(subject: Subject, devices: str | Mapping[str, str], *, layers
     >>> from pytest_modelprobe import ModelProbe
     >>> assert_devices(ModelProbe().run(nn.Linear(2, 3), torch.ones(4, 2)), "cpu")
     """
-    __tracebackhide__ = True
     record = record_of(subject)
     rows: list[list[str]] = []
     looked_at = 0
@@ -260,7 +260,6 @@ def assert_frozen(subject: Subject, *, layers: Selector = "**") -> None:
     ...     optimizer.step()
     ...     assert_frozen(watch, layers="0")
     """
-    __tracebackhide__ = True
     found = _changes(subject, layers)
     bad = [one for one in found if one.change]
     statistics = [layer for layer in {one.layer.name: one.layer for one in found}.values() if _tracks_statistics(layer)]
@@ -318,7 +317,6 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: 
     ...     optimizer.step()
     ...     assert_params_updated(watch)
     """
-    __tracebackhide__ = True
     found = _finite(_trained(subject, layers, ignore))
     unchanged = [one for one in found if one.change == 0 and 0 not in one.own.shape]
     if unchanged:
@@ -391,7 +389,6 @@ def assert_update_ratio(
     ...     optimizer.step()
     ...     assert_update_ratio(watch)
     """
-    __tracebackhide__ = True
     if not 0 <= low <= high:
         raise UsageError(f"low and high are not negative, and low is not above high; got {low!r} and {high!r}")
     trained = _finite(_trained(subject, layers, ignore))
@@ -481,7 +478,6 @@ def _changes_of_steps(subject: Subject) -> Iterator[tuple[int | None, _Change]]:
 
 def _reject_unknown(found: Iterable[_Change]) -> None:
     """Raise NothingObservedError for a parameter or buffer that could not be read: whether it changed is not known."""
-    __tracebackhide__ = True
     for one in found:
         if one.change is None and one.own.reading.reason is not None:
             raise NothingObservedError(
@@ -491,7 +487,6 @@ def _reject_unknown(found: Iterable[_Change]) -> None:
 
 def _finite(found: list[_Change]) -> list[_Change]:
     """Return the parameters; AssertionError if one is not finite, as it has no norm."""
-    __tracebackhide__ = True
     bad = [one for one in found if has_nonfinite(one.own.reading)]
     if bad:
         first = bad[0]

@@ -19,6 +19,8 @@ from pytest_modelprobe.text import Cell, count, failed, number, out_of
 from .activations import find_dead
 from .sources import Subject, full_name, gradient_of, numbers, record_of, reject_unread, with_numbers
 
+__tracebackhide__ = True  # a traceback ends at the line of the test
+
 # --- saturated ----------------------------------------------------------------------------------------------------
 
 _AT_BOUNDS = {"Hardtanh": (-1.0, 1.0), "hardtanh": (-1.0, 1.0), "Hardsigmoid": (0.0, 1.0), "hardsigmoid": (0.0, 1.0),
@@ -50,7 +52,6 @@ def assert_not_saturated(subject: Subject, *, layers: Selector = "**", min_slope
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
     >>> assert_not_saturated(ModelProbe().run(model, torch.ones(4, 2)))
     """
-    __tracebackhide__ = True
     if not 0 <= min_slope <= 1:
         raise UsageError(f"min_slope is a share of the maximum slope, from 0 to 1; got {min_slope!r}")
     record = record_of(subject)
@@ -175,7 +176,6 @@ def assert_activation_range(subject: Subject, low: float, high: float, *, layers
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Sigmoid())
     >>> assert_activation_range(ModelProbe().run(model, torch.ones(4, 2)), 0, 1, layers="1")
     """
-    __tracebackhide__ = True
     if not low <= high:
         raise UsageError(f"low is not above high; got {low!r} and {high!r}")
     record = record_of(subject)
@@ -218,7 +218,6 @@ def assert_activation_scale(
     >>> from pytest_modelprobe import ModelProbe
     >>> assert_activation_scale(ModelProbe().run(nn.LayerNorm(8), torch.randn(4, 8)), low=0.5, high=2)
     """
-    __tracebackhide__ = True
     if not 0 <= low <= high:
         raise UsageError(f"low and high are not negative, and low is not above high; got {low!r} and {high!r}")
     record = record_of(subject)
@@ -331,7 +330,6 @@ def assert_fits_dtype(
     >>> from pytest_modelprobe import ModelProbe
     >>> assert_fits_dtype(ModelProbe().run(nn.Linear(4, 4), torch.randn(4, 4), loss="random"), torch.bfloat16)
     """
-    __tracebackhide__ = True
     name = str(dtype).removeprefix("torch.")
     if name not in _LIMITS:
         raise UsageError(f"the limits of {dtype!r} are not known: give one of {', '.join(_LIMITS)}")
@@ -352,10 +350,9 @@ def assert_fits_dtype(
             found.append((where, kind, "underflows", largest, s.rms, f"{s.rms / least:.2g} of the smallest"))
     if found:
         where, kind, what, largest, rms, _ = found[0]
-        size = f"up to {number(largest)}" if what == "overflows" else f"rms {number(rms)}"
-        limit = f"the largest {name} is {number(most)}"
+        size, limit = f"up to {number(largest)}", f"the largest {name} is {number(most)}"
         if what != "overflows":
-            limit = f"the smallest normal {name} is {number(least)}"
+            size, limit = f"rms {number(rms)}", f"the smallest normal {name} is {number(least)}"
         raise failed(
             f"{where} {what} in {name}: its {kind} is {size}, and {limit}; {out_of(len(found), seen, 'value')}",
             ["value", "what", "in the dtype", "largest", "rms", "headroom"],
@@ -374,7 +371,6 @@ def _all_statistics(record: Record, layers: list[Layer]) -> Iterator[tuple[str, 
     for layer in layers:
         for parameter in layer.parameters:
             if parameter.dtype.startswith(("float", "bfloat")):
-                readings = (("parameter", parameter.reading), ("gradient", parameter.gradient))
-                for kind, reading in readings:
+                for kind, reading in (("parameter", parameter.reading), ("gradient", parameter.gradient)):
                     if reading is not None and reading.statistics is not None and reading.statistics.count:
                         yield full_name(layer, parameter.name), kind, reading.statistics

@@ -1,20 +1,24 @@
-"""Shape specifications for ``assert_shapes``, and matching of shapes against them.
+"""Shape specifications for `assert_shapes`: how they are read, and how shapes are compared with them.
+
+A test of one layer can compare numbers. A test of a model wants to say that a size is the same in several layers, and
+often does not care which. So a spec has names, and a name is bound by the first shape that has a size for it.
 
 A spec is a string of tokens separated by whitespace, one for each dimension, outermost first:
 
 ===========  ===================================================================================
 ``16``       exactly this size
 ``batch``    any size, but the same wherever the name stands, in all layers; ``dims=`` fixes it
-``_``        any one dimension
-``...``      any number of dimensions, none included
+``_``        any size of one dimension
+``...``      any number of dimensions, also none
 ``*lead``    any number of dimensions, but the same sizes wherever ``*lead`` stands
 ===========  ===================================================================================
 
-A spec has at most one ``...`` or ``*name``. The empty spec is the shape of a scalar. A tuple or
-list is a spec too, with an ``int``, a token, ``None`` (for ``_``) or ``...`` an element.
+A spec has at most one ``...`` or ``*name``: with two it would not be known where the first ends. The empty spec is the
+shape of a scalar. A tuple or a list is a spec too. Each element is then an ``int``, a token, ``None`` for ``_``, or
+``...``.
 
-A size that varied between forwards is the inclusive range ``(low, high)``. A name may stand for
-a range, and then equals the same range only; an integer never equals a range.
+A size that varied between forwards is the inclusive range ``(low, high)``. A name may stand for such a range, and then
+it matches only the same range. An integer never matches a range.
 
 >>> bindings = Bindings(dims={"batch": 4})
 >>> match("batch seq 64", (4, 10, 64), bindings, "encoder output")
@@ -42,7 +46,7 @@ from pytest_modelprobe.text import shape as shape_text
 __tracebackhide__ = True  # a traceback ends at the line of the test
 
 Size: TypeAlias = Dimension | tuple[Dimension, ...]
-"""What a name stands for: a dimension, or for a ``*name`` the tuple of its dimensions."""
+"""What a name stands for: one dimension. A ``*name`` stands for a tuple of dimensions."""
 
 _TOKENS = "a token is an integer, a name, `_`, `...` or `*name`"
 _DIMS = "dims="
@@ -50,17 +54,17 @@ _DIMS = "dims="
 
 @dataclass(frozen=True)
 class ShapeSpec:
-    """A spec that :func:`parse` has read; ``str()`` gives its text, one space between tokens."""
+    """A spec that `parse` has read. ``str()`` returns its text, with one space between tokens."""
 
     tokens: tuple[int | str, ...]
-    """The tokens, outermost dimension first: integers as ``int``, all others as text."""
+    """The tokens, outermost dimension first. Sizes are of type ``int``, all other tokens are text."""
 
     def __str__(self) -> str:
         return " ".join(map(str, self.tokens))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tokens that are bound, each once, a ``*name`` with its star.
+        """The tokens that are names, each once. A ``*name`` has its star.
 
         >>> parse("*lead n 3 n").names
         ('*lead', 'n')
@@ -69,12 +73,12 @@ class ShapeSpec:
 
     @property
     def variadic(self) -> bool:
-        """Whether one of them takes any number of dimensions."""
+        """Whether one of the tokens takes any number of dimensions."""
         return any(map(_is_variadic, self.tokens))
 
 
 Spec: TypeAlias = str | Sequence[int | str | EllipsisType | None] | ShapeSpec
-"""What :func:`parse` accepts."""
+"""What `parse` accepts."""
 
 
 @dataclass(frozen=True)
@@ -82,36 +86,36 @@ class Bound:
     """The size that a name stands for, and where it was bound."""
 
     value: Size
-    """The size; for a ``*name`` the tuple of sizes."""
+    """The size, or the tuple of sizes of a ``*name``."""
 
     address: str
-    """What bound it, such as ``"fc1 output"``, or ``"dims="``."""
+    """What bound the name: an address such as ``"fc1 output"``, or ``"dims="``."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One difference between an observed and an expected shape; ``str()`` describes it."""
+    """One difference between an observed shape and a spec. ``str()`` describes it in a sentence."""
 
     address: str
-    """The value with that shape, such as ``"fc2 output"``."""
+    """The address of the value that has the shape, such as ``"fc2 output"``."""
 
     shape: tuple[Dimension, ...]
-    """The whole shape observed."""
+    """The whole observed shape."""
 
     dimension: int | None
-    """Index of the dimension, from 0; the first of them for a ``*name``; None: the rank differs."""
+    """The index of the dimension, from 0. For a ``*name`` it is the first one; it is `None` if the rank differs."""
 
     actual: str
-    """What was observed there: ``"4"``, ``"1..8"``, for a ``*name`` ``"(4, 2)"``, or the rank."""
+    """What was observed there: ``"4"``, ``"1..8"``, ``"(4, 2)"`` for a ``*name``, or the rank."""
 
     expected: str
-    """What the spec asks for there, in the same form; for the rank ``"2"`` or ``"at least 2"``."""
+    """What the spec asks for there, in the same form. A rank is ``"2"`` or ``"at least 2"``."""
 
     token: str
-    """The token; for the rank the whole spec."""
+    """The token, or the whole spec if the rank differs."""
 
     bound_by: str | None = None
-    """What bound the token's name: an address, ``"dims="``, or ``"its own dimension 0"``."""
+    """What bound the name: an address, ``"dims="``, or ``"its own dimension 0"``. `None` if the token is no name."""
 
     def __str__(self) -> str:
         return f"{self.address} has shape {shape_text(self.shape)}: {self._complaint()}"
@@ -130,14 +134,14 @@ class Mismatch:
 
 
 class Bindings(dict[str, Bound]):
-    """A dict of the names of all specs to their sizes so far, with the address that bound each.
+    """The names that are bound so far, each with its size and the address that bound it.
 
     Args:
-        dims: sizes fixed in advance: an ``int`` or a range ``(low, high)`` for ``"name"``, a
-            tuple of these for ``"*name"``.
+        dims: Sizes that are fixed in advance. A ``"name"`` has an ``int`` or a range ``(low, high)``, a ``"*name"`` a
+            tuple of these.
 
     Raises:
-        ShapeSpecError: a key of ``dims`` is not a name, or its value not a size.
+        ShapeSpecError: A key of ``dims`` is not a name, or its value is not a size.
 
     >>> bindings = Bindings(dims={"batch": 4})
     >>> bindings["batch"]
@@ -151,20 +155,17 @@ class Bindings(dict[str, Bound]):
     def __init__(self, dims: Mapping[str, Size] | None = None) -> None:
         super().__init__()
         for name, value in (dims or {}).items():
-            self.bind(_checked_name(name), _checked_size(name, value), _DIMS)
+            checked = _checked_name(name)
+            self[checked] = Bound(_checked_size(checked, value), _DIMS)
 
     def __repr__(self) -> str:
         return f"Bindings({super().__repr__()})"
 
-    def bind(self, name: str, value: Size, address: str) -> None:
-        """Bind ``name``, a ``*name`` with its star; the first binding of a name stays."""
-        self.setdefault(name, Bound(value, address))
-
     def check_used(self, specs: Iterable[ShapeSpec]) -> None:
-        """Raise an error for a name of ``dims=`` that none of ``specs`` uses: it would fix nothing.
+        """Check that every name of ``dims=`` is in one of the specs. A misspelt name would fix nothing.
 
         Raises:
-            ShapeSpecError: with the name that was probably meant.
+            ShapeSpecError: A name is in no spec. The message has the name that was probably meant.
 
         >>> Bindings(dims={"bacth": 4}).check_used([parse("batch 16")])
         Traceback (most recent call last):
@@ -181,10 +182,10 @@ write 'batch'.
 
 
 def parse(spec: Spec) -> ShapeSpec:
-    """Parse a spec; a `ShapeSpec` is returned unchanged.
+    """Return a spec as tokens. A `ShapeSpec` is returned unchanged.
 
     Raises:
-        ShapeSpecError: with the token, its position and what to write instead.
+        ShapeSpecError: A token cannot be read. The message has its position and what to write instead.
 
     >>> str(parse("  batch   16 "))
     'batch 16'
@@ -223,18 +224,18 @@ write 'batch 16', with spaces alone between tokens.
 
 
 def match(spec: Spec, shape: Sequence[Dimension], bindings: Bindings, address: str) -> list[Mismatch]:
-    """Compare an observed shape with a spec, and bind the spec's free names if it matches.
+    """Compare an observed shape with a spec, and bind the free names of the spec if it matches.
 
-    A shape that does not match binds nothing, so one wrong layer causes no errors in others.
+    A shape that does not match binds nothing, so that one wrong layer causes no errors in others.
 
     Args:
-        spec: the spec, or what :func:`parse` reads.
-        shape: observed sizes, outermost first.
-        bindings: what the names stand for; changed only if nothing is wrong.
-        address: whose shape it is, for the messages: ``"fc1 output"``.
+        spec: The spec, in any form that `parse` reads.
+        shape: The observed sizes, outermost first.
+        bindings: What the names stand for. New names are added only if the shape matches.
+        address: Whose shape it is, for the messages: ``"fc1 output"``.
 
     Returns:
-        Everything that is wrong, by dimension; only the rank where that is wrong.
+        All that is wrong, by dimension. If the rank is wrong, that is the only problem.
 
     >>> bindings = Bindings()
     >>> match("*lead 16", (4, 7, 16), bindings, "fc1 output")
@@ -267,7 +268,7 @@ def match(spec: Spec, shape: Sequence[Dimension], bindings: Bindings, address: s
             problems.append(Mismatch(address, observed, dimension, found, wanted, str(token), expected.address or None))
     if not problems:
         for name, bound in fresh.items():
-            bindings.bind(name, bound.value, address)
+            bindings[name] = Bound(bound.value, address)
     return problems
 
 
@@ -302,7 +303,7 @@ def _is_variadic(token: object) -> TypeGuard[str]:
 
 
 def _token(element: Any) -> int | str | None:
-    """Return the token of a piece of text or an element of a tuple; None if it is not a token."""
+    """Return the token of a piece of text or of an element of a tuple, or `None` if it is not a token."""
     if element is None:
         return "_"
     if element is ...:
@@ -350,7 +351,7 @@ def _checked_name(name: object) -> str:
 
 
 def _checked_size(name: str, value: Any) -> Size:
-    """Return ``value`` as integers and tuples; ShapeSpecError if it is not a size for ``name``."""
+    """Return a value of ``dims=`` as integers and tuples, or raise `ShapeSpecError` if it is no size for the name."""
     if name.startswith("*"):
         sizes = [_dimension(each) for each in value] if isinstance(value, list | tuple) else [None]
         if None not in sizes:

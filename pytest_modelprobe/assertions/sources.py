@@ -107,7 +107,6 @@ def fail_or_hint(text: str, why: str = "", *, hint: bool = False) -> None:
     It is a hint if there is a reason ``why``, or if ``hint`` is True. Only an assertion itself may call this: the
     warning names the line that called the assertion.
     """
-    __tracebackhide__ = True
     if not (why or hint):
         raise AssertionError(text)
     warnings.warn(HintWarning("\n\n".join(filter(None, [text, why]))), stacklevel=3)

@@ -15,6 +15,8 @@ from pytest_modelprobe.text import failed, out_of, printable
 
 from .sources import LEAVE_OUT, Subject, full_name, is_watch, source_of
 
+__tracebackhide__ = True  # a traceback ends at the line of the test
+
 
 def assert_sparsity(subject: Subject, least: float, *, layers: Selector = "**") -> None:
     """Assert that enough elements of each weight are zero, as after pruning; biases are left out.
@@ -39,7 +41,6 @@ def assert_sparsity(subject: Subject, least: float, *, layers: Selector = "**") 
     >>> _ = prune.l1_unstructured(model, "weight", amount=0.5)
     >>> assert_sparsity(ModelProbe().run(model, torch.ones(1, 4)), 0.5)
     """
-    __tracebackhide__ = True
     if not 0 <= least <= 1:
         raise UsageError(f"least is a share of the elements, from 0 to 1; got {least!r}")
     source: Any = source_of(subject)
@@ -82,7 +83,6 @@ def _readings(layer: Layer) -> Iterator[tuple[str, Reading]]:
 
 
 def _reject_unread(record: Record, layers: Selector) -> None:
-    __tracebackhide__ = True
     for name, reading in (one for layer in selected(record, layers) for one in _readings(layer)):
         if reading.statistics is None and reading.reason:
             raise NothingObservedError(f"no number is known of {name}: {printable(reading.reason)}; {LEAVE_OUT}")

@@ -44,6 +44,8 @@ from pytest_modelprobe.text import (
 from .shapes import Bindings, Mismatch, ShapeSpec, Size, Spec, match, parse
 from .sources import Subject, by_selector, called, full_name, is_watch, record_of, source_of
 
+__tracebackhide__ = True  # a traceback ends at the line of the test
+
 # --- shapes -------------------------------------------------------------------------------------------------------
 
 
@@ -80,7 +82,6 @@ def assert_shapes(
     >>> record = ModelProbe().run(model, torch.ones(4, 8))
     >>> assert_shapes(record, {"0": "batch hidden", "1": "batch 2"}, dims={"batch": 4})
     """
-    __tracebackhide__ = True
     record = record_of(subject)
     wanted = [(selector, path, parse(spec)) for selector, path, spec in _specs(specs)]
     if not wanted:
@@ -128,18 +129,10 @@ def _values(layer: Layer, path: str | None) -> Iterator[tuple[Call, Value]]:
 
 def _shapes_text(mismatches: list[tuple[Layer, Mismatch, ShapeSpec]], checked: int) -> str:
     first = mismatches[0][1]
-    rows: list[list[Cell]] = [
-        [
-            layer.name + m.address.removeprefix(layer.label),
-            layer.type_name,
-            shape(m.shape),
-            str(spec),
-            m.actual,
-            m.expected,
-            m.bound_by or "-",
-        ]
-        for layer, m, spec in mismatches
-    ]
+    rows = []
+    for layer, m, spec in mismatches:
+        where = layer.name + m.address.removeprefix(layer.label)
+        rows.append([where, layer.type_name, shape(m.shape), str(spec), m.actual, m.expected, m.bound_by or "-"])
     differing = len({m.address for _, m, _ in mismatches})
     return failure(
         f"{first}; {differing:,} of {count(checked, 'shape')} {_differ(differing)}",
@@ -176,7 +169,6 @@ def assert_dtypes(subject: Subject, dtypes: Any, *, layers: Selector = "**") -> 
     >>> record = ModelProbe().run(nn.Linear(2, 3), torch.ones(4, 2))
     >>> assert_dtypes(record, torch.float32)
     """
-    __tracebackhide__ = True
     record = record_of(subject)
     rows: list[list[Cell]] = []
     checked = 0
@@ -231,8 +223,8 @@ def assert_called(subject: Subject, layers: Selector | None = None, *, per_forwa
         subject: A probe with one run or watch, a watch, or a record.
         layers: Which layers. By default all, except uncalled layers that have no weights, or whose weights other code
             uses, unless the same layer of another block is called. A failure lists them too; ``"**"`` checks all.
-        per_forward: The number of calls in each forward, counted in forwards of a root and mode that call the layer;
-            None: at least one call in one forward.
+        per_forward: The number of calls in each forward, counted in forwards of a root and mode that call the layer.
+            By default one call in one forward is enough.
 
     Raises:
         AssertionError: A layer was not called, or a different number of times.
@@ -245,7 +237,6 @@ def assert_called(subject: Subject, layers: Selector | None = None, *, per_forwa
     >>> record = ModelProbe().run(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.ones(4, 2))
     >>> assert_called(record, "0", per_forward=1)
     """
-    __tracebackhide__ = True
     if per_forward is not None and (
         not isinstance(per_forward, int) or isinstance(per_forward, bool) or per_forward < 0
     ):
@@ -406,7 +397,6 @@ def assert_no_leftover_hooks(subject: Any, *, layers: Selector = "**") -> None:
     >>> from torch import nn
     >>> assert_no_leftover_hooks(nn.Linear(2, 3))
     """
-    __tracebackhide__ = True
     from pytest_modelprobe._torch import hooks_on  # a module has hooks: torch is there
 
     since, model = 0, subject

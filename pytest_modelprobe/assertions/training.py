@@ -15,6 +15,8 @@ from pytest_modelprobe.text import Cell, count, failure, printable
 
 from .sources import Subject, fail_or_hint, full_name, record_of
 
+__tracebackhide__ = True  # a traceback ends at the line of the test
+
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
@@ -66,7 +68,6 @@ def assert_training_loop(subject: Subject) -> None:
     ...         optimizer.step()
     ...     assert_training_loop(watch)
     """
-    __tracebackhide__ = True
     record = record_of(subject)
     training = record.training
     if training is None and isinstance(subject, Record):
@@ -138,7 +139,7 @@ def _findings(record: Record, training: Training) -> Iterator[_Finding]:
             "too. Optimizers that compute a gradient twice, as SAM does, do so on purpose.",
             hint=True,
         )
-    norm = next((layer for layer in _called(record, training=True) if _is_batch_norm(layer)), None)
+    norm = next((layer for layer in _called(record, training=True) if "BatchNorm" in layer.type_name), None)
     if training.accumulated and training.optimizers == 1 and not training.others and norm is not None:
         yield _Finding(
             f"{norm.name} sees an accumulated batch in parts",
@@ -188,10 +189,6 @@ def _depends_on_mode(layer: Layer) -> bool:
 def _is_frozen(layer: Layer) -> bool:
     """Whether no parameter of a layer is trained: the norms of a frozen backbone stay in evaluation mode on purpose."""
     return bool(layer.parameters) and not any(parameter.requires_grad for parameter in layer.parameters)
-
-
-def _is_batch_norm(layer: Layer) -> bool:
-    return "BatchNorm" in layer.type_name
 
 
 def _nonfinite_gradients(record: Record) -> Iterator[str]:

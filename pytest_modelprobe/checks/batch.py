@@ -7,7 +7,7 @@ are left as they are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ from .machinery.agreement import (
     violation_of,
 )
 from .machinery.check import check
-from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary, keep_input
+from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary, is_rounded, keep_input
 from .outcome import NotApplicableError, Violation
 from .sequence import replacement
 
@@ -42,7 +42,7 @@ def batch_independent(prepared: PreparedModel, *, axis: int = 0, tolerance: floa
     Args:
         prepared: The model and its inputs.
         axis: Batch axis of the inputs.
-        tolerance: Largest relative change; None: by dtype.
+        tolerance: The largest relative change that passes. By default it follows from the dtype: 1e-4 in float32.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -89,7 +89,7 @@ def any_batch_size(prepared: PreparedModel, *, axis: int = 0, tolerance: float |
     Args:
         prepared: The model and its inputs.
         axis: Batch axis of the inputs.
-        tolerance: Largest relative change; None: by dtype.
+        tolerance: The largest relative change that passes. By default it follows from the dtype: 1e-4 in float32.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -111,9 +111,9 @@ def any_batch_size(prepared: PreparedModel, *, axis: int = 0, tolerance: float |
             mixes = (_mixed(prepared, one, known, axis, tolerance, row)[0] for row in (0, size - 1))
             if size > 1 and known.final and any(mixes):
                 raise _no_batch(axis)
-            return Violation(
-                layer=two.raised_in,
-                line=f"{two.raised_in} takes no batch of {n}, only of {size}: {two.failure}",
+            return Violation.at(
+                two.raised_in,
+                f"takes no batch of {n}, only of {size}: {two.failure}",
                 advice="Look for a size that is written into a view, a buffer or a loop.",
             )
     assert resized is not None
@@ -199,7 +199,7 @@ class _Axis:
 
 @dataclass(frozen=True, slots=True)
 class _Resized:
-    """A run of the model on a batch of another size."""
+    """A run of the model on a batch of a different size."""
 
     trace: Trace
     n: int
@@ -214,18 +214,22 @@ class _Rows:
     size: int
     inputs: set[str]
     axes: Mapping[str, tuple[_Axis, ...]]
-    """Of each floating tensor, by address. No axis: its number of axes depends on the batch."""
-    layers: frozenset[str]
-    final: bool
-    """Whether an output of the model has a batch axis."""
+    """The axes of each floating tensor, by address; none if its number of axes depends on the batch."""
+    along: Sequence[LayerTensor]
+    """The tensors of `axes`."""
     elsewhere: tuple[str, ...] = ()
-    """Outputs without a batch axis, with their shapes; without single numbers if `final`."""
+    """Outputs without a batch axis, with their shapes. Single numbers are left out if `final`."""
     integers: tuple[str, ...] = ()
     """Outputs of integers, which may depend on rounding and are not compared."""
     number: bool = False
     """Whether all outputs are single numbers, as losses are."""
     guessed: bool = False
     """Whether the model accepts no other batch size: each axis as long as the batch may be the batch axis."""
+
+    @property
+    def final(self) -> bool:
+        """Whether an output of the model has a batch axis."""
+        return any(given.is_final for given in self.along)
 
     def pairs(self, trace: Trace, n: int, row: int = 0) -> Pairs:
         """Return a function that takes one row of a tensor of the trace, and of another with a batch of n."""
@@ -266,7 +270,7 @@ class _Rows:
 
     def summary(self, inside: Disagreement | None) -> str:
         """Return a summary of what was compared."""
-        text = f"{count(len(self.axes), 'value')} of {count(len(self.layers), 'layer')}"
+        text = f"{count(len(self.axes), 'value')} of {count(len({given.layer for given in self.along}), 'layer')}"
         for what, paths in ("not along the batch", self.elsewhere), ("not compared, as integers", self.integers):
             text += f"; {what}: {listed(list(paths))}" if paths else ""
         text += inside_note(inside)
@@ -295,34 +299,23 @@ def _following(one: Trace, resized: _Resized, size: int) -> _Rows:
     """Return the axes that are longer in a longer batch."""
     again = {given.where: given.tensor for given in resized.trace.tensors}
     axes: dict[str, tuple[_Axis, ...]] = {}
-    kept: list[LayerTensor] = []
-    integers, elsewhere = [], []
+    along, integers, elsewhere = [], [], []
     for given in one.tensors:
         x, y = given.tensor, again.get(given.where)
         found = () if y is None else _longer(x, y, size, resized.n, flattened=given.is_final)
         if y is None or not (found or (given.is_final and x.dim() != y.dim())):
             if given.is_final:
                 elsewhere.append(given)
-        elif x.is_floating_point() or x.is_complex():
+        elif is_rounded(x):
             axes[given.where] = found
-            kept.append(given)
+            along.append(given)
         elif given.is_final:
             integers.append(given.path)
-    layers = frozenset(given.layer for given in kept)
-    final = any(given.is_final for given in kept)
+    final = any(given.is_final for given in along)
     same = one.final.keys() == resized.trace.final.keys()  # and no list of one for each row
     number = same and all(_is_number(given.tensor) for given in elsewhere)
     told = [f"{g.path} {tuple(g.tensor.shape)}" for g in elsewhere if not (final and _is_number(g.tensor))]
-    return _Rows(
-        size,
-        resized.inputs,
-        axes,
-        layers,
-        final,
-        elsewhere=tuple(told),
-        integers=tuple(integers),
-        number=number,
-    )
+    return _Rows(size, resized.inputs, axes, along, tuple(told), tuple(integers), number)
 
 
 def _longer(x: Tensor, y: Tensor, size: int, n: int, *, flattened: bool) -> tuple[_Axis, ...]:
@@ -364,12 +357,11 @@ def _as_long(prepared: PreparedModel, one: Trace, size: int, axis: int) -> _Rows
     axes = {
         given.where: tuple(_Axis(i) for i, n in enumerate(given.tensor.shape) if n == size)
         for given in one.tensors
-        if given.tensor.is_floating_point() or given.tensor.is_complex()
+        if is_rounded(given.tensor)
     }
     axes = {where: found for where, found in axes.items() if found}
-    kept = [given for given in one.tensors if given.where in axes]
-    layers, final = frozenset(given.layer for given in kept), any(given.is_final for given in kept)
-    return _Rows(size, batched(prepared, size, axis), axes, layers, final, guessed=True)
+    along = [given for given in one.tensors if given.where in axes]
+    return _Rows(size, batched(prepared, size, axis), axes, along, guessed=True)
 
 
 def _is_number(x: Tensor) -> bool:
@@ -399,9 +391,9 @@ def _collapse(prepared: PreparedModel, one: Trace, resized: _Resized, rows: _Row
     last = max((i for i, given in enumerate(one.tensors) if given.where in rows.axes), default=-1)
     first = next((given for given in one.tensors[last + 1 :] if given.where in changed), one.tensors[-1])
     shape = tuple(first.tensor.shape)
-    return Violation(
-        layer=first.layer,
-        line=f"{first.layer} loses the batch: {first.path} is {shape} for a batch of {rows.size} and of {resized.n}",
+    return Violation.at(
+        first.layer,
+        f"loses the batch: {first.path} is {shape} for a batch of {rows.size} and of {resized.n}",
         columns=("tensor", "shape"),
         rows=tuple((g.where, str(tuple(g.tensor.shape))) for g in one.tensors[last + 1 :] if g.where in changed),
         advice="Look for a first row that is taken (out[:1], out[0]), a squeeze, and a mean over axis 0. If axis "
@@ -410,7 +402,7 @@ def _collapse(prepared: PreparedModel, one: Trace, resized: _Resized, rows: _Row
 
 
 _TIMES = 12
-"""Replacements of rows without effect after which an output counts as independent of them: one alone may leave a
+"""How often rows are replaced without effect until an output counts as independent of them. One replacement may leave a
 discrete output, such as an accuracy, unchanged by chance."""
 
 

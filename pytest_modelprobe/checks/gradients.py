@@ -53,7 +53,7 @@ def outputs_train(prepared: PreparedModel) -> Violation | str:
     paths = sorted(sizes, key=lambda path: sizes[path])
     found = [path for path in paths[:_MOST] if all(_trains_nothing(prepared, path, draw) for draw in range(_DRAWS))]
     if found:
-        return Violation.at(
+        return Violation.first_of(
             ((path,) for path in found),
             "trains nothing: it requires a gradient, which is zero for every parameter",
             columns=("output",),
@@ -139,9 +139,9 @@ def labels_ignored(prepared: PreparedModel) -> Violation | str:
     earlier = torch.cat([ignored[..., 1:], torch.ones_like(ignored[..., :1])], -1)
     if any(not (there & off).any() for there in readings for off in (ignored, earlier)):
         return f"{count(int(ignored.sum()), 'ignored label')}, at {layer}"
-    return Violation(
-        layer=layer,
-        line=f"{layer} gets a gradient of {losses[0]} at {int((readings[0] & ignored).sum()):,} of "
+    return Violation.at(
+        layer,
+        f"gets a gradient of {losses[0]} at {int((readings[0] & ignored).sum()):,} of "
         f"{int(ignored.sum()):,} positions whose label is {_IGNORED}",
         advice="Look for a part of the loss that takes in all positions, such as label smoothing, and for a mean over "
         "positions before those are left out.",

@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import Any
@@ -69,11 +69,11 @@ def incremental(
             other inputs of this length; masks of this length are given up to the end of each chunk, beside
             ``cache_params`` as the others. Positions that a mask leaves out are not compared.
         step: Takes the model, a chunk of the first input, and the state, at first None; returns the output and the
-            state. None: use the forward, as above.
+            state. By default the forward is called, as above.
         chunks: The lengths of the chunks; they add up to the sequence.
-        axis: Axis of positions of the inputs; None: 1, and 0 of an `nn.RNN`, `nn.LSTM` or `nn.GRU`
-            without ``batch_first``.
-        tolerance: Largest relative change; None: by dtype.
+        axis: Axis of positions of the inputs. By default it is 1, and 0 for an `nn.RNN`, `nn.LSTM` or `nn.GRU` without
+            ``batch_first``.
+        tolerance: The largest relative change that passes. By default it follows from the dtype: 1e-4 in float32.
 
     Raises:
         UsageError: The chunks do not add up to the sequence, or ``step`` returns no pair.
@@ -88,17 +88,17 @@ def incremental(
     if axis is None:
         axis = 0 if isinstance(root, nn.RNNBase) and not root.batch_first else 1
     one = prepared.reference(mode="eval")
-    parameters = prepared.parameters
-    name = _taking_a_state(prepared, parameters) if step is None else ""
-    path, tensor = _input(prepared, axis, of_decoder=step is None and "decoder_input_ids" in parameters)
+    name = _taking_a_state(prepared) if step is None else ""
+    path, tensor = _input(prepared, axis, of_decoder=step is None and "decoder_input_ids" in prepared.parameters)
     length = tensor.shape[axis]
     sizes = _sizes(length, chunks, alone=name == "cache_params")
     if step is None:
-        call = _by_forward(prepared, name, "use_cache" in parameters, _cut(prepared, path, length, axis, name))
+        call = _by_forward(prepared, name, _cut(prepared, path, length, axis, name))
         (one,), state = _chunk_by_chunk(prepared, call, (length,))
-        if one.error is not None or state is None:
-            why = f": {one.failure}" if one.error is not None else ""
-            raise NotApplicableError(f"it returns no {name} to continue from{why}")
+        if one.error is not None:
+            raise NotApplicableError(f"it returns no {name} to continue from: {one.failure}")
+        if state is None:
+            raise NotApplicableError(f"it returns no {name} to continue from")
     else:
         call = _by_step(prepared, step, tensor, axis)
     excluded = masked_out(prepared, path, axis)
@@ -120,7 +120,7 @@ def _incremental_where_meant(prepared: PreparedModel) -> Violation | str:
     Raises:
         NotApplicableError: There are several sequences, attention is over other positions, or there is padding.
     """
-    _taking_a_state(prepared, prepared.parameters)
+    _taking_a_state(prepared)
     path, tensor = sequence_alone(prepared)
     check_attended(attended(prepared), path, tensor)
     padding = pad_id_of(prepared)
@@ -177,10 +177,8 @@ class _Attempt:
         if self.raised:
             if name and name not in CACHES and not note:
                 raise NotApplicableError(f"it does not continue from what it returns for {name}: {self.raised}")
-            return Violation(
-                layer=self._raised_in,
-                line=f"{self._raised_in} cannot continue from its state, in {told}: {self.raised}",
-                advice=f"{note}{_ADVICE}",
+            return Violation.at(
+                self._raised_in, f"cannot continue from its state, in {told}: {self.raised}", advice=f"{note}{_ADVICE}"
             )
         if not self._ends:
             if (longer := self._longer()) is not None:
@@ -193,9 +191,9 @@ class _Attempt:
         where = self._positions(first.chunk)
         if name and not first.chunk:
             note += "Later positions do not change it, but their number does: look for a scale or a norm that uses it. "
-        return Violation(
-            layer=first.layer_tensor.layer,
-            line=f"{first.layer_tensor.layer} differs when it is called chunk by chunk: {first.layer_tensor.path} "
+        return Violation.at(
+            first.layer_tensor.layer,
+            f"differs when it is called chunk by chunk: {first.layer_tensor.path} "
             f"{changed(first.change)} at {where}, in {told}",
             columns=("tensor", "changed by", "first at"),
             rows=tuple(
@@ -216,9 +214,8 @@ class _Attempt:
                     continue
                 for chunk, (length, size) in enumerate(zip(lengths, self.sizes, strict=True)):
                     if size < length < self._starts[chunk] + size:
-                        line = f"returns {count(length, 'position')} of {given.path} for a chunk of {size}"
-                        where = self._positions(chunk)
-                        return Violation(layer=given.layer, line=f"{given.layer} {line}, at {where}", advice=_ADVICE)
+                        said = f"returns {count(length, 'position')} of {given.path} for a chunk of {size}"
+                        return Violation.at(given.layer, f"{said}, at {self._positions(chunk)}", advice=_ADVICE)
         return None
 
     def _check_sense(self, first: _Difference, name: str) -> None:
@@ -359,12 +356,13 @@ def _input(prepared: PreparedModel, axis: int, *, of_decoder: bool) -> tuple[str
     return sequence(prepared, axis)
 
 
-def _taking_a_state(prepared: PreparedModel, parameters: Mapping[str, inspect.Parameter]) -> str:
+def _taking_a_state(prepared: PreparedModel) -> str:
     """Return the name of the argument for the state.
 
     Raises:
         NotApplicableError: There is none, or something else than None is given for it.
     """
+    parameters = prepared.parameters
     name = next((n for n in STATES if n in parameters and parameters[n].default is not inspect.Parameter.empty), None)
     if name is None:
         raise NotApplicableError("its forward has no argument past_key_values, state, hx or the like: give step=")
@@ -391,11 +389,13 @@ def _by_step(prepared: PreparedModel, step: Callable[..., Any], tensor: Tensor, 
     return call
 
 
-def _by_forward(prepared: PreparedModel, name: str, cached: bool, cut: Callable[[int, int], Vary]) -> _Call:
+def _by_forward(prepared: PreparedModel, name: str, cut: Callable[[int, int], Vary]) -> _Call:
+    cached = {"use_cache": True} if "use_cache" in prepared.parameters else {}
+
     def call(start: int, n: int, state: Any) -> tuple[Any, Any]:
         args, kwargs = prepared.copied_inputs(cut(start, n))
         kwargs.pop("labels", None)
-        output = prepared.model(*args, **(kwargs | {name: state} | ({"use_cache": True} if cached else {})))
+        output = prepared.model(*args, **(kwargs | {name: state} | cached))
         return output, state_of(output, name)
 
     return call

@@ -154,7 +154,7 @@ def _unused(path: str, said: str, seen_by: str) -> Violation:
         "not used."
     )
     advice = f"The values reach {seen_by} and no further." if seen_by else nowhere
-    return Violation(layer=path, line=f"{path} {said}", advice=advice)
+    return Violation.at(path, said, advice=advice)
 
 
 def _optional(prepared: PreparedModel, path: str) -> list[str]:
@@ -175,7 +175,7 @@ def _without(prepared: PreparedModel, name: str) -> Iterator[None]:
 
 
 def _reached(prepared: PreparedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor] | None:
-    """Return a mask of the elements of each input at which a gradient arrives; None: no run has a gradient."""
+    """Return a mask of the elements of each input at which a gradient arrives, or `None` if no run has a gradient."""
     reached = {path: torch.zeros(x.shape, dtype=torch.bool) for path, x in inputs.items()}
     ran, refused = False, None
     for mode in _MODES:

@@ -121,7 +121,7 @@ def modes_agree(prepared: PreparedModel, *, tolerance: float | None = None) -> V
 
     Args:
         prepared: The model and its inputs.
-        tolerance: Largest relative change; None: by dtype.
+        tolerance: The largest relative change that passes. By default it follows from the dtype: 1e-4 in float32.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -169,9 +169,9 @@ _Difference = tuple[str, str, float]
 
 def _broken(found: list[_Difference], when: str) -> Violation:
     layer, path, far = found[0]
-    return Violation(
-        layer=layer,
-        line=f"{layer} computes something else from the same inputs {when}: {path} {changed(far)}",
+    return Violation.at(
+        layer,
+        f"computes something else from the same inputs {when}: {path} {changed(far)}",
         columns=("tensor", "changed by"),
         rows=tuple((f"{name} {where}", percent(by)) for name, where, by in found),
         advice=_ADVICE,
@@ -233,10 +233,11 @@ def _run(prepared: PreparedModel, mode: Mode, *, stand_in: _Run | None = None) -
         given = flatten_call(args, kwargs)
         originals = [x for _, x in given.tensors]
         given.tensors = [(path, copy_of(x)) for path, x in given.tensors]
-        watcher.begin(call, (originals, given))
+        call.arguments = originals, given
+        watcher.drew(call.parent)
 
     def end(call: _RandomCall, args: Any, output: Any) -> Any:
-        watcher.end(call)
+        watcher.drew(call)
         name = call.layer
         originals, given = call.arguments
         key = name, run.calls[name]
@@ -281,36 +282,25 @@ class _DrawDetector:
 
     def __init__(self, prepared: PreparedModel) -> None:
         self._device = prepared.probe.device
-        self._states = self._now()
+        self._states = seeding.generator_states(self._device)
         self._versions: dict[int, int] = {}
 
     def note_versions(self, model: nn.Module) -> None:
         """Note the versions of the tensors of a model before its forward."""
         self._versions = {id(t): t._version for t in (*model.parameters(), *model.buffers())}
 
-    def begin(self, call: _RandomCall, given: Any) -> bool:
-        """Note that a call begins, and its arguments. Return whether the code around it drew just before."""
-        call.arguments = given
-        return self._drew(call.parent)
-
-    def end(self, call: _RandomCall) -> bool:
-        """Note that a call ends. Return whether its own code drew just before."""
-        return self._drew(call)
-
     def written(self, module: nn.Module) -> bool:
         """Whether one of the module's own floating parameters and buffers was written to since."""
         own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
         return any(self._versions.get(id(t)) != t._version for t in own if t.is_floating_point())
 
-    def _drew(self, running: _RandomCall | None) -> bool:
-        before, self._states = self._states, self._now()
+    def drew(self, running: _RandomCall | None) -> bool:
+        """Return whether the own code of the running call drew since the last question, and note it in the call."""
+        before, self._states = self._states, seeding.generator_states(self._device)
         drew = running is not None and before != self._states
         if running is not None:
             running.drew |= drew
         return drew
-
-    def _now(self) -> tuple[bytes, ...]:
-        return seeding.generator_states(self._device)
 
 
 # --- dropout ------------------------------------------------------------------------------------------------------
@@ -346,7 +336,7 @@ class _Place:
     inside: int
     """Number of calls that begin inside the layer before."""
     child: str | None
-    """The layer inside that takes it; None: the layer itself returns it."""
+    """The layer inside that takes it, or `None` if the layer itself returns it."""
     path: str
 
     @property
@@ -407,7 +397,7 @@ def dropout_scaled(prepared: PreparedModel) -> Violation | str:
     if not wrong:
         return f"{count(len(looked_at), 'layer')}{left}"
     place, first = wrong[0]
-    return Violation.at(
+    return Violation.first_of(
         ((p.layer, percent(d.kept), d.scale, percent(d.kept * d.scale)) for p, d in wrong),
         f"keeps {percent(first.kept)} of {place.values} in training and multiplies them by {number(first.scale)}: the "
         f"mean is {percent(first.kept * first.scale)} of the mean in evaluation mode",
@@ -417,7 +407,10 @@ def dropout_scaled(prepared: PreparedModel) -> Violation | str:
 
 
 def _drawing(prepared: PreparedModel) -> dict[_Place, _Arguments | None]:
-    """Return where what layers drew in training is seen, each with the arguments of the layer; None: no gradient."""
+    """Return where what layers drew in training is seen, each with the arguments of the layer.
+
+    The arguments are `None` if the tensor there requires no gradient: what augments the data is no dropout.
+    """
     places: dict[_Place, _Arguments | None] = {}
     watcher = _DrawDetector(prepared)
 
@@ -428,7 +421,8 @@ def _drawing(prepared: PreparedModel) -> dict[_Place, _Arguments | None]:
                 places.setdefault(place, call.arguments if x.requires_grad else None)
 
     def begin(call: _RandomCall, args: Any, kwargs: Any) -> None:
-        if watcher.begin(call, tuple(map_tensors(copy_of, [args, kwargs]))):
+        call.arguments = tuple(map_tensors(copy_of, [args, kwargs]))
+        if watcher.drew(call.parent):
             note(call.parent, call.layer, flatten_call(args, kwargs).tensors)
         around = call.parent
         while around is not None:
@@ -436,7 +430,7 @@ def _drawing(prepared: PreparedModel) -> dict[_Place, _Arguments | None]:
             around = around.parent
 
     def end(call: _RandomCall, args: Any, output: Any) -> None:
-        if watcher.end(call):
+        if watcher.drew(call):
             note(call, None, flatten("output", output).tensors)
 
     def run() -> None:
@@ -452,7 +446,7 @@ def _drawing(prepared: PreparedModel) -> dict[_Place, _Arguments | None]:
 
 
 def _dropped(prepared: PreparedModel, place: _Place, given: _Arguments) -> _Dropped | None:
-    """Return the dropout of a layer over many calls in training; None if its randomness is no dropout."""
+    """Return the dropout of a layer over many calls in training, or `None` if its randomness is no dropout."""
     module, leaf = prepared.layers.modules[place.layer], prepared.layers.is_leaf(place.layer)
     seeds = seeding.seeded(seeding.derive(prepared.probe.seed, f"check draws of {place.layer}"))
     others = nullcontext() if leaf else _AsInEvaluation()
@@ -552,6 +546,7 @@ _LOOKED_AT = 20
 """Calls of which all elements are compared."""
 
 _ROUNDING = 1e-4
+"""Ratios that differ by less count as equal, and a smaller ratio counts as zero."""
 
 
 def _scale(outputs: Tensor, evaluated: Tensor, base: Tensor) -> float | None:

@@ -49,7 +49,7 @@ def norms_cancel_scale(prepared: PreparedModel) -> Violation | str:
     found = [(layer, factor) for layer, factor in factors.items() if not _LEAST <= factor <= _MOST]
     if not found:
         return count(len(factors), "norm")
-    return Violation.at(
+    return Violation.first_of(
         found,
         f"returns {number(found[0][1])} times the output for twice the input, less what it adds",
         columns=("layer", "times the output"),
@@ -81,7 +81,10 @@ def _is_dense(x: object = None) -> bool:
 
 
 def _factor(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-    """Return how much larger the output is for twice the input, less the output for zeros; None: it cannot be told."""
+    """Return how much larger the output is for twice the input, less the output for zeros.
+
+    It is `None` if the module does not run in double precision, or has no such factor.
+    """
     x, *rest = args
     size = x.square().mean().sqrt()
     if isinstance(module, nn.LocalResponseNorm) or not size > 0:  # its scale is a power by definition

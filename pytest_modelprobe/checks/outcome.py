@@ -6,7 +6,6 @@ that means nothing for a model raises `NotApplicableError`: that is neither a pa
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -42,6 +41,20 @@ class Violation:
     @classmethod
     def at(
         cls,
+        layer: str,
+        said: str,
+        *,
+        columns: tuple[str, ...] = (),
+        rows: Iterable[tuple[Cell, ...]] = (),
+        advice: str = "",
+        level: Literal["broken", "hint"] = "broken",
+    ) -> Violation:
+        """Return the violation at a layer or a parameter; ``said`` is the sentence after its name."""
+        return cls(layer=layer, line=f"{layer} {said}", columns=columns, rows=tuple(rows), advice=advice, level=level)
+
+    @classmethod
+    def first_of(
+        cls,
         rows: Iterable[tuple[Cell, ...]],
         said: str,
         *,
@@ -51,16 +64,10 @@ class Violation:
     ) -> Violation:
         """Return the violation at the first of some rows, each of which begins with the name of a layer or a parameter.
 
-        Args:
-            rows: One or more.
-            said: The sentence after the first name.
-            columns: As the field.
-            advice: As the field.
-            level: As the field.
+        There has to be a row. The other arguments are those of `at`.
         """
         all_rows = tuple(rows)
-        first = str(all_rows[0][0])
-        return cls(layer=first, line=f"{first} {said}", columns=columns, rows=all_rows, advice=advice, level=level)
+        return cls.at(str(all_rows[0][0]), said, columns=columns, rows=all_rows, advice=advice, level=level)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,11 +119,10 @@ def message_of(found: Violation, type_name: str = "") -> str:
         found: Where.
         type_name: The type of the layer, for a name that is a number.
     """
-    for named in {found.layer, label_of(found.layer)}:
-        if found.line.startswith(f"{named} "):
-            rest = found.line.removeprefix(named)
-            found = dataclasses.replace(found, line=label_of(found.layer, type_name) + rest)
-            break
+    line, label = found.line, label_of(found.layer, type_name)
+    for named in (found.layer, label_of(found.layer)):
+        if line.startswith(f"{named} ") and not line.startswith(label):  # an assertion names the type itself
+            line = label + line.removeprefix(named)
     if not found.rows:
-        return "\n\n".join(filter(None, [found.line, found.advice]))
-    return failure(found.line, list(found.columns), [list(row) for row in found.rows], found.advice)
+        return "\n\n".join(filter(None, [line, found.advice]))
+    return failure(line, found.columns, found.rows, found.advice)

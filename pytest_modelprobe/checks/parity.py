@@ -38,7 +38,7 @@ from .machinery.agreement import (
     violation_of,
 )
 from .machinery.check import check
-from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary
+from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary, is_rounded
 from .outcome import NotApplicableError, Violation, line_of
 from .recomputation import other_recomputation
 
@@ -70,7 +70,7 @@ def device_parity(
     Args:
         prepared: The model and its inputs.
         device: The other device.
-        tolerance: Largest relative change; None: 1e-3, or more by dtype.
+        tolerance: The largest relative change that passes. By default it is 1e-3, and more in narrow dtypes.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -102,7 +102,8 @@ def dtype_parity(
     Args:
         prepared: The model and its inputs.
         dtype: The other dtype: float64, float32, float16 or bfloat16.
-        tolerance: Largest relative change; None: 1e-3, or more by the narrowest dtype of the two runs.
+        tolerance: The largest relative change that passes. By default it is 1e-3, and more if one of the two runs has a
+            narrow dtype.
 
     >>> import torch
     >>> from torch import nn
@@ -119,18 +120,17 @@ def dtype_parity(
     if one.quantized:
         raise NotApplicableError("the model is quantized and computes in no other dtype")
     two = _in_dtype(prepared, dtype)
-    name = str(dtype).removeprefix("torch.")
+    name = _name(dtype)
     if two.error is not None:  # a hard-coded dtype fails in every other one; a kernel may be missing in one
         another = torch.float64 if dtype == torch.bfloat16 else torch.bfloat16
         if _in_dtype(prepared, another).error is None:
-            runs = str(another).removeprefix("torch.")
-            raise NotApplicableError(f"the model runs in {runs} and not in {name}: {two.failure}")
+            raise NotApplicableError(f"the model runs in {_name(another)} and not in {name}: {two.failure}")
     elif first := _leading_out(prepared, one, two, dtype):
-        return Violation(
-            layer=first.layer,
-            line=f"{first.layer} returns {_dtype(first)} in a model of {name}",
+        return Violation.at(
+            first.layer,
+            f"returns {_name(first.tensor.dtype)} in a model of {name}",
             columns=("tensor", "dtype"),
-            rows=tuple((given.where, _dtype(given)) for given in _kept(one, two, dtype)),
+            rows=tuple((given.where, _name(given.tensor.dtype)) for given in _kept(one, two, dtype)),
             advice="Look for a hard-coded dtype, and for tensors that are created without dtype=.",
         )
     floating = [given.tensor for given in (*one.tensors, *two.tensors) if given.tensor.is_floating_point()]
@@ -153,9 +153,10 @@ def _kept(one: Trace, two: Trace, dtype: torch.dtype) -> list[LayerTensor]:
 
 
 def _leading_out(prepared: PreparedModel, one: Trace, two: Trace, dtype: torch.dtype) -> LayerTensor | None:
-    """Return the first output in another dtype of which an output of the model is made without a cast; None: no output.
+    """Return the first output in another dtype from which an output of the model is made without a cast.
 
-    What a layer computes in float32, and the code around it casts, is meant to be precise.
+    What a layer computes in float32, and the code around it casts, is meant to be precise. So the result is `None` if
+    every such output is cast.
     """
     kept = _kept(one, two, dtype)
     if any(given.is_final for given in kept):
@@ -217,7 +218,7 @@ def checkpoint_parity(prepared: PreparedModel, *, tolerance: float | None = None
     the power iteration of `torch.nn.utils.spectral_norm`, which advances in each training forward, is stopped.
 
     A model that checkpoints itself in training is looked at first: what runs again in its backward has to draw the same
-    random numbers. The break names the layer that returns something else. What no layer takes or returns is not seen.
+    random numbers. The message names the layer that returns something else. What no layer takes or returns is not seen.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -249,8 +250,8 @@ def checkpoint_parity(prepared: PreparedModel, *, tolerance: float | None = None
             except NotApplicableError:  # no gradient is left
                 two = Trace()
         if two.in_backward:
-            line = f"{ROOT} cannot be checkpointed ({how}): {line_of(two.error)}"
-            return Violation(layer=ROOT, line=line, advice=_CHECKPOINT)
+            said = f"cannot be checkpointed ({how}): {line_of(two.error)}"
+            return Violation.at(ROOT, said, advice=_CHECKPOINT)
         if reentrant and "incompatible with .grad()" in two.failure:
             how = "not reentrant"
             break  # its forward takes gradients itself, as of an energy
@@ -313,7 +314,7 @@ def compile_parity(
     Args:
         prepared: The model and its inputs.
         backend: Backend of `torch.compile`; ``"aot_eager"`` needs no compiler.
-        tolerance: Largest relative change; None: 1e-3, or more by dtype.
+        tolerance: The largest relative change that passes. By default it is 1e-3, and more in narrow dtypes.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -333,9 +334,9 @@ def compile_parity(
     finally:
         torch.compiler.reset()
     if two.error is not None:
-        return Violation(
-            layer=ROOT,
-            line=f"{ROOT} cannot be compiled: {two.failure.removeprefix(f'{ROOT} raised ')}",
+        return Violation.at(
+            ROOT,
+            f"cannot be compiled: {two.failure.removeprefix(f'{ROOT} raised ')}",
             advice="TORCH_LOGS=graph_breaks shows what cannot be traced; torch.compiler.disable excludes it.",
         )
     two.gradients = {name.removeprefix(f"{COMPILED_CHILD}."): gradient for name, gradient in two.gradients.items()}
@@ -416,16 +417,16 @@ def export_parity(prepared: PreparedModel, *, tolerance: float | None = None) ->
         try:
             program = torch.export.export(other, args, kwargs)
         except Exception as error:  # noqa: BLE001 - whatever export raises of a model
-            return Violation(
-                layer=ROOT,
-                line=f"{ROOT} cannot be exported: {line_of(error)}",
+            return Violation.at(
+                ROOT,
+                f"cannot be exported: {line_of(error)}",
                 advice="Look for control flow that depends on the contents of a tensor.",
             )
         two = prepared.run(model=program.module(), traced=False)
     if two.error is not None:
-        return Violation(
-            layer=ROOT,
-            line=f"{ROOT} does not run as an exported program: {two.failure}",
+        return Violation.at(
+            ROOT,
+            f"does not run as an exported program: {two.failure}",
             advice="Look for code that depends on a shape or a device: torch.export.export(...) shows the program.",
         )
     found = _outputs(one, two, tolerance, "when exported", _COMPILED)
@@ -459,8 +460,7 @@ def _outputs(one: Trace, two: Trace, tolerance: float | None, how: str, advice: 
         other = two.final.get(path)
         far = float("inf") if other is None else relative_error(tensor, other)
         if tensor.is_floating_point() and not far <= limit(tensor, tolerance, least=_ELSEWHERE):
-            line = f"{ROOT} returns another {path} {how}: {changed(far)}"
-            return Violation(layer=ROOT, line=line, advice=advice)
+            return Violation.at(ROOT, f"returns another {path} {how}: {changed(far)}", advice=advice)
     return _gradients(one, two, tolerance, how, advice) if two.gradients else None
 
 
@@ -479,7 +479,7 @@ def _gradients(one: Trace, two: Trace, tolerance: float | None, how: str, advice
         return None
     if any(what != "none arrives" for _, what in found):  # a wrong one begins at the loss, a lost one at the input
         found = in_backward_order(found, one)
-    return Violation.at(
+    return Violation.first_of(
         found,
         f"gets another gradient {how}: {found[0][1]}",
         columns=("parameter", "gradient changed by"),
@@ -487,8 +487,8 @@ def _gradients(one: Trace, two: Trace, tolerance: float | None, how: str, advice
     )
 
 
-def _dtype(given: LayerTensor) -> str:
-    return str(given.tensor.dtype).removeprefix("torch.")
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _parts(prepared: PreparedModel, model: nn.Module) -> list[str]:
@@ -537,7 +537,7 @@ def _strided(_: str, x: Tensor) -> Tensor:
     """
     if not x.dim():
         return x
-    back = tuple(range(x.dim()))[:: -1 if x.is_floating_point() or x.is_complex() else 1]
+    back = tuple(range(x.dim()))[:: -1 if is_rounded(x) else 1]
     return torch.stack([x.permute(back)] * 2, -1)[..., 0].permute(back)
 
 

@@ -20,7 +20,7 @@ from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, flatten_ca
 from pytest_modelprobe.record import ROOT
 
 from .machinery.agreement import Disagreement, limit, relative_error, violation_of
-from .machinery.prepared import LayerTensor, PreparedModel, copy_of, plain
+from .machinery.prepared import LayerTensor, PreparedModel, copy_of, is_rounded, plain
 from .outcome import NotApplicableError, Violation
 
 
@@ -84,7 +84,7 @@ class _Seen:
             self._look((call.layer, path), LayerTensor(call.layer, call.index, path, x))
 
     def _look(self, place: tuple[str, str], given: LayerTensor) -> None:
-        if not (given.tensor.is_floating_point() or given.tensor.is_complex()):
+        if not is_rounded(given.tensor):
             return
         given = dataclasses.replace(given, tensor=plain(copy_of(given.tensor)))  # not saved for the backward
         first = self._first[place]

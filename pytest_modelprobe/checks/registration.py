@@ -29,19 +29,20 @@ from pytest_modelprobe.text import count, listed, number, pattern
 
 from .machinery.agreement import disagreements, violation_of
 from .machinery.check import check_unmodified
-from .machinery.prepared import PreparedModel, Trace, as_double, plain
+from .machinery.prepared import PreparedModel, Trace, as_double, is_rounded, plain
 from .outcome import NotApplicableError, Violation, line_of
 from .state import OF_ANY_MODULE, attributes, changed_attributes, same
 
 _DEEPEST = 3
+"""How many containers inside each other are searched for tensors."""
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 _BEYOND = 1e4
-"""A root mean square that many times the median of all parameters is no initialization."""
+"""A parameter whose root mean square is so many times the median of all was not initialized."""
 
 _SMALL = 0.02
-"""The least that counts as the scale of parameters: norms have ones where all weights are small."""
+"""The least number that counts as the scale of all parameters: weights may be small where norms have ones."""
 
 
 @check_unmodified
@@ -69,7 +70,7 @@ def registered(prepared: PreparedModel) -> Violation | str:
     found += [(where, "a running statistic") for where in _running_statistics(prepared, before)]
     if not found:
         return count(sum(1 for _ in prepared.model.modules()), "module")
-    return Violation.at(
+    return Violation.first_of(
         found,
         f"is {found[0][1]} that the model has not registered",
         columns=("where", "what"),
@@ -175,7 +176,7 @@ def initialized(prepared: PreparedModel, *, factory: Callable[[], nn.Module] | N
 
     Args:
         prepared: The model.
-        factory: Builds such a model; None: that of `ModelProbe.build`, if it made the model.
+        factory: Builds such a model. By default it is the factory of `ModelProbe.build`, if that made the model.
 
     >>> import torch
     >>> from torch import nn
@@ -196,7 +197,7 @@ def initialized(prepared: PreparedModel, *, factory: Callable[[], nn.Module] | N
         held = found + (f"; {count(len(rows), 'row')} for padding" if rows else "")
         return _copied(prepared.model) or held
     _, index, most = filled[0]
-    return Violation.at(
+    return Violation.first_of(
         filled,
         f"is not zero in row {index}, its padding_idx: up to {number(most)}, which no gradient changes",
         columns=("embedding", "padding_idx", "largest there"),
@@ -207,28 +208,28 @@ def initialized(prepared: PreparedModel, *, factory: Callable[[], nn.Module] | N
 
 
 _LOOKED_AT = 1024
-"""Elements of a parameter that tell whether it was drawn at random, and by which an equal one is looked for."""
+"""How many elements of a parameter tell whether it was drawn at random, and by how many an equal one is found."""
+
+_DIFFERENT = 0.99
+"""The least share of different values in what was drawn at random: an identity, or a range in each row, has fewer."""
 
 
 def _copied(model: nn.Module) -> Violation | None:
-    """Return a hint if layers of one list have the same random weights: one was initialized, and the others copied.
-
-    Values that are not all different were not drawn at random: an identity, or a range in each row.
-    """
+    """Return a hint if layers of one list have the same random weights: one was initialized, and the others copied."""
     originals: dict[tuple[object, ...], tuple[str, Tensor]] = {}
     rows = []
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and parameter.requires_grad and has_dense_storage(parameter):
             values = plain(parameter.detach())
             some = tuple(values.flatten()[:_LOOKED_AT].tolist())
-            if len(some) > 1 and len(set(some)) >= 0.99 * len(some):
+            if len(some) > 1 and len(set(some)) >= _DIFFERENT * len(some):
                 key = (pattern(name), values.shape, values.dtype, some)
                 original, first = originals.setdefault(key, (name, values))
                 if original != name and first.data_ptr() != values.data_ptr() and torch.equal(first, values):
                     rows.append((name, original, str(tuple(values.shape))))
     if not rows:
         return None
-    return Violation.at(
+    return Violation.first_of(
         rows,
         f"has the same values as {rows[0][1]}, though they are two parameters",
         columns=("parameter", "same values as", "shape"),
@@ -281,7 +282,7 @@ def _written(
         raise NotApplicableError("the model has no parameters or buffers of numbers")
     found = []
     for name, t in made:
-        if t.is_floating_point() or t.is_complex():
+        if is_rounded(t):
             empty = t.isnan()
         else:  # the largest integer may be intended: the model itself has it then
             largest, known = torch.iinfo(t.dtype).max, here.get(name)
@@ -293,7 +294,7 @@ def _written(
         later = f"; not looked at, as written to since it was built: {listed(left)}" if left else ""
         return count(len(made), "parameters and buffer") + later
     _, missing, numel = found[0]
-    return Violation.at(
+    return Violation.first_of(
         found,
         f"is not initialized: {missing:,} of {numel:,} elements were never written to",
         columns=("name", "never written to", "elements"),
@@ -302,7 +303,7 @@ def _written(
 
 
 def _without_factory(prepared: PreparedModel) -> Violation | str:
-    """Return the same by the factory of `ModelProbe.build`, if it made the model, and by the values of the tensors."""
+    """Return the tensors that are not initialized, by the factory of `ModelProbe.build` and by their values."""
     built, told = prepared.probe.built.get(prepared.model), ""
     if built is not None:
         with contextlib.suppress(UsageError):  # it makes no model again
@@ -332,7 +333,7 @@ def _by_values(model: nn.Module) -> Violation | str:
             "written to: no factory="
         )
     _, missing, numel = found[0]
-    return Violation.at(
+    return Violation.first_of(
         found,
         f"is not finite: {missing:,} of {numel:,} elements are NaN or infinite",
         columns=("name", "not finite", "elements"),
@@ -354,7 +355,7 @@ def _of_one_scale(model: nn.Module) -> Violation | None:
     if not found:
         return None
     _, size = found[0]
-    return Violation.at(
+    return Violation.first_of(
         found,
         f"is {number(size / usual)} times as large as other parameters: its root mean square is {number(size)}, "
         f"their median {number(usual)}",
@@ -372,11 +373,7 @@ def _rms(tensor: Tensor) -> float:
 def _numbers(model: nn.Module, *, integers: bool) -> list[tuple[str, Tensor]]:
     """Return the parameters and buffers that have memory; no bools, where any value is valid."""
     tensors = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if has_dense_storage(t)]
-    return [
-        (name, t)
-        for name, t in tensors
-        if t.is_floating_point() or t.is_complex() or (integers and t.dtype in _INTEGERS)
-    ]
+    return [(name, t) for name, t in tensors if is_rounded(t) or (integers and t.dtype in _INTEGERS)]
 
 
 def _made_in_nan(factory: Callable[[], nn.Module]) -> nn.Module:
@@ -413,8 +410,8 @@ def state_dict_round_trip(
 
     Args:
         prepared: The model and its inputs.
-        factory: Builds such a model, to load into; None: a copy, which keeps state outside the state_dict, such as a
-            random buffer that is not persistent.
+        factory: Builds the model to load into. By default the state is loaded into a copy, which keeps what is not in
+            the state_dict, such as a random buffer that is not persistent.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -427,9 +424,10 @@ def state_dict_round_trip(
     state = _load_state(prepared, other)
     if isinstance(state, Violation):
         return state
-    lost = [(a, b) for a, b in _ties(prepared.model) if not _tied(other, a, b)]
+    there = {name: p.data_ptr() for name, p in other.named_parameters(remove_duplicate=False)}
+    lost = [(a, b) for a, b in _ties(prepared.model) if there[a] != there[b]]
     if lost:
-        return Violation.at(
+        return Violation.first_of(
             ((b, a) for a, b in lost),
             f"is not tied to {lost[0][0]} any more after load_state_dict",
             columns=("parameter", "was tied to"),
@@ -453,18 +451,19 @@ def _load_state(prepared: PreparedModel, other: nn.Module, when: str = "") -> Ma
     stored = io.BytesIO()
     torch.save(prepared.model.state_dict(), stored)
     stored.seek(0)
+    persistent = other.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in other.named_buffers() if name in persistent]
     with torch.no_grad():
-        for name, tensor in (*other.named_parameters(), *_stored_buffers(other)):
+        for name, tensor in (*other.named_parameters(), *buffers):
             if has_dense_storage(tensor):
                 written = unexpanded(tensor)
-                floating = written.is_floating_point() or written.is_complex()
-                written.copy_(prepared.randn_like(written, name) if floating else written == 0)
+                written.copy_(prepared.randn_like(written, name) if is_rounded(written) else written == 0)
     try:
         with warnings.catch_warnings(action="ignore"):  # of sparse tensors torch warns that they are validated
             state: Mapping[str, Any] = torch.load(stored, weights_only=True, map_location=prepared.probe.device)
         other.load_state_dict(state)
     except Exception as error:  # noqa: BLE001 - whatever a model's own hooks raise
-        return Violation(layer=ROOT, line=f"{ROOT} cannot load its own state_dict{when}: {line_of(error)}")
+        return Violation.at(ROOT, f"cannot load its own state_dict{when}: {line_of(error)}")
     return state
 
 
@@ -499,7 +498,7 @@ def _lost(prepared: PreparedModel, other: nn.Module, runs: tuple[Trace, Trace], 
     there = dict(other.named_parameters())
     changed = [name for name, p in prepared.model.named_parameters() if name in there and not same(p, there[name])]
     if changed:
-        return Violation.at(
+        return Violation.first_of(
             ((name,) for name in changed),
             "is overwritten by the first forward in training mode after load_state_dict",
             columns=("overwritten",),
@@ -534,9 +533,9 @@ def copy_and_pickle(prepared: PreparedModel) -> Violation | str:
         copied = copy.deepcopy(prepared.model)
     except Exception as error:  # noqa: BLE001 - whatever cannot be copied
         where = _first_not(prepared, copy.deepcopy)
-        return Violation(
-            layer=where,
-            line=f"{where} cannot be copied: {line_of(error)}",
+        return Violation.at(
+            where,
+            f"cannot be copied: {line_of(error)}",
             advice="Look for a tensor with a graph among its attributes, for an open file or a lock, and for a "
             "__deepcopy__ of its own.",
         )
@@ -549,9 +548,9 @@ def copy_and_pickle(prepared: PreparedModel) -> Violation | str:
         again = pickle.loads(pickle.dumps(prepared.model))
     except Exception as error:  # noqa: BLE001 - whatever cannot be pickled
         where = _first_not(prepared, pickle.dumps)
-        return Violation(
-            layer=where,
-            line=f"{where} cannot be pickled: {line_of(error)}",
+        return Violation.at(
+            where,
+            f"cannot be pickled: {line_of(error)}",
             advice="Look for a lambda, a local class or an open file among its attributes.",
         )
     return _compared(one, prepared.run(mode="eval", model=again), "pickle", "")
@@ -559,7 +558,7 @@ def copy_and_pickle(prepared: PreparedModel) -> Violation | str:
 
 def _compared(one: Trace, two: Trace, by: str, said: str) -> Violation | str:
     if two.error is not None:
-        return Violation(layer=two.raised_in, line=f"{two.raised_in} does not run after {by}: {two.failure}")
+        return Violation.at(two.raised_in, f"does not run after {by}: {two.failure}")
     found = disagreements(one, two, tolerance=0.0, integers=True)
     if not found:
         return f"{said}{count(len(one.outputs), 'output')}"
@@ -571,11 +570,6 @@ def _compared(one: Trace, two: Trace, by: str, said: str) -> Violation | str:
     )
 
 
-def _stored_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    stored = model.state_dict().keys()
-    return [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
-
-
 def _ties(model: nn.Module) -> list[tuple[str, str]]:
     """Return the names of tied parameters, in pairs."""
     first: dict[int, str] = {}
@@ -584,11 +578,6 @@ def _ties(model: nn.Module) -> list[tuple[str, str]]:
         for name, p in model.named_parameters(remove_duplicate=False)
         if first.setdefault(id(p), name) != name
     ]
-
-
-def _tied(model: nn.Module, a: str, b: str) -> bool:
-    named = dict(model.named_parameters(remove_duplicate=False))
-    return named[a].data_ptr() == named[b].data_ptr()
 
 
 def _first_not(prepared: PreparedModel, copied: Callable[[nn.Module], object]) -> str:

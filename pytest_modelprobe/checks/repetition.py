@@ -52,6 +52,7 @@ def deterministic(prepared: PreparedModel) -> Violation | str:
 
 
 _MORE_SEEDS = 50
+"""Three runs rarely show a path that is dropped with a probability of 5 %. So many show it in all but 1 of 13 cases."""
 
 
 @check
@@ -123,7 +124,7 @@ def train_eval_differ(prepared: PreparedModel) -> Violation | str:
     ]
     if not same:
         return count(len({one.layer for one, _ in pairs}), "layer")
-    return Violation.at(
+    return Violation.first_of(
         ((one.layer, type(prepared.layers.modules[one.layer]).__name__) for one in same),
         "does the same in training and in evaluation mode",
         columns=("layer", "type"),
@@ -190,9 +191,9 @@ def seeded(prepared: PreparedModel) -> Violation | str:
         )
     for (layer, state), (_, other_state) in zip(states, other_states, strict=False):
         if any(a == b for a, b in zip(state, other_state, strict=True)):
-            return Violation(
-                layer=layer,
-                line=f"{layer} sets the random seed itself: ranks and workers then draw the same numbers",
+            return Violation.at(
+                layer,
+                "sets the random seed itself: ranks and workers then draw the same numbers",
                 advice="Look for torch.manual_seed, np.random.seed or random.seed in the forward.",
             )
     changed = {d.layer_tensor.layer for d in disagreements(one, other, tolerance=0.0, integers=True)}
@@ -206,7 +207,7 @@ def seeded(prepared: PreparedModel) -> Violation | str:
     }
     fixed = [name for name in dropping if name in called and name not in drawing and name not in changed - alike]
     if fixed:
-        return Violation.at(
+        return Violation.first_of(
             ((name,) for name in fixed),
             "draws the same numbers under every seed: ranks and workers draw the same numbers",
             columns=("layer",),

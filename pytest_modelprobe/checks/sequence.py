@@ -33,13 +33,14 @@ from .machinery.agreement import (
 from .machinery.check import check
 from .machinery.evidence import attended, causal_input, disagreeing_attention
 from .machinery.masking import MaskedOut, mark, masked_out, masks_of, pad_id_of, positions_of
-from .machinery.prepared import PreparedModel, Trace, Vary, keep_input
+from .machinery.prepared import PreparedModel, Trace, Vary, is_rounded, keep_input
 from .outcome import NotApplicableError, Violation
 
 _OFFERED = ("attention_mask", "src_key_padding_mask", "key_padding_mask", "padding_mask", "pad_mask")
 """Arguments that are masks of padding by their name."""
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
+"""Layers that mix neighbors whatever a mask says, so a mask that nobody gave cannot be held against them."""
 
 _Axes = Callable[[Tensor], list[int]]
 """Takes a tensor of a run, returns the axes that may be those of its positions."""
@@ -56,7 +57,7 @@ def causal(prepared: PreparedModel, *, axis: int = 1, tolerance: float | None = 
     Args:
         prepared: The model and its inputs.
         axis: Axis of positions of the first input.
-        tolerance: Largest relative change; None: by dtype.
+        tolerance: The largest relative change that passes. By default it follows from the dtype: 1e-4 in float32.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -157,11 +158,11 @@ def padding_invariant(
             0 or False marks what is masked. True does in a mask of bools with ``pad`` in its name, as
             ``src_key_padding_mask``, and what is not 0 in a mask that is all 0 as it is given. Floats of which none is
             above 0 are added: -inf marks what is masked.
-        mask: Its name, or the mask itself for a model with a keyword ``mask``; None: the one argument of that shape
-            whose name ends with ``mask``.
-        pad_id: The id of padding; None: ``model.config.pad_token_id``, if there is one.
+        mask: The name of the mask, or the mask itself for a model with a keyword ``mask``. By default it is the only
+            argument of that shape whose name ends with ``mask``.
+        pad_id: The id of padding. By default it is ``model.config.pad_token_id``, if there is one.
         axis: Axis of positions of the first input.
-        tolerance: Largest relative change; None: by dtype.
+        tolerance: The largest relative change that passes. By default it follows from the dtype: 1e-4 in float32.
 
     Raises:
         UsageError: No argument has the name that is given.
@@ -222,8 +223,7 @@ def padding_invariant(
     axes_in = _axes_that_follow(prepared, one, path, axis)
 
     def pairs_of(trace: Trace) -> Pairs:
-        cut = padding is not None
-        if cut:
+        if padding is not None:
             return _cut_and_pooled(rows, kept, length, excluded)
         return _first_and_pooled(rows, kept, axes_in(trace), excluded)
 
@@ -244,8 +244,8 @@ def padding_invariant(
         raise NotApplicableError(
             f"{at}, a convolution, mixes neighbors; give {offered}= if it is meant to know padding"
         )
-    unused = _unused_masks(prepared) if name is None and pad_id is None else []
-    if unused:
+    unused = [parameter for parameter in prepared.parameters if parameter.endswith("mask")]
+    if unused and name is None and pad_id is None:
         raise NotApplicableError(f"the model detects no padding without {listed(unused)}: give it, or pad_id=")
     return violation_of(
         found,
@@ -267,7 +267,7 @@ def permutation_equivariant(
     Args:
         prepared: The model and its inputs.
         axis: Axis of elements of the first input.
-        tolerance: Largest relative change; None: by dtype.
+        tolerance: The largest relative change that passes. By default it follows from the dtype: 1e-4 in float32.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -312,7 +312,7 @@ def permutation_invariant(prepared: PreparedModel, *, axis: int = 1, tolerance: 
     Args:
         prepared: The model and its inputs.
         axis: Axis of elements of the first input.
-        tolerance: Largest relative change; None: by dtype.
+        tolerance: The largest relative change that passes. By default it follows from the dtype: 1e-4 in float32.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -327,12 +327,11 @@ def permutation_invariant(prepared: PreparedModel, *, axis: int = 1, tolerance: 
         again = _reordered(prepared, path, axis, order).final
         for where, value in one.final.items():
             far = relative_error(value, again[where]) if where in again else math.inf
-            rounded = value.is_floating_point() or value.is_complex()
-            if not far <= (limit(value, tolerance) if rounded else 0.0):
+            if not far <= (limit(value, tolerance) if is_rounded(value) else 0.0):
                 check_not_random(prepared)
-                return Violation(
-                    layer=ROOT,
-                    line=f"{ROOT} depends on the order of its elements: {where} {changed(far)}",
+                return Violation.at(
+                    ROOT,
+                    f"depends on the order of its elements: {where} {changed(far)}",
                     advice="Look for positional embeddings, and for a last step that picks one element.",
                 )
     return f"{count(len(one.final), 'output')} of {count(length, 'element')} in {_orders_text(length)}"
@@ -381,7 +380,7 @@ def _cut_and_pooled(batch: int, before: int, length: int, excluded: MaskedOut) -
 
 def _padding(prepared: PreparedModel, ids: Tensor, pad_id: int | None) -> int | None:
     """Return the id by which the model detects padding, if its inputs are ids and that is known."""
-    if ids.is_floating_point() or ids.is_complex():
+    if is_rounded(ids):
         if pad_id is not None:
             raise NotApplicableError("pad_id= needs an input of ids, and the first input is not of integers")
         return None
@@ -451,11 +450,6 @@ def _offered(prepared: PreparedModel, path: str, shape: tuple[int, int]) -> str 
     return None
 
 
-def _unused_masks(prepared: PreparedModel) -> list[str]:
-    """Return the names of arguments that are masks."""
-    return [name for name in prepared.parameters if name.endswith("mask")]
-
-
 def _reordered(prepared: PreparedModel, path: str, axis: int, order: Tensor) -> Trace:
     """Return a run with the elements of one input permuted, and its masks with them."""
     masks = masks_of(prepared, path, positions_of(prepared, path, axis))
@@ -484,7 +478,7 @@ def replacement(prepared: PreparedModel, tensor: Tensor, *, time: int = 0) -> Te
     Raises:
         NotApplicableError: All integers are equal: no other valid values are known.
     """
-    if tensor.is_floating_point() or tensor.is_complex():
+    if is_rounded(tensor):
         return prepared.redrawn(tensor, f"other {time}" if time else "other")
     known = tensor.unique()
     if len(known) == 1:
@@ -595,7 +589,7 @@ def _looked_at(trace: Trace, pairs: Pairs, length: int, how: str, inside: Disagr
     Raises:
         NotApplicableError: No layer, or no output of the model, has an axis of positions.
     """
-    along = {id(given): bool(pairs(given.tensor, given.tensor)) for given in trace.tensors if _is_rounded(given.tensor)}
+    along = {id(given): bool(pairs(given.tensor, given.tensor)) for given in trace.tensors if is_rounded(given.tensor)}
     layers = {given.layer for given in trace.tensors if along.get(id(given))}
     if not layers:
         raise NotApplicableError(f"no layer returns a tensor with an axis of {count(length, 'position')}")
@@ -613,7 +607,3 @@ def _looked_at(trace: Trace, pairs: Pairs, length: int, how: str, inside: Disagr
         )
     text = f"{count(len(layers), 'layer')} {how}{inside_note(inside)}"
     return f"{text}; not looked at: {listed(others)}" if others else text
-
-
-def _is_rounded(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()

@@ -47,7 +47,7 @@ def state_unchanged_by_forward(prepared: PreparedModel) -> Violation | str:
         one = prepared.reference(mode="eval")
         changed = [name for name, tensor in _state(prepared.model) if not same(tensor, before.get(name))]
         if changed:
-            return Violation.at(
+            return Violation.first_of(
                 ((name,) for name in changed),
                 "is changed by a forward in evaluation mode",
                 columns=("changed",),
@@ -108,7 +108,7 @@ def inputs_unchanged_by_forward(prepared: PreparedModel) -> Violation | str:
         prepared.variation(mode="eval")
     if blamed:
         _, path = blamed[0]
-        return Violation.at(
+        return Violation.first_of(
             blamed,
             f"writes into {path}, which the caller may use again",
             columns=("written by", "input"),

@@ -31,7 +31,7 @@ from pytest_modelprobe.text import count, listed, number
 from .batch import batched, check_rows_go_together, size_of
 from .machinery.agreement import check_not_random, in_backward_order, limit, negligible, relative_error
 from .machinery.check import check, check_unmodified
-from .machinery.prepared import PreparedModel, Trace, Vary, as_double
+from .machinery.prepared import PreparedModel, Trace, Vary, as_double, is_rounded
 from .outcome import NotApplicableError, Violation, line_of
 from .recomputation import other_recomputation
 
@@ -81,7 +81,7 @@ def gradient_accumulation(prepared: PreparedModel, *, axis: int = 0, tolerance: 
     compares = _compares_rows(whole, found)
     if compares:
         advice = f"A loss that compares the rows of a batch does this on purpose. {advice}"
-    return Violation.at(
+    return Violation.first_of(
         ((name, percent(far), number(times)) for name, far, times in found),
         f"gets a gradient in {size} parts that differs by {percent(far)} from that of the whole batch",
         columns=("parameter", "changed by", "norm, times"),
@@ -146,7 +146,7 @@ def _knows_rows(prepared: PreparedModel, whole: Trace, size: int, axis: int) -> 
             if x.dim() <= axis or x.shape[axis] != size:
                 return x
             x = x.detach().roll(by, axis)
-            if x.is_floating_point() or x.is_complex():
+            if is_rounded(x):
                 leaves.append(x.requires_grad_())
             return x
 
@@ -215,7 +215,7 @@ def gradcheck(prepared: PreparedModel, *, tolerance: float = 1e-3, step: float =
         return other
     model = prepared.copied()
     converted(model, as_double)  # .double() leaves complex ones in single precision
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
 
     def run(vary: Vary) -> Trace:
         with _InDouble():
@@ -236,21 +236,20 @@ def gradcheck(prepared: PreparedModel, *, tolerance: float = 1e-3, step: float =
         )
     prepared.check_reference(one, mode="eval", model=model, vary=_wide)
 
-    def loss_at(tensor_name: str | None, path: str | None, direction: Tensor, by: float) -> float:
+    inputs = {path: as_double(x.detach().to(prepared.probe.device)) for path, x in prepared.inputs}
+
+    def loss_at(known: Tensor, direction: Tensor, by: float) -> float:
         def moved(where: str, x: Tensor) -> Tensor:
             x = as_double(x)
-            return x + by * direction if where == path else x
+            return x + by * direction if inputs.get(where) is known else x
 
-        parameter = parameters.get(tensor_name or "")
-        if parameter is None:
+        before = known.detach().clone()
+        with torch.no_grad():
+            if isinstance(known, nn.Parameter):
+                known.add_(by * direction)
             trace = run(moved)
-        else:
-            before = parameter.detach().clone()
-            with torch.no_grad():
-                parameter.add_(by * direction)
-            trace = run(moved)
-            with torch.no_grad():
-                parameter.copy_(before)
+            if isinstance(known, nn.Parameter):
+                known.copy_(before)
         if trace.error is not None or trace.loss is None:
             raise NotApplicableError(f"the model does not run at a distance of step=: {trace.failure}")
         return trace.loss.item()
@@ -258,31 +257,30 @@ def gradcheck(prepared: PreparedModel, *, tolerance: float = 1e-3, step: float =
     found: list[tuple[str, str, str]] = []
     looked_at = 0
     at = one.loss.item() if one.loss is not None else 0.0
-    inputs = {path: as_double(x.detach().to(prepared.probe.device)) for path, x in prepared.inputs}
-    wanted = [(n, None, g) for n, g in one.gradients.items()] + [(None, p, g) for p, g in one.input_gradients.items()]
-    for name, path, gradient in wanted:
-        known = parameters[name] if name else inputs[path or ""]
+    wanted = [(name, parameters[name], gradient) for name, gradient in one.gradients.items()]
+    wanted += [(path, inputs[path], gradient) for path, gradient in one.input_gradients.items()]
+    for name, known, gradient in wanted:
         if not known.numel():
             continue
         looked_at += 1
-        direction = prepared.randn_like(known, f"direction {name or path}")
+        direction = prepared.randn_like(known, f"direction {name}")
         direction = direction / direction.norm()
         if gradient is not None and gradient.norm() > 0:
             against = (gradient.conj() * direction).sum().real < 0  # of a scalar the two would cancel
             direction = (-direction if against else direction) + gradient / gradient.norm()  # which may be sparse
             direction = direction / direction.norm()
-        near = (loss_at(name, path, direction, step) - loss_at(name, path, direction, -step)) / (2 * step)
+        near = (loss_at(known, direction, step) - loss_at(known, direction, -step)) / (2 * step)
         exact = 0.0 if gradient is None else (gradient.conj() * direction).sum().real.item()
         scale = max(0.0 if gradient is None else gradient.norm().item(), 1e-6 * max(1.0, abs(at)))
         if not abs(near - exact) <= tolerance * scale:
-            found.append((name or path or "", "none" if gradient is None else number(exact), number(near)))
+            found.append((name, "none" if gradient is None else number(exact), number(near)))
     if not looked_at:
         raise NotApplicableError("nothing has a gradient")
     if not found:
         return count(looked_at, "gradient")
     found = in_backward_order(found, one)
     _, exact_said, near_said = found[0]
-    return Violation.at(
+    return Violation.first_of(
         found,
         f"has a wrong gradient: backward computes {exact_said}, finite differences {near_said}",
         columns=("tensor", "gradient", "finite differences"),
@@ -310,7 +308,7 @@ def optimizer_covers(prepared: PreparedModel, *, optimizer: torch.optim.Optimize
     named = dict(prepared.model.named_parameters())
     missing = [name for name, p in named.items() if p.requires_grad and id(p) not in held]
     if missing:
-        return Violation.at(
+        return Violation.first_of(
             ((name,) for name in missing),
             "is in no group of the optimizer: it is never trained",
             columns=("parameter",),
@@ -318,7 +316,7 @@ def optimizer_covers(prepared: PreparedModel, *, optimizer: torch.optim.Optimize
         )
     twice = [name for name, p in named.items() if held[id(p)] > 1]
     if twice:
-        return Violation.at(
+        return Violation.first_of(
             ((name,) for name in twice),
             f"is in the optimizer {held[id(named[twice[0]])]} times: every step updates it as often",
             columns=("parameter",),
@@ -326,9 +324,9 @@ def optimizer_covers(prepared: PreparedModel, *, optimizer: torch.optim.Optimize
         )
     foreign = len(held.keys() - {id(p) for p in named.values()})
     if foreign:
-        return Violation(
-            layer="(optimizer)",
-            line=f"(optimizer) has {count(foreign, 'tensor')} that are not in the model",
+        return Violation.at(
+            "(optimizer)",
+            f"has {count(foreign, 'tensor')} that are not in the model",
             advice="Was a part of the model replaced after the optimizer was made?",
         )
     return count(len(held), "parameter")
@@ -381,7 +379,7 @@ def overfits_batch(
         for done in each(range(steps + 1)):
             trace = _with_gradients(prepared, done)
             if trace.in_backward:
-                return Violation(layer=ROOT, line=f"{ROOT} cannot be trained: in step {done + 1} {trace.failure}")
+                return Violation.at(ROOT, f"cannot be trained: in step {done + 1} {trace.failure}")
             assert trace.loss is not None
             if not done:
                 prepared.check_reference(trace)
@@ -389,9 +387,9 @@ def overfits_batch(
             last = trace.loss.item()
             first = first if done else last
             if not math.isfinite(last):
-                return Violation(
-                    layer=ROOT,
-                    line=f"{ROOT} has a loss of {last} after {count(done, 'step')}",
+                return Violation.at(
+                    ROOT,
+                    f"has a loss of {last} after {count(done, 'step')}",
                     advice="Look for a logarithm or a division by 0, and for a learning rate that is too high: pass "
                     "another optimizer=. assert_finite, on a run with this loss, names the layer where it begins.",
                 )
@@ -409,16 +407,16 @@ def overfits_batch(
         said = f"loss {number(first)} → {number(last)} in {count(done, 'step')}{moved}{names}"
         if guesses is None or first <= 2 * guesses:
             return said
-        return Violation(
-            layer=ROOT,
-            line=f"{ROOT} begins at a cross entropy of {number(first)}, equal guesses have {number(guesses)}; {said}",
+        return Violation.at(
+            ROOT,
+            f"begins at a cross entropy of {number(first)}, equal guesses have {number(guesses)}; {said}",
             advice="It begins with confident wrong guesses: look at the scale of the last layer and of the inputs.",
             level="hint",
         )
     name = still[0] if still else ROOT
-    return Violation(
-        layer=name,
-        line=f"{name} does not learn one batch: loss {number(first)} → {number(last)} in {count(steps, 'step')}{moved}",
+    return Violation.at(
+        name,
+        f"does not learn one batch: loss {number(first)} → {number(last)} in {count(steps, 'step')}{moved}",
         columns=("never moved",) if still else (),
         rows=tuple((one,) for one in still),
         advice="Look for a detached or frozen part, a softmax before a cross entropy, targets that do not belong "
@@ -535,7 +533,7 @@ def ema_tracks(
                 found.append((name, f"is updated in the average with an error of {percent(far)}"))
     if not found:
         return count(len(parameters), "parameter") + (f", {count(len(buffers), 'buffer')}" if buffers else "")
-    return Violation.at(
+    return Violation.first_of(
         found,
         found[0][1],
         columns=("parameter", "what"),

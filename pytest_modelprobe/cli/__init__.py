@@ -1,6 +1,7 @@
 """The command `modelprobe`: shows snapshots, compares them, and checks that changes are declared.
 
-All but `scan`, which runs a model, read files and ask git, and need neither torch nor pytest.
+A job that reviews changes has a checkout and nothing installed but this package. So the subcommands read files and ask
+git, and need neither torch nor pytest; only `scan` runs a model.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors hold names as they can be printed."""
+    """A parser whose errors have nothing in them that a terminal would obey."""
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))

@@ -27,6 +27,7 @@ from pytest_modelprobe.gate import (
     SourceError,
     Verdict,
     declared_removals,
+    event,
     has_words,
     in_revision,
     in_working_tree,
@@ -37,15 +38,14 @@ from pytest_modelprobe.gate import (
     scope_in,
     superseded,
 )
-from pytest_modelprobe.gate import event as actions
-from pytest_modelprobe.gate import text as changes
+from pytest_modelprobe.gate import text as gate_text
 from pytest_modelprobe.report import data, github, markdown
 from pytest_modelprobe.text import printable
 
 from .common import DIFFERENT, SAME, as_json, resolve_source
 
 _DIFF_LEVELS: Mapping[Class, Level] = {kind: "allow" if kind == "format" else "warn" for kind in CLASSES}
-"""Levels of `diff`: it denies nothing, and leaves out changes of format."""
+"""The levels of `diff`, which denies nothing and leaves out changes of format."""
 
 
 def run_diff(options: argparse.Namespace) -> int:
@@ -59,7 +59,7 @@ def run_diff(options: argparse.Namespace) -> int:
     differing = Verdict(
         changes=tuple(change for change in verdict.changes if change.level != "allow"), unchanged=verdict.unchanged
     )
-    _print(options.format, differing, changes.diff_text, markdown.diff)
+    _print(options.format, differing, gate_text.diff_text, markdown.diff)
     return DIFFERENT if differing.changes else SAME
 
 
@@ -74,7 +74,7 @@ def run_check(options: argparse.Namespace) -> int:
     if "interface" in options.deny and not any("calls" in getattr(options, level) for level in LEVELS):
         levels["calls"] = "deny"  # as a test with compare="all", which fails too where only calls are written otherwise
     verdict = _since_base(options, levels, differences=options.format == "json")
-    _print(options.format, verdict, changes.verdict_text, markdown.verdict)
+    _print(options.format, verdict, gate_text.verdict_text, markdown.verdict)
     return DIFFERENT if verdict.denied else SAME
 
 
@@ -130,13 +130,13 @@ def _compared_with(repository: Repository, base: str) -> str:
 def _base_of_event(repository: Repository) -> str:
     if os.environ.get("GITHUB_ACTIONS") != "true":
         raise UsageError("name what to compare with: --base origin/main")
-    return actions.base(repository, os.environ)
+    return event.base(repository, os.environ)
 
 
 def _readable(source: SnapshotSource, names: Collection[str]) -> Mapping[str, SnapshotVersion]:
-    """Return the snapshots that can be read, in whole or their structure alone; the others count as new.
+    """Return the snapshots that can be read, in whole or their structure alone. The others count as new.
 
-    If they were an error, no commit could repair them.
+    If a snapshot of the base were an error, no commit could repair it.
     """
     said: set[str] = set()
 

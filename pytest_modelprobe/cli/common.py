@@ -26,7 +26,7 @@ def resolve_source(argument: str) -> tuple[SnapshotSource, str]:
 
 
 def _is_drive(letter: str) -> bool:
-    """Whether the letter before a colon is a drive of Windows, and not a branch."""
+    """Whether the letter before a colon is a drive of Windows and not a branch."""
     if os.name != "nt" or len(letter) > 1:
         return False
     try:

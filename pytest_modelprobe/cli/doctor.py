@@ -50,7 +50,7 @@ PLUGINS = (
 
 _INI_FILES = ("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
 _CI_VARIABLES = ("CI", "GITHUB_ACTIONS", "GITLAB_CI", "BUILDKITE", "CIRCLECI", "JENKINS_URL", "TF_BUILD")
-_MOST_FOLDERS = 5_000
+_MOST_FOLDERS = 5_000  # so that the report comes soon
 _NOT_INSTALLED = "not installed"
 
 
@@ -126,7 +126,7 @@ def _attempt(read: Callable[[], str]) -> str:
 
 
 def _error_of(action: Callable[[], object]) -> str:
-    """Return the error of a function in a line; empty where it has none."""
+    """Return the error of a function in a line; empty if it raises nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -169,7 +169,7 @@ def _git() -> str:
 
 @functools.cache
 def _torch_problem() -> str:
-    """Return why torch cannot be used; empty where it can."""
+    """Return why torch cannot be used; empty if it can."""
 
     def use() -> None:
         import torch
@@ -231,7 +231,7 @@ def _mps() -> str:
 
 
 def _project() -> tuple[Path, Path | None, dict[str, Any]]:
-    """Return the folder of pytest's configuration, its file and settings; the current folder where there is none."""
+    """Return the folder of pytest's configuration, its file and settings; the current folder if there is none."""
     here = Path.cwd()
     for folder in (here, *here.parents):
         for path in (folder / name for name in _INI_FILES):
@@ -242,7 +242,7 @@ def _project() -> tuple[Path, Path | None, dict[str, Any]]:
 
 
 def _settings(path: Path) -> dict[str, Any] | None:
-    """Return what a file configures of pytest; None where it configures nothing, or cannot be read."""
+    """Return the settings of pytest in a file; ``None`` if it has none, or cannot be read."""
     own = path.stem.endswith("pytest")
     try:
         text = path.read_text("utf-8")
@@ -310,7 +310,7 @@ def _switched_off(settings: dict[str, Any]) -> Iterator[str]:
 
 
 def _guarded(lines: Iterable[str], broken: str = "unknown") -> Iterator[str]:
-    """Yield lines; where looking for them raises, yield what is ``broken`` and the error."""
+    """Yield lines. If looking for them raises, yield what is ``broken`` with the error."""
     found: list[str] = []
     error = _error_of(lambda: found.extend(lines))
     yield from found
@@ -347,7 +347,7 @@ def _reasons_without_plugin(settings: dict[str, Any]) -> Iterator[str]:
 
 
 def _missing_of_torch() -> Iterator[str]:
-    """Yield what cannot be done, or is done otherwise, as this torch lacks a private name."""
+    """Yield what cannot be done, or is done in another way, because this torch lacks a private name."""
     from pytest_modelprobe import _torch
 
     refused = dict(value.args for value in vars(_torch).values() if isinstance(value, functools.partial))

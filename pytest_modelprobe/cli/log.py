@@ -40,9 +40,9 @@ class _LogEntry:
     commit: Commit
     rows: list[rows.Row]
     said: str
-    """Where there are no rows: that it was recorded, or cannot be read."""
+    """What is said if there are no rows: that it was recorded, or that it cannot be read."""
     reason: str | None = None
-    """What was declared with it."""
+    """The reason that was declared with it."""
 
 
 def run_log(options: argparse.Namespace) -> int:
@@ -85,7 +85,7 @@ def _log_entries(repository: Repository, name: str, glob: str | None) -> Iterato
         raise SourceError(f"{name} is in no commit yet: there is nothing to follow")
     states = {commit.name: state for commit, state in versions}
     asked_for: dict[str, set[str]] = {}
-    """The layers that are asked for, by the names that they have after each commit."""
+    """Commit → the names that the layers which are asked for have after it."""
     for commit, state in versions:
         wanted = asked_for.get(commit.name, set())
         before = [states[parent] for parent in commit.parents if parent in states]
@@ -114,7 +114,7 @@ def _log_entry(
     wanted: set[str] | None,
     glob: str | None,
 ) -> _LogEntry:
-    """Return what one commit did: of a merge, what neither of its parents had."""
+    """Return what one commit did. A merge did what is in neither of its parents."""
     given = [(old.reason, old.supersedes) for old in before if isinstance(old, SnapshotVersion)]
     reason = now.reason if (now.reason, now.supersedes) not in given else None
     if not found:
@@ -125,13 +125,13 @@ def _log_entry(
     here = [
         d
         for d in found[0].differences
-        if (wanted is None or d.layer in wanted or _gone(d, glob))
+        if (wanted is None or d.layer in wanted or _removed(d, glob))
         and all((d.layer, d.kind, d.what) in other for other in others)
     ]
     return _LogEntry(commit, rows.rows(here, found[0].actual, found[0].expected), "", reason)
 
 
-def _gone(difference: Difference, glob: str | None) -> bool:
+def _removed(difference: Difference, glob: str | None) -> bool:
     return glob is not None and difference.kind == "layer removed" and Glob(glob).matches(difference.layer)
 
 

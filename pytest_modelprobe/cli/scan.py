@@ -1,4 +1,8 @@
-"""`modelprobe scan`: what a model does, and what is wrong with it, without a test."""
+"""`modelprobe scan`: what a model does, and what is wrong with it, without a test.
+
+It is the first look at a model that has no tests. It alone of the commands runs a model, so it imports torch, and only
+when it is called.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,7 @@ def run_scan(options: argparse.Namespace) -> int:
         broken = [outcome for outcome in outcomes if outcome.verdict == "broken"]
         hints = [outcome for outcome in outcomes if outcome.verdict == "hint"]
         for outcome in (*broken, *hints):
-            print(f"\n--- {outcome.check} ---\n{printable_lines(str(outcome))}")
+            print(f"\n--- {outcome.check} ---", *map(printable, str(outcome).split("\n")), sep="\n")
         also = f"; {count(len(hints), 'hint')}" if hints else ""
         print(f"\n{count(len(findings), 'finding')}, {count(len(broken), 'broken check')} of {len(outcomes)}{also}")
         if path is not None:
@@ -75,8 +79,3 @@ def _shown(outcomes: Iterable[Outcome]) -> Iterable[Outcome]:
     for outcome in outcomes:
         print(printable(f"  {outcome.check:<28}{outcome.verdict:<16}{outcome.text.partition(chr(10))[0]}"), flush=True)
         yield outcome
-
-
-def printable_lines(text: str) -> str:
-    """Return text as a terminal may show it, line by line."""
-    return "\n".join(map(printable, text.split("\n")))

@@ -49,10 +49,10 @@ def run_show(options: argparse.Namespace) -> int:
 def _shown(
     snapshots: Mapping[str, SnapshotVersion], globs: Sequence[str] | None, left_out: list[tuple[str, SelectionError]]
 ) -> Iterator[tuple[SnapshotVersion, Record]]:
-    """Yield snapshots with the layers that are asked for; tell which have none.
+    """Yield snapshots with the layers that are asked for. Those without such a layer are added to ``left_out``.
 
     Raises:
-        SelectionError: None has any.
+        SelectionError: No snapshot has such a layer.
     """
     found = False
     for snapshot in snapshots.values():

@@ -1,14 +1,15 @@
 """From a parsed architecture file to its layers and calls, checked, and still without numbers.
 
-The numbers follow in `numbers_file`. A file describes much with few bytes, because lines of repeated blocks are equal:
-they are parsed once, and the limits hold for what they describe, not for the size of the file.
+The numbers follow in `numbers_file`. Lines of repeated blocks are equal, so each text is parsed once. For the same
+reason a small file may describe a huge model: the limits here hold for what is described, not for the size of the file.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import UnionType
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from .order import containers, events, implied_timelines
 from .parsing import check_fields, excerpt, string_dict, string_tuple
 from .specs import DTYPE, Defaults, FormatError, ParsedSpec, name_of, parse_parameter, parse_value
 
-# The names and types of the fields; what no table has is refused.
+# The names and types of the fields. A field in no table is refused: an older version would drop what it does not know.
 _HEADER = {
     "modelprobe": int, "model": str, "root": str, "mode": str, "seed": int, "loss": str, "forwards": int,
     "backwards": int, "dtype": str, "requires_grad": bool, "grad_enabled": bool, "autocast": str, "attributes": dict,
@@ -37,9 +38,9 @@ _CALL: dict[str, type | UnionType] = {
 _DEEPEST = 256
 """Parts of a layer's name: Python's recursion limit allows no deeper calls."""
 _MOST_LAYERS = 1 << 17
-"""More than any model has."""
+"""More layers than any model has."""
 _MOST_PARTS = 1 << 20
-"""Layers, parameters, buffers, calls and values: a few bytes of a file are a hundred times as much in memory."""
+"""Layers, parameters, buffers, calls and values together. A few bytes of a file take a hundred times as much memory."""
 
 Named = list[tuple[str, ParsedSpec]]
 
@@ -48,7 +49,7 @@ class LayerLine(NamedTuple):
     """A layer without numbers."""
 
     layer: Layer
-    """With its calls; the parameters, buffers and values are missing."""
+    """It has its calls. Its parameters, buffers and values are missing."""
     parameters: Named
     buffers: Named
     values: list[tuple[Named, Named]]
@@ -77,7 +78,7 @@ class Structure:
         self.attributes = _attributes(data.get("attributes", {}))
         self.parents = containers(data[LAYERS])
         self._contents: dict[str, LayerLine] = {}
-        """By their texts: the lines of repeated blocks are equal."""
+        """The parsed lines by their texts, for the lines of repeated blocks are equal."""
         self._parts = 0
         self.lines = [self._line(name, line) for name, line in data[LAYERS].items()]
         self._place()
@@ -96,7 +97,7 @@ class Structure:
             self._parts += sum(len(inputs) + len(outputs) for inputs, outputs in found.values)
             if self._parts > _MOST_PARTS:
                 raise FormatError(f"up to it there are more than {_MOST_PARTS:,} parameters, calls and values")
-            # Interned: of many snapshots the names of layers are what stays in memory.
+            # Interned: if many snapshots are read, the names of layers are what stays in memory.
             leaf = line.get("leaf", name not in self.parents)
             return found._replace(layer=dataclasses.replace(found.layer, name=sys.intern(name), leaf=leaf))
 
@@ -127,12 +128,10 @@ class Structure:
         calls, values = [], []
         following: dict[ForwardKind, int] = {}
         for line in data:
-            if type(line) is str:
-                source, arrow, made = line.rpartition(ARROW)
-                if not arrow:
-                    raise FormatError(f"{excerpt(line)} is no call")
+            if type(line) is str and ARROW in line:
+                source, _, made = line.rpartition(ARROW)
                 line = {"inputs": {"input": source}, "outputs": {"output": made}}
-            elif type(line) is not dict:
+            if type(line) is not dict:
                 raise FormatError(f"{excerpt(line)} is no call")
             check_fields(line, _CALL)
             fields = usual_call(self.data, training=training) | line
@@ -187,17 +186,10 @@ def _plain_value(value: Any) -> Plain:
     return value  # type: ignore[no-any-return]
 
 
-class in_line:
-    """Add the name of the line to a `FormatError` raised in a `with` block: a class, for each line enters several."""
-
-    __slots__ = ("_name",)
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, FormatError):
-            raise FormatError(f"in the line of {excerpt(self._name)}: {error}") from None
+@contextmanager
+def in_line(name: str) -> Iterator[None]:
+    """Add the name of a line to a `FormatError` that is raised in the block."""
+    try:
+        yield
+    except FormatError as error:
+        raise FormatError(f"in the line of {excerpt(name)}: {error}") from None

@@ -24,11 +24,11 @@ def with_reason(text: str, reason: str, supersedes: str | None) -> str:
 
     Args:
         text: The file, as `encode` wrote it.
-        reason: Why the architecture is another one than before.
-        supersedes: The digests of what it was before, as `gate.superseded` returns them.
+        reason: Why the architecture changed.
+        supersedes: The digests of earlier architectures, as `gate.superseded` returns them.
 
     Raises:
-        SnapshotError: The file is laid out in another way.
+        SnapshotError: The file is not laid out as `encode` writes it.
 
     >>> print(with_reason('{\n"modelprobe": 3,\n"reason": "old",\n"layers": {\n}\n}', "wider", "a b"))
     {
@@ -55,7 +55,7 @@ class Removal(NamedTuple):
     """Why snapshots were deleted."""
 
     contents: frozenset[str]
-    """Digests of their contents, one for each device."""
+    """Digests of what the snapshots held, one for each device."""
     reason: str
 
 
@@ -73,7 +73,7 @@ def removal_text(removal: Removal) -> str:
 
 
 def removal_from(text: str, where: str) -> Removal:
-    """Return what `removal_text` wrote; ``where`` is the path of the file, for messages.
+    """Return what `removal_text` wrote. ``where`` is the path of the file, for messages.
 
     Raises:
         SnapshotError: The text is damaged or was written by a newer version.

@@ -26,13 +26,13 @@ class StoredSnapshot:
     """A record read from its files, with its declaration."""
 
     record: Record
-    """With its layers in the order of the file, which is that of their first calls."""
+    """The record. Its layers are in the order of the file, which is the order of their first calls."""
     architecture: str
     """The `architecture_digest` of the architecture file."""
     reason: str | None = None
     """The declared reason for the change of the architecture."""
     supersedes: str | None = None
-    """The `architecture_digest` of earlier versions, separated by spaces."""
+    """The `architecture_digest` of each earlier version, separated by spaces."""
     compared: ComparedParts = "all"
     """The part that the test compares."""
 
@@ -44,9 +44,9 @@ def decode(
 
     Args:
         architecture: The text of the architecture file, or what `parsed` returned for it.
-        numbers: The text of the numbers file; None: there is no such file.
+        numbers: The text of the numbers file; ``None`` if there is no such file.
         where: Path of the architecture file, for messages.
-        numbers_at: Path of the numbers file, for messages; None: that of the same name.
+        numbers_at: Path of the numbers file, for messages. By default it has the same name.
 
     Raises:
         SnapshotError: The texts are damaged, do not belong together or were written by a newer version.
@@ -59,7 +59,7 @@ def decode(
     (<Record of Net: 1 layer, 0 forwards, 0 backwards>, 'why not')
     """
     there = numbers_at or where.removesuffix(".arch.json") + ".probe.json"
-    with gc_paused():
+    with gc_paused():  # many small objects are made, and none of them is garbage
         data = parsed(architecture, where) if isinstance(architecture, str) else architecture
         with _named(where):
             structure = Structure(data)
@@ -128,7 +128,7 @@ def _named(where: str) -> Iterator[None]:
 
 
 def _snapshot(structure: Structure, numbers: Mapping[str, Any]) -> StoredSnapshot:
-    """Return the record and its declaration; ``numbers`` is empty if the structure alone is wanted."""
+    """Return the record and its declaration. ``numbers`` is empty if the structure alone is wanted."""
     data = structure.data
     fill = RecordBuilder(structure, numbers)
     record = Record(

@@ -55,8 +55,8 @@ def encode(
         record: The record of a run or of `architecture`. Ranges of units, devices of single values and modules of
             classes are left out; numbers are rounded, see `readings`.
         reason: The declared reason for the change of the architecture.
-        supersedes: The `architecture_digest` of earlier versions.
-        compared: The part that the test compares; written with the numbers if it is not all.
+        supersedes: The `architecture_digest` of each earlier version, separated by spaces.
+        compared: The part that the test compares. It is written with the numbers if it is not all.
 
     >>> texts = encode(Record(model="Net", layers={"fc1": Layer(name="fc1", type="torch.nn.Linear")}))
     >>> print(texts.architecture, end="")
@@ -114,14 +114,14 @@ def _header(record: Record, lines: Sequence[LayerCalls], numbers: bool) -> tuple
 
 
 def _everywhere(lines: Sequence[LayerCalls]) -> dict[str, Any]:
-    """Return private attributes that most layers share, as a framework may set on each."""
+    """Return private attributes that most layers share: a framework may set them on each layer."""
     own = [layer.attributes for _, layer, _ in lines if not layer.functional]
     counts = Counter((k, type(v), v) for attributes in own for k, v in attributes.items() if k.startswith("_"))
     return {k: _json_value(v) for (k, _, v), n in counts.items() if len(own) > 1 and 2 * n > len(own)}
 
 
 def _dtypes(lines: Sequence[LayerCalls]) -> Iterator[str]:
-    """Yield the dtypes of floating parameters, then of floating values: the first is the default."""
+    """Yield the dtypes of floating parameters and then of floating values. The first one is the default of the file."""
     yield from (p.dtype for _, layer, _ in lines for p in layer.parameters if floating(p.dtype))
     yield from (v.dtype for _, _, cs in lines for c in cs for v in (*c.inputs, *c.outputs) if floating(v.dtype))
 
@@ -224,7 +224,7 @@ def _unusual(fields: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, A
 
 
 def _signature(line: Mapping[str, Any]) -> str | None:
-    """Return the short text of a call with one input, one output and no other fields; else None."""
+    """Return the short text of a call with one input and one output, as most have; ``None`` if it has other fields."""
     if line.keys() == {"inputs", "outputs"} and [*line["inputs"], *line["outputs"]] == ["input", "output"]:
         source, made = line["inputs"]["input"], line["outputs"]["output"]
         return f"{source}{layout.ARROW}{made}" if " from " not in made else None
@@ -232,7 +232,7 @@ def _signature(line: Mapping[str, Any]) -> str | None:
 
 
 def _same_attribute(a: Any, b: Any) -> bool:
-    """Whether two attributes are the same; True is not 1."""
+    """Whether two attributes are the same. True is not 1 here, as it is in Python."""
     return type(a) is type(b) and bool(a == b)
 
 
@@ -246,7 +246,7 @@ def _json_value(value: Plain) -> Any:
 
 
 class _Numbers:
-    """The lines of the numbers file; a tensor is written where it is first seen."""
+    """The lines of the numbers file. A tensor is written where it is first seen."""
 
     def __init__(self, lines: Sequence[LayerCalls], defaults: Defaults) -> None:
         self.defaults = defaults
@@ -293,7 +293,7 @@ class _Numbers:
     # --- values
 
     def _values(self) -> Iterator[tuple[tuple[int, int, bool, int], str]]:
-        """Yield the entries of all values in order of execution; an empty text if none is needed."""
+        """Yield the entries of all values in the order of execution. An entry that is not needed is an empty text."""
         calls = [calls for _, _, calls in self.lines_of]
         owners: dict[tuple[ForwardKind, int], tuple[str, str]] = {}
         written: dict[tuple[ForwardKind, str], tuple[int, str]] = {}
@@ -342,7 +342,7 @@ class _Numbers:
     # --- responses
 
     def _response(self, i: int, j: int, response: IsolatedResponse) -> str:
-        """Return the key of a response; equal responses share one."""
+        """Return the key of a response: the start of its hash, so that equal responses share one entry."""
         dtype = next((value.dtype for value in self.lines_of[i][2][j].outputs), DTYPE)  # as it is compared
         parts = [(layout.RECIPES, _COMPACT(self.recipes.text(i, j, response.recipes)))]
         for key, handed in zip(keys(h.where for h in response.handed), response.handed, strict=True):

@@ -18,26 +18,24 @@ _UNSAFE = re.compile(r'[/\\:*?"<>|%\x00-\x1f\x7f-\x9f\ud800-\udfff]|^\.|\.(?=\.)
 _RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9¹²³]|lpt[0-9¹²³]|conin\$|conout\$)\s*(\.|$)", re.IGNORECASE)
 
 
-def file_name(name: str, *more: str) -> str:
+def file_name(name: str) -> str:
     """Return a name for a file that holds what belongs to ``name``: readable, safe on every system, one for each name.
 
     What is unsafe is percent-encoded, so that two names never share a file; a long name ends in its hash instead.
 
     Args:
-        name: A test's name with its ids, or a module's.
-        *more: Further parts, joined by dots: a counter, a device.
+        name: The name of a test with its ids, or of a module.
 
-    >>> file_name("test_net[a:b]"), file_name("test_net[ab]", "2", "cuda")
-    ('test_net[a%3Ab]', 'test_net[ab].2.cuda')
+    >>> file_name("test_net[a:b]"), file_name("test_net[ab].2")
+    ('test_net[a%3Ab]', 'test_net[ab].2')
     >>> file_name("../../etc/passwd"), file_name("con")
     ('%2E.%2F%2E.%2Fetc%2Fpasswd', '%63on')
     """
-    whole = ".".join((name, *more))
-    safe = _UNSAFE.sub(lambda found: _encoded(found[0]), whole)
+    safe = _UNSAFE.sub(lambda found: _encoded(found[0]), name)
     if _RESERVED.match(safe):
         safe = _encoded(safe[0]) + safe[1:]
     if len(safe.encode()) > LONGEST:
-        ending = "-" + hashlib.sha256(whole.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+        ending = "-" + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:12]
         safe = safe.encode()[: LONGEST - len(ending)].decode("utf-8", "ignore") + ending
     return safe or "%"
 

@@ -14,16 +14,15 @@ from functools import lru_cache
 from .specs import FormatError
 
 FINGERPRINT_SIZE = 16
-"""Numbers of a fingerprint."""
+"""The count of numbers in a fingerprint."""
 
 _EXPONENTS = range(-1074, 1024)
-"""The smallest is that of the smallest float. Of a larger one the power of two would be infinite."""
+"""The first is the exponent of the smallest float. A larger exponent than the last would make an infinite power."""
 _BIAS = 2048
 """Added to the exponent, so that it is positive in its 12 bits."""
 
-
 BITS = range(14, 33)
-"""Bits of each number, its sign included: more where a value is known more precisely."""
+"""Bits of a number with its sign. The more precisely a value is known, the more bits it has."""
 
 
 def bits_for(precision: float) -> int:
@@ -39,7 +38,7 @@ def bits_for(precision: float) -> int:
 
 @lru_cache(maxsize=8192)  # layers that are alike respond alike
 def packed(numbers: tuple[float, ...], bits: int) -> str:
-    """Return the text of a fingerprint; nothing for zeros.
+    """Return the text of a fingerprint. It is empty if all numbers are zero.
 
     >>> unpacked(packed((0.5, -1.25) * 8, 16))[:2]
     (0.5, -1.25)

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 from pytest_modelprobe.record import ROOT
 
 SCHEMA = 3
+"""The version of the format. A file of another version is not read: its test records it anew."""
 LAYERS = "layers"
 RESPONSES = "responses"
 DECLARATION = ("reason", "supersedes")
@@ -48,7 +49,7 @@ EMPTY = "[[]]"
 
 
 def usual_layer(header: Mapping[str, Any], *, has_children: bool) -> dict[str, Any]:
-    """Return the fields that the line of a layer leaves out where they have these values."""
+    """Return the usual values of a layer's fields. A line leaves out a field that has its usual value."""
     return {
         "functional": False,
         "leaf": not has_children,
@@ -62,7 +63,7 @@ def usual_layer(header: Mapping[str, Any], *, has_children: bool) -> dict[str, A
 
 
 def usual_call(header: Mapping[str, Any], *, training: bool) -> dict[str, Any]:
-    """Return the fields that a call in a layer of this mode leaves out where they have these values."""
+    """Return the usual values of the fields of a call in a layer of this mode."""
     return {
         "root": header.get("root", ROOT),
         "mode": header["mode"],
@@ -83,7 +84,7 @@ class Texts(NamedTuple):
 
     architecture: str
     numbers: str | None
-    """None if the record is of structure alone."""
+    """``None`` if the record has the structure alone."""
 
 
 def laid_out(
@@ -104,7 +105,7 @@ def laid_out(
 
 
 def joined_lines(header: Sequence[str], responses: Sequence[str], layers: Sequence[str]) -> str:
-    """Return the file of these lines, none of which ends in a comma."""
+    """Return the file of these lines. The lines are given without a comma at their end."""
     sections = [*header]
     for name, lines in ((RESPONSES, responses), (LAYERS, layers)):
         if lines or name == LAYERS:
@@ -115,7 +116,7 @@ def joined_lines(header: Sequence[str], responses: Sequence[str], layers: Sequen
 
 
 def digest_of(data: Mapping[str, Any]) -> str:
-    """Return the digest of a parsed architecture, independent of white space and the order of attributes."""
+    """Return the digest of a parsed architecture. It is independent of white space and of the order of attributes."""
     header = {k: v for k, v in data.items() if k not in (*DECLARATION, LAYERS)}
     layers = data.get(LAYERS)
     lines = list(layers.items()) if isinstance(layers, dict) else layers  # their order is that of the calls

@@ -2,7 +2,8 @@
 
 A tensor is written once, where it is first seen. Wherever it is seen again, the file has the name of that place, or
 nothing if the architecture says where the value is from. So values are read in the order of execution, as they were
-written. The numbers are checked for what no tensor can have: without that, an edited file could pass as the same.
+written. Only fingerprints are compared, so the other numbers are checked here: an edited file that shows numbers which
+no tensor has would pass as the same.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from .specs import FormatError, ParsedSpec, absolute, keys, name_of
 
 
 def operation_from(data: Any) -> Operation | None:
-    """Return an operation from its list of three texts."""
+    """Return an operation from its list of three texts; ``None`` if there is none."""
     if data is None:
         return None
     if len(data) != 3 or type(data[0]) is not str or type(data[2]) is not str or type(data[1]) not in (str, type(None)):
@@ -44,6 +45,7 @@ def operation_from(data: Any) -> Operation | None:
     return Operation(name=data[0], location=data[1], detail=data[2])
 
 
+# The names and types of the fields, as in `architecture_file`.
 _NUMBERS = {
     "modelprobe": int, "architecture": str, "compared": str, "device": str, "noise": str, "notes": list, "origin": list,
     "gradient_origin": list, "versions": dict, "columns": list, "gradient columns": list, "keys": dict,
@@ -55,7 +57,7 @@ _MEASURED = ("measured", "not repeatable")
 
 
 def check_numbers(data: Mapping[str, Any], structure: Structure) -> None:
-    """Raise `FormatError` unless a numbers file is one of this structure; its lines are checked when they are used."""
+    """Raise `FormatError` unless a numbers file is one of this structure. Its lines are checked when they are used."""
     check_fields(data, _NUMBERS)
     if data.get("noise", _MEASURED[0]) not in _MEASURED:
         raise FormatError(f"how its noise came about is {excerpt(data['noise'])}")
@@ -78,15 +80,15 @@ class _ValueReadings(NamedTuple):
     first: Reading = Reading()
     gradient: Reading | None = None
     other: Reading | None = None
-    """The gradient inside a forward, or the value after the run."""
+    """Of a value the gradient inside a forward, of a parameter its value after the run."""
     tensor: int = -1
 
 
-_MOST_UNITS = 1 << 24  # of all values: a few numbers in a file stand for many in memory
-
+_MOST_UNITS = 1 << 24
+"""Units of all values together. Three numbers in a file stand for as many units in memory."""
 
 _ValuePosition = tuple[int, int, bool, int]
-"""Line, call, whether an output, and which."""
+"""The index of the line and of the call, whether it is an output, and its index among the inputs or outputs."""
 
 
 class RecordBuilder:
@@ -102,7 +104,7 @@ class RecordBuilder:
         self.given: dict[_ValuePosition, Any] = {}
         self.besides: dict[tuple[int, int, str], str] = {}
         self.answers: dict[str, IsolatedResponse] = {}
-        """By key, without recipes: these follow from the call."""
+        """Responses by key, without recipes. Equal responses share a key, and recipes follow from the call."""
         self.recipes = Recipes(
             [Outline(line.name, [*line.parameters, *line.buffers], line.values) for line in structure.lines]
         )
@@ -113,7 +115,7 @@ class RecordBuilder:
             self._resolve()
 
     def _sort(self, i: int, line: LayerLine, data: Mapping[str, Any]) -> None:
-        """Split a line of the numbers by parameters, values and calls."""
+        """Assign the entries of a line to parameters, values and calls. An entry that is left over is an error."""
         own = [*line.parameters, *line.buffers]
         found = 0
         for key, (name, spec) in zip(keys([name for name, _ in own]), own, strict=True):
@@ -160,7 +162,7 @@ class RecordBuilder:
         return reading
 
     def _resolve(self) -> None:
-        """Assign readings to each value: its own, or those of the value that it refers to."""
+        """Assign to each value its own readings, or those of the value that it refers to."""
         lines, calls = self.structure.lines, self.structure.calls
         known: dict[tuple[ForwardKind, str], _ValueReadings] = {}
         written: dict[tuple[ForwardKind, str], _ValueReadings] = {}

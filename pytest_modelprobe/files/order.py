@@ -1,8 +1,9 @@
 """The order of calls: implied by the order of lines, or written as timelines.
 
-A timeline lists the starts and ends of the calls of one kind of forward: ``3`` is the start of the next call of the
-layer on the third line, ``-3`` the end of its newest. If each layer is called once, inside its containers, the order
-of lines implies the timelines.
+The order is needed to read a file, because a tensor is written where it is first seen. A timeline lists the starts and
+ends of the calls of one kind of forward: ``3`` is the start of the next call of the layer on the third line, ``-3`` the
+end of its newest. If each layer is called once, inside its containers, the order of lines implies the timelines, and
+the file has none.
 """
 
 from __future__ import annotations
@@ -35,21 +36,20 @@ def forward_kind_of(call: Call) -> ForwardKind:
 
 
 def forward_order(record: Record) -> list[tuple[str, Layer, list[Call]]]:
-    """Return names, layers and calls: layers by their first call, those without one last; calls by kind and index."""
-    kinds = {
-        kind: i
-        for i, kind in enumerate(sorted({forward_kind_of(c) for la in record.layers.values() for c in la.calls}))
-    }
-    known, unknown = [], []
-    for name, layer in record.layers.items():
-        calls = sorted(layer.calls, key=lambda c: (kinds[forward_kind_of(c)], c.index))
-        first = min(((kinds[forward_kind_of(c)], c.started) for c in calls if c.started >= 0), default=None)
-        if first is None:
-            unknown.append((name, layer, calls))
-        else:
-            known.append((first, (name, layer, calls)))
-    known.sort(key=lambda pair: pair[0])
-    return [line for _, line in known] + unknown
+    """Return names, layers and calls in the order of the file.
+
+    Layers are in the order of their first calls, and a layer without one is last. Calls are by kind and index.
+    """
+
+    def first_call(layer: Layer) -> tuple[bool, ForwardKind, int]:
+        started = [(False, forward_kind_of(call), call.started) for call in layer.calls if call.started >= 0]
+        return min(started, default=(True, ("", False), 0))
+
+    def number(call: Call) -> tuple[ForwardKind, int]:
+        return forward_kind_of(call), call.index
+
+    layers = sorted(record.layers.items(), key=lambda item: first_call(item[1]))
+    return [(name, layer, sorted(layer.calls, key=number)) for name, layer in layers]
 
 
 def containers(names: Collection[str]) -> set[str]:
@@ -132,7 +132,7 @@ def events(given: Sequence[Timeline], calls: Sequence[Sequence[Call]]) -> list[l
 
 
 def all_events(known: Iterable[Sequence[Event]], calls: Sequence[Sequence[Call]]) -> Collection[Event]:
-    """Return the starts and ends of all calls in order; those that `events` does not have come last."""
+    """Return the starts and ends of all calls in order. Those that are in no timeline come last."""
     seen = dict.fromkeys(itertools.chain.from_iterable(known))
     for i, of_layer in enumerate(calls):
         for j in range(len(of_layer)):

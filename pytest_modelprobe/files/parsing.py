@@ -19,10 +19,10 @@ from .layout import LAYERS, SCHEMA
 from .specs import FormatError
 
 MOST_BYTES = 64 << 20
-"""Larger files are no snapshots."""
+"""The size of the largest file that is read. No snapshot is larger."""
 
 _MOST_DIGITS = 300
-"""More digits than any attribute has; a float holds all numbers of so many."""
+"""Digits of the longest integer that is read. No attribute has more, and a float holds every number of so many."""
 
 RESTORE = "restore it from version control, or delete it and record it anew with `pytest --snapshot-update`"
 
@@ -93,7 +93,7 @@ def too_large(where: str, size: int) -> NoReturn:
 
 
 def text_of(data: bytes, where: str) -> str:
-    """Return the text of a file; `SnapshotError` if it is not UTF-8."""
+    """Return the text of a file; raise `SnapshotError` if it is not UTF-8."""
     try:
         return data.decode("utf-8").replace("\r\n", "\n")  # as a checkout on Windows may have it
     except UnicodeDecodeError as error:

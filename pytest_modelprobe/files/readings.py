@@ -1,7 +1,8 @@
 """Readings as short lists of numbers, and back.
 
-A list has no names, because a file has thousands of them; the header of the file names the columns. Digits are rounded
-to what a comparison can tell apart, so that noise of the machine does not show up in a diff.
+A reading is what was measured of one tensor. A list has no names, because a file has thousands of lists; the header of
+the file names the columns. Digits are rounded to what a comparison can tell apart, so that the noise of a machine does
+not show up in a diff.
 
 - Values, parameters, buffers: ``[mean, std, min, max, fingerprint, noise, zeros, {more}]``.
 - Gradients: ``[rms, fingerprint, noise, zeros, {more}]``. Only their norm and fingerprint are compared.
@@ -28,14 +29,15 @@ Role = Literal["value", "gradient", "own", "own gradient", "response", "response
 _COMPACT = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 FULL: tuple[Role, ...] = ("value", "own", "response")
-"""Roles with all columns."""
+"""Roles with all columns. Gradients have fewer, because only their norm and fingerprint are compared."""
 
 _HUGE = 1e150
 """Squares of larger numbers are infinite, and those of numbers smaller than its inverse are zero."""
 _PRINTED = 2e-5
 """Twice the relative error of six digits."""
 
-_MOST_UNITS = 1 << 20  # units are decoded to tuples: a short text must not use much memory
+_MOST_UNITS = 1 << 20
+"""Units of a reading that are written and read. They become tuples, and a short text must not fill the memory."""
 
 
 def number_text(value: float | None, digits: int = 6) -> str:
@@ -62,46 +64,44 @@ def number_text(value: float | None, digits: int = 6) -> str:
 
 
 def precision(role: Role, dtype: str, noise: float | None) -> float:
-    """Return how precisely a fingerprint is kept, relative to the norm: a quarter of the tolerance.
+    """Return how precisely a fingerprint is kept, relative to the norm.
+
+    More noise needs fewer digits, and so does a narrow dtype. Integers and booleans have a digest, which is exact:
+    their fingerprint only estimates how many elements changed.
 
     >>> precision("value", "float32", None), precision("gradient", "float32", 1e-4), precision("own", "bfloat16", None)
     (2.5e-07, 0.0001, 0.00048)
     """
-    if not floating(dtype) and role not in _RESPONSE:  # the digest is exact; the fingerprint estimates how many changed
-        return 1e-4
+    if not floating(dtype) and role not in ("response", "response gradient"):  # responses are floating numbers
+        return _WITH_DIGEST
     return max(_PRECISION[role], _NARROW.get(dtype, 0.0), noise or 0.0)
 
 
-_RESPONSE: tuple[Role, ...] = ("response", "response gradient")
+_WITH_DIGEST = 1e-4
 _PRECISION: dict[Role, float] = {
     "value": 2.5e-7, "response": 2.5e-7, "own": 7.5e-7,
     "gradient": 5e-7, "own gradient": 5e-7, "response gradient": 5e-7,
 }  # fmt: skip
+"""An eighth of the smallest tolerance of `comparison` for values, a quarter for gradients, parameters and buffers."""
 _NARROW = {"float16": 6e-5, "bfloat16": 4.8e-4}
 """A sixteenth of the distance between 1 and the next number of the dtype."""
 
 
 def reading_text(reading: Reading | None, shape: Sequence[Dimension] | None, dtype: str, role: Role) -> str:
-    """Return the list of a reading; ``shape`` is that of its values, or None if it is not known."""
+    """Return the list of a reading. ``shape`` is the shape of its tensor, or ``None`` if it is not known."""
     if reading is None:
         return "null"
     numbers = reading.statistics
     columns = []
     if numbers is not None and role in FULL:
         std = numbers.std
-        columns = [
-            number_text(_mean(numbers.mean, std)),
-            number_text(std),
-            number_text(numbers.min),
-            number_text(numbers.max),
-        ]
+        columns = [number_text(x) for x in (_mean(numbers.mean, std), std, numbers.min, numbers.max)]
     elif numbers is not None:
         columns = [number_text(numbers.rms)]
     least = len(columns)
     noise = None if reading.noise is None else float(f"{reading.noise:.2g}")
     if reading.fingerprint is not None:
-        columns.append(_fingerprint_text(reading.fingerprint, precision(role, dtype, noise)))
-        columns.append(number_text(noise, 2))
+        columns += [_fingerprint_text(reading.fingerprint, precision(role, dtype, noise)), number_text(noise, 2)]
     elif least:
         columns += ["null", number_text(noise, 2)]
     if numbers is not None and numbers.zeros:
@@ -131,16 +131,14 @@ def reading_from(data: Any, shape: Sequence[Dimension] | None, role: Role) -> Re
         data, more = data[:-1], data[-1]
     first = data[0] if data else ""
     counted = type(first) is not list and (type(first) is not str or first in _NONFINITE)
-    mean: Any = 0
-    low = high = std = None
-    least = 0
+    low = high = None
     if counted and role in FULL:
         least = 4
         mean, std, low, high = (*data, None, None, None)[:4]
-    elif counted:
-        least = 1
-        std = data[0]
-        mean = None if std is None else 0
+    else:
+        least = int(counted)
+        std = data[0] if counted else None
+        mean = None if std is None else 0  # of a gradient only the root mean square is kept
     if not least <= len(data) <= least + 2 + counted:
         raise FormatError(f"{len(data)} numbers are not as many as columns")
     fingerprint, noise, zeros = (*data[least:], None, None, None)[:3]
@@ -153,7 +151,11 @@ def reading_from(data: Any, shape: Sequence[Dimension] | None, role: Role) -> Re
 
 
 def check_statistics(s: Statistics) -> None:
-    """Raise `FormatError` if no tensor has these statistics."""
+    """Raise `FormatError` if no tensor has these statistics.
+
+    Only fingerprints are compared. Without this check a file could show whatever numbers somebody wrote into it, and a
+    reviewer would believe them.
+    """
     mean, low, high, finite = s.mean, s.min, s.max, s.finite
     if not finite:
         if s.deviations or (low, high) != (None, None):
@@ -194,10 +196,9 @@ def _more(reading: Reading, shape: Sequence[Dimension] | None) -> dict[str, Any]
         if numbers.nonfinite:
             more |= {name: n for name in _COUNTS if (n := getattr(numbers, name))}
             more |= {name: n for name in _FIRST if (n := getattr(numbers, name)) is not None}
-        if numbers.zeros and reading.units is not None and len(reading.units) <= _MOST_UNITS:
-            dead = reading.units.dead
-            if dead:
-                more["dead"] = [dead, len(reading.units), reading.units.axis]
+        units = reading.units
+        if numbers.zeros and units is not None and len(units) <= _MOST_UNITS and units.dead:
+            more["dead"] = [units.dead, len(units), units.axis]
     if reading.digest is not None:
         more["digest"] = reading.digest
     if reading.reason is not None:
@@ -206,13 +207,9 @@ def _more(reading: Reading, shape: Sequence[Dimension] | None) -> dict[str, Any]
 
 
 def _count(shape: Sequence[Dimension] | None, tensors: int) -> int | None:
-    """Return how many elements so many tensors of a shape have; None where it varies."""
-    count = tensors
-    for size in (None,) if shape is None else shape:
-        if type(size) is not int:
-            return None
-        count *= size
-    return count
+    """Return how many elements so many tensors of a shape have; ``None`` if it is not known or varies."""
+    sizes = [size for size in shape or () if type(size) is int]
+    return None if shape is None or len(sizes) < len(shape) else tensors * math.prod(sizes)
 
 
 def _statistics(
@@ -256,7 +253,7 @@ def _rest(more: Mapping[str, Any], statistics: Statistics | None, shape: Sequenc
 
 
 def _units(dead: int, units: int, axis: Any, statistics: Statistics | None, shape: Sequence[Dimension] | None) -> Units:
-    """Return units of which only the number of dead ones is known: these first, then NaN."""
+    """Return units of which only the number of dead ones is known: first the dead ones, then NaN for the others."""
     if type(axis) is not int or abs(axis) > 64 or not 0 < dead <= units <= _MOST_UNITS:
         raise FormatError(f"{dead} of {units} units are dead")
     size = shape[axis] if shape is not None and -len(shape) <= axis < 0 else units
@@ -272,7 +269,7 @@ def _units(dead: int, units: int, axis: Any, statistics: Statistics | None, shap
 
 
 def _mean(mean: float | None, std: float | None) -> float | None:
-    """Round a mean to the digits of the deviation: smaller ones are noise."""
+    """Round a mean to the digits of the deviation. Smaller digits are noise, and would change with every update."""
     if not mean or not std or not math.isfinite(std) or not math.isfinite(mean):
         return mean
     return round(mean, 6 - math.floor(math.log10(float(f"{std:.6g}") or 1.0)))
@@ -296,18 +293,15 @@ _NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def _float(data: Any) -> float:
-    kind = type(data)
-    if kind is float:
-        return data  # type: ignore[no-any-return]
-    if kind is int:
+    if type(data) in (float, int):
         return float(data)  # `parsed` refuses an integer that no float holds
-    if kind is str and data in _NONFINITE:
+    if type(data) is str and data in _NONFINITE:
         return _NONFINITE[data]
     raise FormatError(f"{str(data)[:80]!r} is no number")
 
 
 def _noise(data: Any) -> float:
-    """Return a noise: never negative, infinite if a repetition differed in structure."""
+    """Return a noise. It is never negative, and infinite if a repetition differed in structure."""
     found = _float(data)
     if found < 0:
         raise FormatError(f"{excerpt(data)} is no noise")
@@ -315,7 +309,7 @@ def _noise(data: Any) -> float:
 
 
 def _exact(data: Any) -> float | None:
-    """Return a float, or an integer as it is: the smallest or largest of integers."""
+    """Return a float, or an integer as it is, for the smallest and largest of integers are exact."""
     return data if data is None or (type(data) is int and abs(data) < 1 << 64) else _float(data)
 
 

@@ -15,11 +15,10 @@ from pytest_modelprobe.record import ROOT, Parameter, Value
 from .specs import FormatError, ParsedSpec, floating
 
 _MOST = 1 << 22
-"""Tensors with a recipe, of all calls: one text in a file may stand for many calls."""
-
+"""Tensors with a recipe, of all calls together. One text in a file may stand for many calls."""
 
 Shaped = Value | Parameter | ParsedSpec
-"""Whatever has a shape and a dtype: writing has values, reading their specs."""
+"""What has a shape and a dtype. Writing knows values and parameters, and reading knows their specs."""
 
 NamedValues = Sequence[tuple[str, Shaped]]
 """Values of a call with their paths."""
@@ -36,7 +35,7 @@ class Outline(NamedTuple):
 
 
 class Recipes:
-    """Writes and reads recipes of layers in the order of the lines."""
+    """Writes and reads recipes. The layers are given in the order of the lines."""
 
     def __init__(self, layers: Sequence[Outline]) -> None:
         self._layers = layers
@@ -44,7 +43,7 @@ class Recipes:
         self._most = _MOST
 
     def text(self, line: int, call: int, recipes: Mapping[str, str]) -> str | dict[str, str]:
-        """Return the recipes of a call's response: in their usual order, or by name."""
+        """Return the recipes of a call's response: as one text in their usual order, or else by name."""
         usual = dict(self._usual(line, call))
         short = {name: self._short(usual.get(name), recipe) for name, recipe in recipes.items()}
         if all(name in usual and recipe and "," not in recipe for name, recipe in short.items()):
@@ -53,8 +52,8 @@ class Recipes:
 
     def read(self, line: int, call: int, data: Any) -> dict[str, str]:
         """Return the recipes that `text` wrote."""
+        usual = dict(self._usual(line, call))
         if type(data) is str:
-            usual = dict(self._usual(line, call))
             texts = data.split(",") if data or len(usual) == 1 else []
             if len(texts) != len(usual) and data:
                 raise FormatError(f"{len(texts)} recipes for {len(usual)} tensors")
@@ -62,7 +61,6 @@ class Recipes:
             return {name: self._long(usual[name], text) for name, text in pairs if text}
         if type(data) is not dict or not all(type(text) is str for text in data.values()):
             raise FormatError(f"{str(data)[:80]!r} are no recipes")
-        usual = dict(self._usual(line, call))
         return {name: self._long(usual.get(name), text) for name, text in data.items()}
 
     def _usual(self, line: int, call: int) -> Iterator[tuple[str, str | None]]:

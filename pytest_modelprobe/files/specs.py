@@ -1,7 +1,7 @@
 """The short texts of the architecture file: of a value, of a parameter, of where something comes from; and back.
 
-Defaults are left out. Names of nearby layers are relative, as in Python's imports, so that lines of repeated blocks
-are equal and a renamed parent changes keys only.
+A reviewer reads these texts, so defaults are left out. Names of nearby layers are relative, as in Python's imports.
+Then lines of repeated blocks are equal, and if a parent is renamed only the keys of the lines change.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def floating(dtype: str) -> bool:
 
 
 _MOST_DIMENSIONS = 64  # as torch has
-_MOST_ELEMENTS = 1 << 63
+_MOST_ELEMENTS = 1 << 63  # torch counts them in int64
 
 
 # --- values and parameters ----------------------------------------------------------------------------------------

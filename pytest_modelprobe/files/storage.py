@@ -38,10 +38,10 @@ def read(path: Path, numbers: Path | None = None) -> StoredSnapshot:
 
     Args:
         path: The architecture file, ``….arch.json``.
-        numbers: The numbers file; None: that of the same name.
+        numbers: The numbers file. By default it has the same name.
 
     Raises:
-        SnapshotError: There is none, or it cannot be read; the message is one sentence with the file and the way out.
+        SnapshotError: There is no snapshot, or it cannot be read. The message is one sentence, with the next step.
     """
     texts = read_texts(path, numbers)
     if texts is None:
@@ -50,10 +50,10 @@ def read(path: Path, numbers: Path | None = None) -> StoredSnapshot:
 
 
 def read_texts(path: Path, numbers: Path | None = None) -> Texts | None:
-    """Return the contents of the two files; None where there is no architecture file.
+    """Return the contents of the two files; ``None`` if there is no architecture file.
 
     Raises:
-        SnapshotError: One of them cannot be read.
+        SnapshotError: A file cannot be read.
     """
     architecture = _read(path)
     return None if architecture is None else Texts(architecture, _read(_numbers_path(path, numbers)))
@@ -68,7 +68,7 @@ def write(path: Path, texts: Texts, numbers: Path | None = None) -> None:
     Args:
         path: The architecture file.
         texts: What `encode` or `rewritten` returned. Without numbers, an old numbers file is removed.
-        numbers: The numbers file; None: that of the same name.
+        numbers: The numbers file. By default it has the same name.
 
     Raises:
         SnapshotError: The files cannot be written.
@@ -116,7 +116,7 @@ def _read(path: Path) -> str | None:
 
 
 def _inside(path: Path) -> Path:
-    """Resolve a path, which must not leave the directory of the tests by a symbolic link."""
+    """Resolve a path; raise `SnapshotError` if a symbolic link leads it out of the directory of the tests."""
     parts = path.absolute().parts
     at = parts.index(DIRECTORY) if DIRECTORY in parts else len(parts) - 1
     root = Path(*parts[:at])
@@ -188,7 +188,7 @@ def _way_out(error: OSError, path: Path) -> str:
 
 
 def _remove_stale(directory: Path) -> None:
-    """Remove our temporary files that are old or whose process does not run."""
+    """Remove temporary files of ours that are old, or whose process does not run."""
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):  # noqa: PTH208 - names are enough, and there may be many
             found, temporary = _TEMPORARY.fullmatch(name), directory / name
@@ -198,13 +198,13 @@ def _remove_stale(directory: Path) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process runs; True if it is not known."""
+    """Whether a process runs; True if nobody knows."""
     if os.name != "posix":
-        return True  # there, os.kill ends what it is asked about
+        return True  # on Windows, os.kill ends the process that it is asked about
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:
-        return True
+    except OSError:  # the process of another user
+        pass
     return True

@@ -16,7 +16,7 @@ from pytest_modelprobe.exceptions import SnapshotError
 from .decoding import decode
 from .layout import ALONE, DECLARATION, LAYERS, RANDOM, RESPONSES, Texts, digest_of, joined_lines
 
-# Header fields that the lines of layers depend on.
+# Fields of the header that the lines of layers depend on: if one changes, the same line says something else.
 _LEFT_OUT = ("root", "mode", "forwards", "dtype", "requires_grad", "grad_enabled", "autocast", "attributes")
 
 
@@ -93,7 +93,7 @@ def _architecture(new: Texts, old: Texts, a: _File, b: _File) -> str:
 
 
 def _kept(new: Mapping[str, _Line], old: Mapping[str, _Line]) -> list[str]:
-    """Return the new lines, with the old text of those with the same content."""
+    """Return the new lines. A line with the same content keeps its old text."""
     return [old[k].text if k in old and old[k].data == line.data else line.text for k, line in new.items()]
 
 
@@ -122,7 +122,7 @@ def _numbers(new: _File, old: _File, same: Collection[str]) -> str:
 
 
 def _form(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line without its numbers: its values, and references to other lines."""
+    """Return what a line has besides numbers: which values it has, and which it refers to."""
     return {key: _form_of(key, value) for key, value in line.items()}
 
 

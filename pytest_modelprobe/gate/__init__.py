@@ -1,8 +1,12 @@
-"""The gate: snapshots of two revisions to classes of change, and whether they were declared."""
+"""The gate: what changed between the snapshots of two revisions, of which class it is, and whether it was declared.
+
+It reads files and asks git, and neither imports the code of a repository nor runs a model: the author of a pull
+request writes both. So it needs no torch, and gives the same verdict on every machine. The way leads from
+`snapshot_sources` (which files) over `verdict` (what changed, by `classes`) to `text` (in words).
+"""
 
 from __future__ import annotations
 
-from .checkpoints import Effect
 from .classes import CLASSES, DEFAULTS, LEVELS, MEANING, Class, Level, class_of, needs_reason
 from .declarations import has_words, superseded
 from .git import Commit, GitError, Repository
@@ -19,7 +23,7 @@ from .snapshot_sources import (
     scope_in,
     without_ending,
 )
-from .verdict import Finding, SnapshotChange, SnapshotVersion, Verdict, judge, part_not_compared
+from .verdict import Finding, SnapshotChange, SnapshotVersion, Verdict, judge
 
 __all__ = [
     "CLASSES",
@@ -28,7 +32,6 @@ __all__ = [
     "Commit",
     "DEFAULTS",
     "ENDINGS",
-    "Effect",
     "Finding",
     "GitError",
     "LEVELS",
@@ -46,7 +49,6 @@ __all__ = [
     "has_words",
     "judge",
     "needs_reason",
-    "part_not_compared",
     "on_disk",
     "refuse_directory",
     "refuse_links",

@@ -1,4 +1,8 @@
-"""The effect of a change on checkpoints: keys of the state_dict, and the number of parameters."""
+"""What a change does to checkpoints that were saved before it.
+
+A checkpoint is a state_dict, and torch loads it by its keys. So the parameters and persistent buffers of both records
+are written as keys, and compared: which were added, removed, reshaped, cast, tied or renamed.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +15,29 @@ from pytest_modelprobe.record import Layer, Parameter, Record, elements, qualifi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """The effect of a change on checkpoints: keys of the state_dict."""
+    """How the keys of the state_dict changed, and how many parameters there are."""
 
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
     reshaped: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
-    """Keys with another dtype: they load and are converted."""
+    """Keys with another dtype. A checkpoint loads, and its values are converted."""
     tied: tuple[str, ...] = ()
-    """Keys that share their storage with other keys than before."""
+    """Keys that share their storage with different keys than before."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Old key → new key of renamed layers."""
+    """Old key → new key, for the keys of renamed layers."""
     parameters: int = 0
-    """Elements of all parameters now, shared ones counted once."""
+    """The number of elements of all parameters now. Shared ones are counted once."""
     parameters_before: int = 0
 
     @property
     def none(self) -> bool:
-        """Whether old checkpoints load as before."""
+        """Whether old checkpoints load exactly as before."""
         return not (self.added or self.removed or self.reshaped or self.cast or self.tied or self.renamed)
 
     @property
     def loads(self) -> bool:
-        """Whether an old checkpoint loads without errors."""
+        """Whether an old checkpoint loads without an error, even if values are converted or tied differently."""
         return not (self.added or self.removed or self.reshaped or self.renamed)
 
 
@@ -63,7 +67,11 @@ def effect_on_checkpoints(comparison: Comparison) -> Effect:
 
 
 def _keys(record: Record, other: Record) -> dict[str, tuple[str, Parameter]]:
-    """Return key → layer and tensor; whether a buffer is persistent may be known from ``other`` only."""
+    """Return key → the name of the layer and the tensor.
+
+    A file of the structure alone does not say which buffers are persistent. Then ``other``, the record that it is
+    compared with, may say so.
+    """
     persistent = {(layer.name, own.name): own.persistent for layer in other.layers.values() for own in layer.buffers}
 
     def stored(layer: Layer) -> Iterator[Parameter]:

@@ -1,4 +1,8 @@
-"""Classes of change: of a difference, of a cause, of a whole diagnosis."""
+"""The classes of change, their default levels, and which class a difference or a cause belongs to.
+
+A class says what a change means to whoever uses the model: old checkpoints may not fit, or other code may not call it
+any more. By default the gate denies what may break checkpoints or callers, and what it would no longer see.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ Class = Literal[
     "checkpoint", "removed", "structure", "interface", "trainable", "behavior", "weights", "renamed", "new", "calls",
     "format",
 ]  # fmt: skip
-"""Classes of change, the most severe first."""
+"""A class of change. The most severe stands first."""
 
 
 Level = Literal["deny", "warn", "allow"]
@@ -41,22 +45,22 @@ DEFAULTS: Mapping[Class, Level] = {
 
 
 MEANING: Mapping[Class, str] = {
-    "checkpoint": "keys, shapes, dtypes or ties of the state_dict changed: old checkpoints do not fit",
-    "removed": "a snapshot or its numbers are gone, or a part of it is not compared any more",
+    "checkpoint": "keys, shapes, dtypes or ties of the state_dict changed, so old checkpoints do not fit",
+    "removed": "a snapshot or its numbers were deleted, or a part of it is no longer compared",
     "structure": "layers, types, attributes or dataflow changed",
-    "interface": "shapes, dtypes or names of what a layer takes or gives changed",
-    "trainable": "parameters were frozen or unfrozen, or left out of an optimizer",
-    "behavior": "the model computes something else, its numbers moved for what cannot be found, or a tolerance grew",
-    "weights": "weights or buffers have other values, and nothing else differs where it could be compared",
-    "renamed": "a snapshot, or layers that are made as before, have another name",
-    "new": "a snapshot is new",
-    "calls": "calls are written otherwise, or layers that compute nothing came or went; every value is the same",
-    "format": "the text changed, not what it says",
+    "interface": "shapes, dtypes or names of a layer's inputs or outputs changed",
+    "trainable": "parameters were frozen, unfrozen or left out of an optimizer",
+    "behavior": "the model computes something else, its numbers moved and no cause was found, or a tolerance grew",
+    "weights": "weights or buffers have other values, and nothing else that could be compared differs",
+    "renamed": "a snapshot has another name, or layers do that are otherwise built as before",
+    "new": "a snapshot was added",
+    "calls": "calls are written differently, or layers that compute nothing came or went; every value is the same",
+    "format": "the text of a file changed, but not its meaning",
 }
 
 
 def differences_by_class(diagnosis: Diagnosis, effect: Effect) -> dict[Class, list[Difference]]:
-    """Return class → differences; a class may have causes alone."""
+    """Return the differences of each class. A class that has causes alone has no differences."""
     comparison = diagnosis.comparison
     of_numbers = _class_of_numbers(diagnosis)
     found: dict[Class, list[Difference]] = {}
@@ -65,19 +69,22 @@ def differences_by_class(diagnosis: Diagnosis, effect: Effect) -> dict[Class, li
         found.setdefault(of_numbers if kind == "behavior" else kind, []).append(difference)
     if names := [note for note in comparison.notes if note.kind == "name"]:
         found.setdefault("calls", []).extend(names)
-    if not effect.none:  # as of an added layer, whose parameters are no differences of their own
+    if not effect.none:  # The parameters of a layer that was added, for example, are no differences of their own.
         found.setdefault("checkpoint", [])
     return found
 
 
 def needs_reason(diagnosis: Diagnosis) -> bool:
-    """Whether the gate denies the change without a reason, by its default levels."""
+    """Return whether the gate, with its default levels, denies the change unless a reason is given."""
     found = differences_by_class(diagnosis, effect_on_checkpoints(diagnosis.comparison))
     return any(DEFAULTS[kind] == "deny" for kind in found)
 
 
 def class_of(cause: Cause, diagnosis: Diagnosis) -> Class:
-    """Return the class of a cause; a cause without an effect is structure where the output is unchanged."""
+    """Return the class of a cause.
+
+    A cause without a known effect is ``structure`` if the output is unchanged, else ``behavior``.
+    """
     if cause.kind in ("weights", "buffers"):
         return "weights"
     if cause.kind == "attribute":
@@ -90,7 +97,7 @@ def class_of(cause: Cause, diagnosis: Diagnosis) -> Class:
 
 
 def causes_of(kind: Class, diagnosis: Diagnosis) -> Iterator[Cause]:
-    """Yield the causes of a class; behavior includes those of other classes that have a measured effect."""
+    """Yield the causes of a class. To behavior belong also the causes of other classes that have a measured effect."""
     if kind == "calls":
         yield from diagnosis.notes
     for cause in (*diagnosis.causes, *diagnosis.possible):
@@ -100,16 +107,16 @@ def causes_of(kind: Class, diagnosis: Diagnosis) -> Iterator[Cause]:
 
 
 def _class_of_numbers(diagnosis: Diagnosis) -> Class:
-    """Return the class of changed values: weights or names where these are the only causes, else behavior."""
+    """Return the class of changed values: weights or renamed if these are the only causes, else behavior."""
     found = {class_of(cause, diagnosis) for cause in (*diagnosis.causes, *diagnosis.possible)}
     sized = (c for c in (*diagnosis.causes, *diagnosis.possible) if c.change is not None)
     if diagnosis.unchanged and found and all(class_of(cause, diagnosis) == "weights" for cause in sized):
-        return min(found, key=CLASSES.index)  # only an isolated response differs
+        return min(found, key=CLASSES.index)  # The run is the same: only what a layer does alone differs.
     if diagnosis.possible or diagnosis.not_judged:
         return "behavior"
     if "weights" in found and found <= {"weights", "renamed"}:
         return "weights"
-    # Of a layer with another name the weights are drawn by that name.
+    # Weights of `build` are drawn by the names of parameters, so a renamed layer has other ones.
     drawn = any(d.kind == "weights" for d in diagnosis.comparison.found)
     return "renamed" if found == {"renamed"} and drawn else "behavior"
 
@@ -117,7 +124,7 @@ def _class_of_numbers(diagnosis: Diagnosis) -> Class:
 def _class_of_difference(difference: Difference, comparison: Comparison) -> Class:
     if difference.kind in ("weights", "buffer"):
         return "renamed" if difference.layer in comparison.names_before.layers else "weights"
-    if difference.kind == "update presence":
+    if difference.kind in ("update presence", "parameter trainable"):
         return "trainable"
     if difference.kind in BEHAVIOR:
         return "behavior"
@@ -125,8 +132,6 @@ def _class_of_difference(difference: Difference, comparison: Comparison) -> Clas
         return "renamed"
     if difference.kind in ("interface", "path", "name"):
         return "interface"
-    if difference.kind == "parameter trainable":
-        return "trainable"
     if difference.kind.startswith("buffer"):
         own = (layers.get(difference.layer) for layers in (comparison.actual.layers, comparison.expected.layers))
         found = (b for layer in own if layer is not None for b in layer.buffers if b.name == difference.what)

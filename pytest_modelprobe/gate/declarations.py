@@ -1,4 +1,9 @@
-"""Reasons with a word in them, and the versions that an architecture supersedes."""
+"""What makes a reason valid: it has a word that can be seen, and it follows from the base.
+
+The author of a pull request writes both the reason and the digests beside it. So a reason of spaces or invisible
+letters is none, the words of the last reason are not a new one, and a reason holds only if the base has an
+architecture that it supersedes.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ import unicodedata
 
 
 def has_words(reason: str | None) -> bool:
-    r"""Whether a reason contains a letter or a digit, in any script.
+    r"""Return whether a reason contains a letter or a digit, in any script.
 
     >>> has_words("wider"), has_words(" "), has_words("\u200b"), has_words("\u3164"), has_words("--"), has_words(None)
     (True, False, False, False, False, False)
@@ -16,29 +21,36 @@ def has_words(reason: str | None) -> bool:
 
 
 def words(reason: str) -> list[str]:
-    """Return the words of a reason without case, punctuation and invisible characters."""
+    """Return the words of a reason, without case, punctuation and invisible characters.
+
+    Two reasons with the same words are the same reason.
+    """
     plain = unicodedata.normalize("NFKC", reason).casefold()
+    # Format characters have no look. Neither have the Hangul fillers, which Unicode counts as letters.
     seen = (sign for sign in plain if unicodedata.category(sign) != "Cf" and "FILLER" not in unicodedata.name(sign, ""))
     return re.findall(r"[^\W_]+", "".join(seen))
 
 
-def superseded(chain: str | None, before: str, now: str, most: int = 64) -> str | None:
-    """Return the digests that an architecture supersedes: those of the earlier versions, the oldest first.
+_MOST_DIGESTS = 64
+"""How many superseded digests a file keeps, the newest, so that it does not grow without end."""
 
-    With all of them a reason at the end of a branch holds for the whole branch, whatever the number of updates. They
-    are part of the file, so a squash or a rebase keeps them.
+
+def superseded(chain: str | None, before: str, now: str) -> str | None:
+    """Return the digests that an architecture supersedes: those of its earlier versions, the oldest first.
+
+    All of them are kept, so that a reason that is given at the end of a branch holds for the whole branch, whatever
+    the number of updates. They are part of the file, so a squash or a rebase keeps them.
 
     Args:
-        chain: What the snapshot that is updated supersedes.
-        before: Digest of its architecture.
-        now: Digest of the architecture that takes its place.
-        most: How many are kept, the newest.
+        chain: The digests that the snapshot had before this update.
+        before: The digest of the architecture before this update.
+        now: The digest of the architecture after it.
 
     >>> superseded(None, "a", "b"), superseded("a", "b", "c"), superseded("a b", "c", "b"), superseded("a", "b", "b")
     ('a', 'a b', 'a', 'a')
     """
     known = (chain or "").split()
     steps = [*known, before] if before != now else known
-    if now in steps:  # back to what it was: the way there and back is none
+    if now in steps:  # It is what it was: a change that was taken back supersedes nothing.
         steps = steps[: steps.index(now)]
-    return " ".join(steps[-most:]) or None
+    return " ".join(steps[-_MOST_DIGESTS:]) or None

@@ -1,4 +1,8 @@
-"""The base of a run of GitHub Actions, read from its event, without the network."""
+"""Which revision a run of GitHub Actions compares with.
+
+Actions says in a file what started the run: a pull request, a merge queue or a push. The base is read from this file
+and from the merge commit that is checked out, so nothing is asked of the network.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Any
 from .git import GitError, Repository
 
 _MOST_BYTES = 64 << 20
-"""Larger files are no events."""
+"""A larger file is not read. GitHub caps the payload of an event at 25 MB."""
 
 _NAME_IT = "name what to compare with: --base origin/main"
 
@@ -18,11 +22,11 @@ _NAME_IT = "name what to compare with: --base origin/main"
 def base(repository: Repository, environment: Mapping[str, str]) -> str:
     """Return the revision to compare with.
 
-    Of a pull request it is the first parent of the merge commit that Actions checks out; of a merge queue, its base; of
-    a push, the branch before it.
+    For a pull request it is the first parent of the merge commit that Actions checks out. For a merge queue it is the
+    base of the queue, and for a push the branch before the push.
 
     Raises:
-        GitError: The event has no base, or is of another commit than the one checked out.
+        GitError: The event has no base, or belongs to a different commit than the one that is checked out.
     """
     name = environment.get("GITHUB_EVENT_NAME", "")
     event = _event(environment)
@@ -34,7 +38,7 @@ def base(repository: Repository, environment: Mapping[str, str]) -> str:
         return _at(event, "merge_group", "base_sha")
     if name == "push":
         before = _at(event, "before")
-        # A new branch was nothing before.
+        # All digits are zero if the push made the branch: it was nothing before.
         return before if before.strip("0") else f"origin/{_at(event, 'repository', 'default_branch')}"
     raise GitError(f"the event {name or '(none)'!r} does not say what changed: {_NAME_IT}")
 
@@ -43,7 +47,7 @@ def _of_pull_request(repository: Repository, base: str, head: str) -> str:
     commit = repository.commit("HEAD")
     parents = repository.parents(commit)
     if len(parents) == 2 and parents[1] == head:
-        # Not the event's base: the merge commit may be newer than the event.
+        # The event's base is older if the base branch moved on before Actions made the merge commit.
         try:
             return repository.commit(parents[0])
         except GitError as error:
@@ -51,14 +55,14 @@ def _of_pull_request(repository: Repository, base: str, head: str) -> str:
             raise GitError(f"what the pull request is merged into is not in this clone: {step}") from error
     if commit == head:
         return base
-    # As in pull_request_target, which checks out the base: nothing would differ, and everything would pass.
+    # pull_request_target checks out the base. Compared with itself nothing would differ, and everything would pass.
     raise GitError(f"what is checked out is neither the pull request's merge commit nor its head: {_NAME_IT}")
 
 
 def _event(environment: Mapping[str, str]) -> Any:
     path = Path(environment.get("GITHUB_EVENT_PATH", ""))
     try:
-        if not path.is_file() or path.stat().st_size > _MOST_BYTES:  # a pipe would be waited for
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:  # Reading a pipe would wait forever.
             raise ValueError
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

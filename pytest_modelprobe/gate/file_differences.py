@@ -14,7 +14,7 @@ from pytest_modelprobe.record import ROOT, Call, IsolatedResponse, Layer, Parame
 
 
 def noise_differences(comparison: Comparison) -> Iterator[Difference]:
-    """Yield where the noise in the file allows larger changes than before."""
+    """Yield the places where the noise in the file allows larger changes than before."""
     now, before = comparison.actual.noise, comparison.expected.noise
     if before == "measured" != now:
         yield Difference(layer=ROOT, kind="noise", what="noise", actual=now, expected=before)
@@ -26,7 +26,7 @@ def architecture_differences(comparison: Comparison, other_calls: Collection[str
 
     Args:
         comparison: What the comparison reports.
-        other_calls: Layers without weights that are called more or less often, where this changes nothing: one may be
+        other_calls: Layers that are called more or less often, which changes no value: a layer without weights may be
             shared now, or no longer.
     """
     now, before = comparison.actual, comparison.expected
@@ -56,7 +56,7 @@ def _in_call(call: Call, other: Call, make: _MakeDifference) -> Iterator[Differe
 
 
 def _by_path(values: Iterable[Value], other: Call) -> Iterator[tuple[Value, Value]]:
-    """Yield the values that another call has too."""
+    """Yield the values that a different call has too, each with its counterpart."""
     known = {value.path: value for value in (*other.inputs, *other.outputs)}
     return ((value, known[value.path]) for value in values if value.path in known)
 
@@ -94,10 +94,10 @@ def run_differences(comparison: Comparison) -> Iterator[Difference]:
         gradients = {own.name: own.gradient for own in _parameters_and_buffers(before.layers.get(name))}
         for own in _parameters_and_buffers(layer):
             x, y = ("there" if g is not None else None for g in (own.gradient, gradients.get(own.name)))
-            if x != y:  # the comparison does not look at it where nothing is trained
+            if x != y:  # The comparison looks at this only if something is trained.
                 yield Difference(layer=name, kind="run", what=f"gradient of {own.name}", actual=x, expected=y)
     for (name, _, side, path), moved in comparison.changes.items():
-        # As of an input, whose difference is reported at its source; responses that differ are differences themselves.
+        # An input that differs is reported where it comes from, and a response that differs is a difference itself.
         if moved.differs and not (side in _REPORTED and comparison.differences):
             yield Difference(layer=name, kind="run", what=f"{side} {path}", change=moved.change)
     for pair in comparison.calls:
@@ -114,7 +114,7 @@ _REPORTED = ("input", "handed", "response gradient")
 
 
 def responses_to_other_tensors(comparison: Comparison) -> Iterator[Difference]:
-    """Yield the layers whose answers, alone, cannot be compared: they were given other tensors, or there are none."""
+    """Yield the layers whose answers, each run alone, cannot be compared: for lack of one, or of the same tensors."""
     for pair in comparison.calls:
         x, y = _answered(pair.actual.response), _answered(pair.expected.response)
         drawn_otherwise = is_drawn_otherwise(pair.layer, pair.actual.response, comparison.names_before)
@@ -124,7 +124,7 @@ def responses_to_other_tensors(comparison: Comparison) -> Iterator[Difference]:
 
 
 def lost_responses(comparison: Comparison) -> Iterator[Difference]:
-    """Yield what each layer did alone and the file no longer says: a test does not compare what is on one side only."""
+    """Yield what the file no longer says of layers that ran alone. A test does not compare what only one side has."""
     for pair in comparison.calls:
         for what in _lost(pair):
             yield Difference(layer=pair.layer, kind="response", call=pair.actual.index, what=what, expected="kept")
@@ -151,7 +151,7 @@ def _parameters_and_buffers(layer: Layer | None) -> tuple[Parameter, ...]:
 
 
 def _answered(response: IsolatedResponse | None) -> tuple[object, ...] | None:
-    """Return the synthetic inputs of an isolated response and which values it has; None if there is no response."""
+    """Return the synthetic inputs of an isolated response and which values it has; `None` if there is none."""
     if response is None or response.reason is not None:
         return None
     answered = tuple((h.where, h.passed, h.reading is not None) for h in response.handed)
@@ -163,6 +163,6 @@ def _kept(answer: tuple[object, ...] | None, other: tuple[object, ...] | None) -
 
 
 def _order(record: Record) -> list[tuple[str, int]]:
-    """Return the layers as they are called, and which call of theirs it is."""
+    """Return the calls in order: the name of the layer, and which of its calls it is."""
     calls = sorted(record.calls, key=lambda pair: (pair[1].root, pair[1].root_training, pair[1].started))
     return [(layer.name, call.index) for layer, call in calls]

@@ -19,8 +19,8 @@ from pytest_modelprobe.exceptions import ModelProbeError
 _TIMEOUT = 60.0
 """Seconds for one git command, which may fetch objects of a partial clone."""
 
-# A user's own settings must not change what is read here. A folder of the tree that is made like a bare repository has
-# settings too, and these name commands to run: it is not taken for one.
+# A user's own settings must not change what is read here. A folder of the tree that looks like a bare repository could
+# bring settings too, and settings can name commands to run. So git does not take it for a repository.
 _SETTINGS = ["--no-pager", "-c", "core.quotePath=false", "-c", "log.showSignature=false", "-c", "color.ui=false"]
 _SETTINGS += ["-c", "safe.bareRepository=explicit"]
 
@@ -56,7 +56,7 @@ class Repository:
         where: A folder in the working tree.
 
     Raises:
-        GitError: It is in no repository, or git cannot be run.
+        GitError: The folder is in no repository, or git cannot be run.
     """
 
     def __init__(self, where: Path) -> None:
@@ -64,7 +64,7 @@ class Repository:
         try:
             self.root = Path(self._text("rev-parse", "--show-toplevel")).resolve()
         except GitError as error:
-            # Git refuses a tree of another user too, with advice in its message.
+            # Git also refuses a tree that belongs to a different user. Its message says what to do.
             told = "" if "not a git repository" in str(error) else f" ({error})"
             raise GitError(f"{where.resolve()} is not in a git working tree{told}") from error
 
@@ -77,8 +77,8 @@ class Repository:
         """Return the hash of the commit that a branch, a tag or an expression such as ``HEAD^1`` names.
 
         Raises:
-            GitError: there is none here, and the message names the fetch that brings it; or the name has several
-                meanings, of which git would take the tag without a word.
+            GitError: There is no such commit here, and the message names the fetch that brings it. Or the name has
+                several meanings, of which git would silently take the tag.
         """
         if not ref or ref.startswith("-") or not ref.isprintable():
             raise GitError(f"{ref!r} is no name of a revision")
@@ -108,31 +108,38 @@ class Repository:
             names += self._text("rev-parse", f"--disambiguate={name}").split()
         return names
 
-    def merge_bases(self, ref: str, head: str = "HEAD") -> list[str]:
-        """Return the newest commits that ``ref`` and ``head`` have in common; several if they were merged crosswise.
+    def merge_bases(self, ref: str) -> list[str]:
+        """Return the newest commits that ``ref`` and ``HEAD`` have in common; several if they were merged crosswise.
 
         Raises:
-            GitError: one of the two is not here, they have none in common, or which these are cannot be known.
+            GitError: There is no such revision here, the two have no commit in common, or the clone is too shallow to
+                know.
         """
-        tip, other = self.commit(ref), self.commit(head)
+        tip, other = self.commit(ref), self.commit("HEAD")
         try:
             found = self._text("merge-base", "--all", tip, other).split()
         except GitError:
             found = []
         if tip not in found and self.shallow and self._cut_off_between(tip, other):
             what = "the history here is cut off before what they have in common"
-            raise GitError(f"{ref} and {head}: {what}: {_DEEPEN}")
+            raise GitError(f"{ref} and HEAD: {what}: {_DEEPEN}")
         if not found:
-            raise GitError(f"{ref} and {head} have no commit in common")
+            raise GitError(f"{ref} and HEAD have no commit in common")
         return found
 
     def _cut_off_between(self, tip: str, other: str) -> bool:
-        """Whether a commit that only one of the two has lacks its parents here: they may have newer ones in common."""
+        """Return whether a commit that only one of the two has lacks its parents here.
+
+        Behind them there may be newer commits that the two have in common.
+        """
         ends = (self.root / self._text("rev-parse", "--git-path", "shallow")).read_text("ascii").split()
         return not set(ends).isdisjoint(self._text("rev-list", f"{tip}...{other}").split())
 
     def parents(self, commit: str) -> list[str]:
-        """Return the hashes of the parents, also of those that a shallow clone lacks."""
+        """Return the hashes of the parents.
+
+        The commit itself names them, so those that a shallow clone lacks are named too.
+        """
         head = self._git("cat-file", "commit", commit).split(b"\n\n", 1)[0]
         return re.findall(r"^parent ([0-9a-f]+)$", head.decode("utf-8", "replace"), re.MULTILINE)
 
@@ -175,14 +182,14 @@ class Repository:
         return sorted({os.fsdecode(path) for path in listing.split(b"\0") if path})
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
-        """Return blob → size in bytes; other objects are left out."""
+        """Return blob → size in bytes. Objects that are no blobs, or are missing, are left out."""
         wanted = list(dict.fromkeys(names))
         lines = self._batch("--batch-check", wanted).decode().splitlines() if wanted else []
         found = (line.split(" ") for line in lines)  # name, kind, size; or: name, missing
         return {name: int(size) for name, kind, size in (parts for parts in found if len(parts) == 3) if kind == "blob"}
 
     def read(self, names: Iterable[str]) -> dict[str, bytes]:
-        """Return blob → content, by one process."""
+        """Return blob → content. One process of git reads them all."""
         wanted = list(dict.fromkeys(names))
         if not wanted:
             return {}
@@ -203,10 +210,10 @@ class Repository:
         return self._git("cat-file", how, stdin="".join(f"{name}\n" for name in names).encode())
 
     def history(self, paths: Sequence[str], start: str = "HEAD") -> list[Commit]:
-        """Return the commits up to ``start``, if any, that changed one of the files, the newest first."""
+        """Return the commits up to ``start`` that changed one of the files, the newest first."""
         try:
             start = self.commit(start)
-        except GitError:  # nothing is committed yet
+        except GitError:  # Nothing is committed yet.
             return []
         specs = (f":(top,literal){path}" for path in paths)
         log = os.fsdecode(self._git("log", "-z", "--parents", "--format=%H|%P|%as|%s", start, "--", *specs))
@@ -239,8 +246,8 @@ class Repository:
 
     def _git(self, *arguments: str, stdin: bytes = b"") -> bytes:
         command = ["git", *_SETTINGS, *arguments]
-        # No prompts, and no locks of a repository that another process may write to.
-        # Objects are read as they are, not as a refs/replace that came with a fetch has them.
+        # There are no prompts, because nobody may be there, and no locks, because another process may be writing.
+        # Objects are read as they are: a refs/replace that came with a fetch could show a different base.
         environment = os.environ | {
             "LC_ALL": "C",
             "GIT_TERMINAL_PROMPT": "0",

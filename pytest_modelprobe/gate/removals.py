@@ -46,14 +46,14 @@ def declared_removals(repository: Repository, commit: str) -> dict[tuple[str, st
 
 
 def _removals_in(repository: Repository, listing: Mapping[str, str]) -> dict[str, Removal]:
-    """Return path → removal, of the blobs that can be read."""
+    """Return path → removal, for the blobs that can be read."""
     names = {path: listing[path] for path in _removal_paths(listing)}
     sizes = repository.sizes(names.values())
     names = {path: name for path, name in names.items() if sizes.get(name, 0) <= MOST_BYTES}
     contents = repository.read(names.values())
     found = {}
     for path, name in names.items():
-        with contextlib.suppress(SourceError):  # one that cannot be read declared nothing
+        with contextlib.suppress(SourceError):  # A file that cannot be read declared nothing.
             found[path] = _removal(contents[name], path)
     return found
 

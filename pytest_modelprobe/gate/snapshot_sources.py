@@ -36,7 +36,7 @@ ENDINGS = (ARCH, PROBE)
 
 
 class SourceError(ModelProbeError, LookupError):
-    """There is no such snapshot, or it cannot be read."""
+    """A snapshot is missing or cannot be read."""
 
 
 Instead = Callable[[str, SourceError], SnapshotVersion]
@@ -47,7 +47,7 @@ class SnapshotPaths(NamedTuple):
 
     architecture: str
     numbers: str | None
-    """None: a record of structure alone."""
+    """`None` if the record has the structure alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +55,15 @@ class SnapshotSource:
     """The snapshots of one place, not yet read."""
 
     place: str
-    """The place in messages: empty on disk, else such as ``in main``."""
+    """How messages name the place: ``in main``, for example. Empty on disk."""
     pairs: Mapping[str, SnapshotPaths]
-    """Name → files. The name is the path of the numbers without the ending: one for each device."""
+    """Name → files. The name is the path of the numbers without its ending, so each device has one."""
     contents: Mapping[str, str]
     """Path → digest of the content."""
     sizes: Callable[[Sequence[str]], Mapping[str, int]]
-    """Paths → sizes in bytes."""
+    """Returns path → size in bytes. Paths that the place does not have are left out, also by `load`."""
     load: Callable[[Sequence[str]], Mapping[str, bytes]]
-    """Paths → their contents."""
+    """Returns path → content."""
 
     @property
     def states(self) -> dict[str, tuple[object, ...]]:
@@ -91,18 +91,18 @@ class SnapshotSource:
     def read(
         self, names: Collection[str] | None = None, instead: Instead | None = None
     ) -> Mapping[str, SnapshotVersion]:
-        """Return name → snapshot, for all or some names; each is read whenever it is asked for.
+        """Return a mapping of name → snapshot, for all or some names, which reads a snapshot whenever it is asked for.
 
-        Asking for one that cannot be read raises `SourceError` with its path, or is what ``instead`` returns, if that
-        is given: it gets the name and the error, and raises `KeyError` if there is nothing instead.
+        If a snapshot cannot be read, asking for it raises `SourceError` with its path. With ``instead``, the mapping
+        returns what this function makes of the name and the error; it raises `KeyError` if there is no replacement.
         """
         return _Snapshots(self, names, instead)
 
     def structure(self, name: str) -> SnapshotVersion | None:
-        """Return a snapshot without numbers; None if its architecture cannot be read either."""
+        """Return a snapshot without its numbers, or `None` if its architecture cannot be read either."""
         path = self.pairs[name].architecture
         with contextlib.suppress(SnapshotError):
-            if path in self.contents and self.sizes([path])[path] < MOST_BYTES:
+            if self.sizes([path]).get(path, MOST_BYTES) < MOST_BYTES:
                 text = text_of(self.load([path])[path], path)
                 return self._version(SnapshotPaths(path, None), None, decode_architecture(text, where=path))
         return None
@@ -136,12 +136,12 @@ class SnapshotSource:
 
 
 class _Snapshots(Mapping[str, SnapshotVersion]):
-    """The snapshots of a source by name. In memory are the contents of one batch of files, and no records."""
+    """The snapshots of a source by name. It holds the contents of one batch of files in memory, and no records."""
 
     def __init__(self, source: SnapshotSource, names: Collection[str] | None, instead: Instead | None) -> None:
         self._source, self._instead = source, instead
         self._pairs = {name: pair for name, pair in source.pairs.items() if names is None or name in names}
-        self._sizes = source.sizes([path for path in _files(self._pairs.values()) if path in source.contents])
+        self._sizes = source.sizes(_files(self._pairs.values()))
         self._batches = {name: batch for batch in _batches(self._pairs, self._sizes) for name in batch}
         self._batch: list[str] = []
         self._contents: Mapping[str, bytes] = {}
@@ -174,9 +174,8 @@ class _Snapshots(Mapping[str, SnapshotVersion]):
 
     def _load(self, batch: list[str]) -> None:
         if batch is not self._batch:
-            self._batch, self._contents = batch, {}
-            paths = _files(self._pairs[name] for name in batch)
-            self._contents = self._source.load([path for path in paths if path in self._sizes])
+            self._batch, self._contents = batch, {}  # before the next is read: two may not fit into memory
+            self._contents = self._source.load(_files(self._pairs[name] for name in batch))
 
 
 def on_disk(argument: str) -> SnapshotSource:
@@ -208,8 +207,8 @@ def refuse_directory(path: str, folder: Path | None = None) -> None:
     """Raise if a directory has the name of one of the two files of a snapshot.
 
     Args:
-        path: Of either file, or without its ending.
-        folder: What it is relative to.
+        path: The path of either file, or the path without its ending.
+        folder: The folder that the path is relative to, else the current one.
 
     Raises:
         SourceError: There is such a directory.
@@ -223,26 +222,18 @@ def refuse_directory(path: str, folder: Path | None = None) -> None:
 def in_working_tree(repository: Repository) -> SnapshotSource:
     """Return the snapshots in the working tree of a repository; paths are relative to its root.
 
-    What a sparse checkout left out is as it is in the index.
+    Files that a sparse checkout left out are read from the index. Else they would be reported as deleted.
     """
     here = _of_files({path: repository.root / path for path in repository.working_files() if _is_snapshot(path)})
     left_out = _of_blobs("", repository, repository.files_left_out())
-    if not left_out.contents:
-        return here
-
-    def split(paths: Sequence[str]) -> tuple[list[str], list[str]]:
-        return [path for path in paths if path in here.contents], [path for path in paths if path in left_out.contents]
-
-    def sizes(paths: Sequence[str]) -> Mapping[str, int]:
-        on_disk, in_index = split(paths)
-        return {**here.sizes(on_disk), **left_out.sizes(in_index)}
-
-    def load(paths: Sequence[str]) -> Mapping[str, bytes]:
-        on_disk, in_index = split(paths)
-        return {**here.load(on_disk), **left_out.load(in_index)}
-
     contents = {**here.contents, **left_out.contents}
-    return SnapshotSource(place="", pairs=_pairs(contents), contents=contents, sizes=sizes, load=load)
+    return SnapshotSource(
+        place="",
+        pairs=_pairs(contents),
+        contents=contents,
+        sizes=lambda paths: {**here.sizes(paths), **left_out.sizes(paths)},
+        load=lambda paths: {**here.load(paths), **left_out.load(paths)},
+    )
 
 
 def in_revision(repository: Repository, ref: str, commit: str | None = None) -> SnapshotSource:
@@ -274,7 +265,7 @@ def refuse_links(repository: Repository, commit: str, scopes: Collection[str] = 
 
 
 def scope_in(repository: Repository, argument: str) -> str:
-    """Return a path relative to the root of the repository; empty: the root itself.
+    """Return a path relative to the root of the repository. The root itself is an empty string.
 
     Raises:
         SourceError: It is outside.
@@ -293,25 +284,27 @@ def _of_blobs(place: str, repository: Repository, listing: Mapping[str, str]) ->
     names = {path: name for path, name in listing.items() if _is_snapshot(path)}
 
     def load(paths: Sequence[str]) -> Mapping[str, bytes]:
-        contents = repository.read(names[path] for path in paths)
-        return {path: contents[names[path]] for path in paths}
+        known = {path: names[path] for path in paths if path in names}
+        contents = repository.read(known.values())
+        return {path: contents[name] for path, name in known.items()}
 
     def sizes(paths: Sequence[str]) -> Mapping[str, int]:
-        found = repository.sizes(names[path] for path in paths)
-        return {path: found[names[path]] for path in paths}
+        known = {path: names[path] for path in paths if path in names}
+        found = repository.sizes(known.values())
+        return {path: found[name] for path, name in known.items()}
 
     return SnapshotSource(place=place, pairs=_pairs(names), contents=names, sizes=sizes, load=load)
 
 
 def _of_files(files: Mapping[str, Path]) -> SnapshotSource:
-    # With git's own digests, so that unchanged files are not read.
+    # The digests are those of git, so that a file can be compared with a blob of the base without reading the blob.
     found = {name: _digest_and_size(name, path) for name, path in files.items()}
     return SnapshotSource(
         place="",
         pairs=_pairs(files),
         contents={name: digest for name, (digest, _) in found.items()},
-        sizes=lambda paths: {path: found[path][1] for path in paths},
-        load=lambda paths: {path: files[path].read_bytes() for path in paths},
+        sizes=lambda paths: {path: found[path][1] for path in paths if path in found},
+        load=lambda paths: {path: files[path].read_bytes() for path in paths if path in files},
     )
 
 
@@ -319,7 +312,7 @@ def _digest_and_size(name: str, path: Path) -> tuple[str, int]:
     """Return git's digest of a file, and its size in bytes."""
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+        if not stat.S_ISREG(status.st_mode):  # Reading a pipe would wait forever.
             raise SourceError(f"{name} is no regular file: move it out of the way, it stands where a snapshot belongs")
         digest = hashlib.sha1(b"blob %d\0" % status.st_size)
         with path.open("rb") as file:
@@ -335,7 +328,7 @@ def _files(pairs: Iterable[SnapshotPaths]) -> list[str]:
 
 
 def _batches(pairs: Mapping[str, SnapshotPaths], sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield names in batches of at most `MOST_BYTES`, without files that are larger."""
+    """Yield names in batches whose files have at most `MOST_BYTES` together; larger files are in none."""
     batch: list[str] = []
     bytes_left = MOST_BYTES
     for name, pair in pairs.items():
@@ -352,7 +345,7 @@ def _batches(pairs: Mapping[str, SnapshotPaths], sizes: Mapping[str, int]) -> It
 
 
 def _pairs(paths: Collection[str]) -> dict[str, SnapshotPaths]:
-    """Return name → files; the numbers of all devices have the same architecture."""
+    """Return name → files. The numbers of all devices share one architecture."""
     stems = {path.removesuffix(ARCH) for path in paths if path.endswith(ARCH)}
     found: dict[str, SnapshotPaths] = {}
     for path in paths:

@@ -12,9 +12,9 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_modelprobe.comparison import Cause
-from pytest_modelprobe.comparison import text as comparison
 from pytest_modelprobe.comparison.rows import Row, rows
-from pytest_modelprobe.comparison.text import noted, percent
+from pytest_modelprobe.comparison.text import cause_text, first_line, grouped, known_change, noted, percent
+from pytest_modelprobe.comparison.text import text as diagnosis_text
 from pytest_modelprobe.text import Cell, collapsed, count, failure, listed, printable, table
 
 from .checkpoints import Effect
@@ -22,10 +22,10 @@ from .classes import Class, class_of
 from .verdict import Finding, SnapshotChange, Verdict, part_not_compared
 
 _MANY = 8
-"""Number of files of one folder above which a command names the folder, so that it stays one line."""
+"""If a command would name more files of one folder than this, it names the folder, so that it stays one line."""
 
 _EACH_WHOLE = 4
-"""Number of changed snapshots above which their causes are in one table: so many texts are not read one by one."""
+"""If more snapshots changed than this, their causes are in one table: nobody reads so many texts one by one."""
 
 
 def effect_text(effect: Effect) -> str:
@@ -60,8 +60,8 @@ def finding_text(finding: Finding, change: SnapshotChange) -> str:
     """Return a finding in one line: the effect on checkpoints, or the changed layers."""
     if finding.kind == "new":
         return f"{count(len(change.either.record.layers), 'layer')} recorded"
-    if finding.kind == "removed" and change.now is not None:
-        lost = part_not_compared(change.now, change.before) if change.before is not None else None
+    if finding.kind == "removed" and change.now is not None and change.before is not None:
+        lost = part_not_compared(change.now, change.before)
         if lost and change.now.numbers is not None:
             return f"its {lost} is not compared any more"
         if finding.differences:
@@ -92,14 +92,14 @@ def finding_text(finding: Finding, change: SnapshotChange) -> str:
 
 
 def _layers_text(finding: Finding, what: str = "") -> str:
-    """Return ``2 layers: fc1 and fc2``, with what is said of them before the colon."""
+    """Return ``2 layers: fc1 and fc2``, with ``what`` before the colon."""
     layers = list(dict.fromkeys(difference.layer for difference in finding.differences))
     return f"{count(len(layers), 'layer')}{what}: {listed(collapsed(layers))}"
 
 
 def _calls_text(finding: Finding, change: SnapshotChange) -> str:
-    """Return how calls are written now, and how many layers cannot be compared alone for that."""
-    told = [_repeated_cause_text(*pair) for pair in comparison.grouped(finding.causes)]
+    """Return how calls are written now, and how many layers cannot be compared alone because of it."""
+    told = [_repeated_cause_text(*pair) for pair in grouped(finding.causes)]
     if not told and change.comparison is not None:
         found = rows(finding.differences, change.comparison.actual, change.comparison.expected)
         told = [_row_text(row) for row in found]
@@ -112,12 +112,12 @@ def _calls_text(finding: Finding, change: SnapshotChange) -> str:
 
 def _causes_text(finding: Finding, change: SnapshotChange) -> str:
     """Return the causes of a finding, and the change of the output."""
-    told = listed([_repeated_cause_text(*pair) for pair in comparison.grouped(finding.causes)], most=2)
+    told = listed([_repeated_cause_text(*pair) for pair in grouped(finding.causes)], most=2)
     diagnosis = change.diagnosis
-    if diagnosis is not None and set(finding.causes).isdisjoint(diagnosis.causes):
-        told = f"possibly {told}"
     if diagnosis is None:
         return told
+    if set(finding.causes).isdisjoint(diagnosis.causes):
+        told = f"possibly {told}"
     same = diagnosis.unchanged and all(other.kind != "behavior" for other in change.findings)
     if same and finding.kind in ("structure", "renamed"):
         return f"{told}; behavior unchanged"
@@ -126,7 +126,7 @@ def _causes_text(finding: Finding, change: SnapshotChange) -> str:
 
 
 def _repeated_cause_text(cause: Cause, times: int) -> str:
-    return comparison.cause_text(cause) + (f" x{times}" if times > 1 else "")
+    return cause_text(cause) + (f" x{times}" if times > 1 else "")
 
 
 def _row_text(row: Row) -> str:
@@ -165,7 +165,7 @@ def verdict_line(verdict: Verdict) -> str:
 
 
 def values_not_compared(change: SnapshotChange) -> int:
-    """Return how many values of a snapshot were not compared, for lack of repeatable numbers."""
+    """Return how many values of a snapshot were not compared, because their numbers are not repeatable."""
     return 0 if change.comparison is None else change.comparison.unknown
 
 
@@ -174,7 +174,7 @@ _OF_SNAPSHOTS: dict[Class, str] = {
     "renamed": "renaming of its snapshot",
     "new": "new snapshot",
 }
-"""Changes of snapshots that are no changes of a model."""
+"""What the verdict calls changes of a snapshot that are no changes of its model."""
 
 
 def verdict_rows(verdict: Verdict) -> list[list[Cell]]:
@@ -193,7 +193,7 @@ def verdict_rows(verdict: Verdict) -> list[list[Cell]]:
 
 
 def _unsized(finding: Finding) -> str:
-    """Return the same key for all findings that all weights changed."""
+    """Return one key for all findings that all weights changed, by however much; else an empty key."""
     return "all weights" if finding.kind == "weights" and finding.causes and finding.causes[0].is_retraining else ""
 
 
@@ -209,9 +209,9 @@ def next_steps(verdict: Verdict) -> list[str]:
     if there:
         tests = dict.fromkeys(test_file(change.path) for change in there)
         command = " ".join(["pytest --snapshot-update", *map(_quoted, tests)]) + ' --modelprobe-reason="..."'
-        # Starting from the files of the base, so that one reason is for the whole branch.
+        # The update starts from the files of the base, so that one reason is valid for the whole branch.
         files = _files_then(there, verdict) if verdict.base else []
-        # Literal, as ids of tests have brackets.
+        # The paths are literal, because ids of tests have brackets, which git would take for a pattern.
         back = " ".join(["git --literal-pathspecs checkout", verdict.base[:12], "--", *map(_quoted, files)])
         commands = [back, command] if files else [command]
         said = "If it is meant, give the reason, and commit the .arch.json files that this writes:"
@@ -226,7 +226,7 @@ def next_steps(verdict: Verdict) -> list[str]:
 
 
 def _files_then(changes: Sequence[SnapshotChange], verdict: Verdict) -> list[str]:
-    """Return the files in the base of snapshots with the same path now; a folder if there are many."""
+    """Return the files in the base of snapshots that kept their path. If there are many, the folder stands for them."""
     folders: dict[str, dict[str, None]] = {}
     for change in changes:
         if change.before is not None and change.before.path == change.path:
@@ -303,7 +303,7 @@ def shared_cause_rows(verdict: Verdict, *, notes: bool = False) -> list[list[Cel
 
     Args:
         verdict: The changes.
-        notes: Whether calls that are written otherwise have rows too.
+        notes: Whether calls that are written differently have rows too.
     """
     alike: dict[tuple[str, Class], dict[str, float | None]] = {}
     for sure in (True, False):
@@ -311,14 +311,14 @@ def shared_cause_rows(verdict: Verdict, *, notes: bool = False) -> list[list[Cel
             diagnosis = change.diagnosis
             if diagnosis is None:
                 continue
-            for cause, times in comparison.grouped(diagnosis.causes if sure else diagnosis.possible):
+            for cause, times in grouped(diagnosis.causes if sure else diagnosis.possible):
                 what = "all layers" if cause.is_retraining else cause.what
                 said = _repeated_cause_text(dataclasses.replace(cause, change=None, what=what), times)
                 said = said if sure else f"possibly {said}"
                 models = alike.setdefault((said, class_of(cause, diagnosis)), {})
-                models[change.model] = _largest([models.get(change.model), comparison.known_change(cause)])
+                models[change.model] = _largest([models.get(change.model), known_change(cause)])
     for change in verdict.changes if notes else ():
-        for note, times in comparison.grouped(change.diagnosis.notes if change.diagnosis else ()):
+        for note, times in grouped(change.diagnosis.notes if change.diagnosis else ()):
             alike.setdefault((_repeated_cause_text(note, times), "calls"), {})[change.model] = None
     return [
         [said, kind, percent(_largest(models.values())), listed(list(models))] for (said, kind), models in alike.items()
@@ -333,8 +333,8 @@ NOTE_COLUMNS = ("call that is written otherwise", "layers")
 
 
 def note_rows(notes: Iterable[Cause]) -> list[list[Cell]]:
-    """Return the cells of `NOTE_COLUMNS`, equal notes of repeated layers in one row."""
-    return [[comparison.cause_text(note), times] for note, times in comparison.grouped(notes)]
+    """Return the cells of `NOTE_COLUMNS`. Equal notes of repeated layers are one row."""
+    return [[cause_text(note), times] for note, times in grouped(notes)]
 
 
 def _heading(same: Sequence[SnapshotChange]) -> str:
@@ -343,7 +343,7 @@ def _heading(same: Sequence[SnapshotChange]) -> str:
 
 
 def diff_text(verdict: Verdict) -> str:
-    """Return the changes and their causes as plain text; of many snapshots the causes in one table."""
+    """Return the changes and their causes as plain text. The causes of many snapshots are in one table."""
     if not verdict.changes:
         return f"nothing changed in {count(verdict.unchanged, 'snapshot')}"
     folded = len(verdict.changes) > _EACH_WHOLE
@@ -351,7 +351,7 @@ def diff_text(verdict: Verdict) -> str:
     for change in verdict.changes:
         lines = [printable(f"{kind}: {said}") for kind, said in _whole(change)]
         if change.diagnosis is not None:
-            lines.append((comparison.first_line if folded else comparison.text)(change.diagnosis))
+            lines.append((first_line if folded else diagnosis_text)(change.diagnosis))
             if change.diagnosis.notes and not folded:
                 notes = note_rows(change.diagnosis.notes)
                 lines += ["", *table(NOTE_COLUMNS, notes, most=len(notes))]

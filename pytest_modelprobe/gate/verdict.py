@@ -41,22 +41,22 @@ class SnapshotVersion:
     """One snapshot in one revision."""
 
     path: str
-    """Of its ``.arch.json``, as messages show it."""
+    """The path of its ``.arch.json``, as messages show it."""
     numbers: str | None = None
-    """Path of its ``.probe.json``; None: a record of structure alone."""
+    """The path of its ``.probe.json``, or `None` if the record has the structure alone."""
     record: Record
     architecture: str
-    """Digest of the architecture without its declaration."""
+    """The digest of the architecture, without its declaration."""
     content: str
-    """Digest of architecture and numbers."""
+    """The digest of the architecture and the numbers."""
     reason: str | None = None
     """The declared reason for the change of the architecture."""
     supersedes: tuple[str, ...] = ()
-    """Digests of the earlier architectures."""
+    """The digests of the earlier architectures, see `superseded`."""
     compared: Parts = "all"
     """The part that its test compares."""
     read_text: Callable[[], str] = field(default=str, repr=False, compare=False)
-    """Returns the ``.arch.json``, read again: for the lines of annotations, and to write a reason into it."""
+    """Reads the ``.arch.json`` again: annotations need its lines, and a reason is written into it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +67,11 @@ class Finding:
     level: Level
     differences: tuple[Difference, ...] = ()
     causes: tuple[Cause, ...] = ()
-    """Their causes, as in the failure of the test."""
+    """The causes of the differences, as the failure of the test names them."""
 
     @property
     def not_comparable(self) -> tuple[Difference, ...]:
-        """Of calls that are written otherwise: the answers of layers, alone, that differ or are missing for that."""
+        """The answers of layers, each run alone, that differ or are missing because calls are written differently."""
         found = (d for d in self.differences if self.kind == "calls" and d.kind == "response")
         return tuple(d for d in found if d.change is not None or d.what == "of the layer alone")
 
@@ -85,9 +85,9 @@ class SnapshotChange:
     findings: tuple[Finding, ...]
     """The most severe first."""
     comparison: Comparison | None = None
-    """None if one of the two is missing."""
+    """`None` if one of the two snapshots is missing."""
     diagnosis: Diagnosis | None = None
-    """The causes; None if nothing differs or one is missing."""
+    """The causes, or `None` if nothing differs or one of the two snapshots is missing."""
     effect: Effect = field(default_factory=Effect)
     connections: tuple[Connection, ...] = ()
     """Producer and consumer of each tensor that passes between layers now."""
@@ -97,7 +97,7 @@ class SnapshotChange:
 
     @property
     def path(self) -> str:
-        """The path now; of a deleted snapshot, the former path."""
+        """The path now, or the former path of a deleted snapshot."""
         return self.either.path
 
     @property
@@ -107,7 +107,7 @@ class SnapshotChange:
 
     @property
     def either(self) -> SnapshotVersion:
-        """The snapshot now; a deleted one as it was."""
+        """The snapshot now, or a deleted one as it was."""
         snapshot = self.now or self.before
         assert snapshot is not None
         return snapshot
@@ -119,7 +119,7 @@ class SnapshotChange:
 
     @property
     def reason(self) -> str | None:
-        """The reason declared for exactly this change: in the snapshot, or of a deleted one in a file beside it."""
+        """The reason declared for exactly this change: it stands in the snapshot, or in a file beside a deleted one."""
         if self.now is None:
             return self.removal if has_words(self.removal) else None
         if not has_words(self.now.reason):
@@ -188,6 +188,7 @@ def judge(
 
     def add(old: SnapshotVersion | None, new: SnapshotVersion | None, *, renamed: bool = False) -> None:
         nonlocal same
+        # The digests leave out the declaration, so the text is compared too.
         if old and new and not renamed and old.content == new.content and old.read_text() == new.read_text():
             same += 1
             return
@@ -251,7 +252,7 @@ def _by_name(
 def _of_other_devices(
     gone: dict[str, SnapshotVersion], came: Mapping[str, SnapshotVersion], paired: set[str]
 ) -> dict[str, str]:
-    """Return new name → old name of numbers of another device beside the same architecture, and remove the old ones."""
+    """Return new name → old name if the numbers are of a different device now, and remove the old snapshots."""
     found = {}
     for name, new in came.items():
         file = _file(name, new)
@@ -278,7 +279,10 @@ def _same(gone: Mapping[str, SnapshotVersion], new: SnapshotVersion) -> str | No
 
 
 class _Outlines:
-    """What is printed of the layers of snapshots: names, types and buffers. Equal ones are held once."""
+    """Keeps of the layers of snapshots what is printed: names, types and buffers.
+
+    Equal layers are held once, because together the records of many snapshots may not fit into memory.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Any] = {}
@@ -302,7 +306,7 @@ class _Outlines:
 
 
 def _without_explained(change: SnapshotChange) -> SnapshotChange:
-    """Return a change without the differences that are not printed where there are causes."""
+    """Return a change without the differences that its causes explain, which are not printed beside them."""
     findings = tuple(dataclasses.replace(f, differences=f.not_comparable) if f.causes else f for f in change.findings)
     if change.comparison is None:
         return change
@@ -324,9 +328,9 @@ def _change(
     if old is None or new is None:
         kind: Class = "new" if old is None else "removed"
         return SnapshotChange(before=old, now=new, findings=(Finding(kind=kind, level=levels[kind]),))
-    # Numbers of another device, or none, cannot be compared.
+    # Numbers of a different device cannot be compared with these, and without numbers there is nothing to compare.
     gone = old.numbers is not None and (new.numbers is None or new.record.device != old.record.device)
-    # Without numbers nobody knows whether every value is the same.
+    # How calls are written is a note only if every value is known to be the same. Without numbers none is known.
     strict = gone or not (has_numbers(old.record) and has_numbers(new.record))
     comparison = compare(new.record, old.record, parts="architecture" if gone else "all", strict=strict)
     if not architecture:
@@ -376,9 +380,10 @@ def _change(
 
 
 def _diagnosis(comparison: Comparison) -> Diagnosis:
-    """Return the causes; where a layer answers otherwise, alone, no difference is only one of how calls are written.
+    """Return the causes.
 
-    A test does not ask for that answer where the run shows no change, but the files have it.
+    If a layer, run alone, answers differently, then no difference is excused as only another way to write calls. A test
+    does not ask for that answer if the run shows no change, but the files have it.
     """
     diagnosis = diagnose(comparison)
     if any(note.changes_code and note.evidence != "recorded" for note in diagnosis.notes):
@@ -387,13 +392,14 @@ def _diagnosis(comparison: Comparison) -> Diagnosis:
 
 
 def _differences(diagnosis: Diagnosis, effect: Effect, *, architecture: bool) -> dict[Class, list[Difference]]:
-    """Return class → differences, with those of the files that the comparison does not report."""
+    """Return the differences of each class, with those of the files that the comparison does not report."""
     comparison = diagnosis.comparison
     by_class = differences_by_class(diagnosis, effect)
     of_files: list[tuple[Class, Difference]] = [("behavior", found) for found in noise_differences(comparison)]
     if diagnosis.same:
         of_files += (("behavior", found) for found in run_differences(comparison))
-        # A layer that takes other names is given other tensors, alone. The run shows its code, but behind zeros.
+        # If the arguments of a layer were renamed, it is run alone on different tensors, and the answers cannot be
+        # compared. Then the values of the run show what its code does, unless zeros may hide it there.
         shown = _written_otherwise(comparison)
         shown -= {*layers_behind_zeros(comparison.actual), *layers_behind_zeros(comparison.expected)}
         for found in responses_to_other_tensors(comparison):
@@ -409,17 +415,17 @@ def _differences(diagnosis: Diagnosis, effect: Effect, *, architecture: bool) ->
 
 
 _OF_RESTING_LAYERS = frozenset({"layer added", "layer removed", "calls"})
-"""Where every value is the same, these are of layers that compute nothing, and of shared ones without weights."""
+"""Where every value is the same, only layers that compute nothing, and shared ones without weights, differ so."""
 
 
 def _written_otherwise(comparison: Comparison) -> set[str]:
-    """Return the layers that are called with other arguments or names, and those that call them."""
+    """Return the layers that are called with different arguments or names, and the layers that call them."""
     own = {*(difference.layer for difference in comparison.differences), *comparison.names_before.paths}
     callers = (step.parent for step in CallTree(comparison.actual).started if step.layer.name in own)
     return own | {step.layer.name for step in callers if step is not None}
 
 
 def part_not_compared(now: SnapshotVersion, before: SnapshotVersion) -> str | None:
-    """Return the part of a snapshot that its test no longer compares; None if there is none."""
+    """Return the part of a snapshot that its test no longer compares, or `None` if it compares all that it did."""
     lost = now.compared not in ("all", before.compared)
     return ("architecture" if now.compared == "behavior" else "behavior") if lost else None

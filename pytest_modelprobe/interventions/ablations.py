@@ -37,7 +37,7 @@ class Ablated:
     type: str
     """Name of the class."""
     head: int | None
-    """Which head, from 0; None: the whole layer."""
+    """Which head, from 0, or `None` if the whole layer was ablated."""
     metric: float
     """The metric of the model without it."""
     change: float

@@ -36,7 +36,7 @@ class Fault:
         self._change = change
 
     def __call__(self, tensor: Tensor) -> Tensor | None:
-        """Return the changed tensor; the given one is not written to. None: no gradient.
+        """Return the changed tensor, or `None` for no gradient. The given tensor is not written to.
 
         Raises:
             UsageError: The fault makes fractions, and the tensor has another dtype.

@@ -61,8 +61,8 @@ def intervene(
         weight: Changes the parameters of the layer itself, except biases, at the beginning of the block. At the end
             they get the bits back that they had, also where an optimizer stepped meanwhile. A weight that is used in
             several places changes in all of them.
-        calls: Which calls of the layer in a forward of the model, from 0; None: all. A call outside of a forward of the
-            model is call 0.
+        calls: Which calls of the layer in a forward of the model, from 0. By default these are all. A call outside of a
+            forward of the model is call 0.
 
     Raises:
         SelectionError: ``layers`` matches nothing.
@@ -193,7 +193,7 @@ class Intervention:
             self._inside = max(0, self._inside - 1)
 
     def _begin_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments to call the layer with; None: those given."""
+        """Return the arguments to call the layer with, or `None` if they stay as they are."""
         call = self._number(name)
         self._running[name].append(call)
         if not self._inside and graph_task() == -1:

@@ -1,4 +1,8 @@
-"""The weights of layers, changed in place for a while and restored bit for bit."""
+"""The weights of layers, changed in place for a while and restored bit for bit.
+
+They are written in place, because a parameter may be tied, or be held by an optimizer. Blocks may end in another order
+than they began, so the bits of a weight are kept until the last block that changed it has ended.
+"""
 
 from __future__ import annotations
 

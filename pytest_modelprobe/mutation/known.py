@@ -1,4 +1,8 @@
-"""What is known of mutants: verdicts in a file of pytest's cache, and digests of what decides on them."""
+"""What is known of mutants from earlier runs: verdicts in a file of pytest's cache.
+
+To try a mutant takes as long as its tests. So a verdict is kept, under a digest of all that decides on it: if none of
+that changed, the mutant is not tried again.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +22,20 @@ import torch
 from .plan import BaselineTest, Planned, Verdict
 
 _PACKAGE = Path(__file__).parents[1]
-_MOST = 20_000  # verdicts that are kept
+_MOST = 20_000
+"""How many verdicts are kept, the newest."""
 
 
 class Known:
-    """Verdicts of this run and of earlier ones. Each is written when it is known: the run may be killed.
+    """Verdicts of this run and of earlier ones. Each is written as soon as it is known, because the run may be killed.
 
     Args:
-        cache: Pytest's cache; None: nothing is read or written.
+        cache: Pytest's cache, or `None` if nothing is read or written.
     """
 
     def __init__(self, cache: Any) -> None:
         self._path: Path | None = None
-        with contextlib.suppress(OSError):  # a folder that cannot be written to
+        with contextlib.suppress(OSError):  # The folder cannot be written to.
             self._path = None if cache is None else cache.mkdir("modelprobe-mutation") / "verdicts.jsonl"
 
     @property
@@ -39,11 +44,11 @@ class Known:
         return self._path is not None
 
     def read(self) -> dict[str, Verdict]:
-        """Return the verdicts by their keys, and keep the newest only."""
+        """Return key → verdict, and keep only the newest in the file."""
         lines = self._path.read_text("utf-8").splitlines() if self._path and self._path.exists() else []
         found: dict[str, Verdict] = {}
         for line in lines:
-            with contextlib.suppress(ValueError, TypeError):  # a run that was killed wrote a part of a line
+            with contextlib.suppress(ValueError, TypeError):  # A run that was killed wrote a part of a line.
                 key, *verdict = json.loads(line)
                 found[key] = Verdict(*verdict)
         if self._path and len(lines) > 4 * _MOST:
@@ -61,7 +66,8 @@ class Known:
 
 
 def _line(key: str, verdict: Verdict) -> str:
-    return f"\n{json.dumps([key, *verdict])}"  # what stands before it may be a part of a line
+    # The line begins with its break, because what stands before it may be a part of a line.
+    return f"\n{json.dumps([key, *verdict])}"
 
 
 class Keys:
@@ -72,8 +78,8 @@ class Keys:
     except for files of other tests that nobody imports.
 
     Args:
-        tests: By node id.
-        modules: Files of the project that were imported.
+        tests: The tests by node id.
+        modules: The files of the project that were imported.
     """
 
     def __init__(self, tests: Mapping[str, BaselineTest], modules: Iterable[str]) -> None:

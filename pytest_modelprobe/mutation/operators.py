@@ -50,17 +50,6 @@ class Operator:
 # --- what a layer returns ---------------------------------------------------------------------------------------------
 
 
-def _floating(call: LayerCall) -> list[Tensor]:
-    return [tensor for _, tensor in flatten("output", call.output).tensors if tensor.is_floating_point()]
-
-
-def _of_each(change: Callable[[Tensor], Tensor | None]) -> Callable[[LayerCall], Any]:
-    def output(call: LayerCall) -> Any:
-        return map_tensors(lambda tensor: change(tensor) if tensor.is_floating_point() else tensor, call.output)
-
-    return output
-
-
 def _of_values(
     name: str,
     noticed_by: str,
@@ -70,21 +59,19 @@ def _of_values(
     of_gradient: bool = False,
 ) -> Operator:
     """Return an operator that changes each floating-point output, where one of them meets a condition."""
-    return Operator(
-        name=name,
-        noticed_by=noticed_by,
-        fits=lambda call: any(map(condition, _floating(call))),
-        output=_of_each(change),
-        of_gradient=of_gradient,
-    )
+
+    def fits(call: LayerCall) -> bool:
+        tensors = flatten("output", call.output).tensors
+        return any(condition(tensor) for _, tensor in tensors if tensor.is_floating_point())
+
+    def output(call: LayerCall) -> Any:
+        return map_tensors(lambda tensor: change(tensor) if tensor.is_floating_point() else tensor, call.output)
+
+    return Operator(name=name, noticed_by=noticed_by, fits=fits, output=output, of_gradient=of_gradient)
 
 
 def _has_elements(tensor: Tensor) -> bool:
     return tensor.numel() > 0
-
-
-def _has_features(tensor: Tensor) -> bool:
-    return tensor.dim() > 1 and tensor.shape[-1] > 1
 
 
 def _rounded(tensor: Tensor) -> Tensor:
@@ -254,10 +241,6 @@ def _with_stale_buffers(module: nn.Module) -> Iterator[None]:
         module._buffers.update(before)
 
 
-def _softmax_dim(module: nn.Module) -> AbstractContextManager[object]:
-    return _with_attribute(module, "dim", 0)
-
-
 _SNAPSHOT = "modelprobe_snapshot"
 
 OPERATORS: dict[str, Operator] = {
@@ -273,7 +256,7 @@ OPERATORS: dict[str, Operator] = {
             "shuffle_batch", "checks.batch_independent", lambda t: t.dim() > 1 and len(t) > 1, faults.shuffle_batch,
         ),
         _of_values("shift_sequence", _SNAPSHOT, lambda t: t.dim() == 3 and t.shape[1] > 1, faults.shift_sequence),
-        _of_values("roll_features", _SNAPSHOT, _has_features, _rolled),
+        _of_values("roll_features", _SNAPSHOT, lambda t: t.dim() > 1 and t.shape[-1] > 1, _rolled),
         _of_values(
             "detach", "assert_all_params_have_grad", lambda t: t.requires_grad, faults.detach, of_gradient=True
         ),
@@ -297,7 +280,8 @@ OPERATORS: dict[str, Operator] = {
         ),
         Operator(
             name="softmax_over_batch", noticed_by="checks.batch_independent",
-            fits=lambda call: isinstance(call.module, nn.Softmax) and _over_batch(call), plant=_softmax_dim,
+            fits=lambda call: isinstance(call.module, nn.Softmax) and _over_batch(call),
+            plant=lambda module: _with_attribute(module, "dim", 0),
         ),
         Operator(
             name="eps_times_1000", noticed_by=_SNAPSHOT, fits=lambda call: _eps_of(call.module) is not None,

@@ -1,12 +1,16 @@
-"""Which faults are tried on which tests, and in which order."""
+"""Which faults are tried on which tests, in which order, and what became of them.
+
+There are more faults than time. So each layer gets one fault before any gets two, and the fastest tests come first. A
+fault is tried on the tests of one file at a time, because the table says for each file what its tests miss.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Place(NamedTuple):
@@ -28,43 +32,26 @@ class Mutant(NamedTuple):
 
     @property
     def key(self) -> str:
-        """A text that is the same in each run."""
+        """A text that names the mutant in every run."""
         return "|".join((self.file, *self.place, self.operator))
 
 
 @dataclass
 class BaselineTest:
-    """A test of the run without faults, in builtin types but for `Place`."""
+    """A test of the run without faults."""
 
     id: str
     file: str
     outcome: str
     """``passed``, ``failed``, ``skipped``, ``xfailed``, ``xpassed`` or ``rerun``."""
     seconds: float
-    """Of its own, without fixtures of wider scope."""
+    """How long the test itself takes, with the fixtures of wider scope that make or run models."""
     places: dict[Place, set[str]] = field(default_factory=dict)
-    """Layers that it calls, also in fixtures of wider scope; names of the operators that fit them."""
+    """Layer that the test, or one of its fixtures, calls → the names of the operators that fit it."""
     sources: list[str] = field(default_factory=list)
-    """Files of the classes of its models."""
+    """The files of the classes of its models."""
     path: str = ""
-    """Of its file."""
-
-    def to_json(self) -> list[Any]:
-        """Return it as lists."""
-        places = [[*place, sorted(operators)] for place, operators in self.places.items()]
-        return [self.id, self.file, self.outcome, self.seconds, places, self.sources, self.path]
-
-    @staticmethod
-    def from_json(data: Sequence[Any]) -> BaselineTest:
-        """Return what `to_json` was made of.
-
-        >>> test = BaselineTest("a.py::t", "a.py", "passed", 0.5, {Place("m:Net", "fc", "Linear"): {"nan"}})
-        >>> BaselineTest.from_json(test.to_json()) == test
-        True
-        """
-        name, file, outcome, seconds, places, *more = data
-        found = {Place(*place): set(operators) for *place, operators in places}
-        return BaselineTest(name, file, outcome, seconds, found, *more)
+    """The path of its file."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +60,15 @@ class Planned:
 
     mutant: Mutant
     tests: tuple[str, ...]
-    """The fastest first."""
+    """The ids of the tests, the fastest first."""
 
 
 def planned(tests: Collection[BaselineTest], most: int | None = None) -> list[Planned]:
     """Return the mutants in the order in which they are tried.
 
-    Each layer of each file comes once before one comes twice, the layers with the fastest tests first. Which operator
-    is first in a layer depends on a digest of its name, so that a part of the list has all operators; which mutants
-    are among the first ``most`` does not depend on how fast tests are.
+    Each layer of each file comes once before one comes twice, and the layers with the fastest tests come first. Which
+    operator comes first in a layer depends on a digest, so that a part of the list has all kinds of operators. Which
+    mutants are among the first ``most`` does not depend on how fast tests are, so it is the same in every run.
 
     >>> fast = BaselineTest("a.py::fast", "a.py", "passed", 0.1, {Place("m:Net", "fc", "Linear"): {"nan", "zero"}})
     >>> slow = BaselineTest("a.py::slow", "a.py", "passed", 9.0, fast.places)
@@ -111,7 +98,7 @@ def _digest(text: str) -> bytes:
 
 
 class Verdict(NamedTuple):
-    """What became of a mutant."""
+    """What became of a mutant, and which test decided it."""
 
     outcome: str
     """``noticed``, ``survived`` or ``no effect``; ``crashed`` or ``timed out``, which are noticed too; or ``not tried``
@@ -121,7 +108,7 @@ class Verdict(NamedTuple):
 
     @property
     def is_noticed(self) -> bool:
-        """Whether a test notices the fault: it fails, ends its process or never ends."""
+        """Whether a test notices the fault: the test fails, ends its process or never ends."""
         return self.outcome in ("noticed", "crashed", "timed out")
 
 
@@ -134,27 +121,27 @@ class Results:
     left_out: dict[str, str] = field(default_factory=dict)
     """Tests that could not be run again → why."""
     known: int = 0
-    """Verdicts of earlier runs."""
+    """How many verdicts are from earlier runs."""
     runs: int = 0
-    """Of tests with a fault."""
+    """How many times a test ran with a fault."""
     seconds: float = 0.0
     stopped: str = ""
-    """Why not all mutants were tried."""
+    """Why not all mutants were tried; empty if they were."""
     total: int = 0
-    """Mutants that were planned."""
+    """How many mutants were planned."""
 
     @property
     def not_tried(self) -> int:
-        """Mutants of which nothing is known."""
+        """How many mutants have no verdict."""
         return self.total - len(self.verdicts)
 
     def counted(self, file: str | None = None) -> dict[Mutant, Verdict]:
-        """Return the verdicts that count: those of faults with an effect."""
+        """Return the verdicts that count: those of faults that changed something."""
         found = self.verdicts.items()
         return {m: v for m, v in found if (v.is_noticed or v.outcome == "survived") and file in (None, m.file)}
 
     def faults(self) -> Mapping[tuple[Place, str], list[tuple[Mutant, Verdict]]]:
-        """Return the verdicts that count by fault: tests in several files may see one layer."""
+        """Return the verdicts that count for each fault, which the tests of several files may see."""
         found: dict[tuple[Place, str], list[tuple[Mutant, Verdict]]] = defaultdict(list)
         for mutant, verdict in self.counted().items():
             found[mutant.place, mutant.operator].append((mutant, verdict))
@@ -167,6 +154,6 @@ class Results:
 
     @property
     def score(self) -> float | None:
-        """Percent of the faults that a test noticed; None where no fault had an effect."""
+        """The percentage of the faults that a test noticed, or `None` if no fault had an effect."""
         faults = self.faults()
         return 100 * (len(faults) - len(self.survivors())) / len(faults) if faults else None

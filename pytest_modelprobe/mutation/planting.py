@@ -1,8 +1,13 @@
-"""Sees which layers run in a test, digests what models return, and plants a fault: by hooks on all modules at once."""
+"""Sees which layers run in a test, digests what models return, and plants a fault.
+
+Tests make their models themselves, so nobody hands them over. That is why the hooks are those of torch for all modules
+at once. A fault that changes no bit of an output and stops no gradient has no effect, and is not held against a test.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import sys
 import threading
@@ -25,7 +30,8 @@ from pytest_modelprobe.record import ROOT
 from .operators import OPERATORS, LayerCall, Operator
 from .plan import Place
 
-_MOST_CHILDREN = 4  # of a container of torch's own, in its name
+_MOST_CHILDREN = 4
+"""How many children the name of one of torch's own containers lists."""
 
 
 class Hangs(BaseException):
@@ -39,12 +45,12 @@ class Seen:
     places: dict[Place, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Layers that were called, and the names of the operators that fit them."""
     calls: int = 0
-    """Of modules."""
+    """How many times modules were called."""
     makes_models: bool = False
     backward: set[str] = field(default_factory=set)
     """Models whose outputs a gradient reached."""
     outputs: Any = field(default_factory=hashlib.sha256)
-    """Digest of all that models returned, in order."""
+    """A digest of all that models returned, in order."""
 
     @property
     def has_models(self) -> bool:
@@ -74,7 +80,7 @@ class Observer:
         self._planted: Planted | None = None
         self.most_calls: int | None = None
         self.hangs = False
-        """Whether that was too many."""
+        """Whether there were more calls than ``most_calls``."""
         self.sources: dict[str, set[str]] = defaultdict(set)
         """Name of each model → files of the classes of its modules, except those of torch."""
         self._roots: dict[int, tuple[ref[nn.Module], str]] = {}
@@ -135,7 +141,7 @@ class Observer:
     # --- hooks --------------------------------------------------------------------------------------------------------
 
     def _is_off(self) -> bool:
-        # The first is constant where torch.compile traces: the rest is not compiled in.
+        # torch.compile takes this condition for a constant, so it does not compile the rest into the graph.
         if torch.compiler.is_compiling():
             return True
         return self._seen is None or threading.get_ident() != self._thread or tracing_state() is not None
@@ -157,7 +163,7 @@ class Observer:
         self._running.append(module)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], *given: Any) -> Any:
-        kwargs, output = ({}, *given)[-2:]  # after an error, torch leaves the keyword arguments out
+        kwargs, output = ({}, *given)[-2:]  # After an error, torch leaves the keyword arguments out.
         if self._is_off() or not any(module is other for other in self._running):
             return None
         call = LayerCall(module, args, kwargs, output)
@@ -168,7 +174,7 @@ class Observer:
                 pass
             if not self._running:
                 self._planting.close()
-                with contextlib.suppress(Exception):  # an output that cannot be read is no error of the test
+                with contextlib.suppress(Exception):  # An output that cannot be read is no error of the test.
                     self._digest(module, output if changed is None else changed)
         return changed
 
@@ -177,7 +183,8 @@ class Observer:
     def _begin_forward(self, root: nn.Module) -> None:
         self._planting.close()
         known = self._names.get(id(root))
-        if known is None or known[0]() is not root:  # a layer of a known model that is called by itself stays its layer
+        # A layer of a known model that is called by itself stays a layer of that model.
+        if known is None or known[0]() is not root:
             model = _name_of_model(root)
             self._roots[id(root)] = ref(root), model
             for name, module in root.named_modules():
@@ -189,12 +196,12 @@ class Observer:
         if planted is not None and planted.operator.plant is not None:
             for module in root.modules():
                 if self._place(module) == planted.place:
-                    with contextlib.suppress(Exception):  # a layer that cannot be changed so is left as it is
+                    with contextlib.suppress(Exception):  # A layer that cannot be changed so is left as it is.
                         self._planting.enter_context(planted.operator.plant(module))
 
     def _place(self, module: nn.Module) -> Place | None:
         known = self._names.get(id(module))
-        if known is None or known[0]() is not module:  # made during the forward
+        if known is None or known[0]() is not module:  # The module was made during the forward.
             return None
         return Place(known[1], known[2], type(module).__name__)
 
@@ -234,21 +241,18 @@ class Observer:
                 if has_dense_storage(tensor):
                     seen.outputs.update(_bytes_of(tensor))
             if tensor.grad_fn is not None and place is not None and self._planted is None:
-                tensor.register_hook(unserializable_hook(_Notes(seen.backward, place.model)))
+                tensor.register_hook(unserializable_hook(functools.partial(_note_gradient, seen.backward, place.model)))
 
 
-class _Notes:
-    """A hook that notes that a gradient reached the output of a model."""
-
-    def __init__(self, models: set[str], model: str) -> None:
-        self._models, self._model = models, model
-
-    def __call__(self, gradient: Tensor) -> None:
-        self._models.add(self._model)
+def _note_gradient(models: set[str], model: str, gradient: Tensor) -> None:
+    models.add(model)
 
 
 def without_warning_of_hooks() -> None:
-    """Let a compiled model run without torch's warning that it does not see our hooks: it is not mutated inside."""
+    """Let a compiled model run without torch's warning that it does not see our hooks.
+
+    No fault is planted inside such a model.
+    """
     warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
 
 
@@ -261,7 +265,7 @@ def _name_of_model(root: nn.Module) -> str:
     cls = type(root)
     if not cls.__module__.startswith("torch."):
         return f"{cls.__module__}:{cls.__qualname__}"
-    # Containers of torch hold what they were given: those with other children are other models.
+    # A container of torch, such as nn.Sequential, is what its children make of it: its class is no name of a model.
     children = [type(child).__name__ for child in root.children()]
     if not children:
         return f"torch:{cls.__qualname__}"

@@ -1,4 +1,8 @@
-"""The section on mutants in the terminal."""
+"""The section on mutants in the terminal.
+
+It leads with the score and what survived, because each surviving fault asks for a test. The rest says what the score
+leaves out.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from collections.abc import Iterator
 from pytest_modelprobe.record import label_of
 from pytest_modelprobe.text import Cell, count, printable, table
 
+from .operators import OPERATORS
 from .plan import Place, Results
 
 _HOW_THEY_ENDED = {
@@ -28,12 +33,13 @@ def lines(
     Args:
         results: What was found.
         least: The score that was asked for, in percent.
-        most: Rows of each table; None: all.
+        most: How many rows each table has, or `None` for all.
         goes_on: Whether the next run takes over what was found.
     """
     faults, survivors, score = results.faults(), results.survivors(), results.score
     if score is None:
-        yield f"no fault was tried that has an effect{_why_none(results)}"
+        no_model = bool(results.tests) and not any(test.places for test in results.tests)
+        yield "no fault was tried that has an effect" + (": no test runs a module of torch" if no_model else "")
     else:
         noticed = len(faults) - len(survivors)
         said = f"{score:.0f} % of the faults were noticed: {noticed:,} of {len(faults):,}"
@@ -49,15 +55,7 @@ def lines(
     yield from _left_out(results, goes_on)
 
 
-def _why_none(results: Results) -> str:
-    if any(test.places for test in results.tests):
-        return ""
-    return ": no test runs a module of torch" if results.tests else ""
-
-
 def _survivors(results: Results, survivors: list[tuple[Place, str]], most: int | None) -> Iterator[str]:
-    from .operators import OPERATORS
-
     by_layer: dict[Place, list[str]] = defaultdict(list)
     for place, operator in survivors:
         by_layer[place].append(operator)
@@ -66,7 +64,7 @@ def _survivors(results: Results, survivors: list[tuple[Place, str]], most: int |
     yield f"{count(len(survivors), 'fault')} survived: the tests that run the layer passed"
     ordered = sorted(by_layer.items(), key=lambda pair: (-len(pair[1]), pair[0]))
     for place, operators in ordered[:most]:
-        label = f"{_model(place)} {label_of(place.layer, place.type)}"
+        label = f"{place.model.partition(':')[2]} {label_of(place.layer, place.type)}"
         text = f"{label}, {count(tests[place], 'test')}: {', '.join(sorted(operators))}"
         yield from textwrap.wrap(printable(text), 110, subsequent_indent="    ", break_long_words=False)
     if len(ordered) > (most or len(ordered)):
@@ -95,8 +93,10 @@ def _by_file(results: Results, most: int | None) -> Iterator[str]:
 
 
 def _left_out(results: Results, goes_on: bool) -> Iterator[str]:
-    said = [f"{count(n, 'fault')} {outcome} in {test}" for (outcome, test), n in _ends(results).items()]
-    without = sum(verdict.outcome == "no effect" for verdict in results.verdicts.values())
+    verdicts = results.verdicts.values()
+    lost = Counter((verdict.outcome, verdict.by) for verdict in verdicts if verdict.outcome in ("crashed", "timed out"))
+    said = [f"{count(n, 'fault')} {outcome} in {test}" for (outcome, test), n in lost.items()]
+    without = sum(verdict.outcome == "no effect" for verdict in verdicts)
     if without:
         said.append(f"not counted: {count(without, 'fault')} that changed nothing")
     ended = Counter(test.outcome for test in results.tests)
@@ -108,21 +108,12 @@ def _left_out(results: Results, goes_on: bool) -> Iterator[str]:
     said += [f"left out: {test}, which when run again without a fault {why}" for test, why in results.left_out.items()]
     if results.known:
         said.append(f"{count(results.known, 'result')} from an earlier run: --cache-clear forgets them")
-    why, not_tried = results.stopped or "the run was interrupted", results.not_tried
-    if not_tried > 0:
+    if results.not_tried > 0:
+        why = results.stopped or "the run was interrupted"
         then = "the next run goes on there" if goes_on else "without pytest's cache the next run begins anew"
-        said.append(f"{count(not_tried, 'fault')} of {results.total:,} not tried: {why}; {then}")
+        said.append(f"{count(results.not_tried, 'fault')} of {results.total:,} not tried: {why}; {then}")
     elif results.stopped:
-        said.append(f"no fault was tried: {why}")
+        said.append(f"no fault was tried: {results.stopped}")
     if said:
         yield ""
         yield from map(printable, said)
-
-
-def _ends(results: Results) -> Counter[tuple[str, str]]:
-    """Return how many faults ended the process of each test, or let it not end."""
-    return Counter((v.outcome, v.by) for v in results.verdicts.values() if v.outcome in ("crashed", "timed out"))
-
-
-def _model(place: Place) -> str:
-    return place.model.partition(":")[2]

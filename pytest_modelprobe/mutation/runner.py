@@ -1,4 +1,8 @@
-"""Tries faults on tests: each test runs again, with all that it sets up."""
+"""Tries faults on tests: a test runs again, with all its fixtures, first without a fault and then with one.
+
+A test is used only if it passes when it is run again, because only then a failure tells of the fault. It is judged by
+what its models return: if they differ from run to run without a fault, nothing can be told.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from .plan import Mutant, Planned, Verdict
 from .planting import Observer, Planted, Seen
 
 _TIMES, _MORE_CALLS = 10, 1000
-"""A test hangs if it calls layers so many times more often than without the fault, and so much more."""
+"""A test hangs if it makes ten times as many calls of layers as without the fault, and a thousand more."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class _Run:
     """First line of the failure."""
     seconds: float
     seen: dict[str, Seen]
-    """Of the test, under an empty name, and of the fixtures of wider scope that were set up for it."""
+    """What the test did, under an empty name, and what the fixtures of wider scope did that were set up for it."""
 
 
 @dataclass
@@ -43,18 +47,18 @@ class _Reference:
     seconds: float
     is_usable: bool = True
     repeats: bool | None = None
-    """Whether models return the same bits in each run; None: not known."""
+    """Whether models return the same bits in each run, or `None` if that is not known yet."""
 
 
 class MutantRunner:
     """Tries mutants in this process.
 
     Args:
-        observer: Installed.
+        observer: The observer, installed.
         items: The tests by node id.
-        left_out: Tests that are of no use.
-        tell: Told ``"runs"`` before each run of a test, with the seconds that it takes without a fault or None where it
-            has none, and ``"left out"``, with the reason.
+        left_out: Tests that cannot be used.
+        tell: A function that is called with ``"runs"`` before each run of a test, and with ``"left out"`` if one cannot
+            be used. With ``"runs"`` goes the time that the test takes without a fault, or `None` if it has none now.
     """
 
     def __init__(
@@ -67,14 +71,14 @@ class MutantRunner:
         self._observer, self._items, self._tell = observer, items, tell
         self._references = {test: _Reference(Seen(), 0.0, is_usable=False) for test in left_out}
         self._of_fixtures: dict[str, Seen] = {}
-        """What fixtures of wider scope did without a fault."""
+        """Key of a fixture of wider scope → what it did without a fault."""
         self._of_run: dict[str, Seen] = {}
         self._set_up_with: Mutant | None = None
 
     # --- one mutant ---------------------------------------------------------------------------------------------------
 
     def verdict(self, one: Planned) -> Verdict:
-        """Return what the tests say of a mutant: the first that fails ends the run."""
+        """Return what the tests say of a mutant. The first test that fails decides."""
         effect = tried = False
         try:
             for test in one.tests:
@@ -101,7 +105,7 @@ class MutantRunner:
         if found is None:
             found = self._references[test] = _Reference(Seen(), 0.0)
             if test in self._items:
-                # Twice: some tests cannot, and a model that outlives the test changes in the first run alone.
+                # Twice: some tests cannot run again, and a model that outlives its test may change in the first run.
                 self._run(test)
                 run = self._run_without_fault(test)
                 self._of_fixtures |= {key: seen for key, seen in run.seen.items() if key}
@@ -122,7 +126,7 @@ class MutantRunner:
         return self._run(test)
 
     def _shares_models(self, test: str) -> bool:
-        """Whether a fixture of wider scope makes or runs a model: it is set up anew for each fault."""
+        """Return whether a fixture of wider scope makes or runs a model: it is then set up anew for each fault."""
         found = (self._of_fixtures.get(key) for key in wide_fixtures(self._items[test]))
         return any(seen.has_models for seen in found if seen is not None)
 
@@ -147,7 +151,7 @@ class MutantRunner:
     # --- one run ------------------------------------------------------------------------------------------------------
 
     def _run(self, test: str, planted: Planted | None = None, reference: _Reference | None = None) -> _Run:
-        """Run a test; of fixtures of wider scope, those that were torn down are set up for it."""
+        """Run a test. Its fixtures of wider scope that were torn down are set up for it."""
         self._tell("runs", (test, None if reference is None else reference.seconds))
         started = time.monotonic()
         item, observer, own = self._items[test], self._observer, Seen()
@@ -186,7 +190,7 @@ def wide_fixtures(item: pytest.Item) -> list[str]:
 
 
 def key_of(fixturedef: Any) -> str:
-    """Return what is the same for a fixture in all processes."""
+    """Return a name of a fixture that is the same in all processes."""
     return f"fixture {fixturedef.baseid}::{fixturedef.argname}"
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
+import pickle
 import tempfile
 import time
 from collections import defaultdict
@@ -27,7 +27,8 @@ from .runner import key_of, wide_fixtures
 from .worker import Told
 from .workers import NoWorker, TimeIsOver, Workers
 
-_FOUND = "modelprobe_mutation"  # key of what a worker of xdist sends
+_FOUND = "modelprobe_mutation"
+"""The key of what a worker of xdist sends."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ class Options:
     """What was asked for."""
 
     most: int | None = None
-    """Mutants; None: all."""
+    """How many mutants are tried, or `None` for all."""
     least_score: float | None = None
-    """Percent; less fails the run."""
+    """The score in percent below which the run fails."""
     seconds: float = 300.0
-    """Of the runs with faults."""
+    """How long the runs with faults may take."""
 
 
 class MutationSession:
@@ -48,19 +49,19 @@ class MutationSession:
     Args:
         config: The configuration of the run.
         options: What was asked for.
-        tell: Takes what is being done, in words; empty: nothing any more.
+        tell: A function that is called with what is being done, in words, and with an empty text at the end.
     """
 
     def __init__(self, config: pytest.Config, options: Options, tell: Callable[[str], None]) -> None:
         self._config, self._options, self._tell = config, options, tell
         self._workers = 0
-        """Of xdist."""
+        """The number of workers of xdist."""
         self._observer = Observer()
         self._test = ""
         self._outcomes: dict[str, str] = {}
         self._seconds: dict[str, float] = defaultdict(float)
         self._seen: dict[str, Seen] = defaultdict(Seen)
-        """By node id of a test, or key of a fixture of wider scope; so are the seconds."""
+        """Node id of a test, or key of a fixture of wider scope → what it did. The seconds have the same keys."""
         self._modules: set[str] = set()
         self._results = Results()
 
@@ -77,13 +78,12 @@ class MutationSession:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Take what a worker found; one that died found nothing."""
+        """Take what a worker found. A worker that died found nothing."""
         found = getattr(node, "workeroutput", {}).get(_FOUND)
         if found:
-            tests, modules = json.loads(found)
-            self._note(map(BaselineTest.from_json, tests), modules)
+            self._note(*pickle.loads(found))
 
-    def _note(self, tests: Iterator[BaselineTest], modules: Collection[str]) -> None:
+    def _note(self, tests: Collection[BaselineTest], modules: Collection[str]) -> None:
         self._results.tests += tests
         self._modules |= set(modules)
 
@@ -106,12 +106,12 @@ class MutationSession:
         except BaseException as error:
             self._results.stopped = str(error) or "the run was interrupted"
             raise
-        tests, modules = list(self._tests_of(session)), modules_of(self._config.rootpath)
+        found = list(self._tests_of(session)), modules_of(self._config.rootpath)
         if self._is_worker:
-            found = [test.to_json() for test in tests], modules
-            self._config.workeroutput[_FOUND] = json.dumps(found)  # type: ignore[attr-defined]
+            # As bytes: xdist sends builtin types alone.
+            self._config.workeroutput[_FOUND] = pickle.dumps(found)  # type: ignore[attr-defined]
         else:
-            self._note(iter(tests), modules)
+            self._note(*found)
             self._try_mutants(time.monotonic() - started)
         return result
 
@@ -143,7 +143,7 @@ class MutationSession:
             self._seconds[self._test] -= seconds
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note how a test ended: one with a subtest that was skipped is judged by its other parts."""
+        """Note how a test ended. A subtest that was skipped does not count: the other parts of the test decide."""
         if is_of_subtest(report) and not report.failed:
             return
         outcome: str = report.outcome
@@ -155,7 +155,7 @@ class MutationSession:
 
     def _tests_of(self, session: pytest.Session) -> Iterator[BaselineTest]:
         """Yield the tests that ran in this process."""
-        for item in getattr(session, "items", ()):  # none where xdist runs the tests
+        for item in getattr(session, "items", ()):  # There are none in the process that hands tests to xdist.
             outcome = self._outcomes.get(item.nodeid)
             if outcome is None:
                 continue
@@ -204,7 +204,8 @@ class MutationSession:
 
     def _take_verdicts(self, workers: Workers, mutants: Mapping[str, Planned], until: float) -> None:
         results = self._results
-        with contextlib.closing(workers.verdicts(mutants)) as verdicts:  # its processes end, also after Ctrl-C here
+        # The generator is closed, so that its processes end after Ctrl-C too.
+        with contextlib.closing(workers.verdicts(mutants)) as verdicts:
             for key, verdict in verdicts:
                 self._known.add(key, verdict)
                 results.verdicts[mutants[key].mutant] = verdict
@@ -232,7 +233,7 @@ class MutationSession:
     @functools.cached_property
     def _known(self) -> Known:
         """Opened after the tests: each worker of xdist obeys ``--cache-clear``."""
-        return Known(getattr(self._config, "cache", None))  # none with ``-p no:cacheprovider``
+        return Known(getattr(self._config, "cache", None))  # There is none with ``-p no:cacheprovider``.
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The process in which faults are planted: it takes one after another, and may die or hang of each."""
+"""The process in which faults are planted. It takes one after another, and any of them may crash or hang it."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Told:
     """What a worker is told by the process that starts it."""
 
     folder: Path
-    """Where it keeps what is its own."""
+    """The folder for its log and its temporary files."""
     directory: str
-    """In which the run was started."""
+    """The directory in which the run was started."""
     options: Mapping[str, Any]
     plugins: tuple[str, ...]
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
     left_out: Collection[str]
-    """Tests that are of no use."""
+    """Tests that cannot be used."""
 
 
 WORKER = pytest.StashKey[tuple[Told, Connection]]()
-"""In the configuration of a worker alone."""
+"""Only the configuration of a worker has this key."""
 
 
 def main(told: Told, connection: Connection) -> None:
@@ -52,8 +52,9 @@ def main(told: Told, connection: Connection) -> None:
 class Worker:
     """A plugin that tries mutants in place of the tests.
 
-    It sends ``("runs", (test, seconds))`` before each run of a test, with what it took without a fault, or None where
-    it has none now; ``("left out", (test, why))``; and ``("verdict", verdict)`` at the end of each mutant.
+    It sends ``("runs", (test, seconds))`` before each run of a test, ``("left out", (test, why))`` for a test that
+    cannot be used, and ``("verdict", verdict)`` for each mutant. The seconds are those of the test without a fault, or
+    `None` if there is no fault in this run.
 
     Args:
         told: What it is told.

@@ -1,4 +1,8 @@
-"""Hands mutants to processes, and notes which of them end theirs or never end."""
+"""Hands mutants to processes, and notes which of them end theirs or never end.
+
+A fault may crash the interpreter or loop forever, which no hook can catch. So faults are planted in processes of their
+own, and a process that is lost is replaced.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,10 @@ from .plan import Planned, Verdict
 from .worker import Told, main
 
 _TIMES, _MORE_SECONDS = 10, 10.0
-"""A test hangs if it takes so many times longer than without the fault, and so much more."""
+"""A test hangs if it takes ten times as long as without the fault, and ten seconds more."""
 
 _FIRST_SECONDS = 120.0
-"""So much longer a test may take in a new process without a fault, where it may import and compile first."""
+"""The extra time of a test that runs without a fault: in a new process it may have to import and compile first."""
 
 _PRELOADED = ["torch", "pytest", "pytest_modelprobe.mutation.worker"]
 
@@ -51,7 +55,7 @@ class _Process:
     def give(self, given: tuple[str, Planned]) -> None:
         """Let it try a mutant."""
         self.given, self.test, self.deadline = given, "", None
-        with contextlib.suppress(OSError):  # it is gone, which is seen later
+        with contextlib.suppress(OSError):  # The process is gone, which is seen later.
             self.connection.send(given[1])
 
     def runs(self, test: str, deadline: float, *, has_fault: bool) -> None:
@@ -60,12 +64,12 @@ class _Process:
 
     def received(self) -> Iterator[tuple[str, Any]]:
         """Yield what it has sent since."""
-        with contextlib.suppress(EOFError, OSError):  # it is gone
+        with contextlib.suppress(EOFError, OSError):  # The process is gone.
             while self.connection.poll():
                 yield self.connection.recv()
 
     def end(self) -> None:
-        """End it, whatever it does; one that does nothing tears its fixtures down."""
+        """End the process, whatever it does. If it does nothing, it may tear its fixtures down first."""
         self.connection.close()
         if self.given is None:
             self.process.join(_MORE_SECONDS)
@@ -90,9 +94,9 @@ class Workers:
         self._processes: list[_Process] = []
         self._started = 0
         self.left_out: dict[str, str] = {}
-        """Tests that are of no use, and why."""
+        """Test that cannot be used → why."""
         self.runs = 0
-        """Of tests with a fault."""
+        """How many times a test ran with a fault."""
 
     def verdicts(self, mutants: Mapping[str, Planned]) -> Generator[tuple[str, Verdict], None, None]:
         """Yield the key of each mutant with what became of it, as soon as that is known.
@@ -115,7 +119,7 @@ class Workers:
                 process.end()
 
     def _give(self) -> bool:
-        """Give mutants to all that have none; return whether any is tried."""
+        """Give mutants to the processes that have none, and return whether any mutant is being tried."""
         while self._waiting and (process := self._idle()) is not None:
             process.give(self._waiting.popleft())
         return any(process.given for process in self._processes)
@@ -138,8 +142,9 @@ class Workers:
         wait(handles, max(0.0, first - time.monotonic()))
 
     def _verdict(self, process: _Process) -> Verdict | None:
-        """Return what a process has found, or how it came to its end; None: it goes on."""
-        is_over = not process.process.is_alive()  # before what it sent is read: nothing comes later
+        """Return what a process has found, or how it ended, or `None` if it goes on."""
+        # This is asked before what the process sent is read: once it has ended, nothing can come later.
+        is_over = not process.process.is_alive()
         for kind, what in process.received():
             if kind == "verdict":
                 return Verdict(*what)
@@ -166,7 +171,7 @@ class Workers:
             self.runs += process.has_fault
 
     def _lost(self, process: _Process, outcome: str, why: str) -> Verdict | None:
-        """End a process that is of no more use, and return the verdict of its mutant; None: it has none yet."""
+        """End a process that is lost, and return the verdict of its mutant, or `None` if there is none yet."""
         process.end()
         self._processes.remove(process)
         if process.given is None:

@@ -1,6 +1,9 @@
 """The pytest plugin: hooks and fixtures.
 
-It is loaded in every run of pytest, so nothing here imports torch or numpy before a test needs them.
+It is loaded in every run of pytest, also of projects without a model. So nothing here imports torch or numpy, or much
+of this package, before a test needs it: imports stand inside the functions. A fixture is a short door to a class that
+also works without pytest. What a test recorded is kept on its item until the report of its teardown, which xdist
+carries to the controller; so it is reduced to builtin types.
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Read the environment before a conftest.py changes it."""
+    """Read the environment before a conftest.py can change it."""
     from pytest_modelprobe.snapshot.options import read_environment
 
     read_environment(early_config)
@@ -97,7 +100,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Return the device and seed if they were given; with ``-v`` also which code computes the numbers of tensors."""
+    """Return the device and the seed if they were given, and with ``-v`` which code computes the numbers of tensors."""
     settings = config.stash[SETTINGS]
     parts = []
     if settings.devices_from:
@@ -117,9 +120,12 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Register the terminal section, on the controller under xdist, and refuse the name of no model there."""
+    """Register what writes to the terminal, and refuse ``--modelprobe-model`` if there is no such model.
+
+    Under xdist the controller alone writes. It also loads the model, because nobody sees the error of a worker.
+    """
     config = session.config
-    if config.stash[SETTINGS].model is not None:  # an error of the usage in a worker of xdist is not shown
+    if config.stash[SETTINGS].model is not None:
         from .named_model import load_named
 
         load_named(config.stash[SETTINGS])
@@ -134,11 +140,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize tests with a probe by device, if there are several."""
+    """Parametrize tests with a probe by device if there are several devices."""
     if "modelprobe_device" not in metafunc.fixturenames:
         return
     devices = _devices_of(metafunc)
     if len(devices) > 1 or devices != metafunc.config.stash[SETTINGS].devices:
+        # One device from a marker is no part of the test's name, where pytest can hide an id: from version 8.4 on.
         ids = devices if len(devices) > 1 else [pytest.HIDDEN_PARAM] if hasattr(pytest, "HIDDEN_PARAM") else devices
         metafunc.parametrize("modelprobe_device", devices, ids=ids, indirect=True, scope="session")
 
@@ -152,7 +159,7 @@ def _devices_of(metafunc: pytest.Metafunc) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Add the tests of a named model, and find the fixtures of all tests with a probe: these are seeded."""
+    """Add the tests of a named model, and find the fixtures to seed: those that tests with a probe depend on."""
     from pytest_modelprobe._pytest import fixtures_of
 
     if config.stash[SETTINGS].model is not None:
@@ -174,7 +181,7 @@ def _has_probe(item: pytest.Item) -> bool:
 
 @pytest.fixture(scope="session")
 def modelprobe_device(request: pytest.FixtureRequest) -> Any:
-    """The `torch.device` of the test. Tests are grouped by device, so a session fixture is set up once for each."""
+    """The `torch.device` of the test. Tests are grouped by it, so a session fixture is set up once for each device."""
     import torch
 
     settings = request.config.stash[SETTINGS]
@@ -243,7 +250,10 @@ def _seed_of(item: pytest.Item) -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> Generator[None, Any, Any]:
-    """Seed each fixture that a test with a probe depends on, with a seed derived from its name."""
+    """Seed each fixture that a test with a probe depends on.
+
+    Its seed is derived from its name, so its numbers are the same in whatever order fixtures are set up.
+    """
     settings = request.config.stash[SETTINGS]
     if settings.seeded_fixtures.isdisjoint((fixturedef, fixturedef.argname)):
         return (yield)
@@ -255,7 +265,10 @@ def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> Gen
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
-    """Seed the function of a test with a probe, as the innermost wrapper, and restore the generators after it."""
+    """Seed the function of a test with a probe, and restore the generators after it.
+
+    This is the innermost wrapper: random numbers that other plugins draw around the test change nothing in it.
+    """
     if not _has_probe(pyfuncitem):
         return (yield)
     from pytest_modelprobe.models import seeded
@@ -285,7 +298,7 @@ def _is_only_set_up(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail a test with a probe or in ranks whose marker is wrong; other tests run."""
+    """Fail a test with a probe or in ranks if its marker is wrong. Other tests run."""
     wrong = marker_error(item) if _has_probe(item) or "world_size" in marker_arguments(item) else None
     if wrong is not None:
         argument, why = wrong
@@ -307,12 +320,12 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Keep what shared probes recorded in the test, before the last test closes them."""
+    """Keep what shared probes recorded in the test. It is done first, because the last test closes these probes."""
     failure = None
     try:
         for probe in item.config.stash[SETTINGS].shared_probes:
             _keep_observed(item, probe)
-    except Exception as error:  # noqa: BLE001 - of a hook of another plugin: fixtures are torn down nevertheless
+    except Exception as error:  # noqa: BLE001 - a hook of another plugin raised it: fixtures are torn down nevertheless
         failure = error
     result = yield
     if failure is not None:
@@ -338,7 +351,7 @@ def _unasserted(item: pytest.Item) -> str | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """Put the message on a failed comparison, and the results on the report of the teardown, which xdist transfers."""
+    """Put its message on a failed comparison, and what the test recorded on the report of its teardown."""
     if item.config.stash[SETTINGS].unreported:
         return (yield)
     comparer = item.stash.get(_COMPARER, None)
@@ -363,7 +376,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def _notes_of(item: pytest.Item) -> list[str]:
-    """Return the notes of what the probe of a test recorded: a failure may be theirs."""
+    """Return the notes on what the probe of a test recorded, because they may explain a failure."""
     probe: Any = getattr(item, "funcargs", {}).get("modelprobe")
     notes = getattr(probe, "notes", ())
     if not notes:
@@ -381,14 +394,14 @@ def _keep_observed(item: pytest.Item, probe: ModelProbe) -> None:
     if observed:
         item.stash.setdefault(_SUMMARIES, []).extend(summaries(observed, item.config))
     if item.config.stash[SETTINGS].reports:
-        # The steps now: fixtures that are torn down later may still change the model.
+        # The steps are made now, because fixtures that are torn down later may still change the model.
         kept = [one._replace(steps=one.steps[:] if len(one.steps) > 1 else ()) for one in observed]
         item.stash.setdefault(_OBSERVED, []).extend(kept)
         item.stash.setdefault(_FIGURES, []).extend(probe.take_figures())
 
 
 def _summaries_of(item: pytest.Item) -> list[dict[str, Any]]:
-    """Return what the probes recorded in a test; without findings if it failed."""
+    """Return what the probes recorded in a test. If it failed, findings are left out: they may be what it tests."""
     found = item.stash.get(_SUMMARIES, [])
     item.stash[_SUMMARIES] = []  # a test that is run again has others
     return [{**summary, "findings": []} for summary in found] if item.stash.get(_FAILED, False) else found
@@ -410,7 +423,7 @@ def _results_of(item: pytest.Item, comparer: Comparer | None) -> dict[str, Any]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_assertrepr_compare(left: object, right: object) -> list[str] | None:
-    """Return the message of a comparison with a snapshot. `Comparer.explain` adds it where pytest does not ask."""
+    """Return the message of a comparison with a snapshot. Where pytest does not ask, `Comparer.explain` adds it."""
     module = sys.modules.get("pytest_modelprobe.snapshot.snapshot")
     if module is None:
         return None

@@ -1,4 +1,7 @@
-"""Annotations of GitHub Actions for snapshots that differ: at the class of the layer with the first cause."""
+"""Annotations of GitHub Actions for snapshots that differ, at the class of the layer with the first cause.
+
+A reviewer sees the change beside the line that made it, and not only in the log of the job.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class Annotations:
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print one for each snapshot that differs and whose class is known."""
+        """Print an annotation for each snapshot that differs, if the class of a cause is known."""
         unequal = [result for result in self._results() if result["verdict"] == "changed"]
         located = [(result, source) for result in unequal if (source := _source(result)) is not None]
         if not located:

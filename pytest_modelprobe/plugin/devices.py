@@ -1,4 +1,7 @@
-"""Names of devices: which are valid, and which exist on this machine. torch is imported only to look."""
+"""Names of devices: which are valid, and which exist on this machine.
+
+A name is checked without torch, so a wrong option fails at once. torch is imported only to see what the machine has.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def as_list(devices: Any) -> Iterable[Any]:
 
 
 def available(names: Iterable[str]) -> list[str]:
-    """Return the devices of ``--modelprobe-device``, without duplicates; UsageError if one is missing."""
+    """Return the devices of ``--modelprobe-device`` without duplicates; raise `pytest.UsageError` if one is missing."""
     found = []
     for name in names:
         device, problem = resolve(name)
@@ -37,7 +40,7 @@ def available(names: Iterable[str]) -> list[str]:
 
 
 def resolve(name: str) -> tuple[str, str | None]:
-    """Return the device of a name (``auto``: the best there is), and why it is not available, if it is not."""
+    """Return the device of a name, and why it is not available, if it is not. ``auto`` is the best device there is."""
     if name == "cpu":
         return name, None
     import torch

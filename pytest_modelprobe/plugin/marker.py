@@ -1,4 +1,7 @@
-"""``@pytest.mark.modelprobe(...)``: its arguments, checked, and the line of one that is wrong."""
+"""``@pytest.mark.modelprobe(...)``: its arguments, checked, and the line of one that is wrong.
+
+pytest takes any argument of a marker, and a misspelled one would silently do nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ _ALL_KEYWORDS = f"{', '.join(f'{name}=' for name in _KEYWORDS[:-1])} and {_KEYWO
 
 
 def marker_arguments(node: pytest.Item) -> dict[str, Any]:
-    """Return the keyword arguments of the marker closest to a test; empty if it has none."""
+    """Return the keyword arguments of the closest marker of a test; empty if it has no marker."""
     marker = node.get_closest_marker("modelprobe")
     return dict(marker.kwargs) if marker else {}
 
 
 def marker_error(node: pytest.Item) -> tuple[str, str] | None:
-    """Return which argument of a test's marker is wrong, and why; None if the marker is valid."""
+    """Return which argument of a test's marker is wrong, and why; ``None`` if the marker is valid."""
     marker = node.get_closest_marker("modelprobe")
     if marker is None:
         return None
@@ -61,7 +64,7 @@ def is_rank(config: pytest.Config) -> bool:
 
 
 def marker_location(item: pytest.Item, argument: str) -> str:
-    """Return file and line of an argument of the marker closest to a test, else of what the marker is on."""
+    """Return file and line of an argument of a test's marker, or of what the marker is on if it is not found."""
     node, _ = next(item.iter_markers_with_node("modelprobe"))
     first = (node.reportinfo()[1] or 0) if hasattr(node, "reportinfo") and not isinstance(node, pytest.Module) else 0
     with contextlib.suppress(OSError, UnicodeDecodeError):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def mutation_session(config: pytest.Config, snapshots: SnapshotSession) -> MutationSession | Worker:
-    """Return the plugin that runs tests again with faults; in a process of its own, that in which they are planted."""
+    """Return the plugin that runs tests again with faults, or in a process of its own the one that plants them."""
     from pytest_modelprobe.mutation import WORKER, MutationSession, Options, Worker
 
     if WORKER in config.stash:

@@ -1,4 +1,7 @@
-"""The tests of a model that is named on the command line, without a file."""
+"""The tests of a model that is named on the command line, without a file.
+
+They are collected as others are, so every option of pytest works on them: selection, xdist, reports.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,17 @@ if TYPE_CHECKING:
 
 
 def load_named(settings: Settings) -> tuple[Target, list[Input]]:
-    """Return what makes the model, and its inputs; `pytest.UsageError` if there is none of that name."""
-    from pytest_modelprobe.cli import scanning as scan
+    """Return what makes the model, and its inputs; raise `pytest.UsageError` if there is no such model."""
+    from pytest_modelprobe.cli import scanning
     from pytest_modelprobe.exceptions import UsageError
 
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m pytest` does
     assert settings.model is not None
     option = "--modelprobe-input"
     try:
-        inputs = [scan.parse_input(text) for text in settings.inputs]
+        inputs = [scanning.parse_input(text) for text in settings.inputs]
         option = "--modelprobe-model"
-        return scan.load(settings.model), inputs
+        return scanning.load(settings.model), inputs
     except UsageError as error:
         raise pytest.UsageError(f"{option}: {error}") from None
 

@@ -1,4 +1,7 @@
-"""What other plugins are told, and what they add: the calls of the hooks in `hookspecs`."""
+"""What other plugins are told, and what they add: the calls of the hooks in `hookspecs`.
+
+A mistake of another plugin is an error that names the hook, because its traceback would end in this package.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,11 @@ def _lines(found: Iterable[str]) -> list[str]:
 
 
 def add_checks(config: pytest.Config) -> None:
-    """Add the checks of other plugins to the standard ones until the run ends. Without any, nothing is imported."""
-    is_loaded = "pytest_modelprobe.checks" in sys.modules  # else nothing was added by a run around this one
+    """Add the checks of other plugins to the standard ones until the run ends.
+
+    If no plugin has any, nothing is imported, unless a run around this one, as of pytester, may have added checks.
+    """
+    is_loaded = "pytest_modelprobe.checks" in sys.modules
     if not (is_loaded or config.hook.pytest_modelprobe_checks.get_hookimpls()):
         return
     from pytest_modelprobe.checks import battery

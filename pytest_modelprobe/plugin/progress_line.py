@@ -1,4 +1,7 @@
-"""The line in the terminal that shows the progress of long work in a test."""
+"""The line in the terminal that shows the progress of long work in a test.
+
+Checks and isolation may run a model hundreds of times in one test, and pytest shows nothing until the test ends.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ LOGGED_EVERY = 30.0
 
 
 class ProgressLine:
-    """Shows what takes long: in a terminal as one line, which is erased at the end, else as a line now and then.
+    """Shows what takes long: in a terminal one line, which is erased at the end, and elsewhere a line now and then.
 
     Args:
         config: The configuration of the run.
@@ -38,7 +41,7 @@ class ProgressLine:
 
     @staticmethod
     def is_wanted(config: pytest.Config) -> bool:
-        """Whether a line may be written: not with -q, nor in a worker of xdist, nor between what tests print."""
+        """Whether a line may be written. It may not with ``-q``, in a worker of xdist, or between what tests print."""
         return (
             config.pluginmanager.hasplugin("terminalreporter")
             and not hasattr(config, "workerinput")
@@ -64,7 +67,7 @@ class ProgressLine:
         self._in_debugger = False
 
     def __call__(self, what: str) -> None:
-        """Show what is being done if it takes long; an empty text ends it."""
+        """Show what is being done, if it takes long. An empty text ends the line."""
         if self._in_debugger or os.getpid() != self._process:
             return
         if not what:

@@ -1,4 +1,7 @@
-"""What a test's probes found as properties of the test: in JUnit XML and the like, and as a table in pytest-html."""
+"""What the probes of a test found, as properties of the test in JUnit XML and the like, and as a table in pytest-html.
+
+These are files that a team has already, so their readers see dead layers and changed snapshots without another report.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _ASKED_BY = ("xmlpath", "htmlpath", "report_log", "json_report")
 """Options of pytest, pytest-html, pytest-reportlog and pytest-json-report."""
 
 _VERDICTS = ("unreadable", "changed", "new", "not compared", "updated", "created", "same")
-"""Of snapshots; the first of those in a test is its property."""
+"""Verdicts on snapshots, the worst first. The worst one in a test is its property."""
 
 
 def is_asked(config: pytest.Config) -> bool:
@@ -24,7 +27,7 @@ def is_asked(config: pytest.Config) -> bool:
 
 
 def of_record(record: Record) -> dict[str, Any]:
-    """Return the number of dead layers, and the layer that is worst: empty if none is bad. In builtin types."""
+    """Return the number of dead layers, and the name of the worst layer, which is empty if no layer is bad."""
     from pytest_modelprobe.assertions.activations import find_dead, find_nonfinite
     from pytest_modelprobe.text import printable
 
@@ -36,7 +39,7 @@ def of_record(record: Record) -> dict[str, Any]:
 
 
 class Properties:
-    """A plugin that adds the properties to the reports of tests. It is registered where they are asked for."""
+    """A plugin that adds the properties to the reports of tests. It is registered only if they are asked for."""
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, Any]:

@@ -1,4 +1,8 @@
-"""Gathers what the tests recorded, and writes the files of `--modelprobe-json` and `--modelprobe-html`."""
+"""Gathers what the tests recorded, and writes the files of `--modelprobe-json` and `--modelprobe-html`.
+
+The files say how the run ended, and a run may end in many ways: so it is counted how many tests were selected and how
+many ended. An error while a file is written becomes a line, because the results of the tests stand without it.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,12 @@ import pytest
 
 from .settings import SETTINGS
 
-_MOST = 20_000  # characters of the text of a failure
+_MOST = 20_000
+"""Characters of the text of a failure: a traceback of a recursion may have megabytes."""
 
 
 class ResultsWriter:
-    """A plugin that is registered if a report is asked for. Workers of xdist only say how many tests they selected.
+    """A plugin that is registered if a report is asked for. A worker of xdist only says how many tests it selected.
 
     Args:
         config: The configuration of the run.
@@ -34,7 +39,7 @@ class ResultsWriter:
         self._interrupted: str | None = None
         self._unwritten: list[str] = []
         self._hints: defaultdict[str, dict[str, None]] = defaultdict(dict)
-        """By test; a test that runs again gives them again."""
+        """The hints by test, without duplicates, for a test that runs again gives them again."""
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Count the tests that are to run."""
@@ -47,7 +52,7 @@ class ResultsWriter:
         self._selected = getattr(node, "workeroutput", {}).get("modelprobe_selected", self._selected)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Collect outcome, failure and what was recorded; of a test that is run again, those of its last attempt."""
+        """Collect outcome, failure and what was recorded. If a test runs again, its last attempt counts."""
         if report.when == "setup" or report.nodeid not in self._tests:
             self._ended.discard(report.nodeid)
             self._tests[report.nodeid] = _new(report)
@@ -116,7 +121,7 @@ class ResultsWriter:
             terminalreporter.write_line(f"modelprobe: {printable(said)}", red=True)
 
     def _stopped(self, session: pytest.Session) -> str | None:
-        """Return why not every selected test ran to its end; None: each did."""
+        """Return why not every selected test ran to its end; ``None`` if each did."""
         if self._interrupted is not None:
             return self._interrupted
         if session.shouldfail:  # pytest's words for -x and --maxfail
@@ -165,7 +170,7 @@ def _message(report: pytest.TestReport) -> str:
 
 
 def _failure(report: pytest.TestReport) -> str:
-    """Return the text of a failure; of a long one the end."""
+    """Return the text of a failure. Of a long text only the end is kept, where the error stands."""
     text = report.longreprtext if report.failed else ""
     more = len(text) - _MOST
     return text if more <= 0 else f"... {more:,} characters before this are left out\n{text[-_MOST:]}"

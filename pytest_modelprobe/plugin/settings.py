@@ -27,7 +27,7 @@ class Settings:
 
     devices: list[str]
     devices_from: str | None
-    """``command line``, ``ini`` or None: the default."""
+    """``command line`` or ``ini``; ``None`` if it is the default."""
     seed: int
     verbose: bool
     json: Path | None = None
@@ -39,11 +39,11 @@ class Settings:
     inputs: list[str] = dataclasses.field(default_factory=list)
     """The inputs of that model."""
     unreported: bool = False
-    """Whether tests run again now, with faults planted: nothing of these runs may reach a report."""
+    """Whether tests run again now, with faults planted in their models. Nothing of that may reach a report."""
     seeded_fixtures: set[Any] = dataclasses.field(default_factory=set)
-    """Fixtures on which a test with a probe depends, as `fixtures_of` returns them."""
+    """Fixtures on which tests with a probe depend, as `fixtures_of` returns them."""
     shared_probes: list[ModelProbe] = dataclasses.field(default_factory=list)
-    """Probes that outlive a test: each of their runs is reported with the test in which it was recorded."""
+    """Probes that outlive a test. Each of their runs is reported with the test in which it was recorded."""
 
     @property
     def reports(self) -> bool:
@@ -129,7 +129,7 @@ def _mutants(text: str) -> int:
 
 
 def _check_mutate(config: pytest.Config) -> None:
-    """Raise UsageError for options that do not go with each other."""
+    """Raise `pytest.UsageError` for options that do not go with each other."""
     option = config.option
     mutate, seconds, least = option.modelprobe_mutate, option.modelprobe_mutate_time, option.modelprobe_mutate_min
     if mutate is None:
@@ -151,14 +151,14 @@ def _check_mutate(config: pytest.Config) -> None:
 
 
 def add_filter(config: pytest.Config) -> None:
-    """Make hints errors if that was asked for, else warnings, whatever the ini file says of warnings in general."""
+    """Make hints errors if that was asked for, and else warnings, whatever the ini file says of other warnings."""
     option = config.getoption("--modelprobe-strict")
     strict = config.getini("modelprobe_strict") if option is None else option
     config.addinivalue_line("filterwarnings", f"{'error' if strict else 'always'}::pytest_modelprobe.HintWarning")
 
 
 def settings_of(config: pytest.Config) -> Settings:
-    """Return the settings; UsageError for an invalid value, or a missing device on the command line."""
+    """Return the settings; raise `pytest.UsageError` for an invalid value, or a missing device of the command line."""
     asked = config.getoption("--modelprobe-device")
     devices = asked or config.getini("modelprobe_devices")
     for name in devices:
@@ -183,7 +183,7 @@ def settings_of(config: pytest.Config) -> Settings:
 
 
 def _path(config: pytest.Config, option: str) -> Path | None:
-    """Return the file of a report; UsageError before any test runs if it cannot be written."""
+    """Return the file of a report; raise `pytest.UsageError` if it cannot be written."""
     given = config.getoption(option)
     if given is None:
         return None
@@ -195,7 +195,7 @@ def _path(config: pytest.Config, option: str) -> Path | None:
 
 
 def _why_unwritable(path: Path) -> str | None:
-    """Return why no file can be written at a path; folders that are missing are made."""
+    """Return why no file can be written at a path; ``None`` if one can. Missing folders are made later."""
     try:
         if path.is_dir():
             return "it is a directory; name a file"

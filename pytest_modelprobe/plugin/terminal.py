@@ -1,4 +1,8 @@
-"""The section "modelprobe" of the terminal summary: what the probes recorded, and the snapshots."""
+"""The section "modelprobe" of the terminal summary: what the probes recorded, and the snapshots.
+
+It is quiet until there is something to say: a healthy model has no line. Only the first use in a project shows a table,
+so that a new user sees what the probe records. Summaries come in builtin types with the reports, as xdist needs it.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +28,13 @@ class NamedRecord(NamedTuple):
     name: str
     kind: Literal["run", "watch"]
     record: Record | None
-    """None: it could not be made."""
+    """``None`` if no record could be made."""
     error: str = ""
-    """Why."""
+    """Why no record could be made."""
     steps: Sequence[Record] = ()
-    """Those of a watch; each is made when it is read."""
+    """The steps of a watch. Each is made when it is read."""
     findings: tuple[str, ...] = ()
-    """Those of other plugins."""
+    """The findings of other plugins."""
 
 
 def named_records(probe: ModelProbe) -> list[NamedRecord]:
@@ -87,7 +91,7 @@ def _is_first_use(config: pytest.Config) -> bool:
 
 
 class Terminal:
-    """Writes the section; nothing if no probe was used or there is nothing to report.
+    """Writes the section, or nothing if there is nothing to report.
 
     Args:
         config: The configuration of the run.
@@ -115,14 +119,11 @@ class Terminal:
         snapshot_lines = [*self._eager_lines(), *self._snapshot_lines()]
         if not shown and not snapshot_lines:
             return
-        terminalreporter.section("modelprobe")
-        for nodeid, summary in shown:
-            with_table = verbose or (first is not None and summary is first[1])
-            for line in _lines(nodeid, summary, with_table=with_table):
-                terminalreporter.write_line(line)
+        lines = [line for pair in shown for line in _lines(*pair, with_table=verbose or pair is first)]
         if first in shown and not verbose:
-            terminalreporter.write_line("This table is shown once; --modelprobe-verbose shows it for every test.")
-        for line in snapshot_lines:
+            lines.append("This table is shown once; --modelprobe-verbose shows it for every test.")
+        terminalreporter.section("modelprobe")
+        for line in (*lines, *snapshot_lines):
             terminalreporter.write_line(line)
 
     def _eager_lines(self) -> Iterator[str]:
@@ -133,7 +134,7 @@ class Terminal:
             yield f"compiled models ran eagerly while they were watched, in {count(len(tests), 'test')}"
 
     def _first_use(self) -> tuple[str, dict[str, Any]] | None:
-        """Return the summary whose table is shown on the first use in a project, except in CI."""
+        """Return the summary whose table is shown on the first use in a project; ``None`` in CI."""
         if os.environ.get("CI") or not _is_first_use(self._config):
             return None
         first = next((pair for pair in self._summaries if pair[1]["table"]), None)

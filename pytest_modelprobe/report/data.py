@@ -1,4 +1,4 @@
-"""A verdict of the gate as plain data: the JSON of `modelprobe check` and `diff`.
+"""A verdict of the gate as plain data: the JSON of `modelprobe check` and `modelprobe diff`.
 
 A finding or a cause has the same words here as in the other formats, so that a script and a reader see the same.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from pytest_modelprobe.comparison import text as comparison
+from pytest_modelprobe.comparison.text import cause_text
 from pytest_modelprobe.gate import Finding, SnapshotChange, Verdict, class_of
 from pytest_modelprobe.gate.text import finding_text, status, values_not_compared
 from pytest_modelprobe.text import json_number
@@ -37,19 +37,15 @@ def as_data(verdict: Verdict) -> dict[str, Any]:
 
 
 def _finding_data(finding: Finding, change: SnapshotChange) -> dict[str, Any]:
-    differences = [
-        {
-            key: json_number(value)
-            for key, value in dataclasses.asdict(difference).items()
-            if value is not None and value != ""
-        }
-        for difference in finding.differences
-    ]
+    differences = map(dataclasses.asdict, finding.differences)
     return {
         "class": finding.kind,
         "verdict": status(finding, change),
         "said": finding_text(finding, change),
-        "differences": differences,
+        "differences": [
+            {key: json_number(value) for key, value in fields.items() if value not in (None, "")}
+            for fields in differences
+        ],
     }
 
 
@@ -57,21 +53,16 @@ def _causes(change: SnapshotChange) -> list[dict[str, str]]:
     diagnosis = change.diagnosis
     if diagnosis is None:
         return []
-    sure = {True: diagnosis.causes, False: diagnosis.possible}
-    return [
-        {
-            "kind": cause.kind,
-            "class": class_of(cause, diagnosis),
-            "layer": cause.layer,
-            "said": comparison.cause_text(cause),
-            **({} if known else {"sure": "no"}),
-        }
-        for known, causes in sure.items()
-        for cause in causes
+    found = [
+        {"kind": cause.kind, "class": class_of(cause, diagnosis), "layer": cause.layer, "said": cause_text(cause)}
+        for cause in (*diagnosis.causes, *diagnosis.possible)
     ]
+    for cause in found[len(diagnosis.causes) :]:
+        cause["sure"] = "no"
+    return found
 
 
 def _notes(change: SnapshotChange) -> list[dict[str, str]]:
-    """Return the calls that are written otherwise."""
+    """Return the calls that are written differently."""
     notes = () if change.diagnosis is None else change.diagnosis.notes
-    return [{"kind": note.kind, "layer": note.layer, "said": comparison.cause_text(note)} for note in notes]
+    return [{"kind": note.kind, "layer": note.layer, "said": cause_text(note)} for note in notes]

@@ -20,14 +20,18 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Layer, Reading, Record, Selector
+from pytest_modelprobe.record import Layer, Reading, Record, Selector, selected
+from pytest_modelprobe.text import printable
+
+from .html.histogram import QUARTILES, quantiles
+from .results.values import histogram_data
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     Array = numpy.ndarray[Any, numpy.dtype[Any]]
 
-# Above these numbers a part of a figure is too small to be seen: the first are drawn, and the rest is counted.
+# With more of them, the parts of a figure are too small to be seen. So the first are drawn, and the rest is counted.
 _MOST_CHANNELS = 64
 _CHANNELS_OF_LEVEL = 6
 _MOST_IMAGES = 8
@@ -230,8 +234,6 @@ def gradients(record: Record) -> Figure:
 
 def distributions(a: Record, b: Record, layers: Selector = "**", labels: tuple[str, str] = ("a", "b")) -> Figure:
     """Return the outputs of each layer in two records side by side, with their distance."""
-    from pytest_modelprobe.record import selected
-
     names = {layer.name for layer in selected(a, layers)}
     pairs = [
         (layer.name, mine, theirs, distance(mine, theirs))
@@ -316,22 +318,9 @@ _BOX = ("whislo", "q1", "med", "q3", "whishi")
 
 
 def _quartiles(reading: Reading) -> list[float]:
-    """Return the 5, 25, 50, 75 and 95 % quantiles of the magnitudes that are not zero; empty without a histogram.
-
-    Where a quantile falls on bins without elements, it is at their upper end. The page puts it at their lower end.
-    """
-    found = _bins(reading)
-    if found is None:
-        return []
-    edges, below = found
-    half = len(edges) // 2
-    counts = numpy.diff(below)
-    magnitudes = counts[half:] + counts[: half - 1][::-1]
-    if not magnitudes.sum():
-        return []
-    share = numpy.concatenate([[0.0], numpy.cumsum(magnitudes) / magnitudes.sum()])
-    logs = numpy.interp([0.05, 0.25, 0.5, 0.75, 0.95], share, numpy.log2(edges[half:]))
-    return [float(2.0**x) for x in logs]
+    """Return the numbers of a box, as the page has them; empty without a histogram."""
+    counts = histogram_data(reading.histogram)
+    return quantiles(counts, QUARTILES) if counts else []
 
 
 def _density(reading: Reading, edges: Array) -> Array:
@@ -388,6 +377,4 @@ def _head(figure: Figure, title: str, below: str) -> None:
 
 def _text(text: str) -> str:
     """Return untrusted text without control characters and without mathtext."""
-    from pytest_modelprobe.text import printable
-
     return printable(text).replace("$", r"\$")

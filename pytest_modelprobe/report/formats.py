@@ -1,24 +1,23 @@
-"""The formats of `modelprobe report` and the functions that render them, imported when one is asked for."""
+"""The formats of `modelprobe report`: each is a module of this folder with a function `render`.
+
+A module is imported when its format is asked for, because the plugin offers reports in every run and most runs write
+none.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
-FORMATS: Mapping[str, str] = {
-    "html": "pytest_modelprobe.report.html:render",
-    "sarif": "pytest_modelprobe.report.sarif:render",
-    "gitlab": "pytest_modelprobe.report.gitlab:render",
-}
-"""Name → module and function, which takes the results of a run and returns the text of the report."""
+FORMATS = ("html", "sarif", "gitlab")
 
 
 def renderer(name: str) -> Callable[[Mapping[str, Any]], str]:
-    r"""Return the function that renders a format of `FORMATS`.
+    r"""Return the function that turns the results of a run into the text of a report in one of `FORMATS`.
 
     >>> renderer("gitlab")({"tests": []})
     '[]\n'
     """
-    module, _, function = FORMATS[name].partition(":")
-    return cast(Callable[[Mapping[str, Any]], str], getattr(importlib.import_module(module), function))
+    render: Callable[[Mapping[str, Any]], str] = importlib.import_module(f"{__package__}.{name}").render
+    return render

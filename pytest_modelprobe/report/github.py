@@ -1,7 +1,7 @@
-"""Changes for GitHub Actions: annotations at the lines of the snapshots, and the summary of the step.
+"""Changes as GitHub Actions shows them: annotations at lines of the snapshots, and the summary of the step.
 
-Names are untrusted, and Actions reads commands from the log: every name is escaped, and commands are off while other
-text is printed.
+Actions reads commands from the log of a job, and the names of layers and tests in it are untrusted. So every name is
+escaped in our own commands, and commands are switched off while other text is printed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pytest_modelprobe.gate.text import details, finding_text
 from pytest_modelprobe.text import printable
 
 MOST_ANNOTATIONS = 9
-"""Annotations of one level. GitHub silently drops those beyond ten of a step; the tenth counts the rest."""
+"""How many annotations of one level name a change. GitHub drops those beyond ten; the tenth counts the rest."""
 
 _COMMANDS: dict[Level, str] = {"deny": "error", "warn": "warning"}
 
@@ -40,11 +40,10 @@ def _property(text: str) -> str:
 
 
 def annotation_commands(verdict: Verdict) -> list[str]:
-    """Return the annotations of each snapshot: denied changes as errors, the rest as warnings."""
+    """Return the annotations: errors for denied changes, and warnings for those that are declared or only warn."""
     lines = []
-    for level in ("deny", "warn"):
+    for level, name in _COMMANDS.items():
         changes = [change for change in verdict.changes if _level(change, verdict) == level]
-        name = _COMMANDS[level]
         lines += [_annotation(name, change) for change in changes[:MOST_ANNOTATIONS]]
         more = len(changes) - MOST_ANNOTATIONS
         if more > 0:
@@ -53,7 +52,7 @@ def annotation_commands(verdict: Verdict) -> list[str]:
 
 
 def _level(change: SnapshotChange, verdict: Verdict) -> Level:
-    """Return the level of an annotation: declared changes are warnings."""
+    """Return the level of an annotation. A change that was declared is a warning: a reviewer has to see it too."""
     return "warn" if change.level == "deny" and change not in verdict.denied else change.level
 
 
@@ -62,7 +61,7 @@ def _annotation(name: str, change: SnapshotChange) -> str:
     said = "\n".join(printable(f"{finding.kind}: {finding_text(finding, change)}") for finding in change.findings)
     reason = change.reason
     where: dict[str, str | int] = {}
-    if change.now is not None:  # a deleted file has no line
+    if change.now is not None:  # A deleted file has no line.
         changed = details(change)
         line = line_number_of(change.now.read_text(), changed[0].layers[0]) if changed else 1
         where = {"file": change.path, "line": line}
@@ -71,18 +70,22 @@ def _annotation(name: str, change: SnapshotChange) -> str:
 
 
 def line_number_of(text: str, layer: str) -> int:
-    r"""Return the line, from 1, of a layer in an ``.arch.json``; 1 where it has none.
+    r"""Return the number of the line, from 1, where a layer stands in an ``.arch.json``; 1 if it does not.
 
     >>> line_number_of('{"layers": {\n"fc1": {},\n"fc2": {}}}', "fc2")
     3
     """
+    # A file may be written with or without escapes for letters that are not ASCII.
     keys = [f"{json.dumps(layer, ensure_ascii=ascii_only)}:" for ascii_only in (True, False)]
     lines = enumerate(text.split("\n"), start=1)
     return next((n for n, line in lines if any(line.lstrip().startswith(key) for key in keys)), 1)
 
 
 def without_commands(text: str) -> str:
-    """Return text for the log of a job with commands off."""
+    """Return text for the log of a job, between the commands that switch commands off and on again.
+
+    The text cannot switch them on itself, because it would have to guess a random token.
+    """
     token = secrets.token_hex(16)
     return f"::stop-commands::{token}\n{text}\n::{token}::"
 

@@ -1,4 +1,8 @@
-"""What the results of a run object to, each at a line of a file: for services that show it beside the code."""
+"""What is wrong in the results of a run, each thing at a line of a file.
+
+Code hosts show it beside the code, and follow it from run to run. So each issue has an identity, which is made without
+numbers: a change of 3 % and one of 4 % are the same issue.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +20,24 @@ class Issue:
     """One thing that a run of the tests found."""
 
     rule: str
-    """``snapshot/`` and the kind of a cause, ``finding/`` and its kind, ``snapshot`` or ``test``."""
+    """``snapshot/weights`` for a cause, ``finding/dead`` for a finding, else ``snapshot`` or ``test``."""
     level: Literal["error", "warning"]
     message: str
-    """Printable."""
+    """What is wrong, printable."""
     test: str
-    """Node id of the test."""
+    """The node id of the test."""
     file: str
-    """Relative to pytest's root directory."""
+    """The path of the file, relative to pytest's root directory."""
     line: int
-    """From 1."""
+    """The number of the line, from 1."""
     identity: str = ""
-    """The same for the same issue in another run, whatever its numbers are; different from those of other issues."""
+    """A digest that is the same for this issue in every run, whatever its numbers, and different for every other."""
 
 
 def issues(results: Mapping[str, Any]) -> list[Issue]:
     """Return what is wrong in the results of a run (``--modelprobe-json``), errors and warnings.
 
-    Causes of a changed snapshot are at the line of the layer's class where that is known, all others at their test.
+    A cause of a changed snapshot stands at the line of the layer's class if that is known. All else stands at its test.
 
     >>> cause = {
     ...     "kind": "weights",
@@ -69,7 +73,7 @@ def issues(results: Mapping[str, Any]) -> list[Issue]:
 
 
 _Found = tuple[str, Literal["error", "warning"], str, str, dict[str, Any] | None]
-"""Rule, level, message, what it is about, where its source is."""
+"""The rule, the level, the message, what it is about, and where its source is."""
 
 
 def _of_test(test: Mapping[str, Any]) -> Iterator[_Found]:

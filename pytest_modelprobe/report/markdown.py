@@ -8,15 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from pytest_modelprobe.comparison import text as comparison
 from pytest_modelprobe.comparison.rows import CHANGE_COLUMNS
+from pytest_modelprobe.comparison.text import CAUSE_COLUMNS, cause_rows
 from pytest_modelprobe.gate import Verdict
-from pytest_modelprobe.gate import text as changes
 from pytest_modelprobe.gate.text import (
+    NOTE_COLUMNS,
+    SHARED_CAUSE_COLUMNS,
     VERDICT_COLUMNS,
     details,
     finding_text,
     next_steps,
+    note_rows,
     reasons,
     shared_cause_rows,
     verdict_line,
@@ -27,13 +29,13 @@ from pytest_modelprobe.text import LONGEST, Cell, count, number, printable
 from .mermaid import graph
 
 MOST_ROWS = 50
-"""Rows of a table above which the rest is folded."""
+"""How many rows of a table are shown; the rest is folded."""
 
 _MOST_GRAPHS = 5
-"""Models of which the changed part is drawn in a verdict."""
+"""How many models are drawn in a verdict."""
 
 MOST_SUMMARY_BYTES = 900_000
-"""Size of a summary: GitHub drops those above 1 MiB."""
+"""The size of a summary. GitHub drops a summary above 1 MiB."""
 
 
 def escaped(text: str) -> str:
@@ -100,7 +102,7 @@ def verdict(verdict: Verdict, most_bytes: int = MOST_SUMMARY_BYTES) -> str:
     causes = shared_cause_rows(verdict)
     drawn = [lines for change in verdict.changes[:_MOST_GRAPHS] if (lines := graph(change))]
     parts = [causes[first : first + MOST_ROWS] for first in range(0, len(causes), MOST_ROWS)]
-    blocks = [_folded(count(len(part), "cause"), changes.SHARED_CAUSE_COLUMNS, part) for part in parts]
+    blocks = [_folded(count(len(part), "cause"), SHARED_CAUSE_COLUMNS, part) for part in parts]
     blocks += [["", *lines] for lines in drawn]
     return bounded(head, blocks, tail, most_bytes)
 
@@ -143,11 +145,11 @@ def diff(verdict: Verdict, most_bytes: int = MOST_SUMMARY_BYTES) -> str:
         lines += [f"- {escaped(f'{finding.kind}: {finding_text(finding, change)}')}" for finding in change.findings]
         diagnosis = change.diagnosis
         if diagnosis is not None:
-            doubtful = [[f"possibly {said}", *cells] for said, *cells in comparison.cause_rows(diagnosis.possible)]
+            doubtful = [[f"possibly {said}", *cells] for said, *cells in cause_rows(diagnosis.possible)]
             if not diagnosis.same:
-                lines += ["", *table(comparison.CAUSE_COLUMNS, comparison.cause_rows(diagnosis.causes) + doubtful)]
+                lines += ["", *table(CAUSE_COLUMNS, cause_rows(diagnosis.causes) + doubtful)]
             if diagnosis.notes:
-                lines += ["", *table(changes.NOTE_COLUMNS, changes.note_rows(diagnosis.notes))]
+                lines += ["", *table(NOTE_COLUMNS, note_rows(diagnosis.notes))]
             lines += ["", *graph(change)]
             lines += ["", *_folded("all that differs", CHANGE_COLUMNS, [row.cells for row in details(change)])]
         blocks.append([*lines, ""])

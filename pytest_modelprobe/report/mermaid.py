@@ -1,6 +1,6 @@
 """The changed part of a model as a Mermaid graph, which GitHub and GitLab draw in Markdown.
 
-Names are untrusted: of a label, all but letters, digits and a few signs are written as codes.
+Names are untrusted, so a label has all but letters, digits and a few signs as codes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.text import count, printable
 
 MOST_NODES = 40
-"""Layers of a graph; the rest is counted."""
+"""How many layers a graph has; the rest is counted."""
 
 _LONGEST = 60
 _STYLES = (
@@ -25,7 +25,7 @@ _STYLES = (
 
 
 def graph(change: SnapshotChange, most: int = MOST_NODES) -> list[str]:
-    """Return the lines of a graph of the layers that changed and their neighbors; none without an edge.
+    """Return the lines of a graph of the layers that changed and their neighbors, or no lines if no edge is drawn.
 
     Edges are tensors that one layer returns and another takes. Layers with a cause come first, then those that were
     added or removed, those that moved, and the neighbors.
@@ -34,7 +34,7 @@ def graph(change: SnapshotChange, most: int = MOST_NODES) -> list[str]:
         return []
     now, before = change.comparison.actual, change.before.record
     marked = _marked(change)
-    # Layers that were renamed have their former names before, and are drawn as they are now.
+    # A renamed layer has its former name in the edges of before. They are left out, and it is drawn by its name now.
     removed = [edge for edge in change.connections_before if all(name in marked or name in now.layers for name in edge)]
     edges = dict.fromkeys([*removed, *change.connections])
     near = dict.fromkeys(name for edge in edges if not marked.keys().isdisjoint(edge) for name in edge)

@@ -1,1 +1,5 @@
-"""`modelprobe_snapshot`: compare a record with files, and report what changed. Import the modules, not the names."""
+"""`modelprobe_snapshot`: compare a record with files, and report what changed.
+
+Other rooms import the modules directly. Every run of pytest loads `options` and `session`, and only a test with a
+snapshot needs the others, so nothing is imported here.
+"""

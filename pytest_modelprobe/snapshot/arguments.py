@@ -22,18 +22,18 @@ Allowed = Literal["dropout", "nonfinite", "nondeterministic"]
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What a test asks of a snapshot."""
+    """What a test asks for when it compares with a snapshot."""
 
     name: str | None = None
     tolerance: Tolerance = None
     compare: Parts = "all"
     strict: bool = False
-    """Whether a test asks for all: then it fails too where calls are written otherwise."""
+    """Whether the test gives ``compare="all"``. Then it also fails if only calls are written in another way."""
     allow: tuple[Allowed, ...] = ()
     rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def replaced(self, **given: Any) -> Arguments:
-        """Return these arguments with those that are given, and not None, replaced.
+        """Return these arguments, with those replaced that are given and are not ``None``.
 
         Raises:
             UsageError: An argument has a wrong type or value.
@@ -50,7 +50,7 @@ class Arguments:
         return dataclasses.replace(self, **{key: value for key, value in given.items() if value is not None})
 
     def check_globs(self, record: Record) -> None:
-        """Raise SelectionError for a glob of ``tolerance`` that matches no layer, also where no snapshot exists yet."""
+        """Raise `SelectionError` if a glob of ``tolerance`` matches no layer, also if there is no snapshot yet."""
         __tracebackhide__ = True
         for glob in self.tolerance if isinstance(self.tolerance, Mapping) else ():
             if not any(map(Glob(glob).matches, record.layers)):

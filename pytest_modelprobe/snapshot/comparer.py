@@ -1,10 +1,14 @@
-"""`Comparer`: the comparisons of one test with its snapshots, and what an update writes."""
+"""`Comparer`: the comparisons of one test with its snapshots, and what an update writes.
+
+A comparison returns an `Outcome` and raises nothing if the record differs: the test decides with `assert`. So the
+comparer keeps every outcome, to explain the assertion, to fail a test that asserts nothing, and to report. All that is
+written is read back first: a file that the next run would refuse is never written.
+"""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -21,11 +25,11 @@ from pytest_modelprobe.comparison import (
     diagnose,
     layers_behind_zeros,
 )
-from pytest_modelprobe.comparison import text as report
+from pytest_modelprobe.comparison import text as comparison_text
 from pytest_modelprobe.comparison.rows import rows
 from pytest_modelprobe.exceptions import NothingObservedError, SnapshotError, UsageError
 from pytest_modelprobe.files import ARCH, PROBE, RESTORE, Texts, decode, file_name, parsed, read, write
-from pytest_modelprobe.record import Layer, Record, applicable_rename, has_numbers, this_rank
+from pytest_modelprobe.record import Record, applicable_rename, has_numbers, this_rank
 from pytest_modelprobe.text import listed, printable
 
 from . import messages, preconditions
@@ -55,7 +59,8 @@ class Comparer:
         self._syrupy = syrupy_assertion(request)
         self._updates = self._syrupy.update_snapshots
         self._updates_new = self._syrupy.update_new_snapshots_only
-        self._outcomes: list[Outcome] = []
+        self.outcomes: list[Outcome] = []
+        """Every comparison of this process."""
         self._forked, self._forked_read = ForkedResults(), 0
         self._unnamed = 0
 
@@ -67,20 +72,23 @@ class Comparer:
         return printable(self._item.name)
 
     def failure(self, code: CodeType | None = None) -> str | None:
-        """Return the message of the newest comparison, or of the newest made by a function; None if it was equal."""
-        outcomes = (o for o in reversed(self._outcomes) if code in (None, o.caller))
-        outcome = next(outcomes, None)
+        """Return the message of the newest comparison; ``None`` if it was equal.
+
+        Args:
+            code: Only comparisons that this function made count.
+        """
+        outcome = next((o for o in reversed(self.outcomes) if code in (None, o.caller)), None)
         return None if outcome is None or outcome.passed else outcome.text
 
     def read_failure(self) -> str | None:
         """Return `failure`, and mark the newest comparison as read by the test."""
-        for outcome in self._outcomes[-1:]:
+        for outcome in self.outcomes[-1:]:
             outcome.was_read = True
         return self.failure()
 
     def unasserted(self) -> str | None:
-        """Return, once, the messages of the comparisons that were not equal and whose result the test did not use."""
-        unread = [outcome for outcome in self._outcomes if not (outcome.passed or outcome.was_read)]
+        """Return the messages of comparisons that were not equal and whose result the test did not use; each once."""
+        unread = [outcome for outcome in self.outcomes if not (outcome.passed or outcome.was_read)]
         if not unread:
             return self._unequal_in_forks()
         for outcome in unread:
@@ -90,18 +98,25 @@ class Comparer:
         return "\n\n".join([first, *(outcome.text for outcome in unread)])
 
     def _unequal_in_forks(self) -> str | None:
-        """Return, once, the messages of forked processes: an error raised there does not reach this process."""
+        """Return the messages of unequal comparisons in forked processes; each once.
+
+        An error that is raised there does not reach this process.
+        """
         results = self._forked.received[self._forked_read :]
         self._forked_read += len(results)
         texts = list(dict.fromkeys(result["text"] for result in results if result["verdict"] in UNEQUAL))
         return "\n\n".join(["compared in a forked process, and not equal:", *texts]) if texts else None
 
     def explain(self, call: pytest.CallInfo[None]) -> None:
-        """Put the whole message on an AssertionError, whether or not `assert` was rewritten or its text truncated."""
+        """Put the whole message on an `AssertionError` of a comparison.
+
+        pytest truncates the text of an `assert`, and it does not rewrite an `assert` at all with ``--assert=plain`` or
+        in a module that was imported before.
+        """
         if call.excinfo is None or not isinstance(call.excinfo.value, AssertionError):
             return
         error = call.excinfo.value
-        text = self.failure(call.excinfo.traceback[-1].frame.code.raw)
+        text = self.failure(call.excinfo.traceback[-1].frame.code.raw)  # else the error is of another assertion
         if text is None:
             return
         own, found, _ = str(error).partition(f"assert {text.splitlines()[0]}")
@@ -109,25 +124,21 @@ class Comparer:
             error.args = (own + text,)
             call.excinfo = pytest.ExceptionInfo.from_exception(error)  # the old one has cached how the text began
 
-    @property
-    def outcomes(self) -> Sequence[Outcome]:
-        """Every comparison of this process."""
-        return self._outcomes
-
     def results(self) -> list[dict[str, Any]]:
-        """Return every comparison in builtin types, those of forked processes too."""
-        return [*(outcome.to_dict(self._item) for outcome in self._outcomes), *self._forked.received]
+        """Return every comparison in builtin types, also those of forked processes."""
+        return [*(outcome.to_dict(self._item) for outcome in self.outcomes), *self._forked.received]
 
     # --- one comparison -------------------------------------------------------------------------------------------
 
     def compare(self, record: Record, arguments: Arguments, *, caller: FrameType) -> Outcome:
-        """Compare a record with its snapshot, or write it where an update was asked for; return the result."""
+        """Compare a record with its snapshot and return the result. An update writes the record if it differs."""
         __tracebackhide__ = True
         arguments.check_globs(record)
         place = self._place(record, arguments)
         outcome = Outcome(place, record, record.live_run, caller.f_code, caller.f_lineno, arguments.compare)
         mine = this_rank()
         parts, outcome.not_compared = _compared_parts(arguments.compare, self._policy.compare)
+        # What the file says that its test compares: an option for one run is no property of the test.
         always = arguments.compare if self._policy.for_this_run else parts
         if always is None:
             outcome.verdict, outcome.text = "unreadable", messages.nothing_compared(arguments.compare, self._policy)
@@ -147,7 +158,7 @@ class Comparer:
                 outcome.verdict, outcome.text = "unreadable", f"{error}{why}"
         if not outcome.passed:
             outcome.raises = open_raises()
-        self._outcomes.append(outcome)
+        self.outcomes.append(outcome)
         self._forked.send(outcome.to_dict(self._item))
         return outcome
 
@@ -194,12 +205,15 @@ class Comparer:
         self._handle_difference(outcome, arguments, stored)
 
     def _updates_notes(self, outcome: Outcome, arguments: Arguments, same: Diagnosis) -> bool:
-        """Whether an update has to write what is noted, or names given by ``rename=``."""
+        """Whether an update has to write a record that is the same: it has notes, or other names by ``rename=``."""
         other = same.comparison.notes or same.notes or same.comparison.renamed
         return bool(other) and self._updates and self._refusal(outcome, arguments) is None
 
     def _scope_message(self, outcome: Outcome, old: Texts | None) -> str:
-        """Return that the file was written to compare more; in an update, that it was to compare something else."""
+        """Return a message if the file was written to compare another part; empty if it was not.
+
+        To compare all of a file that was written for a part fails no test; only an update says so and writes it.
+        """
         if old is None or old.numbers is None or (outcome.compared == "all" and not self._updates):
             return ""
         stored = parsed(old.numbers, str(outcome.place.probe)).get("compared", "all")
@@ -208,7 +222,7 @@ class Comparer:
         return messages.scope_changed(self.name, stored, outcome.compared, self._policy)
 
     def _handle_difference(self, outcome: Outcome, arguments: Arguments, stored: Stored) -> None:
-        """Write the record if an update may, else write it into ``--modelprobe-output``; set the message."""
+        """Write the record if an update may, or else into ``--modelprobe-output``; set verdict and message."""
         __tracebackhide__ = True
         is_known = bool(outcome.diagnosis or outcome.scope_message)
         outcome.verdict = "changed" if is_known else "new"
@@ -228,10 +242,10 @@ class Comparer:
         self._count(outcome, new)
 
     def _refusal(self, outcome: Outcome, arguments: Arguments) -> Refusal | None:
-        """Return why an update writes nothing; None if it may write."""
+        """Return why an update must not write the record; ``None`` if it may."""
         if not self._policy.may_write:
             return preconditions.UPDATE_IN_CI
-        if any(other.place == outcome.place and other.verdict in ("created", "updated") for other in self._outcomes):
+        if any(other.place == outcome.place and other.verdict in ("created", "updated") for other in self.outcomes):
             return preconditions.WRITTEN_TWICE
         refusal = preconditions.refuse_record(outcome.record, arguments)
         if refusal is None and outcome.diagnosis and self._policy.accept:
@@ -245,10 +259,10 @@ class Comparer:
         write(target.arch, self._texts_read_back(outcome, arguments, record, stored), target.probe)
 
     def _texts_read_back(self, outcome: Outcome, arguments: Arguments, record: Record, stored: Stored) -> Texts:
-        """Return the texts of a record.
+        """Return the texts of a record, after they were read back and compared with it.
 
         Raises:
-            SnapshotError: The next run would refuse them; no file was touched.
+            SnapshotError: The next run would refuse them. No file was touched.
         """
         texts = texts_to_write(outcome, record, stored.texts, self._policy.reason)
         try:
@@ -264,7 +278,7 @@ class Comparer:
         raise SnapshotError(f"{outcome.place.arch} is not written, for the next run would refuse it: {why}")
 
     def _count(self, outcome: Outcome, texts: Texts) -> None:
-        """Let syrupy count the comparison, and write an update."""
+        """Let syrupy count the comparison; in an update, syrupy writes the files."""
         __tracebackhide__ = True
         writing = outcome.verdict in ("created", "updated")
         equal, error = compare_and_count(self._syrupy, outcome.place, texts, write=writing)
@@ -277,7 +291,7 @@ class Comparer:
         if outcome.verdict == "created":
             return ""
         if outcome.verdict == "updated":
-            return report.text(outcome.diagnosis) if outcome.diagnosis else outcome.scope_message
+            return comparison_text.text(outcome.diagnosis) if outcome.diagnosis else outcome.scope_message
         text = self._failure_text(outcome, refusal.next_step if refusal else "")
         return f"{printable(refusal.message)}\n\n{text}" if refusal else text
 
@@ -295,7 +309,10 @@ class Comparer:
         return messages.new(outcome.record, name, command, self._move_commands(outcome), next_step)
 
     def _move_commands(self, outcome: Outcome) -> list[str]:
-        """Return shell commands that rename a snapshot without a test that holds the same record, if there is one."""
+        """Return shell commands that move the snapshot of a test that was renamed: the same record, and no such test.
+
+        Empty if there is no such snapshot.
+        """
         place = outcome.place
         for arch in sorted(place.arch.parent.parent.glob(f"*/*{ARCH}")):
             if arch == place.arch or self._session.is_claimed(arch, self._item):
@@ -318,7 +335,8 @@ class Comparer:
 def _diagnosis(actual: Record, expected: Record, parts: Parts, arguments: Arguments, *, strict: bool) -> Diagnosis:
     """Return why a record differs from the expected one, if it does.
 
-    Modules are called in isolation only if it differs, or if changes of their code may be hidden by zeros.
+    Modules are called in isolation only if the record differs, or if zeros may hide a change of code: behind a factor
+    of zero every output is the same. A run whose record is the same is not slowed down.
     """
     __tracebackhide__ = True
     found = _comparison(actual, expected, parts, arguments, strict=strict)
@@ -331,7 +349,8 @@ def _diagnosis(actual: Record, expected: Record, parts: Parts, arguments: Argume
         return _comparison(record, expected, parts, arguments, strict=strict)
 
     if found.same:
-        behind_zeros = [name for name in layers_behind_zeros(actual) if _has_responses(found.expected.layers[name])]
+        layers = found.expected.layers
+        behind_zeros = [n for n in layers_behind_zeros(actual) if any(c.response is not None for c in layers[n].calls)]
         if not (behind_zeros and changes_code(diagnose(isolated(behind_zeros)))):
             return diagnose(found)
     return diagnose(isolated())
@@ -350,12 +369,11 @@ def _comparison(actual: Record, expected: Record, parts: Parts, arguments: Argum
     )
 
 
-def _has_responses(layer: Layer) -> bool:
-    return any(call.response is not None for call in layer.calls)
-
-
 def _record_to_write(outcome: Outcome, expected: Record | None) -> Record:
-    """Return the record with the noise measured and each layer called in isolation; the structure if that is asked."""
+    """Return the record that is written: with its noise measured, and with the response of each layer in isolation.
+
+    Without a live run there is nothing to measure. A test that compares the architecture gets the structure alone.
+    """
     record = outcome.record
     if outcome.compare == "architecture":
         return structure_of(record)
@@ -366,7 +384,7 @@ def _record_to_write(outcome: Outcome, expected: Record | None) -> Record:
 
 
 def _compared_parts(asked: Parts, policy: Parts) -> tuple[Parts | None, str | None]:
-    """Return what both the test and the run compare, and what only the test would.
+    """Return the part that the test and the run both compare, and the part that the run leaves out.
 
     >>> _compared_parts("all", "architecture"), _compared_parts("behavior", "architecture")
     (('architecture', 'behavior'), (None, 'behavior'))

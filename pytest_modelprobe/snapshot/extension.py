@@ -1,6 +1,8 @@
-"""The two files of a snapshot, and the extension by which syrupy writes and counts them.
+"""The two files of a snapshot, and the extension with which syrupy writes and counts them.
 
-Private names of syrupy are used in this module alone.
+Syrupy has the options and the counts in the terminal, so a user of its snapshots learns nothing new. It compares texts,
+and records are compared with tolerances. So `comparer` compares first, and syrupy gets the text on disk if the record
+is the same, and another text if it is not. Private names of syrupy are used in this module alone.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ class SnapshotFiles(NamedTuple):
     """The paths of a snapshot's two files."""
 
     arch: Path
-    """What is exact, the same for all devices."""
+    """The exact part, which is the same on all devices."""
     probe: Path
-    """The numbers of one device."""
+    """The numbers, which each device has its own of."""
 
     @property
     def ending(self) -> str:
-        """The part of the second name that follows the common part: ``.cuda.probe.json``."""
+        """What follows the common part in the second name, such as ``.cuda.probe.json``."""
         return self.probe.name.removeprefix(self.arch.name.removesuffix(ARCH))
 
 
@@ -41,9 +43,10 @@ def joined(texts: Texts) -> str:
 
 
 class ModelProbeExtension(SingleFileSnapshotExtension):
-    """A syrupy extension that stores a snapshot in two files: syrupy's index is `SnapshotFiles`, its data both texts.
+    """A syrupy extension that stores a snapshot in two files.
 
-    It never reports an unused snapshot: `session` does, which knows of devices and of failed runs.
+    What syrupy calls the index is `SnapshotFiles`, and its data is both texts, joined. The extension reports no unused
+    snapshots. `session` does, because it knows of devices and of failed runs.
     """
 
     file_extension = ARCH.removeprefix(".")
@@ -63,20 +66,20 @@ class ModelProbeExtension(SingleFileSnapshotExtension):
         return str(index.probe.name.removesuffix(PROBE))
 
     def discover_snapshots(self, **_: Any) -> SnapshotCollections:
-        """Return nothing, whatever directory `--snapshot-dirname` names: see the class."""
+        """Return nothing: `session` finds the unused files."""
         return SnapshotCollections()
 
     def read_snapshot_data_from_location(
         self, *, snapshot_location: str, snapshot_name: str, session_id: str
     ) -> str | None:
-        """Return both texts, or None if there is no architecture."""
+        """Return both texts, or ``None`` if there is no architecture."""
         arch = Path(snapshot_location)
         texts = read_texts(arch, arch.with_name(snapshot_name + PROBE))
         return None if texts is None else joined(texts)
 
     @classmethod
     def write_snapshot(cls, *, snapshot_location: str, snapshots: Any, **_: Any) -> None:
-        """Write both files; syrupy's own method would warn that our names do not begin with the test's."""
+        """Write both files. Syrupy's own method would warn that our names do not begin with the name of the test."""
         for data, _location, place in snapshots:
             architecture, _separator, numbers = data.partition(_SEPARATOR)
             write(place.arch, Texts(architecture, numbers or None), place.probe)
@@ -104,7 +107,7 @@ def syrupy_assertion(request: pytest.FixtureRequest) -> SnapshotAssertion:
 
 @contextlib.contextmanager
 def assertions_forgotten(config: pytest.Config) -> Iterator[None]:
-    """Let syrupy forget, at the end of the block, which snapshots were compared in it."""
+    """Let syrupy forget at the end of the block which snapshots were compared in it."""
     made: list[Any] | None = getattr(getattr(config, "_syrupy", None), "_assertions", None)
     before = 0 if made is None else len(made)
     try:
@@ -122,7 +125,7 @@ def compare_and_count(
     equal = bool(assertion(name=cast(Any, place)) == joined(texts))
     results: dict[int, Any] = getattr(assertion, "executions", {})
     newest = next(reversed(results.values()), None)
-    for data in ("asserted_data", "recalled_data"):  # kept until the end of the run otherwise
+    for data in ("asserted_data", "recalled_data"):  # else syrupy keeps the texts until the end of the run
         if hasattr(newest, data):
             setattr(newest, data, None)
     return equal, getattr(newest, "exception", None)

@@ -1,4 +1,8 @@
-"""Results of comparisons in forked child processes, sent to the test's process through a temporary file."""
+"""Results of comparisons in forked child processes, sent to the process of the test through a temporary file.
+
+A test may fork and compare in the child. An error that is raised there ends the child and nothing else, so the test
+would pass.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,9 @@ from typing import Any
 
 
 class ForkedResults:
-    """The comparisons made in processes that were forked from the one in which this was created.
+    """The comparisons in processes that were forked from the one in which this object was created.
 
-    No file is created if there is no such process.
+    Without such a process there is no file.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,16 @@
-"""The message of a comparison that failed, and its next steps."""
+"""The messages of a comparison that failed, each with its next step.
+
+A test that failed is the place where somebody learns how snapshots work. So a message says what changed, gives the
+whole command to run next, and says what to do first if an update was refused.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from pytest_modelprobe.assertions.findings import findings
-from pytest_modelprobe.comparison import Cause, Diagnosis
-from pytest_modelprobe.comparison import text as report
+from pytest_modelprobe.comparison import Diagnosis
+from pytest_modelprobe.comparison import text as comparison_text
 from pytest_modelprobe.gate import needs_reason
 from pytest_modelprobe.record import Record, infer_rename, layer_table, renamed
 from pytest_modelprobe.text import count, printable
@@ -22,15 +26,14 @@ def changed(diagnosis: Diagnosis, command: str, next_step: str = "") -> str:
         command: The shell command that runs the test.
         next_step: What to do before an update that was refused; empty if none was.
     """
-    rename = _rename_argument(diagnosis)
     reason = ' --modelprobe-reason="..."' if needs_reason(diagnosis) else ""
     steps = [next_step or f"Intended? {command} --snapshot-update{reason}", f"Since when? git bisect run {command}"]
-    if rename:
+    if rename := _rename_argument(diagnosis):
         steps.insert(0, f"Only other names? {rename}")
     layer = next((cause.layer for cause in diagnosis.causes if cause.layer in diagnosis.comparison.actual.layers), None)
     if layer is not None:
         steps.append(f"To see its tensors: modelprobe.run(..., keep={layer!r}), then modelprobe.kept[{layer!r}]")
-    return "\n\n".join([report.text(diagnosis), "\n".join(printable(step) for step in steps)])
+    return "\n\n".join([comparison_text.text(diagnosis), "\n".join(printable(step) for step in steps)])
 
 
 def one_rank(test: str, rank: int, world_size: int) -> str:
@@ -48,14 +51,12 @@ def one_rank(test: str, rank: int, world_size: int) -> str:
 
 
 def _rename_argument(diagnosis: Diagnosis) -> str:
-    """Return the ``rename=`` that makes the test pass; empty if no layer was renamed, or no globs describe it."""
+    """Return the ``rename=`` that makes the test pass; empty if no layer was renamed or no globs describe the names."""
     comparison = diagnosis.comparison
     names = {str(d.expected): d.layer for d in comparison.differences if d.kind == "layer renamed"}
-    found = (
-        infer_rename(comparison.actual, renamed(comparison.expected, comparison.names_before.layers), names)
-        if names
-        else {}
-    )
+    if not names:
+        return ""
+    found = infer_rename(comparison.actual, renamed(comparison.expected, comparison.names_before.layers), names)
     return f"modelprobe_snapshot(rename={found!r}), and modelprobe.build(..., rename=...) the same" if found else ""
 
 
@@ -113,8 +114,3 @@ def nothing_compared(asked: str, policy: Policy) -> str:
     nothing is compared: the test compares only the behavior, and modelprobe_compare = architecture; remove one
     """
     return f"nothing is compared: the test compares only the {asked}, and {policy.compare_from}; remove one"
-
-
-def key(cause: Cause) -> str:
-    """Return a string that is equal for the same cause in two tests."""
-    return "|".join(map(str, (cause.kind, cause.layer, cause.what, cause.actual, cause.expected)))

@@ -1,4 +1,8 @@
-"""The names of a test's files: from its name and the ids of its parameters, without order and device."""
+"""The names of a test's files: from its name and the ids of its parameters, without order and device.
+
+A name has to stay the same if other tests or parameters are added, because the file would belong to another test
+otherwise. So an id that pytest numbered is refused. The device is left out, for the architecture is the same on all.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +56,7 @@ def function_of(item: pytest.Item) -> str:
 
 
 def device_of(item: pytest.Item) -> str | None:
-    """Return the device that a test is parametrized with; None: the device of the run."""
+    """Return the device that a test is parametrized with; ``None`` if it runs on the device of the run."""
     device = _parameters(item).get(_PARAMETER)
     return None if device is None else kind(str(device))
 
@@ -67,7 +71,7 @@ def kind(device: str) -> str:
 
 
 def belongs(stem: str, test: str) -> bool:
-    """Whether a snapshot can belong to a test: its first, one with a number or name, or one with an id.
+    """Whether a snapshot can belong to a test: to its first comparison, to a later or named one, or to an id of it.
 
     >>> belongs("test_a", "test_a"), belongs("test_a.2", "test_a"), belongs("test_a[x]", "test_a")
     (True, True, True)
@@ -99,7 +103,7 @@ def _classes(item: pytest.Item) -> Iterable[str]:
 
 
 def _numbered(item: pytest.Item) -> str | None:
-    """Return an id such as ``config0``, which pytest gives to what it cannot write as text."""
+    """Return an id such as ``config0``, which pytest gives to a value that it cannot write as text."""
     callspec = getattr(item, "callspec", None)
     if callspec is None:
         return None

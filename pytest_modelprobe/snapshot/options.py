@@ -1,4 +1,9 @@
-"""The options of snapshots on the command line and in the ini file."""
+"""The options of snapshots on the command line and in the ini file.
+
+Every run of pytest loads this module. So it imports neither `files` nor `comparison`, and repeats two names of theirs.
+An option on the command line is for that run; what stands in the ini file or in ``addopts`` stays, and has to be in the
+snapshots too, where a reviewer sees it.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +16,13 @@ from typing import Literal, get_args
 import pytest
 
 DIRECTORY = "__modelprobe__"
-"""Name of the directory of the snapshots, beside the tests."""
+"""The directory of the snapshots, beside the tests: `files.DIRECTORY`."""
 
 Parts = Literal["all", "architecture", "behavior"]
-
+"""What is compared: `comparison.Parts`."""
 
 _STRUCTURE = ("architecture", "attribute", "computation")
+"""Kinds of cause that `Accepted` takes for ``structure``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +30,17 @@ class Accepted:
     """A kind of cause that an update may write, if it changed less than the limit."""
 
     kind: str
-    """A kind of `Cause`, ``any``, or ``structure``: a cause without a number, where no output changed."""
+    """A kind of `Cause`, or ``any``, or ``structure``: a cause without a number, if no output changed."""
     below: float = math.inf
-    """Relative change; infinite: any, also a cause without a number."""
+    """The limit of the relative change. If it is infinite, a cause without a number is accepted too."""
 
     def covers(self, kind: str, change: float | None, *, unchanged: bool = False) -> bool:
-        """Whether an update may write a cause; ``unchanged``: the outputs of the model are unchanged.
+        """Whether an update may write a cause.
+
+        Args:
+            kind: The kind of the cause.
+            change: The relative change of the output that it explains, if it has one.
+            unchanged: Whether the outputs of the model are unchanged.
 
         >>> Accepted("computation", 1e-3).covers("computation", 2e-4), Accepted("any", 1e-3).covers("weights", 0.1)
         (True, False)
@@ -50,17 +61,17 @@ class Policy:
 
     compare: Parts = "all"
     strict: bool = False
-    """Whether all is compared because an option says so: then tests fail too where calls are written otherwise."""
+    """Whether an option asks for all. Then tests also fail if only calls inside a model are written in another way."""
     compare_from: str = ""
-    """The option or ini line that says so, as it was written."""
+    """The option or ini line from which ``compare`` is, as it was written."""
     for_this_run: bool = False
-    """Whether it was given on the command line, not in the ini file or ``addopts``."""
+    """Whether ``compare`` was given on the command line, not in the ini file or ``addopts``."""
     reason: str | None = None
     accept: tuple[Accepted, ...] = ()
     accept_from: str = ""
     output: Path | None = None
     may_write: bool = True
-    """Whether an update may write: not while ``CI`` is set, unless the command line allows it."""
+    """Whether an update may write. While ``CI`` is set it may only if the command line allows it."""
 
 
 def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
@@ -68,17 +79,13 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
     group.addoption(
         "--modelprobe-compare",
         choices=get_args(Parts),
-        default=None,
         help="what snapshots compare: the architecture alone, the behavior alone, or all, which fails too where calls "
         "are written otherwise and every value is the same",
     )
-    group.addoption(
-        "--modelprobe-reason", metavar="TEXT", default=None, help="written beside each architecture that is updated"
-    )
+    group.addoption("--modelprobe-reason", metavar="TEXT", help="written beside each architecture that is updated")
     group.addoption(
         "--modelprobe-accept",
         action="append",
-        default=None,
         metavar="KIND<LIMIT",
         help="update only snapshots all of whose causes are of a KIND (such as computation, or any) and changed less "
         "than LIMIT; KIND alone: whatever the size; structure: only where the numbers are the same; may be repeated",
@@ -86,13 +93,11 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
     group.addoption(
         "--modelprobe-output",
         metavar="DIR",
-        default=None,
         help="write the snapshots that failed or are new there as they would be now: cp -r DIR/. . takes them over",
     )
     group.addoption(
         "--modelprobe-allow-update-in-ci",
         action="store_true",
-        default=False,
         help="let --snapshot-update write model snapshots although CI is set; on the command line only",
     )
     parser.addini("modelprobe_compare", "what snapshots compare: all, architecture or behavior", default="")
@@ -102,7 +107,7 @@ _IN_CI = pytest.StashKey[bool]()
 
 
 def read_environment(config: pytest.Config) -> None:
-    """Read ``CI`` before a conftest.py can change it."""
+    """Read ``CI`` before a conftest.py can change it: a test run must not permit itself to write snapshots."""
     config.stash[_IN_CI] = bool(os.environ.get("CI"))
 
 
@@ -141,7 +146,7 @@ def _may_write(config: pytest.Config) -> bool:
 
 
 def _of_command_line(config: pytest.Config, option: str) -> bool:
-    """Whether an option was given on the command line, not in ``addopts`` or ``PYTEST_ADDOPTS``."""
+    """Whether an option was given where pytest was called, and not in ``addopts`` or ``PYTEST_ADDOPTS``."""
     known: dict[str, bool] = config.option.__dict__.setdefault("modelprobe_of_command_line", {})
     # Ranks get a copy of the options, and have other arguments.
     return known.setdefault(option, any(text.startswith(option) for text in config.invocation_params.args))

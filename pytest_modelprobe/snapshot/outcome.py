@@ -17,11 +17,10 @@ import pytest
 from pytest_modelprobe._pytest import caught_by
 from pytest_modelprobe.assertions.findings import findings
 from pytest_modelprobe.comparison import Cause, Diagnosis, Parts
-from pytest_modelprobe.comparison import text as report
+from pytest_modelprobe.comparison import text as comparison_text
 from pytest_modelprobe.record import LiveRun, Record
 from pytest_modelprobe.text import json_number
 
-from . import messages
 from .extension import SnapshotFiles
 from .naming import kind
 from .source import source_of
@@ -39,41 +38,42 @@ class Outcome:
     record: Record
     live_run: LiveRun | None
     caller: CodeType
-    """The code that compared."""
+    """The code of the function that compared."""
     line: int
-    """The line of its file in which it compared."""
+    """The line in which it compared."""
     compare: Parts
     verdict: Literal["same", "changed", "new", "unreadable", "created", "updated", "not compared"] = "same"
     not_compared: str | None = None
     """The part that an option of the run excludes: ``architecture`` or ``behavior``."""
     compared: Parts = "all"
-    """What the test compares in every run; it is written into the file of the numbers."""
+    """The part that the test compares in every run. It is written into the file of the numbers."""
     scope_message: str = ""
-    """That the file was written to compare another part; empty if not."""
+    """Says that the file was written to compare another part; empty if it was not."""
     values_not_compared: int = 0
     declared: bool = False
     """Whether the reason that was given is written into the file."""
     diagnosis: Diagnosis | None = None
+    """Why the record differs; ``None`` if it does not, or if there is no snapshot."""
     notes: Sequence[Cause] = ()
-    """Calls that are written otherwise, where every value is the same."""
+    """Calls whose code was written in another way although every value is the same."""
     given: Record = dataclasses.field(init=False)
     """The record as the test gave it."""
     expected: Record | None = None
     """The record in the snapshot, with the current names of layers."""
     text: str = ""
     was_read: bool = False
-    """Whether the test used the result, by `assert` or otherwise."""
+    """Whether the test used the result, with `assert` or in another way."""
     asked_unequal: bool = False
-    """Whether the test compared by ``!=``."""
+    """Whether the test compared with ``!=``."""
     raises: Sequence[pytest.ExceptionInfo[BaseException]] = ()
-    """What the blocks of `pytest.raises` around the comparison catch."""
+    """One for each block of `pytest.raises` around the comparison: what the block catches stands there later."""
 
     def __post_init__(self) -> None:
         self.given = self.record
 
     @property
     def is_expected(self) -> bool:
-        """Whether the test says that the record differs: by ``!=``, or by `pytest.raises` around the assertion."""
+        """Whether the test expects a difference: it used ``!=``, or `pytest.raises` caught the assertion."""
         return self.asked_unequal or any(map(self._raised, filter(None, map(caught_by, self.raises))))
 
     def _raised(self, error: BaseException) -> bool:
@@ -93,7 +93,7 @@ class Outcome:
         def told(causes: Iterable[Cause]) -> list[dict[str, Any]]:
             return [
                 {**_cause_dict(*pair), "source": source_of(self.record, pair[0].layer, root)}
-                for pair in report.grouped(causes)
+                for pair in comparison_text.grouped(causes)
             ]
 
         return {
@@ -121,7 +121,11 @@ class Outcome:
 
 
 class Unequal:
-    """False that records whether it was evaluated: a comparison without `assert` is never evaluated."""
+    """A false value that notes whether it was evaluated.
+
+    `bool` has no subclasses, so it is an object of its own. Nobody evaluates a comparison that stands without `assert`,
+    and a test that only looks like one has to fail.
+    """
 
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome
@@ -149,6 +153,7 @@ def _cause_dict(cause: Cause, layers: int) -> dict[str, Any]:
         **{name: json_number(getattr(cause, name)) for name in ("actual", "expected", "change", "noise")},
         "evidence": cause.evidence,
         "hints": list(cause.hints),
-        "said": report.cause_text(cause),
-        "key": messages.key(cause),
+        "said": comparison_text.cause_text(cause),
+        # Equal for the same cause in two tests, which the summary tells once.
+        "key": "|".join(map(str, (cause.kind, cause.layer, cause.what, cause.actual, cause.expected))),
     }

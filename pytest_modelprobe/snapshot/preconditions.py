@@ -1,4 +1,8 @@
-"""Reasons to refuse recording: the record would differ on another machine, or has values that are not finite."""
+"""Reasons to refuse an update: the record would differ on another machine, or has values that are not finite.
+
+A snapshot that differs by chance teaches people to update without looking. So an update refuses such a record, says
+how to make it repeatable, and names the argument that allows it nevertheless.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import NamedTuple
 from pytest_modelprobe.assertions.activations import assert_finite
 from pytest_modelprobe.assertions.gradients import assert_grad_finite
 from pytest_modelprobe.comparison import LARGEST_TOLERANCE, Cause, Diagnosis
-from pytest_modelprobe.comparison import text as report
+from pytest_modelprobe.comparison import text as comparison_text
 from pytest_modelprobe.exceptions import NothingObservedError
 from pytest_modelprobe.record import Call, Layer, Reading, Record, address, has_numbers
 from pytest_modelprobe.text import listed
@@ -23,7 +27,7 @@ class Refusal(NamedTuple):
     message: str
     """One sentence, with the next step."""
     next_step: str = ""
-    """What to do before the update is run again; empty: run it with other options."""
+    """What to do before the update is run again; empty if other options are enough."""
 
 
 UPDATE_IN_CI = Refusal(
@@ -31,6 +35,8 @@ UPDATE_IN_CI = Refusal(
     "--modelprobe-allow-update-in-ci on the command line",
     "Run the update on your machine and commit the files, or pass --modelprobe-allow-update-in-ci on the command line.",
 )
+_RELEVANT = 1e-3  # of the largest norm of a gradient at the same call
+
 WRITTEN_TWICE = Refusal(
     "not written again: the test compares two different records under one name=; give each its own",
     "Give each record its own name=, and run the update again.",
@@ -38,7 +44,7 @@ WRITTEN_TWICE = Refusal(
 
 
 def refuse_record(record: Record, arguments: Arguments) -> Refusal | None:
-    """Return why a record is not written as a snapshot; None if it may be."""
+    """Return why a record is not written as a snapshot; ``None`` if it may be."""
     where = None if "nonfinite" in arguments.allow else nonfinite(record)
     if where:
         return Refusal(
@@ -56,7 +62,7 @@ def refuse_record(record: Record, arguments: Arguments) -> Refusal | None:
 
 
 def refuse_nondeterministic(record: Record, arguments: Arguments) -> Refusal | None:
-    """Return why a record whose repeated run differed is not written; None if it is equal, or that is allowed."""
+    """Return why a record is not written whose run differed when it was repeated; ``None`` if it did not."""
     where = None if "nondeterministic" in arguments.allow else nondeterministic(record)
     if where is None:
         return None
@@ -70,7 +76,7 @@ def refuse_nondeterministic(record: Record, arguments: Arguments) -> Refusal | N
 
 
 def refuse_causes(diagnosis: Diagnosis, policy: Policy) -> Refusal | None:
-    """Return which causes ``--modelprobe-accept`` does not cover; None if it covers all."""
+    """Return which causes ``--modelprobe-accept`` does not cover; ``None`` if it covers all."""
     causes = [*diagnosis.causes, *diagnosis.possible]
     if diagnosis.same:  # only notes, and names given by rename=
         return None
@@ -84,13 +90,17 @@ def refuse_causes(diagnosis: Diagnosis, policy: Policy) -> Refusal | None:
     if not others:
         return None
     more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-    first = f"{report.cause_text(others[0])} ({others[0].kind})"
-    why = "" if diagnosis.output is None else f": the model's output changed by {report.percent(diagnosis.output)}"
+    first = f"{comparison_text.cause_text(others[0])} ({others[0].kind})"
+    why = (
+        ""
+        if diagnosis.output is None
+        else f": the model's output changed by {comparison_text.percent(diagnosis.output)}"
+    )
     return Refusal(f"not written: {first}{more} is not covered by {policy.accept_from}{why}")
 
 
 def nonfinite(record: Record) -> str | None:
-    """Return a clause that names the first value or gradient that is NaN or infinite; None if all are finite.
+    """Return a clause that names the first value or gradient that is NaN or infinite; ``None`` if all are finite.
 
     >>> nonfinite(Record(model="Net"))
     """
@@ -105,7 +115,7 @@ def nonfinite(record: Record) -> str | None:
 
 
 def active_dropout(record: Record) -> str | None:
-    """Return the layers with active dropout and their probabilities; None if there are none.
+    """Return the layers with active dropout and their probabilities; ``None`` if there are none.
 
     >>> from pytest_modelprobe.record import Call
     >>> call = Call(root="drop", root_training=True, index=0, training=True)
@@ -120,7 +130,7 @@ def active_dropout(record: Record) -> str | None:
 def nondeterministic(record: Record) -> str | None:
     """Return the first value that changed beyond rounding when the run was repeated from the same seed.
 
-    None if there is no such value, or the run was not repeated.
+    It is ``None`` if there is no such value, or if the run was not repeated.
 
     >>> nondeterministic(Record(model="Net", noise="not repeatable"))
     """
@@ -144,7 +154,7 @@ def _changed(reading: Reading | None, most: float) -> bool:
 
 def _is_significant(reading: Reading | None, call: Call) -> bool:
     norms = [r.statistics.norm for v in (*call.inputs, *call.outputs) if (r := v.backward) and r.statistics]
-    return reading is not None and reading.statistics is not None and reading.statistics.norm > 1e-3 * max(norms)
+    return reading is not None and reading.statistics is not None and reading.statistics.norm > _RELEVANT * max(norms)
 
 
 def _dropout_rate(layer: Layer) -> float:
@@ -154,14 +164,15 @@ def _dropout_rate(layer: Layer) -> float:
         share = next((call.arguments.get("p", 0.5) for call in called), 0.0) if "dropout" in layer.type_name else 0.0
     else:
         own = "Dropout" in layer.type_name
-        inside = layer.type.startswith("torch.nn.") and "dropout" in layer.attributes  # attention, recurrent layers
+        # Attention and recurrent layers of torch have a probability, and no layer inside that drops.
+        inside = layer.type.startswith("torch.nn.") and "dropout" in layer.attributes
         called = [call for call in layer.calls if call.training]
         share = layer.attributes.get("p" if own else "dropout", 0.0) if called and (own or inside) else 0.0
     return float(share) if isinstance(share, (int, float)) else 0.0
 
 
 def is_training(record: Record) -> bool:
-    """Whether a record merges several forwards with backwards between them, as of a training loop, but of one step.
+    """Whether a record merges several forwards and backwards of a training loop, and not those of one step.
 
     Its numbers are not reproducible: another number of threads changes those of the 20th step by 0.1 %.
     """

@@ -1,8 +1,10 @@
 """The snapshots of a whole run of pytest: comparisons, unused files, the summary.
 
-The reports of the tests carry the results, in builtin types. Under xdist the workers send what they collected when
-they end, and only the controller deletes, prints and writes. This module is loaded in every run of pytest, so modules
-that import `files` are imported where snapshots exist.
+Whether a file is unused is known only at the end of the run, and only if every test that could use it was collected and
+passed. So this plugin collects what ran. Results come with the reports of the tests, in builtin types, because under
+xdist the tests run in other processes; the workers send what they collected when they end, and only the controller
+deletes, prints and writes. Every run of pytest loads this module, so modules that import `files` are imported inside
+functions, where snapshots exist.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class _Collected:
-    """The modules and tests that one process collected, of directories with snapshots."""
+    """The modules and tests that one process collected in directories with snapshots."""
 
     modules: dict[str, bool] = dataclasses.field(default_factory=dict)
     """Path of each module → whether all of its tests were collected and selected."""
@@ -63,20 +65,20 @@ class SnapshotSession:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(self, collector: pytest.Collector) -> Generator[None, Any, Any]:
-        """Collect the modules and whether all of their tests are known: not those of a module that skips itself."""
+        """Collect each module, and whether all of its tests are known: a module that skips itself hides them."""
         report = yield
         if isinstance(collector, pytest.Module) and self._is_with_snapshots(collector.path):
             self._collected.modules[str(collector.path)] = report.passed
         return report
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Collect each test before any is deselected."""
+        """Collect each test, also those that are deselected later."""
         if self._is_with_snapshots(item.path):
             self._paths[item.nodeid] = str(item.path)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Find the modules of which only some tests are run."""
+        """Find the modules of which only some tests run: files of their other tests are not unused."""
         if not self._paths and not self._collected.modules:
             return
         from .naming import device_of
@@ -102,7 +104,10 @@ class SnapshotSession:
 
     @staticmethod
     def stem_of(item: pytest.Item) -> str:
-        """Return the common part of the names of a test's files; without parameters if their ids are numbered."""
+        """Return the common part of the names of a test's files.
+
+        It is without parameters if pytest numbered their ids: such a test has no snapshot of its own.
+        """
         from .naming import function_of, stem_of
 
         try:
@@ -145,7 +150,7 @@ class SnapshotSession:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Receive what a worker of xdist collected: each collects all tests and runs some."""
+        """Receive what a worker of xdist collected. Each worker collects all tests, so the last one tells all."""
         collected = getattr(node, "workeroutput", {}).get("modelprobe")
         if collected is not None:
             self._workers_finished += 1
@@ -154,7 +159,7 @@ class SnapshotSession:
     # --- what ran -------------------------------------------------------------------------------------------------
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Collect the outcome and the comparisons of each test; the last ones if it is run again."""
+        """Collect the outcome and the comparisons of each test; those of its last run if it runs again."""
         self._phases.setdefault(report.nodeid, {})[str(report.when)] = report.outcome
         if hasattr(report, "wasxfail"):
             self._expected_to_fail.add(report.nodeid)
@@ -168,7 +173,10 @@ class SnapshotSession:
 
     @property
     def _caught(self) -> list[dict[str, Any]]:
-        """Comparisons that were not equal, and whose tests passed without saying that they expect it."""
+        """Comparisons that were not equal although their tests passed, without `pytest.raises` or ``!=``.
+
+        A test that catches the `AssertionError` would hide a change of its model.
+        """
         if not self._results:
             return []
         from .outcome import UNEQUAL
@@ -192,27 +200,27 @@ class SnapshotSession:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Generator[None, Any, Any]:
-        """Find unused files, before the terminal summary lists them."""
+        """Find unused files before the terminal summary lists them, and fail the run if there are any."""
         config, option = self._config, self._config.option
         if hasattr(config, "workerinput"):
             config.workeroutput["modelprobe"] = dataclasses.asdict(self._collected)  # type: ignore[attr-defined]
             return (yield)
         if not self._runs_no_test and not getattr(option, "disable_unused_snapshots", False):
             self._handle_unused(self._reason_to_keep(session, exitstatus))
-            fails = self.unused.unused and not getattr(option, "warn_unused_snapshots", False)
-            if fails and session.exitstatus == pytest.ExitCode.OK:
-                session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        if self._caught and session.exitstatus == pytest.ExitCode.OK:
+        unused_fails = self.unused.unused and not getattr(option, "warn_unused_snapshots", False)
+        if (unused_fails or self._caught) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         self._count_in_last_line(config.pluginmanager.get_plugin("terminalreporter"))
         return (yield)
 
     def _count_in_last_line(self, reporter: Any) -> None:
-        """Add what was written, and what was left out, to the counts of the last line of the terminal."""
+        """Add the snapshots that were written or not compared to the counts in the last line of the terminal."""
+        if reporter is None:  # as with -p no:terminal
+            return
         written = [one for one in self.results if one["verdict"] in ("created", "updated")]
         left_out = [one for one in self.results if one["not_compared"]]
         for done, found in (("written", written), ("not compared", left_out)):
-            if found and reporter is not None:
+            if found:
                 # Other plugins read the attributes of what they find there, which are reports.
                 reporter.stats[f"snapshot{'s' * (len(found) > 1)} {done}"] = [SimpleNamespace(**one) for one in found]
 
@@ -222,7 +230,7 @@ class SnapshotSession:
         return any(getattr(self._config.option, name, False) for name in ("collectonly", "setuponly", "setupplan"))
 
     def _reason_to_keep(self, session: pytest.Session, exitstatus: int) -> str | None:
-        """Return why no unused file may be deleted in this run; None if they may be."""
+        """Return why no unused file may be deleted in this run; ``None`` if they may be."""
         if session.testsfailed:
             return "tests failed"
         ended = all("teardown" in self._phases.get(nodeid, ()) for nodeid in self._collected.tests)
@@ -255,7 +263,7 @@ class SnapshotSession:
                     folder.rmdir()
 
     def _modules(self) -> Iterator[Module]:
-        """Yield the modules with snapshots that were collected completely, or that do not exist any more."""
+        """Yield the modules with snapshots that were collected completely, and those that do not exist any more."""
         from .naming import folder_of
         from .unused import Module
 

@@ -1,4 +1,8 @@
-"""`ModelProbeSnapshot`: the object that the fixture ``modelprobe_snapshot`` returns."""
+"""`ModelProbeSnapshot`: the object that the fixture ``modelprobe_snapshot`` returns.
+
+It is compared with ``==`` as syrupy's snapshots are, so a test reads as an assertion about a value. It only finds out
+who compares what; `comparer` does the work.
+"""
 
 from __future__ import annotations
 
@@ -65,16 +69,17 @@ class ModelProbeSnapshot:
         return ModelProbeSnapshot(self._comparer, arguments)
 
     def __eq__(self, other: object) -> bool:
-        """Whether a record equals the one on disk; an update writes it, and it is equal then.
+        """Whether a record equals the one on disk. An update writes the record, and then it is equal.
 
-        Of a list of steps, each has files of its own. The first that differs is reported: what is after it follows.
+        In a list of steps, each step has files of its own. Only the first step that differs is reported, because the
+        later ones follow from it.
         """
         __tracebackhide__ = True
         outcome = self._outcome(other, sys._getframe(1))
         return outcome.passed or cast(bool, Unequal(outcome))
 
     def __ne__(self, other: object) -> bool:
-        """Whether a record differs from the one on disk: then it is no failure that it does."""
+        """Whether a record differs from the one on disk. A difference is no failure then."""
         __tracebackhide__ = True
         outcome = self._outcome(other, sys._getframe(1))
         outcome.asked_unequal = outcome.was_read = True
@@ -104,7 +109,7 @@ class ModelProbeSnapshot:
 
     @property
     def failure(self) -> str | None:
-        """The message of the newest comparison of the test; None if it was equal."""
+        """The message of the newest comparison of the test; ``None`` if it was equal."""
         return self._comparer.read_failure()
 
 

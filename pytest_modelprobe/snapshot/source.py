@@ -11,9 +11,10 @@ from pytest_modelprobe.record import ROOT, Record, parent
 
 
 def source_of(record: Record, layer: str, root: Path) -> dict[str, Any] | None:
-    """Return file, relative to ``root``, and line of the class of a layer, or of the nearest container in ``root``.
+    """Return file and line of the class of a layer, or of the nearest container whose file is in ``root``.
 
-    None for classes of installed packages, and for those that no module holds: such as were made in a function.
+    The file is relative to ``root``. It is ``None`` for classes of installed packages, and for classes that no module
+    holds, such as one that a function made.
 
     >>> source_of(Record(model="Net"), "fc", Path()) is None
     True

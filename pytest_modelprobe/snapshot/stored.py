@@ -35,10 +35,10 @@ class Stored(NamedTuple):
     """A snapshot as it is on disk."""
 
     texts: Texts | None
-    """None: there is no snapshot."""
+    """``None`` if there is no snapshot."""
     record: Record | None
     complete: bool
-    """Whether the record has all that is to be compared; if not, it has the structure alone."""
+    """Whether the record has all that is to be compared. If not, it has the structure alone."""
 
 
 def read_stored(place: SnapshotFiles, record: Record, parts: Parts, *, updating: bool, config: pytest.Config) -> Stored:
@@ -73,7 +73,7 @@ def _fits(texts: Texts, place: SnapshotFiles) -> bool:
 
 
 def texts_to_write(outcome: Outcome, record: Record, old: Texts | None, reason: str | None) -> Texts:
-    """Return the texts of a record; what did not change keeps its lines of the old texts."""
+    """Return the texts of a record. What did not change keeps its lines of the old texts."""
     new = encode(record, compared=outcome.compared)
     if old is None:
         return new
@@ -87,7 +87,10 @@ def texts_to_write(outcome: Outcome, record: Record, old: Texts | None, reason: 
 
 
 def _changed_layers(found: Comparison) -> set[str]:
-    """Return the layers whose lines are written anew: also those that call one whose arguments have other names."""
+    """Return the layers whose lines are written anew.
+
+    Layers that call one whose arguments have other names are among them: their responses name these arguments.
+    """
     names = found.names_before
     calling = (step.parent for step in CallTree(found.actual).started if step.layer.name in names.paths)
     return {

@@ -1,4 +1,9 @@
-"""The lines on snapshots in the terminal summary."""
+"""The lines on snapshots in the terminal summary.
+
+Syrupy counts snapshots; these lines say what it cannot know: what a new record has in it, which cause several tests
+share, which files are unused and why one is kept. They are made of the results that the reports carry, because under
+xdist the records stay in the workers. Without anything to say there are no lines, and nothing is imported.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +18,14 @@ import pytest
 
 from .options import Policy
 
-_MOST = 10
+_MOST = 10  # lines of a kind; --snapshot-details shows the rest of the unused files
 
 Results = Sequence[dict[str, Any]]
 
 
 @dataclasses.dataclass
 class UnusedFiles:
-    """Files that no test uses; paths are relative to the directory where pytest was started."""
+    """Files that no test uses. Paths are relative to the directory where pytest was started."""
 
     unused: list[str] = dataclasses.field(default_factory=list)
     deleted: list[str] = dataclasses.field(default_factory=list)
@@ -43,7 +48,7 @@ def shown_path(path: Path, config: pytest.Config) -> str:
 def lines(
     results: Results, unused: UnusedFiles, policy: Policy, caught: Results = (), *, details: bool
 ) -> Iterator[str]:
-    """Yield the lines, printable; none if there is nothing to report."""
+    """Yield the lines, printable; no line if there is nothing to report."""
     if not results and unused == UnusedFiles() and not policy.reason:
         return
     from pytest_modelprobe.text import printable
@@ -118,7 +123,10 @@ def _without_folders(nodeid: str) -> str:
 
 
 def _unused_reason(results: Results, policy: Policy) -> Iterator[str]:
-    """Yield what to do if a reason was given and no architecture changed; the message of a refusal says so itself."""
+    """Yield what to do if a reason was given and no architecture changed.
+
+    The message of a refused update says it itself, so nothing is said beside one.
+    """
     if policy.reason and not any(result["declared"] or result["verdict"] == "changed" for result in results):
         yield (
             "no architecture changed in this run, so the reason was not written; to add a reason to a change that is "
@@ -141,7 +149,7 @@ def _for_pull_request(results: Results, unused: UnusedFiles, policy: Policy) -> 
 
 
 def _other_calls(results: Results, *, details: bool) -> Iterator[str]:
-    """Yield how many tests pass though calls inside their models are written otherwise; of details each call, once."""
+    """Yield how many tests pass although calls in their models are written in another way; as details, each call."""
     from pytest_modelprobe.text import count
 
     passed = [result for result in results if result["verdict"] == "same" and result["notes"]]
@@ -156,14 +164,14 @@ def _other_calls(results: Results, *, details: bool) -> Iterator[str]:
 
 
 def _not_compared(results: Results, policy: Policy) -> Iterator[str]:
-    from pytest_modelprobe.comparison import text as report
+    from pytest_modelprobe.comparison import text as comparison_text
     from pytest_modelprobe.text import count
 
     for part, n in Counter(r["not_compared"] for r in results if r["not_compared"]).items():
         yield f"the {part} of {count(n, 'snapshot')} was not compared ({policy.compare_from})"
     unknown = [n for result in results if (n := result["values_not_compared"])]
     if unknown:
-        yield f"{report.not_compared_sentence(sum(unknown))[0]} They are of {count(len(unknown), 'snapshot')}."
+        yield f"{comparison_text.not_compared_sentence(sum(unknown))[0]} They are of {count(len(unknown), 'snapshot')}."
 
 
 def _unused_lines(unused: UnusedFiles, most: int) -> Iterator[str]:

@@ -1,4 +1,8 @@
-"""Find the files of snapshots that no test uses; a file that may be in use is not among them."""
+"""Find the files of snapshots that no test uses; a file that may be in use is not among them.
+
+A file that is called unused is deleted by an update. So a file counts as used unless all tests that could use it ran
+to their end on its device, or are gone with their module.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ class Test:
     """The common part of the names of its files."""
     device: str
     passed: bool
-    """Whether it ran to its end. A test that was skipped or failed may not have reached its comparisons."""
+    """Whether it passed. A test that was skipped or failed may not have reached its comparisons."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +36,14 @@ class Module:
     gone: bool
     """Whether the module does not exist any more."""
     tests: Collection[Test] = ()
-    """All of its tests."""
+    """All tests of the module."""
 
 
 @dataclass
 class _Snapshot:
     arch: Path | None = None
     probes: dict[str, Path] = field(default_factory=dict)
-    """By device."""
+    """The files of numbers by device."""
 
 
 def unused_files(module: Module, used: Collection[Path], ran: Collection[str]) -> Iterator[tuple[Path, str | None]]:

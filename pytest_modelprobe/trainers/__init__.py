@@ -1,6 +1,6 @@
 """Callbacks for training runs: every N steps the record of one step, as JSON and as scalars of TensorBoard.
 
-Each is made when it is first asked for, as its base class is of a library that may not be installed.
+Each class is made when it is first asked for, because its base class comes from a library that may not be installed.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from typing import Any
 
 from .step_log import StepLog
 
-# The two packages of Lightning have a base class each.
-_PACKAGE = "pytorch_lightning" if "lightning" not in sys.modules and "pytorch_lightning" in sys.modules else "lightning"
-_Callback: Any = importlib.import_module(_PACKAGE if _PACKAGE == "pytorch_lightning" else "lightning.pytorch").Callback
+# Lightning comes as two packages, each with a base class of its own. The one that is imported already is meant.
+_IS_OLD = "pytorch_lightning" in sys.modules and "lightning" not in sys.modules
+_Callback: Any = importlib.import_module("pytorch_lightning" if _IS_OLD else "lightning.pytorch").Callback
 
 
 class LightningProbe(_Callback):  # type: ignore[misc]

@@ -1,4 +1,8 @@
-"""Watch one step of training in N, and write its record."""
+"""Watch one step of training in N, and write its record.
+
+A watched step is slower than others, and its record is large, so a training run records only some. All callbacks
+share this class: each only says where in its library a step begins and ends.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,8 @@ from pytest_modelprobe.runs import Watch
 class StepLog:
     """Writes the record of every ``every``-th step of training, from the first on; between them nothing is watched.
 
-    The callbacks have one, and a loop of one's own may call it. Of several ranks the first writes, of what it has.
+    Each callback has one, and a training loop of your own may use it too. With several ranks only rank 0 writes, and
+    only what it saw of the batch.
 
     Args:
         folder: Where to write ``step-00000100.json``, which `Record.from_dict` reads; made if it is not there.
@@ -85,7 +90,8 @@ class StepLog:
         path = self._folder / f"step-{self._step:08}.json"
         path.write_text(json.dumps(record.to_dict(), allow_nan=False), "utf-8")
         if self._tensorboard:
-            # Not before: a launcher copies callbacks into the ranks, and only then is it known which one writes.
+            # The exporter is made here and not before, because a launcher copies callbacks into the ranks, and only
+            # then is it known which rank writes.
             if self._scalars is None:
                 self._scalars = self._exit.enter_context(exporter("tensorboard", log_dir=self._folder))
             self._scalars.write(record, self._step)

@@ -311,7 +311,7 @@ def test_dims_fix_names() -> None:
 
 def test_the_first_binding_stays() -> None:
     bindings = Bindings({"batch": 4})
-    bindings.bind("batch", 8, "fc1 output")
+    assert match("batch", (8,), bindings, "fc1 output")
     assert bindings["batch"] == Bound(4, "dims=")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from pytest_modelprobe import ModelProbe, UsageError, checks
+from pytest_modelprobe import ModelProbe, UsageError, assert_no_dead_layers, checks
 from pytest_modelprobe.checks import Check, Outcome, battery
 
 WIDTH, HEADS, WORDS, LENGTH, BATCH = 8, 2, 11, 6, 4
@@ -1298,3 +1298,17 @@ def test_a_layer_inside_a_transform_is_not_compared(name: str, of: Callable[...,
 
     with ModelProbe() as probe:
         assert ALL[name](probe, Mapped(), torch.randn(5, 4)).verdict == "holds"
+
+
+def test_the_message_of_an_assertion_in_a_check_of_ones_own_names_the_type_of_a_layer_once(probe: ModelProbe) -> None:
+    def alive(probe: ModelProbe, model: nn.Module, *inputs: Tensor) -> None:
+        assert_no_dead_layers(probe.run(model, *inputs))
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+    nn.init.constant_(model[0].bias, -100.0)
+    remove = checks.add_standard({"alive": alive})
+    try:
+        with pytest.raises(AssertionError, match=r"^layer '1' \(ReLU\) is dead: all 16 outputs are 0"):
+            checks.standard(probe, model, torch.ones(2, 4), only="alive")
+    finally:
+        remove()

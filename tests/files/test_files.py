@@ -1837,8 +1837,8 @@ def test_a_file_name_is_safe_and_says_what_it_is_of(name: str, expected: str) ->
     assert file_name(name) == expected
 
 
-def test_counters_and_devices_are_joined_by_dots() -> None:
-    assert file_name("test_net[a]", "2", "cuda") == "test_net[a].2.cuda"
+def test_counters_and_devices_behind_dots_are_kept() -> None:
+    assert file_name("test_net[a].2.cuda") == "test_net[a].2.cuda"
 
 
 @given(

@@ -20,16 +20,19 @@ from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.text import Cell
 
-from .prepared import LayerTensor, PreparedModel, Trace, Vary, as_double, plain
+from .prepared import LayerTensor, PreparedModel, Trace, Vary, as_double, is_rounded, plain
 
 Pairs = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
-"""Takes two tensors, returns pairs of their parts, of which one has to agree; no pair: they are not compared."""
+"""Takes two tensors and returns pairs of their parts, of which one has to agree. Without a pair nothing is compared."""
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
 """Largest relative error between kernels that compute the same in another order."""
 
 _ROUNDING = 1e-6
 """Largest relative error of two runs in float64, as parts of a model may compute in float32 all the same."""
+
+_NEGLIGIBLE = 1e-6
+"""The share of the largest gradient up to which another one is the rounding error of terms that cancel."""
 
 _MISSING = "not returned"
 
@@ -42,7 +45,7 @@ class Disagreement:
 
     layer_tensor: LayerTensor
     change: float
-    """Relative error; inf where only one is finite, or where the shapes differ."""
+    """The relative error. It is inf if only one tensor is finite, or if the shapes differ."""
     note: str = ""
     """Replaces the number: a changed shape, or `_MISSING`."""
 
@@ -81,8 +84,9 @@ def disagreements(
         one: The reference run.
         other: Another run.
         pairs: Returns the parts of two tensors to compare.
-        tolerance: Largest relative error; None: by dtype, see `TOLERANCE`. 0: bit for bit.
-        least: Lower bound for None.
+        tolerance: The largest relative error that counts as agreement. By default it is that of the dtype, see
+            `TOLERANCE`. With 0, tensors agree only bit for bit.
+        least: The default is not below this number.
         integers: Whether to compare integers and bools too; those that depend on rounding may differ.
     """
     found = []
@@ -91,7 +95,7 @@ def disagreements(
         again = there.get(given.where)
         if again is None:
             found.append(Disagreement(given, math.inf, _MISSING))
-        elif integers or given.tensor.is_floating_point() or given.tensor.is_complex():
+        elif integers or is_rounded(given.tensor):
             compared = pairs(given.tensor, again.tensor)
             least_change = min((relative_error(x, y) for x, y in compared), default=0.0)
             if not least_change <= limit(given.tensor, tolerance, least=least):
@@ -139,7 +143,7 @@ def negligible(trace: Trace) -> float:
     none of them has the size of what canceled.
     """
     norms: list[float] = [gradient.norm().item() for gradient in trace.arrived]
-    return 1e-6 * max([trace.largest_gradient, *norms])
+    return _NEGLIGIBLE * max([trace.largest_gradient, *norms])
 
 
 def check_not_random(prepared: PreparedModel) -> None:
@@ -176,7 +180,7 @@ def compare_runs(
         runs: The two runs.
         varied: The functions that changed their inputs, to repeat the runs in float64.
         pairs_of: Takes a trace, returns which parts of its tensors to compare.
-        tolerance: Largest relative change; None: by dtype.
+        tolerance: The largest relative change that passes. By default it follows from the dtype: 1e-4 in float32.
         exact: Whether both ran the same operations on the same shapes, so that equal parts are equal bit for bit.
     """
 
@@ -233,14 +237,14 @@ def violation_of(found: Sequence[Disagreement], said: str, advice: str = "") -> 
 
     Args:
         found: The differences.
-        said: The sentence after the layer's name; ``{path}`` stands for which output changed, ``{changed}`` for
-            "changed by 3 %".
+        said: The sentence after the layer's name. In it ``{path}`` stands for the output that changed, and
+            ``{changed}`` for "changed by 3 %".
         advice: Where to look.
     """
     first = found[0]
-    return Violation(
-        layer=first.layer_tensor.layer,
-        line=f"{first.layer_tensor.layer} {said.format(path=first.layer_tensor.path, changed=first.changed)}",
+    return Violation.at(
+        first.layer_tensor.layer,
+        said.format(path=first.layer_tensor.path, changed=first.changed),
         columns=("tensor", "changed by"),
         rows=tuple(one.row for one in found),
         advice=advice,

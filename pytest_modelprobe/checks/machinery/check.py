@@ -1,4 +1,8 @@
-"""A check as it is called: as an assertion, or for its outcome as a value."""
+"""A check as it is called: as an assertion, or for its outcome as a value.
+
+The options of a check and the keyword arguments of the model share one call. The signature of the function says which
+names are options; a keyword of the model that has the same name as an option goes into ``kwargs=``.
+"""
 
 from __future__ import annotations
 
@@ -126,8 +130,8 @@ class Check:
             probe: Gives the device and the seed.
             model: The model; it is restored.
             *inputs: Its positional arguments.
-            loss: Function of the output, for checks that run backward; None: a fixed random projection. Targets that
-                it holds fit the whole batch alone: for checks that slice the batch, pass them as inputs.
+            loss: A function of the output, for checks that run a backward. By default it is a fixed random projection.
+                Targets that it holds fit only the whole batch: for checks that slice the batch, pass them as inputs.
             kwargs: Keyword arguments for the model whose names are options of the check.
             **options: Options of the check by their names; all others are keyword arguments for the model.
 

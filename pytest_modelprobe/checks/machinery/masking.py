@@ -1,4 +1,8 @@
-"""Masks of positions: which argument is one, what it marks, and which positions it leaves out."""
+"""Masks of positions: which argument is one, what it marks, and which positions it leaves out.
+
+A model may compute anything at the positions of padding, so checks neither replace nor compare what is there. Libraries
+disagree on what a mask marks: 0 is left out in an ``attention_mask``, True in a ``key_padding_mask``.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,14 @@ from pytest_modelprobe.record import ROOT
 from .prepared import PreparedModel
 
 _MASKED = -1e3
-"""Floats up to here mask what they are added to."""
+"""A float up to here masks the score that it is added to: a softmax over it gives 0."""
 
 
 class MaskedOut:
     """Positions of an input that a mask leaves out, as those of padding: a model may compute anything there.
 
     Args:
-        positions: True where a position is left out, of shape (batch, positions); None: nothing is.
+        positions: True where a position is left out, of shape (batch, positions). With `None` nothing is left out.
     """
 
     def __init__(self, positions: Tensor | None = None) -> None:

@@ -71,10 +71,9 @@ def _of_outputs(prepared: PreparedModel, trace: Trace, options: Mapping[str, Any
     source = sources[bad[0]]
     rows = [(given.where, *_counted(given.tensor)) for given in trace.tensors if {*_kinds(given.tensor)} & {*bad}]
     layer = source.layer if source else next((g.layer for g in trace.tensors if bad[0] in _kinds(g.tensor)), ROOT)
-    return Violation(
-        layer=layer,
-        line=f"{layer} is not finite{when}: the model returns {_kinds_text(bad)}"
-        + (f", from {source.text}" if source else ""),
+    return Violation.at(
+        layer,
+        f"is not finite{when}: the model returns {_kinds_text(bad)}" + (f", from {source.text}" if source else ""),
         columns=("tensor", "NaN", "infinite", "elements"),
         rows=tuple(rows),
         advice=_OUTPUT,
@@ -113,9 +112,8 @@ def _held(prepared: PreparedModel, model: nn.Module) -> dict[int, Source]:
 def _of_loss(prepared: PreparedModel, trace: Trace, when: str) -> Violation | None:
     if not prepared.has_loss or trace.loss is None or trace.loss.isfinite():
         return None
-    advice = "Look for a division or a logarithm in the loss."
-    line = f"{ROOT} computes a loss of {trace.loss.item()}{when} from finite outputs"
-    return Violation(layer=ROOT, line=line, advice=advice)
+    said = f"computes a loss of {trace.loss.item()}{when} from finite outputs"
+    return Violation.at(ROOT, said, advice="Look for a division or a logarithm in the loss.")
 
 
 def _of_gradients(trace: Trace, when: str) -> Violation | None:
@@ -123,7 +121,7 @@ def _of_gradients(trace: Trace, when: str) -> Violation | None:
     if not bad:
         return None
     found = in_backward_order(bad, trace)
-    return Violation.at(
+    return Violation.first_of(
         ((name, *_counted(gradient)) for name, gradient in found),
         f"gets a gradient that is not finite{when}: {_kinds_text(_kinds(found[0][1]))}",
         columns=("gradient of", "NaN", "infinite", "elements"),

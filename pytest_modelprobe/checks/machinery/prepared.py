@@ -136,7 +136,8 @@ class PreparedModel:
         model: The model.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        loss: Function of the output; None or ``"random"``: a fixed random projection of all floating outputs.
+        loss: A function of the output. By default, and as ``"random"``, it is a fixed random projection of all floating
+            outputs.
         randomize_zeros: Whether parameters of layers that are all zero get small random values.
         check_reference: Takes the prepared model, a trace and the options of its run; raises `NotApplicableError` if
             other runs cannot be compared with it.
@@ -260,22 +261,34 @@ class PreparedModel:
 
         Args:
             vary: Takes the path of an input and a copy of it, returns the input to use.
-            mode: ``"train"`` or ``"eval"``; None: as the model is.
+            mode: ``"train"`` or ``"eval"``. By default the model stays in its own mode.
             seed: Name of the seed; runs with the same name draw the same random numbers.
             backward: Whether to run backward too.
             input_gradients: Whether floating inputs require a gradient too. Some models reject such inputs.
             model: The model to run instead, such as a copy.
-            loss: The loss instead of that of the prepared model.
-            traced: Whether to record each layer; a compiled model has none.
+            loss: The loss to use instead of that of the prepared model.
+            traced: Whether to record each layer. A compiled model has none to record.
         """
         trace = Trace()
         assert self._state is not None, "a prepared model is a context: with PreparedModel(...) as prepared"
         seeds = seeding.seeded(seeding.derive(self.probe.seed, f"check {seed}"))
         try:
             with seeds, settings_preserved(), torch.set_grad_enabled(backward or self._graph):
-                inputs = self.copied_inputs(vary, requires_grad=input_gradients)
+                args, kwargs = self.copied_inputs(vary, requires_grad=input_gradients)
                 run = self.model if model is None else model
-                self._run(trace, run, inputs, mode, loss=loss, backward=backward, traced=traced)
+                if mode is not None:
+                    run.train(mode == "train")
+                torch.clear_autocast_cache()  # it holds copies, in another dtype, of weights as they were before
+                with _traced(trace, (self.layers if model is None else Layers(model)).modules if traced else {}):
+                    try:
+                        trace.output = run(*args, **kwargs)
+                    except Exception as error:  # noqa: BLE001 - the trace reports it
+                        trace.error = error
+                        return trace
+                self._check_output(trace)
+                if backward:
+                    inputs = flatten_call(args, kwargs, objects=True).tensors
+                    self._run_backward(trace, run, dict(inputs), self.loss(trace.output, loss), traced=traced)
         finally:
             if not self._keep_changes:
                 self._state.restore()
@@ -431,27 +444,8 @@ class PreparedModel:
         scale = tensor.std() if tensor.numel() > 1 else tensor.abs().sum()
         return self.randn_like(tensor, name) * (scale if scale > 0 else 1) + tensor.mean()
 
-    def _run(
-        self,
-        trace: Trace,
-        model: nn.Module,
-        inputs: tuple[tuple[Any, ...], dict[str, Any]],
-        mode: Mode | None,
-        *,
-        loss: Loss | None,
-        backward: bool,
-        traced: bool,
-    ) -> None:
-        args, kwargs = inputs
-        if mode is not None:
-            model.train(mode == "train")
-        torch.clear_autocast_cache()  # of copies, in another dtype, of what the weights were
-        with _traced(trace, (self.layers if model is self.model else Layers(model)).modules if traced else {}):
-            try:
-                trace.output = model(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - the trace reports it
-                trace.error = error
-                return
+    def _check_output(self, trace: Trace) -> None:
+        """Check that every tensor of an output can be read, and note its numbers of Python."""
         found = flatten("output", trace.output)
         if hidden := unseen(found):
             raise NotApplicableError(hidden)
@@ -459,22 +453,23 @@ class PreparedModel:
             raise NotApplicableError(f"{lost[0]} has no memory that holds its elements")
         numbers = (path for path, x in found.plain.items() if isinstance(x, (int, float)) and not isinstance(x, bool))
         self.numbers.update(dict.fromkeys(numbers))
-        if backward:
-            trace.loss = self.loss(trace.output, loss)
-            parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            floating = {
-                path: x for path, x in flatten_call(args, kwargs, objects=True).tensors if x.requires_grad and x.is_leaf
-            }
-            for parameter in parameters.values():
-                parameter.grad = None  # a step of training leaves it there
-            try:
-                with _measured(trace, trace.loss) if traced else nullcontext():
-                    trace.loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
-            except Exception as error:  # noqa: BLE001 - the same
-                trace.error, trace.in_backward = error, True
-                return
-            trace.gradients = {name: _taken(p) for name, p in parameters.items()}
-            trace.input_gradients = {path: _taken(x) for path, x in floating.items()}
+
+    def _run_backward(
+        self, trace: Trace, model: nn.Module, inputs: dict[str, Tensor], loss: Tensor, *, traced: bool
+    ) -> None:
+        trace.loss = loss
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for parameter in parameters.values():
+            parameter.grad = None  # a step of training leaves it there
+        try:
+            with _measured(trace, loss) if traced else nullcontext():
+                loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
+        except Exception as error:  # noqa: BLE001 - the trace reports it
+            trace.error, trace.in_backward = error, True
+            return
+        trace.gradients = {name: _taken(p) for name, p in parameters.items()}
+        floating = {path: x for path, x in inputs.items() if x.requires_grad and x.is_leaf}
+        trace.input_gradients = {path: _taken(x) for path, x in floating.items()}
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -491,6 +486,11 @@ def plain(tensor: Tensor) -> Tensor:
     if tensor.is_quantized:
         tensor = tensor.dequantize()
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+
+
+def is_rounded(tensor: Tensor) -> bool:
+    """Whether a tensor has floating or complex numbers, which another order of operations rounds differently."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def as_double(tensor: Tensor) -> Tensor:

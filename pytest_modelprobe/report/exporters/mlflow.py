@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MOST = 1000
-"""Metrics in one request, by the limit of MLflow."""
+"""How many metrics go into one request. MLflow accepts no more."""
 
 
 class MLflowExporter:
@@ -27,7 +27,7 @@ class MLflowExporter:
     It writes into the run that is active, else into one of its own.
 
     Args:
-        tracking_uri: Where MLflow keeps its data; None: as MLflow is set up.
+        tracking_uri: Where MLflow keeps its data, or `None` for the place that MLflow is set up for.
         experiment: Name of the experiment of a run of its own; it is made if there is none.
         run_id: The run to write into instead.
     """

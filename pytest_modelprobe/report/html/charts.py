@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from .elements import Child, Markup, coordinate, finite, number, tag
-from .histogram import quantiles
+from .histogram import QUARTILES, quantiles
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 560.0, 170.0, 46.0, 8.0, 22.0
 
 _MANY = 60
-"""Columns above which lines have no dots, and the dots of gradients are smaller."""
+"""With more columns lines have no dots, and the dots of gradients are smaller."""
 
 Layer = dict[str, Any]
 
@@ -79,7 +79,7 @@ def _figure(title: str, svg: Child, *said: Child) -> Markup:
 
 
 def _scale(statistics: dict[str, Any] | None) -> float | None:
-    """Return the root mean square, None where it is zero or not known."""
+    """Return the root mean square, or `None` if it is zero, which has no place on a logarithmic axis, or not known."""
     if statistics is None:
         return None
     if "rms" in statistics:
@@ -93,10 +93,8 @@ def _outermost(layers: Sequence[Layer]) -> list[Layer]:
     return [layer for layer in layers if layer["leaf"] and layer["outputs"]]
 
 
-_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-
 _SMALLEST = 2.0**-39
-"""The smallest magnitude that histograms tell apart: a quantile below it is not known."""
+"""The smallest magnitude that histograms tell apart, see `Histogram`. A quantile below it is not known."""
 
 
 def gradient_flow(layers: Sequence[Layer], link: Link) -> Markup | None:
@@ -108,7 +106,7 @@ def gradient_flow(layers: Sequence[Layer], link: Link) -> Markup | None:
     boxes = []
     for i, layer in enumerate(leaves):
         histogram = layer["outputs"][0]["gradient_histogram"]
-        if histogram and (found := quantiles(histogram, _QUANTILES)) and found[0] > _SMALLEST:
+        if histogram and (found := quantiles(histogram, QUARTILES)) and found[0] > _SMALLEST:
             boxes.append((i, found))
     plot = _Plot.of(len(leaves), [v for _, v in scales] + [q for _, qs in boxes for q in (qs[0], qs[-1])])
     how, dots = " root mean square of the gradient of each layer's output.", scales
@@ -175,7 +173,7 @@ def activation_scale(layers: Sequence[Layer], link: Link) -> Markup | None:
 
 
 _MOST_POINTS = 1500
-"""Points of the lines of all layers. Above it only the smallest and the largest of each step are drawn."""
+"""If the lines of all layers have more points, only the smallest and the largest of each step are drawn."""
 
 
 def update_ratios(steps: Sequence[dict[str, Any]], link: Link) -> Markup | None:
@@ -184,7 +182,7 @@ def update_ratios(steps: Sequence[dict[str, Any]], link: Link) -> Markup | None:
     by_step: dict[int, list[tuple[float, str]]] = {}
     for i, step in enumerate(steps):
         for name, value in step["update_ratios"].items():
-            if ratio := finite(value):  # 0 in the first step of a warmup, as in a layer that is not trained
+            if ratio := finite(value):  # It is 0 in the first step of a warmup, and in a layer that is not trained.
                 lines.setdefault(name, []).append((i, ratio))
                 by_step.setdefault(i, []).append((ratio, name))
     if len(by_step) < 2:

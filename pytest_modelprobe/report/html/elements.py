@@ -14,7 +14,7 @@ from pytest_modelprobe.text import html_escaped
 
 
 class Markup(str):
-    """Text that is HTML already: what `tag` and `joined` return, and the style sheet and script of the page."""
+    """Text that is HTML already: what `tag` returns, and the style sheet and script of the page."""
 
     __slots__ = ()
 
@@ -67,11 +67,6 @@ def preformatted(text: str) -> Markup:
     """Return text of several lines as an element that keeps them, and that the keyboard can scroll."""
     lines = Markup("\n".join(map(html_escaped, text.split("\n"))))
     return tag("pre", lines, tabindex=0)
-
-
-def joined(*children: Child) -> Markup:
-    """Return children one after the other, text escaped."""
-    return Markup("".join(map(_text, children)))
 
 
 def _text(child: Child) -> str:

@@ -13,19 +13,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_modelprobe.text import printable, shape
+from pytest_modelprobe.text import count, printable, shape
 
-from .elements import Markup, coordinate, joined, tag
+from .elements import Child, Markup, coordinate, tag
 from .status import STATUSES, is_cause, status_of
 
 MOST_NODES = 150
-"""Nodes above which boxes without a status are drawn as one node."""
+"""If there are more nodes, boxes without a status are drawn as one node each."""
 
 _OPEN_NODES = 30
-"""Nodes above which a graph with causes has only these unfolded."""
+"""If there are more nodes, and some have a cause, only those are unfolded."""
 
 _MOST_PARTS = 24
-"""Parts of a name: deeper modules are drawn in one box."""
+"""How many parts of a name make boxes: deeper modules share one."""
 
 _MOST_CHARACTERS = 26
 
@@ -47,7 +47,7 @@ class Box:
     """Names of children: the first feeds the second."""
     times: int = 1
     hidden: int = 0
-    """Layers in it that are not drawn."""
+    """How many layers in it are not drawn."""
     statuses: set[str] = field(default_factory=set)
     """The words of the status of those layers."""
     x: float = 0.0
@@ -165,7 +165,9 @@ def _fold(box: Box) -> None:
             box.children[name] = only
     owner: dict[str, str] = {}
     kept: dict[str, Box] = {}
-    for _, group in itertools.groupby(box.children.items(), lambda item: _alike(item[1])):
+    for _, group in itertools.groupby(
+        box.children.items(), lambda item: (_pattern(item[1].label), _structure(item[1]))
+    ):
         same = list(group)
         first, representative = same[0]
         least = 2 if representative.children or representative.hidden else 3
@@ -180,12 +182,8 @@ def _fold(box: Box) -> None:
     _relink(box, owner)
 
 
-def _alike(box: Box) -> object:
-    """Return what repeated siblings have in common."""
-    return _pattern(box.label), _structure(box)
-
-
 def _structure(box: Box) -> object:
+    """Return what repeated siblings have in common, beside the pattern of their names."""
     layer = box.layer
     own = () if layer is None else (layer["type"], layer["calls"], layer["parameters"], layer["status"])
     inside = tuple((child.label, _structure(child)) for child in box.children.values())
@@ -307,7 +305,7 @@ def _takes_values(box: Box) -> bool:
 
 
 def _levels(children: list[Box], edges: list[tuple[Box, Box, bool]]) -> list[list[Box]]:
-    """Return children by the longest path to them; those that nothing feeds, just above what they feed."""
+    """Return children by the longest path to them. Those that nothing feeds stand just above what they feed."""
     level = {id(child): 0 for child in children}
     for child in children:  # in order of execution, which edges follow
         level[id(child)] = max((level[id(a)] + 1 for a, b, _ in edges if b is child), default=0)
@@ -378,7 +376,7 @@ def _node(box: Box, anchor: Callable[[str], str | None]) -> Markup:
     times = [tag("tspan", f" ×{box.times}", class_="times")] if box.times > 1 else []
     text = tag("text", _shortened(box.label), times, kind, _inside(box), sign, x=10, y=16)
     row = anchor(box.layer["name"]) if box.layer else None
-    head = joined(tag("title", _described(box)), rect, text)
+    head: list[Child] = [tag("title", _described(box)), rect, text]
     content = tag("a", head, href=f"#{row}") if row else head
     place = f"translate({coordinate(box.x)} {coordinate(box.y)})"
     return tag("g", content, _drawn(box, anchor), transform=place)
@@ -412,7 +410,7 @@ def _described(box: Box) -> str:
     if layer is not None:
         facts.append(layer["type"])
         facts += [shape(output["shape"]) for output in layer["outputs"][:1]]
-        facts += [f"{layer['parameters']:,} parameters"] if layer["parameters"] else []
+        facts += [count(layer["parameters"], "parameter")] if layer["parameters"] else []
         facts += [f"{layer['calls']} calls"] if layer["calls"] > 1 else []
-    facts += [f"{box.hidden} layers in it"] if box.hidden else []
+    facts += [f"{count(box.hidden, 'layer')} in it"] if box.hidden else []
     return ": ".join(filter(None, [", ".join(facts), ", ".join(box.status)]))

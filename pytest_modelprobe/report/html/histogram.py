@@ -16,6 +16,9 @@ from .elements import Markup, tag
 
 Histogram = dict[str, Any]
 
+QUARTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+"""What the five lines of a box show: the ends of its whiskers, its edges, and the median."""
+
 _SIDE = 9
 """Columns on either side of zero."""
 
@@ -105,5 +108,5 @@ def _outline(columns: Sequence[int]) -> str:
 
 
 def _bar(count: int, top: int) -> int:
-    # One element among millions is seen too.
+    # At least one level high, so that one element among millions is seen too.
     return max(1, round((_HEIGHT - 1) * count / top)) if count else 0

@@ -32,8 +32,8 @@ def _output(layer: Layer) -> dict[str, Any]:
     return next(iter(layer["outputs"]), {})
 
 
-def _statistic(name: str) -> Callable[[Layer], Child]:
-    return lambda layer: number((_output(layer).get("statistics") or {}).get(name))
+def _statistic(name: str, of: str = "statistics") -> Callable[[Layer], Child]:
+    return lambda layer: number((_output(layer).get(of) or {}).get(name))
 
 
 def _shape(layer: Layer) -> Child:
@@ -68,10 +68,6 @@ def _units(name: str) -> Callable[[Layer], Child]:
     return cell
 
 
-def _gradient(layer: Layer) -> Child:
-    return number((_output(layer).get("gradient") or {}).get("rms"))
-
-
 def _weights_gradient(layer: Layer) -> Child:
     return number((layer["weights"] or {}).get("gradient_rms"))
 
@@ -93,7 +89,7 @@ def _calls(layer: Layer) -> Child:
 
 
 _LONG = 60
-"""Characters of a name above which it may take several lines."""
+"""A name of more characters may take several lines."""
 
 _COLUMNS = (
     _Column("status", None, lambda layer: badges(layer["status"]), css=None),
@@ -108,7 +104,7 @@ _COLUMNS = (
     _Column("not finite", "Elements of the output that are NaN or infinite", _nonfinite),
     _Column("dead", "Units that are always zero, of all", _units("dead_units")),
     _Column("saturated", "Units that are always at a limit, of all", _units("saturated_units")),
-    _Column("gradient", "Root mean square of the gradient of the output", _gradient),
+    _Column("gradient", "Root mean square of the gradient of the output", _statistic("rms", of="gradient")),
     _Column("of weights", "Root mean square of the gradient of the parameters", _weights_gradient),
     _Column("time ms", "Wall time, with the layers in it", _profile("wall_time", 1000.0)),
     _Column("FLOPs", "Floating-point operations, with the layers in it", _profile("flops")),

@@ -1,4 +1,4 @@
-"""A record in a notebook."""
+"""The page of a record in a notebook."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pytest_modelprobe.record import Record
 _FRAME = (
     '<div><iframe sandbox="allow-scripts" style="width: 100%; height: 40rem; border: 0" srcdoc="{}"></iframe></div>'
 )
-"""Its style sheet and those of the notebook do not reach each other. The ``div`` is for IPython, which warns of a bare
-frame."""
+"""A page in a frame: its style sheet and those of the notebook do not reach each other. The ``div`` is there because
+IPython warns of a bare frame."""
 
 
 def display(record: Record) -> None:

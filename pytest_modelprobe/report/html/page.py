@@ -39,7 +39,7 @@ _OUTCOMES = {
 _FAILED = ("failed", "error")
 
 _MOST_CAUSES = 20
-"""Causes above which the rest is folded: a reader starts with the first."""
+"""How many causes are shown; the rest is folded, because a reader starts with the first."""
 
 _OPEN, _OPEN_LAYERS = 3, 500
 """How many failed tests are unfolded. After one with which so many layers are shown, no other is."""
@@ -211,7 +211,7 @@ def _causes_section(causes: Sequence[_Cause], tests: Sequence[Data]) -> Markup |
 
 
 def _notes_section(tests: Sequence[Data]) -> Markup | None:
-    """Return the calls that are written otherwise, each once, with the number of its models."""
+    """Return the calls that are written differently, each once, with the number of its models."""
     noted = [snapshot["notes"] for test in tests for snapshot in test["snapshots"] if snapshot.get("notes")]
     if not noted:
         return None
@@ -361,19 +361,19 @@ def _run(prefix: str, run: Data) -> Markup:
         box = tag("div", drawn, class_="scroll", tabindex=0, role="group", aria_label=f"Graph of {run['name']}")
         caption = tag("figcaption", tag("b", "Layers:"), _GRAPH)
         figure = tag("figure", caption, box, legend(words), class_="layers-graph")
-        charts = _charts(run, layers, _linker(anchors))
+        link = _linker(anchors)
+        charts = _charts(run, layers, link)
         pictures = tag("div", figure, tag("div", charts, class_="charts") if charts else None, class_="pictures")
-        parts += [_offenders(layers, anchors), pictures, layer_table(layers, anchors.get, f"Layers of {run['name']}")]
+        parts += [_offenders(layers, link), pictures, layer_table(layers, anchors.get, f"Layers of {run['name']}")]
     return tag("section", parts, class_="run")
 
 
 _MOST_OFFENDERS = 12
 
 
-def _offenders(layers: Sequence[Data], anchors: dict[str, str]) -> Markup | None:
+def _offenders(layers: Sequence[Data], link: Callable[[str], Child]) -> Markup | None:
     """Return links to the layers to look at, so that no one has to look for them in a long table."""
     found = [layer for layer in layers if any(map(is_cause, layer["status"]))]
-    link = _linker(anchors)
     items: list[Child] = [
         [badges(filter(is_cause, layer["status"])), " ", link(layer["name"])] for layer in found[:_MOST_OFFENDERS]
     ]

@@ -30,10 +30,10 @@ def document(
     """Return the results of a run of pytest as plain dicts, lists, numbers and strings that strict JSON can hold.
 
     Args:
-        tests: Of each test with a probe or a snapshot, what `observed_data` returned and its outcome.
+        tests: What `observed_data` returned for each test with a probe or a snapshot, and the outcome of the test.
         unused: Files of snapshots that no test uses, and what became of them.
-        stopped: Why not every selected test ran to its end; None: each did.
-        exit_status: That of pytest.
+        stopped: Why not every selected test ran to its end, or `None` if each did.
+        exit_status: The exit status of pytest.
         root: The root directory of the run.
         seed: The seed of the run.
         devices: The devices of the run.
@@ -61,7 +61,7 @@ def document(
 
 
 def _commit(root: Path) -> str | None:
-    """Return the hash of the commit that is checked out; None where git knows none."""
+    """Return the hash of the commit that is checked out, or `None` if git knows none."""
     try:
         return Repository(root).commit("HEAD")
     except GitError:
@@ -69,8 +69,8 @@ def _commit(root: Path) -> str | None:
 
 
 def write_text(path: Path, content: str) -> None:
-    """Write a file in one step: a reader sees the old content or the new."""
-    if path.exists() and not path.is_file():  # a terminal or a pipe, such as /dev/stdout, must not be replaced
+    """Write a file in one step, so that a reader sees either the old content or the new."""
+    if path.exists() and not path.is_file():  # A terminal or a pipe, such as /dev/stdout, must stay.
         path.write_text(content, "utf-8")
         return
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,11 +16,14 @@ from pytest_modelprobe.comparison import Diagnosis
 from pytest_modelprobe.record import Call, CallTree, Layer, LayerProfile, Profile, Record, Step, Value, elements
 
 from .status import statuses
-from .values import number, plain_mapping, rms_of, tensor_data, text
+from .values import number, plain, rms_of, tensor_data, text
 
 _BENT = {"Tanh": (-math.sqrt(1 - MIN_SLOPE), math.sqrt(1 - MIN_SLOPE)),
          "Sigmoid": ((1 - math.sqrt(1 - MIN_SLOPE)) / 2, (1 + math.sqrt(1 - MIN_SLOPE)) / 2)}  # fmt: skip
-"""Type name of functions → the outputs between which their slope is above the least share of its maximum."""
+"""Type of an activation → the outputs between which its slope is at least `MIN_SLOPE` of the maximum.
+
+The slope of tanh is 1 - y², and that of a sigmoid y (1 - y): this solves them for the output y.
+"""
 
 
 def layers_data(
@@ -59,7 +62,7 @@ def layers_data(
             "calls": len(layer.calls),
             "parameters": elements(layer.parameters),
             "trainable": elements(p for p in layer.parameters if p.requires_grad),
-            "attributes": plain_mapping(layer.attributes),
+            "attributes": {text(name): plain(value) for name, value in layer.attributes.items()},
             "inputs": [tensor_data(value) for value in call.inputs],
             "outputs": [tensor_data(value) for value in call.outputs],
             "sources": [text(name) for name in dict.fromkeys(sources) if name is not None],
@@ -86,7 +89,7 @@ def _given(tree: CallTree) -> dict[tuple[str, bool], set[int]]:
 
 
 def _source(tree: CallTree, step: Step, value: Value, given: Mapping[tuple[str, bool], set[int]]) -> str | None:
-    """Return the layer whose output an input is; an empty string for an input of the model; None: code made it."""
+    """Return the layer whose output an input is: empty for an input of the model, `None` if code made the tensor."""
     producer = tree.producer(step, value)
     if producer is not None:
         return producer[0].layer.name
@@ -109,7 +112,7 @@ def _weights(layer: Layer) -> dict[str, Any] | None:
 
 def _dead_units(call: Call) -> list[int] | None:
     units = call.outputs[0].forward.units if call.outputs else None
-    if units is None or call.random:  # dropout zeroes units by chance
+    if units is None or call.random:  # Dropout zeroes units by chance.
         return None
     return [units.dead, len(units)]
 

@@ -26,13 +26,13 @@ class Observed:
     name: str
     kind: Kind
     record: Record | None
-    """None: it could not be made."""
+    """The record, or `None` if it could not be made."""
     error: str = ""
-    """Why."""
+    """Why the record could not be made."""
     steps: Sequence[Record] = ()
-    """Of a watch: the records of its steps of training, where it keeps several."""
+    """The records of the steps of training, if it is a watch that keeps several."""
     findings: Sequence[str] = ()
-    """Those of other plugins."""
+    """The findings of other plugins."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class Compared:
     """A comparison of a record with a snapshot."""
 
     record: Record
-    """As the test gave it."""
+    """The record, as the test gave it."""
     diagnosis: Diagnosis | None
-    """None: nothing differs, or there was no snapshot."""
+    """The causes, or `None` if nothing differs or there was no snapshot."""
     expected: Record | None
     """The record in the snapshot, with the current names of layers."""
 

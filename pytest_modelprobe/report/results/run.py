@@ -31,12 +31,12 @@ def run_data(
 
     Args:
         record: The record.
-        name: Its name; None: that of the model.
-        kind: Whether it is of a run or of a watch.
-        diagnosis: Of its comparison with a snapshot, if they differ.
+        name: The name of the run, or `None` for that of the model.
+        kind: Whether the record is of a run or of a watch.
+        diagnosis: The causes, if the record differs from its snapshot.
         expected: The record in that snapshot, with the current names of layers.
-        steps: The records of its steps of training.
-        others: Findings of other plugins.
+        steps: The records of the steps of training.
+        others: The findings of other plugins.
 
     >>> run_data(Record(model="Net", forwards=1))["name"]
     'Net'

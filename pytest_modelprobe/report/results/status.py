@@ -30,8 +30,8 @@ def statuses(record: Record, dead: Sequence[Dead], diagnosis: Diagnosis | None) 
     Args:
         record: The record.
         dead: What `find_dead` returned for all of its layers.
-        diagnosis: Of its comparison with a snapshot; None: there was none, or nothing differs. Only causes that are
-            certain count.
+        diagnosis: The causes, or `None` if nothing differs or there was no snapshot. Only causes that are certain
+            count.
 
     >>> from pytest_modelprobe.record import Parameter
     >>> weight = Parameter(name="weight", shape=(2, 2), dtype="float32", device="cpu")

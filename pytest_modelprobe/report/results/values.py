@@ -7,14 +7,14 @@ of that becomes builtin types here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from pytest_modelprobe.record import Histogram, Plain, Reading, Statistics, Value
+from pytest_modelprobe.record import Histogram, Reading, Statistics, Value
 
 
 def number(value: float | None) -> float | str | None:
-    """Return a number of a builtin type; what is not finite as text, since strict JSON has no NaN.
+    """Return a number of a builtin type. A number that is not finite becomes text, because strict JSON has no NaN.
 
     >>> number(0.5), number(-math.inf), number(None)
     (0.5, '-inf', None)
@@ -83,14 +83,9 @@ def histogram_data(histogram: Histogram | None) -> dict[str, Any] | None:
 
 
 def rms_of(readings: Iterable[Reading | None]) -> float | str | None:
-    """Return the root mean square of the elements of several tensors together; None where none has numbers."""
+    """Return the root mean square of the elements of several tensors together, or `None` if no tensor has numbers."""
     merged: Statistics | None = None
     for reading in readings:
         if reading is not None and reading.statistics is not None:
             merged = reading.statistics if merged is None else merged.merge(reading.statistics)
     return None if merged is None else number(merged.rms)
-
-
-def plain_mapping(values: Mapping[str, Plain]) -> dict[str, Any]:
-    """Return attributes by name, in builtin types."""
-    return {text(name): plain(value) for name, value in values.items()}

@@ -74,3 +74,14 @@ def test_a_thousand_layers_that_do_not_repeat_are_few_nodes() -> None:
 
 def test_a_deep_tree_is_no_error() -> None:
     assert labels(drawn(layer(".".join(map(str, range(3000))))))
+
+
+def test_what_the_mouse_is_over_counts_one_parameter_as_one() -> None:
+    (bias,) = re.findall("<title>(.*?)</title>", drawn(layer("bias", parameters=1)))
+    assert bias == "bias, Linear, (2, 8), 1 parameter"
+
+
+def test_what_the_mouse_is_over_counts_one_hidden_layer_as_one() -> None:
+    broken = [layer(f"net.{i}", status=["own code"]) for i in range(30)]
+    titles = re.findall("<title>(.*?)</title>", drawn(layer("a"), *broken, layer("head.fc")))
+    assert "head, 1 layer in it" in titles
