@@ -39,7 +39,7 @@ from .call_syntax import with_current_paths
 from .differences import BEHAVIOR, CallKey, CallPair, Comparison, Difference, DifferenceKind, Parts, Tolerance, ValueKey
 from .matching import match
 from .pairing import comparable, has_both_modes, is_drawn_otherwise, is_same, paired_emitted, paired_values
-from .tolerance import CAME, GONE, UNKNOWN, Direction, ValueChange, allows_more
+from .tolerance import CAME, GONE, UNKNOWN, Direction, ValueChange, allows_more, norm
 
 
 def compare(
@@ -171,6 +171,28 @@ class _Comparer:
         for kind, what, mine, theirs in told:
             if mine != theirs:
                 yield Difference(layer=ROOT, kind=kind, what=what, actual=mine, expected=theirs)
+        yield from self._optimizers()
+
+    def _optimizers(self) -> Iterator[Difference]:
+        """Yield what differs in how optimizers took a step."""
+        at = functools.partial(Difference, layer=ROOT, kind="optimizer")
+        actual, expected = self.actual.optimizers, self.expected.optimizers
+        if not actual or not expected:
+            return  # one of the two is no step: the other differences say so
+        if len(actual) != len(expected):
+            yield at(what="groups of parameters", actual=len(actual), expected=len(expected))
+        for number, (a, e) in enumerate(zip(actual, expected, strict=False)):
+            of = f" of group {number}" if len(expected) > 1 else ""
+            if a.optimizer != e.optimizer:
+                yield at(what=f"optimizer{of}", actual=a.optimizer, expected=e.optimizer)
+            for name, mine, theirs in _unequal(a.options, e.options):
+                if name in a.options and name in e.options:
+                    yield at(what=f"{name}{of}", actual=mine, expected=theirs)
+        mine, theirs = (
+            None if r.applied is None else r.applied.partition(" by ")[0] for r in (self.actual, self.expected)
+        )
+        if None not in (mine, theirs) and mine != theirs:
+            yield at(what="gradients", actual=self.actual.applied, expected=self.expected.applied)
 
     def _layer(self, a: Layer, e: Layer) -> Iterator[Difference]:
         if a.type_name != e.type_name:
@@ -224,6 +246,26 @@ class _Comparer:
         if a.requires_grad and e.requires_grad and a.left_out != e.left_out:
             held = {"actual": not a.left_out, "expected": not e.left_out}
             yield Difference(layer=layer, kind="update presence", what=a.name, **held)
+        elif a.group != e.group and len(self.actual.optimizers) == len(self.expected.optimizers):
+            yield Difference(layer=layer, kind="optimizer", what=f"{a.name} group", actual=a.group, expected=e.group)
+        if a.update is not None and e.update is not None:
+            yield from self._update((layer, None, "update", a.name), a.update, e.update, e)
+
+    def _update(self, place: ValueKey, a: Reading, e: Reading, expected: Parameter) -> Sequence[Difference]:
+        """Return how what an optimizer added differs.
+
+        An optimizer such as Adam brings every gradient to one size, also one that is rounding alone: an update of such
+        a gradient says nothing, unless it came or went.
+        """
+        gradient = norm(expected.applied or expected.gradient)
+        if gradient <= _tolerance.ROUNDING * self._largest_gradient.beside(expected.reading) and norm(a) and norm(e):
+            self.changes[place] = UNKNOWN
+            return ()
+        return self._value(place, "update", a, e, expected.dtype, "backward", lambda: self._largest_update)
+
+    @functools.cached_property
+    def _largest_update(self) -> float:
+        return max((norm(own.update) for own in self.expected.parameters), default=0.0)
 
     # --- calls ----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import UnionType
 from typing import Any, NamedTuple
 
-from pytest_modelprobe.record import Call, ForwardKind, Layer, Plain
+from pytest_modelprobe.record import Call, ForwardKind, Layer, OptimizerGroup, Plain
 
 from .layout import ABSENT, ARROW, LAYERS, MODES, digest_of, usual_call, usual_layer
 from .order import containers, events, implied_timelines
@@ -24,7 +24,7 @@ from .specs import DTYPE, Defaults, FormatError, ParsedSpec, name_of, parse_para
 _HEADER = {
     "modelprobe": int, "model": str, "root": str, "mode": str, "seed": int, "loss": str, "forwards": int,
     "backwards": int, "dtype": str, "requires_grad": bool, "grad_enabled": bool, "autocast": str, "attributes": dict,
-    "numbers": bool, "notes": list, "order": list, "reason": str, "supersedes": str, LAYERS: dict,
+    "optimizers": list, "applied": str, "numbers": bool, "notes": list, "order": list, "reason": str, "supersedes": str, LAYERS: dict,
 }  # fmt: skip
 _LAYER = {
     "type": str, "functional": bool, "leaf": bool, "training": bool, "aliases": list, "attributes": dict,
@@ -76,6 +76,7 @@ class Structure:
         self.has_numbers: bool = data.get("numbers", True)
         self.defaults = Defaults(data.get("dtype", DTYPE), data.get("requires_grad", False))
         self.attributes = _attributes(data.get("attributes", {}))
+        self.optimizers = tuple(map(_group, data.get("optimizers", ())))
         self.parents = containers(data[LAYERS])
         self._contents: dict[str, LayerLine] = {}
         """The parsed lines by their texts, for the lines of repeated blocks are equal."""
@@ -169,6 +170,12 @@ def _count(data: Mapping[str, Any], *names: str) -> None:
     for name in names:
         if not 0 <= data.get(name, 0) < 1 << 63:
             raise FormatError(f"{excerpt(name)} is {excerpt(data[name])}, which counts nothing")
+
+
+def _group(data: Any) -> OptimizerGroup:
+    if type(data) is not list or [type(part) for part in data] != [str, dict]:
+        raise FormatError(f"{excerpt(data)} is no group of an optimizer")
+    return OptimizerGroup(optimizer=data[0], options=_attributes(data[1]))
 
 
 def _attributes(data: Any) -> dict[str, Plain]:

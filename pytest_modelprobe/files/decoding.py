@@ -142,6 +142,8 @@ def _snapshot(structure: Structure, numbers: Mapping[str, Any]) -> StoredSnapsho
         notes=string_tuple(data.get("notes", numbers.get("notes", [])), "notes"),
         origin=operation_from(numbers.get("origin")),
         gradient_origin=operation_from(numbers.get("gradient_origin")),
+        optimizers=structure.optimizers,
+        applied=data.get("applied"),
         noise=numbers.get("noise"),
         versions=string_dict(numbers.get("versions", {}), "versions"),
     )

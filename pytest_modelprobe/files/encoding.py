@@ -23,6 +23,7 @@ from pytest_modelprobe.record import (
     IsolatedResponse,
     Layer,
     Operation,
+    OptimizerGroup,
     Parameter,
     Plain,
     Record,
@@ -103,6 +104,8 @@ def _header(record: Record, lines: Sequence[LayerCalls], numbers: bool) -> tuple
         "backwards": record.backwards or None,
         "dtype": dtype if dtype != DTYPE else None,
         "requires_grad": requires_grad or None,
+        "applied": record.applied,
+        "optimizers": [_group(group) for group in record.optimizers] or None,
         "grad_enabled": False if first and not first.grad_enabled else None,
         "autocast": first.autocast if first else None,
         "attributes": _everywhere(lines) or None,
@@ -111,6 +114,10 @@ def _header(record: Record, lines: Sequence[LayerCalls], numbers: bool) -> tuple
         "order": order if order != implied_timelines([name for name, _, _ in lines], calls) else None,
     }
     return _given(header), Defaults(dtype, requires_grad)
+
+
+def _group(group: OptimizerGroup) -> list[Any]:
+    return [group.optimizer, {key: _json_value(value) for key, value in group.options.items()}]
 
 
 def _everywhere(lines: Sequence[LayerCalls]) -> dict[str, Any]:
@@ -288,6 +295,7 @@ class _Numbers:
             reading_text(parameter.reading, shape, dtype, "own"),
             reading_text(parameter.gradient, shape, dtype, "own gradient"),
             reading_text(parameter.after, shape, dtype, "own"),
+            reading_text(parameter.update, shape, dtype, "own gradient"),
         )
 
     # --- values

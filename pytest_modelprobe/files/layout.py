@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from pytest_modelprobe.record import ROOT
 
-SCHEMA = 3
+SCHEMA = 4
 """The version of the format. A file of another version is not read: its test records it anew."""
 LAYERS = "layers"
 RESPONSES = "responses"
@@ -33,7 +33,7 @@ ALONE, RANDOM = "alone", "random"
 HANDED = "~"
 RECIPES, GRADIENT, UNREACHED, REASON = "given", "gradient", "unreached", "reason"
 KEYS = {
-    ".": "own parameter or buffer: numbers, gradient, what the run left",
+    ".": "own parameter or buffer: numbers, gradient, what the run left, what the optimizer added",
     "<": "input: numbers and gradient, or which value it is",
     ">": "output; 2> of the second call",
     "alone": "which response",

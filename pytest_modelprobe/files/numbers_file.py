@@ -81,6 +81,7 @@ class _ValueReadings(NamedTuple):
     gradient: Reading | None = None
     other: Reading | None = None
     """Of a value the gradient inside a forward, of a parameter its value after the run."""
+    update: Reading | None = None
     tensor: int = -1
 
 
@@ -120,7 +121,7 @@ class RecordBuilder:
         found = 0
         for key, (name, spec) in zip(keys([name for name, _ in own]), own, strict=True):
             if layout.OWN + key in data:
-                entry = self._entry(data[layout.OWN + key], spec.shape, "own", "own gradient", "own")
+                entry = self._entry(data[layout.OWN + key], spec.shape, "own", "own gradient", "own", "own gradient")
                 self.own[qualified(line.name, name)] = entry
                 found += 1
         for j, (inputs, outputs) in enumerate(line.values):
@@ -140,16 +141,13 @@ class RecordBuilder:
         if found != len(data):
             raise FormatError("it has numbers of what the architecture lacks")
 
-    def _entry(self, data: Any, shape: Sequence[Any], first: Role, gradient: Role, other: Role) -> _ValueReadings:
-        if type(data) is not list or not 0 < len(data) <= 3 or data[0] is None:
+    def _entry(self, data: Any, shape: Sequence[Any], *roles: Role) -> _ValueReadings:
+        """Return the readings of a list with one of each role at most; the first is always there."""
+        if type(data) is not list or not 0 < len(data) <= len(roles) or data[0] is None:
             raise FormatError(f"{excerpt(data)} are no numbers of a tensor")
-        second, third = (*data[1:], None, None)[:2]
-        return _ValueReadings(
-            self._reading(data[0], shape, first),
-            None if second is None else self._reading(second, shape, gradient),
-            None if third is None else self._reading(third, shape, other),
-            len(self.values),
-        )
+        pairs = zip(data, roles, strict=False)
+        found = [None if one is None else self._reading(one, shape, role) for one, role in pairs]
+        return _ValueReadings(*found)._replace(tensor=len(self.values))  # type: ignore[arg-type]
 
     def _reading(self, data: Any, shape: Sequence[Any] | None, role: Role) -> Reading:
         reading = reading_from(data, shape, role)
@@ -208,7 +206,8 @@ class RecordBuilder:
         found = []
         for name, spec in own:
             entry = self.own.get(qualified(line.name, name)) or self.own.get(spec.origin or "")
-            first, gradient, after, _ = entry or _ValueReadings()
+            first, gradient, after, update, _ = entry or _ValueReadings()
+            held = bool(self.structure.optimizers) and spec.requires_grad and not spec.left_out
             found.append(
                 Parameter(
                     name=name,
@@ -222,6 +221,8 @@ class RecordBuilder:
                     reading=first,
                     after=after,
                     gradient=gradient,
+                    update=update,
+                    group=spec.group if held else None,
                 )
             )
         return tuple(found)
@@ -242,7 +243,7 @@ class RecordBuilder:
 
     def _value(self, place: _ValuePosition, layer: str, value: tuple[str, ParsedSpec]) -> Value:
         path, spec = value
-        first, gradient, inner, tensor = self.values.get(place) or _ValueReadings()
+        first, gradient, inner, _, tensor = self.values.get(place) or _ValueReadings()
         return Value(
             path=path,
             shape=spec.shape,

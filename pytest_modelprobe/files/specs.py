@@ -41,6 +41,8 @@ class ParsedSpec(NamedTuple):
     """The relative text after ``from``, or the full name after ``tied to``."""
     persistent: bool | None = None
     left_out: bool = False
+    group: int = 0
+    """Of the optimizer, where the record is that of a step."""
 
 
 def floating(dtype: str) -> bool:
@@ -91,6 +93,8 @@ def parameter_text(parameter: Parameter, defaults: Defaults, *, trainable: bool)
         text += " trainable" if parameter.requires_grad else " frozen"
     if parameter.left_out:
         text += " not updated"
+    if parameter.group:
+        text += f" group {parameter.group}"
     if parameter.persistent is not None:
         text += " persistent" if parameter.persistent else " not persistent"
     return text if parameter.tied_to is None else f"{text} tied to {parameter.tied_to}"
@@ -102,8 +106,8 @@ _VALUE = re.compile(
     re.DOTALL,
 )
 _PARAMETER = re.compile(
-    r"\(([0-9., ]*)\)(?: (?!frozen\b|trainable\b|persistent\b|not\b|tied\b)(\w+))?( frozen| trainable)?"
-    r"( not updated)?( not persistent| persistent)?(?: tied to (.*))?",
+    r"\(([0-9., ]*)\)(?: (?!frozen\b|trainable\b|persistent\b|not\b|group\b|tied\b)(\w+))?( frozen| trainable)?"
+    r"( not updated)?(?: group ([1-9][0-9]{0,5}))?( not persistent| persistent)?(?: tied to (.*))?",
     re.DOTALL,
 )
 
@@ -126,13 +130,15 @@ def parse_parameter(text: str, defaults: Defaults, trainable: bool) -> ParsedSpe
     found = _PARAMETER.fullmatch(text)
     if found is None:
         raise FormatError(f"{text[:80]!r} describes no parameter")
-    shape, dtype, grad, left_out, persistent, tied_to = found.groups()
+    shape, dtype, grad, left_out, group, persistent, tied_to = found.groups()
     if ".." in shape:
         raise FormatError(f"{text[:80]!r} describes no parameter: its size varies")
     requires_grad = grad == " trainable" if grad else trainable
     stored = None if persistent is None else persistent == " persistent"
     dtype = dtype or defaults.dtype
-    return ParsedSpec(_shape(shape), dtype, requires_grad, False, tied_to, stored, left_out is not None)
+    return ParsedSpec(
+        _shape(shape), dtype, requires_grad, False, tied_to, stored, left_out is not None, int(group or 0)
+    )
 
 
 def _shape_text(shape: tuple[Dimension, ...]) -> str:

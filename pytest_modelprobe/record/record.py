@@ -185,6 +185,9 @@ class Record:
     """Number of the step of training, from 0, whose forwards these are; None: they are not those of one step."""
     optimizers: tuple[OptimizerGroup, ...] = ()
     """In the record of a step: the groups of the optimizers that took it, in the order in which they stepped."""
+    applied: str | None = None
+    """In the record of a step: what became of the gradients on their way to the optimizer. ``as they arrived``,
+    ``reset``, ``scaled by 0.01``, ``others``, or None if it is not known."""
     training: Training | None = None
     """What optimizers did, in the record of all forwards of a watch; None: none stepped."""
     profile: Profile | None = field(default=None, compare=False)
