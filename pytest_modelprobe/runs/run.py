@@ -46,7 +46,7 @@ from pytest_modelprobe.record import IsolatedResponse, Reading, Record, has_nonf
 
 from . import noise
 from .detached import detaching_call
-from .isolation import Key, Part, Perturb, isolate_repeatedly, noisy
+from .isolation import IsolationOptions, Key, Repeat, isolate_repeatedly, noisy
 from .live import (
     IsolationRequest,
     expected_calls,
@@ -200,7 +200,7 @@ class Run:
         }
         distinct = {key: responses[key] for key in first.values()}
         request = IsolationRequest(record, only={layer for layer, _ in distinct})
-        alone: list[tuple[Perturb | None, Part]] = [(move.in_place, "outputs") for move in near]
+        alone: list[Repeat] = [(move.in_place, "outputs") for move in near]
         alone += [(move.in_place, "gradients") for move in far if self.loss is not None]
         taken = self._isolate(record, request, alone, start, each)
         found = noisy(distinct, taken[:_REPEATS])
@@ -213,23 +213,20 @@ class Run:
         self,
         record: Record,
         request: IsolationRequest,
-        repeats: Sequence[tuple[Perturb | None, Part]],
+        repeats: Sequence[Repeat],
         start: _Start,
         each: Callable[[Sequence[Any]], Iterable[Any]] = iter,
     ) -> list[dict[Key, IsolatedResponse]]:
+        options = IsolationOptions(
+            layers=modules_of(record),
+            only=request.only,
+            recipes={key: response.recipes for key, response in responses_of(request.like).items()},
+            expected=expected_calls(request),
+            names=request.names,
+            gradient=self.loss is not None,
+        )
         with self._prepared(start=start):
-            return isolate_repeatedly(
-                self.model,
-                self._forward,
-                repeats,
-                each,
-                layers=modules_of(record),
-                only=request.only,
-                recipes={key: response.recipes for key, response in responses_of(request.like).items()},
-                expected=expected_calls(request),
-                names=request.names,
-                gradient=self.loss is not None,
-            )
+            return isolate_repeatedly(self.model, self._forward, repeats, options, each)
 
     @contextmanager
     def _started(self, record: Record | None) -> Iterator[_Start]:
