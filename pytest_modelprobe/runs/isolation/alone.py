@@ -22,7 +22,16 @@ from torch import Tensor, nn
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import BatchOrInstanceNorm, graph_task
 from pytest_modelprobe.models import Flat, Layers, as_bits, flatten, flatten_call, has_dense_storage
-from pytest_modelprobe.record import NOT_DEFAULT, ROOT, Call, EmittedTensor, IsolatedResponse, NamesBefore
+from pytest_modelprobe.record import (
+    NOT_DEFAULT,
+    ROOT,
+    Call,
+    EmittedTensor,
+    IsolatedResponse,
+    NamesBefore,
+    containers,
+    relative_name,
+)
 from pytest_modelprobe.runs.noise import terms_of
 
 from .alike import is_plain, likeness
@@ -112,7 +121,7 @@ class Session:
                 by_layer.setdefault(layer, {}).update(recipes)
             for name, module in self.layers.modules.items():
                 response_layer = self._response_layer(name)
-                inside = "" if response_layer in (None, name) else f"{_relative(name, response_layer or ROOT)}."
+                inside = "" if response_layer in (None, name) else f"{relative_name(name, response_layer or ROOT)}."
                 self._replace_weights(name, response_layer, inside, module, by_layer.get(response_layer or "", {}))
                 self._replace_forward(name, module)
             self._exit = self._exit.pop_all()
@@ -185,9 +194,7 @@ class Session:
 
         Code may use the weights of a child without calling it.
         """
-        above = layer.split(".")
-        names = (".".join(above[:n]) for n in range(len(above), 0, -1))
-        return next((name for name in (*names, ROOT) if name in self.traced.called), None)
+        return next((name for name in (layer, *reversed(containers(layer))) if name in self.traced.called), None)
 
     def _replace_weights(
         self, layer: str, response_layer: str | None, prefix: str, module: nn.Module, recipes: Mapping[str, str]
@@ -342,10 +349,10 @@ class _IsolatedCall:
         if child.outputs is None:
             raise CannotTellError(child.reason or f"what {name} gives out is not known")
         call = f" (call {number + 1}) " if number else " "
-        label = _relative(name, self.call.layer) + call
+        label = relative_name(name, self.call.layer) + call
         # By name and not by order: another child, or a moved line, does not change the outputs of the others.
         names = self.session.names.layers
-        role = _relative(names.get(name, name), names.get(self.call.layer, self.call.layer)) + call
+        role = relative_name(names.get(name, name), names.get(self.call.layer, self.call.layer)) + call
         flat = flatten_call(args, kwargs)
         if not again:
             self._counts[name] += 1
@@ -569,10 +576,6 @@ def _laid_out(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
             return tensor.clone()  # there are gaps, or repeated elements
         dense *= n
     return torch.empty_strided(tensor.shape, kept, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def _relative(name: str, container: str) -> str:
-    return name if container == ROOT else name.removeprefix(f"{container}.")
 
 
 def _defaults_of(function: Callable[..., Any]) -> Mapping[str, object]:
