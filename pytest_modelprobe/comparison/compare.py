@@ -339,11 +339,9 @@ class _Comparer:
         now, then = self._outputs_now, self._outputs_then
         if a.source is not None and _place(pair.actual, a.source) not in now:
             return False
-        made = (
-            (now.get(_place(pair.actual, e.source)), a),
-            (then.get(_place(pair.expected, a.source)), e),
-        )
-        return any(output is not None and is_same(output.forward, value.forward) for output, value in made)
+        made, was_made = now.get(_place(pair.actual, e.source)), then.get(_place(pair.expected, a.source))
+        both = ((made, a), (was_made, e))
+        return any(output is not None and is_same(output.forward, value.forward) for output, value in both)
 
     @functools.cached_property
     def _largest_gradient(self) -> _tolerance.LargestGradient:
@@ -548,7 +546,7 @@ class _Scale:
     def __init__(self, call: Call) -> None:
         self._call = call
         self.computed: float | None = None
-        """None: no value needed it."""
+        """The norm, or `None` as long as no value needed it."""
 
     def __call__(self) -> float:
         if self.computed is None:

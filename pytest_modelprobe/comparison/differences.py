@@ -44,7 +44,7 @@ CallKey = tuple[str, bool | None, int]
 
 
 ValueKey = tuple[str, CallKey | None, str, str]
-"""Layer, call (None: of the layer itself), side, and path or name."""
+"""Layer, call, side, and path or name. The call is `None` for a value of the layer itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +61,9 @@ class Difference:
     actual: Plain = None
     expected: Plain = None
     change: float | None = None
-    """Change relative to the expected norm (integers: share of elements); inf if there was nothing."""
+    """Change relative to the expected norm, or the share of elements for integers; infinite if there was nothing."""
     noise: float | None = None
-    """Measured noise of the expected value; None: not measured."""
+    """Measured noise of the expected value, or `None` if it was not measured."""
     limit: float | None = None
     """Tolerance of the change."""
 
@@ -99,7 +99,7 @@ class Comparison:
     looser: tuple[Difference, ...] = ()
     """Values whose noise grew tenfold: an update would tolerate larger changes."""
     wanted: frozenset[str] | None = None
-    """The selected layers; None: all."""
+    """The selected layers, or `None` if all are."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Renamed layers: expected → actual name."""
     names_before: NamesBefore = field(default_factory=NamesBefore)

@@ -1,7 +1,7 @@
 """Match the layers of two records: by declared renames, by name, by type and parameters.
 
-A layer that is matched wrongly gives a diagnosis of two layers that have nothing to do with each other; one that is not
-matched is told as removed and added. The second is the smaller harm, so what is ambiguous stays unmatched.
+If two layers are matched wrongly, the diagnosis compares layers that have nothing to do with each other. If a layer is
+not matched, it is reported as removed and added. The second is the smaller harm, so ambiguous layers stay unmatched.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Node:
         return any(node.layer is not None and node.layer.parameters for node in self.inside())
 
     def started(self) -> int | None:
-        """Return when its first call started; None if it is not known."""
+        """Return when its first call started, or `None` if that is not known."""
         calls = () if self.layer is None else self.layer.calls
         return min((call.started for call in calls if call.started >= 0), default=None)
 
@@ -126,7 +126,10 @@ def _pairs(old: Mapping[str, _Node], new: Mapping[str, _Node]) -> Iterator[tuple
 
 
 _LONG = 200
-"""Number of layers above which numbered ones are paired by number, and other equal ones are not matched."""
+"""Above this number of layers, numbered ones are paired by number, and other equal ones are not matched.
+
+Matching compares each with each, so its time grows with the square of their number.
+"""
 
 
 def _pairs_by_key(

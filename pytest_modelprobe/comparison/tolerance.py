@@ -19,35 +19,48 @@ from pytest_modelprobe.record import Reading, Record, Statistics, estimated_chan
 Direction = Literal["forward", "backward", "state"]
 
 NOISE_FACTOR = 4.0
-"""Tolerance in units of the measured noise. See evidence/TOLERANCE.md for the measurements."""
+"""Tolerance in units of the measured noise.
+
+Harmless changes stay within it, except for changes that are smaller than the floor: see evidence/TOLERANCE.md.
+"""
 
 NOISE_GROWTH = 10.0
-"""Growth of the noise from which on a new snapshot counts as more tolerant."""
+"""A new snapshot counts as more tolerant if its noise is more than this many times that of the old one."""
 
 LARGEST_TOLERANCE: dict[Direction, float] = {"forward": 1e-2, "backward": 2e-2, "state": 1e-2}
-"""The largest tolerance from noise, relative to the norm. Gradients change by 0.01 where one ReLU gate flips, and by
-0.017 in a ResNet on another CPU."""
+"""The largest tolerance from noise, relative to the norm.
+
+Gradients change by 0.01 if one ReLU gate flips, and by 0.017 in a ResNet on another CPU.
+"""
 
 UNREPEATABLE = 0.1
-"""Noise of a gradient from which on not one digit of it repeats."""
+"""A gradient with at least this noise has not one digit that repeats."""
 
 ROUNDING = 1e-4
-"""Norm of a gradient, in units of the step's largest, up to which one that does not repeat is rounding alone."""
+"""A gradient that does not repeat is rounding alone if its norm is at most this share of the step's largest.
+
+Such gradients are left where gradients cancel: at the bias of an attention's keys, or before a constant loss.
+"""
 
 _EPSILON = {"float64": 2.2e-16, "float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.8e-3}
+# The fingerprint and the digits in a file cannot resolve a smaller change than this.
 _FLOOR: dict[Direction, float] = {"forward": 2e-6, "backward": 2e-6, "state": 3e-6}
+# A record of a watch has no noise, so its values get a fixed tolerance. Weights are stored and not computed.
 _UNMEASURED: dict[Direction, float] = {"forward": 1e-4, "backward": 2e-2, "state": 3e-6}
 _PRINTED_PRECISION = 2e-5  # statistics in a file have six digits
-_ZERO_SHARE = 1e-5  # of the scale: bound of values that are zero in exact arithmetic
+_ZERO_SHARE = 1e-5  # a value below this share of the scale may be zero in exact arithmetic
 _MOMENTS_FACTOR = 4.0  # limit of the change of mean, deviation and range, in units of the tolerance
-_ZEROS_SHARE = 0.01  # of the elements: as many may round to zero or not
+_ZEROS_SHARE = 0.01  # this share of the elements may round to zero in one record and not in the other
 
 
 class ValueChange(NamedTuple):
     """The change of a value, and its tolerance."""
 
     change: float | None
-    """Relative to the expected norm (integers: share of elements); inf if there was nothing; None: unknown."""
+    """The change relative to the expected norm, or the share of elements that differ for integers.
+
+    It is infinite if the expected value was zero or missing, and `None` if it is unknown.
+    """
     noise: float | None = None
     limit: float = 0.0
 
@@ -93,16 +106,16 @@ def change(
     times: float = 1.0,
     rounding: float = 0.0,
 ) -> ValueChange:
-    """Return the change from ``expected`` to ``actual``; a value that only one of the two has differs.
+    """Return the change from ``expected`` to ``actual``. A value that only one of the two has counts as different.
 
     Args:
         actual: The reading now.
         expected: The expected reading, with its noise.
-        direction: Of values, of gradients, or of parameters and buffers.
-        dtype: Of the value; narrow ones have higher floors.
+        direction: ``forward`` for values, ``backward`` for gradients, ``state`` for parameters and buffers.
+        dtype: Dtype of the value. Narrow dtypes have higher floors.
         measured: Whether noise was measured with the expected record.
-        scale: Returns the norm that values are compared with which are zero in exact arithmetic: the largest in a call,
-            or `LargestGradient.beside`.
+        scale: Returns the norm that a value is compared with if it is zero in exact arithmetic. This is the largest
+            norm in the call, or `LargestGradient.beside`.
         times: The user's factor for the tolerance.
         rounding: The largest `epsilon` of any dtype in the run: noise allows four of it.
 
@@ -165,7 +178,7 @@ def allows_more(actual: Reading, expected: Reading, *, direction: Direction, dty
 
 
 def norm(reading: Reading | None) -> float:
-    """Return the norm of a reading; 0 where there is none."""
+    """Return the norm of a reading, or 0 if it has no statistics."""
     return 0.0 if reading is None or reading.statistics is None else reading.statistics.norm
 
 
@@ -219,7 +232,7 @@ def _still_rounding(expected: Reading, scale: float) -> float:
 
 
 def epsilon(dtype: str) -> float:
-    """Return the relative rounding error of a dtype; 0 of integers.
+    """Return the relative rounding error of a dtype, which is 0 for integers.
 
     >>> epsilon("bfloat16"), epsilon("int64")
     (0.0078, 0.0)
@@ -282,15 +295,11 @@ def _moments_change(a: Statistics | None, e: Statistics | None, least: float) ->
 
 
 def _scaled_difference(x: float | None, y: float | None, size: float) -> float:
-    if _equal_as_printed(x, y):
-        return 0.0
-    return math.inf if x is None or y is None or not size else abs(x - y) / size
-
-
-def _equal_as_printed(x: float | None, y: float | None) -> bool:
     if x is None or y is None:
-        return x is y
-    return abs(x - y) <= _PRINTED_PRECISION * abs(y)
+        return 0.0 if x is y else math.inf
+    if abs(x - y) <= _PRINTED_PRECISION * abs(y):
+        return 0.0
+    return abs(x - y) / size if size else math.inf
 
 
 def _same_zeros(a: Reading, e: Reading) -> bool:

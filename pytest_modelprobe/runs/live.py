@@ -66,9 +66,8 @@ class WeakLiveRun(Generic[S]):
         """Fill in the isolated response of each call."""
         source = self._source()
         if source is None:
-            found = with_note(record, f"no layer was called alone: {self._gone}")
-        else:
-            found = self._isolated(source, record, IsolationRequest(like or record, names, only, own_arguments))
+            return with_live_run(with_note(record, f"no layer was called alone: {self._gone}"), self)
+        found = self._isolated(source, record, IsolationRequest(like or record, names, only, own_arguments))
         return with_live_run(found, self)
 
     def measured(self, record: Record) -> Record:
@@ -77,10 +76,8 @@ class WeakLiveRun(Generic[S]):
             return record
         source = self._source()
         if source is None:
-            found = with_note(record, f"no noise was measured: {self._gone}")
-        else:
-            found = self._measured(source, record)
-        return with_live_run(found, self)
+            return with_live_run(with_note(record, f"no noise was measured: {self._gone}"), self)
+        return with_live_run(self._measured(source, record), self)
 
     def varied(self, record: Record) -> Record | None:
         """Return the record of the run with other random numbers, and none that are zero at first."""

@@ -82,9 +82,8 @@ def perturbed(tensor: torch.Tensor, name: str, units: int) -> torch.Tensor:
 
 def _perturb(tensor: torch.Tensor, name: str, units: int, result: torch.Tensor) -> None:
     """Write a real tensor, perturbed, to ``result``, which may be the tensor itself."""
-    bits, moved = (
-        x.view(_BITS[x.element_size()]) for x in (tensor, result)
-    )  # numbers of one sign are ordered as these
+    # Floats of one sign are ordered as the integers with the same bits are.
+    bits, moved = (x.view(_BITS[x.element_size()]) for x in (tensor, result))
     most = _half_of_largest(tensor.dtype)
     drawn = numpy.random.default_rng(seeding.derive(0, name)).bytes(-(-tensor.numel() // 8))
     if not (tensor.is_cpu and tensor.is_contiguous() and result.is_contiguous()):

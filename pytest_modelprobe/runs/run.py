@@ -46,7 +46,7 @@ from pytest_modelprobe.record import IsolatedResponse, Reading, Record, has_nonf
 
 from . import noise
 from .detached import detaching_call
-from .isolation import Key, Part, Perturb, isolate_repeatedly, noisy
+from .isolation import IsolationOptions, Key, Repeat, isolate_repeatedly, noisy
 from .live import (
     IsolationRequest,
     expected_calls,
@@ -61,6 +61,11 @@ from .origin import find_gradient_origin, find_origin
 Mode = Literal["train", "eval"]
 
 _REPEATS = 3
+"""Number of perturbed repeats of each kind, whose largest change is the noise.
+
+Three predict the changes by threads, memory formats and instruction sets, to within a factor of 1.7 on every layer of
+a ResNet and of a GPT-2.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -200,7 +205,7 @@ class Run:
         }
         distinct = {key: responses[key] for key in first.values()}
         request = IsolationRequest(record, only={layer for layer, _ in distinct})
-        alone: list[tuple[Perturb | None, Part]] = [(move.in_place, "outputs") for move in near]
+        alone: list[Repeat] = [(move.in_place, "outputs") for move in near]
         alone += [(move.in_place, "gradients") for move in far if self.loss is not None]
         taken = self._isolate(record, request, alone, start, each)
         found = noisy(distinct, taken[:_REPEATS])
@@ -213,23 +218,20 @@ class Run:
         self,
         record: Record,
         request: IsolationRequest,
-        repeats: Sequence[tuple[Perturb | None, Part]],
+        repeats: Sequence[Repeat],
         start: _Start,
         each: Callable[[Sequence[Any]], Iterable[Any]] = iter,
     ) -> list[dict[Key, IsolatedResponse]]:
+        options = IsolationOptions(
+            layers=modules_of(record),
+            only=request.only,
+            recipes={key: response.recipes for key, response in responses_of(request.like).items()},
+            expected=expected_calls(request),
+            names=request.names,
+            gradient=self.loss is not None,
+        )
         with self._prepared(start=start):
-            return isolate_repeatedly(
-                self.model,
-                self._forward,
-                repeats,
-                each,
-                layers=modules_of(record),
-                only=request.only,
-                recipes={key: response.recipes for key, response in responses_of(request.like).items()},
-                expected=expected_calls(request),
-                names=request.names,
-                gradient=self.loss is not None,
-            )
+            return isolate_repeatedly(self.model, self._forward, repeats, options, each)
 
     @contextmanager
     def _started(self, record: Record | None) -> Iterator[_Start]:
@@ -354,10 +356,8 @@ class Run:
         """Initialize lazy modules by a forward, of which everything else is restored."""
         with preserved(self.model, lazy=False), self._seeded(), torch.no_grad():
             self.model.eval()
-            with (
-                contextlib.suppress(Exception),
-                interruptible(),
-            ):  # the step will raise it again, and say in which layer
+            # The step raises the error again, and says in which layer.
+            with contextlib.suppress(Exception), interruptible():
                 self._forward()
 
     def _forward(self, move: noise.Perturbation | None = None) -> Any:

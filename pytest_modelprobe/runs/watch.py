@@ -22,15 +22,8 @@ from pytest_modelprobe.models import Layers, original_class, version
 from pytest_modelprobe.record import IsolatedResponse, Record, Selector, with_live_run
 
 from .compiled import Compiled, is_inside
-from .isolation import KeptForward, KeptForwards, Key, isolate, merged, recipes_of
-from .live import (
-    IsolationRequest,
-    Place,
-    WeakLiveRun,
-    modules_of,
-    with_note,
-    with_responses,
-)
+from .isolation import IsolationOptions, KeptForward, KeptForwards, Key, isolate, merged, recipes_of
+from .live import IsolationRequest, Place, WeakLiveRun, modules_of, with_note, with_responses
 from .stop import StopOn, check_stop_on, is_met, stopped_at
 
 _GONE = "the watch is gone: keep it in a variable until the record is compared"
@@ -220,10 +213,7 @@ class Watch:
     def _record(self, which: Which) -> Record:
         # A parameter that was written to, as by an optimizer, or replaced makes the record outdated too.
         tensors = (*self.model.parameters(), *self.model.buffers())
-        now = (
-            self._capture.changes,
-            tuple((id(t), version(t)) for t in tensors),
-        )
+        now = self._capture.changes, tuple((id(t), version(t)) for t in tensors)
         then, record = self._records.get(which, (None, None))
         if record is None or then != now:
             record = assemble(self._capture.observations(), which, seed=self._seed, loss=self._loss)
@@ -267,16 +257,15 @@ class Watch:
     ) -> dict[Key, IsolatedResponse]:
         assert self._forwards is not None
         changed = self._forwards.changed()
+        options = IsolationOptions(
+            layers=modules_of(record),
+            only=request.only,
+            recipes=recipes,
+            names=request.names,
+            gradient=bool(record.backwards),
+        )
         with self._forwards.prepared(self.model, again):
-            responses = isolate(
-                self.model,
-                functools.partial(self._forwards.run, again),
-                layers=modules_of(record),
-                only=request.only,
-                recipes=recipes,
-                names=request.names,
-                gradient=bool(record.backwards),
-            )
+            responses = isolate(self.model, functools.partial(self._forwards.run, again), options)
         return {
             key: IsolatedResponse(reason="tensors that it keeps were changed since") if key[0] in changed else response
             for key, response in responses.items()

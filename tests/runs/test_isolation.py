@@ -23,7 +23,16 @@ from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.comparison import compare
 from pytest_modelprobe.models import seeding
 from pytest_modelprobe.record import IsolatedResponse, NamesBefore, Reading
-from pytest_modelprobe.runs.isolation import Key, fits, isolate, isolate_repeatedly, kind_of, noisy, synthetic
+from pytest_modelprobe.runs.isolation import (
+    IsolationOptions,
+    Key,
+    fits,
+    isolate,
+    isolate_repeatedly,
+    kind_of,
+    noisy,
+    synthetic,
+)
 from pytest_modelprobe.runs.isolation.recipes import Draws
 from pytest_modelprobe.runs.noise import Perturbation, relative_change
 
@@ -45,7 +54,8 @@ def respond(
         with seeding.seeded(0):
             model(*args, **kwargs)
 
-    return isolate(model, forward, recipes=recipes, names=names and NamesBefore(layers=names), gradient=gradient)
+    before = None if names is None else NamesBefore(layers=names)
+    return isolate(model, forward, IsolationOptions(recipes=recipes, names=before, gradient=gradient))
 
 
 def differs(a: Reading | None, b: Reading | None) -> bool:
@@ -396,7 +406,10 @@ def test_a_part_of_the_responses_is_that_of_all() -> None:
     model = transformers.GPT2Model(transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50)).eval()
     ids = torch.arange(6).unsqueeze(0)
     whole, outputs, gradients = isolate_repeatedly(
-        model, lambda: model(ids), [(None, "all"), (None, "outputs"), (None, "gradients")], gradient=True
+        model,
+        lambda: model(ids),
+        [(None, "all"), (None, "outputs"), (None, "gradients")],
+        IsolationOptions(gradient=True),
     )
     assert all(response.handed == outputs[key].handed for key, response in whole.items())
     assert all(response.gradient == gradients[key].gradient for key, response in whole.items())
@@ -571,7 +584,7 @@ def test_a_call_with_another_shape_is_looked_at_too() -> None:
 
 def test_only_the_layers_asked_for_are_called() -> None:
     model = Two()
-    found = isolate(model, lambda: model(torch.ones(2, 4)), layers=["b"])
+    found = isolate(model, lambda: model(torch.ones(2, 4)), IsolationOptions(layers=["b"]))
     assert list(found) == [("b", 0)]
 
 
@@ -878,7 +891,7 @@ def test_recipes_of_other_responses_are_used_where_they_fit() -> None:
         ("0", 0): {"input": "2 0..63", "weight": "2^3"},
         ("1", 0): {"input": "2x4 2^9", "weight": "nonsense", "bias": "0..3"},
     }
-    found = isolate(model, lambda: model(torch.tensor([1, 8])), recipes=recipes)
+    found = isolate(model, lambda: model(torch.tensor([1, 8])), IsolationOptions(recipes=recipes))
     assert dict(found["0", 0].recipes) == {"weight": "2^3", "input": "2 0..7"}
     assert found["1", 0].recipes["input"] == "2x4 2^9"
     assert found["1", 0].recipes["weight"].startswith("2^-")
@@ -1188,7 +1201,7 @@ class Reads(nn.Module):
 
 def test_a_layer_that_is_skipped_does_not_write_to_the_buffers_of_others() -> None:
     def alone(model: nn.Module, child: str, only: list[str] | None = None) -> IsolatedResponse:
-        return isolate(model, lambda: model(torch.ones(2, 8)), only=only)[child, 0]
+        return isolate(model, lambda: model(torch.ones(2, 8)), IsolationOptions(only=only))[child, 0]
 
     assert alone(Writes(), "child") != alone(Writes(), "child", only=["child"])
     assert alone(nn.Sequential(Reads()), "0") == alone(nn.Sequential(Reads()), "0", only=["0"])

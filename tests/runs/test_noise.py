@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.comparison import compare
 from pytest_modelprobe.record import Call, Layer, Reading, Record, Statistics, Value
 from pytest_modelprobe.runs import run
-from pytest_modelprobe.runs.isolation import isolate_repeatedly
+from pytest_modelprobe.runs.isolation import IsolationOptions, isolate_repeatedly
 from pytest_modelprobe.runs.noise import (
     Perturbation,
     first_difference,
@@ -48,14 +49,14 @@ def test_the_noise_of_equal_responses_is_measured_once(probe: ModelProbe, monkey
     record = probe.run(model, probe.randn(2, 4), loss="random")
     assert record.live_run is not None
     record = record.live_run.isolated(record)
-    called: list[set[str] | None] = []
+    called: list[Any] = []
 
-    def noted(*args: Any, only: set[str] | None, **kwargs: Any) -> Any:
-        called.append(only)
-        return isolate_repeatedly(*args, only=only, **kwargs)
+    def noted(model: Any, forward: Any, repeats: Any, options: IsolationOptions, each: Any) -> Any:
+        called.append(options.only)
+        return isolate_repeatedly(model, forward, repeats, options, each)
 
-    def of_each(*args: Any, only: object, **kwargs: Any) -> Any:
-        return isolate_repeatedly(*args, **kwargs)
+    def of_each(model: Any, forward: Any, repeats: Any, options: IsolationOptions, each: Any) -> Any:
+        return isolate_repeatedly(model, forward, repeats, dataclasses.replace(options, only=None), each)
 
     monkeypatch.setattr(run, "isolate_repeatedly", of_each)
     expected = measured(record)

@@ -51,9 +51,12 @@ class Cause:
     """Of a cause that the records show: what it changed, ``output``, its ``shape``, or a buffer."""
     evidence: Evidence = "recorded"
     gradient: Literal["of loss", "of value", "lost", "switched", "cut", "updated", "not updated"] | None = None
-    """Of a gradient: the loss changed; the gradient of one value changed; some values get none; grad mode changed; the
-    code blocks it now; an optimizer holds the parameters only now, or no longer; None: the code's own backward
-    changed."""
+    """What is the matter with a gradient.
+
+    In the order of the names: the loss changed; the gradient of one value changed; some values get none; the grad mode
+    changed; the code blocks it now; an optimizer holds the parameters only now, or no longer. `None` if the code's own
+    backward changed, and for causes that are no gradient.
+    """
     share_method: ShareMethod | None = None
     """Of code that generates another mask, other positions or tokens for a child: how `change`, the share of its
     entries that differ, is known; `what` names it."""
@@ -121,7 +124,7 @@ class Diagnosis:
     unchanged: bool = False
     """Whether the outputs of the model were compared and none differs."""
     output: float | None = None
-    """The largest relative change among the model's outputs; None where none differs."""
+    """The largest relative change among the model's outputs, or `None` if none differs."""
     moved: tuple[str, ...] = ()
     """Layers whose values changed after a cause, in order of execution; their gradients if no value did."""
     not_judged: tuple[str, ...] = ()

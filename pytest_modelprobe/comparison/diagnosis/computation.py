@@ -24,11 +24,17 @@ from .index import ComparisonIndex, InputComparison, is_indifferent, sizes_and_d
 from .same_elements import value_at
 
 _AMPLIFICATION = 10.0
-"""Output change over input change, each in units of its limit: beyond it, sensitivity does not explain the output."""
+"""The code is a certain cause if the output changed at least this many times as much as the inputs.
+
+Both changes are in units of their limits. A smaller ratio may be the sensitivity of the layer to its inputs, so it is
+reported as drift.
+"""
 
 _FAR = 1e4
-"""Output change over its noise: beyond it, a response that does not change does not make the run doubtful. Synthetic
-inputs lack much of what real ones have, such as a row of a mask that masks everything."""
+"""The run is believed against an unchanged response if the output changed by more than this many times its noise.
+
+Synthetic inputs lack much of what real ones have, such as a row of a mask that masks everything.
+"""
 
 _DATA_DEPENDENT = "how many rows it chooses may depend on numbers that changed"
 _ROUTED = "which of these layers it calls may depend on numbers that changed"

@@ -92,12 +92,9 @@ def _was_or_is_shared(index: ComparisonIndex, layer: Layer) -> bool:
     own = layer.name.removesuffix(" (removed)")
     others = (index.then if layer.name in index.added else index.now).values()
     if layer.name in index.added or layer.name in index.removed:
-        return any(own in other.aliases and _is_alike(layer, other) for other in others)
+        alike = (o for o in others if (o.type_name, o.attributes) == (layer.type_name, layer.attributes))
+        return any(own in other.aliases for other in alike)
     return {*index.now[layer.name].aliases} != {*index.then[layer.name].aliases}
-
-
-def _is_alike(layer: Layer, other: Layer) -> bool:
-    return (layer.type_name, layer.attributes) == (other.type_name, other.attributes)
 
 
 def _is_kept_beside(index: ComparisonIndex, difference: Difference) -> bool:
@@ -114,12 +111,8 @@ def _is_same_argument(pair: CallPair, difference: Difference) -> bool:
     """Whether a plain argument means the same: ``None`` or ``False``, its default, or one that the code has no more."""
     if _is_nothing(difference):
         return True
-    response = pair.actual.response
-    if (
-        None not in (difference.actual, difference.expected)
-        or response is None
-        or response.arguments_matter is not False
-    ):
+    response, in_both = pair.actual.response, None not in (difference.actual, difference.expected)
+    if in_both or response is None or response.arguments_matter is not False:
         return False
     given = difference.expected if difference.actual is None else difference.actual
     return difference.what not in response.defaults or response.defaults[difference.what] == given

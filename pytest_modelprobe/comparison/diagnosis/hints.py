@@ -11,16 +11,19 @@ import math
 from pytest_modelprobe.record import Reading, Statistics
 
 _EXACT = 1e-3
-"""Relative difference up to which two numbers count as one: the rounding of float16."""
+"""Two numbers count as equal up to this relative difference, which is the rounding of float16."""
 
 _AS_PRINTED = 1e-4
-"""The same of statistics of permuted elements: they are added in another order, and files have six digits of them."""
+"""Statistics of permuted elements count as equal up to this relative difference.
+
+Permuted elements are added in a different order, and files have six digits of the result.
+"""
 
 _CLEAR = 1e-2
-"""Change, relative to the size, that is no rounding."""
+"""A change above this share of the size is no rounding."""
 
 _MANY_ZEROS = 0.2
-"""Change of the share of zeros that another activation or dropout makes, and other numbers hardly do."""
+"""A different activation or dropout changes the share of zeros by more than this. Different numbers hardly do."""
 
 
 def hints(actual: Reading, expected: Reading) -> tuple[str, ...]:

@@ -109,11 +109,11 @@ class ComparisonIndex:
         return self._callers.get(name) or parent(name)
 
     def pair_of(self, step: Step | None) -> CallPair | None:
-        """Return a call with the expected one; None if there is none."""
+        """Return a call with the expected one, or `None` if only one record has it."""
         return None if step is None else self._pair_of_call.get(id(step.call))
 
     def pair_at(self, difference: Difference) -> CallPair | None:
-        """Return the call that a difference is of; None if there is none."""
+        """Return the call that a difference belongs to, or `None` if only one record has it."""
         return self._pair_at.get((difference.layer, difference.call))
 
     def step_of(self, pair: CallPair) -> Step:
@@ -255,7 +255,7 @@ class ComparisonIndex:
 
         Args:
             pair: The call.
-            difference: One of its responses; None: any.
+            difference: One difference of its responses, or `None` to ask whether any difference would show it.
         """
         if not self.has_comparable_responses(pair) or self._is_rewritten(pair) or self._is_regrouped(pair):
             return False

@@ -38,7 +38,7 @@ def has_same_elements(index: ComparisonIndex, pair: CallPair, difference: Differ
 
 
 def value_at(values: Sequence[Value], path: str) -> Value | None:
-    """Return the value at a path; None if there is none."""
+    """Return the value at a path, or `None` if there is none."""
     return next((value for value in values if value.path == path), None)
 
 
@@ -73,9 +73,8 @@ def _is_same_mask(index: ComparisonIndex, pair: CallPair, now: Value, then: Valu
 def _hidden_shares(value: Value) -> set[float]:
     """Return the shares of its entries that a mask of any shape and dtype may hide; nothing if it is no mask."""
     numbers = value.forward.statistics
-    return (
-        {round(n / numbers.count, 6) for n in hidden_counts(value)} if numbers is not None and numbers.count else set()
-    )
+    count = 0 if numbers is None else numbers.count
+    return {round(n / count, 6) for n in hidden_counts(value)} if count else set()
 
 
 def hidden_counts(value: Value) -> Sequence[int]:

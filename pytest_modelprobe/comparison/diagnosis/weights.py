@@ -18,14 +18,16 @@ from .causes import Cause, cause_of_all
 from .index import ComparisonIndex
 
 _ANOTHER_DRAW = 0.5
-"""Relative change of weights drawn anew: 1.4 for independent ones."""
+"""Weights count as drawn anew if they changed at least this much. Two independent draws differ by 1.4, relatively."""
 
 _STANDARD_ERRORS = 6.0
-"""Difference of the sizes of two draws up to which they may be of one distribution; the standard error of the rms of n
-normal numbers is 1/√(2n) of it, and less of uniform ones."""
+"""Two draws may be of one distribution if their sizes differ by at most this many standard errors.
+
+The standard error of the rms of n normal numbers is 1/√(2n) of the rms. It is smaller for uniform numbers.
+"""
 
 _MANY = 3
-"""Layers with weights from which on changes of all weights are one cause."""
+"""Changes of all weights become one cause if at least this many layers have weights."""
 
 
 def weight_causes(index: ComparisonIndex) -> Iterator[Cause]:

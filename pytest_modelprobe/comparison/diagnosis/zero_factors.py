@@ -6,9 +6,9 @@ whatever this code computes, so it has to be asked alone.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 
-from pytest_modelprobe.record import CallTree, Layer, Parameter, Record, Step, Value
+from pytest_modelprobe.record import CallTree, Parameter, Record, Step, Value
 
 
 def layers_behind_zeros(record: Record) -> list[str]:
@@ -49,11 +49,7 @@ def _kind(step: Step) -> Hashable:
     return (
         layer.type,
         tuple(layer.attributes.items()),
-        tuple(_shapes(layer)),
+        tuple((own.name, own.shape) for own in (*layer.parameters, *layer.buffers)),
         tuple((value.path, value.shape) for value in step.call.inputs),
         tuple(step.call.arguments.items()),
     )
-
-
-def _shapes(layer: Layer) -> Iterator[Hashable]:
-    return ((own.name, own.shape) for own in (*layer.parameters, *layer.buffers))

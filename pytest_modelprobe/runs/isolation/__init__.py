@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -22,31 +22,28 @@ from torch import nn
 from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import Layers, preserved, run_eagerly, seeding, settings_preserved
 from pytest_modelprobe.progress import progress
-from pytest_modelprobe.record import Call, IsolatedResponse, NamesBefore, Reading
+from pytest_modelprobe.record import IsolatedResponse, Reading
 from pytest_modelprobe.runs.noise import relative_change
 
-from .alone import Key, Part, Perturb, Session
+from .alone import IsolationOptions, Key, Perturb, Repeat, Session
 from .contexts import is_ours, without_hooks, without_warnings
 from .forwards import KeptForward, KeptForwards, merged, recipes_of
 from .recipes import Draws, fits, kind_of, synthetic
 from .tracing import Tracer
 
 __all__ = [
-    "Key", "KeptForward", "KeptForwards", "Part", "Perturb", "fits", "isolate", "isolate_repeatedly", "kind_of",
-    "merged", "noisy", "recipes_of", "synthetic",
+    "IsolationOptions", "Key", "KeptForward", "KeptForwards", "Perturb", "Repeat", "fits", "isolate",
+    "isolate_repeatedly", "kind_of", "merged", "noisy", "recipes_of", "synthetic",
 ]  # fmt: skip
+
+_ALL_LAYERS = IsolationOptions()
 
 
 def isolate(
     model: nn.Module,
     forward: Callable[[], object],
+    options: IsolationOptions = _ALL_LAYERS,
     *,
-    layers: Collection[str] | None = None,
-    only: Collection[str] | None = None,
-    recipes: Mapping[Key, Mapping[str, str]] | None = None,
-    expected: Mapping[Key, Call] | None = None,
-    names: NamesBefore | None = None,
-    gradient: bool = False,
     perturb: Perturb | None = None,
 ) -> dict[Key, IsolatedResponse]:
     """Return the response of each called layer to synthetic tensors; of equal calls of a layer, the first one only.
@@ -56,17 +53,11 @@ def isolate(
 
     Args:
         model: The model, in the mode to compare.
-        forward: Runs it once.
-        layers: Names of those to call; None: all.
-        only: Names of some of these, to skip the others. The responses are the same, except where a layer that is
-            skipped writes to a buffer of one that is not.
-        recipes: The `IsolatedResponse.recipes` of other responses, to be used where shape and dtype allow it.
-        expected: Calls whose arguments are taken, in place of their own as far as the code has such parameters.
-        names: What had another name when these recipes were made.
-        gradient: Whether to run backward through each call too.
-        perturb: Takes a synthetic tensor, which it may write to, its name, and how many products with it are added up
-            for an output; returns it perturbed, to measure the noise of a response. It is not applied to masks,
-            integers and the like.
+        forward: Runs the model once.
+        options: Which layers are called, and on what.
+        perturb: Takes a synthetic tensor, its name, and how many products with it are added up for an output. It may
+            write to the tensor. It returns the tensor perturbed, to measure the noise of a response. It is not applied
+            to masks, integers and the like.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     >>> responses = isolate(model, lambda: model(torch.ones(2, 4)))
@@ -77,46 +68,33 @@ def isolate(
     >>> nn.init.zeros_(model[0].weight).sum().item()
     0.0
     >>> isolate(
-    ...     model, lambda: model(torch.ones(2, 4)), recipes={k: r.recipes for k, r in responses.items()}
+    ...     model,
+    ...     lambda: model(torch.ones(2, 4)),
+    ...     IsolationOptions(recipes={k: r.recipes for k, r in responses.items()}),
     ... ) == responses
     True
     """
     with preserved(model):
-        (responses,) = isolate_repeatedly(
-            model,
-            forward,
-            [(perturb, "all")],
-            layers=layers,
-            only=only,
-            recipes=recipes,
-            expected=expected,
-            names=names,
-            gradient=gradient,
-        )
+        (responses,) = isolate_repeatedly(model, forward, [(perturb, "all")], options)
     return responses
 
 
 def isolate_repeatedly(
     model: nn.Module,
     forward: Callable[[], object],
-    repeats: Sequence[tuple[Perturb | None, Part]],
-    each: Callable[[Sequence[tuple[Perturb | None, Part]]], Iterable[tuple[Perturb | None, Part]]] = iter,
-    *,
-    layers: Collection[str] | None = None,
-    only: Collection[str] | None = None,
-    recipes: Mapping[Key, Mapping[str, str]] | None = None,
-    expected: Mapping[Key, Call] | None = None,
-    names: NamesBefore | None = None,
-    gradient: bool = False,
+    repeats: Sequence[Repeat],
+    options: IsolationOptions = _ALL_LAYERS,
+    each: Callable[[Sequence[Repeat]], Iterable[Repeat]] = iter,
 ) -> list[dict[Key, IsolatedResponse]]:
     """Return what `isolate` returns for each of some perturbations; the model runs once for all of them.
 
     Args:
+        model: The model, in the mode to compare. The caller restores it.
+        forward: Runs the model once.
         repeats: Perturbations, as in `isolate`, and what is read of the responses: ``"outputs"`` leaves out the
             gradient, ``"gradients"`` the readings of what is handed on. What is computed is the same bit for bit.
+        options: Which layers are called, and on what.
         each: Takes the repeats and yields them, to show progress.
-
-    The other arguments are those of `isolate`. The caller restores the model.
 
     >>> model = nn.Linear(4, 4)
     >>> first, second = isolate_repeatedly(model, lambda: model(torch.ones(2, 4)), [(None, "all"), (None, "outputs")])
@@ -128,26 +106,15 @@ def isolate_repeatedly(
         stack.enter_context(seeding.forked_rng())
         stack.enter_context(without_hooks(model.modules(), is_ours))
         stack.enter_context(run_eagerly(found))
-        traced = stack.enter_context(Tracer(found, layers, only))
-        with torch.set_grad_enabled(gradient), interruptible():
+        traced = stack.enter_context(Tracer(found, options.layers, options.only))
+        with torch.set_grad_enabled(options.gradient), interruptible():
             forward()
         calls = [call for call in traced.finish() if call.alone]
         state = stack.enter_context(preserved(model)) if len(repeats) > 1 else None
-        stack.enter_context(without_warnings(gradient))
+        stack.enter_context(without_warnings(options.gradient))
         taken, draws = [], Draws()
         for perturb, of in each(repeats):
-            session = Session(
-                found,
-                traced,
-                recipes or {},
-                calls,
-                expected=expected or {},
-                names_before=names,
-                gradient=gradient,
-                of=of,
-                perturb=perturb,
-                draws=draws,
-            )
+            session = Session(found, traced, calls, options, perturb, of, draws)
             responses: dict[Key, IsolatedResponse] = {}
             with settings_preserved(), session, progress("isolated call", len(calls)) as shown:
                 for call in shown(calls):

@@ -12,7 +12,7 @@ import inspect
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -22,7 +22,16 @@ from torch import Tensor, nn
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import BatchOrInstanceNorm, graph_task
 from pytest_modelprobe.models import Flat, Layers, as_bits, flatten, flatten_call, has_dense_storage
-from pytest_modelprobe.record import NOT_DEFAULT, ROOT, Call, EmittedTensor, IsolatedResponse, NamesBefore
+from pytest_modelprobe.record import (
+    NOT_DEFAULT,
+    ROOT,
+    Call,
+    EmittedTensor,
+    IsolatedResponse,
+    NamesBefore,
+    containers,
+    relative_name,
+)
 from pytest_modelprobe.runs.noise import terms_of
 
 from .alike import is_plain, likeness
@@ -49,6 +58,30 @@ Perturb = Callable[[Tensor, str, int], Tensor]
 Part = Literal["all", "outputs", "gradients"]
 """What is read of each response."""
 
+Repeat = tuple[Perturb | None, Part]
+"""How the synthetic tensors of a repeat are perturbed, and what is read of its responses."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class IsolationOptions:
+    """Which layers are called alone, and on what."""
+
+    layers: Collection[str] | None = None
+    """Names of the layers to call, or `None` for all."""
+    only: Collection[str] | None = None
+    """Names of some of these, to skip the others.
+
+    The responses are the same, except where a skipped layer writes to a buffer of one that is not skipped.
+    """
+    recipes: Mapping[Key, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    """The `IsolatedResponse.recipes` of other responses. They are used where shape and dtype allow it."""
+    expected: Mapping[Key, Call] = dataclasses.field(default_factory=dict)
+    """Calls whose arguments replace those of the run, as far as the code has such parameters."""
+    names: NamesBefore | None = None
+    """What had another name when the recipes were made."""
+    gradient: bool = False
+    """Whether to run backward through each call too."""
+
 
 @dataclasses.dataclass(eq=False)
 class Session:
@@ -56,18 +89,14 @@ class Session:
 
     layers: Layers
     traced: Tracer
-    recipes: Mapping[Key, Mapping[str, str]]
     calls: Iterable[TracedCall]
-    _: dataclasses.KW_ONLY
-    expected: Mapping[Key, Call]
-    names_before: NamesBefore | None
-    gradient: bool
-    of: Part
+    options: IsolationOptions
     perturb: Perturb | None
+    of: Part
     draws: Draws
 
     def __post_init__(self) -> None:
-        self.names = self.names_before or NamesBefore()
+        self.names = self.options.names or NamesBefore()
         self.hooked = [m for m in self.layers.modules.values() if m._forward_pre_hooks or m._forward_hooks]
         self.current: _IsolatedCall | None = None
         self.seed = fixed_seed()
@@ -88,11 +117,11 @@ class Session:
     def __enter__(self) -> Session:
         with self._exit, torch.no_grad():
             by_layer: dict[str, dict[str, str]] = {}
-            for (layer, _), recipes in self.recipes.items():
+            for (layer, _), recipes in self.options.recipes.items():
                 by_layer.setdefault(layer, {}).update(recipes)
             for name, module in self.layers.modules.items():
                 response_layer = self._response_layer(name)
-                inside = "" if response_layer in (None, name) else f"{_relative(name, response_layer or ROOT)}."
+                inside = "" if response_layer in (None, name) else f"{relative_name(name, response_layer or ROOT)}."
                 self._replace_weights(name, response_layer, inside, module, by_layer.get(response_layer or "", {}))
                 self._replace_forward(name, module)
             self._exit = self._exit.pop_all()
@@ -108,7 +137,7 @@ class Session:
         """Return the response of a call."""
         if call.reason is not None or call.inputs is None:
             return IsolatedResponse(reason=call.reason or "its inputs are not known")
-        expected = self.expected.get((call.layer, call.index)) if call.parent is not None else None
+        expected = self.options.expected.get((call.layer, call.index)) if call.parent is not None else None
         like = self._likeness(call, expected)
         found = None if like is None else self._responses.get(like)
         if found is None:
@@ -124,7 +153,7 @@ class Session:
             return None
         given = expected and (dict(expected.arguments), [(v.path, v.shape, v.dtype) for v in expected.inputs])
         like = likeness(call, stub.__wrapped__, self._made, given)
-        recipes = self.recipes.get((call.layer, call.index), {}), self.owned.get(call.layer, {})
+        recipes = self.options.recipes.get((call.layer, call.index), {}), self.owned.get(call.layer, {})
         names = (*recipes, self.names.paths.get(call.layer, {}))
         return None if like is None else (like, *(tuple(some.items()) for some in names))
 
@@ -165,9 +194,7 @@ class Session:
 
         Code may use the weights of a child without calling it.
         """
-        above = layer.split(".")
-        names = (".".join(above[:n]) for n in range(len(above), 0, -1))
-        return next((name for name in (*names, ROOT) if name in self.traced.called), None)
+        return next((name for name in (layer, *reversed(containers(layer))) if name in self.traced.called), None)
 
     def _replace_weights(
         self, layer: str, response_layer: str | None, prefix: str, module: nn.Module, recipes: Mapping[str, str]
@@ -252,14 +279,6 @@ class _ForwardStub:
         return self.__wrapped__(*args, **kwargs)  # `child.forward(x)` runs no hooks and was not traced as a call
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Leaf:
-    """A synthetic tensor that a gradient may reach."""
-
-    label: str
-    tensor: Tensor
-
-
 @dataclasses.dataclass(eq=False)
 class _IsolatedCall:
     """One call, run in isolation."""
@@ -271,20 +290,21 @@ class _IsolatedCall:
 
     def __post_init__(self) -> None:
         self.has_other_arguments = False
-        self._wanted = self.session.recipes.get((self.call.layer, self.call.index), {})
+        self._wanted = self.session.options.recipes.get((self.call.layer, self.call.index), {})
         self._recipes: dict[str, str] = dict(self.session.owned.get(self.call.layer, {}))
         self._entered = False
         self._children: dict[str, list[TracedCall]] = {}
         for child in self.call.calls:
             self._children.setdefault(child.layer, []).append(child)
         self._counts: dict[str, int] = defaultdict(int)
-        # By id, with what keeps the id its own.
-        self._inputs: dict[int, tuple[Tensor, str, int, _Leaf | None]] = {}
+        self._inputs: dict[int, tuple[Tensor, str, int]] = {}
+        """The synthetic tensors with label and version, by id. They are held, so that no other tensor gets their id."""
         self._emitted: list[tuple[str, str | None]] = []
         self._reduced: list[statistics.Reduction] = []
         self._small = statistics.SmallTensors()
         self._seen: set[int] = set()
-        self._leaves: dict[str, _Leaf] = {}
+        self._leaves: dict[str, tuple[str, Tensor]] = {}
+        """Label and synthetic tensor of all that a gradient may reach, by role."""
         self._terms: list[Tensor] = []
         self._cut: list[str] = []
 
@@ -292,8 +312,8 @@ class _IsolatedCall:
         """Run it, and return its response."""
         try:
             for name, weight in weights_of(self.call.module):
-                role = self.session.path_before(self.call.layer, name)
-                self._register_input(weight, name, self._leaf(role, name, weight))
+                self._leaves.setdefault(self.session.path_before(self.call.layer, name), (name, weight))
+                self._inputs[id(weight)] = weight, name, weight._version
             assert self.call.inputs is not None
             args, kwargs = self._made(self.call.inputs, self.call.layer)
             module, asked = self.call.module, None
@@ -329,10 +349,10 @@ class _IsolatedCall:
         if child.outputs is None:
             raise CannotTellError(child.reason or f"what {name} gives out is not known")
         call = f" (call {number + 1}) " if number else " "
-        label = _relative(name, self.call.layer) + call
+        label = relative_name(name, self.call.layer) + call
         # By name and not by order: another child, or a moved line, does not change the outputs of the others.
         names = self.session.names.layers
-        role = _relative(names.get(name, name), names.get(self.call.layer, self.call.layer)) + call
+        role = relative_name(names.get(name, name), names.get(self.call.layer, self.call.layer)) + call
         flat = flatten_call(args, kwargs)
         if not again:
             self._counts[name] += 1
@@ -380,16 +400,15 @@ class _IsolatedCall:
             return _laid_out(drawn.to(spec.device), stride)
         kind, single = self._recipe(spec, label, shape, stride)
         leaf = self.session.synthetic(kind, single, role, spec.dtype).to(spec.device)
-        with torch.set_grad_enabled(self.session.gradient):
-            entry = None
+        with torch.set_grad_enabled(self.session.options.gradient):
             if spec.dtype.is_floating_point:
-                leaf.requires_grad_(self.session.gradient)
-                entry = self._leaf(role, label, leaf)
+                leaf.requires_grad_(self.session.options.gradient)
+                self._leaves.setdefault(role, (label, leaf))
             # Code may write to its inputs, but not to a leaf of the graph.
             tensor = _laid_out(leaf, stride) if leaf.requires_grad or leaf.stride() != stride else leaf
             if tuple(tensor.shape) != tuple(shape):
                 tensor = tensor.expand(shape) if stride is not None and 0 in stride else tensor.expand(shape).clone()
-        self._register_input(tensor, label, entry)
+        self._inputs[id(tensor)] = tensor, label, tensor._version
         return tensor
 
     def _recipe(
@@ -414,21 +433,10 @@ class _IsolatedCall:
         self._recipes[label] = f"{head} {kind}" + ("" if single == shape else f" of {'x'.join(map(str, single))}")
         return kind, single
 
-    def _leaf(self, role: str, label: str, tensor: Tensor) -> _Leaf:
-        return self._leaves.setdefault(role, _Leaf(label, tensor))
-
-    def _register_input(self, tensor: Tensor, label: str, leaf: _Leaf | None) -> None:
-        self._inputs[id(tensor)] = tensor, label, tensor._version, leaf
-
     # --- what comes out -------------------------------------------------------------------------------------------
 
     def _emit(
-        self,
-        layer: str,
-        label: str,
-        role: str,
-        flat: Flat,
-        defaults: Mapping[str, object] = MappingProxyType({}),
+        self, layer: str, label: str, role: str, flat: Flat, defaults: Mapping[str, object] = MappingProxyType({})
     ) -> None:
         for path, tensor in flat.tensors:
             self._seen.add(id(tensor))
@@ -447,12 +455,12 @@ class _IsolatedCall:
 
     def _passed(self, tensor: Tensor) -> str | None:
         """Return the name of the synthetic tensor that is equal to a tensor; None if it was computed."""
-        given, name, version, _ = self._inputs.get(id(tensor), (None, "", 0, None))
+        given, name, version = self._inputs.get(id(tensor), (None, "", 0))
         if given is tensor:
             return name if tensor._version == version else None
         if type(tensor) is not Tensor or not has_dense_storage(tensor):
             return None
-        for given, name, version, _ in self._inputs.values():
+        for given, name, version in self._inputs.values():
             alike = (given.dtype, given.device, given.shape) == (tensor.dtype, tensor.device, tensor.shape)
             if alike and given._version == version and has_dense_storage(given):  # code may free the memory
                 with statistics.ambient_modes_disabled(), torch.no_grad():
@@ -462,10 +470,7 @@ class _IsolatedCall:
         return None
 
     def _emit_state(
-        self,
-        buffers: Mapping[str, Tensor],
-        inputs: Iterable[tuple[Tensor, str, int, _Leaf | None]],
-        returned: Flat,
+        self, buffers: Mapping[str, Tensor], inputs: Iterable[tuple[Tensor, str, int]], returned: Flat
     ) -> None:
         """Emit the buffers and inputs that the code wrote to."""
         for name, buffer in buffers_of(self.call.module):
@@ -473,7 +478,7 @@ class _IsolatedCall:
             if before is not None and not is_equal(as_bits(buffer), before):  # batch_norm does not increase the version
                 self._computed(f"{name} after", buffer)
         seen = self._seen | {id(tensor) for _, tensor in returned.tensors}
-        for tensor, label, version, _ in inputs:
+        for tensor, label, version in inputs:
             if tensor._version != version and id(tensor) not in seen:
                 self._computed(f"{label} after", tensor)
 
@@ -485,7 +490,7 @@ class _IsolatedCall:
 
     def _add_term(self, role: str, tensor: Tensor) -> None:
         """Add a random projection to the loss at once, as the code may write to the tensor later."""
-        if not self.session.gradient or self.session.of == "outputs":
+        if not self.session.options.gradient or self.session.of == "outputs":
             return
         if not (tensor.requires_grad and tensor.is_floating_point() and tensor.numel()):
             return
@@ -502,19 +507,19 @@ class _IsolatedCall:
             EmittedTensor(where=where, passed=passed, reading=next(computed) if passed is None else None)
             for where, passed in self._emitted
         )
-        unreached = {leaf.label: None for role, leaf in self._leaves.items() if role not in roles}
+        unreached = {label: None for role, (label, _) in self._leaves.items() if role not in roles}
         return IsolatedResponse(
             recipes=self._recipes,
             handed=handed,
             gradient=combined(list(zip(roles, computed, strict=True))) if roles else None,
-            without_gradient=(*unreached, *self._cut) if self.session.gradient and reason is None else (),
+            without_gradient=(*unreached, *self._cut) if self.session.options.gradient and reason is None else (),
             reason=reason,
-            by_names_before=self.session.names_before is not None,
+            by_names_before=self.session.options.names is not None,
         )
 
     def _gradients(self) -> tuple[list[str], list[Tensor], str | None]:
         """Return the names of leaves with a gradient, the gradients, and the reason if there are none."""
-        wanted = {role: leaf.tensor for role, leaf in self._leaves.items() if leaf.tensor.requires_grad}
+        wanted = {role: leaf for role, (_, leaf) in self._leaves.items() if leaf.requires_grad}
         if not self._terms or not wanted:
             return [], [], None
         try:
@@ -571,10 +576,6 @@ def _laid_out(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
             return tensor.clone()  # there are gaps, or repeated elements
         dense *= n
     return torch.empty_strided(tensor.shape, kept, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def _relative(name: str, container: str) -> str:
-    return name if container == ROOT else name.removeprefix(f"{container}.")
 
 
 def _defaults_of(function: Callable[..., Any]) -> Mapping[str, object]:

@@ -42,9 +42,8 @@ def combined(gradients: Sequence[tuple[str, Reading]]) -> Reading:
         if numbers is None or reading.fingerprint is None:
             continue
         norm = (numbers.rms or 0.0) * math.sqrt(numbers.finite)
-        if math.isinf(
-            norm
-        ):  # the squares of its elements are too large for a float: the fingerprint estimates the norm
+        if math.isinf(norm):
+            # The squares of its elements are too large for a float, so the fingerprint estimates the norm.
             norm = math.hypot(*reading.fingerprint)
         scale = norm**-0.75 if norm else 0.0
         signs = seeding.derive(0, f"gradient {role}")
