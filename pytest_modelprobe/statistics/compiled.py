@@ -18,7 +18,6 @@ from pytest_modelprobe._torch import is_wrapped
 from pytest_modelprobe.models import holds_elements
 
 from .fingerprint import project
-from .packed import has_fingerprint
 from .readable import ambient_modes_disabled
 from .reduced import PackedReduction, Reduction
 from .samples import Samples
@@ -59,7 +58,7 @@ def by_kernel(
     if numbers is None:
         return None
     packed = PackedReduction(1, axis, numbers)
-    if samples is None or has_fingerprint(numbers):
+    if samples is None or packed.has_fingerprint:
         return packed
     reduced = packed.computed()  # not finite
     with ambient_modes_disabled():
