@@ -156,6 +156,7 @@ def project(tensor: Tensor, samples: Samples = WHOLE) -> Array:
     >>> project(torch.tensor([3])).shape
     (24,)
     """
+    # The largest magnitude scales all sums, so it is looked for first, and a tensor is read twice.
     largest = torch.zeros((), dtype=torch.float64)
     x = _real(tensor)
     for piece in pieces(x, PIECE) if x.is_floating_point() and x.numel() else ():
