@@ -27,7 +27,6 @@ from .cpu import on_cpu
 from .device import fetch, merged_rows, on_device
 from .fingerprint import project, read
 from .histogram import count, from_counts
-from .packed import has_fingerprint
 from .readable import ABSTRACT, FLOATS, NARROW, ambient_modes_disabled, as_plain_tensor, real
 from .reduced import NO_ELEMENT, Array, PackedReduction, Reduced, Reduction, merged_row
 from .samples import WHOLE, Samples, SeenSamples, samples_of
@@ -163,7 +162,7 @@ def any_nonfinite(reduced: Iterable[Reduction]) -> bool:
     """
     remote = []
     for one in reduced:
-        if isinstance(one, PackedReduction) and has_fingerprint(one.numbers):
+        if isinstance(one, PackedReduction) and one.has_fingerprint:
             continue
         computed = one.computed()
         if computed.row is not None and any(computed.row[1:4]):
