@@ -445,9 +445,9 @@ def results_of(paths: list[Path], *options: str, at: Path = ROOT) -> Iterator[st
 
 
 def environment() -> dict[str, str]:
-    """Return the environment in which the package of this checkout is imported."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    """Return the environment in which the package of this checkout is imported, and no test is left out as long."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "MODELPROBE_LONG": "1"}
 
 
 # --- the page -----------------------------------------------------------------------------------------------------

@@ -474,11 +474,6 @@ def next_hook() -> int | None:
     return getattr(RemovableHandle(OrderedDict()), "id", None)
 
 
-def converted(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Apply ``function`` to each parameter, buffer and gradient, and store the results in them."""
-    _convert(module, function)
-
-
 def _convert_in_place(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         gradient, tensor.grad = tensor.grad, None  # a gradient of another dtype would be refused
@@ -486,9 +481,10 @@ def _convert_in_place(module: nn.Module, function: Callable[[Tensor], Tensor]) -
         tensor.grad = None if gradient is None else function(gradient)
 
 
-_convert: Callable[[nn.Module, Callable[[Tensor], Tensor]], object] = (
+converted: Callable[[nn.Module, Callable[[Tensor], Tensor]], object] = (
     (lambda module, function: module._apply(function)) if _private("torch.nn.Module._apply") else _convert_in_place
 )
+"""Apply a function to each parameter, buffer and gradient of a module, and store the results in them."""
 
 # --- operations, modes and settings -----------------------------------------------------------------------------------
 

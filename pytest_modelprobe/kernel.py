@@ -47,7 +47,7 @@ class Compiled(Protocol):
     ) -> bytes | None:
         """Return the numbers of a tensor, its histogram, the ranges of its units, and its fingerprint.
 
-        See `statistics.packed`. Returns ``None`` if float64 does not hold the squares.
+        See `statistics.reduced.PackedReduction`. Returns ``None`` if float64 does not hold the squares.
 
         Args:
             address: Of the first element.

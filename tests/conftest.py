@@ -16,8 +16,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch._dynamo
+import torch
 from _pytest import fixtures, pytester
+
+if not torch.cuda.is_available():
+    # Without a GPU the kernels in Triton run in its interpreter, which has to be asked for before Triton is imported,
+    # as torch._dynamo does.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch._dynamo
 
 pytest_plugins = ["pytester"]
 
@@ -100,7 +107,16 @@ _parsefactories = fixtures.FixtureManager.parsefactories
 fixtures.FixtureManager.parsefactories = _parse_fixtures  # type: ignore[method-assign]
 
 
-OF_THE_OUTER_RUN = ("BUILD_NUMBER", "CI", "COLUMNS", "GITHUB_", "GITLAB_", "PYTEST_ADDOPTS", "PYTEST_XDIST_")
+OF_THE_OUTER_RUN = (
+    "BUILD_NUMBER",
+    "CI",
+    "COLUMNS",
+    "GITHUB_",
+    "GITLAB_",
+    "PYTEST_ADDOPTS",
+    "PYTEST_XDIST_",
+    "TRITON_INTERPRET",
+)
 
 
 @pytest.fixture(autouse=True)

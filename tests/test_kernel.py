@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pytest_modelprobe import kernel
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.statistics.compiled import set_tables
-from pytest_modelprobe.statistics.packed import unpack
+from pytest_modelprobe.statistics.reduced import PackedReduction
 
 compiled = pytest.mark.skipif(kernel.active is None, reason="the kernel is not compiled")
 
@@ -46,6 +46,12 @@ def drawn(kind, count, seed, scale=1.0, special=()):
 def strided(array, start, shape, strides):
     size = array.itemsize
     return np.lib.stride_tricks.as_strided(array[start:], shape, [step * size for step in strides], writeable=False)
+
+
+def unpack(numbers):
+    found = PackedReduction(1, None, numbers).computed()
+    counts = None if found.histogram is None else found.histogram.numpy()
+    return found.row, found.low, found.high, found.fingerprint, counts
 
 
 def check(found, values, axis=None):

@@ -143,7 +143,7 @@ def _snapshot(structure: Structure, numbers: Mapping[str, Any]) -> StoredSnapsho
         origin=operation_from(numbers.get("origin")),
         gradient_origin=operation_from(numbers.get("gradient_origin")),
         optimizers=structure.optimizers,
-        applied=data.get("applied"),
+        applied=numbers.get("applied"),
         noise=numbers.get("noise"),
         versions=string_dict(numbers.get("versions", {}), "versions"),
     )

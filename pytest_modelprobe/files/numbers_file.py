@@ -47,9 +47,9 @@ def operation_from(data: Any) -> Operation | None:
 
 # The names and types of the fields, as in `architecture_file`.
 _NUMBERS = {
-    "modelprobe": int, "architecture": str, "compared": str, "device": str, "noise": str, "notes": list, "origin": list,
-    "gradient_origin": list, "versions": dict, "columns": list, "gradient columns": list, "keys": dict,
-    layout.RESPONSES: dict, layout.LAYERS: dict,
+    "modelprobe": int, "architecture": str, "compared": str, "device": str, "applied": str, "noise": str,
+    "notes": list, "origin": list, "gradient_origin": list, "versions": dict, "columns": list,
+    "gradient columns": list, "keys": dict, layout.RESPONSES: dict, layout.LAYERS: dict,
 }  # fmt: skip
 
 

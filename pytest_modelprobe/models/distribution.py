@@ -73,9 +73,7 @@ def value_layout(tensor: torch.Tensor) -> str | None:
 
     >>> value_layout(torch.ones(1))
     """
-    if is_distributed(tensor):
-        return layout(tensor)
-    spec = spec_of_local(tensor)
+    spec = cast(Any, tensor) if is_distributed(tensor) else spec_of_local(tensor)
     return None if spec is None else _layout(spec.placements)
 
 

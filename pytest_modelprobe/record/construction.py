@@ -32,22 +32,23 @@ def quickly_made(kind: type[T]) -> type[T]:
     >>> Size(width=3)
     Size(width=3, height=1)
     """
+    own = fields(kind)  # type: ignore[arg-type]
     names: dict[str, Any] = {"MISSING": MISSING}
     lines = []
-    for field in fields(kind):  # type: ignore[arg-type]
+    for field in own:
         names[f"set_{field.name}"] = getattr(kind, field.name).__set__
         value = field.name
         if field.default_factory is not MISSING:
             names[f"make_{field.name}"] = field.default_factory
             value = f"make_{value}() if {value} is MISSING else {value}"
         lines.append(f"    set_{field.name}(self, {value})")
-    parameters = ", ".join(field.name for field in fields(kind))  # type: ignore[arg-type]
+    parameters = ", ".join(field.name for field in own)
     # Text, as in `dataclasses`: a loop over the slots would take longer than what it replaces.
     exec("\n".join([f"def __init__(self, *, {parameters}):", *lines]), names)
     made, written = names["__init__"], kind.__init__
     made.__kwdefaults__ = {
         field.name: field.default
-        for field in fields(kind)  # type: ignore[arg-type]
+        for field in own
         if field.default is not MISSING or field.default_factory is not MISSING
     }
     made.__annotations__, made.__qualname__ = written.__annotations__, written.__qualname__

@@ -27,11 +27,12 @@ import fnmatch
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from pytest_modelprobe.exceptions import SelectionError
+from pytest_modelprobe.text import count
 
 from .naming import ROOT
 
@@ -281,7 +282,7 @@ def _no_selector(element: Any, candidates: Mapping[str, object]) -> str:
 def _nothing_matched(element: Any, candidates: Mapping[str, T], type_name: Callable[[T], str]) -> str:
     if not candidates:
         return f"{_described(element)} matches nothing: there is no layer to select from."
-    none = f"none of {_count(candidates)}"
+    none = f"none of {count(len(candidates), 'layer')}"
     if isinstance(element, str):
         verb = "excludes" if _is_exclusion(element) else "matches"
         return f"{element!r} {verb} {none}; {_glob_hint(element, verb, candidates)}."
@@ -324,7 +325,7 @@ def _near_or_all(text: str, candidates: Mapping[str, object]) -> str:
 def _nothing_left(exclusions: Sequence[str], included: AbstractSet[str]) -> str:
     verb = "leaves" if len(exclusions) == 1 else "leave"
     given = ", ".join(map(repr, exclusions))
-    return f"{given} {verb} none of {_count(included)} included; exclude fewer, or include more."
+    return f"{given} {verb} none of {count(len(included), 'layer')} included; exclude fewer, or include more."
 
 
 def _described(element: Any) -> str:
@@ -334,10 +335,6 @@ def _described(element: Any) -> str:
         return repr(element)
     kind = "type" if isinstance(element, type) else "callable"
     return f"The {kind} {getattr(element, '__name__', type(element).__name__)}"
-
-
-def _count(layers: Sized) -> str:
-    return f"{len(layers):,} layer{'' if len(layers) == 1 else 's'}"
 
 
 def _names(candidates: Mapping[str, object]) -> str:

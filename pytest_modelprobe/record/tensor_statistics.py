@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -126,13 +126,13 @@ class Statistics(NanEqual):
             posinf=self.posinf + other.posinf,
             neginf=self.neginf + other.neginf,
             zeros=self.zeros + other.zeros,
-            min=_least(self.min, other.min),
-            max=_greatest(self.max, other.max),
+            min=_of_both(min, self.min, other.min),
+            max=_of_both(max, self.max, other.max),
             mean=mean if n or m else None,
             deviations=deviations,
-            first_nan=_least(self.first_nan, other.first_nan),
-            first_posinf=_least(self.first_posinf, other.first_posinf),
-            first_neginf=_least(self.first_neginf, other.first_neginf),
+            first_nan=_of_both(min, self.first_nan, other.first_nan),
+            first_posinf=_of_both(min, self.first_posinf, other.first_posinf),
+            first_neginf=_of_both(min, self.first_neginf, other.first_neginf),
         )
 
 
@@ -295,9 +295,6 @@ def estimated_share(a: Sequence[float], b: Sequence[float], count: int) -> float
     return min(1.0, math.dist(a, b) ** 2 / (2 * count)) if count else 0.0
 
 
-def _least(a: Any, b: Any) -> Any:
-    return b if a is None else a if b is None else min(a, b)
-
-
-def _greatest(a: Any, b: Any) -> Any:
-    return b if a is None else a if b is None else max(a, b)
+def _of_both(choose: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+    """Return the smaller or the larger number, or the only one that there is."""
+    return b if a is None else a if b is None else choose(a, b)

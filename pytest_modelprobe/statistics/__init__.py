@@ -28,7 +28,6 @@ from .cpu import on_cpu
 from .device import fetch, merged_rows, on_device
 from .fingerprint import project, read, turned, turned_on_device
 from .histogram import count, from_counts
-from .packed import fingerprint_of, has_fingerprint, with_fingerprint
 from .readable import ABSTRACT, FLOATS, NARROW, ambient_modes_disabled, as_plain_tensor, real
 from .reduced import NO_ELEMENT, Array, PackedReduction, Reduced, Reduction, merged_row
 from .samples import WHOLE, Samples, SeenSamples, samples_of
@@ -172,10 +171,7 @@ def with_signs_of(number: int, one: Reduction) -> Reduction:
     if not number:
         return one
     if isinstance(one, PackedReduction):
-        if not has_fingerprint(one.numbers):
-            return one
-        numbers = with_fingerprint(one.numbers, turned(fingerprint_of(one.numbers), number))
-        return PackedReduction(one.tensors, one.axis, numbers)
+        return one.with_fingerprint(turned(one.fingerprint, number)) if one.has_fingerprint else one
     found = replace(one.computed())
     if found.fingerprint is not None:
         found.fingerprint = turned(found.fingerprint, number)
@@ -193,7 +189,7 @@ def any_nonfinite(reduced: Iterable[Reduction]) -> bool:
     """
     remote = []
     for one in reduced:
-        if isinstance(one, PackedReduction) and has_fingerprint(one.numbers):
+        if isinstance(one, PackedReduction) and one.has_fingerprint:
             continue
         computed = one.computed()
         if computed.row is not None and any(computed.row[1:4]):

@@ -18,7 +18,6 @@ from pytest_modelprobe._torch import is_wrapped
 from pytest_modelprobe.models import holds_elements
 
 from .fingerprint import project
-from .packed import has_fingerprint
 from .readable import ambient_modes_disabled
 from .reduced import PackedReduction, Reduction
 from .samples import Samples
@@ -30,16 +29,17 @@ _KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 
 def by_kernel(
     x: Tensor, axis: int | None, index: int, samples: Samples | None, histogram: bool = False
 ) -> Reduction | None:
-    """Return the reduction of a CPU tensor, or None: it is for torch to compute.
+    """Return the reduction of a CPU tensor, or None if torch has to compute it.
 
-    That is where there is no compiled kernel, of other dtypes, of subclasses and tensors of transforms, of no elements,
-    and of elements above 1e150. No operation of torch is called: a dispatch mode may be active, not a function mode.
+    Torch computes if there is no compiled kernel, if the dtype is not one of the four, if the tensor is a subclass or
+    belongs to a transform, if it has no elements, and if an element is above 1e150. No operation of torch is called
+    here, so a dispatch mode may be active, but no function mode.
 
     Args:
         x: The tensor; it may require a gradient, and modes may be active.
         axis: Axis of the units, counted from the end.
         index: Number of the forward.
-        samples: Those of the forward; None: no fingerprint.
+        samples: The samples of the forward, or `None` if no fingerprint is asked for.
         histogram: Whether to count the elements in bins too.
     """
     if kernel.active is None or (type(x) is not Tensor and type(x) is not Parameter) or not x.is_cpu:
@@ -59,7 +59,7 @@ def by_kernel(
     if numbers is None:
         return None
     packed = PackedReduction(1, axis, numbers)
-    if samples is None or has_fingerprint(numbers):
+    if samples is None or packed.has_fingerprint:
         return packed
     reduced = packed.computed()  # not finite
     with ambient_modes_disabled():
@@ -68,7 +68,7 @@ def by_kernel(
 
 
 def by_kernel_merged(a: Reduction, b: Reduction) -> PackedReduction | None:
-    """Return two reductions together, or None: they are not both of the kernel, or differ in kind."""
+    """Return two reductions together, or None if they are not both of the kernel, or differ in kind."""
     if type(a) is not PackedReduction or type(b) is not PackedReduction or a.axis != b.axis or kernel.active is None:
         return None
     numbers = kernel.active.merge(a.numbers, b.numbers)

@@ -64,7 +64,7 @@ KERNELS = _Kernels()
 
 
 def by_kernels(x: Tensor, axis: int | None, index: int, samples: Samples | None) -> Reduced | None:
-    """Return the reduction of a plain tensor on CUDA, or None: it is for torch to compute; see `by_triton`."""
+    """Return the reduction of a plain tensor on CUDA, or None if torch has to compute it; see `by_triton`."""
     module = KERNELS.module
     if module is None or KERNELS.problem is not None or type(x) is not Tensor:
         return None
@@ -91,16 +91,17 @@ def description() -> str:
 
 
 def by_triton(kernels: ModuleType, x: Tensor, axis: int | None, index: int, samples: Samples | None) -> Reduced | None:
-    """Return the reduction of a plain tensor, or None: it is for torch to compute.
+    """Return the reduction of a plain tensor, or None if torch has to compute it.
 
-    That is of other dtypes, of no elements, and of units that the kernel has no order for.
+    Torch computes if the dtype is not one of `_DTYPES`, if there are no elements, and if the kernel has no order for
+    the units.
 
     Args:
         kernels: The module `triton_kernels`.
         x: The tensor.
         axis: Axis of the units, counted from the end.
         index: Number of the forward.
-        samples: Those of the forward; None: no fingerprint.
+        samples: The samples of the forward, or `None` if no fingerprint is asked for.
     """
     if x.dtype not in _DTYPES or not x.numel() or x.is_neg():
         return None

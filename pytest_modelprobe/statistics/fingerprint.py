@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from pytest_modelprobe.models import as_array
-from pytest_modelprobe.record import estimated_change
 
 from .samples import WHOLE, Samples, mix, shifted, signed
 from .signs import (
@@ -52,17 +51,6 @@ from .signs import (
     turn,
     weights_of_places,
 )
-
-__all__ = [
-    "K",
-    "estimated_change",
-    "project",
-    "project_on_device",
-    "project_rows",
-    "read",
-    "turned",
-    "turned_on_device",
-]
 
 _BYTES = 8  # of a digest
 _SCALE = K**-0.5
@@ -169,6 +157,7 @@ def project(tensor: Tensor, samples: Samples = WHOLE) -> Array:
     >>> project(torch.tensor([3])).shape
     (24,)
     """
+    # The largest magnitude scales all sums, so it is looked for first, and a tensor is read twice.
     largest = torch.zeros((), dtype=torch.float64)
     x = _real(tensor)
     for piece in pieces(x, PIECE) if x.is_floating_point() and x.numel() else ():
@@ -266,7 +255,7 @@ def project_rows(x: Array, hashes: Array) -> Array:
     count, samples = hashes.shape
     length = x.shape[1] // samples
     several = -(-length // COLUMNS)
-    bits = bits_of_rows(hashes, 0, several).reshape(count, -1)
+    bits = bits_of_rows(hashes, several).reshape(count, -1)
     x = x.reshape(count, samples, length)
     if several > 1 and length % COLUMNS:
         x = np.pad(x, ((0, 0), (0, 0), (0, -length % COLUMNS)))

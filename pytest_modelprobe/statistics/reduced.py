@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pytest_modelprobe.record import merge_moments
 
-from .packed import unpack
 from .readable import ambient_modes_disabled
 
 Array = npt.NDArray[Any]
@@ -20,6 +21,13 @@ Array = npt.NDArray[Any]
 Row = tuple[float, ...]
 """Finite elements, NaN, +infinity, -infinity, zeros; the first forward with each of the three that are not finite;
 smallest, largest, mean, and sum of (x - mean)². Infinite where there is none. A `Statistics` takes longer to make."""
+
+_HEADER = struct.Struct("@3B5x6q7d")
+"""How the kernel's numbers begin: whether there is a fingerprint, whether units are float64, whether there is a
+histogram; the number of units; the columns of a `Row`."""
+_NUMBERS = 16
+_REST = _HEADER.size + 8 * _NUMBERS
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)  # numpy makes one of a class at each call
 
 NO_ELEMENT: Row = (0, 0, 0, 0, 0, math.inf, math.inf, math.inf, math.inf, -math.inf, 0.0, 0.0)
 
@@ -65,9 +73,10 @@ class Reduced:
 
 
 class PackedReduction:
-    """The reduction of one tensor, or of several merged, as the compiled kernel returned it.
+    """The reduction of one tensor, or of several merged, as the compiled kernel returned it: in one `bytes` object.
 
-    An object of many fields takes longer to make than the numbers of a small tensor to compute.
+    An object of many fields takes longer to make than the numbers of a small tensor to compute. So the numbers are
+    unpacked when a record is made.
     """
 
     __slots__ = ("axis", "numbers", "tensors")
@@ -79,14 +88,36 @@ class PackedReduction:
         self.axis = axis
         self.numbers = numbers
 
+    @property
+    def has_fingerprint(self) -> bool:
+        """Whether there is a fingerprint: it was asked for, and all elements are finite."""
+        return self.numbers[0] != 0
+
+    @property
+    def fingerprint(self) -> Array:
+        """The fingerprint, without what else there is."""
+        return np.frombuffer(self.numbers, _FLOAT64, _NUMBERS, _HEADER.size)
+
+    def with_fingerprint(self, fingerprint: Array) -> PackedReduction:
+        """Return the same numbers with another fingerprint."""
+        numbers = self.numbers[: _HEADER.size] + fingerprint.tobytes() + self.numbers[_REST:]
+        return PackedReduction(self.tensors, self.axis, numbers)
+
     def computed(self) -> Reduced:
         """Return the same numbers, unpacked."""
-        row, low, high, fingerprint, counts = unpack(self.numbers)
-        histogram = None
-        if counts is not None:
+        packed = self.numbers
+        folded, wide, binned, units, *row = _HEADER.unpack_from(packed)
+        dtype = _FLOAT64 if wide else _FLOAT32
+        size = units * dtype.itemsize
+        start = len(packed) - 2 * size
+        low = high = histogram = None
+        if units:  # by far quicker than to split an array of both
+            low, high = (np.ndarray(units, dtype, packed, where) for where in (start, start + size))
+        fingerprint = self.fingerprint if folded else None
+        if binned:
             with ambient_modes_disabled():
-                histogram = torch.from_numpy(counts.copy())
-        return Reduced(self.tensors, row, None, low, high, self.axis, fingerprint, None, histogram)
+                histogram = torch.from_numpy(np.frombuffer(packed[_REST:start], np.int64).copy())
+        return Reduced(self.tensors, tuple(row), None, low, high, self.axis, fingerprint, None, histogram)
 
 
 Reduction = Reduced | PackedReduction

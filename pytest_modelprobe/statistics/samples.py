@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pytest_modelprobe.models import as_array
+from pytest_modelprobe.models import as_array, as_real
 from pytest_modelprobe.record import batch_sizes
 
 from .readable import ambient_modes_disabled, as_plain_tensor
@@ -211,8 +211,9 @@ def _hashes_by_numpy(batch: Sequence[Array]) -> Array | None:
         return None
     parts = [x if norm is None else _summaries_by_numpy(x, norm) for x, norm in zip(batch, norms, strict=True)]
     found = _row_hashes_by_numpy(parts)
+    known = [some.tolist() for some in (*norms, found) if some is not None]
     # Equal samples have equal norms.
-    return found if any(_are_distinct(some) for some in (*norms, found) if some is not None) else None
+    return found if any(len(set(some)) == len(some) for some in known) else None
 
 
 def _summaries_by_numpy(x: Array, norm: Array) -> Array:
@@ -229,13 +230,9 @@ def _row_hashes_by_numpy(parts: Sequence[Array]) -> Array:
     return mixed(np.add.reduce(hashed, axis=1))
 
 
-def _are_distinct(found: Array) -> bool:
-    return len(set(found.tolist())) == len(found)
-
-
 def _elements_read(tensor: Tensor) -> Tensor:
     """Return elements of each sample, float64 where the device has it, or int64."""
-    x = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    x = as_real(tensor)
     x = x.reshape(len(x), -1)
     x = x[:, :: x.shape[1] // _READ | 1]
     if not x.is_floating_point():

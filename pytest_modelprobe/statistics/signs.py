@@ -56,15 +56,14 @@ def highest_bits(z: Array, width: int) -> Array:
     return np.where((z[:, None] >> places) & np.uint64(1), 1.0, -1.0)
 
 
-def bits_of_rows(hashes: Array, first: int, count: int) -> Array:
-    """Return the bits of rows of samples, shape (samples, count), uint64.
+def bits_of_rows(hashes: Array, count: int) -> Array:
+    """Return the bits of the first rows of samples, shape (samples, count), uint64.
 
     Args:
         hashes: Of the samples, shape (samples,), uint64.
-        first: Number of the first row within a sample.
         count: How many rows of each sample.
     """
-    numbers = np.arange(first + 1, first + 1 + count, dtype=np.uint64) * np.uint64(GAMMA)
+    numbers = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GAMMA)
     return mixed(hashes[..., None] + numbers)
 
 

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 
 from .cpu import on_cpu
-from .fingerprint import K, project, project_rows
+from .fingerprint import project, project_rows
 from .histogram import count_rows
 from .readable import ambient_modes_disabled
 from .reduced import Array, Reduced, row_of_finite
 from .samples import WHOLE, Samples
+from .signs import K
 
 SMALL = 1 << 13
 _MOST = 1 << 18

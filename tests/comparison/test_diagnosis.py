@@ -736,8 +736,9 @@ def chain(*steps: tuple[Reading, Reading], **fields: Any) -> Record:
             finished=end,
             inputs=(value("input", x, source),),
             outputs=(value("output", y),),
-            **(fields if name == "a" else {}),
         )
+        if name == "a":
+            call = dataclasses.replace(call, **fields)
         layers[name] = Layer(name=name, type=f"net.{name}", calls=(call,))
     return Record(model="Net", layers=layers, forwards=1)
 
@@ -774,6 +775,11 @@ def test_a_layer_whose_input_has_no_numbers_is_only_possible() -> None:
 def test_a_layer_that_drew_other_random_numbers_is_no_cause() -> None:
     diagnosis = found(chain((X, OTHER), random="1"), chain((X, Y), random="2"))
     assert diagnosis.causes == ()
+
+
+def test_a_layer_that_drew_the_same_random_numbers_is_the_cause_of_another_output() -> None:
+    diagnosis = found(chain((X, OTHER), random="1"), chain((X, Y), random="1"))
+    assert causes(diagnosis) == [("computation", "a", "")]
 
 
 def test_a_layer_given_another_argument_is_not_the_cause_but_its_caller_is() -> None:
@@ -831,6 +837,13 @@ def test_what_was_passed_on_and_is_computed_now_has_the_change_of_the_run() -> N
     assert (cause.evidence, cause.change) == ("both", pytest.approx(0.1))
 
 
+def test_an_output_of_another_shape_is_the_layer_s_own_though_an_argument_is_named_output() -> None:
+    given = (value("output", X),)
+    longer = (dataclasses.replace(value("output", OTHER), shape=(3,)),)
+    diagnosis = found(chain((X, Y), inputs=given, outputs=longer), chain((X, Y), inputs=given))
+    assert causes(diagnosis) == [("computation", "a", "output")]
+
+
 def test_an_answer_to_another_question_is_not_compared() -> None:
     old = chain((X, Y), response=ANSWER, arguments={"k": 1})
     new = chain((X, Y), response=OTHERWISE, arguments={"k": 2})
@@ -856,13 +869,36 @@ def test_why_the_cause_cannot_be_told_depends_on_how_the_expected_was_measured(n
     assert found(new, dataclasses.replace(old, noise=noise)).unknown == why
 
 
-def test_an_effect_is_told_with_the_attribute_that_has_it() -> None:
-    def with_eps(record: Record, eps: float) -> Record:
-        layer = dataclasses.replace(record["a"], attributes={"eps": eps})
-        return dataclasses.replace(record, layers={**record.layers, "a": layer})
+def with_eps(record: Record, eps: float) -> Record:
+    layer = dataclasses.replace(record["a"], attributes={"eps": eps})
+    return dataclasses.replace(record, layers={**record.layers, "a": layer})
 
+
+def test_an_effect_is_told_with_the_attribute_that_has_it() -> None:
     (cause,) = found(with_eps(chain((X, reading(3.0, 4.5))), 1e-3), with_eps(chain((X, Y)), 1e-5)).causes
     assert (cause.kind, cause.change) == ("attribute", pytest.approx(0.1))
+
+
+def test_an_attribute_has_no_size_where_the_same_inputs_give_the_same_outputs() -> None:
+    old, new = chain((X, Y), response=ANSWER), chain((X, Y), response=OTHERWISE)
+    (cause,) = found(with_eps(new, 1e-3), with_eps(old, 1e-5)).causes
+    assert (cause.kind, cause.change) == ("attribute", None)
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        chain((OTHER, Y), response=OTHERWISE),
+        chain((X, Z), response=OTHERWISE),
+        chain((X, Y), response=OTHERWISE, inputs_known=False),
+        chain((X, Y), response=OTHERWISE, outputs=()),
+    ],
+    ids=["other inputs", "other outputs", "inputs that are not known", "no outputs"],
+)
+def test_an_attribute_has_the_size_of_the_answer_where_the_run_does_not_show_that_it_has_no_effect(new: Record) -> None:
+    old = chain((X, Y), response=ANSWER)
+    cause = found(with_eps(new, 1e-3), with_eps(old, 1e-5)).causes[-1]
+    assert (cause.kind, cause.change) == ("attribute", pytest.approx(0.1**0.5))
 
 
 def test_hundreds_of_added_layers_are_as_many_causes() -> None:
@@ -1268,6 +1304,35 @@ class Flagged(nn.Module):
 
 def refactored(old: Callable[[], nn.Module], new: Callable[[], nn.Module]) -> Diagnosis:
     return rewritten(old, new, PROBE.randn(4, 8))
+
+
+class Halving(nn.Module):
+    def forward(self, x: torch.Tensor, whole: bool = True) -> torch.Tensor:
+        return x if whole else x / 2
+
+
+class HalvingCaller(nn.Module):
+    def __init__(self, **given: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), Halving()
+        self._given = [given]  # a list is no attribute of a record
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x), **self._given[0])
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "text"),
+    [
+        ({}, {"whole": False}, "(root): own code gives b whole False, not the default"),
+        ({"whole": False}, {}, "(root): own code no longer gives b whole"),
+    ],
+)
+def test_of_a_false_that_is_not_the_default_the_caller_alone_is_accused(
+    then: dict[str, bool], now: dict[str, bool], text: str
+) -> None:
+    found = refactored(lambda: HalvingCaller(**then), lambda: HalvingCaller(**now))
+    assert [cause_text(cause) for cause in found.causes] == [text]
 
 
 def test_a_new_attribute_does_not_excuse_the_code_beside_it() -> None:

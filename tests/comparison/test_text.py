@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pytest_modelprobe.comparison.compare import compare
-from pytest_modelprobe.comparison.diagnosis import Cause, Diagnosis, diagnose
+from pytest_modelprobe.comparison.diagnosis import NO_EFFECT, Cause, Diagnosis, diagnose
 from pytest_modelprobe.comparison.differences import Comparison, Difference
 from pytest_modelprobe.comparison.text import cause_text, first_line, grouped, percent, text
 from pytest_modelprobe.record import Layer, Record
@@ -65,6 +65,23 @@ def code(layer: str, what: str = "", **fields: Any) -> Cause:
 )
 def test_the_first_line_says_layer_cause_and_size(diagnosis: Diagnosis, line: str) -> None:
     assert first_line(diagnosis) == line
+
+
+@pytest.mark.parametrize("what", ["path", "renamed", "training", "weight requires_grad"])
+def test_the_change_of_the_output_is_that_of_the_cause_beside_which_no_other_can_move_it(what: str) -> None:
+    other = Cause(kind="architecture", layer="fc", what=what)
+    line = "norm.eps 1e-05 → 1e-06: the model's output changed by 10 %; 2 causes"
+    assert first_line(of(eps("norm"), other, output=0.1)) == line
+
+
+def test_the_change_of_the_output_is_not_that_of_one_cause_where_another_may_move_it() -> None:
+    line = "norm.eps 1e-05 → 1e-06; the model's output changed by 10 %; 2 causes"
+    assert first_line(of(eps("norm"), code("fc"), output=0.1)) == line
+
+
+def test_a_cause_without_an_effect_takes_no_change_of_the_output() -> None:
+    line = "norm.eps 1e-05 → 1e-06: the model's output changed by 10 %; 2 causes"
+    assert first_line(of(eps("norm"), code("fc", hints=(NO_EFFECT,)), output=0.1)) == line
 
 
 def test_where_no_cause_can_be_told_the_first_line_names_what_changed_most() -> None:

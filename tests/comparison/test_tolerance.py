@@ -19,6 +19,7 @@ from pytest_modelprobe.comparison.tolerance import (
     UNKNOWN,
     Direction,
     ValueChange,
+    allows_more,
     change,
     epsilon,
     largest_gradient,
@@ -316,6 +317,18 @@ def test_real_integers_differ_by_about_their_share() -> None:
 def test_without_numbers_nothing_can_be_told() -> None:
     found = change(Reading(reason="a meta tensor"), Reading(reason="a meta tensor"))
     assert (found, found.known, found.differs) == (UNKNOWN, False, False)
+
+
+def test_of_weights_that_changed_after_the_forward_nothing_can_be_told() -> None:
+    changed = Reading(reason="it changed after the forward")
+    assert change(changed, reading(1.0), direction="state") == UNKNOWN
+    assert change(changed, reading(1.0), direction="forward") == GONE
+
+
+def test_of_numbers_the_noise_below_the_floor_is_no_more_noise_but_integers_have_no_floor() -> None:
+    allows = functools.partial(allows_more, direction="forward", dtype="float32", measured=True)
+    assert not allows(reading(1.0, noise=1e-7), reading(1.0, noise=0.0))
+    assert allows(integers("aa", noise=1e-7), integers("aa", noise=0.0))
 
 
 def test_what_one_side_alone_has_differs() -> None:

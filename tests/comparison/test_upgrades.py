@@ -349,6 +349,16 @@ def test_a_buffer_in_no_checkpoint_fails_nothing_and_one_in_it_does() -> None:
     assert "table added: (3,) float32" in map(cause_text, found.causes)
 
 
+def test_a_buffer_in_the_checkpoint_fails_also_beside_one_that_is_in_none() -> None:
+    old, new = Head(nn.ReLU()), Head(nn.ReLU())
+    for head in (old, new):
+        head.register_buffer("positions", torch.ones(3), persistent=False)
+    new.load_state_dict(old.state_dict())
+    new.register_buffer("table", torch.ones(3))
+    found = diagnose(compare(recorded(new, GRAPH[0]), recorded(old, GRAPH[0])))
+    assert [cause_text(cause) for cause in found.causes] == ["table added: (3,) float32"]
+
+
 class Flat(nn.Module):
     """Two stages of an attention and a feed-forward layer, in one list or each in a stage."""
 

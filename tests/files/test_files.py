@@ -43,6 +43,7 @@ from pytest_modelprobe.files import (
     rewritten,
     write,
 )
+from pytest_modelprobe.files.parsing import excerpt
 from pytest_modelprobe.files.readings import number_text, reading_from, reading_text
 from pytest_modelprobe.gate import text as changes
 from pytest_modelprobe.gate import verdict as gate
@@ -1020,6 +1021,15 @@ def test_an_update_takes_the_lines_of_layers_whose_structure_changed() -> None:
     assert decoded(mixed).record[name].attributes == {"eps": 1e-6}
 
 
+def test_an_update_leaves_a_line_of_the_same_content_as_it_is_written() -> None:
+    old = encode(small())
+    spaced = old._replace(architecture=old.architecture.replace('"act": {', '"act":  {'))
+    new = encode(edited(small(), "fc1", attributes={"eps": 1e-6}))
+    mixed = rewritten(new, spaced, set())
+    assert line(mixed.architecture, "fc1") == line(new.architecture, "fc1")
+    assert line(mixed.architecture, "act") == line(spaced.architecture, "act") != line(old.architecture, "act")
+
+
 def test_an_update_that_adds_a_layer_leaves_the_others() -> None:
     record = small()
     added = dataclasses.replace(
@@ -1561,6 +1571,11 @@ def test_a_file_that_is_no_snapshot_is_told(place: Path, content: bytes, message
         read(place)
     assert str(place) in str(caught.value)
     assert place.read_bytes() == content
+
+
+def test_text_of_a_file_stands_in_a_message_with_at_most_sixty_characters() -> None:
+    assert excerpt("a" * 58) == f"'{'a' * 58}'"
+    assert excerpt("a" * 59) == f"'{'a' * 56}..."
 
 
 def test_a_huge_file_is_not_read(place: Path) -> None:

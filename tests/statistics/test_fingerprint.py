@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_modelprobe import kernel, statistics
-from pytest_modelprobe.record import estimated_share
+from pytest_modelprobe.record import estimated_change, estimated_share
 from pytest_modelprobe.statistics import (
     WHOLE,
     collect,
@@ -27,7 +27,8 @@ from pytest_modelprobe.statistics import (
     signs,
     with_signs_of,
 )
-from pytest_modelprobe.statistics.fingerprint import K, estimated_change, pieces, read, turned
+from pytest_modelprobe.statistics.fingerprint import pieces, read, turned
+from pytest_modelprobe.statistics.signs import K
 
 SIZES = [1, 2, 255, 256, 257, 512, 513, 1000, 1024, 1025, 8192, 32_768, 65_535, 65_536, 65_537]
 LARGE = [2**18 + 1, 2**20 - 1, 2**20, 2**20 + 300]  # around a piece
@@ -92,7 +93,7 @@ def signs_of_elements(count):
 def test_the_generator_is_splitmix64():
     outputs = [number for number, _ in zip(splitmix64(1234567), range(3), strict=False)]
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]  # of the reference in C
-    assert signs.bits_of_rows(np.array([1234567], np.uint64), 0, 3).tolist() == [outputs]
+    assert signs.bits_of_rows(np.array([1234567], np.uint64), 3).tolist() == [outputs]
     assert signs.hashes(0, 1)[0] == 0xE220A8397B1DCDAF
 
 
@@ -116,7 +117,7 @@ def test_a_fingerprint_is_the_sum_of_signed_elements(size):
 def test_rows_far_back_have_bits_of_their_own():
     x = torch.zeros(2 * 2**20 + 7)
     x[2**20 + 5] = 1
-    bits = signs.bits_of_rows(np.zeros(1, np.uint64), 4096, 1)[0]
+    bits = signs.bits_of_rows(np.zeros(1, np.uint64), 4097)[0, -1:]
     row = np.zeros((1, 256))
     row[0, 5] = 1
     expected = signs.projected(row * signs.masks()[bits % np.uint64(8)] @ signs.columns(), bits)[0]
@@ -143,7 +144,7 @@ def test_a_generic_difference_is_estimated_to_eighteen_percent(size):
 
 def test_the_signs_keep_every_constant_shift_in_sight():
     columns = np.cumsum(signs.masks()[:, :, None] * signs.columns(), axis=1)  # of the first elements of a row
-    bits = signs.bits_of_rows(np.zeros(1, np.uint64), 0, 20_000)[0]
+    bits = signs.bits_of_rows(np.zeros(1, np.uint64), 20_000)[0]
     of_rows = signs.projected(columns[bits % np.uint64(8), -1], bits)
     before = np.cumsum(of_rows, axis=0) - of_rows
     worst = []

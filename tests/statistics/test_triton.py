@@ -1,10 +1,9 @@
 """The kernels for CUDA, against plain torch in float64: on a GPU where there is one, else in Triton's interpreter.
 
-They need Triton, which comes with torch's CUDA builds. ``tox -e triton`` installs it, and runs them in the interpreter.
+They need Triton, which comes with torch's CUDA builds for Linux. `tests/conftest.py` switches its interpreter on.
 """
 
 import math
-import os
 
 import numpy as np
 import pytest
@@ -13,13 +12,24 @@ import torch
 from pytest_modelprobe.statistics import WHOLE, collect, cuda, merge, reduce, reduce_on_device, samples_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":  # Triton reads it as it is imported
-    pytest.skip("needs Triton and a GPU, or Triton and TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton", reason="needs Triton")
 from pytest_modelprobe.statistics import triton_kernels  # noqa: E402 - it imports Triton
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy computes in the interpreter
-FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+LONG = pytest.mark.long  # the interpreter takes half a second for each
+FLOATS = [
+    pytest.param(torch.float32, marks=LONG),
+    torch.float64,
+    torch.bfloat16,
+    pytest.param(torch.float16, marks=LONG),
+]
+
+
+@pytest.fixture(autouse=True)
+def _computed_by(monkeypatch):
+    """Run each test once: the kernel in C computes nothing that is compared here."""
+    if DEVICE == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # Triton imports more of itself with the first call
 
 
 def draw(*shape, seed=0):
@@ -71,15 +81,15 @@ def test_without_a_fingerprint_they_are_the_same():
     ("shape", "axis"),
     [
         ((1000,), -1),  # a row has elements of each unit once
-        ((12, 256), -1),
-        ((30, 10), -1),
-        ((2, 3, 20, 20), -3),  # one or two units in a row
+        pytest.param((12, 256), -1, marks=LONG),
+        pytest.param((30, 10), -1, marks=LONG),
+        pytest.param((2, 3, 20, 20), -3, marks=LONG),  # one or two units in a row
         ((2, 40, 7, 7), -3),  # seven
-        ((2, 50, 3, 3), -3),  # each unit nine times in a row
+        pytest.param((2, 50, 3, 3), -3, marks=LONG),  # each unit nine times in a row
         ((5, 70), -2),
-        ((3, 1, 9), -2),
+        pytest.param((3, 1, 9), -2, marks=LONG),
         ((), -1),
-        ((6, 4), -3),  # no such axis
+        pytest.param((6, 4), -3, marks=LONG),  # no such axis
     ],
     ids=str,
 )
@@ -87,7 +97,7 @@ def test_units_have_their_range(shape, axis):
     check(draw(math.prod(shape)).reshape(shape), axis=axis)
 
 
-@pytest.mark.parametrize("axis", [-1, -3])
+@pytest.mark.parametrize("axis", [-1, pytest.param(-3, marks=LONG)])
 def test_a_unit_with_a_nan_says_so(axis):
     x = draw(2, 3, 4, 5)
     x[0, 0, 0, 0], x[1, 1, 1, 1], x[0, 2, 2, 2] = math.nan, math.inf, -math.inf
@@ -104,7 +114,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("samples", [WHOLE, None], ids=["fingerprint", "no fingerprint"])
+@pytest.mark.parametrize("samples", [WHOLE, pytest.param(None, marks=LONG)], ids=["fingerprint", "no fingerprint"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout, samples):
     check(LAYOUTS[layout](draw(4, 5, 6, 7)), axis=-3, samples=samples)
@@ -120,16 +130,17 @@ def test_what_is_not_finite_is_counted_apart():
     check(x, index=3)
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf, 0.0])
+@pytest.mark.parametrize("value", [math.nan, pytest.param(-math.inf, marks=LONG), pytest.param(0.0, marks=LONG)])
 def test_nothing_but_one_value(value):
     check(torch.full((700,), value))
 
 
-@pytest.mark.parametrize("magnitude", [1e-42, 1e-30, 3e37])
+@pytest.mark.parametrize("magnitude", [1e-42, pytest.param(1e-30, marks=LONG), pytest.param(3e37, marks=LONG)])
 def test_magnitudes_whose_squares_float32_does_not_hold(magnitude):
     check(draw(900) * magnitude)
 
 
+@LONG
 def test_the_mean_may_be_large_against_the_deviations():
     check(draw(5000) * 1e-2 + torch.linspace(0, 1, 5000) + 1e3)
 
@@ -147,7 +158,9 @@ def test_a_constant_has_no_deviation():
     assert found.statistics.mean == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (3, 300), (6, 40), (3, 2, 1000)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [pytest.param((3, 5), marks=LONG), (3, 300), (6, 40), pytest.param((3, 2, 1000), marks=LONG)], ids=str
+)
 def test_samples_have_their_hashes(shape):
     """Dimension 0 of 6 is the batch of 3, flattened with the next dimension."""
     batch = draw(3, 2, seed=1)

@@ -403,6 +403,6 @@ def _callers(course: Iterable[Step]) -> dict[str, str]:
 
 
 def _side(pair: CallPair, what: str) -> Side:
-    if what in ("input", "output"):
-        return what  # type: ignore[return-value]
-    return "input" if any(v.path == what for v in (*pair.actual.inputs, *pair.expected.inputs)) else "output"
+    # A keyword may be named `output`; what has this name is the output nevertheless.
+    is_input = what != "output" and any(v.path == what for v in (*pair.actual.inputs, *pair.expected.inputs))
+    return "input" if is_input else "output"
