@@ -20,15 +20,15 @@ DifferenceKind = Literal[
     "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
     "buffer persistent", "calls", "source", "interface", "path", "input added", "input removed", "argument", "context",
     "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
-    "gradient", "gradient presence", "parameter gradient", "response gradient", "update presence", "optimizer", "update",
-    "noise", "run",
+    "gradient", "gradient presence", "parameter gradient", "response gradient", "update presence",
+    "optimizer", "update", "noise", "run",
 ]  # fmt: skip
 
 
 BEHAVIOR: frozenset[DifferenceKind] = frozenset({
     "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
-    "gradient", "gradient presence", "parameter gradient", "response gradient", "update presence", "optimizer", "update",
-    "noise", "run",
+    "gradient", "gradient presence", "parameter gradient", "response gradient", "update presence",
+    "optimizer", "update", "noise", "run",
 })  # fmt: skip
 """Kinds of differences of values; the others are of the architecture."""
 
