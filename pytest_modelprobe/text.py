@@ -40,6 +40,15 @@ def number(value: float | None) -> str:
     return f"{value:.4g}"
 
 
+def significant(value: float) -> str:
+    """Return a number with three digits, large ones grouped.
+
+    >>> significant(1000.2), significant(0.012345), significant(65536)
+    ('1,000', '0.0123', '65,500')
+    """
+    return f"{float(f'{value:.3g}'):,.10g}"
+
+
 def json_number(value: Any) -> Any:
     """Return a float that is not finite as text, since strict JSON has none, and any other value as it is."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -42,7 +42,9 @@ from pytest_modelprobe.record import (
     address,
     estimated_change,
     gc_paused,
+    process_group,
     qualified,
+    what_was_applied,
 )
 from pytest_modelprobe.statistics import Reduced, Reduction
 
@@ -96,10 +98,12 @@ def _assembled(
     observed: Observations, which: Which, *, seed: int | None, loss: str | None, before: Mapping[str, ParameterReading]
 ) -> Record:
     chosen = _chosen(observed, which)
+    layers = _Builder(observed, which, chosen, before).layers()
+    parameters = [parameter for layer in layers.values() for parameter in layer.parameters]
     model = next(iter(observed.layers.modules.values()))
     return Record(
         model=original_class(model).__qualname__,
-        layers=_Builder(observed, which, chosen, before).layers(),
+        layers=layers,
         forwards=sum(part.forwards for part in chosen.parts.values()),
         backwards=chosen.backwards,
         device=_device(model, chosen.parts.values()),
@@ -108,6 +112,7 @@ def _assembled(
         notes=(*observed.notes, *chosen.notes),
         step=which if isinstance(which, int) else None,
         optimizers=() if chosen.step is None else tuple(chosen.step.optimizers),
+        applied=None if chosen.step is None or process_group() is not None else what_was_applied(parameters),
         training=observed.training if which == "all" else None,
         profile=_profile(observed, chosen.parts.values()),
         versions={"torch": str(torch.__version__), "numpy": numpy.__version__},

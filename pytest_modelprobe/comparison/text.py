@@ -11,10 +11,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from pytest_modelprobe.record import NOT_DEFAULT, Plain, Record, label_of, qualified
+from pytest_modelprobe.record import AS_THEY_ARRIVED, NOT_DEFAULT, RESET, ROOT, Plain, Record, label_of, qualified
 from pytest_modelprobe.text import Cell, collapsed, count, listed, pattern, printable, table
 
-from .diagnosis import ABSORBED, NO_EFFECT, Cause, Diagnosis
+from .diagnosis import ABSORBED, GRADIENTS, NO_EFFECT, Cause, Diagnosis
 from .differences import Difference
 
 
@@ -37,7 +37,7 @@ def first_line(diagnosis: Diagnosis) -> str:
     sure = bool(diagnosis.causes) and not _only_possible_moved_it(diagnosis)
     found = grouped(diagnosis.causes if sure else diagnosis.possible)
     unchanged = "output unchanged; " if diagnosis.unchanged else ""
-    if unchanged and found and all(cause.change is None and cause.kind != "gradient" for cause, _ in found):
+    if unchanged and found and all(cause.change is None and cause.kind not in _OF_STEP for cause, _ in found):
         return printable(f"{unchanged}structure differs in {_places(found, diagnosis)}")
     if not found:
         worst = max(diagnosis.comparison.differences, key=lambda d: d.change or 0.0, default=None)
@@ -176,6 +176,9 @@ def _other_names(renamed: Mapping[str, str]) -> str:
     return listed([f"{label_of(old)} is called {new}" for old, new in tops.items()], most=3)
 
 
+_OF_STEP = ("gradient", "optimizer", "update")
+"""Kinds of causes that change the step of training and not the output."""
+
 CAUSE_COLUMNS = ("cause", "class", "changed by", "x noise", "seen", "looks like")
 
 
@@ -227,6 +230,11 @@ def cause_text(cause: Cause, label: str | None = None) -> str:
         return f"{label}: {cause.kind} changed{_by(cause.change)} ({what})"
     if cause.kind == "gradient":
         return _gradient(cause, label)
+    if cause.kind == "optimizer":
+        return _optimizer(cause, label, arrow)
+    if cause.kind == "update":
+        manner = cause.hints[0] if cause.hints else f"changed{_by(cause.change)}"
+        return f"updates of {what} {manner}" if layer == ROOT else f"{label}: updates {manner} ({what})"
     return _computation(cause, label)
 
 
@@ -306,6 +314,20 @@ def _gradient(cause: Cause, label: str) -> str:
     return f"{label}: gradient {cause.gradient or 'changed'} {cause.what or 'in its own code'}"
 
 
+def _optimizer(cause: Cause, label: str, arrow: str) -> str:
+    if cause.what == GRADIENTS:
+        now, then = (_applied_text(_value_text(side)) for side in (cause.actual, cause.expected))
+        return f"gradients {now}, not {then}"
+    if cause.what.endswith(" group"):
+        return f"{label}: {cause.what} of the optimizer {arrow}"
+    return f"{cause.what} {arrow}"
+
+
+def _applied_text(applied: str) -> str:
+    words = {AS_THEY_ARRIVED: "applied as they arrived", RESET: "reset before the step"}
+    return words.get(applied, applied.replace("others by", "replaced for"))
+
+
 def percent(change: float | None) -> str:
     """Return a relative change in percent.
 
@@ -353,6 +375,10 @@ def known_change(cause: Cause) -> float | None:
 def _effect(cause: Cause) -> str:
     if cause.effect == "shape":
         return ": its output has another shape"
+    if cause.kind == "optimizer":
+        return f": {listed(cause.hints)}" if cause.hints else ""
+    if cause.kind == "update":
+        return ""
     if cause.kind in ("weights", "buffers", "input", "seed") or cause.change is None or cause.share_method:
         return ""
     noise = _times_noise(cause)

@@ -93,6 +93,8 @@ def class_of(cause: Cause, diagnosis: Diagnosis) -> Class:
         return _class_of_difference(cause.differences[0], diagnosis.comparison) if cause.differences else "structure"
     if cause.gradient in ("updated", "not updated"):
         return "trainable"
+    if cause.kind in ("optimizer", "update"):
+        return "behavior"
     return "structure" if diagnosis.unchanged and cause.change is None else "behavior"
 
 

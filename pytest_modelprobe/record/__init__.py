@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .applied import AS_THEY_ARRIVED, RESET, what_was_applied
 from .call_tree import CallScope, CallTree, Connection, ForwardKind, Step, connections, forward_of
 from .calls import (
     Attention,
@@ -44,10 +45,13 @@ from .tensor_statistics import (
     has_nonfinite,
     is_read,
     merge_moments,
+    proportion,
 )
 
 __all__ = [
+    "AS_THEY_ARRIVED",
     "COMPILED_INSIDE",
+    "RESET",
     "Attention",
     "Call",
     "CallTree",
@@ -98,6 +102,7 @@ __all__ = [
     "layer_table",
     "merge_dimensions",
     "merge_moments",
+    "proportion",
     "nearest",
     "parent",
     "numbers_in",
@@ -110,6 +115,7 @@ __all__ = [
     "select",
     "selected",
     "this_rank",
+    "what_was_applied",
     "with_applied_gradients",
     "with_paths",
     "with_live_run",

@@ -285,6 +285,19 @@ def estimated_change(a: Sequence[float], b: Sequence[float], norm: float | None 
     return distance / norm if norm else math.inf
 
 
+def proportion(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
+    """Return by what factor of ``b`` the fingerprint ``a`` is explained best, and the norm of what is left.
+
+    Fingerprints are sums, so that of a multiple is the multiple, exactly.
+
+    >>> proportion((2.0, 4.0), (1.0, 2.0)), proportion((0.0, 1.0), (1.0, 0.0)), proportion((3.0, 4.0), (0.0, 0.0))
+    ((2.0, 0.0), (0.0, 1.0), (0.0, 5.0))
+    """
+    size = math.fsum(y * y for y in b)
+    factor = math.fsum(x * y for x, y in zip(a, b, strict=True)) / size if size else 0.0
+    return factor, math.hypot(*(x - factor * y for x, y in zip(a, b, strict=True)))
+
+
 def estimated_share(a: Sequence[float], b: Sequence[float], count: int) -> float:
     """Estimate the share of ``count`` integers that differ, from two fingerprints; digests tell exact equality.
 

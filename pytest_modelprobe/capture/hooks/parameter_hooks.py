@@ -94,6 +94,8 @@ class ParameterHooks:
     @not_compiled
     def step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Count a step that an optimizer, of this model or another, is about to take."""
+        if _is_inside_step(optimizer):
+            return
         with self.guard.lock, self.guard, hidden():
             hooks = self._hooks_of(optimizer)
             self.steps.step_begins(optimizer, [hook.held for hook, _ in hooks], self._hooked.values())
@@ -107,6 +109,8 @@ class ParameterHooks:
     @not_compiled
     def step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Note that an optimizer has stepped."""
+        if _is_inside_step(optimizer):
+            return
         with self.guard.lock, self.guard, hidden():
             self.steps.step_ends()
             hooks = self._hooks_of(optimizer)
@@ -182,6 +186,12 @@ class _AccumulatedHook:
 
 def _named(hooks: list[tuple[_ParameterHook, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
     return [(name, parameter) for hook, parameter in hooks for name in hook.names]
+
+
+def _is_inside_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a `step` of the same optimizer runs: torch calls the hooks again for the ``super().step()`` of a class."""
+    frames = (frame for frame, _ in walk_stack(inspect.currentframe()) if frame.f_code.co_name == "step")
+    return any(frame.f_locals.get("self") is optimizer for frame in frames)
 
 
 def _is_stepped_by_scaler() -> bool:

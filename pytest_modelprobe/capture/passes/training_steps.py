@@ -74,7 +74,7 @@ class TrainingSteps:
         """Read parameters before an optimizer changes them, and its gradients unless it computes them itself."""
         step = self.forwards.step
         if self.forwards.keeps_step:
-            if id(optimizer) in self._running:  # its step before raised an error
+            if id(optimizer) in self._running:  # a step of it raised an error
                 self._running.clear()
             self._running.append(id(optimizer))
             if early or not step.before:  # within the step of another, as in ZeRO, it is known

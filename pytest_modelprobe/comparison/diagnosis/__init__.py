@@ -17,18 +17,31 @@ from pytest_modelprobe.comparison.differences import Comparison, Difference, Dif
 from pytest_modelprobe.record import Record
 
 from .backward import gradient_causes
-from .causes import ABSORBED, DRIFT, NO_EFFECT, Cause, CauseKind, Diagnosis, Evidence, by_importance, changes_code
+from .causes import (
+    ABSORBED,
+    DRIFT,
+    GRADIENTS,
+    NO_EFFECT,
+    Cause,
+    CauseKind,
+    Diagnosis,
+    Evidence,
+    by_importance,
+    changes_code,
+)
 from .computation import computation_causes
 from .effects import explained_by, with_absorbed, with_same_elements, with_size_of_effect
 from .harmless import in_run, is_harmless
 from .hints import hints
 from .index import ComparisonIndex
 from .recorded import path_cause, recorded_causes, update_causes
+from .updates import optimizer_causes
 from .weights import all_redrawn, with_weights_folded
 from .zero_factors import layers_behind_zeros
 
 __all__ = [
     "ABSORBED",
+    "GRADIENTS",
     "NO_EFFECT",
     "Cause",
     "CauseKind",
@@ -104,7 +117,11 @@ def _all_causes(index: ComparisonIndex) -> tuple[list[Cause], list[Cause]]:
     computation, possible = computation_causes(index, recorded, explained)
     forward = [with_absorbed(index, with_size_of_effect(index, cause)) for cause in recorded]
     forward += [with_same_elements(index, with_absorbed(index, cause)) for cause in computation]
-    return [*forward, *gradient_causes(index, forward, explained), *update_causes(index)], possible
+    optimizer = optimizer_causes(index)
+    backward = gradient_causes(index, forward, explained)
+    if any(cause.what == GRADIENTS for cause in optimizer):  # those of the run are the ones that the optimizer had
+        backward = [cause for cause in backward if cause.evidence != "propagation"]
+    return [*forward, *backward, *optimizer, *update_causes(index)], possible
 
 
 def _of_selected_layers(
@@ -161,7 +178,7 @@ def _harmless_causes(index: ComparisonIndex, causes: Iterable[Cause]) -> list[Ca
 
 def _without_effect(cause: Cause) -> Cause:
     """Return a cause without its change, for a model whose outputs are the same on these inputs."""
-    if cause.change is None or cause.kind in ("input", "seed", "weights", "buffers"):
+    if cause.change is None or cause.kind in ("input", "seed", "weights", "buffers", "update"):
         return cause
     only = ("not with the inputs of the run",) if cause.evidence == "isolated" else ()
     return cause.with_size(None, effect="", hints=(*cause.hints, *only))

@@ -15,11 +15,17 @@ from pytest_modelprobe.comparison.differences import Comparison, Difference
 from pytest_modelprobe.comparison.tolerance import ValueChange
 from pytest_modelprobe.record import Plain, label_of
 
-CauseKind = Literal["input", "seed", "architecture", "attribute", "weights", "buffers", "computation", "gradient"]
+CauseKind = Literal[
+    "input", "seed", "architecture", "attribute", "weights", "buffers", "computation", "gradient", "optimizer",
+    "update",
+]  # fmt: skip
 Evidence = Literal["recorded", "isolated", "propagation", "both"]
 
 ShareMethod = Literal["counted", "estimated"]
 """How the share of differing entries is known: by counting zeros, or estimated from the fingerprints."""
+
+GRADIENTS = "gradients"
+"""What names the cause that gradients came to the optimizer otherwise than they arrived."""
 
 DRIFT = "drift first visible here"
 """The hint of an output change hardly larger than the changes of the inputs."""
@@ -174,8 +180,8 @@ def worst_first(found: Sequence[Difference]) -> list[Difference]:
 
 
 _WEIGHT: Mapping[CauseKind, int] = {
-    "seed": 0, "input": 1, "computation": 2, "attribute": 3, "architecture": 3, "gradient": 4, "buffers": 5,
-    "weights": 6,
+    "seed": 0, "input": 1, "computation": 2, "attribute": 3, "architecture": 3, "gradient": 4, "optimizer": 5,
+    "update": 6, "buffers": 7, "weights": 8,
 }  # fmt: skip
 
 
@@ -196,7 +202,7 @@ def by_importance(causes: Iterable[Cause], roots: Collection[str]) -> list[Cause
 
     def has_effect(cause: Cause) -> bool:
         """Whether an effect was measured, or a change of this kind always has one."""
-        if cause.kind in ("input", "seed", "gradient") or cause.what.endswith(" requires_grad"):
+        if cause.kind in ("input", "seed", "gradient", "optimizer", "update") or cause.what.endswith(" requires_grad"):
             return True
         if cause.kind in ("attribute", "architecture") and cause.layer in reweighted:
             return True

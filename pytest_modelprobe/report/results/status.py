@@ -20,7 +20,7 @@ STATUSES = (
 
 _OF_CAUSE: dict[CauseKind, str] = {
     "computation": "own code", "gradient": "own code", "architecture": "structure", "attribute": "structure",
-    "weights": "weights", "buffers": "weights",
+    "weights": "weights", "buffers": "weights", "update": "weights",
 }  # fmt: skip
 
 

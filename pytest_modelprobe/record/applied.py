@@ -1,0 +1,82 @@
+"""What became of gradients between the backward pass and the optimizer.
+
+A training loop may clip gradients, unscale them, reset them too early, or replace them. The record of a step has each
+gradient as it arrived and as the optimizer had it. Where it came in several passes, the readings of what arrived add up
+as the gradient itself does, so the two can be compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from pytest_modelprobe.text import significant
+
+from .layer import Parameter
+from .tensor_statistics import proportion
+
+AS_THEY_ARRIVED = "as they arrived"
+RESET = "reset"
+SCALED = "scaled"
+OTHERS = "others"
+
+_EXACT = 1e-3
+"""Of the norm: what rounding and the precision of a fingerprint leave is far below."""
+
+
+class _Applied(NamedTuple):
+    """One gradient as the optimizer had it."""
+
+    factor: float
+    """Times what arrived."""
+    is_multiple: bool
+    """Whether nothing is left beside that."""
+
+
+def what_was_applied(parameters: Iterable[Parameter]) -> str | None:
+    """Return what optimizers had of the gradients that arrived at their parameters; None if it is not known.
+
+    Args:
+        parameters: Those of the record of a step, of one process: ranks average their gradients.
+
+    >>> what_was_applied([])
+    """
+    found = [one for parameter in parameters if (one := _applied(parameter)) is not None]
+    if not found:
+        return None
+    others = [one for one in found if not one.is_multiple]
+    if others:
+        return f"{OTHERS} by {len(others)} of {len(found)} parameters"
+    factors = sorted(one.factor for one in found)
+    factor = factors[len(factors) // 2]
+    if any(abs(one - factor) > _EXACT * abs(factor) for one in factors):
+        return f"{SCALED} by {significant(factors[0])} to {significant(factors[-1])}"
+    if abs(factor - 1) <= _EXACT:
+        return AS_THEY_ARRIVED
+    return RESET if not factor else f"{SCALED} by {_factor_text(factor)}"
+
+
+def _applied(parameter: Parameter) -> _Applied | None:
+    arrived, applied = parameter.gradient, parameter.applied
+    if parameter.group is None or arrived is None or arrived.fingerprint is None or arrived.statistics is None:
+        return None
+    if not arrived.statistics.norm or not math.isfinite(arrived.statistics.norm) or arrived.statistics.nonfinite:
+        return None
+    if applied is None:
+        return _Applied(0.0, is_multiple=True)
+    if applied.fingerprint is None:
+        return None
+    factor, left = proportion(applied.fingerprint, arrived.fingerprint)
+    return _Applied(
+        factor, left <= _EXACT * max(math.hypot(*applied.fingerprint), arrived.statistics.norm * abs(factor))
+    )
+
+
+def _factor_text(factor: float) -> str:
+    """Return a factor, with what it looks like: a scaler divides by powers of two, and clipping makes smaller."""
+    inverse = 1 / factor
+    power = round(math.log2(inverse)) if inverse > 1 else 0
+    if power and abs(inverse - 2**power) <= _EXACT * inverse:
+        return f"1/{2**power} (unscaled)"
+    return f"{significant(factor)}{' (clipped)' if 0 < factor < 1 else ''}"
