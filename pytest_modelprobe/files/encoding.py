@@ -62,7 +62,7 @@ def encode(
     >>> texts = encode(Record(model="Net", layers={"fc1": Layer(name="fc1", type="torch.nn.Linear")}))
     >>> print(texts.architecture, end="")
     {
-    "modelprobe": 3,
+    "modelprobe": 4,
     "model": "Net",
     "mode": "eval",
     "numbers": false,

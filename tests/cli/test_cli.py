@@ -418,7 +418,7 @@ def test_a_deletion_on_one_device_is_declared_alone(git: Git, branch: str, model
     [
         ("{", "is cut off in line 1"),
         ("[]", "is no file of pytest-modelprobe"),
-        ('{"modelprobe": 3, "removed": {}}', "gives no reason"),
+        ('{"modelprobe": 4, "removed": {}}', "gives no reason"),
         ('{"modelprobe": 99, "removed": {}, "reason": "x"}', "was written by a newer pytest-modelprobe"),
     ],
 )
@@ -1304,7 +1304,7 @@ def test_what_did_not_change_is_not_read_and_what_changed_is_read_in_parts(
 
 def test_a_snapshot_of_a_newer_version_is_said_to_be_that(branch: str, modelprobe: Run) -> None:
     path = Path(f"{PATH}.arch.json")
-    path.write_text(path.read_text("utf-8").replace('"modelprobe": 3', '"modelprobe": 99'), "utf-8")
+    path.write_text(path.read_text("utf-8").replace('"modelprobe": 4', '"modelprobe": 99'), "utf-8")
     code, _, err = modelprobe("show", PATH)
     assert code == 2
     assert "99" in err
