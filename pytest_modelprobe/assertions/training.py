@@ -36,6 +36,7 @@ def assert_training_loop(subject: Subject) -> None:
 
     - gradients that are not reset after a step, or to which the loss of another optimizer was added (that of a GAN's
       generator to the discriminator's);
+    - gradients that are reset between the backward and the step, so that at most weight decay is left;
     - an optimizer with the parameters of another copy of the model;
     - training in evaluation mode and evaluation in training mode, if a layer depends on the mode;
     - most steps skipped by a ``GradScaler`` because gradients are not finite;
@@ -102,6 +103,13 @@ def _findings(record: Record, training: Training) -> Iterator[_Finding]:
             steps,
             "Call optimizer.zero_grad() after each step, or before the first backward of the next: also when gradients "
             "are accumulated over several passes.",
+        )
+    if training.emptied:
+        yield _Finding(
+            "gradients were reset between the backward and the step",
+            training.emptied,
+            steps,
+            "The optimizer had none of the gradients that arrived: call zero_grad() after step() or before backward().",
         )
     if training.mixed:
         yield _Finding(

@@ -86,6 +86,8 @@ class Training:
     idle: int = 0
     """Steps before which, other than before others of the same optimizer, a forward in training mode ran without
     gradients; one more if such a forward ran after the last."""
+    emptied: int = 0
+    """Steps before which the gradients of all parameters of the optimizer were set to None after they had arrived."""
     discarded: int = 0
     """Times that gradients were reset before any step was taken."""
     lost: int = 0

@@ -77,6 +77,19 @@ def test_gradients_that_are_never_reset_are_said() -> None:
     )
 
 
+def test_gradients_that_are_reset_before_the_step_are_said() -> None:
+    probe = ModelProbe()
+    model = probe.build(lambda: nn.Linear(3, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    watch = probe.watch(model)
+    for _ in range(3):
+        model(probe.randn(4, 3)).mean().backward()
+        optimizer.zero_grad()
+        optimizer.step()
+    with pytest.raises(AssertionError, match=r"^gradients were reset between the backward and the step: 3 of 3 times"):
+        assert_training_loop(watch)
+
+
 def test_a_reset_that_comes_every_other_step_is_too_seldom() -> None:
     def loop(model: nn.Module) -> None:
         optimizer = sgd(model)

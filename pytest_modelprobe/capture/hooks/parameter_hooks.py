@@ -98,9 +98,12 @@ class ParameterHooks:
             return
         with self.guard.lock, self.guard, hidden():
             hooks = self._hooks_of(optimizer)
-            self.steps.step_begins(optimizer, [hook.held for hook, _ in hooks], self._hooked.values())
+            early = computes_gradients(optimizer, args, kwargs)
+            has_gradients = early or any(parameter.grad is not None for _, parameter in hooks)
+            held = [hook.held for hook, _ in hooks]
+            self.steps.step_begins(optimizer, held, self._hooked.values(), has_gradients=has_gradients)
             if hooks:
-                self.training.step_begins(optimizer, _named(hooks), early=computes_gradients(optimizer, args, kwargs))
+                self.training.step_begins(optimizer, _named(hooks), early=early)
                 if _is_stepped_by_scaler():  # gradients were seen before it took its factor out
                     self.guard.notes["gradients are those of the loss as a GradScaler scaled it"] = None
             else:
@@ -189,7 +192,7 @@ def _named(hooks: list[tuple[_ParameterHook, torch.Tensor]]) -> list[tuple[str, 
 
 
 def _is_inside_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a `step` of the same optimizer runs: torch calls the hooks again for the ``super().step()`` of a class."""
+    """Whether a `step` of the same optimizer runs: for a ``super().step()`` torch calls the hooks once more."""
     frames = (frame for frame, _ in walk_stack(inspect.currentframe()) if frame.f_code.co_name == "step")
     return any(frame.f_locals.get("self") is optimizer for frame in frames)
 

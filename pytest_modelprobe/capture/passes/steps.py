@@ -69,7 +69,7 @@ class Steps:
 
     def __init__(self) -> None:
         self._steps = self._others = self._lookalikes = self._passes = 0
-        self._stale = self._mixed = self._accumulated = self._evaluating = self._discarded = 0
+        self._stale = self._mixed = self._accumulated = self._evaluating = self._discarded = self._emptied = 0
         self._by_optimizer: WeakKeyDictionary[Optimizer, _OptimizerSteps] = WeakKeyDictionary()
         self._optimizer_steps: list[_OptimizerSteps] = []
         self._optimizers: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
@@ -103,6 +103,7 @@ class Steps:
             accumulated=self._accumulated,
             evaluating=self._evaluating,
             idle=irregular,
+            emptied=self._emptied,
             discarded=self._discarded,
             lost=max(0, self._lost),
         )
@@ -168,7 +169,12 @@ class Steps:
             held.began = None
 
     def step_begins(
-        self, optimizer: Optimizer, held: Collection[GradientState], parameters: Collection[nn.Parameter]
+        self,
+        optimizer: Optimizer,
+        held: Collection[GradientState],
+        parameters: Collection[nn.Parameter],
+        *,
+        has_gradients: bool = True,
     ) -> None:
         """Count a step that an optimizer is about to take.
 
@@ -176,12 +182,14 @@ class Steps:
             optimizer: The optimizer.
             held: The gradients of those of its parameters that are hooked.
             parameters: All hooked parameters of the model.
+            has_gradients: Whether one of its parameters has a gradient, or will get one in the step.
         """
         if not held:
             self._others += 1
             self._lookalikes += self._has_same_shapes(optimizer, parameters)
         else:
             self._steps += 1
+            self._emptied += not has_gradients and any(one.passes for one in held)
             self._stale += any(one.stale for one in held)
             self._mixed += any(one.mixed for one in held)
             self._accumulated += self._forwards > 1 and any(one.passes > 1 for one in held)
