@@ -72,7 +72,7 @@ def _summary(index: ComparisonIndex, updates: Sequence[Difference]) -> str:
     """Return what became of the updates, for the cause that explains them."""
     manners: dict[str, int] = {}
     for difference in updates:
-        manner = _manner(index, difference) or "others"
+        manner = _manner(index, difference) or "changed"
         manners[manner] = manners.get(manner, 0) + 1
     total = sum(own.update is not None for own in index.comparison.actual.parameters)
     parts = [f"{manner} in {n} of {count(total, 'parameter')}" for manner, n in _most(manners)]
