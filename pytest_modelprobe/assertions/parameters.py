@@ -211,6 +211,7 @@ _CANCELED = (
 _ZERO = "Its gradient is all zero: the layers after it are dead or zero-initialized."
 _ORIGIN = "assert_grad_finite names where that began."
 _NEVER_UPDATED = "No optimizer has updated it: assert_params_updated says why."
+_NO_BUFFERS = "the record of a step has buffers as the step left them, and not before it; give the watch"
 _LEARNING_RATE = "The learning rate is too {0} for it, or its gradient is."
 
 
@@ -227,6 +228,13 @@ class _Change:
     buffer: bool
     bad_before: bool
     """Whether it was not finite before training."""
+    unknown: str | None = None
+    """Why it is not known whether it changed."""
+
+    @property
+    def now(self) -> Reading:
+        """What training made of it: its values, or what a step added to them if that is not finite."""
+        return self.own.update if self.own.update is not None and has_nonfinite(self.own.update) else self.own.reading
 
     @property
     def is_relative(self) -> bool:
@@ -241,13 +249,14 @@ def assert_frozen(subject: Subject, *, layers: Selector = "**") -> None:
     training mode changes its running statistics without an optimizer.
 
     Args:
-        subject: A watch, or a probe with one, over one or more steps of an optimizer.
+        subject: A watch, or a probe with one, over one or more steps of an optimizer. Or the record of a step, as
+            ``modelprobe.merged(watch)`` makes it of all ranks.
         layers: Which layers are frozen.
 
     Raises:
         AssertionError: A parameter or buffer changed.
         NothingObservedError: The model was not called, nothing in it changed, or the layers have no parameters.
-        UsageError: The subject is a record, which has no training.
+        UsageError: The subject is a record, and not that of a step of training.
 
     >>> import torch
     >>> from torch import nn
@@ -294,7 +303,8 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: 
     """Assert that training changed every parameter that requires a gradient.
 
     Args:
-        subject: A watch, or a probe with one, over one or more steps of an optimizer.
+        subject: A watch, or a probe with one, over one or more steps of an optimizer. Or the record of a step, as
+            ``modelprobe.merged(watch)`` makes it of all ranks.
         layers: Which layers are trained.
         ignore: Globs of full names of parameters that need not change, such as a bias before a norm.
 
@@ -304,7 +314,7 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: 
             zero, that is a `HintWarning`.
         SelectionError: ``ignore`` matches no parameter.
         NothingObservedError: The model was not called, or the layers have no parameters that require a gradient.
-        UsageError: The subject is a record, which has no training.
+        UsageError: The subject is a record, and not that of a step of training.
 
     >>> import torch
     >>> from torch import nn
@@ -364,7 +374,8 @@ def assert_update_ratio(
     that of all steps since the first forward.
 
     Args:
-        subject: A watch, or a probe with one, over one or more steps of an optimizer.
+        subject: A watch, or a probe with one, over one or more steps of an optimizer. Or the record of a step, as
+            ``modelprobe.merged(watch)`` makes it of all ranks.
         low: The minimum.
         high: The maximum.
         layers: Which layers to look at. Parameters that were all zero before training are left out.
@@ -375,7 +386,7 @@ def assert_update_ratio(
             small because the gradient is only rounding is a `HintWarning`.
         SelectionError: ``ignore`` matches no parameter.
         NothingObservedError: The model was not called, or the layers have no parameters that require a gradient.
-        UsageError: The subject is a record; ``low`` is above ``high``.
+        UsageError: The subject is a record, and not that of a step of training; ``low`` is above ``high``.
 
     >>> import torch
     >>> from torch import nn
@@ -465,7 +476,7 @@ def _in_steps(subject: Subject, trained: list[_Change]) -> list[tuple[int | None
 def _changes_of_steps(subject: Subject) -> Iterator[tuple[int | None, _Change]]:
     """Yield the change of each parameter in each step that is kept, with the step's number from 0."""
     source = source_of(subject)
-    for record in () if isinstance(source, Record) else source.steps:
+    for record in (source,) if isinstance(source, Record) else source.steps:
         found = [
             _Change(full_name(layer, own.name), layer, own, _share_added(own.update, own.reading), False, False)
             for layer in record.layers.values()
@@ -479,15 +490,14 @@ def _changes_of_steps(subject: Subject) -> Iterator[tuple[int | None, _Change]]:
 def _reject_unknown(found: Iterable[_Change]) -> None:
     """Raise NothingObservedError for a parameter or buffer that could not be read: whether it changed is not known."""
     for one in found:
-        if one.change is None and one.own.reading.reason is not None:
-            raise NothingObservedError(
-                f"it is not known whether {one.name} changed: {printable(one.own.reading.reason)}; {LEAVE_OUT}"
-            )
+        unknown = one.unknown or one.own.reading.reason
+        if one.change is None and unknown is not None:
+            raise NothingObservedError(f"it is not known whether {one.name} changed: {printable(unknown)}; {LEAVE_OUT}")
 
 
 def _finite(found: list[_Change]) -> list[_Change]:
     """Return the parameters; AssertionError if one is not finite, as it has no norm."""
-    bad = [one for one in found if has_nonfinite(one.own.reading)]
+    bad = [one for one in found if has_nonfinite(one.now)]
     if bad:
         first = bad[0]
         why = (
@@ -498,10 +508,10 @@ def _finite(found: list[_Change]) -> list[_Change]:
             else "Its gradients were finite: look at the learning rate and at what the optimizer divides by."
         )
         raise failed(
-            f"{first.name} is not finite after training: {_bad_counts(first.own.reading)}; "
+            f"{first.name} is not finite after training: {_bad_counts(first.now)}; "
             f"{out_of(len(bad), len(found), 'parameter')}",
             ["parameter", "shape", "not finite", "of its gradient"],
-            [[one.name, str(one.own.shape), *map(_bad_counts, (one.own.reading, one.own.gradient))] for one in bad],
+            [[one.name, str(one.own.shape), *map(_bad_counts, (one.now, one.own.gradient))] for one in bad],
             why,
         )
     return found
@@ -542,16 +552,19 @@ def _changes(subject: Subject, layers: Selector, *, may_be_unchanged: bool = Fal
     NothingObservedError if nothing in the model changed, unless ``may_be_unchanged``.
     """
     source = source_of(subject)
-    if not is_watch(source):
+    if is_watch(source):
+        source.reread()
+        now = record_of(source)
+        before = source.steps[0] if COMPILED_INSIDE in now.notes and source.steps else source.first
+        found = [one for layer in now.layers.values() for one in _of_layer(layer, before.layers.get(layer.name))]
+    elif isinstance(source, Record) and any(own.update is not None for own in source.parameters):
+        now, found = source, list(_of_step(source))
+    else:
         raise UsageError(
-            "a record has no training: give the watch that was open while the optimizer stepped, "
-            "watch = modelprobe.watch(model)"
+            "the record has no step of training: give the watch that was open while the optimizer stepped, "
+            "watch = modelprobe.watch(model), or the record of one of its steps"
         )
-    source.reread()
-    now = record_of(source)
-    before = source.steps[0] if COMPILED_INSIDE in now.notes and source.steps else source.first
     names = {layer.name for layer in selected(now, layers)}
-    found = [one for layer in now.layers.values() for one in _of_layer(layer, before.layers.get(layer.name))]
     if not may_be_unchanged and not any(one.change for one in found):
         raise NothingObservedError(
             "nothing in the model has changed since the first forward: keep the watch open while the optimizer steps"
@@ -578,6 +591,17 @@ def _of_layer(now: Layer, before: Layer | None) -> Iterator[_Change]:
                 change = _relative_change(own.reading, was[own.name].reading)
                 bad_before = has_nonfinite(was[own.name].reading)
                 yield _Change(full_name(now, own.name), now, own, change, kind == "buffer", bad_before)
+
+
+def _of_step(record: Record) -> Iterator[_Change]:
+    """Yield what a step of an optimizer did to each parameter. What no optimizer holds is as it was."""
+    for layer in record.layers.values():
+        for own in layer.parameters:
+            change = 0.0 if own.update is None else _share_added(own.update, own.reading)
+            unknown = None if own.update is None else own.update.reason
+            yield _Change(full_name(layer, own.name), layer, own, change, False, has_nonfinite(own.reading), unknown)
+        for own in layer.buffers:
+            yield _Change(full_name(layer, own.name), layer, own, None, True, False, _NO_BUFFERS)
 
 
 def _share_added(update: Reading, before: Reading) -> float | None:

@@ -71,6 +71,11 @@ def assert_training_loop(subject: Subject) -> None:
     """
     record = record_of(subject)
     training = record.training
+    if training is None and isinstance(subject, Record) and subject.step is not None:
+        raise UsageError(
+            f"the record is of step {subject.step} alone, and the loop is judged by all of them: give the watch, or "
+            "modelprobe.merged(watch.record) for what all ranks did"
+        )
     if training is None and isinstance(subject, Record):
         raise UsageError("the record has no optimizer step: give the watch that was open while the optimizer stepped")
     found = [] if training is None else list(_findings(record, training))

@@ -12,6 +12,17 @@ from .capture import Capture
 from .observed.parameters import ParameterReading, read_parameters
 from .observed.tensors import content_key
 from .options import Options
+from .passes.observed_forwards import ForwardCounts
 from .special.stop import SeenValue
 
-__all__ = ["Capture", "Options", "ParameterReading", "SeenValue", "Which", "assemble", "content_key", "read_parameters"]
+__all__ = [
+    "Capture",
+    "ForwardCounts",
+    "Options",
+    "ParameterReading",
+    "SeenValue",
+    "Which",
+    "assemble",
+    "content_key",
+    "read_parameters",
+]

@@ -62,8 +62,9 @@ from .observed.units import is_pointwise
 from .passes.observed_forwards import Observations, ObservedStep
 from .special.costs import TOTAL, Costs
 
-Which = Literal["all", "first", "last", "evaluations"] | int
-"""Which forwards: all, one, those of a step by its number from 0, or those that are part of no step."""
+Which = Literal["all", "first", "last", "evaluations", "others"] | int
+"""Which forwards: all, one, those of a step by its number from 0, or those that are part of no step: those that no
+backward pass reached, and those whose gradients no step used."""
 
 _CHANGED = "changed after this forward"
 _IN_NO_STEP = "the {} forward is part of no step of training: first_step and steps are those that are"
@@ -142,20 +143,30 @@ def _chosen(observed: Observations, which: Which) -> _Chosen:
         first = newest if step.first is None else step.first
         return _Chosen(parts=parts, backwards=step.backwards, gradients=step.gradients, step=step, first=first)
     if which == "evaluations":
-        return _Chosen(parts=forwards.other_parts())
+        return _Chosen(parts=forwards.evaluated_parts())
+    if which == "others":
+        return _Chosen(
+            parts=forwards.unused_parts(),
+            backwards=forwards.unused_backwards,
+            gradients=forwards.unused_gradients(),
+        )
     forward = forwards.first if which == "first" else forwards.newest
     if which == "all" or forward is None:
         taken = 0 if observed.training is None else observed.training.steps
         skipped = forwards.skipped > max(1, taken)
         steps = "1 step was" if forwards.skipped == 1 else f"{forwards.skipped:,} steps were"
-        note = () if skipped or not forwards.skipped else (_SKIPPED.format(steps),)
+        notes = [] if skipped or not forwards.skipped else [_SKIPPED.format(steps)]
+        counts = forwards.counts
+        if counts.others and observed.training is not None and forwards.count > 1:  # else nothing was trained
+            notes.append(str(counts))
         return _Chosen(
             parts=forwards.all_parts(with_skipped=skipped),
             backwards=observed.backwards,
             gradients=forwards.all_gradients(with_skipped=skipped),
-            notes=note,
+            notes=tuple(notes),
         )
-    in_no_step = forwards.taken and not forward.trained_by
+    is_unused = not forward.trained_by or (which == "first" and forwards.first_is_unused)
+    in_no_step = forwards.taken and is_unused
     return _Chosen(
         parts={forward.kind: Totals.of(forward)},
         backwards=len(forward.backwards),

@@ -56,7 +56,7 @@ from .observed.set_attributes import SetAttributes
 from .observed.tensors import describe
 from .options import Options
 from .passes.backward import BackwardPasses
-from .passes.observed_forwards import Observations, ObservedForwards
+from .passes.observed_forwards import ForwardCounts, Observations, ObservedForwards
 from .passes.steps import Steps
 from .passes.training_steps import TrainingSteps
 from .special.attention import AttentionMode
@@ -145,6 +145,12 @@ class Capture:
     def steps(self) -> int:
         """Steps of training that are kept."""
         return len(self._forwards.taken)
+
+    @property
+    def counts(self) -> ForwardCounts:
+        """How many forwards are part of what."""
+        self._forwards.take_traced()
+        return self._forwards.counts
 
     @property
     def changes(self) -> int:

@@ -414,7 +414,7 @@ def _results_of(item: pytest.Item, comparer: Comparer | None) -> dict[str, Any]:
     observed, figures = item.stash.get(_OBSERVED, []), item.stash.get(_FIGURES, [])
     item.stash[_OBSERVED], item.stash[_FIGURES] = [], []  # records are large
     return observed_data(
-        [Observed(*one) for one in observed],
+        [Observed(one.name, one.kind, one.record, one.error, one.steps, one.findings) for one in observed],
         [Compared(one.given, one.diagnosis, one.expected) for one in (comparer.outcomes if comparer else ())],
         comparer.results() if comparer else (),
         figures,

@@ -35,6 +35,8 @@ class NamedRecord(NamedTuple):
     """The steps of a watch. Each is made when it is read."""
     findings: tuple[str, ...] = ()
     """The findings of other plugins."""
+    forwards: str = ""
+    """How many forwards of a watch are part of steps and of evaluations, if a step was taken."""
 
 
 def named_records(probe: ModelProbe) -> list[NamedRecord]:
@@ -48,7 +50,8 @@ def named_records(probe: ModelProbe) -> list[NamedRecord]:
             found.append(NamedRecord(name, "run", source))
             continue
         try:
-            found.append(NamedRecord(name, "watch", source.record, steps=source.steps))
+            counts = str(source.counts) if source.counts.steps else ""
+            found.append(NamedRecord(name, "watch", source.record, steps=source.steps, forwards=counts))
         except ModelProbeError as error:
             found.append(NamedRecord(name, "watch", None, str(error)))
     return found
@@ -63,7 +66,7 @@ def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[di
 
     with_table = config.stash[SETTINGS].verbose or _is_first_use(config)
     found = []
-    for name, _, record, error, _, others in observed:
+    for name, _, record, error, _, others, forwards in observed:
         if record is None:
             found.append({"name": name, "layers": 0, "calls": 0, "dead": 0, "findings": [error], "table": []})
             continue
@@ -74,7 +77,7 @@ def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[di
                 "name": name,
                 "layers": len(record.layers),
                 "calls": sum(len(layer.calls) for layer in record.layers.values()),
-                "forwards": record.forwards,
+                "forwards": forwards or record.forwards,
                 "findings": said,
                 "eager": any(note.endswith(RUN_EAGERLY) for note in record.notes),
                 "table": layer_table(record) if with_table and record.forwards else [],
@@ -147,7 +150,11 @@ def _lines(nodeid: str, summary: dict[str, Any], *, with_table: bool) -> Iterato
     from pytest_modelprobe.text import count, printable
 
     calls = f"{count(summary['layers'], 'layer')}, {count(summary['calls'], 'call')}"
-    times = f" in {count(summary['forwards'], 'forward')}" if summary.get("forwards", 1) > 1 else ""
+    forwards = summary.get("forwards", 1)
+    if isinstance(forwards, str):
+        times = f", {forwards}"
+    else:
+        times = f" in {count(forwards, 'forward')}" if forwards > 1 else ""
     yield printable(f"{nodeid}: {summary['name']}, {calls}{times}")
     yield from (f"  {printable(finding)}" for finding in summary["findings"])
     if with_table:

@@ -19,6 +19,7 @@ from pytest_modelprobe.exceptions import UsageError
 from .calls import Call, Dimension, Value, batch_sizes
 from .layer import Layer, Parameter
 from .naming import address, qualified
+from .stepping import Stepping
 from .tensor_parallel import MIXED, TENSOR_PARALLEL, Joining
 from .tensor_statistics import Reading, has_nonfinite
 from .together import NOT_REDUCED, OTHER_STEP, SAME_START, demand_alike, demand_equal, mean, once, rms, scaled, together
@@ -65,13 +66,21 @@ def merge_layers(records: Sequence[Record], places: Mapping[str, int], *, mean_l
     if any(note.startswith(MIXED) for record in records for note in record.notes):
         return Merged(records[0], ("usage", 0, _MIXED))
     is_joined = any(note.startswith(TENSOR_PARALLEL) for record in records for note in record.notes)
+    try:
+        stepping = Stepping(records)
+    except AssertionError as error:
+        return Merged(records[0], ("structure", -1, str(error)))
     joining = Joining()
     merging = _Merging(records[:1] if is_joined else records, mean_loss=mean_loss, is_joined=is_joined)
+    merging.is_step = stepping.step is not None
     layers = {}
     for name, place in sorted(places.items(), key=operator.itemgetter(1)):
         have = [(rank, record.layers[name]) for rank, record in enumerate(records) if name in record.layers]
         try:
-            layers[name] = merging.layer([(0, joining.layer(have))] if is_joined else have)
+            demand_alike(have)
+            stepping.demand_alike(have)
+            merged = merging.layer([(0, joining.layer(have))] if is_joined else have)
+            layers[name] = stepping.numbered(merged, have[0][0])
         except AssertionError as error:
             return Merged(records[0], ("structure", place, str(error)))
     notes = dict.fromkeys(note for record in records for note in record.notes)
@@ -83,7 +92,12 @@ def merge_layers(records: Sequence[Record], places: Mapping[str, int], *, mean_l
         notes=(
             *(note for note in notes if not note.startswith(TENSOR_PARALLEL)),
             *((_SAME_INPUTS,) if merging.same_inputs else ()),
+            *stepping.notes,
         ),
+        step=stepping.step,
+        optimizers=tuple(stepping.optimizers),
+        applied=records[0].applied if len({record.applied for record in records}) == 1 else None,
+        training=stepping.training,
         profile=None,
         ranks=len(records),
     )
@@ -135,7 +149,6 @@ class _Merging:
         """Return one layer."""
         first = have[0][1]
         scale = 1 / len(have) if self._mean_loss else 1.0  # ranks that have another stage have no part in its batch
-        demand_alike(have)
         calls: dict[tuple[str, bool, int], list[tuple[int, Call]]] = {}
         for rank, layer in have:
             for call in layer.calls:

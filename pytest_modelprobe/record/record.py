@@ -191,7 +191,8 @@ class Record:
     """In the record of a step: what became of the gradients on their way to the optimizer. ``as they arrived``,
     ``reset``, ``scaled by 0.01``, ``others``, or None if it is not known."""
     training: Training | None = None
-    """What optimizers did, in the record of all forwards of a watch; None: none stepped."""
+    """What optimizers did, in the record of all forwards of a watch; None: none stepped. Of several
+    ranks, each count is the largest."""
     profile: Profile | None = field(default=None, compare=False)
     """What each layer costs, with ``profile=True``; never compared, and not in snapshots."""
     noise: str | None = None

@@ -15,7 +15,7 @@ from typing import Any, overload
 from torch import nn
 
 from pytest_modelprobe._torch import next_hook
-from pytest_modelprobe.capture import Capture, Options, SeenValue, Which, assemble
+from pytest_modelprobe.capture import Capture, ForwardCounts, Options, SeenValue, Which, assemble
 from pytest_modelprobe.exceptions import NothingObservedError, StoppedError, UsageError
 from pytest_modelprobe.interrupts import finished, held
 from pytest_modelprobe.models import Layers, original_class, version
@@ -147,11 +147,20 @@ class Watch:
         return self._record("last")
 
     @property
+    def counts(self) -> ForwardCounts:
+        """How many forwards are part of steps, how many of evaluations, and how many of neither, so far.
+
+        Each forward counts once, so the three add up to ``record.forwards``. Steps that are not kept count too.
+        """
+        return self._capture.counts
+
+    @property
     def steps(self) -> Sequence[Record]:
         """The first steps of training, as many as ``steps=`` says, each with all its forwards and gradients.
 
         A step is taken by an optimizer that holds a parameter of the model. Its forwards are those that a backward pass
-        reached since the step before: one, or several where gradients are accumulated.
+        reached since the step before: one, or several where gradients are accumulated. Forwards whose gradients were
+        reset before that are not among them: see `others`.
         """
         return _StepRecords(self)
 
@@ -160,19 +169,34 @@ class Watch:
         """The first step of training alone: its forwards, gradients as they arrived and as they were applied.
 
         Raises:
-            NothingObservedError: No optimizer that holds a parameter of the model has stepped.
+            NothingObservedError: No optimizer that holds a parameter of the model has stepped, or no step is kept.
         """
         if not self._capture.steps:
+            counts = self.counts
+            if counts.steps:
+                raise NothingObservedError(
+                    f"no step of {self.name} is kept, of {counts.steps:,} that were taken: watch it with steps=1"
+                )
+            seen = f" It saw {counts}." if counts.others or counts.evaluations else ""
             raise NothingObservedError(
                 f"no optimizer with a parameter of {self.name} has stepped while it was watched: read first_step after "
-                "the first step, and keep the watch open while the model is trained"
+                f"the first step, and keep the watch open while the model is trained.{seen}"
             )
         return self._record(0)
 
     @property
     def evaluations(self) -> Record:
-        """All forwards that are part of no step, merged: evaluations, and calls that no backward pass reached."""
+        """All forwards that no backward pass reached, merged: evaluations, and calls of parts of the model."""
         return self._record("evaluations")
+
+    @property
+    def others(self) -> Record:
+        """All forwards that a backward pass reached, and whose gradients no step of an optimizer used, merged.
+
+        The gradients were reset before a step, as those of the first of SAM's two passes are; or the optimizer did not
+        step, because a ``GradScaler`` skipped the step or parameters were changed by hand; or it has not stepped yet.
+        """
+        return self._record("others")
 
     @property
     def kept(self) -> Mapping[str, list[Any]]:
@@ -201,7 +225,7 @@ class Watch:
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
-        return f"<Watch {self.name}: {self._capture.forwards} forwards, {state}>"
+        return f"<Watch {self.name}: {self.counts}, {state}>"
 
     def _check_kept_alone(self, name: str) -> None:
         if self._inside:

@@ -438,3 +438,42 @@ def test_a_lazy_layer_that_is_never_called_is_recorded_without_numbers() -> None
 
 def test_a_parameter_without_elements_cannot_be_updated() -> None:
     assert_params_updated(after_one_step(WithChild(nn.ParameterList([torch.empty(0)]))))
+
+
+def step_of(rate: float, *, trained: int = 2, norm: bool = False) -> Record:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4) if norm else nn.Tanh(), nn.Linear(4, 1))
+    model[1].eval()
+    watch = ModelProbe().watch(model)
+    model(torch.ones(5, 3)).sum().backward()
+    torch.optim.SGD([p for layer in (model[2], model[0])[:trained] for p in layer.parameters()], rate).step()
+    return watch.first_step
+
+
+def test_the_record_of_a_step_says_what_it_updated() -> None:
+    record = step_of(0.1)
+    assert_params_updated(record)
+    assert_update_ratio(record, high=10.0)
+    with pytest.raises(AssertionError, match=r"^0\.weight is not frozen: it changed by .* 2 of 2 parameters"):
+        assert_frozen(record, layers="0")
+
+
+def test_the_record_of_a_step_says_what_it_left_out() -> None:
+    record = step_of(0.1, trained=1)
+    assert_frozen(record, layers="0")
+    with pytest.raises(AssertionError, match=r"^0\.weight was not updated; 2 of 4 parameters looked at"):
+        assert_params_updated(record)
+    with pytest.raises(AssertionError, match=r"^0\.(weight|bias) changed by 0 of its norm, not"):
+        assert_update_ratio(record, high=10.0)
+
+
+def test_an_update_that_is_not_finite_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"is not finite after training: \d+ (-?inf|NaN)"):
+        assert_params_updated(step_of(float("inf")))
+
+
+def test_whether_a_step_changed_buffers_is_not_known() -> None:
+    record = step_of(0.1, trained=1, norm=True)
+    assert_frozen(record, layers="0")
+    with pytest.raises(NothingObservedError, match=r"1\.running_mean changed: the record of a step has buffers as"):
+        assert_frozen(record, layers="1")

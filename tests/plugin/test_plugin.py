@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
@@ -533,6 +534,31 @@ def test_verbose_shows_the_layers_of_every_test(pytester: pytest.Pytester) -> No
     pytester.makepyfile(PASSING + PASSING[PASSING.index("def ") :].replace("test_tiny_net", "test_other"))
     result = pytester.runpytest(*QUIET, "--modelprobe-verbose")
     result.stdout.fnmatch_lines(["*::test_tiny_net: TinyNet*", "  fc1 *", "*::test_other: TinyNet*", "  fc1 *"])
+
+
+def test_verbose_says_what_the_forwards_of_a_watch_are_part_of(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import torch
+        from models import TinyNet
+
+        def test_training(modelprobe):
+            model = modelprobe.build(TinyNet)
+            watch = modelprobe.watch(model)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for step in range(3):
+                model(modelprobe.randn(4, 8)).square().mean().backward()
+                if step < 2:
+                    optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                model(modelprobe.randn(4, 8))
+        """
+    )
+    result = pytester.runpytest(*QUIET, "--modelprobe-verbose", "--modelprobe-json=results.json")
+    counts = "2 forwards in 2 steps, 1 in evaluations, 1 with gradients that no step used"
+    result.stdout.fnmatch_lines([f"*::test_training: TinyNet, 4 layers, 4 calls, {counts}"])
+    assert json.loads((pytester.path / "results.json").read_text())["tests"][0]["runs"][0]["forwards"] == 4
 
 
 def test_a_finding_nobody_asserted_on_is_reported(pytester: pytest.Pytester) -> None:

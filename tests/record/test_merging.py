@@ -7,7 +7,18 @@ import dataclasses
 import pytest
 
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Units, Value
+from pytest_modelprobe.record import (
+    Call,
+    Layer,
+    OptimizerGroup,
+    Parameter,
+    Reading,
+    Record,
+    Statistics,
+    Training,
+    Units,
+    Value,
+)
 from pytest_modelprobe.record.parts import merge_part, merged_of, split
 from pytest_modelprobe.record.together import NOT_REDUCED, OTHER_STEP
 
@@ -192,6 +203,67 @@ def test_a_layer_that_is_frozen_on_one_rank_is_named() -> None:
     free = dataclasses.replace(frozen, requires_grad=True)
     with pytest.raises(AssertionError, match=r"fc\.weight has another requires_grad in \[rank 1\]"):
         Record.merge([record((x,), value("output", x), w) for x, w in ((1.0, free), (2.0, frozen))])
+
+
+def stepped(*groups: OptimizerGroup, layer: str = "fc", group: int | None = 0, **more: object) -> Record:
+    own = dataclasses.replace(weight(reading(1.0)), group=group, update=reading(0.1))
+    one = Layer(name=layer, type="Linear", parameters=(own,))
+    return Record(model="Net", layers={layer: one}, forwards=1, step=0, optimizers=groups, **more)
+
+
+@pytest.mark.parametrize("parts", [0, 2])
+def test_hyperparameters_that_differ_are_named_with_the_rank(parts: int) -> None:
+    records = [stepped(OptimizerGroup(optimizer="SGD", options={"lr": lr, "momentum": 0})) for lr in (0.1, 0.1, 0.2)]
+    with pytest.raises(AssertionError) as failed:
+        in_parts(records, parts) if parts else Record.merge(records)
+    assert str(failed.value) == (
+        "ranks disagree: the optimizer of fc.weight has another lr in [rank 2] than in [rank 0]: 0.2, not 0.1. "
+        "All ranks should train a parameter alike: look at what each gives to its optimizer, and at its scheduler"
+    )
+
+
+def test_a_parameter_that_one_rank_gives_to_no_optimizer_is_named() -> None:
+    sgd = OptimizerGroup(optimizer="SGD")
+    with pytest.raises(AssertionError, match=r"fc\.weight has another optimizer in \[rank 1\].*: none, not SGD\. All"):
+        Record.merge([stepped(sgd), stepped(group=None)])
+
+
+def test_groups_of_stages_are_put_side_by_side() -> None:
+    fast, slow = (OptimizerGroup(optimizer="SGD", options={"lr": lr}) for lr in (0.1, 0.01))
+    merged = Record.merge([stepped(fast), stepped(slow, layer="head"), stepped(fast, layer="tail")])
+    assert merged.optimizers == (fast, slow)
+    assert [parameter.group for parameter in merged.parameters] == [0, 1, 0]
+
+
+def test_of_counts_of_training_the_largest_stands_and_a_note_names_the_ranks() -> None:
+    records = [
+        Record(model="Net", training=Training(steps=3, passes=3, stale=stale, optimizers=1)) for stale in (0, 2, 1)
+    ]
+    merged = Record.merge(records)
+    assert merged.training == Training(steps=3, passes=3, stale=2, optimizers=1)
+    assert merged.notes == ("ranks differ in what their training did: stale 2 in [rank 1], 0 in [rank 0]",)
+
+
+def test_ranks_that_took_other_numbers_of_steps_disagree() -> None:
+    records = [Record(model="Net", training=Training(steps=steps)) for steps in (3, 2)]
+    with pytest.raises(AssertionError) as failed:
+        Record.merge(records)
+    assert str(failed.value) == (
+        "ranks disagree: the training has another number of steps in [rank 1] than in [rank 0]: 2, not 3. "
+        "All ranks take their steps together: look at how many batches each is given, and at what skips a step"
+    )
+
+
+def test_records_of_other_steps_are_not_merged() -> None:
+    with pytest.raises(AssertionError, match=r"the record has another step in .rank 1. than in .rank 0.: 1, not 0"):
+        Record.merge([Record(model="Net", step=0), Record(model="Net", step=1)])
+
+
+def test_a_stage_whose_optimizer_never_stepped_is_told() -> None:
+    merged = Record.merge(
+        [stepped(OptimizerGroup(optimizer="SGD")), dataclasses.replace(stepped(), layers={}, step=None)]
+    )
+    assert (merged.step, merged.notes) == (0, ("[rank 1] took no step: all its forwards are merged with step 0",))
 
 
 def test_gradients_before_averaging_are_not_known_for_all_ranks() -> None:

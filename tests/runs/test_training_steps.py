@@ -12,6 +12,7 @@ from pytest_modelprobe import (
     ModelProbe,
     NothingObservedError,
     UsageError,
+    Watch,
     assert_finite,
     assert_grad_finite,
     assert_same_behavior,
@@ -388,6 +389,139 @@ def test_no_parameter_is_read_in_steps_that_are_not_kept(monkeypatch: pytest.Mon
     monkeypatch.setattr(training_steps, "read_parameters", None)
     optimizer.step()
     assert len(watch.steps) == 1
+
+
+def counted(watch: Watch) -> tuple[int, int, int, int]:
+    """Return how many steps were taken, and how many forwards are in steps, in evaluations and in neither."""
+    counts = watch.counts
+    assert (watch.evaluations.forwards, watch.others.forwards) == (counts.evaluations, counts.others)
+    assert counts.in_steps + counts.evaluations + counts.others == watch.record.forwards
+    if len(watch.steps) == counts.steps:
+        assert sum(step.forwards for step in watch.steps) == counts.in_steps
+    return counts.steps, counts.in_steps, counts.evaluations, counts.others
+
+
+@pytest.mark.parametrize("steps", [0, 1, 9])
+def test_the_first_of_two_passes_of_sam_is_part_of_no_step(steps: int) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = ModelProbe().watch(model, steps=steps)
+    for seed in range(3):
+        model(x(seed)).square().mean().backward()
+        with torch.no_grad():
+            moves = [0.05 * p.grad for p in model.parameters() if p.grad is not None]
+            for parameter, move in zip(model.parameters(), moves, strict=True):
+                parameter.add_(move)
+        optimizer.zero_grad()
+        model(x(seed)).square().mean().backward()
+        with torch.no_grad():
+            for parameter, move in zip(model.parameters(), moves, strict=True):
+                parameter.sub_(move)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert counted(watch) == (3, 3, 0, 3)
+    assert watch.others.backwards == 3
+    assert watch.record.notes == ("3 forwards in 3 steps, 3 with gradients that no step used",)
+    assert repr(watch) == "<Watch Sequential: 3 forwards in 3 steps, 3 with gradients that no step used, open>"
+    if steps:
+        assert watch.first.notes == (
+            "the first forward is part of no step of training: first_step and steps are those that are",
+        )
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_a_step_by_hand_is_no_step_of_an_optimizer(reset: bool) -> None:
+    model = net()
+    watch = ModelProbe().watch(model)
+    for seed in range(3):
+        model(x(seed)).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None if reset else torch.zeros_like(parameter)
+        with torch.no_grad():
+            model.eval()(x(9))
+        model.train()
+    assert counted(watch) == (0, 0, 3, 3)
+    assert watch.others.backwards == 3
+    weight = watch.others["3"].parameters[0]
+    assert weight.gradient is not None
+    assert weight.gradient.tensors == 3
+    with pytest.raises(
+        NothingObservedError, match=r"It saw 3 forwards in evaluations, 3 with gradients that no step used"
+    ):
+        _ = watch.first_step
+
+
+def test_forwards_of_steps_that_a_scaler_skips_are_part_of_no_step() -> None:
+    watch = train_with_a_skipped_step(skipped=3, steps=0).source
+    assert counted(watch) == (0, 0, 0, 3)
+    assert watch.record.notes[-1] == "3 forwards with gradients that no step used"
+    with pytest.raises(AssertionError, match=r"gradient of .* (is not finite|has inf)"):
+        assert_grad_finite(watch.others)
+    assert counted(train_with_a_skipped_step(skipped=2, steps=3).source) == (3, 3, 0, 2)
+
+
+def test_an_averaged_model_is_only_evaluated() -> None:
+    model = net()
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    probe = ModelProbe()
+    trained, averaged = probe.watch(model, steps=2), probe.watch(average)
+    for seed in range(3):
+        optimizer.zero_grad()
+        model(x(seed)).square().mean().backward()
+        optimizer.step()
+        average.update_parameters(model)
+        with torch.no_grad():
+            average(x(9))
+    assert counted(trained) == (3, 3, 0, 0)
+    assert counted(averaged) == (0, 0, 3, 0)
+    with pytest.raises(NothingObservedError, match=r"keep the watch open while .* It saw 3 forwards in evaluations\."):
+        _ = averaged.first_step
+
+
+@pytest.mark.parametrize("kept", [0, 1, 9])
+def test_accumulation_and_evaluations_add_up_and_what_is_left_over_is_in_no_step(kept: int) -> None:
+    model = net()
+    watch = ModelProbe().watch(model, steps=kept)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for part in range(7):
+        model(x(part)).square().mean().backward()
+        if part % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(x(9))
+    assert counted(watch) == (2, 6, 2, 1)
+    assert watch.record.notes == ("6 forwards in 2 steps, 2 in evaluations, 1 with gradients that no step used",)
+    if not kept:
+        with pytest.raises(NothingObservedError, match="no step of Sequential is kept, of 2 that were taken"):
+            _ = watch.first_step
+
+
+def test_the_loss_that_is_thrown_away_may_be_alive_still() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = ModelProbe().watch(model)
+    unused, used = model(x(1)).sum(), model(x(2)).sum()
+    unused.backward()
+    optimizer.zero_grad()
+    used.backward()
+    optimizer.step()
+    model.eval()(x(3))
+    assert counted(watch) == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_forwards_and_backwards_without_an_optimizer_need_no_note(training: bool) -> None:
+    model = net().train(training)
+    watch = ModelProbe().watch(model)
+    for seed in range(2):
+        model(x(seed)).sum().backward()
+    assert counted(watch) == (0, 0, 0, 2)
+    assert watch.record.notes == ()
 
 
 def test_update_ratio_judges_each_step() -> None:

@@ -80,6 +80,8 @@ def test_watch(modelprobe: ModelProbe) -> None:
     assert_type(watch, Watch)
     assert_type(watch.first, Record)
     assert_type(watched(model, steps=2), Watch)
+    assert_type(watch.others, Record)
+    assert_type(watch.counts.in_steps + watch.counts.evaluations + watch.counts.others, int)
     assert_grad_flow(watch)
     assert_training_loop(watch)
     assert_type(modelprobe.architecture(model, torch.empty(2, 3)), Record)

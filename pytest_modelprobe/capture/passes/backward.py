@@ -126,7 +126,7 @@ class BackwardPasses:
 
     def discard_step(self) -> int:
         """Note that the gradients of earlier passes were reset before a step was taken; see `ObservedForwards`."""
-        return self.forwards.discard_step()
+        return self.forwards.discard_step(self._current)
 
     def clear(self) -> None:
         """Forget the gradients of the newest pass, which are kept to be recognized."""

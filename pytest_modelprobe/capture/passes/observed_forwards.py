@@ -1,7 +1,8 @@
-"""Forwards by what they are part of: steps of training, or evaluations and other calls.
+"""Forwards by what they are part of: steps of training, evaluations, or others, whose gradients no step used.
 
-Whether a forward belongs to a step is known late: only a backward pass that reaches it tells. Until then it is
-undecided. What is decided merges into totals, so that memory grows with the number of layers and not of forwards.
+Whether a forward belongs to a step is known late: a backward pass has to reach it, and an optimizer has to step with
+the gradients. Until then it is undecided. Each forward counts once: those of steps, evaluations and others are all.
+What is decided merges into totals, so that memory grows with the number of layers and not of forwards.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -27,6 +29,34 @@ from pytest_modelprobe.capture.observed.parameters import ParameterReading
 from pytest_modelprobe.models import Layers
 from pytest_modelprobe.record import ForwardKind, OptimizerGroup, Training
 from pytest_modelprobe.statistics import Reduction, SeenSamples
+from pytest_modelprobe.text import count
+
+
+class ForwardCounts(NamedTuple):
+    """How many forwards of a watch are part of what. Each is part of one: their sum is `Record.forwards`.
+
+    >>> print(ForwardCounts(in_steps=4, evaluations=1, others=0, steps=2))
+    4 forwards in 2 steps, 1 in evaluations
+    """
+
+    in_steps: int
+    """Forwards of all steps, kept or not."""
+    evaluations: int
+    """Forwards that no backward pass reached."""
+    others: int
+    """Forwards that a backward pass reached, and whose gradients no step used."""
+    steps: int
+    """Steps of training, kept or not."""
+
+    def __str__(self) -> str:
+        parts = [
+            (self.in_steps, f"in {count(self.steps, 'step')}"),
+            (self.evaluations, "in evaluations"),
+            (self.others, "with gradients that no step used"),
+        ]
+        (number, what), *more = [part for part in parts if part[0]] or [(0, "")]
+        first = f"{count(number, 'forward')} {what}".rstrip()
+        return ", ".join([first, *(f"{number:,} {what}" for number, what in more)])
 
 
 class ObservedStep:
@@ -63,6 +93,11 @@ class ObservedStep:
         """Samples of its forwards."""
         self._newest_pass = -1
 
+    @property
+    def count(self) -> int:
+        """Forwards added."""
+        return _count(self.parts) + len(self.forwards)
+
     def add(self, forward: DoneForward) -> None:
         """Add a forward."""
         self.first = forward.index if self.first is None else min(self.first, forward.index)
@@ -88,6 +123,7 @@ class ObservedStep:
         for kind, totals in other.parts.items():
             self.parts.setdefault(kind, Totals()).merge_from(totals, other.number)
         _merge_gradients(self.gradients, other.gradients, other.number)
+        self.backwards += other.backwards
 
     def has_nonfinite_gradient(self) -> bool:
         """Whether the gradient of a parameter is not finite; this reads it from its device."""
@@ -96,10 +132,11 @@ class ObservedStep:
 
 
 class ObservedForwards:
-    """The first forward, the newest, and all others merged, each with the step or the evaluations it is part of.
+    """The first forward, the newest, and all that are over merged, each with what it is part of.
 
-    A forward that a backward pass reached is part of the step that an optimizer takes next. One that no pass can reach
-    any more is an evaluation, or the call of a part of the model.
+    A forward that a backward pass reached is part of the step that an optimizer takes next. If its gradients are reset
+    before that, or if no optimizer has stepped yet, it is one of the others. One that no pass can reach any more is an
+    evaluation, or the call of a part of the model.
 
     Args:
         most_steps: How many steps are kept; those after them are merged.
@@ -121,10 +158,17 @@ class ObservedForwards:
         """Returns the forwards that traced hooks saw since it was called; None: there are none."""
         self.taken_traced = 0
         """How often it returned some."""
+        self.first_is_unused = False
+        """Whether the gradients of the first forward were reset before a step was taken."""
         self._most_steps = most_steps
+        self._later_steps = 0
         self._later = ObservedStep()
+        """The steps that were taken and are not kept, merged."""
+        self._unused = ObservedStep()
+        """Passes with finite gradients that were reset before a step was taken, merged."""
         self._skipped = ObservedStep()
-        self._others: Parts = {}
+        """The same with gradients that were not finite: a step was skipped for them."""
+        self._evaluations: Parts = {}
         self._undecided: list[DoneForward] = []
         self._kinds: Counter[ForwardKind] = Counter()
 
@@ -137,6 +181,15 @@ class ObservedForwards:
     def taken(self) -> list[ObservedStep]:
         """The steps that were kept, in order."""
         return [*self.steps, self.step] if self.step.taken and self.keeps_step else self.steps
+
+    @property
+    def counts(self) -> ForwardCounts:
+        """How many forwards are part of what, so far."""
+        reached = sum(bool(forward.trained_by) for forward in self._unmerged)
+        evaluations = _count(self._evaluations) + len(self._unmerged) - reached
+        others = sum(step.count for step in self._without_step) + (0 if self.step.taken else reached)
+        steps = len(self.steps) + self._later_steps + self.step.taken
+        return ForwardCounts(self.count - evaluations - others, evaluations, others, steps)
 
     def begin(self, kind: ForwardKind, inputs: Iterable[Tensor], *, accumulates: bool = True) -> None:
         """Begin another forward; a step that was taken is over then.
@@ -167,7 +220,7 @@ class ObservedForwards:
         for forward in self.take(self.count) if self.take is not None else ():
             if forward.trained_by and self.step.taken:
                 self._end_step()
-            merge_into(self.step.parts if forward.trained_by else self._others, forward)
+            merge_into(self.step.parts if forward.trained_by else self._evaluations, forward)
             self.count += forward.forwards
             self.taken_traced += 1
 
@@ -180,17 +233,25 @@ class ObservedForwards:
         """Whether no forward before the newest is of that kind."""
         return self._kinds[kind] < 2
 
-    def discard_step(self) -> int:
+    def discard_step(self, backward: int) -> int:
         """Note that the gradients of all passes before the one that runs were reset before a step was taken.
 
         Return how many passes these were if the gradients are not finite, and 0 otherwise.
+
+        Args:
+            backward: Number of the pass that runs.
         """
         if self.step.taken:  # by another optimizer, with part of them
             return 0
+        reached = [one for one in self._undecided if one.trained_by and backward not in one.trained_by]
+        self._undecided = [one for one in self._undecided if one not in reached]
+        for forward in reached:
+            self.step.add(forward)
         discarded, self.step = self.step, ObservedStep(self.step.number + 1)
+        self.first_is_unused |= discarded.first == 0
         skipped = discarded.has_nonfinite_gradient()
         self.skipped += skipped
-        (self._skipped if skipped else self._later).merge_from(discarded)
+        (self._skipped if skipped else self._unused).merge_from(discarded)
         return discarded.backwards if skipped else 0
 
     def parts_of_step(self, step: ObservedStep) -> Parts:
@@ -198,9 +259,23 @@ class ObservedForwards:
         alone = [*step.forwards, *(f for f in self._unmerged if step is self.step and f.trained_by)]
         return _merged(step.parts, alone)
 
-    def other_parts(self) -> Parts:
-        """Return the forwards that are part of no step, merged into copies."""
-        return _merged(self._others, [forward for forward in self._unmerged if not forward.trained_by])
+    def evaluated_parts(self) -> Parts:
+        """Return the forwards that no backward pass reached, merged into copies."""
+        return _merged(self._evaluations, [forward for forward in self._unmerged if not forward.trained_by])
+
+    def unused_parts(self) -> Parts:
+        """Return the forwards that a backward pass reached, and whose gradients no step used, merged into copies."""
+        pending = [] if self.step.taken else [(self.step.number, self.parts_of_step(self.step))]
+        return _together([(0, self._unused.parts), (0, self._skipped.parts), *pending])
+
+    def unused_gradients(self) -> Mapping[str, ParameterGradient]:
+        """Return the gradients of parameters by full name that no step used."""
+        return _gradients_of(self._without_step)
+
+    @property
+    def unused_backwards(self) -> int:
+        """Passes that reached a parameter and whose gradients no step used."""
+        return sum(step.backwards for step in self._without_step)
 
     def all_parts(self, *, with_skipped: bool) -> Parts:
         """Return all forwards, merged into copies.
@@ -213,23 +288,19 @@ class ObservedForwards:
             skipped = {kind: totals.copy() for kind, totals in skipped.items()}
             for totals in skipped.values():
                 totals.drop_gradients()
-        units = [(step.number, self.parts_of_step(step)) for step in (*self.steps, self.step)]
-        units += [(0, self._later.parts), (0, skipped), (0, self.other_parts())]  # the first two have their signs
-        given = [(number, parts) for number, parts in units if parts]
-        if len(given) == 1 and not given[0][0]:
-            return given[0][1]
-        parts: Parts = {}
-        for number, some in given:
-            for kind, totals in some.items():
-                parts.setdefault(kind, Totals()).merge_from(totals, number, final=False)
-        return parts
+        steps = [(step.number, self.parts_of_step(step)) for step in (*self.steps, self.step)]
+        signed = self._later.parts, self._unused.parts, skipped, self.evaluated_parts()
+        return _together([*steps, *((0, parts) for parts in signed)])
 
     def all_gradients(self, *, with_skipped: bool) -> Mapping[str, ParameterGradient]:
         """Return the gradients of parameters by full name, of all passes; see `all_parts`."""
-        found: dict[str, ParameterGradient] = {}
-        for step in (*self.steps, self._later, self.step, *([self._skipped] if with_skipped else [])):
-            _merge_gradients(found, step.gradients, step.number)
-        return found
+        skipped = [self._skipped] if with_skipped else []
+        return _gradients_of([*self.steps, self._later, self._unused, self.step, *skipped])
+
+    @property
+    def _without_step(self) -> list[ObservedStep]:
+        """Passes after which no step was taken, so far."""
+        return [self._unused, self._skipped, *([] if self.step.taken else [self.step])]
 
     @property
     def _unmerged(self) -> list[Forward | DoneForward]:
@@ -244,7 +315,7 @@ class ObservedForwards:
             elif forward.may_be_trained:
                 self._undecided.append(forward)
             else:
-                merge_into(self._others, forward)
+                merge_into(self._evaluations, forward)
 
     def _end_step(self) -> None:
         if self.keeps_step:
@@ -252,7 +323,19 @@ class ObservedForwards:
             self.steps.append(self.step)
         else:
             self._later.merge_from(self.step)
+            self._later_steps += 1
         self.step = ObservedStep(self.step.number + 1)
+
+
+def _count(parts: Parts) -> int:
+    return sum(totals.forwards for totals in parts.values())
+
+
+def _gradients_of(steps: Iterable[ObservedStep]) -> Mapping[str, ParameterGradient]:
+    found: dict[str, ParameterGradient] = {}
+    for step in steps:
+        _merge_gradients(found, step.gradients, step.number)
+    return found
 
 
 def _merge_gradients(into: dict[str, ParameterGradient], others: Mapping[str, ParameterGradient], number: int) -> None:
@@ -261,6 +344,18 @@ def _merge_gradients(into: dict[str, ParameterGradient], others: Mapping[str, Pa
         if known is None:
             known = into[name] = ParameterGradient()
         known.merge_from(gradient, number)
+
+
+def _together(units: Iterable[tuple[int, Parts]]) -> Parts:
+    """Return units merged into copies, each with the signs of its number; what is merged already has its own, of 0."""
+    given = [(number, parts) for number, parts in units if parts]
+    if len(given) == 1 and not given[0][0]:
+        return given[0][1]
+    together: Parts = {}
+    for number, some in given:
+        for kind, totals in some.items():
+            together.setdefault(kind, Totals()).merge_from(totals, number, final=False)
+    return together
 
 
 def _merged(merged: Parts, forwards: Sequence[Forward | DoneForward]) -> Parts:
