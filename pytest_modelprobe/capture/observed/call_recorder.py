@@ -92,7 +92,6 @@ class CallRecorder:
             if outer is not None:
                 outer.unit_axes[seen.shape] = seen.axis
         if self.attention is not None:
-
             with statistics.ambient_modes_disabled():
                 self.attention.observe_returned(running, call, [tensor for _, tensor in outputs.tensors])
         if outputs.opaque and outer is None:
