@@ -171,7 +171,7 @@ def with_signs_of(number: int, one: Reduction) -> Reduction:
     >>> once = reduce(torch.tensor([1.0, 2.0]))
     >>> (twice,) = collect([merge(once, with_signs_of(1, once))])
     >>> f"{math.hypot(*twice.fingerprint) / math.hypot(*collect([once])[0].fingerprint):.1f}"
-    '1.5'
+    '1.1'
     """
     if not number:
         return one

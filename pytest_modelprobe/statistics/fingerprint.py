@@ -278,7 +278,7 @@ def turned(numbers: Array, number: int) -> Array:
     size, and one that has another sign in every second forward would cancel.
 
     >>> turned(project(torch.tensor([3.0])), 1)[:4] * 4
-    array([ 3., -3.,  3., -3.])
+    array([3., 3., 3., 3.])
     """
     signs, order, factor = turn(number)
     found: Array = numbers[order] * signs
