@@ -72,6 +72,7 @@ def _run_on_fakes(
         try:
             state, args, kwargs = map_tensors(fake, (dict(tensors), args, kwargs))
             with mode, products:  # not interruptible, because torch aborts if a mode raises inside some operations
+                # The state has each tied tensor under all its names, so there is nothing left to tie.
                 functional_call(model, state, args, kwargs, tie_weights=False)
         except Exception as error:  # noqa: BLE001 - models may need the contents of tensors
             return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -141,6 +141,7 @@ class SourceMode(TorchFunctionMode):
 
 
 def _source_rank(source: Source | None) -> int:
+    """Return the order of preference: what the model computed, then what is not known, then what it was given."""
     return 1 if source is None else 2 * source.given
 
 

@@ -159,7 +159,7 @@ class Run:
     def varied(self, record: Record) -> Record | None:
         """Return the record of the step with other random numbers, and numbers for parameters that are zero.
 
-        See `LiveRun`.
+        What is zero by initialization, or was dropped by chance, is not zero there. See `LiveRun`.
         """
         with self._started(record) as start:
             if start.obstacle is not None:
@@ -169,6 +169,8 @@ class Run:
             return other._repeated(start=start, woken=True)
 
     def _measured(self, record: Record, start: _Start, each: Parts) -> Record:
+        # The first repeat is unperturbed. If it differs, the run is not repeatable, and that is what perturbed repeats
+        # would measure.
         repeat = self._repeated(repeat=1, start=start)
         where = noise.first_difference(record, repeat)
         if where is not None:
@@ -341,6 +343,8 @@ class Run:
         with ExitStack() as contexts:
             kept = None if start is None else start.state
             state = contexts.enter_context(preserved(self.model) if kept is None else kept)
+            # A run restores the model's own generators, so repeats would begin alike, and a run that draws from them
+            # would pass for repeatable.
             for _ in range(repeat):
                 state.draw()
             contexts.enter_context(self._seeded())

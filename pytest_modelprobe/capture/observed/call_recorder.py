@@ -56,6 +56,7 @@ class CallRecorder:
         call.grad_enabled = torch.is_grad_enabled()
         if any_autocast():
             call.autocast = _autocast_dtype(running.inputs)
+        # An input that another call inside the same layer returned has the unit axis that it had there.
         axes = self.running.stack[-1].unit_axes if self.running.stack else None
         for path, tensor in running.inputs.tensors:
             axis = axes.get(shape_of(tensor)) if axes else None

@@ -80,7 +80,7 @@ class TensorObservation:
         self.number = other.number
         if self.layout != other.layout:
             self.layout = None
-        if self.device == "meta":
+        if self.device == "meta":  # a forward on meta tensors has no numbers, and the other one's stay
             self.device = other.device
         if self.shape != other.shape:
             self.shape = _merged_shape(self.shape, other.shape)

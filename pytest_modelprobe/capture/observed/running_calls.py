@@ -109,6 +109,7 @@ class RunningCalls:
         Returns `None` if the call was never added, since another hook raised before ours ran.
         """
         for i in range(len(self.stack) - 1, -1, -1):
+            # The name is compared too, because a functional call has the frame of the layer around it.
             if self.stack[i].frame is frame and self.stack[i].name == name:
                 running = self.stack[i]
                 del self.stack[i:]

@@ -100,7 +100,7 @@ class StopCheck:
         except Exception as raised:  # noqa: BLE001 - an error of the user's condition, which goes to the user
             error = raised
         if error is not None:
-            self.guard.let_through = error
+            self.guard.let_through = error  # else the guard would keep it, as an error of our own
             _hide_frames()
             raise error
 

@@ -114,6 +114,7 @@ def isolate_repeatedly(
         with torch.set_grad_enabled(options.gradient), interruptible():
             forward()
         calls = [call for call in traced.finish() if call.alone]
+        # A single repeat is followed by no other, and the caller restores the model.
         state = stack.enter_context(preserved(model)) if len(repeats) > 1 else None
         stack.enter_context(without_warnings(options.gradient))
         taken, draws = [], Draws()

@@ -65,18 +65,20 @@ def with_arguments(
 
     if not (plain or came or gone):
         return None
+    # A tensor cannot be left out of a container that has others.
     if len(args) > len(named) or any(name_of(path) in map(name_of, tensors & given) for path in came):
         return None
     changed: dict[str, Any] = {}
     for path in (path for path in plain if path in then):
         value = then[path]
+        # Neither text is replaced, nor an element of a container of tensors.
         if type(value) not in _PLAIN or name_of(path) in map(name_of, tensors & given):
             return None
         changed[path] = value
     for path in (path for path in (*came, *plain) if path not in then and path not in gone):
         parameter = parameters.get(name_of(path))
         if name_of(path) not in found or (parameter is not None and parameter.default is parameter.empty):
-            return None
+            return None  # a parameter without a default cannot be left out
         del found[name_of(path)]
     for path in gone:
         if (made := make(path)) is None:
@@ -87,6 +89,7 @@ def with_arguments(
             found[name_of(path)] = value
         elif not path.isidentifier() and not _POSITION.match(path):
             return None
+    # Arguments behind the first one that was left out are passed by keyword.
     by_position = 0
     while by_position < len(args) and named[by_position] in found:
         by_position += 1
