@@ -90,6 +90,7 @@ def stacked_axis(owner: nn.Module, parameter: Tensor) -> int | None:
 
 
 _OF_UNITS = ("torch.nn.modules.conv", "torch.nn.modules.linear", "torch.nn.utils.parametrize")
+"""Modules of torch with classes whose weights may have a slice for each unit."""
 
 
 def _axis(module: nn.Module, rule: str | None, shape: Sequence[int], inherited: int | None) -> int | None:
