@@ -1,4 +1,8 @@
-"""Runs of a model: watched, repeated, with noise, on fake tensors, and of each layer in isolation."""
+"""Runs of a model: watched, repeated, with noise, on fake tensors, and of each layer in isolation.
+
+`capture` observes whatever a model does. Here it is decided what the model does: what it is called with, in which
+state, how often, and what is restored afterwards. Outside a watch, a run leaves no trace on the model.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """`compiled=` of a watch: whether compiled code that holds the model runs eagerly, or stays compiled.
 
-Code that stays compiled runs no Python at a layer, so options that need Python there are refused.
+Hooks that are added to compiled code are ignored by default, so the code runs eagerly while it is watched. Code that
+stays compiled runs no Python at a layer, so options that need Python there are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Compiled = Literal["eager", "inside"]
 
 
 def is_inside(compiled: Compiled, options: Options, *, stops: bool = False) -> bool:
-    """Return whether hooks are traced into compiled code; UsageError where another option was asked for with it.
+    """Return whether hooks are traced into compiled code. Raises `UsageError` if another option forbids it.
 
     >>> is_inside("eager", Options(attention=True)), is_inside("inside", Options())
     (False, True)
@@ -43,7 +44,7 @@ def is_inside(compiled: Compiled, options: Options, *, stops: bool = False) -> b
 
 @functools.cache
 def compiles_hooks() -> bool:
-    """Return whether `torch.compile` traces a hook on a tensor into a graph, as torch 2.6 does not."""
+    """Return whether `torch.compile` traces a hook on a tensor into a graph. Torch 2.6 does not."""
 
     def hooked(x: torch.Tensor) -> torch.Tensor:
         y = x + 1
@@ -53,6 +54,6 @@ def compiles_hooks() -> bool:
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.compiler.set_stance("default"):
             torch.compile(hooked, backend="eager", fullgraph=True)(torch.ones(1, requires_grad=True))
-    except Exception:  # noqa: BLE001 - its class is private
+    except Exception:  # noqa: BLE001 - the class of the compiler's error is private
         return False
     return True

@@ -1,4 +1,8 @@
-"""The layer that cut the graph of a loss without a gradient."""
+"""The layer that cut the graph of a loss without a gradient.
+
+Torch says only that the loss requires no gradient. The record of the forward knows for each value whether it requires
+one, and so which layer was given a graph and returned none.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from pytest_modelprobe.record import CallTree, Record, Step
 def detaching_call(record: Record) -> Step | None:
     """Return the innermost call whose own code cut the output of the model off from what requires a gradient.
 
-    None: the output requires a gradient, or nothing that it is computed of does.
+    Returns `None` if the output requires a gradient, or if nothing that it is computed of does.
     """
     step = next((step for step in CallTree(record).started if step.outermost), None)
     if step is None or not _detaches(step):

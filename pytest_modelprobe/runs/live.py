@@ -1,6 +1,7 @@
 """What is asked of a run or a watch after its record was made: isolated responses, and noise.
 
-A record is plain data and outlives the model. It holds its run or watch weakly, and a note says so where it is gone.
+These take as long as several forwards, so they are computed only when a comparison or a snapshot needs them. A record
+is plain data and outlives the model. So it holds its run or watch weakly, and gets a note if that is gone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Place = tuple[str, bool, str, int]
 
 @dataclass(frozen=True, slots=True)
 class IsolationRequest:
-    """Which responses are asked for; see `LiveRun.isolated`."""
+    """Which responses are asked for. See `LiveRun.isolated` for what each field means."""
 
     like: Record
     names: NamesBefore | None = None
@@ -37,9 +38,10 @@ class WeakLiveRun(Generic[S]):
     Args:
         source: The run or watch.
         gone: The note for a record whose source does not exist any more.
-        isolated: Takes the source, a record and a request; returns the record with isolated responses.
-        measured: Takes the source and a record, returns the record with noise. None: noise cannot be measured.
-        varied: Takes the source and a record, returns that of the run with other zeros. None: there is none.
+        isolated: Takes the source, a record and a request, and returns the record with isolated responses.
+        measured: Takes the source and a record, and returns the record with noise. `None` if noise cannot be measured.
+        varied: Takes the source and a record, and returns the record of a run with other random numbers and without
+            parameters that are zero. `None` if there is no such run.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class WeakLiveRun(Generic[S]):
         return with_live_run(self._measured(source, record), self)
 
     def varied(self, record: Record) -> Record | None:
-        """Return the record of the run with other random numbers, and none that are zero at first."""
+        """Return the record of the run with other random numbers, and without parameters that are zero."""
         source = self._source()
         return None if self._varied is None or source is None else self._varied(source, record)
 
@@ -91,7 +93,7 @@ def responses_of(record: Record) -> dict[Key, IsolatedResponse]:
 
 
 def expected_calls(request: IsolationRequest) -> dict[Key, Call]:
-    """Return the calls whose arguments are taken, of a record of one forward; empty: each takes its own."""
+    """Return the calls of a record of one forward whose arguments are taken, or none if each call takes its own."""
     return {} if request.own_arguments else {(layer.name, call.index): call for layer, call in request.like.calls}
 
 

@@ -1,4 +1,8 @@
-"""The loss of a run: the user's function of the output, or a fixed random projection of it."""
+"""The loss of a run: the user's function of the output, or a fixed random projection of it.
+
+The projection reaches every output with its own gradient. A sum would not do: behind a softmax or a normalization it is
+constant, and its gradients are only rounding.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from pytest_modelprobe.models import as_real, flatten, lacks_memory, parts, seed
 Loss = Callable[[Any], torch.Tensor] | Literal["random"]
 
 _CACHE = re.compile(r"past_key_values?|(\w+_)?cache(_params)?|\w*Cache")
-"""Names of fields, and of types, that are caches of a decoder."""
+"""Matches names of fields, and of types, that are caches of a decoder."""
 
 
 class NoGradientError(UsageError):
@@ -22,7 +26,7 @@ class NoGradientError(UsageError):
 
 
 def check_loss(loss: object) -> None:
-    """Raise `UsageError` unless ``loss`` is a function, ``"random"`` or None."""
+    """Raise `UsageError` unless ``loss`` is a function, ``"random"`` or `None`."""
     __tracebackhide__ = True
     if loss is not None and loss != "random" and not callable(loss):
         raise UsageError(f"loss is a function of the output, 'random' or None; got {loss!r}")
@@ -32,8 +36,8 @@ def loss_of(output: Any, loss: Loss, *, seed: int) -> torch.Tensor:
     """Return the loss of an output: a real scalar that requires a gradient.
 
     Raises:
-        NoGradientError: It has no gradient.
-        UsageError: The function returned something else than a scalar.
+        NoGradientError: The loss has no gradient.
+        UsageError: The function did not return a scalar.
 
     >>> loss_of(torch.ones(2, requires_grad=True), torch.sum, seed=0).item()
     2.0
@@ -73,9 +77,10 @@ def loss_of(output: Any, loss: Loss, *, seed: int) -> torch.Tensor:
 def random_loss(output: Any, *, seed: int) -> torch.Tensor | None:
     """Return a random projection of all floating outputs, each divided by the square root of its size.
 
-    The weights are drawn from the position among the floating outputs, not from the path: the same tensors have the
-    same loss in a tuple, a dict or alone. A cache is ignored if there are other outputs, since models return it on
-    request only. A complex output counts as its real and imaginary parts. None: no floating output requires a gradient.
+    The weights are drawn from the position among the floating outputs, not from the path, so that the same tensors have
+    the same loss in a tuple, a dict or alone. A cache is ignored if there are other outputs, since models return it on
+    request only. A complex output counts as its real and imaginary parts. Returns `None` if no floating output requires
+    a gradient.
 
     >>> x = torch.ones(2, 3, requires_grad=True)
     >>> bool(random_loss(x, seed=0) == random_loss({"logits": x, "past_key_values": (x, x)}, seed=0))

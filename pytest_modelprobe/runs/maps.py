@@ -1,6 +1,7 @@
 """Maps over positions: the outputs of a layer, and where they raise the score of a target (Grad-CAM).
 
-The figures are drawn elsewhere, from the tensors that these functions return.
+Both need a forward of a `Run`, so they are here. The figures are drawn elsewhere, from the tensors that these functions
+return.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ def grad_cam(run: Run, layer: str, target: Target) -> tuple[str, Tensor, Tensor]
                 f"{name} runs without gradients, which grad_cam needs: in torch.no_grad(), or in a checkpoint "
                 "with use_reentrant=True"
             )
+        # The graph begins here, so that the backward pass goes no further than this layer.
         seen.append(output.detach().requires_grad_())
-        return seen[-1].clone()  # which what follows may change in place
+        return seen[-1].clone()  # a copy, because the layers that follow may write to it
 
     with run._prepared(), torch.enable_grad(), interruptible():
         handle = module.register_forward_hook(cut)

@@ -1,4 +1,11 @@
-"""The origin of values that are not finite: the operation and the line of the model's source."""
+"""The origin of values that are not finite: the operation and the line of the model's source.
+
+Hooks see only what layers return. To find the operation, the model runs once more, under a function mode that looks at
+each call of torch. That is slow, so it is done only if a value was not finite.
+
+An infinity may be meant, as the ``-inf`` of an attention mask is. So only a kind of value (NaN, infinity of one sign)
+that no input of an operation has counts as made by it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +44,7 @@ class OriginMode(TorchFunctionMode):
     """Finds the first torch operation that returns a NaN, or an infinity of some sign, that none of its inputs has.
 
     A constant is an input too, as in ``masked_fill(mask, -inf)``. If an infinity comes first, the first operation that
-    returns a NaN is added.
+    returns a NaN is reported too.
     """
 
     def __init__(self) -> None:
@@ -50,7 +57,7 @@ class OriginMode(TorchFunctionMode):
         if self._complete:
             return func(*args, **kwargs)
         before = flatten_call(args, kwargs)
-        had, ranges = _kinds(before), _ranges(before)  # before the call: it may write in place
+        had, ranges = _kinds(before), _ranges(before)  # read before the call, which may write in place
         output = func(*args, **kwargs)
         new = _kinds(flatten("", output)) - had
         if new and (self.found is None or "nan" in new):
@@ -85,18 +92,18 @@ class SourceMode(TorchFunctionMode):
     run, or if it is negative and computed from zeros and ones alone, as in ``mask.log()``.
 
     Args:
-        held: Address in memory → source for the values that a tensor held before the run.
+        held: Sources of the values that tensors held before the run, by address in memory.
         running: Returns the innermost layer that is running.
     """
 
     def __init__(self, held: Mapping[int, Source], running: Callable[[], str]) -> None:
         super().__init__()
         self._held, self._running = held, running
-        # By address, which views share; each with a tensor, so that the address is not reused.
+        # By address, which views share. Each is kept with a tensor, so that the address is not used again.
         self._known: dict[int, tuple[torch.Tensor, dict[str, Source | None]]] = {}
 
     def sources(self, tensor: torch.Tensor) -> dict[str, Source | None]:
-        """Return which kinds are in a tensor, each with its source; None if it is not known."""
+        """Return which kinds are in a tensor, each with its source, or `None` if the source is not known."""
         kinds = _kinds(flatten("", tensor))
         if not kinds:
             return {}
@@ -123,7 +130,8 @@ class SourceMode(TorchFunctionMode):
                 coming[kind] = min(source, coming.get(kind, source), key=_source_rank)
         of_mask = _is_mask(before)
         output = func(*args, **kwargs)
-        for _, tensor in (*flatten("", output).tensors, *before.tensors):  # it may have written in place
+        # The inputs are looked at again, as the operation may have written to them.
+        for _, tensor in (*flatten("", output).tensors, *before.tensors):
             kinds = _kinds(flatten("", tensor))
             if kinds:
                 new = {kind: dataclasses.replace(made, given=of_mask and kind == "-inf") for kind in kinds}
@@ -133,6 +141,7 @@ class SourceMode(TorchFunctionMode):
 
 
 def _source_rank(source: Source | None) -> int:
+    """Return the order of preference: what the model computed, then what is not known, then what it was given."""
     return 1 if source is None else 2 * source.given
 
 
@@ -144,7 +153,7 @@ def _is_mask(flat: Flat) -> bool:
 
 
 def find_origin(forward: Callable[[], Any]) -> Operation | None:
-    """Run ``forward`` and return the first operation that made a value not finite; None if no torch call did."""
+    """Run ``forward`` and return the first operation that made a value not finite, or `None` if no torch call did."""
     mode = OriginMode()
     with mode:
         forward()
@@ -152,17 +161,17 @@ def find_origin(forward: Callable[[], Any]) -> Operation | None:
 
 
 def find_gradient_origin(make_loss: Callable[[], torch.Tensor]) -> Operation | None:
-    """Run forward and backward; return the operation whose backward first made a gradient not finite.
+    """Run forward and backward, and return the operation whose backward first made a gradient not finite.
 
-    All nodes of the graph are hooked, as anomaly detection reports a NaN but not the infinity before it. It is used
-    only to keep the lines of the forward with the nodes.
+    All nodes of the graph are hooked, because torch's anomaly detection reports a NaN but not the infinity before it.
+    Anomaly detection is used only to keep the lines of the forward with the nodes.
     """
     found: list[Operation] = []
 
     def hook_of(node: Node) -> Callable[..., None]:
         def hook(given: tuple[torch.Tensor | None, ...], taken: tuple[torch.Tensor | None, ...]) -> None:
             made = frozenset() if found else _kinds(flatten("", given))
-            if made:  # for the first time, so its own gradient was finite
+            if made:  # it is the first node with one, so the gradient that it was given is finite
                 kinds = " and ".join(sorted(kind.replace("nan", "NaN") for kind in made))
                 detail = f"which made {kinds} of a finite gradient"
                 found.append(Operation(name=node.name(), location=_forward_line(node), detail=detail))
@@ -194,8 +203,8 @@ def graph_nodes(start: Node | None) -> Iterator[Node]:
 
 
 def _forward_line(node: Node) -> str | None:
-    """Return the model's line that made a node: anomaly detection keeps the stack with it."""
-    metadata = cast("dict[str, list[str]]", node.metadata)  # annotated as a method
+    """Return the model's line that made a node. Anomaly detection keeps the stack with the node."""
+    metadata = cast("dict[str, list[str]]", node.metadata)  # torch annotates it as a method
     for entry in reversed(metadata.get("traceback_", [])):
         path, _, rest = entry.strip().removeprefix('File "').partition('", line ')
         if path.startswith(_OURS):
@@ -206,11 +215,11 @@ def _forward_line(node: Node) -> str | None:
 
 
 def _model_line(frame: FrameType | None) -> str | None:
-    """Return file and line of the innermost frame of the model: one that is neither torch's nor Python's."""
+    """Return file and line of the innermost frame of the model, which is neither torch's nor Python's."""
     for caller, line in traceback.walk_stack(frame):
         path = caller.f_code.co_filename
         if path.startswith(_OURS):
-            return None  # torch's own modules alone: our callers are no part of the model
+            return None  # the model is made of torch's own modules, and what called us is no part of it
         if _is_model_code(path):
             return f"{Path(path).name}:{line}"
     return None

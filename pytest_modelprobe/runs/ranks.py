@@ -1,6 +1,7 @@
 """Exchange the records of all ranks through the store of their process group, without a collective.
 
-Each of the first ranks merges some layers of all records: the time of a rank does not grow with ranks times layers.
+Each of the first ranks merges some layers of all records, so that the time of a rank does not grow with the number of
+ranks times layers.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from pytest_modelprobe._torch import default_store
 from pytest_modelprobe.record import Record, parts, process_group, this_rank
 
 _turns = itertools.count()
-"""Numbers the exchanges of this process: every rank makes the same ones, in the same order."""
+"""Numbers the exchanges of this process. Every rank makes the same ones in the same order, so the numbers agree."""
 
 
 def merged(record: Record, *, mean_loss: bool = True, timeout: float = 60) -> Record:
-    """Return the records of all ranks as one; each rank has to call it.
+    """Return the records of all ranks as one. Each rank has to call it.
 
     Args:
-        record: Of this rank.
+        record: The record of this rank.
         mean_loss: See `Record.merge`.
         timeout: Seconds to wait for the other ranks.
     """
@@ -52,7 +53,7 @@ class _Exchange:
         self._store.set(self._key(name), zlib.compress(json.dumps(data).encode()))
 
     def take(self, names: Iterable[str]) -> list[dict[str, Any]]:
-        """Return what has these names, once all are there."""
+        """Return the data under these names, once all are there."""
         keys = [self._key(name) for name in names]
         self._store.wait(keys, self._timeout)
         return [json.loads(zlib.decompress(self._store.get(key))) for key in keys]

@@ -1,8 +1,8 @@
 """`Run`: one forward of a model, and a backward, that can be repeated and leaves no trace.
 
 A snapshot asks for more than one run: noise is measured by repeats on perturbed numbers, and each layer is called
-alone. All of these start from the same state, which `_prepared` sets up and restores. What a repeat needs is kept here;
-the model itself is referenced weakly.
+alone. All of these must start from the same state, which `_prepared` sets up and restores. What a repeat needs is kept
+here. The model itself is referenced weakly, so that a probe does not keep a model alive that the test has dropped.
 """
 
 from __future__ import annotations
@@ -73,16 +73,16 @@ class _Start:
     """What everything that is repeated begins with."""
 
     obstacle: str | None = None
-    """Why nothing can be repeated."""
+    """Why nothing can be repeated, or `None`."""
     state: ModelState | None = None
     parameters: dict[str, ParameterReading] | None = None
     """Parameters and buffers by full name, before anything is perturbed."""
 
 
 class Run:
-    """One `ModelProbe.run`: a forward, and a backward, that can be repeated; the model is restored after each.
+    """One `ModelProbe.run`: a forward, and a backward, that can be repeated. The model is restored after each.
 
-    It references its model weakly. Only the probe keeps it, and with it the inputs.
+    It references its model weakly. Only the probe keeps the run, and with it the inputs.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Run:
         self.device, self.seed = device, seed
         self.options, self.isolate = options, isolate
         self._model = weakref.ref(model)
-        # Repeats use the contexts of the first run.
+        # Repeats happen later, maybe in other contexts, and have to use those of the first run.
         self._grad_enabled = torch.is_grad_enabled()
         self._autocast = autocast_states((device.type, "cpu"))
         self._settings: list[Any] = []
@@ -132,10 +132,11 @@ class Run:
     # --- repeated for a record ------------------------------------------------------------------------------------
 
     def isolated(self, record: Record, request: IsolationRequest) -> Record:
-        """Fill in the `IsolatedResponse` of each call, see `LiveRun`."""
+        """Fill in the `IsolatedResponse` of each call; see `LiveRun`."""
         if not self.isolate:
             return record
-        # For a few layers no noise is measured, so weights do not matter, and reading them all would take longest.
+        # If only some layers are asked for, no noise is measured. Then the real weights do not matter, and reading them
+        # all would take longest.
         with self._started(None if request.only else record) as start:
             if start.obstacle is not None:
                 return with_note(record, f"no layer was called alone: {start.obstacle}")
@@ -143,7 +144,7 @@ class Run:
         return with_responses_of_one_forward(record, responses)
 
     def measured(self, record: Record) -> Record:
-        """Fill in the noise of each reading and response, see `noise`."""
+        """Fill in the noise of each reading and response; see `noise`."""
         with self._started(record) as start:
             reason = start.obstacle
             if reason is None:
@@ -156,7 +157,10 @@ class Run:
         return with_note(record, f"no noise was measured: {reason}")
 
     def varied(self, record: Record) -> Record | None:
-        """Return the record of the step with other random numbers and woken parameters, see `LiveRun`."""
+        """Return the record of the step with other random numbers, and numbers for parameters that are zero.
+
+        What is zero by initialization, or was dropped by chance, is not zero there. See `LiveRun`.
+        """
         with self._started(record) as start:
             if start.obstacle is not None:
                 return None
@@ -165,6 +169,8 @@ class Run:
             return other._repeated(start=start, woken=True)
 
     def _measured(self, record: Record, start: _Start, each: Parts) -> Record:
+        # The first repeat is unperturbed. If it differs, the run is not repeatable, and that is what perturbed repeats
+        # would measure.
         repeat = self._repeated(repeat=1, start=start)
         where = noise.first_difference(record, repeat)
         if where is not None:
@@ -194,8 +200,8 @@ class Run:
         """Return the responses of a record with their noise."""
         if not responses:
             return {}
-        # Calls of one class with equal responses have equal noise: a synthetic tensor does not depend on the layer.
-        # Where a layer around a buffer may have written to it, calls of the layer are not left out: others read it.
+        # Calls of one class with equal responses have equal noise, because a synthetic tensor does not depend on the
+        # layer. But a layer that may have written to a buffer inside it is always called, as other layers read it.
         written = [name for name, layer in record.layers.items() if any(b.after is not None for b in layer.buffers)]
         around = {name[:at] for name in written for at, letter in enumerate(name) if letter == "."}
         first: dict[tuple[object, ...], Key] = {}
@@ -237,9 +243,9 @@ class Run:
     def _started(self, record: Record | None) -> Iterator[_Start]:
         """Keep the state of the model, to which all that is repeated within the block returns.
 
-        Without a record, parameters may have changed since.
+        Given a record, nothing is repeated if parameters have changed since. Without one, they may have.
         """
-        model = self._model()  # held until the end
+        model = self._model()  # held until the end of the block
         if model is None:
             yield _Start("the model is gone: keep it in a variable until the record is compared")
             return
@@ -269,7 +275,10 @@ class Run:
     def _repeated(
         self, move: noise.Perturbation | None = None, *, start: _Start, repeat: int = 0, woken: bool = False
     ) -> Record:
-        """Return the record of the step once more: what noise and other zeros change shows in readings alone."""
+        """Return the record of the step once more.
+
+        It leaves out what is not compared: kept tensors, costs and histograms.
+        """
         options = dataclasses.replace(self.options, keep=(), profile=False, histograms=False)
         return self._observed(options, move, repeat=repeat, start=start, woken=woken)[0]
 
@@ -284,7 +293,7 @@ class Run:
     ) -> tuple[Record, Mapping[str, list[Any]]]:
         """Return the record of one step, perturbed by ``move``, and the tensors kept.
 
-        In repeat ``repeat``, the model's own random generators start in another state, as in another process.
+        In each ``repeat``, the model's own random generators start in a different state, as in another process.
         """
         __tracebackhide__ = True
         with self._prepared(repeat, start=start) as state, Capture(Layers(self.model), options) as capture:
@@ -297,7 +306,8 @@ class Run:
                 capture.parameters = start.parameters
             if move is not None:
                 move.parameters(self.model)
-                capture.sample_inputs = flatten_call(self.args, self.kwargs)  # not as they are perturbed
+                # Samples are known by their inputs, so these must not be the perturbed ones.
+                capture.sample_inputs = flatten_call(self.args, self.kwargs)
             try:
                 with interruptible():
                     self._step(move)
@@ -316,23 +326,25 @@ class Run:
                     "whose outputs it does not use, or run without loss="
                 ) from error
             capture.notes.update(self._notes)
-            capture.note_set_attributes()  # again: a hook of the backward may set some too
+            capture.note_set_attributes()  # once more, because a hook of the backward may set some too
             observed = capture.observations()
             record = assemble(observed, seed=self.seed, loss=_loss_name(self.loss), before=observed.parameters)
         return record, capture.kept
 
     @contextmanager
     def _prepared(self, repeat: int = 0, *, start: _Start | None = None) -> Iterator[ModelState]:
-        """Prepare the model for a run: seed, contexts, mode, device, no gradients; restore everything afterwards.
+        """Prepare the model for a run: seed, contexts, mode, device, no gradients. Restore everything afterwards.
 
         Args:
-            repeat: How many numbers are drawn from the model's own random generators.
-            start: What the model returns to; None: to what it is now.
+            repeat: How many numbers are drawn from the model's own random generators first.
+            start: The state to which the model returns. `None` means the state in which it is now.
         """
         __tracebackhide__ = True
         with ExitStack() as contexts:
             kept = None if start is None else start.state
             state = contexts.enter_context(preserved(self.model) if kept is None else kept)
+            # A run restores the model's own generators, so repeats would begin alike, and a run that draws from them
+            # would pass for repeatable.
             for _ in range(repeat):
                 state.draw()
             contexts.enter_context(self._seeded())
@@ -356,7 +368,7 @@ class Run:
         """Initialize lazy modules by a forward, of which everything else is restored."""
         with preserved(self.model, lazy=False), self._seeded(), torch.no_grad():
             self.model.eval()
-            # The step raises the error again, and says in which layer.
+            # An error is not lost: the step raises it again, and says in which layer.
             with contextlib.suppress(Exception), interruptible():
                 self._forward()
 
@@ -401,7 +413,7 @@ class Run:
             self._forward(move)
         elif move is None or move.far:
             self._loss(move).backward()
-        else:  # too small a perturbation for gradients
+        else:  # so small a perturbation is for the noise of the forward alone
             with torch.enable_grad():
                 self._forward(move)
 
@@ -441,7 +453,10 @@ def _parameters(record: Record) -> dict[str, Reading]:
 
 
 def _readings(parameters: Mapping[str, ParameterReading]) -> dict[str, Reading]:
-    """Return the same of parameters and buffers as they were read: as ``.data`` changes no version."""
+    """Return the readings of parameters and buffers as they were read.
+
+    They are compared by their readings, because ``.data`` changes no version.
+    """
     unique = {id(one.reduced): one.reduced for one in parameters.values()}
     readings = dict(zip(unique, statistics.collect(list(unique.values())), strict=True))
     return {name: readings[id(one.reduced)] for name, one in parameters.items()}
@@ -454,5 +469,5 @@ def _loss_name(loss: Loss | None) -> str | None:
 
 
 def is_same_device(a: torch.device, b: torch.device) -> bool:
-    """Whether two devices are the same; ``cuda`` without an index is any of them."""
+    """Whether two devices are the same. As ``b``, ``cuda`` without an index is any of these devices."""
     return a.type == b.type and (b.index is None or a.index == b.index)

@@ -1,4 +1,8 @@
-"""``stop_on=``: the condition, and the error that says which value met it."""
+"""``stop_on=``: the condition, and the error that says which value met it.
+
+`capture` shows each value as it arrives. Here it is judged, and the message is written, which depends on where the
+value comes from.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ StopOn = Literal["nonfinite"] | Callable[[Statistics], object]
 
 
 def check_stop_on(stop_on: object) -> None:
-    """Raise `UsageError` unless ``stop_on`` is a condition or None."""
+    """Raise `UsageError` unless ``stop_on`` is a condition or `None`."""
     if stop_on is not None and stop_on != "nonfinite" and not callable(stop_on):
         raise UsageError(
             f"stop_on is 'nonfinite', a callable that takes the statistics of a value, or None; got {stop_on!r}"

@@ -1,4 +1,8 @@
-"""`watched`: a watch in one word, for code that is no test."""
+"""`watched`: a watch in one word, for code that is no test.
+
+A test has a probe, which opens and closes watches. A script or a notebook has none, so this opens one by itself, for a
+block or for each call of a function.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +27,18 @@ def watched(target: Callable[..., Any] | None = None, /, **options: Any) -> Any:
 
 
 def watched(target: nn.Module | Callable[..., Any] | None = None, /, **options: Any) -> Any:
-    """Return a watch of a model, for a ``with`` statement; or watch the model that a function is called with.
+    """Return a watch of a model, for a ``with`` statement, or a function that watches the model it is called with.
 
     A decorated function observes the first model among its arguments during each call. Its attribute ``watch`` is the
-    `Watch` of the newest call, None before the first, also where the call raised.
+    `Watch` of the newest call, even if the call raised. It is `None` before the first call.
 
     Args:
-        target: A model; a function; None: return the decorator.
+        target: A model, or a function to decorate. Without it, a decorator is returned.
         **options: Options of `ModelProbe.watch`: ``steps=``, ``layers=``, ``stop_on=``.
 
     Raises:
-        UsageError: The target is neither; a decorated function is called without a model, or is asynchronous or a
-            generator, whose call ends before it runs.
+        UsageError: The target is neither, or the decorated function is called without a model, or it is asynchronous or
+            a generator, whose call ends before it runs.
 
     >>> import torch
     >>> from torch import nn

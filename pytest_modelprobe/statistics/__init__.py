@@ -1,11 +1,15 @@
 """Statistics of tensors: reduced on the tensor's device, read when the record is made.
 
-Hooks call `reduce`. On the CPU it returns plain numbers; those of small tensors are computed when they are needed. On
-another device it returns a small tensor that stays there: no element is read, so there is no synchronization.
+Hooks call `reduce`. On the CPU it returns plain numbers, and those of small tensors are computed when they are needed.
+On another device it returns a small tensor that stays there: no element is read, so the model does not wait for it.
 `merge` merges two reductions in the same manner, and `collect` reads any number of them with one transfer per device.
 
+A tensor is read once, because on the CPU the price of a watch is the number of passes over the memory. The compiled
+kernel does so, and Triton's kernels on CUDA. Torch's own operations, which need several passes, compute the same
+numbers where these are missing, and are what they are tested against.
+
 Moments are accurate to 1e-6 of the root mean square. A float32 `dot` over 256 k elements of one magnitude is off by
-5e-5, so squares are added 1,024 at a time. Where the mean dominates, squares of the differences from it are taken.
+5e-5, so squares are added 1,024 at a time. If the mean dominates, squares of the differences from it are taken.
 """
 
 from __future__ import annotations
@@ -68,16 +72,16 @@ def reduce(
 ) -> Reduction:
     """Return the reduction of a tensor, or the reason why it cannot be read.
 
-    A `DTensor` is reduced to its local shard, complex elements to their magnitudes.
+    Of a `DTensor` the local shard is reduced, and of complex elements their magnitudes.
 
     Args:
-        tensor: Any tensor; it and every global state stay as they are.
-        axis: Axis of the units, counted from the end (-1 is the last); None for no units.
+        tensor: Any tensor. It and every global state stay as they are.
+        axis: Axis of the units, counted from the end (-1 is the last), or `None` for no units.
         index: Number of the forward, from 0, for `Statistics.first_nan` and the like.
-        samples: Of the forward: where the tensor has the batch, the fingerprint is the sum of those of its samples.
+        samples: The samples of the forward. If the tensor has the batch, its fingerprint is the sum over its samples.
         fingerprint: Whether to compute the fingerprint too.
         histogram: Whether to count the elements in bins too.
-        small: Batch in which small tensors are reduced together, later; None: reduce it at once.
+        small: Batch in which small tensors are reduced together, later. With `None` the tensor is reduced at once.
 
     >>> (reading,) = collect([reduce(torch.tensor([[1.0, 0.0], [3.0, 0.0]]), axis=-1)])
     >>> reading.statistics.mean, reading.statistics.zeros, reading.units.dead
@@ -85,7 +89,7 @@ def reduce(
     >>> reduce(torch.empty(3, device="meta")).reason
     'meta tensor'
     """
-    if not function_modes():
+    if not function_modes():  # these see even attributes of tensors; no other mode sees what `by_kernel` does
         by_one_read = by_kernel(tensor, axis, index, samples if fingerprint else None, histogram)
         if by_one_read is not None:
             return by_one_read if small is not None else by_one_read.computed()
@@ -114,9 +118,10 @@ def reduce_on_device(
 
 
 def merge(a: Reduction, b: Reduction) -> Reduction:
-    """Return the reduction of both sets of elements together; nothing is read from a device.
+    """Return the reduction of both sets of elements together. Nothing is read from a device.
 
-    Where one tensor cannot be read, there are no numbers of both, unless it has no elements: see `ABSTRACT`.
+    If one of the tensors cannot be read, the result has no numbers. If that one has no elements at all, as on the
+    ``meta`` device, the result is the other one; see `ABSTRACT`.
 
     >>> (both,) = collect([merge(reduce(torch.zeros(2)), reduce(torch.ones(2)))])
     >>> both.tensors, both.statistics.mean, both.statistics.std
@@ -149,7 +154,7 @@ def _merged(a: Reduced, b: Reduced) -> Reduced:
         merged.rows = b.rows if a.rows is None else a.rows
         if a.rows is not None and b.rows is not None:
             rows = torch.cat([a.rows, b.rows.to(a.rows.device, non_blocking=True)])
-            # Without float64 the rows wait for the CPU: in float32 the sums would lose digits at each step.
+            # A device without float64 keeps all rows for the CPU: sums in float32 would lose digits at each merge.
             merged.rows = merged_rows(rows) if rows.dtype == torch.float64 else rows
         _merge_units(merged, a, b)
         _merge_remote_fingerprints(merged, a, b)
@@ -160,13 +165,13 @@ def with_signs_of(number: int, one: Reduction) -> Reduction:
     """Return a reduction whose fingerprint has other signs, to be merged with those of other forwards.
 
     Args:
-        number: Which signs: 0 are those that it has.
-        one: What was reduced with the signs that every forward begins with.
+        number: Chooses the signs. 0 leaves them as they are.
+        one: A reduction with the signs that every forward begins with.
 
     >>> once = reduce(torch.tensor([1.0, 2.0]))
     >>> (twice,) = collect([merge(once, with_signs_of(1, once))])
     >>> f"{math.hypot(*twice.fingerprint) / math.hypot(*collect([once])[0].fingerprint):.1f}"
-    '1.5'
+    '1.1'
     """
     if not number:
         return one
@@ -182,7 +187,7 @@ def with_signs_of(number: int, one: Reduction) -> Reduction:
 
 
 def any_nonfinite(reduced: Iterable[Reduction]) -> bool:
-    """Return whether any reduction counts elements that are not finite; those on a device are read from it.
+    """Return whether any reduction counts elements that are not finite. Numbers on a device are read from it.
 
     >>> any_nonfinite([reduce(torch.ones(2))]), any_nonfinite([reduce(torch.tensor(math.nan))])
     (False, True)
@@ -190,7 +195,7 @@ def any_nonfinite(reduced: Iterable[Reduction]) -> bool:
     remote = []
     for one in reduced:
         if isinstance(one, PackedReduction) and one.has_fingerprint:
-            continue
+            continue  # the kernel makes one of finite elements only
         computed = one.computed()
         if computed.row is not None and any(computed.row[1:4]):
             return True
@@ -210,7 +215,7 @@ def collect(reduced: Sequence[Reduction]) -> list[Reading]:
     remote = [
         t
         for r in computed
-        if r.rows is not None or r.histogram is not None  # those of a device have rows
+        if r.rows is not None or r.histogram is not None  # a reduction on a device always has rows
         for t in (r.rows, r.low, r.high, r.remote_fingerprint, r.histogram)
         if isinstance(t, Tensor) and not (t is r.histogram and t.is_cpu)
     ]
@@ -251,7 +256,7 @@ def collect(reduced: Sequence[Reduction]) -> list[Reading]:
 
 
 def _histogram(counts: Tensor | None, numbers: Mapping[int, Array]) -> Histogram | None:
-    """Return the histogram of counts; ``numbers`` has those of other devices by `id`, as floats."""
+    """Return the histogram of counts. ``numbers`` has the counts of other devices by `id`, as floats."""
     if counts is None:
         return None
     return from_counts(numbers[id(counts)].astype(np.int64) if id(counts) in numbers else as_array(counts))
@@ -259,7 +264,7 @@ def _histogram(counts: Tensor | None, numbers: Mapping[int, Array]) -> Histogram
 
 def _statistics(row: Sequence[float]) -> Statistics:
     finite, nan, posinf, neginf, zeros, first_nan, first_posinf, first_neginf, low, high, mean, deviations = row
-    # No negative zero: which of them is met first depends on the order.
+    # Adding 0 makes a negative zero positive: which of the two zeros a range has depends on the order of the elements.
     return Statistics(
         count=int(finite + nan + posinf + neginf),
         nan=int(nan),

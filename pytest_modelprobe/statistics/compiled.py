@@ -1,4 +1,8 @@
-"""Reductions on the CPU by the compiled kernel, in one read."""
+"""Reductions on the CPU by the compiled kernel, in one read.
+
+No operation of torch computes several numbers in one pass, so each of them costs another read of the memory. The kernel
+takes an address, sizes and strides, and knows nothing of torch. Whatever it cannot read is left to torch.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +51,9 @@ def by_kernel(
     kind = _KINDS.get(x.dtype)
     if kind is None or is_wrapped(x) or x.layout is not torch.strided or x.is_nested or x.is_neg():
         return None
-    if not holds_elements(x) or not (address := x.data_ptr()):  # no elements have no address
+    # The kernel reads any address that it is given, so the storage is asked first whether it holds the elements. A
+    # tensor without elements has no address.
+    if not holds_elements(x) or not (address := x.data_ptr()):
         return None
     shape, hashes = x.shape, None
     if axis is not None and -axis > len(shape):
@@ -61,14 +67,15 @@ def by_kernel(
     packed = PackedReduction(1, axis, numbers)
     if samples is None or packed.has_fingerprint:
         return packed
-    reduced = packed.computed()  # not finite
+    # An element is not finite. Torch computes the fingerprint, where other numbers stand for such elements.
+    reduced = packed.computed()
     with ambient_modes_disabled():
         reduced.fingerprint = project(x.detach(), samples)
     return reduced
 
 
 def by_kernel_merged(a: Reduction, b: Reduction) -> PackedReduction | None:
-    """Return two reductions together, or None if they are not both of the kernel, or differ in kind."""
+    """Return two reductions together, or `None` if they are not both of the kernel, or differ in kind."""
     if type(a) is not PackedReduction or type(b) is not PackedReduction or a.axis != b.axis or kernel.active is None:
         return None
     numbers = kernel.active.merge(a.numbers, b.numbers)
@@ -86,12 +93,12 @@ def on_threads(work: Callable[[], None], most: int) -> None:
     others: list[Future[None]] = []
     try:
         count = torch.get_num_threads() - 1
-        with contextlib.suppress(RuntimeError):  # no thread starts as the interpreter ends
+        with contextlib.suppress(RuntimeError):  # no thread can be started while the interpreter ends
             others += (_pool(count).submit(work) for _ in range(min(count, most - 1)))
         work()
     finally:
         for other in others:
-            if not other.cancel():  # one that has not begun has nothing left to do
+            if not other.cancel():  # a thread that has not begun finds nothing left to do
                 other.result()
 
 
@@ -100,10 +107,12 @@ def _pool(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, "modelprobe")
 
 
-# A child that ends by `sys.exit` may crash as torch is unloaded, whatever our threads do: torch joins there those of a
-# pool of its own. To call `torch.get_num_threads()` and `torch.set_num_threads(4)` before the fork suffices.
+# The threads of a pool stay with the parent when a process forks, so a child makes a pool of its own. Such a child may
+# still crash when it ends by `sys.exit` and torch is unloaded, whatever our threads do, because torch joins the threads
+# of a pool of its own there. A program that calls `torch.get_num_threads()` and `torch.set_num_threads(4)` before it
+# forks shows the same without us.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # its threads are those of the parent
+    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 @functools.cache

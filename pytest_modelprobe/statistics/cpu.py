@@ -1,4 +1,8 @@
-"""Reductions on the CPU, one block at a time that stays in the cache for all passes."""
+"""Reductions on the CPU by torch and numpy, for tensors that the compiled kernel does not read.
+
+Each number needs a pass over the elements. They are taken one block at a time, so that a block stays in the cache for
+all passes.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,9 @@ from .memory_order import BLOCK, blocks, in_memory_order
 from .readable import FLOATS, real
 from .reduced import NO_ELEMENT, Array, Reduced, Row, merged_row, repeated, row_of_finite
 
-_SMALL = 1 << 13  # elements up to which numpy in float64 is cheaper than calls of torch
-_ROW = 1 << 10  # elements whose squares are added in float32
-_LEAST = 1e-15  # magnitudes from here to its inverse have squares that float32 can add up
+_SMALL = 1 << 13  # up to so many elements, numpy in float64 is cheaper than calls of torch
+_ROW = 1 << 10  # so many squares are added in float32: over 256 k equal elements the sum would be off by 5e-5
+_LEAST = 1e-15  # magnitudes between this and its inverse have squares that float32 can add up
 
 
 def on_cpu(tensor: Tensor, axis: int | None, index: int) -> Reduced:
@@ -24,7 +28,7 @@ def on_cpu(tensor: Tensor, axis: int | None, index: int) -> Reduced:
     x, copies, units = in_memory_order(tensor, axis)
     axis = axis if units else None
     if not x.numel():
-        low = np.full(units, math.inf)  # neutral: merging it changes nothing
+        low = np.full(units, math.inf)  # neutral, so that merging it changes nothing
         return Reduced(1, NO_ELEMENT, low=low, high=-low, axis=axis)
     if x.numel() <= BLOCK:
         row, low, high = _block(real(x.contiguous()), index)
@@ -47,7 +51,7 @@ def on_cpu(tensor: Tensor, axis: int | None, index: int) -> Reduced:
 
 
 def _block(x: Tensor, index: int) -> tuple[Row, Array, Array]:
-    """Return the numbers and the range of each unit of (outer, units, inner)."""
+    """Return the numbers and the range of each unit of a block of shape (outer, units, inner)."""
     by_torch = x.numel() > _SMALL and x.dtype in FLOATS
     low, high = _ranges_by_torch(x) if by_torch else _ranges(as_array(x))
     if len(low) == 1:
@@ -75,7 +79,7 @@ def _ranges_by_torch(x: Tensor) -> tuple[Array, Array]:
     if units == 1:
         low, high = x.view(-1).aminmax()
         return as_array(low.view(1)), as_array(high.view(1))
-    # The outer axis first: in one call over both, rows of 49 elements take four times as long.
+    # The outer axis comes first. In one call over both axes, rows of 49 elements take four times as long.
     low, high = (x[0], x[0]) if outer == 1 < inner else (x.amin(0), x.amax(0))
     if inner > 1:
         low, high = low.amin(1), high.amax(1)
@@ -83,27 +87,27 @@ def _ranges_by_torch(x: Tensor) -> tuple[Array, Array]:
 
 
 def _moments_in_dtype(x: Tensor, bottom: float, top: float) -> Row | None:
-    """Return the numbers, computed in the dtype of the tensor; None where its accuracy does not suffice."""
+    """Return the numbers, computed in the dtype of the tensor, or `None` if its accuracy does not suffice."""
     largest = max(-bottom, top)
     if not (math.isfinite(bottom) and math.isfinite(top) and _LEAST < largest < 1 / _LEAST):
-        return None  # not finite, or squares may over- or underflow
+        return None  # an element is not finite, or squares may overflow or underflow
     count = x.numel()
     total = x.sum().item()
     mean = total / count
     squares = _sum_of_squares(x)
     deviations = squares - total * mean
-    if deviations < squares / 2:  # digits were lost: subtract the mean first
+    if deviations < squares / 2:  # digits were lost in the difference, so the mean is subtracted first
         deviations = x.sub(mean).square_().sum().item()
     if deviations < count * _LEAST**2:
         return None
     zeros = 0
     if bottom <= 0 <= top:
-        zeros = int(np.count_nonzero(as_array(x) == 0))  # of the floats themselves it takes four times as long
+        zeros = int(np.count_nonzero(as_array(x) == 0))  # counting the floats themselves takes four times as long
     return row_of_finite(count, zeros, bottom, top, mean, deviations)
 
 
 def _sum_of_squares(x: Tensor) -> float:
-    """Return the sum of squares: rows of 1,024 are added in the dtype, their sums in float64."""
+    """Return the sum of squares. Rows of 1,024 are added in the dtype, and their sums in float64."""
     rest = x.numel() % _ROW
     norms = as_array(torch.linalg.vector_norm(x[: x.numel() - rest].view(-1, _ROW), dim=1).double())
     squares: float = np.dot(norms, norms).item()
@@ -125,16 +129,16 @@ def _moments_in_float64(x: Array, bottom: float, top: float, index: int) -> Row:
     first = (index if count else math.inf for count in others)
     if not x.size:
         return 0, *others, 0, *first, *NO_ELEMENT[8:]
-    values = x.astype(np.float64)  # only now: numpy warns of a signalling NaN
+    values = x.astype(np.float64)  # after NaNs are left out, because numpy warns of a signaling NaN
     zeros = values.size - int(np.count_nonzero(values)) if bottom <= 0 <= top else 0
     scale = 1.0
-    if max(-bottom, top) > 1e150:  # float64 only: its squares, or the sum itself, overflow
+    if max(-bottom, top) > 1e150:  # only float64 has such elements: their squares, or the sum itself, overflow
         scale = 2.0**-600
         values *= scale
     mean = np.add.reduce(values).item() / values.size
     values -= mean
     if values.size <= _SMALL:
         squares = np.dot(values, values).item()
-    else:  # the threads of a large np.dot and those of torch get in each other's way
+    else:  # not `np.dot`, whose threads and those of torch get in each other's way
         squares = np.add.reduce(np.square(values, out=values)).item()
     return x.size, *others, zeros, *first, bottom, top, mean / scale, squares / scale / scale

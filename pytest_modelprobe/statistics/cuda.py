@@ -1,7 +1,10 @@
 """Reductions on CUDA in one read, by kernels in Triton, which comes with torch's CUDA builds.
 
-Nothing waits for the device: the kernels run on the current stream, and what they need is memory of torch's allocator.
-Without Triton, and for what `by_triton` returns None, `device` computes the same.
+Plain torch needs some thirty kernels for the numbers of a tensor, and converts it to float64, which consumer cards
+compute at 1/64 of the speed. Two kernels do it in one read, in float32, and only combine tiles in float64.
+
+Nothing waits for the device: the kernels run on the current stream, and their memory is of torch's allocator. Without
+Triton, and for tensors for which `by_triton` returns `None`, `device` computes the same.
 
 The kernels were compiled for GPUs, and run by Triton's interpreter against the reference. Neither shows how fast they
 are: ``benchmarks/gpu.py`` measures that on a GPU.
@@ -31,18 +34,18 @@ from .samples import WHOLE, Samples
 from .signs import COLUMNS, columns, masks, orders
 
 _DTYPES = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
-_TILE, _SMALL_TILE = 1 << 12, 1 << 10  # elements: 16 for each thread
+_TILE, _SMALL_TILE = 1 << 12, 1 << 10  # elements of a tile: 16 for each of 256 or 64 threads
 _DEEP = 4  # rows of a tile that a thread adds up
-_MOST_RUNS = 8  # units in a row, one after another, up to which each is looked for
-_BLOCK = 512  # of columns, in the second kernel
-_ROW, _NUMBERS, _PARTS = 12, 16, 11
+_MOST_RUNS = 8  # up to so many units of a row, one after another, the kernel looks for each
+_BLOCK = 512  # tiles, or units, that a program of the second kernel looks at together
+_ROW, _NUMBERS, _PARTS = 12, 16, 11  # columns of a `Row`; numbers of a fingerprint; other numbers of a tile
 
 
 class _Kernels:
     """The module with the kernels, imported when it is first needed."""
 
     problem: str | None = None
-    """Why torch computes instead."""
+    """Why torch computes instead, or `None`."""
 
     @functools.cached_property
     def module(self) -> ModuleType | None:
@@ -55,7 +58,7 @@ class _Kernels:
                 return importlib.import_module(".triton_kernels", __package__)
             except ImportError as error:
                 self.problem = str(error)
-            except Exception as error:  # noqa: BLE001 - a Triton that is broken, or of another version
+            except Exception as error:  # noqa: BLE001 - Triton may be broken, or of another version
                 self.problem = f"{type(error).__name__}: {error}"
         return None
 
@@ -64,7 +67,7 @@ KERNELS = _Kernels()
 
 
 def by_kernels(x: Tensor, axis: int | None, index: int, samples: Samples | None) -> Reduced | None:
-    """Return the reduction of a plain tensor on CUDA, or None if torch has to compute it; see `by_triton`."""
+    """Return the reduction of a plain tensor on CUDA, or `None` if torch has to compute it; see `by_triton`."""
     module = KERNELS.module
     if module is None or KERNELS.problem is not None or type(x) is not Tensor:
         return None
@@ -72,7 +75,8 @@ def by_kernels(x: Tensor, axis: int | None, index: int, samples: Samples | None)
         return by_triton(module, x, axis, index, samples)
     except torch.cuda.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - Triton compiles here: without a C compiler, or for an unknown device
+    except Exception as error:  # noqa: BLE001 - Triton compiles here, maybe without a C compiler or for a new device
+        # Torch computes from now on, so that the test does not pay for the error at each tensor.
         KERNELS.problem = f"{type(error).__name__}: {error}"
         return None
 
@@ -91,7 +95,7 @@ def description() -> str:
 
 
 def by_triton(kernels: ModuleType, x: Tensor, axis: int | None, index: int, samples: Samples | None) -> Reduced | None:
-    """Return the reduction of a plain tensor, or None if torch has to compute it.
+    """Return the reduction of a plain tensor, or `None` if torch has to compute it.
 
     Torch computes if the dtype is not one of `_DTYPES`, if there are no elements, and if the kernel has no order for
     the units.
@@ -107,7 +111,7 @@ def by_triton(kernels: ModuleType, x: Tensor, axis: int | None, index: int, samp
         return None
     place = None if axis is None or -axis > x.dim() else x.dim() + axis
     hashes = None if samples is None else samples.hashes_on(x.device, x.shape)
-    if samples is None and not x.is_contiguous():  # the order does not matter: that of the memory
+    if samples is None and not x.is_contiguous():  # without a fingerprint any order does, so that of the memory
         order = sorted(range(x.dim()), key=x.stride, reverse=True)
         x, place = x.permute(order), None if place is None else order.index(place)
     units, inner = (0, 1) if place is None else (x.shape[place], math.prod(x.shape[place + 1 :]))
@@ -156,7 +160,10 @@ def by_triton(kernels: ModuleType, x: Tensor, axis: int | None, index: int, samp
 
 
 def _runs(units: int, inner: int, width: int, length: int) -> int:
-    """Return the most units that a row has elements of, rounded up; 0 where they are too many, -1 without units."""
+    """Return the most units that a row has elements of, rounded up to a power of two.
+
+    Returns 0 if they are too many, and -1 if there are no units.
+    """
     if not units:
         return -1
     most = 1 if inner % width == 0 or inner == length else (min(width, length) - 2) // inner + 2
@@ -164,7 +171,7 @@ def _runs(units: int, inner: int, width: int, length: int) -> int:
 
 
 def _layout(x: Tensor, count: int) -> tuple[Tensor, bool, Sequence[int]]:
-    """Return the tensor, whether its elements lie in another order, and three sizes and five strides: see `read`."""
+    """Return the tensor, whether its elements lie in another order, and three sizes and five strides; see `read`."""
     if count > 1:
         x = x.unflatten(0, (count, -1))
     first = 1 if count > 1 else 0
@@ -178,7 +185,7 @@ def _layout(x: Tensor, count: int) -> tuple[Tensor, bool, Sequence[int]]:
             joined.append((size, stride))
     if x.is_contiguous():
         return x, False, (1,) * 3 + (0,) * 5
-    if len(joined) > 4:
+    if len(joined) > 4:  # the kernel knows four dimensions, besides that of the samples
         return x.contiguous(), False, (1,) * 3 + (0,) * 5
     joined = [(1, 0)] * (4 - len(joined)) + joined
     outer = x.stride(0) if count > 1 else 0
@@ -186,7 +193,7 @@ def _layout(x: Tensor, count: int) -> tuple[Tensor, bool, Sequence[int]]:
 
 
 def _extent(x: Tensor) -> int:
-    """Return how far the elements reach, in elements, or how many there are."""
+    """Return how far the elements reach, in elements, or how many there are if that is more."""
     return max(x.numel(), sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)))
 
 
@@ -210,7 +217,8 @@ def _tables_on(device: torch.device) -> Tensor:
     """Return the tables of `read`, for work on the current stream."""
     there, stream, ready = _tables(device)
     current = None if ready is None else torch.cuda.current_stream(device)
-    # A capture begins with a synchronization, and may not wait for what is outside it.
+    # The tables may still be on their way on another stream. The capture of a CUDA graph begins with a synchronization,
+    # and may not wait for work outside of it.
     if ready is not None and current != stream and not torch.cuda.is_current_stream_capturing():
         ready.wait(current)
     return there

@@ -1,4 +1,9 @@
-"""Reductions on another device: tensors that stay there, without synchronization."""
+"""Reductions on another device, by operations of torch. The results are tensors that stay there.
+
+Every read of a number would make the host wait for the device, and the model would run much slower. So nothing here
+looks at a number: each case is computed, and chosen by `torch.where`. On CUDA the kernels of `cuda` come first, as
+these operations take some thirty kernels and convert to float64.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ from .readable import real
 from .reduced import Array, Reduced
 from .samples import WHOLE, Samples
 
-_CHUNK = 1 << 23  # elements a device converts to float64 at a time; float32 holds counts up to here
+_CHUNK = 1 << 23  # elements that are converted to float64 at a time; float32 holds counts up to here exactly
 _WITH_FLOAT64 = {"cuda", "cpu", "meta"}
 
 
@@ -41,7 +46,7 @@ def on_device(
     axis = axis if units else None
     wide = torch.float64 if x.device.type in _WITH_FLOAT64 else torch.float32
     try:
-        # split() makes one empty part of an empty tensor
+        # An empty tensor has one part too, an empty one.
         parts = [_row(real(part), copies, index, wide) for part in x.reshape(-1).split(_CHUNK)]
         rows = torch.stack(parts)
         reduced = Reduced(1, rows=merged_rows(rows) if len(parts) > 1 and wide.itemsize == 8 else rows)
@@ -54,18 +59,18 @@ def on_device(
         if histogram:
             reduced.histogram = count(tensor, wide, _CHUNK)
         return reduced
-    except NotImplementedError:
+    except NotImplementedError:  # the device lacks an operation for this dtype
         return Reduced(reason=f"{str(x.dtype).removeprefix('torch.')} on {x.device.type}")
 
 
 def _row(x: Tensor, copies: int, index: int, wide: torch.dtype) -> Tensor:
-    """Return the columns of a `Row`."""
+    """Return the columns of a `Row`, in the dtype ``wide``."""
     x = x.to(wide)
-    finite = (x - x) == 0  # a third of the kernels of isfinite
+    finite = (x - x) == 0  # this takes a third of the kernels that `isfinite` takes
     counts = torch.stack([finite, x != x, x == math.inf, x == -math.inf, x == 0]).sum(1) * copies
     some = counts[0] > 0
     mean = torch.where(finite, x, 0).sum() * copies / counts[0].clamp(min=1)
-    x = torch.where(finite, x, mean)  # changes neither range nor mean, and deviates by 0
+    x = torch.where(finite, x, mean)  # the mean changes neither range nor mean, and deviates by 0
     low, high = (x.amin(), x.amax()) if x.numel() else (mean, mean)
     low, high = torch.where(some, low, math.inf), torch.where(some, high, -math.inf)
     x = x - mean
@@ -76,7 +81,7 @@ def _row(x: Tensor, copies: int, index: int, wide: torch.dtype) -> Tensor:
 
 
 def merged_rows(rows: Tensor) -> Tensor:
-    """Return one row for all: the formula of `merge_moments`, for any number of parts at once."""
+    """Return one row for all, by the formula of `merge_moments` for any number of parts at once."""
     finite, mean = rows[:, 0], rows[:, 10]
     share = finite / finite.sum().clamp(min=1)
     center = (share * mean).sum()
@@ -92,7 +97,7 @@ def _ranges_on_device(x: Tensor, units: int, wide: torch.dtype) -> tuple[Tensor,
         return low, -low
     x = real(x)
     if not x.is_floating_point():
-        x = x.to(wide)  # uint16 and its like have no kernel
+        x = x.to(wide)  # torch has no kernel for uint16 and its like
     low, high = x.amin((0, 2)), x.amax((0, 2))
     return low.expand(units), high.expand(units)
 
@@ -103,7 +108,7 @@ def fetch(tensors: Sequence[Tensor]) -> dict[int, Array]:
     for device in {tensor.device for tensor in tensors}:
         here = [tensor for tensor in tensors if tensor.device == device]
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # they may come from several streams
+            torch.cuda.synchronize(device)  # the tensors may come from several streams
         wide = torch.float64 if device.type in _WITH_FLOAT64 else torch.float32
         joined = as_array(torch.cat([tensor.reshape(-1).to(wide) for tensor in here]).cpu())
         ends = np.cumsum([tensor.numel() for tensor in here])[:-1]

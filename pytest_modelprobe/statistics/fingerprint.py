@@ -1,5 +1,8 @@
 """Fingerprints of tensors: 16 signed random projections, from which the distance of two tensors is estimated.
 
+Moments cannot tell permuted heads, a view in place of a transpose, or swapped queries and keys from what they should
+be. Projections can, and the 16 numbers are small enough to store in a text file.
+
 A tensor is n samples, or one. The elements of a sample are taken in logical (row-major) order, in rows of 256, the last
 of which may be shorter. The hash of the sample and the number of the row give 64 bits, and these give each row one of 8
 masks, one of 256 orders and 16 signs. Projection k adds the element of column c with the sign
@@ -15,9 +18,9 @@ below a third of the norm, as chance has it with 16 independent sums, also where
 The standard error of `estimated_change` is 18 %. A constant shift over any number of elements of the first forward is
 estimated at 0.7 to 1.35 times its size. A difference is missed only if it is constructed for that.
 
-Integers are hashed with their position in the sample and the hash of that: all hashes together are the digest, which is
-exact, and each counts in the fingerprint as a number drawn from its hash with mean 0 and variance 1, from which the
-share of elements that differ is estimated.
+Integers are hashed, each with its position in the sample and the hash of the sample. All hashes together are the
+digest, which is exact. In the fingerprint, each integer counts as a number drawn from its hash with mean 0 and variance
+1, from which the share of elements that differ is estimated.
 """
 
 from __future__ import annotations
@@ -52,12 +55,12 @@ from .signs import (
     weights_of_places,
 )
 
-_BYTES = 8  # of a digest
+_BYTES = 8  # bytes of a digest
 _SCALE = K**-0.5
-PIECE = 1 << 18  # elements handled at a time on the CPU: two megabytes in float64, in the cache; whole rows
-_CHUNK = 1 << 23  # elements handled at a time on a device; whole rows
-_MEAN, _SPREAD = (2**24 - 1) / 2, math.sqrt(12) / 2**24  # of the 24 bits of a hash that stand for an integer
-_INFINITE, _NAN = 2.0, 4.0  # values that stand for non-finite elements, in units of the largest finite magnitude
+PIECE = 1 << 18  # elements handled at a time on the CPU: two megabytes in float64, which stay in the cache
+_CHUNK = 1 << 23  # elements handled at a time on a device; both are whole rows
+_MEAN, _SPREAD = (2**24 - 1) / 2, math.sqrt(12) / 2**24  # these normalize the 24 bits that stand for an integer
+_INFINITE, _NAN = 2.0, 4.0  # these stand for elements that are not finite, in units of the largest finite magnitude
 
 
 # --- elements in logical order ------------------------------------------------------------------------------------
@@ -91,7 +94,7 @@ def _copy(x: Tensor, start: int, stop: int, out: Tensor) -> None:
         _copy_whole(x, out.view(x.shape))
         return
     inner = x.numel() // len(x)
-    first, last = -(-start // inner), stop // inner  # those that are whole
+    first, last = -(-start // inner), stop // inner  # the slices from first to last are copied whole
     if first > last:
         _copy(x[last], start - last * inner, stop - last * inner, out)
         return
@@ -106,7 +109,7 @@ def _copy(x: Tensor, start: int, stop: int, out: Tensor) -> None:
 
 def _copy_whole(x: Tensor, out: Tensor) -> None:
     if x.dim() and x.shape[-1] > 512 and x.stride(-1) != 1 and x.is_cpu:
-        # More would miss the cache of page addresses: it takes four times as long.
+        # More columns would miss the cache of page addresses (TLB), and the copy take four times as long.
         for to, part in zip(out.split(512, -1), x.split(512, -1), strict=True):
             to.copy_(part)
     else:
@@ -114,16 +117,16 @@ def _copy_whole(x: Tensor, out: Tensor) -> None:
 
 
 def _real(x: Tensor) -> Tensor:
-    """Return a complex tensor as pairs of numbers, and nothing lazily negated or conjugated."""
+    """Return the elements as numbers: complex ones as pairs, and none of them lazily negated or conjugated."""
     if x.is_complex():
         x = torch.view_as_real((x.to(torch.complex64) if x.dtype == torch.complex32 else x).resolve_conj())
     return x.view(torch.uint8) if x.dtype == torch.bool else x.resolve_neg()
 
 
 def _parts(x: Tensor, samples: int, size: int) -> Iterable[tuple[int, int, Tensor]]:
-    """Return elements of whole samples, shape (samples, elements); those of a sample above ``size`` in several parts.
+    """Return elements of whole samples, shape (samples, elements), and samples larger than ``size`` in several parts.
 
-    Each comes with the number of its first sample, and that of its first element within the sample.
+    Each part comes with the number of its first sample, and of its first element within the sample.
     """
     if 0 < x.numel() <= size:
         return [(0, 0, x.reshape(samples, -1))]
@@ -149,15 +152,15 @@ def project(tensor: Tensor, samples: Samples = WHOLE) -> Array:
     """Return the fingerprint of a plain tensor on the CPU, and after it the bytes of the digest of integers.
 
     Args:
-        tensor: A strided tensor without gradient; it stays as it is.
-        samples: Those of the forward.
+        tensor: A strided tensor without gradient. It stays as it is.
+        samples: The samples of the forward.
 
     >>> project(torch.tensor([3.0]))[:4] * 4
     array([ 3.,  3.,  3., -3.])
     >>> project(torch.tensor([3])).shape
     (24,)
     """
-    # The largest magnitude scales all sums, so it is looked for first, and a tensor is read twice.
+    # The largest magnitude scales all sums. It is looked for first, which costs a second read of the tensor.
     largest = torch.zeros((), dtype=torch.float64)
     x = _real(tensor)
     for piece in pieces(x, PIECE) if x.is_floating_point() and x.numel() else ():
@@ -167,14 +170,14 @@ def project(tensor: Tensor, samples: Samples = WHOLE) -> Array:
 
 
 def project_on_device(tensor: Tensor, largest: Tensor, samples: Samples = WHOLE) -> Tensor:
-    """Return what `project` returns, as a tensor on the device of ``tensor``; nothing waits for the device.
+    """Return what `project` returns, as a tensor on the device of ``tensor``. Nothing waits for the device.
 
-    The numbers are in the dtype of ``largest``: float64 where the device has it.
+    The numbers are in the dtype of ``largest``: float64 if the device has it.
 
     Args:
-        tensor: A strided tensor without gradient; it stays as it is.
-        largest: The largest finite magnitude in it, no dimension; 0 or an infinity where there is none.
-        samples: Those of the forward.
+        tensor: A strided tensor without gradient. It stays as it is.
+        largest: The largest finite magnitude in it, without dimensions. 0 or an infinity if there is none.
+        samples: The samples of the forward.
 
     >>> x = torch.randn(1000)
     >>> numbers = project_on_device(x, x.abs().max().double())
@@ -187,7 +190,8 @@ def project_on_device(tensor: Tensor, largest: Tensor, samples: Samples = WHOLE)
     tables = _tables(x.device, wide) if type(x) is Tensor else _make_tables(x.device, wide)
     total = largest.new_zeros(K)
     floating = x.is_floating_point()
-    # Sums of huge elements would overflow, and what is not finite has to count as something.
+    # Elements are divided by the largest, as sums of huge ones would overflow. Those that are not finite have to count
+    # as something in these units.
     scale = torch.where((largest > 0) & (largest < math.inf), largest, 1) if floating else None
     digest = hashes.new_zeros(())
     for sample, first, part in _parts(x, len(hashes), PIECE if x.is_cpu else _CHUNK):
@@ -214,7 +218,7 @@ _tables = functools.cache(_make_tables)
 
 
 def _signed_sums(part: Tensor, hashes: Tensor, first: int, tables: tuple[Tensor, ...]) -> Tensor:
-    """Return the 16 signed sums of some samples, of which the first element begins a row."""
+    """Return the 16 signed sums of some samples. The first element begins a row."""
     of_masks, of_columns, of_orders = tables
     width = min(part.shape[1], COLUMNS)
     part = torch.nn.functional.pad(part, (0, -part.shape[1] % width))
@@ -223,7 +227,7 @@ def _signed_sums(part: Tensor, hashes: Tensor, first: int, tables: tuple[Tensor,
     masked = part.reshape(-1, width) * of_masks[bits[:, 0] & MASKS - 1, :width]
     if part.dtype == torch.float64:
         values = masked @ of_columns[:width]
-    else:  # a product may be one in TF32
+    else:  # not a matrix product, which may be computed in TF32
         values = torch.stack([(masked * column[:width]).sum(1) for column in of_columns.T], 1)
     minus = bits >> torch.arange(SIGN_BITS, SIGN_BITS + K, device=part.device) & 1
     values = torch.where(minus == 1, -values, values)
@@ -231,7 +235,7 @@ def _signed_sums(part: Tensor, hashes: Tensor, first: int, tables: tuple[Tensor,
 
 
 def _hashed(part: Tensor, of_samples: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Return the hashes of integers as int64, which wraps as uint64 does, and the weight of each place."""
+    """Return the hashes of integers in int64, which wraps as uint64 does, and the weight of each place."""
     numbers = torch.arange(part.shape[1], device=part.device)
     hashes = mix(part.to(torch.int64) + (numbers % HASHED + 1) * signed(GAMMA) + of_samples)
     of_places = torch.from_numpy(weights_of_places(first + part.shape[1])[first // HASHED :].view(np.int64))
@@ -242,11 +246,11 @@ def _hashed(part: Tensor, of_samples: Tensor, first: int) -> tuple[Tensor, Tenso
 
 
 def project_rows(x: Array, hashes: Array) -> Array:
-    """Return what `project` does of each of several tensors of one size, shape (tensors, 16).
+    """Return what `project` returns for each of several tensors of one size, shape (tensors, 16).
 
     Args:
-        x: Finite numbers in float64, not near overflow, shape (tensors, elements); at most 32,768 elements each.
-        hashes: Of the samples of each tensor, shape (tensors, samples), uint64.
+        x: Finite numbers in float64, not near overflow, shape (tensors, elements). At most 32,768 elements each.
+        hashes: Hashes of the samples of each tensor, shape (tensors, samples), uint64.
 
     >>> project_rows(np.array([[3.0], [6.0]]), np.zeros((2, 1), np.uint64))[:, :2] * 4
     array([[3., 3.],
@@ -261,20 +265,20 @@ def project_rows(x: Array, hashes: Array) -> Array:
         x = np.pad(x, ((0, 0), (0, 0), (0, -length % COLUMNS)))
     x = x.reshape(count, samples * several, -1)
     width = x.shape[2]
-    # A product for each tensor: in one for all, the last bits would depend on how many tensors there are.
+    # Each tensor has a product of its own. In one for all, the last bits would depend on how many tensors there are.
     values = np.matmul(x * masks()[bits % np.uint64(MASKS), :width], columns()[:width])
     numbers: Array = np.add.reduce(projected(values, bits), axis=1) * _SCALE
     return numbers
 
 
 def turned(numbers: Array, number: int) -> Array:
-    """Return a fingerprint, and the bytes of a digest, with other signs: those of the number.
+    """Return a fingerprint, and the bytes of a digest, with other signs, which the number chooses.
 
-    Sums over forwards need it. What is equal in all of them would add up with its full size, and what has another sign
-    in every second one would cancel.
+    Sums over forwards need it. With the same signs, a value that is equal in all forwards would add up with its full
+    size, and one that has another sign in every second forward would cancel.
 
     >>> turned(project(torch.tensor([3.0])), 1)[:4] * 4
-    array([ 3., -3.,  3., -3.])
+    array([3., 3., 3., 3.])
     """
     signs, order, factor = turn(number)
     found: Array = numbers[order] * signs
@@ -285,7 +289,7 @@ def turned(numbers: Array, number: int) -> Array:
 
 
 def turned_on_device(numbers: Tensor, number: int) -> Tensor:
-    """Return the same on the device of ``numbers``; nothing waits for it."""
+    """Return the same on the device of ``numbers``. Nothing waits for the device."""
     signs, order, factor = turn(number)
     places = torch.from_numpy(order).to(numbers.device, non_blocking=True)
     found: Tensor = numbers[places] * torch.from_numpy(signs).to(numbers, non_blocking=True)
@@ -301,7 +305,7 @@ def _digest(numbers: Array) -> int:
 
 
 def read(numbers: Array) -> tuple[tuple[float, ...], str | None]:
-    """Return the fingerprint and, of integers, the digest, from what `project` returned, or a sum of such.
+    """Return the fingerprint and the digest (`None` unless of integers) from what `project` returned, or a sum of such.
 
     >>> fingerprint, digest = read(project(torch.tensor([3, 1, 2])))
     >>> len(fingerprint), digest

@@ -1,4 +1,8 @@
-"""Counts of elements in fixed exponential bins, two to an octave, for both signs: they merge by adding."""
+"""Counts of elements in fixed exponential bins, two to an octave, for both signs.
+
+The bins are the same for every tensor, so that histograms of forwards, workers and runs merge by adding. The bin of an
+element is found from its bits, without a logarithm and without comparisons with edges.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,10 @@ from .readable import real
 from .reduced import Array
 
 LIMIT = 80
-"""Bin k holds magnitudes from 2**(k/2) to 2**((k+1)/2), for k from -80 to 80; the outermost hold the rest."""
+"""Bin k holds magnitudes from 2**(k/2) to 2**((k+1)/2), for k from -80 to 80. The outermost bins hold the rest."""
 
 _SIGN = 2 * LIMIT + 1  # bins of one sign
-_ZERO = _SIGN  # index of the count of zeros: negative numbers lie before it, the largest first
+_ZERO = _SIGN  # index of the count of zeros; negative numbers lie before it, the largest magnitude first
 BINS = 2 * _SIGN + 1
 _PIECE = 1 << 15  # elements that stay in the cache for all passes
 
@@ -31,7 +35,7 @@ class _Format(NamedTuple):
     """Bits of the mantissa."""
     bias: int
     root: int
-    """The least mantissa that is not below that of the root of two."""
+    """The least mantissa that is not below the mantissa of the root of two."""
 
     @property
     def infinity(self) -> int:
@@ -45,7 +49,7 @@ _FORMATS = {
 
 
 def count_rows(x: Tensor) -> Tensor:
-    """Return the counts of each row of a matrix of float64 or float32, shape (rows, BINS); no element is read.
+    """Return the counts of each row of a matrix of float64 or float32, shape (rows, BINS). Nothing waits for a device.
 
     Elements that are not finite are left out.
 
@@ -54,13 +58,14 @@ def count_rows(x: Tensor) -> Tensor:
     """
     form, rows = _FORMATS[x.dtype], x.shape[0]
     bits = x.view(form.integer)
-    magnitude = (bits & torch.iinfo(form.integer).max).clamp_(max=form.infinity)  # NaN as infinity
-    # The exponent twice, as it is and with the mantissa counted from the root of two; 0 for zero alone.
+    magnitude = (bits & torch.iinfo(form.integer).max).clamp_(max=form.infinity)  # NaN counts as infinity
+    # The exponent counts twice: as it is, and with the mantissa counted from the root of two. That is twice the
+    # logarithm to base 2, rounded down. Zero alone has the code 0.
     codes = (magnitude >> form.digits).add_((magnitude + ((1 << form.digits) - form.root)) >> form.digits)
     codes.add_(magnitude > 0)
     table = _table(form, x.device)
     codes.add_((bits < 0).to(form.integer), alpha=len(table) // 2)
-    if rows == 1:  # the few codes are counted, and then put into their bins
+    if rows == 1:  # codes are few, so they are counted first, and the counts then put into bins
         found = _counted(codes.view(-1), len(table))
         return torch.zeros(BINS + 1, dtype=torch.int64, device=x.device).index_add_(0, table, found)[:BINS].unsqueeze(0)
     places = table[codes] + torch.arange(rows, device=x.device).mul_(BINS + 1).unsqueeze(1)
@@ -70,20 +75,21 @@ def count_rows(x: Tensor) -> Tensor:
 def _counted(places: Tensor, size: int) -> Tensor:
     if places.is_cpu:
         return torch.bincount(places, minlength=size)
-    ones = torch.ones((), dtype=torch.int64, device=places.device).expand(len(places))  # bincount reads the largest
+    # `bincount` would read the largest place, and so wait for the device.
+    ones = torch.ones((), dtype=torch.int64, device=places.device).expand(len(places))
     return torch.zeros(size, dtype=torch.int64, device=places.device).index_add_(0, places, ones)
 
 
 def _table(form: _Format, device: torch.device) -> Tensor:
-    """Return the bin of each code, positive numbers first; BINS where they are not finite."""
+    """Return the bin of each code, positive numbers first. The bin of what is not finite is BINS, which is cut off."""
     table = _TABLES.get((form, device))
-    if table is None:  # on the device throughout: a copy to it would be waited for
+    if table is None:  # it is made on the device, because a copy to the device would be waited for
         codes = torch.arange(4 * form.bias + 4, device=device)
         bins = (codes - (2 * form.bias + 1)).clamp_(-LIMIT, LIMIT) + (LIMIT + 1)
         bins = torch.where(codes > 0, bins, 0)
         table = torch.cat([_ZERO + bins, _ZERO - bins])
         table[4 * form.bias + 3 :: 4 * form.bias + 4] = BINS
-        if type(table) is Tensor:
+        if type(table) is Tensor:  # a fake one must not stay
             _TABLES[form, device] = table
     return table
 

@@ -1,4 +1,8 @@
-"""Elements of a tensor in the order of the memory, units apart."""
+"""Elements of a tensor in the order of the memory, with units apart.
+
+Statistics do not depend on the order of elements. In the order of the memory a transposed tensor is a view, and is read
+as quickly as a contiguous one. A fingerprint depends on the order, so `fingerprint` does not use this.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,13 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-BLOCK = 1 << 20  # elements of a partial sum in float32: four megabytes, in the cache for all passes
+BLOCK = 1 << 20  # elements read at a time: four megabytes in float32, which the last cache holds for all passes
 
 
 def in_memory_order(x: Tensor, axis: int | None) -> tuple[Tensor, int, int]:
     """Return the elements as (outer, units, inner), how often each occurs, and the number of units.
 
-    Order does not matter to statistics, so it is that of the memory. Broadcast elements are read once.
+    Broadcast elements are read once, and occur several times.
     """
     unit = None if axis is None or -axis > x.dim() else x.dim() + axis
     units = 0 if unit is None else x.shape[unit]
@@ -29,11 +33,11 @@ def in_memory_order(x: Tensor, axis: int | None) -> tuple[Tensor, int, int]:
         shape = (math.prod(x.shape[:unit]), x.shape[unit], math.prod(x.shape[unit + 1 :]))
     else:
         shape = (1, 1, x.numel()) if x.is_contiguous() else (math.prod(x.shape[:-1]), 1, x.shape[-1])
-    return x.reshape(shape), copies, units  # a view, but for slices along several axes
+    return x.reshape(shape), copies, units  # this is a view, unless the tensor is a slice along several axes
 
 
 def blocks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield pieces of at most `BLOCK` elements and the units they hold."""
+    """Yield pieces of at most `BLOCK` elements, each after the slice of units that it holds."""
     _, units, inner = x.shape
     if units * inner <= BLOCK:
         for part in x.split(BLOCK // (units * inner)):

@@ -1,4 +1,8 @@
-"""The reduction of a tensor: plain numbers on the CPU, small tensors on another device."""
+"""The reduction of a tensor: plain numbers on the CPU, small tensors on another device.
+
+A reduction is what is kept of a tensor until a record is made. There are as many of them as hooked values, so they are
+made to be cheap: numbers are a plain tuple, and the numbers of the compiled kernel stay packed in `bytes`.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +23,20 @@ from .readable import ambient_modes_disabled
 Array = npt.NDArray[Any]
 
 Row = tuple[float, ...]
-"""Finite elements, NaN, +infinity, -infinity, zeros; the first forward with each of the three that are not finite;
-smallest, largest, mean, and sum of (x - mean)². Infinite where there is none. A `Statistics` takes longer to make."""
+"""The counts of finite elements, NaN, +infinity, -infinity and zeros; the first forward with each of the three that are
+not finite; the smallest and largest element, the mean, and the sum of (x - mean)². A number that does not exist is
+infinite. This is a tuple because a `Statistics` takes longer to make."""
 
 _HEADER = struct.Struct("@3B5x6q7d")
-"""How the kernel's numbers begin: whether there is a fingerprint, whether units are float64, whether there is a
-histogram; the number of units; the columns of a `Row`."""
+"""How the kernel's numbers begin, as `Packed` in ``kernel.c``: whether there is a fingerprint, whether units are
+float64, whether there is a histogram; the number of units; the columns of a `Row`."""
 _NUMBERS = 16
+"""Numbers of a fingerprint, which follow the header."""
 _REST = _HEADER.size + 8 * _NUMBERS
-_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)  # numpy makes one of a class at each call
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)  # given a class, numpy makes a dtype at each call
 
 NO_ELEMENT: Row = (0, 0, 0, 0, 0, math.inf, math.inf, math.inf, math.inf, -math.inf, 0.0, 0.0)
+"""The row of no elements, which is neutral: merging it changes nothing."""
 
 
 class Batch(Protocol):
@@ -47,7 +54,7 @@ class Reduced:
     row: Row | None = None
     """Numbers of the tensors reduced on the CPU."""
     rows: Tensor | None = None
-    """Numbers of the tensors reduced on another device, still there: shape (k, columns of `Row`)."""
+    """Numbers of the tensors reduced on another device, where they still are. Shape (k, columns of `Row`)."""
     low: Array | Tensor | None = None
     """Smallest element of each unit."""
     high: Array | Tensor | None = None
@@ -56,17 +63,17 @@ class Reduced:
     fingerprint: Array | None = None
     """Fingerprint of the tensors reduced on the CPU, as `fingerprint.project` returns it."""
     remote_fingerprint: Tensor | None = None
-    """Fingerprint of the tensors reduced on another device, still there."""
+    """Fingerprint of the tensors reduced on another device, where it still is."""
     histogram: Tensor | None = None
-    """Counts of the elements, still on their device."""
+    """Counts of the elements in bins, on the device of the tensors."""
     reason: str | None = None
     """Why there are no statistics, or no units any more."""
     pending: Batch | None = None
-    """The batch that has yet to compute everything but the axis."""
+    """The batch that has yet to compute everything but the axis, or `None` if that is done."""
 
     def computed(self) -> Reduced:
-        """Return this reduction, its numbers computed."""
-        pending = self.pending  # another thread may flush it meanwhile
+        """Return this reduction with its numbers computed."""
+        pending = self.pending  # read once, as another thread may flush it meanwhile
         if pending is not None:
             pending.flush()
         return self
@@ -75,13 +82,13 @@ class Reduced:
 class PackedReduction:
     """The reduction of one tensor, or of several merged, as the compiled kernel returned it: in one `bytes` object.
 
-    An object of many fields takes longer to make than the numbers of a small tensor to compute. So the numbers are
+    It takes longer to make an object of many fields than to compute the numbers of a small tensor. So the numbers are
     unpacked when a record is made.
     """
 
     __slots__ = ("axis", "numbers", "tensors")
     reason = None
-    """There always are numbers."""
+    """The kernel always has numbers, so there is never a reason why not."""
 
     def __init__(self, tensors: int, axis: int | None, numbers: bytes) -> None:
         self.tensors = tensors
@@ -90,12 +97,12 @@ class PackedReduction:
 
     @property
     def has_fingerprint(self) -> bool:
-        """Whether there is a fingerprint: it was asked for, and all elements are finite."""
+        """Whether there is a fingerprint. There is if it was asked for and all elements are finite."""
         return self.numbers[0] != 0
 
     @property
     def fingerprint(self) -> Array:
-        """The fingerprint, without what else there is."""
+        """The fingerprint, without the other numbers being unpacked."""
         return np.frombuffer(self.numbers, _FLOAT64, _NUMBERS, _HEADER.size)
 
     def with_fingerprint(self, fingerprint: Array) -> PackedReduction:
@@ -111,7 +118,7 @@ class PackedReduction:
         size = units * dtype.itemsize
         start = len(packed) - 2 * size
         low = high = histogram = None
-        if units:  # by far quicker than to split an array of both
+        if units:  # two arrays on the memory are made far quicker than an array of both is split
             low, high = (np.ndarray(units, dtype, packed, where) for where in (start, start + size))
         fingerprint = self.fingerprint if folded else None
         if binned:

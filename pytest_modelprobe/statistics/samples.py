@@ -1,9 +1,12 @@
 """The samples of a batch, each with a hash of its own, so that the fingerprints of the parts of a batch add up.
 
-A sample is known by what the model was given for it: it has the same hash at any world size, in any order and in any
-microbatch. Its hash is of integers as they are, and of floating elements by what rounding hardly ever changes: the
+A sample is known by what the model was given for it. So it has the same hash at any world size, in any order and in any
+microbatch. The hash takes integers as they are. Of floating elements it takes what rounding hardly ever changes: the
 exponent of their norm, and four coarse projections. So another machine, a perturbation or a narrower dtype leaves the
-hash as it is. Samples that are equal in every bit are numbered, from those of the microbatches before on.
+hash as it is. Samples that are equal in every bit are numbered, and those of earlier microbatches count too.
+
+What is computed by torch here is also computed by numpy for the CPU, with the same results, because a hook on the model
+runs for each forward and numpy's calls take a fraction of the time for so few numbers.
 """
 
 from __future__ import annotations
@@ -21,11 +24,11 @@ from pytest_modelprobe.record import batch_sizes
 from .readable import ambient_modes_disabled, as_plain_tensor
 from .signs import GAMMA, STEPS, Array, hashes, highest_bits, mixed, places
 
-_MOST = 1 << 12  # samples that are known again, so that memory does not grow where no step is taken
-_READ = 256  # elements of a sample that are looked at, evenly spaced; up to twice as many
+_MOST = 1 << 12  # samples that are remembered: a limit, because without optimizer steps memory would grow for ever
+_READ = 256  # elements of a sample that are looked at, evenly spaced: at least so many, and up to twice as many
 _PROJECTIONS = 4
-_SALT = 7
-_TINY = 1e-30
+_SALT = 7  # chooses the signs of these projections among the outputs of splitmix64
+_TINY = 1e-30  # the least norm to divide by, for samples of zeros
 _NO_BATCH = np.zeros(1, np.uint64)
 _OF_NUMPY = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool}
 
@@ -34,7 +37,7 @@ class Samples:
     """The samples of a forward, each with a hash from which its signs are drawn.
 
     Args:
-        hashes: One int64 hash per sample, or None if there is no batch.
+        hashes: One int64 hash per sample, or `None` if there is no batch.
         sizes: Sizes of dimension 0 of the values that have the batch there.
         keys: One int64 key per sample. Equal samples have equal keys. A NumPy array, or a tensor if the samples are on
             another device.
@@ -54,7 +57,7 @@ class Samples:
     def hashes(self, shape: Sequence[int]) -> Array:
         """Return the hashes of the samples of a value, shape (n,), uint64.
 
-        There are as many as in the batch if that is dimension 0 of the value, else one.
+        If dimension 0 of the value is the batch, there is one for each sample. Else there is one for the whole value.
         """
         if self._hashes is None or not self.has_batch(shape):
             return _NO_BATCH
@@ -64,7 +67,7 @@ class Samples:
         return self._here
 
     def hashes_on(self, device: torch.device, shape: Sequence[int]) -> Tensor:
-        """Return the same on a device, in int64. Nothing waits for the device."""
+        """Return what `hashes` returns, as int64 on a device. Nothing waits for the device."""
         if self._hashes is None or not self.has_batch(shape):
             return torch.zeros(1, dtype=torch.int64, device=device)
         return self._hashes.to(device, non_blocking=True)
@@ -75,7 +78,7 @@ class Samples:
 
 
 WHOLE = Samples()
-"""For a tensor without a batch."""
+"""The samples of a tensor without a batch."""
 
 
 class SeenSamples:
@@ -91,7 +94,7 @@ class SeenSamples:
     def __init__(self) -> None:
         self._times: dict[int, int] = {}
         self._elsewhere: Tensor | None = None
-        """Keys on another device, for which nothing waits."""
+        """Keys on another device. They are counted there, so that nothing waits for them."""
 
     def add(self, samples: Samples) -> None:
         """Count the samples of a microbatch."""
@@ -108,7 +111,7 @@ class SeenSamples:
                 del self._times[oldest]
 
     def times(self, keys: Array | Tensor) -> Tensor | None:
-        """Return how often each key was counted, int64; None where none was."""
+        """Return how often each key was counted, in int64, or `None` if none was."""
         if isinstance(keys, Tensor):
             if self._elsewhere is None or self._elsewhere.device != keys.device:
                 return None
@@ -119,13 +122,13 @@ class SeenSamples:
 
 
 def samples_of(inputs: Iterable[Tensor], seen: SeenSamples | None = None) -> Samples:
-    """Return the samples of a forward, given its arguments; nothing waits for another device.
+    """Return the samples of a forward, given its arguments. Nothing waits for another device.
 
-    The batch is dimension 0 of the first tensor that has one; see `batch_sizes`.
+    The batch is dimension 0 of the first tensor that has one. See `batch_sizes` for the values that have it.
 
     Args:
         inputs: The arguments.
-        seen: The samples of the microbatches that are of the same batch and came before.
+        seen: The samples of earlier microbatches of the same batch.
 
     >>> x = torch.randn(3, 5)
     >>> hashes, reordered = samples_of([x]).hashes((3, 7)), samples_of([x.flip(0)]).hashes((3, 7))
@@ -146,12 +149,16 @@ def samples_of(inputs: Iterable[Tensor], seen: SeenSamples | None = None) -> Sam
         try:
             hashes, keys = _hashes(batch, seen)
             return Samples(hashes, batch_sizes(size, inner), keys)
-        except NotImplementedError:  # the device cannot do it
+        except NotImplementedError:  # the device lacks an operation, so its values count as wholes
             return WHOLE
 
 
 def _hashes(batch: Sequence[Tensor], seen: SeenSamples | None) -> tuple[Tensor, Array | Tensor]:
-    """Return a hash of each sample, int64, and a key that equal samples share."""
+    """Return a hash of each sample, in int64, and a key that only equal samples share.
+
+    The hash gives the signs. It may be the same for samples that differ, since it is coarse. The key tells which
+    samples are equal in every bit, and have to be numbered.
+    """
     keys: Array | Tensor | None = None
     if batch[0].is_cpu:
         arrays = [_read_by_numpy(tensor) for tensor in batch]
@@ -171,11 +178,14 @@ def _hashes(batch: Sequence[Tensor], seen: SeenSamples | None) -> tuple[Tensor, 
     if seen is not None and (times := seen.times(keys)) is not None:
         numbers = numbers + times
     hashes = _row_hashes([_summaries(x) if x.is_floating_point() else x for x in read])
-    return hashes ^ mix(numbers * signed(GAMMA)), keys  # 0 stays 0
+    return hashes ^ mix(numbers * signed(GAMMA)), keys  # number 0 leaves the hash as it is
 
 
 def _read_by_numpy(tensor: Tensor) -> Array:
-    """Return what `_elements_read` does, in a fraction of the time, each row in one piece: sums round by it."""
+    """Return what `_elements_read` returns, in a fraction of the time.
+
+    Each row lies in one piece, because how a sum rounds depends on it.
+    """
     if tensor.dtype not in _OF_NUMPY:
         return np.ascontiguousarray(as_array(_elements_read(tensor)))
     x = as_array(tensor)
@@ -184,7 +194,10 @@ def _read_by_numpy(tensor: Tensor) -> Array:
 
 
 def _keys_by_numpy(batch: Sequence[Array]) -> Array | None:
-    """Return keys, int64, in a fraction of the time of a hash of all bits; None where samples are not finite."""
+    """Return the keys in int64, in a fraction of the time of a hash of all bits.
+
+    Returns `None` if samples are not finite.
+    """
     keys: Array | None = None
     for x in batch:
         if x.dtype.kind == "f":
@@ -200,19 +213,19 @@ def _keys_by_numpy(batch: Sequence[Array]) -> Array | None:
 
 @functools.cache
 def _weights() -> Array:
-    """Return weights of elements by which samples that differ have other sums."""
+    """Return weights of elements, with which samples that differ have different sums."""
     return hashes(_SALT + 1, 2 * _READ).astype(np.float64) / 2.0**64 + 0.5
 
 
 def _hashes_by_numpy(batch: Sequence[Array]) -> Array | None:
-    """Return the same in a tenth of the time; None where samples are equal, or not finite."""
+    """Return the hashes in a tenth of the time, or `None` if samples are equal or not finite."""
     norms = [np.sqrt(np.einsum("nm,nm->n", x, x)) if x.dtype.kind == "f" else None for x in batch]
     if not all(norm is None or np.isfinite(np.add.reduce(norm)) for norm in norms):
         return None
     parts = [x if norm is None else _summaries_by_numpy(x, norm) for x, norm in zip(batch, norms, strict=True)]
     found = _row_hashes_by_numpy(parts)
     known = [some.tolist() for some in (*norms, found) if some is not None]
-    # Equal samples have equal norms.
+    # Samples that are equal have equal norms, so that different norms are enough.
     return found if any(len(set(some)) == len(some) for some in known) else None
 
 
@@ -253,7 +266,8 @@ def _summaries(x: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=1, keepdim=True)
     patterns = _patterns(x.device, x.dtype)[: x.shape[1]]
     shares = (x @ patterns if x.dtype == torch.float64 else (x[:, :, None] * patterns).sum(1)) / norm.clamp(min=_TINY)
-    # A one-hot sample has the norm 1 and the shares +-1, and one that cancels has the share 0: no step is near these.
+    # The factor 1.1 and the term 0.3 keep steps away from common values, where rounding would choose: a one-hot sample
+    # has the norm 1 and the shares +-1, and a sample that cancels has the share 0.
     return torch.cat([torch.frexp(1.1 * norm).exponent, (2 * shares + 0.3).floor()], 1).to(torch.int64)
 
 
@@ -274,7 +288,7 @@ def _row_hashes(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _occurrences(found: Tensor) -> Tensor:
-    """Return how many equal hashes are before each."""
+    """Return for each hash how many equal ones come before it."""
     ordered, order = found.sort(stable=True)
     numbers = torch.arange(len(found), device=found.device)
     new = torch.cat([ordered[:1] == ordered[:1], ordered[1:] != ordered[:-1]])
@@ -283,7 +297,7 @@ def _occurrences(found: Tensor) -> Tensor:
 
 
 def mix(z: Tensor) -> Tensor:
-    """Return the output function of splitmix64, of int64, which wraps as uint64 does."""
+    """Return the output function of splitmix64. It is computed in int64, which wraps as uint64 does."""
     for shift, factor in STEPS:
         z = (z ^ shifted(z, shift)) * signed(factor)
     return z

@@ -1,4 +1,7 @@
-"""The signs and hashes that fingerprints are made with: from splitmix64, the same for ever.
+"""The signs and hashes that fingerprints are made with. They come from splitmix64 and stay the same for ever.
+
+Fingerprints stand in files, so another version, machine or library must draw the same signs. A fixed integer hash does
+that. The random generators of torch and numpy do not promise it.
 
 Each row of 256 elements of a sample has 64 bits of its own: output number ``row + 1`` of splitmix64 that starts at the
 hash of the sample. They choose one of 8 masks, one of 256 orders and 16 signs. So two samples with the same elements
@@ -15,14 +18,14 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-K = 16
-COLUMNS = 256
+K = 16  # projections of a fingerprint
+COLUMNS = 256  # elements of a row
 MASKS, ORDERS = 8, 256
-ORDER_BITS, SIGN_BITS = 3, 48  # the lowest bit of the order and of the signs; that of the mask is 0
-HASHED = 1 << 14  # integers of a sample whose hashes have one weight
+ORDER_BITS, SIGN_BITS = 3, 48  # the lowest bits of the order and of the signs; the mask begins at bit 0
+HASHED = 1 << 14  # so many integers of a sample have hashes with one weight
 
-# Chosen for the best estimates of constant shifts over every number of elements up to 2**26, and, of turns, of constant
-# values that are equal in two of the first 32 forwards.
+# The salts were chosen for the best estimates of constant shifts over every number of elements up to 2**26. That of
+# turns was chosen for the best estimates of constant values that are equal in two of the first 32 forwards.
 _PLACE_SALT, _MASK_SALT, _ORDER_SALT, _TURN_SALT = 1, 10, 106, 848
 
 GAMMA = 0x9E3779B97F4A7C15
@@ -60,7 +63,7 @@ def bits_of_rows(hashes: Array, count: int) -> Array:
     """Return the bits of the first rows of samples, shape (samples, count), uint64.
 
     Args:
-        hashes: Of the samples, shape (samples,), uint64.
+        hashes: Hashes of the samples, shape (samples,), uint64.
         count: How many rows of each sample.
     """
     numbers = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GAMMA)
@@ -71,8 +74,8 @@ def projected(values: Array, bits: Array) -> Array:
     """Return the 16 signed sums of each of some rows, before they are divided by 4, shape (..., 16).
 
     Args:
-        values: What `columns` made of the rows once their masks were applied, shape (..., 16).
-        bits: Of the rows, shape (...), uint64.
+        values: The product of the rows, after their masks were applied, and `columns`, shape (..., 16).
+        bits: Bits of the rows, shape (...), uint64.
     """
     minus = bits[..., None] >> np.arange(SIGN_BITS, SIGN_BITS + K, dtype=np.uint64) & np.uint64(1)
     order = orders()[bits >> np.uint64(ORDER_BITS) & np.uint64(ORDERS - 1)]
@@ -83,8 +86,9 @@ def projected(values: Array, bits: Array) -> Array:
 def columns() -> Array:
     """Return the signs of columns in each of 16 sums, shape (256, 16).
 
-    Sum t adds column ``16 * b + l`` with the sign -1 if ``(b ^ l) & t`` has an odd number of bits. Of the 16 blocks of
-    16 columns that is a Walsh-Hadamard transform, and then one more set of signs in each of its 16 sums.
+    Sum t adds column ``16 * b + l`` with the sign -1 if ``(b ^ l) & t`` has an odd number of bits. For the 16 blocks of
+    16 columns that is a Walsh-Hadamard transform, and then one more set of signs in each of its 16 sums. So the
+    compiled kernel gets all 16 sums with few additions, in the same read as the statistics.
     """
     b, lane, t = np.ix_(range(16), range(16), range(16))
     return np.where(_odd((b ^ lane) & t), -1.0, 1.0).reshape(COLUMNS, K)
@@ -95,8 +99,9 @@ def masks() -> Array:
     """Return the masks, shape (8, 256): each column is multiplied by +1 or -1 before `columns` adds them up.
 
     Each is a bent function (Maiorana and McFarland): column ``16 * b + l`` has the sign -1 if ``b & p[l]`` has an odd
-    number of bits, and that of a bit of lane l, where p is a permutation. So what is constant, or a Walsh function,
-    has the same magnitude in all sums, and not all of it in one, where two samples could cancel.
+    number of bits, and besides the sign of a bit of lane l, where p is a permutation. So a row that is constant, or a
+    Walsh function, has the same magnitude in all sums. Otherwise all of it would be in one sum, where two samples could
+    cancel.
     """
     drawn = hashes(_MASK_SALT, 16 * MASKS).reshape(MASKS, 1, 16)
     odd = _odd(np.arange(16)[:, None] & drawn.argsort(-1, kind="stable"))
@@ -105,7 +110,7 @@ def masks() -> Array:
 
 @functools.cache
 def orders() -> Array:
-    """Return the orders, shape (256, 16): projection k gets the sum of columns with the number ``orders()[o, k]``."""
+    """Return the orders, shape (256, 16). Projection k gets the sum of columns with the number ``orders()[o, k]``."""
     return hashes(_ORDER_SALT, K * ORDERS).reshape(ORDERS, K).argsort(1, kind="stable")
 
 

@@ -1,8 +1,9 @@
-"""Small tensors: copied when they are seen, reduced many at a time.
+"""Small tensors: they are copied when they are seen, and reduced many at a time.
 
 For a tensor of some thousand elements the calls cost more than the elements. So a hook only copies it. All copies of
-one size are reduced by the same calls, as the rows of a matrix: when a number is needed, or when there are `_MOST`
-elements or `_COPIES` copies. The result of a tensor does not depend on the others in the batch, bit for bit.
+one size are reduced by the same calls, as the rows of a matrix. That happens when a number is needed, or when there are
+`_MOST` elements or `_COPIES` copies. The result of a tensor does not depend on the others in the batch, bit for bit.
+The compiled kernel needs none of this. It is for tensors that torch has to reduce.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from .reduced import Array, Reduced, row_of_finite
 from .samples import WHOLE, Samples
 from .signs import K
 
-SMALL = 1 << 13
-_MOST = 1 << 18
+SMALL = 1 << 13  # elements up to which a tensor is small
+_MOST = 1 << 18  # elements that wait at most, and the number of copies: limits of the memory that copies take
 _COPIES = 1 << 12
-_HUGE = 1e150  # magnitudes whose squares, or their sum, float64 may not hold
+_HUGE = 1e150  # from here on, float64 may not hold the squares of elements, or their sum
 _layout_of = operator.itemgetter(2)
 
 _Layout = tuple[int, int, int]
 """Elements before, on and after the axis of the units."""
 _Form = tuple[int, bool, bool]
-"""Size, whether with fingerprint, and with histogram: tensors that have it in common are reduced together."""
+"""The size, whether with a fingerprint, and whether with a histogram. Tensors of one form are reduced together."""
 _Copy = tuple[Reduced, Array, _Layout, int, Samples, _Form]
 
 
@@ -60,7 +61,10 @@ class SmallTensors:
         fingerprint: bool = True,
         histogram: bool = False,
     ) -> Reduced:
-        """Return a placeholder filled by `flush`. The array has floating elements, one at least, and is kept."""
+        """Return a placeholder that `flush` fills.
+
+        The array has at least one element, of a floating dtype. It is kept, so it must not be changed afterwards.
+        """
         size = values.size
         if axis is None or -axis > values.ndim:
             axis, layout = None, (1, 1, size)
@@ -76,6 +80,7 @@ class SmallTensors:
 
     def flush(self) -> None:
         """Reduce all copies. After an interrupt the next call does it."""
+        # The copies are taken off the list only once they are reduced, so that an interrupt loses none.
         with self._lock, np.errstate(all="ignore"), ambient_modes_disabled():
             waiting = self._waiting[:]
             groups: dict[_Form, list[_Copy]] = {}
@@ -109,16 +114,16 @@ def _reduce(copies: list[_Copy], count: int, fingerprint: bool, histogram: bool)
     zeros = count - np.count_nonzero(x, axis=1)
     numbers = _projected(x, [of.hashes(values.shape) for _, values, _, _, of, _ in copies]) if fingerprint else None
     counts = count_rows(torch.from_numpy(x)) if histogram else None
-    x = x - mean[:, None]  # not in place: ranges may be views
+    x = x - mean[:, None]  # not in place, as the ranges may be views of x
     deviations = np.einsum("kn,kn->k", x, x)
     rows = zip(*(column.tolist() for column in (certain, zeros, bottom, top, mean, deviations)), strict=True)
     for i, ((reduced, values, _, index, of, _), (sure, *row)) in enumerate(zip(copies, rows, strict=True)):
         if sure:
             reduced.row = row_of_finite(count, *row)
             if reduced.axis is not None:
-                reduced.low, reduced.high = low[i].copy(), high[i].copy()  # a view would keep those of all
+                reduced.low, reduced.high = low[i].copy(), high[i].copy()  # a view would keep the ranges of all alive
             reduced.fingerprint = None if numbers is None else numbers[i].copy()
-        else:  # alone, in float64 throughout
+        else:  # an element is huge or not finite, so the tensor is reduced alone, in float64 throughout
             tensor = torch.from_numpy(values)
             careful = on_cpu(tensor, reduced.axis, index)
             reduced.row, reduced.low, reduced.high = careful.row, careful.low, careful.high
@@ -128,7 +133,10 @@ def _reduce(copies: list[_Copy], count: int, fingerprint: bool, histogram: bool)
 
 
 def _projected(x: Array, hashes: list[Array]) -> Array:
-    """Return the fingerprint of each row, given the hashes of its samples; rows with as many are next to each other."""
+    """Return the fingerprint of each row, given the hashes of its samples.
+
+    Rows with the same number of samples are next to each other.
+    """
     numbers = np.empty((len(x), K))
     end = 0
     for _, group in itertools.groupby(hashes, key=len):
@@ -139,6 +147,9 @@ def _projected(x: Array, hashes: list[Array]) -> Array:
 
 
 def _ranges(x: Array) -> tuple[Array, Array]:
-    """Return the range of each unit of (tensors, outer, units, inner), one axis at a time: both at once take longer."""
+    """Return the range of each unit of an array of shape (tensors, outer, units, inner).
+
+    It takes one axis at a time, because both at once take longer.
+    """
     low, high = (x.min(axis=1), x.max(axis=1)) if x.shape[1] > 1 else (x[:, 0], x[:, 0])
     return (low.min(axis=2), high.max(axis=2)) if x.shape[3] > 1 else (low[:, :, 0], high[:, :, 0])

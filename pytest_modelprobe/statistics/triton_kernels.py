@@ -1,8 +1,9 @@
 """The kernels of `cuda`, in Triton: one that reads a tensor, and one that combines what its programs wrote.
 
-A program reads a tile: rows of up to 256 elements of a sample, which lie anywhere. It adds in the dtype of the tensor,
-at least float32, numbers that are scaled by a power of two, so that their squares neither overflow nor vanish. Only the
-second kernel, which has a few numbers for each tile, adds in float64.
+A program reads a tile, which is rows of up to 256 elements of a sample, from anywhere. It adds in the dtype of the
+tensor, at least float32. The numbers are scaled by a power of two, so that their squares neither overflow nor vanish.
+Only the second kernel, which has a few numbers for each tile, adds in float64, because consumer cards compute that at
+1/64 of the speed.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PARTS = tl.constexpr(11)  # numbers of a tile before those of the fingerprint, of which there are twice 16
-NUMBERS = tl.constexpr(16)
-TABLE = tl.constexpr(256)  # numbers before the places of sums
-NAN = tl.constexpr(4.0)  # what stands for elements that are not finite, in units of the largest finite magnitude
+PARTS = tl.constexpr(11)  # numbers of a tile before those of the fingerprint
+NUMBERS = tl.constexpr(16)  # of the fingerprint of a tile: once of finite elements, once of what stands for others
+TABLE = tl.constexpr(256)  # numbers of the tables before the places of sums
+NAN = tl.constexpr(4.0)  # these stand for elements that are not finite, as in `fingerprint`
 INFINITE = tl.constexpr(2.0)
 
 
 @triton.jit
 def _order(x: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
-    """Return integers in the order of the numbers; the least for NaN. It is its own inverse, but for NaN."""
+    """Return integers in the order of the numbers, so that atomic minima work on them. It is its own inverse.
+
+    The caller gives NaN the least integer.
+    """
     if WIDE:
         bits = x.to(tl.int64, bitcast=True)
         found = bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
@@ -31,7 +35,10 @@ def _order(x: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _power_of_two(x: tl.tensor, WIDE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Return the power of two at or below a number that is not negative, within the range of both, and its inverse."""
+    """Return the power of two at or below a number that is not negative, and its inverse.
+
+    The exponent is kept in the range in which both are normal numbers.
+    """
     if WIDE:
         exponent = (x.to(tl.int64, bitcast=True) >> 52) & 2047
         exponent = tl.minimum(tl.maximum(exponent, 1), 2045)
@@ -47,7 +54,7 @@ def _power_of_two(x: tl.tensor, WIDE: tl.constexpr) -> tuple[tl.tensor, tl.tenso
 
 @triton.jit
 def _lower(to: tl.tensor, key: tl.tensor, mask: tl.tensor) -> None:
-    """Take the smaller number, where it is one: most are not, and a read costs less."""
+    """Store the keys that are smaller than those stored. Most are not, and a read costs less than an atomic minimum."""
     mask = mask & (key < tl.load(to, mask=mask, other=0, cache_modifier=".cg"))
     tl.atomic_min(to, key, mask=mask, sem="relaxed")
 
@@ -65,13 +72,13 @@ def _bits_of_rows(hashes: tl.tensor, row: tl.tensor) -> tl.tensor:
 def _project(
     x: tl.tensor, bits: tl.tensor, column_bits: tl.tensor, places: tl.tensor, to: tl.tensor, tiles: tl.tensor
 ) -> None:
-    """Store the 16 signed sums of a tile, shape (., ., columns); a bit that is set is a minus."""
+    """Store the 16 signed sums of a tile of shape (., ., columns). A bit that is set is a minus."""
     mask = 16 + (bits & 7).to(tl.int32)
     x = tl.where((column_bits[None, None, :] >> mask[:, :, None]) & 1 != 0, -x, x)
     order = (bits >> 3 & 255).to(tl.int32)
     number = tl.arange(0, NUMBERS)
     sums = tl.zeros((NUMBERS,), x.dtype)
-    for t in range(NUMBERS):  # static_range would take all registers
+    for t in range(NUMBERS):  # not unrolled by static_range, which would take all registers
         of_columns = (1 - 2 * ((column_bits >> t) & 1)).to(x.dtype)
         of_rows = tl.sum(x * of_columns[None, None, :], axis=2)
         of_rows = tl.where(bits >> (48 + t) & 1 != 0, -of_rows, of_rows)
@@ -118,17 +125,17 @@ def read(
     Args:
         x: The elements.
         parts: Shape (43, tiles), or (11, tiles) without fingerprints.
-        keys: The least of `_order` of each unit, and after them that of its inverted bits.
-        tables: Int32: of each of 256 columns its signs as bits, 16 of the sums and 8 of the masks, and after them for
-            each of 256 orders the projection that each of 16 sums goes to.
-        hashes: Of the samples, int64.
+        keys: The least `_order` of each unit, and after them the least of its inverted bits, for the greatest element.
+        tables: Int32. The signs of each of 256 columns as bits, 16 of the sums and 8 of the masks. After them, for each
+            of 256 orders, the projection that each of 16 sums goes to.
+        hashes: Hashes of the samples, int64.
         tiles: Number of programs.
-        samples: The elements are (samples, length).
+        samples: Number of samples; the elements are (samples, length).
         length: Elements of a sample.
         row_count: Rows of a sample.
-        phases: Rows after which those of the same units come again; a tile has rows of one phase.
+        phases: After so many rows, the columns are of the same units again. A tile has rows of one phase.
         repeats: Rows of a phase in a sample.
-        units: Number of units; unit u has the elements for which ``number // inner % units`` is u.
+        units: Number of units. Unit u has the elements for which ``number // inner % units`` is u.
         inner: See ``units``.
         size1: Sizes and strides of the dimensions (samples, ., size1, size2, size3), if ``STRIDED``.
         size2: See ``size1``.
@@ -141,7 +148,8 @@ def read(
         DEEP: Rows of a tile that follow each other in a thread.
         ROWS: The other factor of the number of rows.
         COLUMNS: Elements of a row.
-        RUNS: Most units that a row has elements of, one after another; 0: units in other columns; -1: no units.
+        RUNS: Most units that a row has elements of, one after another. 0 if the units lie in columns, and -1 if there
+            are no units.
         WIDE: Whether numbers are added in float64.
         LONG: Whether 32 bits are too few to number the elements.
         STRIDED: Whether the elements lie in another order.
@@ -173,7 +181,7 @@ def read(
     v = tl.load(x + offset, mask=ok, other=0)
     v = v.to(tl.float64) if WIDE else v.to(tl.float32)
 
-    # A masked element is 0.
+    # An element that is masked is 0, and so is finite.
     finite = (v - v) == 0
     good = ok & finite
     low = tl.min(tl.where(good, v, float("inf")))
@@ -261,8 +269,8 @@ def combine(
 
     Args:
         parts: What `read` stored.
-        keys: Likewise.
-        out: Float64.
+        keys: What `read` stored.
+        out: The results, in float64.
         tiles: Number of columns of ``parts``.
         index: Number of the forward.
         units: Number of units.
@@ -314,7 +322,7 @@ def combine(
                 here = tile < tiles
                 scale = tl.load(parts + 7 * tiles + tile, mask=here, other=0).to(tl.float64) / largest
                 sums += scale * tl.load(parts + (PARTS + job - 1) * tiles + tile, mask=here, other=0).to(tl.float64)
-                if not_finite:  # of other tiles the numbers were not stored
+                if not_finite:  # only tiles with elements that are not finite have stored numbers that stand for them
                     some = tl.load(parts + tiles + tile, mask=here, other=0)
                     some += tl.load(parts + 2 * tiles + tile, mask=here, other=0)
                     some += tl.load(parts + 3 * tiles + tile, mask=here, other=0)

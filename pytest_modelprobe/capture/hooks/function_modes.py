@@ -15,10 +15,10 @@ from pytest_modelprobe._torch import count_function_modes, default_device_mode, 
 
 
 class ForwardMode(TorchFunctionMode):
-    """A mode that is on the stack while a forward runs."""
+    """A mode that is on torch's stack of modes while a forward runs."""
 
     def end(self) -> None:
-        """Forget what was kept of the forward, which is over."""
+        """Forget what was kept of the forward that has ended."""
 
 
 def enter(modes: Sequence[ForwardMode]) -> None:
@@ -28,7 +28,8 @@ def enter(modes: Sequence[ForwardMode]) -> None:
     """
     if modes:
         others = _pop_all_but(modes)
-        above = 1 if others and others[0] is default_device_mode() else 0  # torch wants it at the bottom
+        # Torch requires the mode of `torch.set_default_device` to be the lowest.
+        above = 1 if others and others[0] is default_device_mode() else 0
         _push((*others[:above], *modes, *others[above:]))
 
 
@@ -41,7 +42,10 @@ def leave(modes: Sequence[ForwardMode]) -> None:
 
 
 def leave_after(module: nn.Module, modes: Sequence[ForwardMode]) -> None:
-    """Take the modes off when the call of a module ends that runs now: torch puts back a mode whose handler raises."""
+    """Take the modes off when the running call of a module ends.
+
+    They cannot be taken off earlier if a handler of theirs raises, because torch then puts the mode back.
+    """
 
     def after(*_: object) -> None:
         handle.remove()
@@ -51,7 +55,7 @@ def leave_after(module: nn.Module, modes: Sequence[ForwardMode]) -> None:
 
 
 def _pop_all_but(modes: Sequence[ForwardMode]) -> list[TorchFunctionMode]:
-    """Take everything off the stack; return what is not among the modes, the bottom first."""
+    """Take everything off the stack, and return what is not among the modes, the bottom first."""
     stack = [pop_function_mode() for _ in range(count_function_modes())]
     return [mode for mode in reversed(stack) if not any(mode is one for one in modes)]
 

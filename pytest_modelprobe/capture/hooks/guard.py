@@ -1,7 +1,8 @@
-"""The context in which every hook runs: its errors are kept, and none reaches the model but those of ``stop_on=``.
+"""The context in which every hook runs. It keeps errors of hooks from the model.
 
-A watch must not change what the model does, so an error in our own code is kept until a record is made, and the model
-goes on. One lock serves all hooks, because a model may run in several threads.
+A watch must not change what the model does. An error in our own code is therefore kept until a record is made, and the
+model goes on. Only an error that ``stop_on=`` asks for reaches the model. One lock serves all hooks, because a model
+may run in several threads.
 """
 
 from __future__ import annotations
@@ -17,25 +18,26 @@ from pytest_modelprobe._torch import Context, without_torch_function
 from pytest_modelprobe.exceptions import ModelProbeError
 
 TOO_DEEP = "the model used up Python's stack (RecursionError) in a forward or backward, where calls were not seen"
-_OWN_FRAMES = 100  # from where on it is our own code that used up the stack
+_OWN_FRAMES = 100
+"""A RecursionError this many frames deep in our own code is our own error. With fewer, the model used up the stack."""
 
 
 class HookGuard:
     """Keeps the first error of a hook.
 
-    Where the model itself used up Python's stack there is no error of a hook, only a note.
+    If the model itself used up Python's stack, that is no error of a hook. Then it only adds a note.
     """
 
     def __init__(self, notes: dict[str, None]) -> None:
         self.active = False
         """Whether the hooks observe: from `Capture.attach` to `Capture.detach`."""
         self.lock = threading.RLock()
-        """Held while a hook runs: the stack of calls and the forwards are changed by one thread at a time."""
+        """Held while a hook runs, so that one thread at a time changes the stack of calls and the forwards."""
         self.entered = 0
         """How many hooks ran."""
         self.notes = notes
         self.let_through: BaseException | None = None
-        """An error that is meant for the user's code."""
+        """An error that is meant for the user's code, and is not kept."""
         self._failure: Exception | None = None
 
     def __enter__(self) -> None:
@@ -47,10 +49,10 @@ class HookGuard:
         if not isinstance(error, Exception):
             return False
         if error is self.let_through:
-            self.let_through = None  # its traceback holds the watch
+            self.let_through = None  # its traceback has frames with the watch, which would never be freed
             return False
         if isinstance(error, RecursionError):
-            own = 0  # counted here: a call may be one too many
+            own = 0  # counted without a call, which might itself exceed the stack
             while trace is not None:
                 own, trace = own + 1, trace.tb_next
             if own < _OWN_FRAMES:
@@ -71,8 +73,8 @@ class HookGuard:
 
 
 def hidden() -> contextlib.AbstractContextManager[object]:
-    """Return a context in which no function mode sees what a hook computes, nor TorchLens, where that is in use."""
-    lens = sys.modules.get("torchlens._state")
+    """Return a context in which neither a function mode nor TorchLens sees what a hook computes."""
+    lens = sys.modules.get("torchlens._state")  # TorchLens wraps torch's functions, so leaving modes is not enough
     return without_torch_function() if lens is None else _unlogged(lens)
 
 
@@ -84,7 +86,7 @@ def _unlogged(lens: ModuleType) -> Iterator[None]:
 
 
 def _without_frames(error: Exception) -> Exception:
-    """Return the error with its traceback as text: its frames hold the watch, which would never be freed."""
+    """Return the error with its traceback as text. The frames of a traceback would keep the watch alive."""
     if not isinstance(error, ModelProbeError):
         error.add_note("".join(traceback.format_exception(error)))
     error.__cause__ = error.__context__ = None

@@ -1,8 +1,9 @@
 """Hooks on modules: one before and one after each call of a layer, which tell the `Capture` of the call.
 
-The hooks stay on the user's model while a test does with it what it likes. A hook therefore knows its own module, and
-does nothing in a copy or a pickle of it. It moves behind hooks that are registered later, to see what these change. It
-finds the call that it belongs to by the Python frame, which is the same before and after, also where other hooks raise.
+The hooks stay on the user's model while a test does with it what it likes. Each hook therefore knows its own module,
+and does nothing on a copy or after a pickle. It moves behind hooks that are registered later, because it has to see
+what they change. Hooks before and after do not always come in pairs, since a hook of the user may raise in between, so
+a call is known again by its Python frame.
 """
 
 from __future__ import annotations
@@ -68,16 +69,18 @@ class _Hook(ModuleHook):
     __slots__ = ("_name", "_receiver", "key")
     is_modelprobe = True
     key: int
-    """Of the hook, among those of its module."""
+    """Id of the hook in its module's table of hooks."""
 
     def __init__(self, receiver: Capture, name: str, module: nn.Module) -> None:
-        self._module = ref(module)  # a call of `super` for each of many modules takes as long as all of this
+        # Set here, as `ModuleHook` does. A call of `super` would double the time, and there may be many modules.
+        self._module = ref(module)
         self._receiver = receiver
         self._name = name
 
     @property
     def __name__(self) -> str:
-        # What torch.jit.script asks of each hook before it compiles it. An AttributeError, as of any callable object.
+        # torch.jit.script reads this of each hook before it compiles it. An AttributeError is what it meets with any
+        # callable object; ours says what to do.
         raise AttributeError(
             "a hook of a watch has no name, and torch.jit.script cannot compile it: script the model before it is "
             "watched, or after the watch is closed"
@@ -88,7 +91,10 @@ class _Hook(ModuleHook):
         self._receiver.guard.notes[text] = None
 
     def stay_last(self, hooks: dict[int, Any], *, move: bool = True) -> bool:
-        """Move behind hooks that came since, to see what they change; return whether there were any."""
+        """Move behind hooks that were registered since, and return whether there were any.
+
+        Hooks of other watches do not count: they change nothing.
+        """
         if next(reversed(hooks), self.key) == self.key or self.key not in hooks:
             return False
         behind = itertools.takewhile(lambda key: key != self.key, reversed(hooks))
@@ -106,7 +112,7 @@ class _Before(_Hook):
 
     @property
     def name(self) -> str:
-        """Of the layer."""
+        """Name of the layer."""
         return self._name
 
     def stay_last_of_module(self) -> None:
@@ -116,7 +122,7 @@ class _Before(_Hook):
             self.stay_last(module._forward_pre_hooks)
 
     def is_there(self) -> bool:
-        """Whether this and the hook after the call are on the module still."""
+        """Whether this hook and the hook after the call are still on the module."""
         module = self._module()
         return module is None or (self.key in module._forward_pre_hooks and self.after.key in module._forward_hooks)
 
@@ -125,6 +131,7 @@ class _Before(_Hook):
             if not torch.compiler.is_compiling():
                 receiver = self._receiver
                 with receiver.guard.lock, receiver.guard, hidden():
+                    # A shallow copy of a module shares its hooks. The hook knows another module then.
                     if receiver.guard.active and self._module() is module and tracing_state() is None:
                         late = len(module._forward_pre_hooks) > 1 and self.stay_last(module._forward_pre_hooks)
                         if len(module._forward_hooks) > 1:
@@ -145,7 +152,8 @@ class _After(_Hook):
                 with receiver.guard.lock, receiver.guard, hidden():
                     if receiver.guard.active and self._module() is module and tracing_state() is None:
                         hooks = module._forward_hooks
-                        # After an error torch calls the hooks while it iterates over the dict itself.
+                        # After an error torch iterates over the dict of hooks itself: a move would raise a
+                        # RuntimeError there, in place of the model's own error.
                         if len(hooks) > 1 and self.stay_last(hooks, move=sys.exc_info()[1] is None):
                             receiver.note_late(self._name, "outputs")
                         frame = _frame_of_call(sys._getframe(1))
@@ -155,7 +163,7 @@ class _After(_Hook):
 
 
 def _frame_of_call(frame: FrameType) -> FrameType:
-    """Return the frame of the ``_call_impl`` that runs the hook: pre and post hook of one call share it."""
+    """Return the frame of the ``_call_impl`` that runs the hook. The hooks before and after a call share it."""
     while frame.f_code.co_name != CALL and frame.f_back is not None:
         frame = frame.f_back
     return frame

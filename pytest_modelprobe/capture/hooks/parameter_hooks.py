@@ -1,7 +1,8 @@
 """Hooks on parameters: their gradients on the way to ``.grad``, and the steps of optimizers.
 
-The gradient of a pass is read before it is added to ``.grad``, which may hold that of earlier passes. Parameters are
-looked for again before each forward, since a layer may be unfrozen or get new ones.
+The gradient of a pass is read before it is added to ``.grad``, because ``.grad`` may hold that of earlier passes. A
+tensor hook sees it at that moment. Parameters are looked for again before each forward, since a layer may be unfrozen,
+or get new parameters, while it is watched.
 """
 
 from __future__ import annotations
@@ -43,10 +44,13 @@ class ParameterHooks:
         self._hooked: dict[str, nn.Parameter] = {}
         self._handles: list[RemovableHandle] = []
         self.replaced: set[str] = set()
-        """Full names of the parameters in whose place another tensor with a gradient stood in a forward."""
+        """Full names of parameters that a plain tensor with a gradient replaced in a forward."""
 
     def add_layer(self, name: str, module: nn.Module) -> None:
-        """Add the parameters and buffers of a layer; of an atomic one also those of its children."""
+        """Add the parameters of a layer, and those of its children if it is atomic.
+
+        The children of an atomic layer, such as `nn.MultiheadAttention`, are never called, and so are no layers.
+        """
         prefix = "" if name == ROOT else f"{name}."
         self._owners.append((prefix, module))
         if module._modules and self.layers.is_leaf(name):
@@ -54,11 +58,15 @@ class ParameterHooks:
             self._owners += [(f"{path}.", owner) for path, owner in inside if owner is not module]
 
     def attach(self) -> None:
-        """Hook the parameters that have no hook yet: also those unfrozen, replaced, made by a lazy module since."""
-        shards = sharded_parameters(self.layers.modules.values())  # the gradient of the whole is not yet reduced
+        """Hook the parameters that have no hook yet.
+
+        This includes those that were unfrozen, replaced, or made by a lazy module since the last time.
+        """
+        # FSDP2 puts the whole parameter in the place of a shard for a time. Its gradient is not yet reduced over ranks.
+        shards = sharded_parameters(self.layers.modules.values())
         for prefix, owner in self._owners:
             if not owner._parameters:
-                continue  # as most modules
+                continue  # most modules have none of their own, and this runs before each forward
             for name, held in owner._parameters.items():
                 parameter: torch.Tensor | None = shards.get((owner, name), held) if shards else held
                 if parameter is None or self._hooked.get(prefix + name) is parameter:
@@ -77,12 +85,12 @@ class ParameterHooks:
                     hook.names.append(prefix + name)  # tied: one hook for all its names
 
     def see_accumulated(self, hook: _ParameterHook, parameter: nn.Parameter) -> None:
-        """Also call the hook of a parameter when its gradient has been added to ``.grad``."""
+        """Let the hook of a parameter also be called when the gradient has been added to ``.grad``."""
         self._handles.append(parameter.register_post_accumulate_grad_hook(_AccumulatedHook(hook)))
         hook.sees_accumulated = True
 
     def hold_gradients(self) -> bool:
-        """Whether a parameter has a gradient: that of the next pass is added to it."""
+        """Whether a parameter has a gradient already, to which that of the next pass is added."""
         return any(parameter.grad is not None for parameter in self._hooked.values())
 
     def detach(self) -> None:
@@ -131,9 +139,10 @@ class ParameterHooks:
 
 
 class _ParameterHook:
-    """Sees the gradient on its way to ``.grad``, which may hold that of earlier passes.
+    """Sees the gradient of a parameter on its way to ``.grad``.
 
-    The sum of a gradient that comes in parts is taken from ``.grad``.
+    The gradient may come in parts, as that of a layer in two checkpointed segments does. Torch then calls the hook once
+    for each part, and the sum is taken from ``.grad``.
     """
 
     __slots__ = ("_arrived", "_axis", "_parameter", "_parts", "held", "names", "owner", "sees_accumulated")
@@ -166,7 +175,10 @@ class _ParameterHook:
                 owner.backward.receive_parameter(self.names, gradient, self._axis)
 
     def take_accumulated(self, parameter: nn.Parameter) -> None:
-        """Take ``.grad`` where the hook could not: the gradient came in parts, or (FSDP2) torch did not call it."""
+        """Take ``.grad`` if the hook could not see the gradient.
+
+        That is so if it came in parts, and with FSDP2, where torch does not call the hook.
+        """
         if self.owner.guard.active:
             with self.owner.guard.lock, self.owner.guard, hidden():
                 if self._parts == 1 and graph_task() == self._arrived:
@@ -192,7 +204,11 @@ def _named(hooks: list[tuple[_ParameterHook, torch.Tensor]]) -> list[tuple[str, 
 
 
 def _is_inside_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a `step` of the same optimizer runs: for a ``super().step()`` torch calls the hooks once more."""
+    """Whether a `step` of the same optimizer runs already.
+
+    Torch wraps the `step` of every class of optimizers, so a class that calls ``super().step()`` has the hooks called
+    twice in one step.
+    """
     frames = (frame for frame, _ in walk_stack(inspect.currentframe()) if frame.f_code.co_name == "step")
     return any(frame.f_locals.get("self") is optimizer for frame in frames)
 

@@ -1,7 +1,9 @@
-"""Hooks on tensors: each is reduced once and hooked once, in however many places it stands.
+"""Hooks on tensors. A tensor is reduced once and hooked once, in however many places it is seen.
 
 The output of one layer is the input of the next, so most tensors are seen several times. A tensor is known again by its
 contents (storage, version and layout) or by our hook on it. The hook hands its gradient to every observation of it.
+Contents alone decide nothing about gradients: a gradient reversal returns the memory of its input, and has another
+gradient.
 """
 
 from __future__ import annotations
@@ -41,12 +43,12 @@ class HookedViews:
         """Look after a view."""
         with ambient_modes_disabled(), contextlib.suppress(RuntimeError):  # a tensor subclass may not allow it
             version = tensor.detach()
-            # An alias without the memory: what it still shares is the count of versions.
+            # The alias gives up the memory, so that it keeps none alive. It still shares the count of versions.
             version.data = _no_elements(tensor.dtype, tensor.device)
             self._views.append((seen, tensor._version, version))
 
     def mark_overwritten(self) -> None:
-        """Mark those that were overwritten by now, and look after none of them any more."""
+        """Mark the views that were overwritten by now, and forget them all."""
         for seen, before, version in self._views:
             seen.overwritten |= version._version > before
         self._views.clear()
@@ -74,11 +76,11 @@ class TensorObserver:
         """Keys of the storages of the model's parameters and buffers."""
         self.reads_layouts = False
         """Whether the model is tensor parallel."""
-        # Those of the newest forward, and those before it that were alive when it began.
+        # Hooks of the newest forward, and earlier ones that were alive when it began. They are removed on detach.
         self._hooks: list[ReferenceType[_TensorHook]] = []
 
     def observe(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> TensorObservation:
-        """Return the observation of a tensor in a new place; ``axis`` is that of its units."""
+        """Return the observation of a tensor in a new place. ``axis`` is the axis of its units."""
         seen = self._observe(forward, tensor, axis)
         if self.reads_layouts:
             seen.layout = value_layout(tensor)
@@ -89,7 +91,8 @@ class TensorObserver:
             number, reduced = self._read(forward, tensor, axis)
             return TensorObservation(tensor, number, reduced, whole=self._is_whole(forward, tensor))
         hook = self._hook_on(tensor)
-        # `.data` may change a leaf, or a parameter of which this is a view, without a new version.
+        # `.data` may change a leaf, or a parameter of which this is a view, without a new version. So what was read of
+        # these before is not used again.
         view = is_view(tensor)
         places = hook.observed.get(forward) if hook.observed else None
         before = places[0] if places else None
@@ -102,7 +105,8 @@ class TensorObserver:
             if before is not None:
                 number = before.number
             elif not (self.reads_layouts and is_distributed(tensor)):
-                # Numbered by the hook, as the same contents may have another gradient: detached, reversed.
+                # Numbered by the hook and not by the contents: after a `detach` or a gradient reversal, the same
+                # contents have another gradient.
                 number = forward.next_number()
                 if self.reads_layouts:
                     _renumber(forward, content_key(tensor), number)
@@ -133,11 +137,12 @@ class TensorObserver:
 
     def _read(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> tuple[tuple[int, int], Reduction]:
         """Return the number of a tensor's contents, and their reduction."""
-        # A DTensor that a layer is given has the memory of the local tensor that the layer before returned.
+        # A DTensor that a layer is given may be made of the local tensor that the layer before returned, and then has
+        # its memory.
         local = local_tensor(tensor) if self.reads_layouts else tensor
         key = content_key(local)
         if local is not tensor and value_layout(tensor) == "partial":
-            key = None  # its local tensor is no part of it
+            key = None  # its local tensor is a summand of it, so they have different elements
         if key is not None and (key[0] in self.model_storages or is_parameter(tensor)):
             key = None  # `p.data.add_()` changes a parameter without a new version
         known = None if key is None else forward.reductions.get(key)
@@ -161,8 +166,9 @@ class TensorObserver:
         return local.is_nested or not forward.samples.has_batch(local.shape)
 
     def _hook_on(self, tensor: torch.Tensor) -> _TensorHook:
-        """Return our hook on the tensor as it is now, made if there is none."""
-        # A leaf keeps its hook for ever; another tensor that is written to becomes the output of another node.
+        """Return our hook on the tensor as it is now. It is made if there is none."""
+        # A leaf keeps its hook for ever. Any other tensor becomes the output of another node when it is written to, and
+        # the hook stays with the old node.
         version = None if tensor.is_leaf else tensor._version
         hooks = tensor_hooks(tensor)
         for known in hooks.values() if hooks else ():
@@ -175,31 +181,31 @@ class TensorObserver:
 
 
 def _renumber(forward: Forward, key: ContentKey | None, number: tuple[int, int]) -> None:
-    """Number a tensor that is known by its contents: also the DTensor that is made of it."""
+    """Give the contents of a tensor a new number, so that a DTensor that is made of it gets the same."""
     if key is not None and key in forward.reductions:
         _, reduced, storage = forward.reductions[key]
         forward.reductions[key] = number, reduced, storage
 
 
 class _TensorHook:
-    """Our hook on one tensor: hands its gradient to every observation of it."""
+    """Our hook on one tensor. It hands the gradient to every observation of the tensor."""
 
     __slots__ = ("__weakref__", "_fired", "hooks", "observed", "observer", "version")
-    __torch_unserializable__ = True  # else torch warns when the tensor is pickled
+    __torch_unserializable__ = True  # without this, torch warns when the tensor is pickled
 
     def __init__(self, observer: TensorObserver, version: int | None) -> None:
         self.observer = observer
         self._fired = False
         self.version = version
         self.hooks: Any = None
-        # A graph holds its forward by the hooks in it. A leaf outlives many graphs, so its hook holds none.
+        # The graph holds its forward through the hooks in it. A leaf outlives many graphs, so its hook holds none.
         self.observed: MutableMapping[Forward, list[TensorObservation]] = (
             {} if version is not None else WeakKeyDictionary()
         )
 
     def add(self, forward: Forward, seen: TensorObservation) -> None:
         """Let the gradient go to ``seen`` too."""
-        if self._fired:  # an input used again: earlier forwards have had theirs
+        if self._fired:  # an input is used again, and earlier forwards have had its gradient
             for earlier in [other for other in self.observed if other is not forward]:
                 del self.observed[earlier]
             self._fired = False

@@ -1,7 +1,7 @@
-"""One call of a layer: its inputs are observed when it begins, its outputs when it ends.
+"""Records one call of a layer: its inputs are observed when it begins, its outputs when it ends.
 
-Calls of modules and functional calls are recorded alike: `Capture` and `FunctionalMode` both call this. The inputs are
-read first because the layer may write into them.
+Calls of modules and functional calls are recorded alike, since `Capture` and `FunctionalMode` both use this. The inputs
+are read before the call because the layer may write into them.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class CallRecorder:
     running: RunningCalls
     notes: dict[str, None]
     attention: AttentionMode | None
-    """Where to look for attention weights among outputs; None: nowhere."""
+    """Looks for attention weights among outputs. `None` without ``attention=True``."""
     profiler: Profiler | None
-    """Measures what each call costs; None: that is not asked for."""
+    """Measures what each call costs. `None` without ``profile=True``."""
     stop: StopCheck | None
-    """Judges each output; None: that is not asked for."""
+    """Judges each output. `None` without ``stop_on=``."""
 
     def start(self, running: RunningCall, *, training: bool, may_draw: bool) -> None:
         """Observe the inputs of a call, which is not on the stack yet.
 
         Args:
             running: The call.
-            training: Mode of the layer.
+            training: Whether the layer is in training mode.
             may_draw: Whether to find out if the call draws random numbers.
         """
         call = running.observation = running.forward.begin_call(running.name)
@@ -56,6 +56,7 @@ class CallRecorder:
         call.grad_enabled = torch.is_grad_enabled()
         if any_autocast():
             call.autocast = _autocast_dtype(running.inputs)
+        # An input that another call inside the same layer returned has the unit axis that it had there.
         axes = self.running.stack[-1].unit_axes if self.running.stack else None
         for path, tensor in running.inputs.tensors:
             axis = axes.get(shape_of(tensor)) if axes else None
@@ -66,13 +67,13 @@ class CallRecorder:
             self.profiler.start_call(running)
 
     def finish(self, running: RunningCall, output: Any, module: nn.Module | None, *, leaf: bool = True) -> None:
-        """Observe the outputs of a call, which is off the stack.
+        """Observe the outputs of a call, which is off the stack already.
 
         Args:
             running: The call.
             output: What it returned.
-            module: The module that was called; None for a function.
-            leaf: Whether no layer is inside, if it is profiled.
+            module: The module that was called, or `None` for a function.
+            leaf: Whether no layer is inside. The profiler counts the memory of outputs of these only.
         """
         call = running.observation
         if call is None:
@@ -103,6 +104,6 @@ class CallRecorder:
 
 
 def _autocast_dtype(inputs: Flat) -> str | None:
-    """Return the dtype of the autocast that is active for the device of an input; without inputs, for the CPU."""
+    """Return the dtype of the autocast that is active for the device of an input, or for the CPU without inputs."""
     active = active_autocast(sorted({tensor.device.type for _, tensor in inputs.tensors} or {"cpu"}))
     return plain_name(active[0][1]) if active else None

@@ -1,8 +1,9 @@
 """Mutable accumulators that the hooks fill: tensors, calls, forwards; and how forwards merge.
 
 A forward that is over merges into the totals, so that memory grows with the number of layers and not with the number of
-forwards. Fingerprints of what has no batch get other signs there, by the number of forwards before: what is equal in
-all of them would add up with its full size. Those of a batch keep their signs, which are those of its samples.
+forwards. A fingerprint of a value without a batch gets other signs there, which the number of forwards before it
+chooses: with the same signs, a value that is equal in all forwards would add up to many times its size. The fingerprint
+of a batch keeps its signs, because they come from its samples and differ already.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Sign = Callable[[Reduction], Reduction]
 class TensorObservation:
     """A tensor among the inputs or outputs of a call: its reduction, and that of its gradient when it arrives.
 
-    The output of one call may be the input of the next: both have the same observation.
+    If the output of one call is the input of the next, both have the same observation.
     """
 
     __slots__ = (
@@ -42,7 +43,7 @@ class TensorObservation:
         self, tensor: torch.Tensor, number: tuple[int, int], forward: Reduction, *, whole: bool = True
     ) -> None:
         self.number = number
-        """Index of the forward, and number of the tensor in it: the same wherever the tensor was seen."""
+        """Index of the forward, and number of the tensor in it. It is the same wherever the tensor was seen."""
         self.shape = tuple(tensor.shape) if not tensor.is_nested else shape_of(tensor)
         self.dtype = plain_name(tensor.dtype)
         self.device = plain_name(tensor.device)
@@ -50,15 +51,15 @@ class TensorObservation:
         self.axis = forward.axis
         self.forward = forward
         self.layout: str | None = None
-        """What this rank has of it, where tensor parallelism tells."""
+        """Which part of the value this rank has. `None` without tensor parallelism."""
         self.backward: Reduction | None = None
         self.backward_inner: Reduction | None = None
         self.overwritten = False
         self.whole = whole
-        """Whether it has no batch."""
+        """Whether it is one whole, with no batch of samples in dimension 0."""
         self.targets: tuple[tuple[TensorObservation, int], ...] = ()
-        """Observations into which this one was merged, each with the number that its signs have there: a gradient that
-        arrives later is added to them too."""
+        """Observations into which this one was merged, each with the number that chooses its signs there. A gradient
+        that arrives later is added to them too."""
 
     @property
     def has_gradient(self) -> bool:
@@ -75,11 +76,11 @@ class TensorObservation:
             target.receive(statistics.with_signs_of(number, gradient) if self.whole else gradient, inner=inner)
 
     def merge_from(self, other: TensorObservation, merge: Merge) -> None:
-        """Merge the observation in the same place of another forward, which has the signs that it shall have."""
+        """Merge the observation in the same place of another forward, which has its signs for the totals already."""
         self.number = other.number
         if self.layout != other.layout:
             self.layout = None
-        if self.device == "meta":
+        if self.device == "meta":  # a forward on meta tensors has no numbers, and the other one's stay
             self.device = other.device
         if self.shape != other.shape:
             self.shape = _merged_shape(self.shape, other.shape)
@@ -102,7 +103,7 @@ class TensorObservation:
         return found
 
     def copy(self) -> TensorObservation:
-        """Return an independent copy; the reductions are shared, as they do not change once computed."""
+        """Return an independent copy. It shares the reductions, which never change."""
         copy = object.__new__(TensorObservation)
         copy.number, copy.shape, copy.dtype, copy.device = self.number, self.shape, self.dtype, self.device
         copy.requires_grad, copy.overwritten, copy.axis = self.requires_grad, self.overwritten, self.axis
@@ -116,10 +117,10 @@ Values = list[tuple[str, TensorObservation]]
 
 
 class AttentionObservation(NamedTuple):
-    """What is kept of attention weights computed once in a call; tensors on their device."""
+    """What is kept of attention weights that were computed once in a call. The tensors stay on their device."""
 
     entropy: Tensor
-    """Shape (heads,): sum over queries with two keys or more of the entropy, as a share of the greatest possible."""
+    """Shape (heads,): the entropy as a share of the greatest possible, summed over queries with two or more keys."""
     queries: Tensor
     """Shape (heads,): how many such queries there are."""
     most: Tensor
@@ -128,7 +129,7 @@ class AttentionObservation(NamedTuple):
     """As in `record.Attention.kind`."""
 
     def merge(self, other: AttentionObservation) -> AttentionObservation:
-        """Return both together; where shapes differ, the newer, which is ``other``."""
+        """Return both merged, or the newer one, ``other``, if their shapes differ."""
         if self.most.shape != other.most.shape or self.entropy.shape != other.entropy.shape:
             return other
         return AttentionObservation(
@@ -180,7 +181,7 @@ class CallObservation:
         self.forwards += other.forwards
         self.recomputed += other.recomputed
         self.inputs_known &= other.inputs_known
-        # Of the newest:
+        # These cannot be merged. They are those of the newest forward.
         self.started, self.finished = other.started, other.finished
         self.training, self.grad_enabled, self.autocast = other.training, other.grad_enabled, other.autocast
         self.random, self.arguments = other.random, other.arguments
@@ -214,7 +215,8 @@ class CallObservation:
 class ParameterGradient:
     """The gradient of a parameter, one reading for each backward pass.
 
-    Within one pass it may come in parts (a layer in two checkpointed segments): only the last reading counts.
+    Within one pass it may come in parts, as that of a layer in two checkpointed segments does. Each reading is the sum
+    so far, so only the last one of a pass counts.
     """
 
     __slots__ = ("_backward", "_before", "_newest")
@@ -244,7 +246,7 @@ class ParameterGradient:
 
 
 KnownReduction = tuple[tuple[int, int], Reduction, Any]
-"""Number of a tensor, its reduction, and its storage: while it is held weakly its address is not used again."""
+"""Number of a tensor, its reduction, and its storage. While the storage is held weakly, its key is not used again."""
 
 
 class Forward:
@@ -261,15 +263,15 @@ class Forward:
         self.backwards: set[int] = set()
         """Numbers of the backward passes that reached it."""
         self.trained_by: set[int] = set()
-        """Those, and the passes that reached no hooked value while it was the newest forward."""
+        """These, and the passes that reached no hooked value while this was the newest forward."""
         self.parameters: dict[str, ParameterGradient] = {}
-        """By full name; of the passes that ran while this was the newest forward, or reached it."""
+        """Gradients of the passes that ran while this was the newest forward, or that reached it, by full name."""
         self._tensors = itertools.count()
         self._events = itertools.count()
         self.costs: Costs | None = None
-        """None: they are not measured."""
+        """What the calls cost, or `None` if costs are not measured."""
         self.reductions: dict[ContentKey, KnownReduction] = {}
-        """Of the tensors seen in this forward."""
+        """What is known of the tensors seen in this forward, by their contents, so that none is read twice."""
 
     def begin_call(self, layer: str) -> CallObservation:
         """Return a new call of ``layer``."""
@@ -293,7 +295,10 @@ class Forward:
 
 
 class DoneForward:
-    """What is kept of a forward that is not the newest, until it is merged; its graph may be gone."""
+    """What is kept, until it is merged, of a forward that is not the newest.
+
+    The `Forward` itself is held only by its graph. When the graph is gone, no gradient can arrive any more.
+    """
 
     __slots__ = ("_graph", "calls", "costs", "index", "kind", "samples", "trained_by")
     forwards = 1
@@ -325,11 +330,12 @@ class Totals:
 
         Args:
             forward: What is merged.
-            number: Of the signs that its values without a batch have here; None: the number of forwards merged before.
+            number: Chooses the signs that its values without a batch get here. `None` means the number of forwards
+                merged before.
             final: Whether gradients that it receives later are added too.
         """
         number = self.forwards if number is None else number
-        # One tensor is seen in several places.
+        # Cached because one tensor is seen in several places, with the same reduction.
         merge = functools.cache(statistics.merge)
         sign = functools.cache(functools.partial(statistics.with_signs_of, number))
         self.forwards += forward.forwards
@@ -345,7 +351,7 @@ class Totals:
 
     @classmethod
     def of(cls, forward: Forward | DoneForward) -> Totals:
-        """Return those of one forward, to be read at once: its calls are not copied, and may go on."""
+        """Return one forward as totals. They must be read at once, as its calls are not copied and may still change."""
         totals = cls()
         totals.forwards, totals.calls, totals.costs = 1, forward.calls, forward.costs
         return totals
@@ -366,12 +372,12 @@ class Totals:
 
 
 def merged(a: Reduction | None, b: Reduction | None, merge: Merge = statistics.merge) -> Reduction | None:
-    """Return two reductions merged; None is none."""
+    """Return two reductions merged, or the one that is not `None`."""
     return b if a is None else a if b is None else merge(a, b)
 
 
 def _merged_shape(a: tuple[Dimension, ...], b: tuple[Dimension, ...]) -> tuple[Dimension, ...]:
-    if len(a) != len(b):  # another rank altogether: the newest is as good as the oldest
+    if len(a) != len(b):  # no ranges can be made of another number of dimensions, so the newest stands for both
         return b
     return tuple(map(merge_dimensions, a, b))
 

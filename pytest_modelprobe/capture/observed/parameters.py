@@ -1,7 +1,8 @@
 """Parameters and buffers of layers: reductions of their elements, and whether they have changed since.
 
-A parameter is read again only if another tensor stands in its place or its version has changed. Buffers are always read
-again, since they are written to through ``.data``, which changes no version.
+Reading is as dear as the model is large. A parameter is therefore read again only if another tensor stands in its place
+or its version has changed. Buffers are always read again, since they are written to through ``.data``, which changes no
+version.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ class ParameterReading:
     def is_unchanged(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is the one that was read, with the same elements.
 
-        False for every buffer: they are written to through ``.data``, which does not change the version.
+        This is false for every buffer. Buffers are written to through ``.data``, which does not change the version.
         """
         same = self.tensor is tensor and isinstance(tensor, nn.Parameter)
         return same and self.content_key == parameter_content_key(tensor)
 
 
 def read_parameters(layers: Layers, selected: Collection[str]) -> dict[str, ParameterReading]:
-    """Return readings of the parameters and buffers of the selected layers by full name; each tensor is read once.
+    """Return readings of the parameters and buffers of the selected layers by full name. Each tensor is read once.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> read = read_parameters(Layers(model), ["(root)"])
@@ -70,7 +71,8 @@ def reducer(layers: Layers) -> Callable[[torch.Tensor], Reduction]:
 
 def named_tensors(layers: Layers, selected: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and buffers of the selected layers with their full names."""
-    shards = sharded_parameters(layers.modules.values())  # the whole may stand in the place of one for a time
+    # FSDP2 puts the whole parameter in the place of this rank's shard for a time. The shard is what is recorded.
+    shards = sharded_parameters(layers.modules.values())
     for name, module in layers.modules.items():
         if name in selected:
             atomic = layers.is_leaf(name)
@@ -79,7 +81,7 @@ def named_tensors(layers: Layers, selected: Collection[str]) -> Iterator[tuple[s
 
 
 def parameter_content_key(tensor: torch.Tensor) -> ContentKey | None:
-    """Return the content key of a parameter or buffer; None where it has none or is uninitialized."""
+    """Return the content key of a parameter or buffer, or `None` if it has none or is uninitialized."""
     return None if is_lazy(tensor) else content_key(tensor)
 
 
@@ -96,5 +98,5 @@ def storage_keys(layers: Layers) -> Iterator[int]:
 def _storage_key(tensor: torch.Tensor) -> int | None:
     try:
         return storage_key(tensor.untyped_storage())
-    except (RuntimeError, NotImplementedError):  # sparse, or of a transform
+    except (RuntimeError, NotImplementedError):  # a sparse tensor, or one of a `torch.func` transform
         return None

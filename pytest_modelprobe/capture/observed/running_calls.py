@@ -1,8 +1,9 @@
 """The calls that run now, outermost first.
 
-A hook sees one call begin or end. What is inside what is known by this stack, which belongs to one thread.
+A hook sees only one call begin or end. This stack knows which call is inside which. It belongs to one thread.
 
-`KeyboardInterrupt` and `pytest.fail` run no forward hooks: a call that ended so is known by its Python frame.
+Torch runs no forward hooks after a `KeyboardInterrupt` or `pytest.fail`, which are no `Exception`. A call that ended so
+would stay on the stack for ever. It is found because its Python frame is on no thread's stack any more.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ InputKeys = list[tuple[int, ContentKey | None]]
 
 
 class RunningCall:
-    """A call that has begun and not ended."""
+    """A call that has begun and has not ended."""
 
     __slots__ = (
         "attended", "error_before", "forward", "frame", "input_keys", "inputs", "mark", "name", "observation",
@@ -37,28 +38,29 @@ class RunningCall:
         self.forward = forward
         self.inputs = inputs
         self.observation: CallObservation | None = None
-        """None where the layer is not selected."""
+        """What is recorded of the call, or `None` if the layer is not selected."""
         self.unit_axes: dict[tuple[Dimension, ...], int | None] = {}
-        """Unit axis of the outputs of the calls inside, the newest of each shape."""
+        """Unit axis of the outputs of the calls inside, by shape. The newest of each shape counts."""
         self.random_states: tuple[bytes, ...] = ()
-        """Of the generators as the call began; empty where it draws nothing."""
+        """States of the random generators when the call began, or empty if it cannot draw."""
         self.input_keys: InputKeys | None = None
-        """Of the inputs as they were read, where another hook runs after ours and may change them."""
+        """Keys of the inputs as they were read. Set only if another hook runs after ours, which may change them."""
         self.attended = False
         """Whether attention weights were seen in the call."""
         self.mark: int | None = None
-        """Where its time begins; None: it is not profiled."""
-        self.error_before = sys.exc_info()[1]  # a forward inside an `except:` block sees the outer error
+        """Where the time of the call begins, or `None` if it is not profiled."""
+        # A forward that is called in an `except` block sees the error of that block, which is none of its own.
+        self.error_before = sys.exc_info()[1]
 
     def is_over(self, thread: int, here: FrameType) -> bool:
-        """Whether the call, which began in ``thread``, has ended: its Python frame is on no stack, nor on this."""
+        """Whether a call that began in ``thread`` has ended, so that its Python frame is neither there nor ``here``."""
         if _is_on_stack(self.frame, here):
             return False
         elsewhere = None if thread == threading.get_ident() else sys._current_frames().get(thread)
         return not _is_on_stack(self.frame, elsewhere)
 
     def inherited_axis(self, output: torch.Tensor) -> int | None:
-        """Return the unit axis of what was made inside in the shape of an output, else of an input of that shape."""
+        """Return the unit axis of a value of the shape of an output: of one made inside, else of an input."""
         shape = shape_of(output) if output.is_nested else tuple(output.shape)
         inside = self.unit_axes.get(shape) if self.unit_axes else None
         if inside is None and self.observation is not None:
@@ -77,7 +79,7 @@ class RunningCalls:
 
     def __init__(self, on_abandoned: Callable[[], None]) -> None:
         self.stack: list[RunningCall] = []
-        """To be read only."""
+        """The calls, for others to read and not to change."""
         self._thread = 0
         self._on_abandoned = on_abandoned
 
@@ -102,8 +104,12 @@ class RunningCalls:
         self.stack.append(running)
 
     def pop(self, name: str, frame: FrameType) -> RunningCall | None:
-        """Remove a call with all inside it; return None where another hook raised before ours could add it."""
+        """Remove a call with all inside it, and return it.
+
+        Returns `None` if the call was never added, since another hook raised before ours ran.
+        """
         for i in range(len(self.stack) - 1, -1, -1):
+            # The name is compared too, because a functional call has the frame of the layer around it.
             if self.stack[i].frame is frame and self.stack[i].name == name:
                 running = self.stack[i]
                 del self.stack[i:]
@@ -116,10 +122,10 @@ class RunningCalls:
             del self.stack[self.stack.index(running) :]
 
     def drop_abandoned(self, here: FrameType | None = None) -> bool:
-        """Remove calls that ended although no hook ran; return whether a call runs.
+        """Remove calls that ended although no hook ran, and return whether a call still runs.
 
         Args:
-            here: A frame inside all calls that run in this thread; None: that of the caller.
+            here: A frame inside all calls that run in this thread. `None` means the frame of the caller.
         """
         stack = self.stack
         while stack and stack[-1].is_over(self._thread, here or sys._getframe()):
@@ -133,7 +139,7 @@ class RunningCalls:
         self.stack.clear()
 
     def attend(self, call: CallObservation, found: list[AttentionObservation]) -> None:
-        """Add attention weights to a call; they were computed in all calls that run."""
+        """Add attention weights to a call, and mark all running calls, since the weights were computed in all."""
         call.attention += found
         for running in self.stack if found else ():
             running.attended = True
@@ -145,7 +151,7 @@ def input_keys(inputs: Flat) -> InputKeys:
 
 
 def _is_on_stack(frame: FrameType, innermost: FrameType | None) -> bool:
-    """Whether a frame is on the stack that ends with ``innermost``; the walk is short where it is."""
+    """Whether a frame is on the stack that ends with ``innermost``. The walk is short if it is."""
     while innermost is not None:
         if innermost is frame:
             return True

@@ -36,10 +36,11 @@ class SetAttributes:
         for name, (kind, before) in self._before.items():
             module = self.layers.modules[name]
             if type(module) is not kind:
-                continue  # a lazy module became what it is
+                continue  # a lazy module became another class, and its attributes are settings
             for key, now in attributes(module).items():
                 then = before.get(key)
-                # A number that was computed again may be equal, but is another object; a sequence is text made anew.
+                # Identity, as a forward may set what is equal by chance this time: a number that was computed again is
+                # another object. Text is compared by value, because `attributes` makes it anew of a sequence.
                 if now is not then and not (type(now) is str and now == then):
                     self.found.setdefault(name, set()).add(key)
 

@@ -16,13 +16,13 @@ from pytest_modelprobe.record import Dimension, merge_dimensions
 from pytest_modelprobe.statistics import ambient_modes_disabled
 
 ContentKey = tuple[Any, ...]
-"""Storage, version and layout of a tensor: two tensors with one key have the same elements while the storage lives."""
+"""Storage, version and layout of a tensor. Two tensors with one key have the same elements while the storage lives."""
 
 
 def content_key(tensor: torch.Tensor) -> ContentKey | None:
-    """Return the key of a tensor's contents, valid while its storage lives; None where there is none.
+    """Return the key of a tensor's contents, which is valid while its storage lives, or `None` if there is none.
 
-    Inference tensors have no version; sparse tensors and those of `torch.func` transforms have no storage.
+    Inference tensors have no version. Sparse tensors and those of `torch.func` transforms have no storage.
     """
     try:
         return (
@@ -44,7 +44,7 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[Dimension, ...]:
-    """Return the sizes; of a nested tensor, those of its parts, with a range where they differ.
+    """Return the sizes of a tensor. Those of a nested tensor are of its parts, as a range where they differ.
 
     >>> shape_of(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(5, 3)], layout=torch.jagged))
     (2, (2, 5), 3)
@@ -54,7 +54,7 @@ def shape_of(tensor: torch.Tensor) -> tuple[Dimension, ...]:
     try:
         with ambient_modes_disabled():
             parts = [part.shape for part in tensor.detach().unbind()]
-    except RuntimeError:  # its memory is gone
+    except RuntimeError:  # its memory was freed, so only the number of parts is known
         return (tensor.size(0),)
     return len(parts), *(functools.reduce(merge_dimensions, sizes) for sizes in zip(*parts, strict=True))
 

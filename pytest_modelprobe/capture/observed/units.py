@@ -1,7 +1,8 @@
-"""The unit axis of an output: the axis of channels or features, which depends on the module.
+"""The unit axis of an output: the axis of channels or features, along which a unit may be dead.
 
-The number of axes does not tell: NHWC outputs, tokens, and sequences of a convolution have the same. Axes are counted
-from the end, so that they are the same with and without a batch.
+The module tells which axis that is, and the number of axes does not: images in NHWC, images in NCHW and heads of tokens
+all have four. A wrong axis misses dead units or invents some. Axes are counted from the end, so that they are the same
+with and without a batch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _BY_RULE: dict[int | str, str] = {
     -3: "Fold PixelShuffle PixelUnshuffle",
 }
 _RULES = {name: rule for rule, names in _BY_RULE.items() for name in names.split()}
-"""By class name. For classes of torch with a number of spatial axes in the name (Conv2d, MaxPool1d) it is that."""
+"""Rule by class name. A class of torch with a number of spatial axes in its name (Conv2d, MaxPool1d) needs none."""
 
 _SPATIAL = re.compile(r"([123])d$")
 _POINTWISE = ("torch.nn.modules.activation.", "torch.nn.modules.dropout.", "torch.nn.modules.linear.Identity")
@@ -37,13 +38,13 @@ _KNOWN = ("torch.nn.modules.", "torch.ao.nn.", "transformers.pytorch_utils.")  #
 def unit_axis(
     module: nn.Module, output: Tensor, inherited: Callable[[Tensor], int | None] = lambda _: None
 ) -> int | None:
-    """Return the axis of an output along which its units lie, counted from the end; None if it cannot be known.
+    """Return the axis of an output along which its units lie, counted from the end, or `None` if it cannot be known.
 
     Args:
         module: The module that returned the output.
         output: One of its output tensors; only its shape is used.
-        inherited: Returns the unit axis of a tensor of the same shape that was an input or made inside, None if there
-            is none. It is called where the module does not tell.
+        inherited: Returns the unit axis of a tensor of the same shape that was an input or was made inside, or `None`
+            if there is none. It counts if the module does not tell.
 
     >>> import torch
     >>> unit_axis(nn.Conv2d(3, 8, 3), torch.empty(2, 8, 4, 4)), unit_axis(nn.Linear(3, 8), torch.empty(2, 4, 8))
@@ -68,17 +69,18 @@ def is_pointwise(module: nn.Module) -> bool:
 
 
 def stacked_axis(owner: nn.Module, parameter: Tensor) -> int | None:
-    """Return the axis of a parameter along which weights of several modules, such as experts, are stacked: the first.
+    """Return the axis of a parameter along which weights of several modules, such as experts, are stacked.
 
-    None if they are not: if slices are no matrices, and of a convolution or of a bilinear layer, of which a slice is a
-    unit, which may be dead.
+    It is the first axis. Returns `None` if slices along it are no matrices, and for convolutions and bilinear layers,
+    where a slice belongs to one unit, which may be dead.
 
     >>> import torch
     >>> stacked_axis(nn.Module(), nn.Parameter(torch.empty(8, 16, 4)))
     -3
     >>> stacked_axis(nn.Conv1d(16, 8, 4), nn.Parameter(torch.empty(8, 16, 4)))
     """
-    if parameter.ndim < 3 or type(parameter) is not nn.Parameter:  # as most; a DTensor has a part of the slices
+    # Most parameters end here. A DTensor has only a part of the slices.
+    if parameter.ndim < 3 or type(parameter) is not nn.Parameter:
         return None
     first, *others = parameter.shape
     if first < 2 or sum(size > 1 for size in others) < 2:
@@ -88,6 +90,7 @@ def stacked_axis(owner: nn.Module, parameter: Tensor) -> int | None:
 
 
 _OF_UNITS = ("torch.nn.modules.conv", "torch.nn.modules.linear", "torch.nn.utils.parametrize")
+"""Modules of torch with classes whose weights may have a slice for each unit."""
 
 
 def _axis(module: nn.Module, rule: str | None, shape: Sequence[int], inherited: int | None) -> int | None:
@@ -102,14 +105,14 @@ def _axis(module: nn.Module, rule: str | None, shape: Sequence[int], inherited: 
     own = [tuple(p.shape) for p in module.parameters(recurse=False) if not (is_lazy(p) or p.is_nested)]
     if all(math.prod(size) == 1 for size in own) or any(module.children()):
         return inherited
-    # A norm of the model's own, like LlamaRMSNorm, has vectors of one size: the axis is known if they fit only one.
+    # A norm of the model's own, like LlamaRMSNorm, has vectors of one size. Its axis is known if they fit only one.
     fitting = {axis for axis in (_LAST, 1 - len(shape)) if axis < 0 and set(own) == {(shape[axis],)}}
     return fitting.pop() if len(fitting) == 1 else inherited if inherited in fitting else None
 
 
 @functools.cache
 def _rule(cls: type) -> int | str | None:
-    """Return the rule for a class: that of its nearest base in torch."""
+    """Return the rule of the nearest base in torch, which a model's own subclass of a layer follows too."""
     for base in cls.__mro__:
         name = f"{base.__module__}.{base.__name__}"
         spatial = _SPATIAL.search(base.__name__)

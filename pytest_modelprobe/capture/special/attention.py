@@ -1,7 +1,8 @@
 """Attention weights that a forward computes: by a softmax, fused, or in ``nn.MultiheadAttention``.
 
-Fused attention returns no weights: they are computed again from queries and keys. Each observation keeps the entropy of
-each head, and the largest weight of any head for each query and key.
+Fused attention returns no weights, so they are computed again from queries and keys. That costs memory of queries times
+keys, which is why ``attention=True`` has to ask for it. Each observation keeps the entropy of each head, and the
+largest weight of any head for each query and key.
 
 A softmax is attention where its result is multiplied into values; that of a router or over a vocabulary is not. So its
 result is followed through masks, dropout and changes of layout to a matrix product.
@@ -28,7 +29,7 @@ from pytest_modelprobe.capture.observed.running_calls import RunningCall, Runnin
 _Reader = Callable[..., AttentionObservation | None]
 
 _MASKED = -5e3
-"""Scores up to here are those of masked keys: masks add -1e4 or less, the smallest number, or -infinity."""
+"""Scores of this or less belong to masked keys. Masks add -1e4, the smallest number of the dtype, or -infinity."""
 
 
 class AttentionMode(ForwardMode):
@@ -69,7 +70,7 @@ class AttentionMode(ForwardMode):
         """Return observations of outputs that may be attention weights, in the order in which ``call`` keeps them."""
         found: list[AttentionObservation] = []
         for tensor in outputs:
-            if self._found(tensor) is not None:  # a dropout returns the weights that it was given
+            if self._found(tensor) is not None:  # a dropout returns weights that were seen before
                 continue
             attended = returned(tensor)
             if attended is not None:
@@ -110,7 +111,7 @@ class AttentionMode(ForwardMode):
         if first is None:
             return
         if func in _LAYOUTS:
-            with contextlib.suppress(Exception):  # their positions are unknown: the weights are not followed further
+            with contextlib.suppress(Exception):  # the new positions are unknown, and nothing is followed further
                 moved = _LAYOUTS[func](func, first.positions, *args[1:], **kwargs)
                 pairs = zip(output, moved, strict=True) if isinstance(output, (tuple, list)) else [(output, moved)]
                 for tensor, positions in pairs:
@@ -129,7 +130,8 @@ class AttentionMode(ForwardMode):
             return
         axes = _summed(equation, operands)
         for weights, values, axis in zip(operands, reversed(operands), axes, strict=True):
-            if axis is None or values.ndim < 3:  # a table that all examples share has no values
+            # Values belong to an example, so they have three axes. A table that all examples share has two.
+            if axis is None or values.ndim < 3:
                 continue
             self._multiplied[id(weights)] = ref(weights)
             known = self._found(weights)
@@ -142,10 +144,10 @@ class _Followed(NamedTuple):
 
     tensor: ReferenceType[Tensor]
     positions: Tensor
-    """Of the shape of the tensor: the position of each element on the axis of the softmax."""
+    """Position of each element on the axis of the softmax, in the shape of the tensor."""
     call: CallObservation
     which: int | None
-    """Index among the call's weights; None: the softmax is not over the last axis, and there is no observation yet."""
+    """Index among the call's weights. `None` if the softmax is not over the last axis: it has no observation yet."""
 
     def note_product(self, weights: Tensor, summed: int) -> None:
         """Note that a product sums over an axis of the weights, counted from the end."""
@@ -154,7 +156,7 @@ class _Followed(NamedTuple):
         if right and self.which is not None:
             kept = self.call.attention[self.which]
             queries = {-1: -2, -2: -1}.get(summed)
-            # A product with one query, where there were more: each has values of its own.
+            # If a product has one query where there were more, each query has values of its own.
             if queries is None or weights.shape[queries] > 1 or kept.most.shape[-2] == 1:
                 self.call.attention[self.which] = kept._replace(kind="attention")
         elif not right and axis is not None:
@@ -174,7 +176,7 @@ def _positions(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _varying(positions: Tensor) -> int | None:
-    """Return the axis, counted from the end, along which positions differ; None where there is none."""
+    """Return the axis, counted from the end, along which positions differ, or `None` if there is none."""
     for axis in range(-1, -positions.ndim - 1, -1):
         if positions.shape[axis] > 1 and positions.numel():
             line = positions.movedim(axis, -1).reshape(-1, positions.shape[axis])[0]
@@ -186,7 +188,7 @@ def _varying(positions: Tensor) -> int | None:
 def _summed(equation: str | None, operands: list[Tensor]) -> list[int | None]:
     """Return for each of two operands the axis, counted from the end, over which their product sums.
 
-    None where it is not as with weights: each query has values of its own, or there is no such axis.
+    It is `None` if the operand cannot be weights, since each query has values of its own, or if there is no such axis.
     """
     if equation is None:
         left = -1 if operands[0].ndim > 1 else None
@@ -204,7 +206,7 @@ def _summed(equation: str | None, operands: list[Tensor]) -> list[int | None]:
 def _read_plain(
     read: Callable[..., AttentionObservation | None], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> AttentionObservation | None:
-    """Call ``read`` with plain tensors; return None where a tensor cannot be read."""
+    """Call ``read`` with plain tensors. Returns `None` if a tensor cannot be read."""
     tensors = {id(x): statistics.as_plain_tensor(x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
     if any(reason for _, reason in tensors.values()):
         return None
@@ -216,7 +218,10 @@ def _read_plain(
 
 
 def returned(output: Tensor) -> AttentionObservation | None:
-    """Return the observation of a tensor that may be attention weights: 3 axes or more, rows that sum to 1."""
+    """Return the observation of a tensor that may be attention weights, or `None`.
+
+    It may be if it has 3 axes or more, and rows that sum to 1 within a hundredth.
+    """
     output, reason = statistics.as_plain_tensor(output)
     if reason is not None or not _may_be_weights(output) or output.shape[-1] < 2:
         return None
@@ -268,7 +273,8 @@ def _of_fused(
 
 def _of_multihead(*args: Any, **kwargs: Any) -> AttentionObservation | None:
     given = dict(zip(_MULTIHEAD, args, strict=False)) | kwargs
-    # Torch's own function, with the weights returned; without dropout it draws no random number.
+    # Torch's own function is called again, and asked for the weights. Without dropout it draws no random number, which
+    # the model would miss.
     asked = {"need_weights": True, "average_attn_weights": False, "training": False}
     weights = F.multi_head_attention_forward(**{**given, **asked})[1]
     if weights is None:
@@ -277,12 +283,12 @@ def _of_multihead(*args: Any, **kwargs: Any) -> AttentionObservation | None:
     weights = weights if weights.ndim == 4 else weights[None]
     mask, padding = given.get("attn_mask"), given.get("key_padding_mask")
     bias = torch.zeros(1, weights.shape[-1] if mask is None and padding is None else 1, device=weights.device)
-    if mask is not None:  # here True masks a key
+    if mask is not None:  # True masks a key here, and keeps one in scaled_dot_product_attention
         mask = _added(~mask if mask.dtype == torch.bool else mask)
         bias = bias + (mask.reshape(*weights.shape[:2], *mask.shape[-2:]) if mask.ndim == 3 else mask)
     if padding is not None:
         bias = bias + _added(~padding if padding.dtype == torch.bool else padding).unsqueeze(-2).unsqueeze(-2)
-    # Keys that the module itself adds at the end are never masked.
+    # The module itself may add keys at the end (add_bias_kv, add_zero_attn), which are never masked.
     bias = F.pad(bias.expand(*weights.shape[:3], -1), (0, weights.shape[-1] - bias.shape[-1]))
     return _observed(weights, bias > _MASKED)
 
@@ -298,7 +304,7 @@ def _alike(func: Any, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _reshaped(_: Any, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return positions.reshape(*args, **kwargs)  # which has no memory of its own to view
+    return positions.reshape(*args, **kwargs)  # positions are expanded, and `view` would refuse them
 
 
 _LAYOUTS: dict[Any, Callable[..., Any]] = {
@@ -323,7 +329,7 @@ _READERS: dict[Any, _Reader] = {
 
 
 def _added(mask: Tensor) -> Tensor:
-    """Return a mask as a term added to the scores; True keeps a key."""
+    """Return a mask as a term to add to the scores. In a mask of booleans, True keeps a key."""
     if mask.dtype != torch.bool:
         return mask.float()
     return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -math.inf)

@@ -1,4 +1,8 @@
-"""What forwards cost: counts, and times that are read when a record is made."""
+"""What forwards cost: counts, and times that are read when a record is made.
+
+Times on CUDA are events on the device. Reading one waits for the device, so no event is read while the model runs,
+unless it is done already.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 TOTAL = ""
-"""Stands for the whole forward among names of layers."""
+"""Stands for the whole forward among names of layers. No layer has this name: the root is ``(root)``."""
 
 
 class Costs:
-    """What one forward cost, or several merged; each number by the name of the layer, and for `TOTAL`."""
+    """What one forward cost, or several merged. Each number is kept by the name of the layer, and for `TOTAL`."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -48,7 +52,7 @@ class Costs:
         return copy
 
     def times(self) -> dict[str, float]:
-        """Return seconds by layer; it waits for the device if that is still at work."""
+        """Return seconds by layer. This waits for the device if it is still at work."""
         self._read(self._pending)
         return self._times
 
@@ -63,6 +67,8 @@ class Costs:
 class Spans:
     """The times of one forward: when the model ran and the probe did not, and in which layers.
 
+    The time of a layer is the sum of the stretches in it, so that the hooks inside the layer do not count.
+
     Args:
         now: Returns the time: seconds, or a recorded event of CUDA.
     """
@@ -73,7 +79,7 @@ class Spans:
         self._segments: list[tuple[Any, Any]] = []
         """Start and end of each stretch in which the model ran."""
         self._layers: list[tuple[str, int, int]] = []
-        """The first of a call's segments, and the first after it."""
+        """Name of each call, its first segment, and the first segment after it."""
 
     def resume(self) -> None:
         """Begin a segment."""
@@ -86,11 +92,11 @@ class Spans:
             self._started = None
 
     def mark(self) -> int:
-        """Return the place between segments, while paused."""
+        """Return the place between segments. To be called while paused."""
         return len(self._segments)
 
     def add(self, name: str, since: int) -> None:
-        """Add a call that began at a mark and ends now, while paused."""
+        """Add a call that began at a mark and ends now. To be called while paused."""
         self._layers.append((name, since, len(self._segments)))
 
     def is_done(self) -> bool:
@@ -110,4 +116,4 @@ def _seconds(start: Any, end: Any) -> float:
     if isinstance(end, float):
         return float(end - start)
     end.synchronize()
-    return float(start.elapsed_time(end)) / 1000
+    return float(start.elapsed_time(end)) / 1000  # CUDA measures in milliseconds

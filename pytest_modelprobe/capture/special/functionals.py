@@ -1,7 +1,8 @@
 """Functional calls as pseudo-layers: ``F.relu`` inside ``block`` is recorded as ``block.relu``.
 
-A model that calls ``F.relu`` has no module for it, and so no hook. A function mode sees the call instead. Functions
-that a module of torch calls itself are left out, since the module is recorded.
+A model that calls ``F.relu`` has no module for it, and so no hook. A function mode sees the call instead. It costs some
+microseconds for each call of torch, so ``functionals=True`` has to ask for it. Functions that a module of torch calls
+itself are left out, since the module is recorded.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ class FunctionalMode(ForwardMode):
         self._running = running
         self._recorder = recorder
         self.modes: Sequence[ForwardMode] = [self]
-        """All that are on the stack together."""
+        """All modes that are on the stack together, this one among them. They are taken off together."""
         self.types: dict[str, str] = {}
-        """Name of the function, by name of the pseudo-layer."""
+        """Name of the function by name of the pseudo-layer."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -78,7 +79,9 @@ class FunctionalMode(ForwardMode):
             with self._guard.lock, self._guard, hidden():
                 self._running.remove(call)
                 self._recorder.finish(call, output, None)
-        except Exception:  # the watch stops and is closed
+        except Exception:
+            # The guard lets only the error of ``stop_on=`` through. It closes the watch, which cannot take off the mode
+            # whose handler runs now.
             leave_after(module, self.modes)
             raise
         return output
@@ -86,7 +89,7 @@ class FunctionalMode(ForwardMode):
     def _start(
         self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[RunningCall, nn.Module] | None:
-        """Begin a functional call inside the running layer, and return both; None where it is not to be recorded."""
+        """Begin a functional call inside the running layer, and return both, or `None` if it is not to be recorded."""
         with self._guard.lock, self._guard, hidden():
             layer = self._running.innermost_here()
             if layer is None or layer.name not in self._selected:
@@ -95,7 +98,7 @@ class FunctionalMode(ForwardMode):
             if type_name(module).startswith("torch.nn.modules."):
                 return None  # the module is the function
             name = qualified(layer.name, function)
-            if name in self._layers.modules:
+            if name in self._layers.modules:  # a child of the layer has the name of the function
                 name += "()"
             self.types[name] = function
             call = RunningCall(name, layer.frame, layer.forward, flatten_call(args, kwargs))

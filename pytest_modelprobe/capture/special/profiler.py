@@ -1,8 +1,8 @@
 """What each layer costs while a forward runs: wall time, floating-point operations, memory of outputs.
 
-The time of the model stops while a hook of the probe runs, so that what the probe costs is not counted. On CUDA the
+The clock of the model stops while a hook of the probe runs, so that what the probe costs is not counted. On CUDA the
 times are events on the device, because the host only hands out work there. Operations are counted by the formulas of
-`torch.utils.flop_counter` for all layers that run at that moment.
+`torch.utils.flop_counter`, for all layers that run at that moment.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Profiler:
         self._costs = Costs()
         self._spans = Spans(self._now)
         self._seen: set[int] = set()
-        """Keys of the storages that were counted in this forward, or are no activations."""
+        """Keys of the storages that were counted in this forward, or that are no activations."""
         self._held: list[Any] = []
-        """While a storage is held weakly its key is not used again."""
+        """Weak references to these storages. While a storage is held weakly, its key is not used again."""
         self._depth = 0
         self._entered = 0.0
 
@@ -62,16 +62,17 @@ class Profiler:
         """Begin a forward, and return its costs, which are filled while it runs.
 
         Args:
-            inputs: Of the forward.
+            inputs: Inputs of the forward, which are no activations.
             model_storages: Keys of the storages of parameters and buffers, which are no activations either.
         """
-        self.end()  # one whose first hook failed is open still
+        self.end()  # a forward whose first hook failed is still open
         self._costs, self._spans = Costs(), Spans(self._now)
         self._seen, self._held = set(model_storages), []
         for tensor in inputs:
             self._is_new(tensor)
         self._mode = _FlopMode(self)
-        # Below those of the user: a `with` block pops whatever is on top, also after an interruption.
+        # Below the modes of the user: a `with` block pops whatever is on top, and after an interruption that would be
+        # ours.
         set_dispatch_modes((self._mode, *dispatch_modes_now()))
         return self._costs
 
@@ -86,12 +87,12 @@ class Profiler:
             self._held.clear()
 
     def start_call(self, call: RunningCall) -> None:
-        """Note where a call begins."""
+        """Note where the time of a call begins."""
         call.mark = self._spans.mark()
-        self._costs.calls[call.name] += 0  # so that layers are in the order in which they begin
+        self._costs.calls[call.name] += 0  # so that layers stand in the order in which they begin
 
     def finish_call(self, call: RunningCall, outputs: Iterable[torch.Tensor], *, leaf: bool) -> None:
-        """Add a call, which is off the stack."""
+        """Add a call, which is off the stack already. The memory of outputs counts only if the call is of a leaf."""
         self._costs.calls[call.name] += 1
         if call.mark is not None:
             self._spans.add(call.name, call.mark)
@@ -100,17 +101,17 @@ class Profiler:
             self._costs.activation_bytes[name] += new
 
     def count(self, flops: int) -> None:
-        """Add operations to the layers that run."""
+        """Add operations to all layers that run, and to the innermost one as its own."""
         names = self._running.names
         for name in {TOTAL, *names}:
             self._costs.flops[name] += flops
         self._costs.own_flops[names[-1] if names else TOTAL] += flops
 
     def _is_new(self, tensor: torch.Tensor) -> int:
-        """Return the bytes of a tensor's storage, 0 if it was counted before."""
+        """Return the bytes of a tensor's storage, or 0 if it was counted before."""
         try:
             storage = tensor.untyped_storage()
-        except (RuntimeError, NotImplementedError):  # sparse, or of a transform
+        except (RuntimeError, NotImplementedError):  # a sparse tensor, or one of a `torch.func` transform
             return 0
         held = WeakStorage(storage)
         if held.cdata in self._seen:
@@ -139,9 +140,10 @@ class Profiler:
 
     @contextmanager
     def paused(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-        """Stop the time of the model in an operation; the context that is yielded lets it go on.
+        """Stop the time of the model in an operation. The context that is yielded lets it go on.
 
-        On CUDA it does nothing: an operation takes the host no time that the device would wait for, and an event would.
+        On CUDA this does nothing. The device does not wait for what the host does around an operation, but it would
+        have to wait for the events.
         """
         if self._on_cuda:
             yield nullcontext
@@ -183,8 +185,8 @@ class TimedGuard(HookGuard):
 
 
 def _formulas() -> dict[Any, Callable[..., Any]]:
-    """Return the formulas of `torch.utils.flop_counter`, and that of the fused attention on the CPU, which it lacks."""
-    from torch.utils import flop_counter  # it imports Triton, where that is installed
+    """Return the formulas of `torch.utils.flop_counter`, and one for the fused attention on the CPU, which it lacks."""
+    from torch.utils import flop_counter  # imported here, because it imports Triton if that is installed
 
     formulas = dict(flop_counter.flop_registry)
     if FLASH_ATTENTION_ON_CPU is not None:
@@ -216,7 +218,8 @@ class _FlopMode(TorchDispatchMode):  # type: ignore[misc]
     def _counted(self, running: Any, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         packet = getattr(func, "overloadpacket", func)
         formula = self._formulas.get(packet)
-        # In inference mode a composite operation arrives as a whole. One on a subclass is the subclass' own.
+        # In inference mode a composite operation arrives as a whole, and its parts would not be counted. Operations on
+        # a tensor subclass are left to the subclass.
         if formula is None and not types and hasattr(func, "decompose") and func is not torch.ops.prim.device.default:
             with self, running():
                 parts = run_composite(func, args, kwargs)
@@ -229,5 +232,6 @@ class _FlopMode(TorchDispatchMode):  # type: ignore[misc]
         return output
 
 
-# Set here, as torch wraps one in the body of a class for torch.compile, and then imports all of that in the first call.
+# Set here because torch wraps a method of this name in the body of a class for torch.compile, and the wrapper imports
+# all of torch.compile in its first call.
 _FlopMode.__torch_dispatch__ = _FlopMode.receive

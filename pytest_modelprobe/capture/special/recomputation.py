@@ -1,9 +1,9 @@
 """Calls that run again in a backward pass, for activation checkpointing.
 
-The second run is no new call: it computes the same tensors once more, so that gradients can be computed of them. Which
-call runs again is guessed by its inputs and by its place in the segment. The reentrant kind of checkpoint runs the
-first time without gradients, so gradients arrive at the tensors of the second run, and count for the observations of
-the first.
+The second run is no new call: it computes the same tensors once more, so that gradients can be computed of them. A hook
+knows it by the backward pass that runs at that moment. Which call runs again has to be guessed, by its inputs and by
+its place in the segment, because torch does not tell. The reentrant kind of checkpoint runs the first time without
+gradients. There gradients arrive at the tensors of the second run, and count for the observations of the first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Recomputation:
             self._observe_again(forward, call, call.inputs, inputs)
 
     def end_call(self, frame: FrameType, output: Any) -> bool:
-        """Take the output of a call that ran again; return False where the call in that frame is another one."""
+        """Take the output of a call that ran again. Returns False if no call that ran again is in that frame."""
         found = self.running.pop(frame, None)
         if found is None:
             return False
@@ -59,7 +59,7 @@ class Recomputation:
         self.running.clear()
 
     def _original(self, name: str, inputs: Flat) -> _Original | None:
-        """Find the call that runs again: one with the same input, one that follows in the segment, or the last one."""
+        """Find the call that runs again: one with the same input, else the next in the segment, else the last one."""
         keys = [key for _, tensor in inputs.tensors if (key := content_key(tensor)) is not None]
         segment, position = self.backward.recomputed or (None, -1)
 
@@ -68,7 +68,8 @@ class Recomputation:
             known = [forward.reductions[key][1] for key in keys if key in forward.reductions]
             same = any(seen.forward is reduced for _, seen in call.inputs for reduced in known)
             follows = forward is segment and call.started > position
-            # Segments run again from the last to the first, the calls in a segment in their order.
+            # Segments run again from the last to the first, but the calls in a segment in their order. Within a segment
+            # the nearest call after the position is likeliest, and else the latest call.
             return same, follows, -call.recomputed, forward.index, -call.started if follows else call.started
 
         return max(
@@ -78,7 +79,10 @@ class Recomputation:
         )
 
     def _observe_again(self, forward: Forward, call: CallObservation, values: Values, flat: Flat) -> None:
-        """Take the values of the second run for those of the first, which the reentrant kind runs without gradient."""
+        """Let the values of the second run stand for those of the first.
+
+        Only the reentrant kind needs it, whose first run is without gradients.
+        """
         if call.grad_enabled:
             return
         originals = dict(values)

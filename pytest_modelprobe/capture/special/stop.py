@@ -1,7 +1,8 @@
-"""Stops the model where a value meets a condition: raises in the hook, at the user's call of the layer.
+"""Stops the model when a value meets a condition, by an error raised in the hook, at the user's call of the layer.
 
-Other hooks leave numbers on their device until a record is made. Here each number is read as it arrives, which on CUDA
-waits for the device. The frames of torch and of this package are hidden, so that a debugger stands in the user's code.
+Other hooks leave numbers on their device until a record is made. Here each number is read as it arrives, and on CUDA
+that waits for the device. The frames of torch and of this package are hidden, so that a debugger stands in the user's
+code.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pytest_modelprobe.statistics import Reduction
 
 _OURS = ("torch", "pytest_modelprobe")
 _BACKWARD = "torch.autograd.graph"
-"""Where a thread waits for a backward pass that runs in another."""
+"""Module in which a thread waits for a backward pass that runs in another thread, as it does on CUDA."""
 
 
 Rows = tuple[tuple[str, tuple[Dimension, ...], Statistics], ...]
@@ -30,7 +31,7 @@ Rows = tuple[tuple[str, tuple[Dimension, ...], Statistics], ...]
 
 @dataclass(frozen=True, slots=True)
 class SeenValue:
-    """A value as it was just seen, with those to judge it by."""
+    """A value that was just seen, and the other values of its call, to judge it by."""
 
     layer: str
     call: int
@@ -44,12 +45,12 @@ class SeenValue:
 
 
 Judge = Callable[[SeenValue], BaseException | None]
-"""Returns what to raise at a value, or None."""
+"""Returns the error to raise at a value, or `None`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StopCheck:
-    """Shows each output and gradient to a judge as it arrives. This reads their numbers."""
+    """Shows each output and gradient to a judge as it arrives."""
 
     judge: Judge
     guard: HookGuard
@@ -67,6 +68,8 @@ class StopCheck:
         numbers = _numbers(reduced)
         if numbers is None:
             return
+        # A tensor is seen in several places. It is named as an output rather than an input, of the call that ended
+        # first.
         call, path, seen = min(
             (place for forward, places in observed.items() for place in _places(forward, list(places))),
             key=lambda place: (place[1].startswith("input"), place[0].finished),
@@ -94,10 +97,10 @@ class StopCheck:
     ) -> None:
         try:
             error = self.judge(SeenValue(layer, call, path, is_gradient, numbers, others))
-        except Exception as raised:  # noqa: BLE001 - of the user's condition: raised where it was asked
+        except Exception as raised:  # noqa: BLE001 - an error of the user's condition, which goes to the user
             error = raised
         if error is not None:
-            self.guard.let_through = error
+            self.guard.let_through = error  # else the guard would keep it, as an error of our own
             _hide_frames()
             raise error
 

@@ -1,8 +1,8 @@
 """Hooks that `torch.compile` traces into its graphs: they reduce into buffers, in the forward and in the backward.
 
-A record of compiled code cannot come from Python hooks: the graph calls none. These hooks contain tensor operations
-alone, so dynamo compiles them with the model, and the sums are read once a record is made. Only sums and ranges can be
-kept so, which is why such a record has no inputs, no fingerprints and no single forwards.
+A record of compiled code cannot come from Python hooks, because a compiled graph calls none. These hooks contain tensor
+operations alone, so dynamo compiles them with the model, and the sums are read once a record is made. Only sums and
+ranges can be kept this way, which is why such a record has no inputs, no fingerprints and no single forwards.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from pytest_modelprobe.record import COMPILED_INSIDE, ROOT, ForwardKind
 from pytest_modelprobe.statistics import NO_ELEMENT, WHOLE, Reduced
 
 MOST_OUTPUTS = 4
-"""Output tensors of one layer that are recorded: buffers are made before anything is known of them."""
+"""How many output tensors of one layer are recorded. Their buffers are made before it is known how many there are."""
 
 _COLUMNS = 9
+"""Numbers of a tensor that add up over calls. Two more, the least and the greatest element, do not."""
 _MODES = (False, True)
+"""Whether the model is in training mode: evaluation first."""
 
 
 class TracedHooks:
-    """Puts a hook on each layer that dynamo can trace: it runs no Python while the model does.
+    """Puts a hook on each layer that dynamo can trace, so that no Python runs while the model does.
 
-    The calls of a layer within a forward are one, and so are all forwards since `take`.
+    The calls of a layer within a forward are added up as one call, and so are all forwards since `take`.
 
     Args:
         layers: The layers of the model.
-        selected: Names of those to record.
+        selected: Names of the layers to record.
     """
 
     def __init__(self, layers: Layers, selected: Collection[str]) -> None:
@@ -57,15 +59,16 @@ class TracedHooks:
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
-        """Put the hooks on; what was compiled without them is compiled again."""
+        """Put the hooks on, and let what was compiled without them be compiled again."""
         for name, hook in self._hooks.items():
             self._handles.append(self._modules[name].register_forward_hook(hook))
         torch.compiler.reset()
-        # `torch.compile(model)` calls the hooks of the model itself outside of its graph.
+        # `torch.compile(model)` calls the hooks of the model itself outside of its graph. Without this, each such call
+        # would be compiled to a graph of its own.
         compile_only_inside([_TracedHook.__call__, _floating, _add_gradient, _add, _count])
 
     def detach(self) -> None:
-        """Remove the hooks: a graph with them is guarded by them, and is not used again."""
+        """Remove the hooks. A graph with them is guarded by them, so it is not used again."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -94,7 +97,7 @@ class TracedHooks:
                 yield f"{name}: output cannot be looked into ({hook.unknown}) inside a compiled graph"
 
     def _read(self) -> dict[int, list[float]]:
-        """Return the numbers of each buffer by its `id`, in one transfer, and set all to zero."""
+        """Return the numbers of each buffer by its `id`, read in one transfer, and set all to zero."""
         buffers = [
             buffer
             for hook in self._hooks.values()
@@ -131,7 +134,7 @@ class TracedHooks:
     def _call_all(
         self, forward: Forward, seen: dict[str, list[tuple[str, TensorObservation]]], finished: dict[str, float]
     ) -> None:
-        """Fill in the calls in the order in which they ended; a layer began before those inside it by their names."""
+        """Fill in the calls in the order in which they ended. By its name, a layer began before those inside it."""
         children: dict[str | None, list[str]] = {}
         for name in sorted(seen, key=finished.__getitem__):
             children.setdefault(_parent(name, seen), []).append(name)
@@ -144,7 +147,8 @@ class TracedHooks:
             for inside in children.get(name, ()):
                 call(inside)
             for path, value in seen[name]:
-                # A container returns what a layer inside it returned: there is no storage to tell it by.
+                # A container often returns what a layer inside it returned. No storage tells that of compiled code, so
+                # equal numbers do.
                 same = (
                     value.shape,
                     value.dtype,
@@ -161,7 +165,7 @@ class TracedHooks:
 
 
 class _Slot:
-    """Buffers for one output of a layer, and what a record says of it beside its numbers."""
+    """Buffers for one output of a layer, and what a record says of it besides its numbers."""
 
     __slots__ = ("device", "dtype", "gradients", "path", "requires_grad", "shape", "values")
 
@@ -187,7 +191,11 @@ class _Slot:
 
 
 class _TracedHook(ModuleHook):
-    """What dynamo traces: no dict is read and no counter in Python is kept, which would be guarded by their values."""
+    """A hook that dynamo traces.
+
+    It reads no dict and keeps no counter in Python. Dynamo would guard the graph by their values, and compile again for
+    each new one.
+    """
 
     is_modelprobe = True
 
@@ -197,13 +205,13 @@ class _TracedHook(ModuleHook):
         self.clock = clock
         self.slots = [[_Slot(clock.device) for _ in range(MOST_OUTPUTS)] for _ in _MODES]
         self.calls = [torch.zeros(2, dtype=clock.dtype, device=clock.device) for _ in _MODES]
-        """Calls, and the time on the clock of all layers at the end of the newest."""
+        """For each mode, the number of calls, and the tick of the clock that all layers share when the last ended."""
         self.more = False
         self.unknown: str | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.compiler.is_compiling() and graph_task() != -1:
-            return  # activation checkpointing runs a part again
+            return  # activation checkpointing runs a part again, which is no new call
         mode = 1 if self.root.training else 0
         calls = self.calls[mode]
         self.clock.add_(1)
@@ -253,10 +261,10 @@ def _add_gradient(buffer: Tensor, tensor: Tensor) -> None:
 
 
 def _add(buffer: Tensor, tensor: Tensor) -> None:
-    """Add the sums of a tensor to a buffer: its columns are additive, but the range, which is kept from the second on.
+    """Add the sums of a tensor to a buffer, and widen the range by its elements.
 
-    Rows are summed in the tensor's own dtype, where a compiler fuses it with what computes the row, and moments are
-    about the mean of the row; rows are added up in float64.
+    Rows are summed in float32 (float64 stays), where a compiler fuses this with what computes the row. Their moments
+    are about the mean of the row, and the rows are added up in the dtype of the buffer.
     """
     if tensor.numel() == 0:
         return
@@ -283,7 +291,8 @@ def _add(buffer: Tensor, tensor: Tensor) -> None:
     low = torch.where(buffer[0] > 0, torch.minimum(low, buffer[_COLUMNS]), low)
     high = torch.where(buffer[0] > 0, torch.maximum(high, buffer[_COLUMNS + 1]), high)
     sums = torch.cat([torch.ones_like(between)[None], columns.sum(1), between[None]])
-    # Dynamo forbids hooks on tensors to change what they are given, and tells it by version counters: data has its own.
+    # Dynamo forbids hooks on tensors to change what they are given, which it tells by version counters. `.data` has a
+    # counter of its own.
     buffer.data.copy_(torch.cat([buffer[:_COLUMNS] + sums, low[None], high[None]]))
 
 

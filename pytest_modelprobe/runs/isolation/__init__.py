@@ -1,5 +1,9 @@
 """Call each layer alone on synthetic tensors, so that its output depends only on its own forward code.
 
+In a run of the whole model, a change shows in every layer behind it. So only the first change on a path can be found
+there, and what lies below cannot be judged. A layer that is called alone answers for its own code, however many changed
+at once.
+
 The model runs once. Of each call, the structure and shapes of inputs and output and a coarse *recipe* of their numbers
 are noted, but no tensor. Then each call is repeated by itself: with synthetic inputs and weights, while the calls that
 it makes return synthetic outputs. The arguments that its code passes to those calls, and its output, are its *isolated
@@ -46,9 +50,9 @@ def isolate(
     *,
     perturb: Perturb | None = None,
 ) -> dict[Key, IsolatedResponse]:
-    """Return the response of each called layer to synthetic tensors; of equal calls of a layer, the first one only.
+    """Return the response of each called layer to synthetic tensors. Of equal calls of a layer, only the first is made.
 
-    It takes as long as a few forwards. The model and the random states are restored bit for bit; the caller restores
+    It takes as long as a few forwards. The model and the random states are restored bit for bit. The caller restores
     what else ``forward`` changes.
 
     Args:
@@ -86,13 +90,13 @@ def isolate_repeatedly(
     options: IsolationOptions = _ALL_LAYERS,
     each: Callable[[Sequence[Repeat]], Iterable[Repeat]] = iter,
 ) -> list[dict[Key, IsolatedResponse]]:
-    """Return what `isolate` returns for each of some perturbations; the model runs once for all of them.
+    """Return what `isolate` returns for each of some perturbations. The model runs once for all of them.
 
     Args:
         model: The model, in the mode to compare. The caller restores it.
         forward: Runs the model once.
-        repeats: Perturbations, as in `isolate`, and what is read of the responses: ``"outputs"`` leaves out the
-            gradient, ``"gradients"`` the readings of what is handed on. What is computed is the same bit for bit.
+        repeats: Perturbations, as in `isolate`, each with what is read of the responses: ``"outputs"`` leaves out the
+            gradient, and ``"gradients"`` the readings of what is handed on. The rest is the same bit for bit.
         options: Which layers are called, and on what.
         each: Takes the repeats and yields them, to show progress.
 
@@ -110,6 +114,7 @@ def isolate_repeatedly(
         with torch.set_grad_enabled(options.gradient), interruptible():
             forward()
         calls = [call for call in traced.finish() if call.alone]
+        # A single repeat is followed by no other, and the caller restores the model.
         state = stack.enter_context(preserved(model)) if len(repeats) > 1 else None
         stack.enter_context(without_warnings(options.gradient))
         taken, draws = [], Draws()
@@ -122,7 +127,7 @@ def isolate_repeatedly(
                         responses[call.layer, call.index] = session.response(call)
             taken.append(responses)
             if state is not None:
-                state.restore()  # what the calls left behind is not there in the next repeat
+                state.restore()  # so that the next repeat does not find what these calls left behind
         return taken
 
 
@@ -142,8 +147,11 @@ def noisy(
 
 
 _OF_A_UNIT = 1 / 32
-"""Noise of a response in half precision, relative to its change when each input changes by one ulp: its inputs are
-equal bit for bit, and kernels sum in float32 and round once, which rarely gives another result."""
+"""Noise of a response in half precision, relative to its change when each input changes by one ulp.
+
+The inputs of two responses are equal bit for bit, and kernels sum in float32 and round once, which rarely gives another
+result. One ulp of each input moves a response by more than a different precision in the code does, and would hide it.
+"""
 
 
 def _is_narrow(recipe: str) -> bool:

@@ -1,4 +1,8 @@
-"""Calls of layers that compute the same on synthetic tensors, so that one of them is enough."""
+"""Calls of layers that compute the same on synthetic tensors, so that one of them is enough.
+
+Blocks repeat: most of their layers have equal code, attributes, synthetic weights and inputs, and so equal responses.
+If anything about a layer is not known to be plain, the layer is called itself.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +19,26 @@ _MODULE = frozenset(vars(nn.Module()))
 """Attributes of every module."""
 
 _TABLES = frozenset({"_parameters", "_buffers", "forward"})
-"""Attributes that are looked at by themselves."""
+"""Attributes of every module that are compared in their own way."""
 
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
 class _UnknownError(Exception):
-    """A value of which it is not known what code does with it."""
+    """There is a value, and it is not known what code does with it."""
 
 
 def likeness(call: TracedCall, forward: Any, weights: Mapping[int, Hashable], expected: object) -> Hashable | None:
-    """Return what determines the response of a call: it is equal for calls that compute the same.
+    """Return what determines the response of a call. It is equal for calls that compute the same.
 
-    None: it is not known. So it is for layers with children, hooks, ``__slots__``, a ``forward`` of their own, objects
-    that are not plain among their attributes and arguments, or tensors that are not synthetic.
+    Returns `None` if that is not known. It is not known of layers with children, hooks, ``__slots__``, a ``forward`` of
+    their own, objects that are not plain among their attributes and arguments, or tensors that are not synthetic.
 
     Args:
         call: The call.
         forward: The ``forward`` of its layer.
-        weights: By id of a synthetic weight, what it was made from.
+        weights: What each synthetic weight was made from, by id of the weight.
         expected: The arguments that it gets in place of its own.
     """
     module, attributes = call.module, vars(call.module)
@@ -43,9 +47,9 @@ def likeness(call: TracedCall, forward: Any, weights: Mapping[int, Hashable], ex
     if getattr(forward, "__func__", None) is not type(module).forward:
         return None
     if any(value for key, value in attributes.items() if key in _MODULE and key not in _TABLES and key != "training"):
-        return None  # children or hooks
+        return None  # it has children or hooks
     if any(vars(kind).get("__slots__") for kind in type(module).__mro__):
-        return None  # attributes that are not looked at
+        return None  # it has attributes that `vars` does not show
     own = {key: v for key, v in attributes.items() if key not in _TABLES and (key not in _MODULE or key == "training")}
     tensors = [(name, x) for name, x in (*module._parameters.items(), *module._buffers.items()) if x is not None]
     if any(id(tensor) not in weights for _, tensor in tensors):
@@ -66,7 +70,7 @@ def plain(value: Any) -> Hashable:
     """Return what is equal for values that are alike to code: plain ones, containers of these, and placeholders."""
     kind = type(value)
     if kind in _PLAIN:
-        return kind, repr(value)  # -0.0 is not 0.0 here
+        return kind, repr(value)  # as text, in which -0.0 differs from 0.0
     if kind in (tuple, list, torch.Size):
         return kind, tuple(map(plain, value))
     if kind is dict:

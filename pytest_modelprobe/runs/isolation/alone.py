@@ -1,7 +1,7 @@
 """One isolated call: the own code of a layer on synthetic tensors, the arguments it passes on, and its output.
 
-`Session` replaces weights and forwards of all layers once. `_IsolatedCall` then runs one of them: its own code runs,
-and calls inside it return synthetic outputs. What it hands on and returns is its response.
+`Session` replaces weights and forwards of all layers once. `_IsolatedCall` then runs one call of a layer: the layer's
+own code runs, and calls inside it return synthetic outputs. What the code hands on and returns is the response.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from .recipes import Draws, as_mask, fits, head_of, kind_of, synthetic
 from .tracing import ArgumentTemplate, CannotTellError, TensorSpec, TracedCall, Tracer, copied, line, reason_of
 
 Key = tuple[str, int]
-"""A call: its layer, and its index among the calls of the layer, from 0."""
+"""A call, as its layer and its index among the calls of the layer, from 0."""
 
 Perturb = Callable[[Tensor, str, int], Tensor]
 
@@ -85,7 +85,7 @@ class IsolationOptions:
 
 @dataclasses.dataclass(eq=False)
 class Session:
-    """Calls layers alone, one after the other; `module.forward` of all layers is replaced meanwhile."""
+    """Calls layers alone, one after the other. Meanwhile `module.forward` of all layers is replaced."""
 
     layers: Layers
     traced: Tracer
@@ -104,12 +104,12 @@ class Session:
         """Recipes of the weights of each layer, and of layers inside it that have no response."""
         self._weights: dict[int, nn.Parameter | Tensor] = {}
         self._drawn: list[Tensor] = []
-        """The memory of the synthetic weights, whatever the code of a layer puts in its place."""
+        """The memory of the synthetic weights. The code of a layer may put another tensor in the place of a weight."""
         self._made: dict[int, Hashable] = {}
         """What the synthetic weights were made from, by id."""
         self._responses: dict[Hashable, IsolatedResponse] = {}
-        """The responses of calls by what determines these."""
-        # The tensors that a call may use, also in a layer inside that it does not call.
+        """The responses, by the `likeness` of the calls."""
+        # The weights that a call may use, even those of a layer inside that it does not call.
         modules = {id(call.module): call.module for call in self.calls}.values()
         self._used = {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
         self._exit = contextlib.ExitStack()
@@ -143,7 +143,8 @@ class Session:
         if found is None:
             versions = None if like is None else _versions(call.module)
             found = self._response_to(call, expected)
-            if like is not None and _versions(call.module) == versions:  # a layer that is skipped writes to no weight
+            # If the call wrote to its weights, calls like it must write too, and so are not left out.
+            if like is not None and _versions(call.module) == versions:
                 self._responses[like] = found
         return found
 
@@ -164,7 +165,7 @@ class Session:
             return found
         own = self._response(_IsolatedCall(self, call))
         if found.reason is not None:
-            return own  # code may raise for what it was not called with
+            return own  # code may raise for arguments that it was not called with in the run
         defaults = _defaults_of(call.module.forward)
         return dataclasses.replace(found, arguments_matter=_tensors_differ(own, found), defaults=defaults)
 
@@ -186,23 +187,24 @@ class Session:
         return tensor
 
     def path_before(self, layer: str, path: str) -> str:
-        """Return the path that a value or a parameter of a layer had before: synthetic tensors are drawn by it."""
+        """Return the path that a value or a parameter of a layer had before, by which synthetic tensors are drawn."""
         return self.names.paths.get(layer, {}).get(path, path)
 
     def _response_layer(self, layer: str) -> str | None:
-        """Return the layer whose response has the recipes of the weights: itself, or the nearest called one around it.
+        """Return the layer whose response has the recipes of the weights.
 
-        Code may use the weights of a child without calling it.
+        That is the layer itself or the nearest called one around it, because code may use the weights of a child
+        without calling it.
         """
         return next((name for name in (layer, *reversed(containers(layer))) if name in self.traced.called), None)
 
     def _replace_weights(
         self, layer: str, response_layer: str | None, prefix: str, module: nn.Module, recipes: Mapping[str, str]
     ) -> None:
-        """Replace the parameters of the layer by synthetic ones; the real ones are not written to."""
+        """Replace the parameters of the layer by synthetic ones. The real ones are not written to."""
         inside = module.named_modules() if isinstance(module, ATOMIC) else [("", module)]
         for path, owner in inside:
-            # Running statistics are learned too; other buffers are tables and masks, whose values matter.
+            # Running statistics are learned like weights. Other buffers are tables and masks, whose values matter.
             buffers = owner._buffers if isinstance(owner, BatchOrInstanceNorm) else {}
             for tensors in (owner._parameters, buffers):
                 for own, tensor in list(tensors.items()):
@@ -211,7 +213,7 @@ class Session:
                     if not (tensor.is_floating_point() or tensors is buffers):
                         continue
                     if type(tensor) not in (Tensor, nn.Parameter):
-                        continue  # a shard of a distributed tensor
+                        continue  # a tensor subclass, such as a shard of a distributed tensor
                     name = f"{path}.{own}" if path else own
                     if id(tensor) not in self._weights:
                         role, wanted = self.path_before(layer, name), recipes.get(prefix + name, "")
@@ -224,7 +226,7 @@ class Session:
 
     def _weight(self, owner: nn.Module, role: str, tensor: Tensor, wanted: str) -> Tensor:
         kind = wanted if fits(wanted, tensor.dtype) else kind_of(tensor, weight=True)
-        kind = kind if tensor.is_floating_point() else "const 0"  # batches counted
+        kind = kind if tensor.is_floating_point() else "const 0"  # an integer is the number of batches of a norm
         terms = terms_of(owner, tensor)
         drawn = self.synthetic(kind, tensor.shape, role, tensor.dtype, terms).to(tensor.device)
         weight: Any = drawn
@@ -257,7 +259,7 @@ def _versions(module: nn.Module) -> list[int]:
 
 def _put(owner: nn.Module, name: str, tensor: Tensor) -> None:
     if isinstance(owner, nn.RNNBase):
-        setattr(owner, name, tensor)  # it has a list of its weights too
+        setattr(owner, name, tensor)  # an RNN has a list of its weights besides, which this keeps up to date
     elif name in owner._parameters:
         owner._parameters[name] = tensor  # type: ignore[assignment]
     else:
@@ -265,7 +267,7 @@ def _put(owner: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 class _ForwardStub:
-    """Replaces `module.forward`: runs it for the isolated call; returns synthetic outputs for calls inside."""
+    """Replaces `module.forward`. It runs it for the isolated call, and returns synthetic outputs for calls inside."""
 
     def __init__(self, session: Session, name: str, forward: Callable[..., Any]) -> None:
         self._session = session
@@ -276,7 +278,8 @@ class _ForwardStub:
         alone = self._session.current
         if alone is not None and sys._getframe(1).f_globals.get("__name__") == "torch.nn.modules.module":
             return alone.enter(self._name, self.__wrapped__, args, kwargs)
-        return self.__wrapped__(*args, **kwargs)  # `child.forward(x)` runs no hooks and was not traced as a call
+        # `child.forward(x)` runs no hooks. It was not traced as a call, so it counts as code of the caller.
+        return self.__wrapped__(*args, **kwargs)
 
 
 @dataclasses.dataclass(eq=False)
@@ -286,7 +289,7 @@ class _IsolatedCall:
     session: Session
     call: TracedCall
     expected: Call | None = None
-    """The call whose arguments it gets."""
+    """The call whose arguments it gets, or `None` if it gets those of the run."""
 
     def __post_init__(self) -> None:
         self.has_other_arguments = False
@@ -298,18 +301,18 @@ class _IsolatedCall:
             self._children.setdefault(child.layer, []).append(child)
         self._counts: dict[str, int] = defaultdict(int)
         self._inputs: dict[int, tuple[Tensor, str, int]] = {}
-        """The synthetic tensors with label and version, by id. They are held, so that no other tensor gets their id."""
+        """The synthetic tensors with label and version, by id. Holding them keeps other tensors from getting the id."""
         self._emitted: list[tuple[str, str | None]] = []
         self._reduced: list[statistics.Reduction] = []
         self._small = statistics.SmallTensors()
         self._seen: set[int] = set()
         self._leaves: dict[str, tuple[str, Tensor]] = {}
-        """Label and synthetic tensor of all that a gradient may reach, by role."""
+        """Label and tensor of each synthetic tensor that a gradient may reach, by role."""
         self._terms: list[Tensor] = []
         self._cut: list[str] = []
 
     def run(self) -> IsolatedResponse:
-        """Run it, and return its response."""
+        """Run the call, and return its response."""
         try:
             for name, weight in weights_of(self.call.module):
                 self._leaves.setdefault(self.session.path_before(self.call.layer, name), (name, weight))
@@ -329,12 +332,12 @@ class _IsolatedCall:
             returned = flatten("output", output, objects=False)
             self._emit_state(buffers, inputs, returned)
             self._emit(self.call.layer, "", "", returned)
-        except Exception as error:  # noqa: BLE001 - whatever a model does with numbers it was not made for
+        except Exception as error:  # noqa: BLE001 - a model may raise anything for numbers it was not made for
             return IsolatedResponse(recipes=self._recipes, reason=reason_of(error))
         return self._response()
 
     def enter(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call itself the first time that its layer is called; return synthetic outputs for other calls."""
+        """Run the call itself the first time that its layer is called, and return synthetic outputs for other calls."""
         if not self._entered and name == self.call.layer:
             self._entered = True
             return forward(*args, **kwargs)
@@ -350,7 +353,8 @@ class _IsolatedCall:
             raise CannotTellError(child.reason or f"what {name} gives out is not known")
         call = f" (call {number + 1}) " if number else " "
         label = relative_name(name, self.call.layer) + call
-        # By name and not by order: another child, or a moved line, does not change the outputs of the others.
+        # Outputs are drawn by name and not by order, so that a new child, or a line that moved, does not change those
+        # of the other children.
         names = self.session.names.layers
         role = relative_name(names.get(name, name), names.get(self.call.layer, self.call.layer)) + call
         flat = flatten_call(args, kwargs)
@@ -374,7 +378,7 @@ class _IsolatedCall:
         return copied(template.value, make, {} if template.known else self.session.traced.modules)
 
     def _expected_tensor(self, path: str) -> Tensor | None:
-        """Return the synthetic tensor of an input that only the expected call gets; None if its recipe does not fit."""
+        """Return the synthetic tensor of an input that only the expected call gets, or `None` if no recipe fits."""
         value = next(value for value in self.expected.inputs if value.path == path) if self.expected else None
         dtype = getattr(torch, value.dtype, None) if value is not None else None
         _, _, kind = self._wanted.get(path, "").partition(" ")
@@ -414,9 +418,9 @@ class _IsolatedCall:
     def _recipe(
         self, spec: TensorSpec, label: str, shape: tuple[int, ...], stride: Sequence[int] | None
     ) -> tuple[str, tuple[int, ...]]:
-        """Return the recipe of a tensor, and the shape of its distinct elements: 1 along axes of stride 0.
+        """Return the recipe of a tensor, and the shape of its distinct elements, which is 1 along axes of stride 0.
 
-        The shape is part of the recipe, so that other runs repeat elements along the same axes.
+        That shape is part of the recipe, so that other runs repeat elements along the same axes.
         """
         head = head_of(shape, spec.dtype)
         single = (
@@ -454,7 +458,7 @@ class _IsolatedCall:
                 self._emitted.append((label + path, f"={value!r}"[:80] + other))
 
     def _passed(self, tensor: Tensor) -> str | None:
-        """Return the name of the synthetic tensor that is equal to a tensor; None if it was computed."""
+        """Return the name of the synthetic tensor that is equal to a tensor, or `None` if the tensor was computed."""
         given, name, version = self._inputs.get(id(tensor), (None, "", 0))
         if given is tensor:
             return name if tensor._version == version else None
@@ -462,9 +466,9 @@ class _IsolatedCall:
             return None
         for given, name, version in self._inputs.values():
             alike = (given.dtype, given.device, given.shape) == (tensor.dtype, tensor.device, tensor.shape)
-            if alike and given._version == version and has_dense_storage(given):  # code may free the memory
+            if alike and given._version == version and has_dense_storage(given):  # code may have freed the memory
                 with statistics.ambient_modes_disabled(), torch.no_grad():
-                    # Constants may be equal by chance.
+                    # A constant may be equal by chance, and says nothing.
                     if torch.equal(given, tensor) and not bool((given == given.reshape(-1)[:1]).all()):
                         return name
         return None
@@ -475,7 +479,8 @@ class _IsolatedCall:
         """Emit the buffers and inputs that the code wrote to."""
         for name, buffer in buffers_of(self.call.module):
             before = buffers.get(name)
-            if before is not None and not is_equal(as_bits(buffer), before):  # batch_norm does not increase the version
+            # The elements are compared, because batch_norm does not increase the version of what it writes to.
+            if before is not None and not is_equal(as_bits(buffer), before):
                 self._computed(f"{name} after", buffer)
         seen = self._seen | {id(tensor) for _, tensor in returned.tensors}
         for tensor, label, version in inputs:
@@ -526,14 +531,14 @@ class _IsolatedCall:
             with torch.enable_grad():
                 loss = sum((term.to(self._terms[0].device) for term in self._terms[1:]), start=self._terms[0])
             found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-        except Exception as error:  # noqa: BLE001 - whatever a model's own backward does
+        except Exception as error:  # noqa: BLE001 - a model's own backward may raise anything
             return [], [], line(f"backward: {reason_of(error)}")
         reached = [(role, gradient) for role, gradient in zip(wanted, found, strict=True) if gradient is not None]
         return [role for role, _ in reached], [gradient for _, gradient in reached], None
 
 
 def _tensors_differ(a: IsolatedResponse, b: IsolatedResponse) -> bool:
-    """Whether a tensor that is in both responses differs; one of them may have more outputs."""
+    """Whether a tensor that is in both responses differs. One response may have more outputs than the other."""
     x, y = (
         {h.where: (h.passed, h.reading) for h in one.handed if not (h.passed or "").startswith("=")} for one in (a, b)
     )
@@ -541,11 +546,14 @@ def _tensors_differ(a: IsolatedResponse, b: IsolatedResponse) -> bool:
 
 
 _Shapes = tuple[tuple[int, ...] | None, tuple[int, ...] | None] | None
-"""Shapes of the first tensor of a child, in the run and now."""
+"""Shape of the first input of a child in the run, and now."""
 
 
 def _followed(shape: tuple[int, ...], shapes: _Shapes) -> tuple[int, ...]:
-    """Return the shape of the output of a child that gets another number of tokens than in the run, as experts do."""
+    """Return the shape of an output of a child, which may get a different number of tokens than in the run.
+
+    Experts do, for example.
+    """
     before, now = shapes or (None, None)
     if before is None or now is None or before == now or len(before) != len(now):
         return shape
@@ -554,7 +562,7 @@ def _followed(shape: tuple[int, ...], shapes: _Shapes) -> tuple[int, ...]:
 
 
 def _parsed(text: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape in a recipe if it can be expanded to ``shape``; else ``shape``."""
+    """Return the shape in a recipe if it can be expanded to ``shape``, and else ``shape``."""
     sizes = tuple(int(size) for size in text.split("x") if size.isdecimal())
     fit = len(sizes) == len(shape) and all(size in (1, n) for size, n in zip(sizes, shape, strict=True))
     return sizes if fit else shape
@@ -566,20 +574,20 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _laid_out(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
-    """Return a copy with these strides, or a contiguous one: kernels and ``view`` depend on them."""
+    """Return a copy with these strides, on which kernels and ``view`` depend, or a contiguous one."""
     if stride is None:
         return tensor.clone()
     kept = [step if n > 1 or step else 1 for n, step in zip(tensor.shape, stride, strict=True)]
     dense = 1
     for step, n in sorted((step, n) for step, n in zip(kept, tensor.shape, strict=True) if n > 1):
         if step != dense:
-            return tensor.clone()  # there are gaps, or repeated elements
+            return tensor.clone()  # there are gaps or repeated elements, which a copy does not have
         dense *= n
     return torch.empty_strided(tensor.shape, kept, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _defaults_of(function: Callable[..., Any]) -> Mapping[str, object]:
-    """Return the parameters of a function and their defaults, `inspect.Parameter.empty` where there is none.
+    """Return the parameters of a function and their defaults, which are `inspect.Parameter.empty` if there is none.
 
     >>> _defaults_of(lambda x, is_causal=True: x)
     {'x': <class 'inspect._empty'>, 'is_causal': True}

@@ -1,4 +1,8 @@
-"""The arguments of the expected call in place of those of the run, so that both answer the same question."""
+"""The arguments of the expected call in place of those of the run, so that both answer the same question.
+
+Two versions of a model may call a child with different arguments. With the arguments of the expected call, a difference
+between the responses is one of the child's own code, and not of its caller's.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +29,16 @@ def with_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return the arguments of a call with those that the expected one gets, as far as the function takes them.
 
-    Plain values are the expected ones; tensors that the expected call does not get are left out, and those that it gets
-    besides are made. What the function has no parameter for is left out. None if nothing differs, or if that cannot be
-    done.
+    Plain values are the expected ones. Tensors that the expected call does not get are left out, and those that only
+    the expected call gets are made. Arguments that the function has no parameter for are left out. Returns `None` if
+    nothing differs, or if that cannot be done.
 
     Args:
         function: What is called.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         expected: The expected call.
-        make: Returns the tensor at a path of the expected call; None if there is none.
+        make: Returns the tensor at a path of the expected call, or `None` if there is none.
 
     >>> call = Call(root="f", root_training=False, index=0, arguments={"input": 0.5, "scale": 2, "old": 1})
     >>> with_arguments(lambda x, scale=1, flag=None: x, (0.5,), {"flag": True}, call)
@@ -54,25 +58,27 @@ def with_arguments(
     found = {**dict(zip(named, args, strict=False)), **kwargs} if len(args) <= len(named) else {}
 
     def name_of(path: str) -> str:
-        """Return the name of the parameter at a path; of an element of a container, that of the container."""
+        """Return the name of the parameter at a path, which for an element of a container is that of the container."""
         position = _POSITION.match(path)
         number = int(position[1]) if position else 0 if path == "input" and len(args) == 1 else len(named)
         return named[number] if number < len(named) else re.split(r"[.\[]", path)[0]
 
     if not (plain or came or gone):
         return None
+    # A tensor cannot be left out of a container that has others.
     if len(args) > len(named) or any(name_of(path) in map(name_of, tensors & given) for path in came):
         return None
     changed: dict[str, Any] = {}
     for path in (path for path in plain if path in then):
         value = then[path]
+        # Neither text is replaced, nor an element of a container of tensors.
         if type(value) not in _PLAIN or name_of(path) in map(name_of, tensors & given):
             return None
         changed[path] = value
     for path in (path for path in (*came, *plain) if path not in then and path not in gone):
         parameter = parameters.get(name_of(path))
         if name_of(path) not in found or (parameter is not None and parameter.default is parameter.empty):
-            return None
+            return None  # a parameter without a default cannot be left out
         del found[name_of(path)]
     for path in gone:
         if (made := make(path)) is None:
@@ -83,6 +89,7 @@ def with_arguments(
             found[name_of(path)] = value
         elif not path.isidentifier() and not _POSITION.match(path):
             return None
+    # Arguments behind the first one that was left out are passed by keyword.
     by_position = 0
     while by_position < len(args) and named[by_position] in found:
         by_position += 1

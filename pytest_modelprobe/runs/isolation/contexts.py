@@ -64,7 +64,10 @@ def without_hooks(modules: Iterable[nn.Module], which: Callable[[Any], bool] = l
 
 @contextlib.contextmanager
 def fused_paths_disabled(module: nn.Module) -> Iterator[None]:
-    """Disable the fused paths of torch, which call no children, by a hook that does nothing."""
+    """Disable the fused paths of torch, which call no children, by a hook that does nothing.
+
+    Torch does not take them for a module with hooks.
+    """
     handle = module.register_forward_pre_hook(lambda module, args: None)
     try:
         yield
@@ -86,7 +89,7 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
 def attributes_restored(module: nn.Module) -> Iterator[None]:
     """Restore a module's own attributes, their direct contents, and its own tensors: caches, running statistics.
 
-    `models.ModelState` also follows objects and children, which takes too long for each isolated call; it restores the
+    `models.ModelState` also follows objects and children, which takes too long for each isolated call. It restores the
     model once, after all of them.
     """
     attributes = vars(module)
@@ -94,7 +97,7 @@ def attributes_restored(module: nn.Module) -> Iterator[None]:
     contents = [(value, value.copy()) for value in before.values() if type(value) in _CONTAINERS]
     own = [*(b for _, b in buffers_of(module)), *(v for v in before.values() if has_dense_storage(v))]
     tensors = [tensor for tensor in own if not tensor.is_inference()]
-    if getattr(module, "max_norm", None) is not None:  # an embedding that renormalizes its weight
+    if getattr(module, "max_norm", None) is not None:  # an embedding, which renormalizes its weight as it is called
         tensors += [p for _, p in weights_of(module)]
     bits = [(tensor, as_bits(tensor), as_bits(tensor).clone()) for tensor in tensors]
     try:
@@ -113,7 +116,7 @@ def attributes_restored(module: nn.Module) -> Iterator[None]:
 
 
 def fixed_seed() -> Callable[[], None]:
-    """Return a function that sets all generators to one state, which is cheaper than to seed them."""
+    """Return a function that sets all random generators to one state. That is cheaper than seeding them each time."""
     seeding.seed_everything(0)
     states = [(one, state) for one in GENERATORS if (state := one.get()) is not None]
 

@@ -1,8 +1,8 @@
 """Copies of the inputs of the first two forwards of each kind in a watch, to run these again.
 
-A watch sees what the test runs and cannot ask for it again. To call layers alone later it needs the inputs of a
-forward, the modes, and the buffers as they were. All of these are copied. Where one cannot be copied, the forward is
-not run again, and a note says why.
+A watch sees what the test runs, and cannot make it run again. To call layers alone later, it needs the inputs of a
+forward, the modes, and the buffers as they were. All of these are copied. If one cannot be copied, the forward is not
+run again, and a note says why.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from pytest_modelprobe.record import ForwardKind, IsolatedResponse
 from .tracing import CannotTellError, reason_of
 
 _OF_A_KIND = 2
-"""Number of kept forwards of a kind; they differ in shapes or plain arguments, as the steps of a decoder do."""
+"""Most forwards of a kind that are kept. They differ in shapes or plain arguments, as the steps of a decoder do."""
 
-_OWN = frozenset(vars(nn.Module())) | {"_hf_hook"}  # that of accelerate leads to the weights of all layers
-"""Attributes of every module."""
+_OWN = frozenset(vars(nn.Module())) | {"_hf_hook"}  # the hook of accelerate leads to the weights of all layers
+"""Attributes of every module, and others that are not looked into."""
 
 _PLAIN = frozenset({bool, int, float, str, type(None), types.FunctionType, types.MethodType})
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set, tuple)
 """Containers that can be restored, by exact type."""
 
 _MOST_BYTES = 1 << 26
-"""Limit for buffers that are copied, in bytes; some models keep quantized weights in buffers."""
+"""Most bytes of buffers that are copied: some models keep quantized weights in buffers."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -64,9 +64,9 @@ class KeptForward:
     """Whether each layer is in training mode, in the order of the layers."""
     autocast: tuple[Autocast, ...]
     changes: tuple[int, ...] = ()
-    """The hooks that changed what layers compute, see `models.changing_hooks`."""
+    """The hooks that changed what layers compute; see `models.changing_hooks`."""
     reason: str | None = None
-    """Why it cannot be run again."""
+    """Why it cannot be run again, or `None`."""
 
 
 class KeptForwards:
@@ -88,7 +88,7 @@ class KeptForwards:
     def __init__(self, layers: Layers) -> None:
         self.first: KeptForward | None = None
         self.newest: KeptForward | None = None
-        """The kept forward with the shapes and arguments of the newest one; None if none is kept."""
+        """The kept forward with the shapes and arguments of the newest one, or `None` if there is none."""
         self._layers = layers
         self._kinds: dict[ForwardKind, dict[object, KeptForward]] = defaultdict(dict)
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
@@ -113,7 +113,7 @@ class KeptForwards:
         self.first = self.first or self.newest
 
     def run(self, again: KeptForward) -> object:
-        """Run a forward again; `prepared` comes first."""
+        """Run a forward again. To be called within `prepared`."""
         if again.changes != changing_hooks(self._layers.modules.values()):
             again.reason = "an intervention began or ended since: compare the record within its block"
             raise CannotTellError(again.reason)
@@ -125,9 +125,9 @@ class KeptForwards:
 
     @contextlib.contextmanager
     def prepared(self, model: nn.Module, again: KeptForward) -> Iterator[None]:
-        """Set the modes of a forward and the buffers as before the first one; restore them afterwards.
+        """Set the modes of a forward, and the buffers as they were before the first one. Restore them afterwards.
 
-        Writes to parameters and buffers within the block are not undone: `isolate` restores these.
+        Writes to parameters and buffers within the block are not undone, as `isolate` restores these.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(preserved(model, values=False))
@@ -150,7 +150,7 @@ class KeptForwards:
         return {name for name, now in _held(self._layers).items() if not _is_same(self._held[name], now)}
 
     def obstacle(self) -> str | None:
-        """Return why no forward can be run again without changing the state of the model; None if it can."""
+        """Return why no forward can be run again without changing the state of the model, or `None` if it can."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             return f"the model is one of {dist.get_world_size()}, which may wait for each other in a forward"
         known: set[int] = set()
@@ -174,14 +174,15 @@ class KeptForwards:
         again = KeptForward(kind, None, modes, active_autocast(), changing_hooks(self._layers.modules.values()))
         try:
             again.inputs = self._copied((args, dict(kwargs)))
-        except Exception as error:  # noqa: BLE001 - whatever objects do that do not like to be copied
+        except Exception as error:  # noqa: BLE001 - the `__deepcopy__` of an input may raise anything
             again.reason = f"an input cannot be copied: {reason_of(error)}"
         return again
 
     def _copied(self, inputs: Any) -> Any:
         """Return a deep copy, detached from graphs, except for modules of the model.
 
-        Unlike `map_tensors`, it copies every object: the model may change a cache before the forward is run again.
+        Unlike `map_tensors`, it copies every object, because the model may change a cache before the forward is run
+        again.
         """
         root = next(iter(self._layers.modules.values()))
         known: dict[int, Any] = {id(module): module for module in root.modules()}
@@ -230,7 +231,7 @@ def recipes_of(response: IsolatedResponse, number: int) -> dict[str, str]:
 
 
 def _written_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating buffers of a layer itself, except those of norms, which are synthetic."""
+    """Yield the floating buffers of a layer itself, except those of norms, which are synthetic in an isolated call."""
     for name, buffer in () if isinstance(module, BatchOrInstanceNorm) else module._buffers.items():
         if has_dense_storage(buffer) and buffer.is_floating_point():
             yield name, buffer
@@ -243,7 +244,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _held(layers: Layers) -> dict[str, list[Tensor]]:
     """Return the tensors in the attributes of each layer, also in containers and objects."""
-    found: dict[int, list[Tensor]] = {}  # layers share a configuration, which may be large
+    found: dict[int, list[Tensor]] = {}  # each object is searched once: layers share a configuration, often a large one
 
     def inside(value: Any) -> list[Tensor]:
         if id(value) not in found:

@@ -1,4 +1,7 @@
-"""The gradients of an isolated call: its loss, and one reading for all gradients."""
+"""The gradients of an isolated call: its loss, and one reading for all gradients.
+
+The gradients of one call add up to one reading, each with signs that its role chooses.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def projected(tensor: Tensor, weights: Tensor) -> Tensor:
 
 
 class _Projection(torch.autograd.Function):
-    """The function of `projected`. It saves no tensor, as activation checkpointing counts the saved ones."""
+    """The function of `projected`. It saves no tensor, because activation checkpointing counts the saved ones."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, weights: Tensor, scale: float) -> Tensor:
@@ -34,7 +37,7 @@ class _Projection(torch.autograd.Function):
 
 
 def combined(gradients: Sequence[tuple[str, Reading]]) -> Reading:
-    """Return one reading for all gradients, each scaled to the fourth root of its norm so that small ones count."""
+    """Return one reading for all gradients. Each is scaled to the fourth root of its norm, so that small ones count."""
     fingerprint: list[float] | None = None
     deviations, count, nonfinite = 0.0, 0, 0
     for role, reading in gradients:

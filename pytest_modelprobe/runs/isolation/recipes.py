@@ -1,6 +1,10 @@
 """Recipes: coarse descriptions of the numbers of a tensor, and synthetic tensors generated from them.
 
-A recipe, after the shape and an unusual dtype (``2x16x64 2^-3``, ``4x8:bfloat16 2^0+``):
+Synthetic numbers must be of the kind that a layer was made for: a mask if it takes a mask, indices in the range of a
+table. They must not be the real numbers, which depend on other layers. A recipe is coarse, so that similar tensors have
+the same one. It stands in snapshot files, so that later versions of the model get the same numbers.
+
+A recipe follows the shape and an unusual dtype (``2x16x64 2^-3``, ``4x8:bfloat16 2^0+``):
 
 =====================  ==============================================================================================
 ``2^-3``               normal numbers of that root mean square; ``2^-3+`` and ``2^-3-`` their magnitudes with that
@@ -28,7 +32,7 @@ from pytest_modelprobe import statistics
 from pytest_modelprobe.models import has_dense_storage, seeding
 
 _EXTREME = -1e4
-"""Floats up to this number are taken for entries of masks."""
+"""Floats of this or less are taken for entries of masks."""
 
 _FLOATS = re.compile(
     r"2\^(?P<exponent>-?\d{1,3})(?P<sign>[+*-]?)(?P<capped>(?<=\+) to 1)?"
@@ -43,17 +47,17 @@ _BOOLS = ("bool", "true", "false")
 _PADDED = re.compile(r"(?P<rest>.+) with (?P<mark>-?\d{1,18}|true|false) (?P<end>first|last)")
 
 _MOST_EXPONENT = 127
-"""That of float32, in which numbers are drawn."""
+"""The largest exponent of float32, in which numbers are drawn."""
 _LARGE = 3
-"""Exponent of one row of a synthetic tensor, as a clamp would not change small numbers."""
+"""Exponent of one large row of a synthetic tensor. Without it, a clamp in the code would change nothing."""
 
 
 def kind_of(tensor: Tensor, *, weight: bool = False) -> str:
-    """Return the recipe of a tensor; it is coarse, so that similar tensors have the same one.
+    """Return the recipe of a tensor. It is coarse, so that similar tensors have the same one.
 
     Args:
         tensor: Any tensor of floats, complex numbers, integers or bools.
-        weight: Whether it is a parameter, whose synthetic elements have to differ from each other.
+        weight: Whether it is a parameter. Its synthetic elements have to differ from each other.
 
     >>> kind_of(torch.randn(100) / 9), kind_of(torch.rand(100)), kind_of(torch.arange(8)), kind_of(torch.ones(3))
     ('2^-3', '2^-1+ to 1', '0..7 sorted', 'const 1')
@@ -79,7 +83,7 @@ def kind_of(tensor: Tensor, *, weight: bool = False) -> str:
 
 
 def as_mask(tensor: Tensor) -> Tensor:
-    """Return which entries an additive mask leaves, as bools: so masks of any dtype and number are alike.
+    """Return which entries an additive mask leaves, as bools, so that masks of any dtype and number are alike.
 
     Any other tensor is returned as it is.
 
@@ -96,18 +100,18 @@ def as_mask(tensor: Tensor) -> Tensor:
 
 
 def _kind_of_padded(x: Tensor) -> str | None:
-    """Return the recipe of tokens or a mask with padding: rows that begin or end with one repeated value."""
+    """Return the recipe of tokens or a mask with padding, or `None`. Rows begin or end with one repeated value then."""
     if x.dim() < 2 or x.shape[-1] < 3 or x.numel() != x.shape[0] * x.shape[-1]:
         return None
     rows = x.reshape(x.shape[0], -1).to(torch.int64)
     a_mask = bool(((rows == 0) | (rows == 1)).all())
     for end, ordered in (("last", rows.flip(-1)), ("first", rows)):
-        # A mask may hide one position; the same token twice in a row is more than chance.
+        # In a mask, a single position may be padding. Among tokens, the same one twice in a row is more than chance.
         at_end = ordered[:, 0] if a_mask else ordered[:, 0][ordered[:, 0] == ordered[:, 1]]
         for mark in at_end.unique().tolist()[:2]:
             marked = ordered == mark
             only_there = bool((marked.cumprod(-1) == marked).all()) and not bool(marked.all(-1).any())
-            # Where each row of a mask has both, either may be the mark.
+            # If every row of a mask has both values, either of them may be the mark.
             if only_there and not (a_mask and bool(marked.any(-1).all())):
                 rest = ordered[~marked]
                 if x.dtype == torch.bool:
@@ -118,7 +122,7 @@ def _kind_of_padded(x: Tensor) -> str | None:
 
 def _kind_of_floats(x: Tensor, least: float, weight: bool) -> str:
     low, high = (bound.item() for bound in x.aminmax())
-    if not (low > _EXTREME and high < math.inf):  # a NaN is not either
+    if not (low > _EXTREME and high < math.inf):  # with a NaN, both comparisons are false
         masked = x <= _EXTREME
         if masked.any() and not x[~masked].any():
             return f"mask {low:.9g}"
@@ -128,7 +132,7 @@ def _kind_of_floats(x: Tensor, least: float, weight: bool) -> str:
         low, high = (bound.item() for bound in x.aminmax())
     scale = max(-low, high)
     if scale == 0:
-        return "2^0"  # zero by initialization, as gates are at first
+        return "2^0"  # it is zero by initialization, as gates are at first
     if low == high and x.numel() > 1:
         return f"{'near' if weight else 'const'} {low:.3g}"
     if low == 0 and high == 1 and not weight and bool(((x == 0) | (x == 1)).all()):
@@ -195,7 +199,7 @@ def fits(kind: str, dtype: torch.dtype, most: int | None = None) -> bool:
 
 
 def synthetic(kind: str, shape: Sequence[int], name: str, dtype: torch.dtype, *, draws: Draws | None = None) -> Tensor:
-    """Return the synthetic tensor of a recipe, on the CPU, in memory of its own. It depends on the arguments alone.
+    """Return the synthetic tensor of a recipe, on the CPU, in memory of its own. It depends only on the arguments.
 
     Args:
         kind: The recipe, for which `fits` is true.
@@ -240,7 +244,7 @@ def _floats(kind: str, shape: Sequence[int], name: str, draws: Draws) -> Tensor:
         return torch.full(tuple(shape), value, dtype=torch.float64)
     if match["how"] == "near":
         return draws(shape, name).div_(8).add_(1).mul_(value)
-    # The least number of a dtype, rounded to the digits of a recipe, is beyond it.
+    # In float64, because the least number of a dtype, rounded to the digits of a recipe, is beyond the dtype.
     return torch.where(_coins(draws(shape, name)), 0.0, torch.tensor(value, dtype=torch.float64))
 
 
@@ -262,7 +266,7 @@ def _integers(kind: str, shape: Sequence[int], name: str, draws: Draws) -> Tenso
 
 
 def _with_a_large_row(numbers: Tensor, times: float, name: str) -> Tensor:
-    """Return the numbers with one row multiplied; the row depends on the name, as two large rows may cancel."""
+    """Return the numbers with one row multiplied. Which row depends on the name, as two large rows may cancel."""
     if numbers.dim() < 2 or not numbers.numel():
         return numbers
     rows = numbers.view(-1, numbers.shape[-1])
@@ -271,9 +275,10 @@ def _with_a_large_row(numbers: Tensor, times: float, name: str) -> Tensor:
 
 
 def _padded(tensor: Tensor, mark: bool | int, *, first: bool) -> Tensor:
-    """Return the tensor with a mark at one end of its rows: a quarter of the second, half of the third and so on.
+    """Return the tensor with a mark at one end of its rows: on a quarter of the second, half of the third and so on.
 
-    Tokens and their mask, which have as many rows of one length, are marked alike. Of several rows the first has none.
+    Tokens and their mask have as many rows of one length, and so are marked alike. The first of several rows has no
+    mark.
     """
     if not tensor.dim() or tensor.shape[-1] < 2 or not tensor.numel():
         return tensor
@@ -287,7 +292,7 @@ def _padded(tensor: Tensor, mark: bool | int, *, first: bool) -> Tensor:
 
 
 def _coins(numbers: Tensor) -> Tensor:
-    """Return random bools; the first in each row is true and the second false, so that no mask row is constant."""
+    """Return random bools. The first in each row is true and the second false, so that no row of a mask is constant."""
     coins = numbers > 0
     if coins.dim():
         coins[..., :1] = True
@@ -295,19 +300,19 @@ def _coins(numbers: Tensor) -> Tensor:
     return coins
 
 
-_PERIOD = 131_101  # numbers drawn; a prime, so that rows do not repeat
-_EXACT = 60  # powers of two up to it change no digit of a number that is drawn, nor of the same scaled
+_PERIOD = 131_101  # at most so many numbers are drawn; it is a prime, so that rows do not repeat
+_EXACT = 60  # powers of two up to this exponent change no digit of numbers that are drawn, or of these scaled
 
 
 class Draws:
-    """Normal numbers by shape and name, in new memory; what is drawn once is kept, up to `_PERIOD` numbers a name.
+    """Normal numbers by shape and name, in new memory. What is drawn once is kept, up to `_PERIOD` numbers a name.
 
     >>> draws = Draws()
     >>> torch.equal(draws((2, 3), "input", 2, "+"), draws((2, 3), "input").abs() * 4)
     True
     """
 
-    _MOST = 1 << 28  # bytes
+    _MOST = 1 << 28  # bytes of numbers that are kept
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, int], Tensor] = {}
@@ -315,10 +320,10 @@ class Draws:
         self._spare: dict[int, list[Tensor]] = {}  # by their number of elements
 
     def __call__(self, shape: Sequence[int], name: str, exponent: int = 0, sign: str = "") -> Tensor:
-        """Return the numbers of that shape and name times a power of two; their magnitudes, with a sign.
+        """Return the numbers of that shape and name times a power of two, and with a sign their magnitudes with it.
 
-        After `_PERIOD` they repeat, each time slightly larger. They are written once: new memory costs more than to
-        compute them.
+        After `_PERIOD` they repeat, each time slightly larger. They are written only once, because new memory costs
+        more than the computation.
         """
         count = math.prod(shape)
         numbers = self._drawn(min(count, _PERIOD), name)
@@ -353,7 +358,10 @@ class Draws:
         return repeated
 
     def take_back(self, tensors: Iterable[Tensor]) -> None:
-        """Take the memory of tensors that were made of these numbers and are not used any more, in place of others."""
+        """Take the memory of tensors that are not used any more, in place of memory that was taken before.
+
+        They were made of these numbers. The next large tensors are written there.
+        """
         self._spare.clear()
         for tensor in tensors:
             if tensor.numel() > _PERIOD and tensor.is_cpu and tensor.dtype == torch.float32 and tensor.is_contiguous():

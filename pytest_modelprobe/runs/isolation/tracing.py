@@ -1,7 +1,8 @@
 """Trace the calls of a real run: structure, shapes and recipes of their arguments and outputs.
 
-No tensor of the run is kept. Each is replaced by a placeholder on the meta device that says how to make a synthetic
-one. What cannot be replaced is the reason why a call is not repeated alone.
+No tensor of the run is kept, since that would take the memory of all activations. Each is replaced by a placeholder on
+the meta device that says how to make a synthetic one. If something cannot be replaced, the call is not repeated alone,
+and that is the reason.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pytest_modelprobe.models import (
 from .recipes import kind_of
 
 _MOST_CALLS = 4
-"""Number of isolated calls of a layer; they differ in shapes or arguments, as the steps of a decoder do."""
+"""At most so many calls of a layer are isolated. They differ in shapes or arguments, as the steps of a decoder do."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -42,14 +43,14 @@ class TensorSpec:
     """Name, layout and recipe of a tensor in a call."""
 
     name: str
-    """Path in the call; empty inside an object that cannot be flattened."""
+    """Path in the call. It is empty inside an object that cannot be flattened."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     kind: str
     value: Tensor | None = None
-    """A copy, for integers inside such objects: lengths and positions, whose values matter."""
+    """A copy of integers inside such objects, which are lengths and positions, whose values matter."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -66,14 +67,14 @@ class TracedCall(ModuleCall):
 
     parent: TracedCall | None
     shape: tuple[int, ...] | None = None
-    """Shape of its first tensor."""
+    """Shape of its first input."""
     alone: bool = False
-    """Whether to call it again."""
+    """Whether to call it alone."""
     autocast: tuple[Autocast, ...] = ()
     inputs: ArgumentTemplate | None = None
     outputs: ArgumentTemplate | None = None
     reason: str | None = None
-    """Why it cannot be called again, or its output not be made again."""
+    """Why it cannot be called alone, or why its output cannot be made again."""
     calls: list[TracedCall] = dataclasses.field(default_factory=list)
     """The calls that its own code made."""
 
@@ -85,13 +86,13 @@ class Tracer:
 
     Args:
         layers: The layers of the model.
-        selected: Names of those that can be called alone; None: all.
-        only: Names of some of these, to note no more of the others than their calls.
+        selected: Names of the layers that can be called alone, or `None` for all.
+        only: Names of some of these. Of the others, no more than their calls is noted.
     """
 
     def __init__(self, layers: Layers, selected: Collection[str] | None, only: Collection[str] | None = None) -> None:
         self.modules: dict[int, Any] = {id(m): m for root in layers.modules.values() for m in root.modules()}
-        """By id: where an object that holds a module is copied, the module is not."""
+        """The modules by id. If an object that holds a module is copied, the module itself is not."""
         self.called: set[str] = set()
         """Layers that can be called alone."""
         self._only = only
@@ -99,7 +100,8 @@ class Tracer:
         self._calls: list[TracedCall] = []
         self._seen: dict[str, set[object]] = defaultdict(set)
         self._kinds = WeakIdKeyDictionary()
-        # Before all other hooks: the user's run again when the layer is called alone.
+        # Ours come before all other hooks, because the user's run again when the layer is called alone, and would
+        # change the inputs twice.
         self._hooks = CallTracer(
             layers.modules,
             TracedCall,
@@ -167,7 +169,7 @@ class Tracer:
             return ArgumentTemplate(value if flat.known else copied(value, placeholder_for, self.modules), flat.known)
         except CannotTellError as error:
             what = str(error)
-        except Exception as error:  # noqa: BLE001 - any `__deepcopy__` may raise
+        except Exception as error:  # noqa: BLE001 - a `__deepcopy__` may raise anything
             what = f"an object that cannot be copied ({type(error).__name__}: {error})"
         if does == "takes":
             call.reason = line(f"takes {what}")
@@ -217,7 +219,7 @@ class _Replacing(TorchFunctionMode):
 
 
 def copied(value: Any, function: Callable[[Tensor], Tensor], kept: Mapping[int, Any]) -> Any:
-    """Return a deep copy with ``function`` applied to each tensor; ``kept`` are objects, by id, that are not copied."""
+    """Return a deep copy with ``function`` applied to each tensor. Objects in ``kept``, by id, are not copied."""
     with _Replacing(function):
         return copy.deepcopy(value, dict(kept))
 
@@ -231,11 +233,11 @@ def _tensor_type(tensor: Tensor) -> str:
 
 
 _LONGEST = 200
-"""Characters of a reason: it is one line of a note."""
+"""Most characters of a reason, which is one line of a note."""
 
 
 class CannotTellError(Exception):
-    """A call that cannot be isolated; the text is the reason."""
+    """A call cannot be isolated. The text is the reason."""
 
 
 def reason_of(error: Exception) -> str:

@@ -1,8 +1,11 @@
 /* Statistics of a tensor, the range of each unit and the signed sums of its fingerprint, in one read of its memory.
 
-   `reduce` takes an address, sizes and strides: neither torch nor numpy is needed to compile it. The numbers have the
-   same bits on every instruction set and with any number of threads: elements are added in 16 lanes, lanes in blocks,
-   blocks in chunks, each in a fixed order, and no product is contracted with a sum. */
+   No operation of torch computes several numbers in one pass, and on the CPU a watch costs as much as it has passes.
+
+   `reduce` takes an address, sizes and strides, so that neither torch nor numpy is needed to compile it. It uses the
+   limited API of Python, so one wheel serves all versions. The numbers have the same bits on every instruction set and
+   with any number of threads, because files are compared between machines. For this, elements are added in 16 lanes,
+   lanes in blocks, blocks in chunks, each in a fixed order, and no product is contracted with a sum. */
 
 #define PY_SSIZE_T_CLEAN
 #ifndef Py_LIMITED_API
@@ -17,9 +20,9 @@
 
 #if defined(__GNUC__) || defined(__clang__)
 #define INLINE inline __attribute__((always_inline, unused))
-#define APART __attribute__((noinline, unused)) /* else registers do not suffice */
+#define APART __attribute__((noinline, unused)) /* inlined into one function, the passes would run out of registers */
 #define UNUSED __attribute__((unused))
-#ifndef VECTORS /* -DVECTORS=0: as without the vectors of these compilers */
+#ifndef VECTORS /* -DVECTORS=0 computes without the vectors of these compilers, as others do */
 #define VECTORS 1
 #endif
 #else
@@ -41,25 +44,28 @@
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
 enum { MOST_DIMS = 64 };
 enum {
-    ROW = 1024,       /* elements whose squares are added in float32 */
-    BLOCK = 4096,     /* elements of one part: in the first-level cache for all passes */
-    SPAN = 1 << 14,   /* elements brought into order at once */
-    TURNED = 1 << 14, /* elements that are transposed at once, or those of 32 columns */
-    WIDEST = 1 << 16, /* elements of a column up to which that is done */
-    LONG = 1 << 10,   /* elements of a unit that lie together: from here on, blocks end where units do */
-    CHUNK = 1 << 20,  /* elements of which one thread adds the parts */
-    NARROW = 16,      /* elements of a unit that lie together: below, columns are kept */
-    LINE = 64,        /* bytes of the cache */
-    SPARE = 1 << 21,  /* bytes of a buffer that is kept */
-    SMALL = 1 << 13,  /* elements up to which all is done in float64 */
-    THREADED = 1 << 16 /* elements from which on other threads may run meanwhile */
+    ROW = 1024,       /* so many squares are added in float32, then their sum in float64 */
+    BLOCK = 4096,     /* elements of one part, which stay in the first-level cache for all passes */
+    SPAN = 1 << 14,   /* elements that are brought into order at once */
+    TURNED = 1 << 14, /* elements that are transposed at once, or those of 32 columns if that is more */
+    WIDEST = 1 << 16, /* columns of more elements are not transposed but gathered */
+    LONG = 1 << 10,   /* if so many elements of a unit lie together, blocks end where units do */
+    CHUNK = 1 << 20,  /* elements whose parts one thread adds up */
+    NARROW = 16,      /* if fewer elements of a unit lie together, ranges are kept by column */
+    LINE = 64,        /* bytes of a line of the cache, to which buffers are aligned */
+    SPARE = 1 << 21,  /* bytes up to which a buffer is kept for the next call */
+    SMALL = 1 << 13,  /* up to so many elements, all is done in float64 */
+    THREADED = 1 << 16 /* from so many elements on, the GIL is released, and other threads may run */
 };
-/* See statistics/signs.py. FLUSHED: rows that are added in the type of the elements before float64 takes their sum. */
+/* These are the constants of statistics/signs.py. FLUSHED: so many rows are added in the type of the elements, then
+   their sum in float64. */
 enum { COLUMNS = 256, NUMBERS = 16, MASKS = 8, ORDERS = 256, ORDER_BITS = 3, SIGN_BITS = 48, FLUSHED = 16 };
+/* These are those of statistics/histogram.py. */
 enum { OUTERMOST = 80, BINS = 2 * (2 * OUTERMOST + 1) + 1 };
 
 /* --- what all instruction sets share ------------------------------------------------------------------------------ */
 
+/* The numbers of some elements. The mean is kept besides the sum because parts are merged by their means. */
 typedef struct {
     int64_t finite, nan, posinf, neginf, zeros;
     double sum, mean, deviations, low, high;
@@ -67,39 +73,43 @@ typedef struct {
 
 static const Part NOTHING = {0, 0, 0, 0, 0, 0, 0, 0, INFINITY, -INFINITY};
 
-/* Elements in an order: `direct` where they lie one after another in the type of the computation. */
+/* Elements in an order. They are `direct` if they lie one after another in the type of the computation. */
 typedef struct {
     const char *data;
     int dims, direct;
-    int64_t turned; /* columns that are transposed at once, where those of the dimension before the last lie together, or 0 */
+    int64_t turned; /* columns (of the dimension before the last, if these lie together) transposed at once, or 0 */
     int64_t size[MOST_DIMS], stride[MOST_DIMS];
 } View;
 
-/* What there is in a buffer that was not asked for yet. */
+/* The elements in a buffer that were not asked for yet. */
 typedef struct {
     int64_t first, count;
 } Held;
 
+/* How a tensor is read. Statistics take any order, so that of the memory, and read broadcast elements once. The signed
+   sums need the logical order. If a fingerprint is asked for and no element is broadcast, `memory` has the logical
+   order too, and one read serves both. */
 typedef struct {
-    int kind, in_order;    /* whether `memory` has all elements in logical order, as the signed sums take them */
-    int64_t elements;      /* of the tensor */
+    int kind, in_order;    /* type of the elements; whether `memory` has all of them in logical order */
+    int64_t elements;      /* number of elements of the tensor */
     int64_t count, copies; /* elements that are read, and how often each counts */
-    int64_t units, apart;  /* of the tensor, and those of them that lie apart */
-    int64_t ranges;        /* how many are kept: of each unit, or of each column of rows that hold all units */
+    int64_t units, apart;  /* units of the tensor, and how many of them lie apart: one if their axis is broadcast */
+    int64_t ranges;        /* ranges that are kept: one of each unit, or of each column of rows that hold all units */
     int64_t inner;         /* elements one after another that are in one range */
-    int64_t within, repeats; /* columns of each unit, and units in a row by the number of them */
+    int64_t within, repeats; /* columns of each unit in a row, and how often a row holds all units */
     View memory, logical;
 } Plan;
 
 typedef struct {
-    int64_t length, rows;   /* of a sample; added since the last flush */
-    int flushed;            /* whether the totals have something */
+    int64_t length, rows;   /* elements of a sample; rows that were added since the last flush */
+    int flushed;            /* whether the totals hold anything */
     const uint64_t *hashes; /* one for each sample */
     double totals[NUMBERS * 16];
 } Fold;
 
-/* Masks of columns; signs of the lanes of each sum, and the same negated. Then, as numbers of elements: where the 16 lanes
-   are that each sum of an order is added to, and where the signs of its lanes are, of 8 sums by their 8 signs. */
+/* Masks of columns, and signs of the lanes of each sum, and the same negated. The other tables are offsets, counted in
+   elements: PLACES has those of the 16 lanes that each sum is added to, by the order. SIGNED_LANES has those of the
+   signs of the lanes, of 8 sums by their 8 signs. */
 static float MASK_SIGNS_float[MASKS][COLUMNS], LANE_SIGNS_float[2][NUMBERS][16];
 static double MASK_SIGNS_double[MASKS][COLUMNS], LANE_SIGNS_double[2][NUMBERS][16];
 static uint16_t PLACES[ORDERS][NUMBERS], SIGNED_LANES[256][8];
@@ -121,7 +131,7 @@ static void merge(Part *a, const Part *b) {
     if (!a->finite) {
         a->mean = b->mean;
         a->deviations = b->deviations;
-    } else { /* Chan, Golub and LeVeque 1979 */
+    } else { /* by the formula of Chan, Golub and LeVeque (1979) */
         double n = (double)a->finite, m = (double)b->finite, d = b->mean - a->mean;
         a->mean += d * (m / (n + m));
         a->deviations += b->deviations + d * d * (n * (m / (n + m)));
@@ -152,7 +162,7 @@ static INLINE float of_bfloat16(const char *from) {
     return of_bits((uint32_t)half << 16);
 }
 
-/* Exact, also where subnormal numbers are flushed to zero. */
+/* This is exact, also if the processor flushes subnormal numbers to zero. */
 static INLINE float of_float16(const char *from) {
     uint16_t half;
     memcpy(&half, from, 2);
@@ -271,7 +281,7 @@ static void join(View *view, int64_t itemsize, int typed) {
     view->direct = typed && to == 1 && view->stride[0] == itemsize && (uintptr_t)view->data % (uintptr_t)itemsize == 0;
 }
 
-/* How many elements the buffer holds in which those of a view are brought into order. */
+/* Returns how many elements the buffer holds in which those of a view are brought into order. */
 static int64_t elements_held(const View *view, int64_t most) {
     int64_t span = most < SPAN ? most : SPAN, columns = view->dims > 1 ? view->size[view->dims - 2] : 0;
     if (view->direct) return 0;
@@ -279,7 +289,7 @@ static int64_t elements_held(const View *view, int64_t most) {
     return BLOCK + COLUMNS + view->size[view->dims - 1] * (columns < view->turned ? columns : view->turned);
 }
 
-/* Fills a plan from the sizes and strides of a tensor, in elements; `axis` is that of the units, or negative. */
+/* Fills a plan from the sizes and strides of a tensor, in elements. `axis` is that of the units, or negative. */
 static void lay_out(
     Plan *plan, const char *data, const int64_t *size, const int64_t *stride, int dims, int axis, int64_t itemsize, int folded) {
     View *memory = &plan->memory, *logical = &plan->logical;
@@ -296,14 +306,15 @@ static void lay_out(
         int64_t step = stride[d] * itemsize;
         logical->size[d] = size[d];
         logical->stride[d] = step;
-        if (step == 0) { /* read once: each element counts so often */
+        if (step == 0) { /* a broadcast element is read once, and counts so often */
             plan->copies *= size[d];
             continue;
         }
         if (size[d] == 1 && d != axis) continue;
         plan->count *= size[d];
         int at = memory->dims++;
-        while (at && !plan->in_order && magnitude(memory->stride[at - 1]) < magnitude(step)) { /* the smallest stride last */
+        /* Dimensions are sorted, and the smallest stride comes last. */
+        while (at && !plan->in_order && magnitude(memory->stride[at - 1]) < magnitude(step)) {
             memory->size[at] = memory->size[at - 1];
             memory->stride[at] = memory->stride[at - 1];
             if (unit == at - 1) unit = at;
@@ -329,7 +340,7 @@ static void lay_out(
         }
     }
     for (int d = 0; d < memory->dims; d++)
-        if (memory->stride[d] < 0 && d != unit && !plan->in_order) { /* from its other end */
+        if (memory->stride[d] < 0 && d != unit && !plan->in_order) { /* it is read from its other end */
             memory->data += memory->stride[d] * (memory->size[d] - 1);
             memory->stride[d] = -memory->stride[d];
         }
@@ -360,7 +371,7 @@ static int integers(PyObject *tuple, int64_t *to) {
 /* The numbers of a tensor, as `reduce` returns them. After them come the counts of bins, if they were asked for, and the
    ranges of its units: all lows, then all highs. */
 typedef struct {
-    uint8_t folded, wide, binned, nothing[5]; /* whether there are numbers, ranges are doubles, there are counts */
+    uint8_t folded, wide, binned, nothing[5]; /* whether there is a fingerprint, ranges are doubles, there are counts */
     int64_t units;
     int64_t finite, nan, posinf, neginf, zeros;
     double first_nan, first_posinf, first_neginf, low, high, mean, deviations;
@@ -386,7 +397,8 @@ static void pack(Packed *to, const Part *all, int64_t copies, double index) {
     }
 }
 
-/* Reads the tables of signs: masks, those of the lanes of each sum, orders. */
+/* Reads the tables of signs: masks, signs of the lanes of each sum, orders. They come from statistics/signs.py, so that
+   there is one source of them. */
 static PyObject *set_tables(PyObject *module, PyObject *args) {
     const char *masks, *lanes, *orders;
     Py_ssize_t m, l, o;
@@ -411,11 +423,11 @@ static PyObject *set_tables(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* One call of `reduce`, whose items may be worked off by several threads. What is not const is changed with the GIL. */
+/* One call of `reduce`, whose items several threads may work off. Threads change what is not const only with the GIL. */
 typedef struct {
     Plan plan;
     int folded;
-    int64_t length; /* of a sample */
+    int64_t length; /* elements of a sample */
     const uint64_t *hashes;
     int64_t items, next, running;
     size_t buffer; /* bytes in which a thread brings elements into order */
@@ -426,7 +438,7 @@ typedef struct {
     int64_t bins[BINS];
 } Job;
 
-/* The buffer of the last thread that had one, kept up to SPARE bytes: pages that are new at each call take as long as the
+/* The buffer of the last thread that had one. It is kept, because pages that are new at each call take as long as the
    elements. It is taken and given back with the GIL. */
 static void *spare = NULL;
 static size_t size_of_spare = 0;
@@ -451,14 +463,14 @@ static void give_buffer_back(void *buffer, size_t size) {
     size_of_spare = size;
 }
 
-/* Works off items until there are no more. Returns -1 with an error where there is no memory. */
+/* Works off items until there are no more. Returns -1 with an error if there is no memory. */
 static int work_off(Job *job) {
     const Plan *plan = &job->plan;
     int wide = plan->kind == FLOAT64, small = job->folded ? plan->elements < THREADED : plan->count < THREADED;
     void *ranges = NULL, *buffer = NULL;
     size_t size = job->buffer;
     int64_t bins[BINS + 1];
-    Fold fold; /* its totals are set where they are needed */
+    Fold fold; /* its totals are set only when they are needed */
     fold.length = job->length;
     fold.hashes = job->hashes;
     if (job->next >= job->items) return 0;
@@ -509,7 +521,7 @@ static PyMethodDef shared_work = {"work", work_off_shared, METH_NOARGS, NULL};
 
 /* Calls share(work, items), which calls work() on other threads too. Returns -1 with an error. */
 static int work_off_together(Job *job, PyObject *share) {
-    Job *shared = malloc(sizeof(Job)); /* a thread that comes late may ask it for more */
+    Job *shared = malloc(sizeof(Job)); /* on the heap, as a thread that comes late may ask it for more */
     if (!shared) {
         PyErr_NoMemory();
         return -1;
@@ -523,7 +535,7 @@ static int work_off_together(Job *job, PyObject *share) {
     PyObject *work = PyCFunction_New(&shared_work, capsule), *done = NULL;
     if (work) done = PyObject_CallFunction(share, "OL", work, (long long)shared->items);
     int failed = !done || work_off(shared);
-    shared->next = shared->items; /* after an interrupt others may still be at it */
+    shared->next = shared->items; /* after an interrupt, others may still be at work, and must end soon */
     while (shared->running) {
         Py_BEGIN_ALLOW_THREADS
         Py_END_ALLOW_THREADS
@@ -536,8 +548,8 @@ static int work_off_together(Job *job, PyObject *share) {
     return failed ? -1 : 0;
 }
 
-/* reduce(address, kind, sizes, strides, axis, index, hashes, share, histogram=False): the numbers, as bytes of `Packed`. None
-   where the elements are of a magnitude that has no squares in float64. */
+/* reduce(address, kind, sizes, strides, axis, index, hashes, share, histogram=False) returns the numbers, as bytes of
+   `Packed`, or None if elements are so large that float64 does not hold their squares. */
 static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     static const int64_t itemsizes[] = {4, 8, 2, 2};
     int64_t size[MOST_DIMS], stride[MOST_DIMS];
@@ -604,7 +616,7 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     int64_t needed = elements_held(&plan->memory, most);
     if (job.folded && !plan->in_order && elements_held(&plan->logical, most) > needed) needed = elements_held(&plan->logical, most);
     job.buffer = needed ? (size_t)(needed * itemsize) + LINE : 0;
-    /* Of as many units as elements the ranges of each thread would take longer to merge than to find. */
+    /* If there were as many units as elements, the ranges of each thread would take longer to merge than to find. */
     int together = args[7] != Py_None && job.items > 1 && plan->ranges <= plan->count / 16;
     if (together ? work_off_together(&job, args[7]) : work_off(&job)) goto done;
 
@@ -657,7 +669,8 @@ done:
     return result;
 }
 
-/* merge(a, b): the numbers of both sets of elements together; None where one has what the other has not. */
+/* merge(a, b) returns the numbers of both sets of elements together, or None if only one has a fingerprint, a histogram
+   or these units. */
 static PyObject *merge_packed(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     Packed both, other;
     char *a, *b;
@@ -677,7 +690,7 @@ static PyObject *merge_packed(PyObject *module, PyObject *const *args, Py_ssize_
     if (size != as_large || both.units != other.units || both.wide != other.wide || both.folded != other.folded ||
         both.binned != other.binned)
         Py_RETURN_NONE;
-    if (other.finite && both.finite) { /* Chan, Golub and LeVeque 1979 */
+    if (other.finite && both.finite) { /* by the formula of Chan, Golub and LeVeque (1979) */
         double n = (double)both.finite, m = (double)other.finite, d = other.mean - both.mean;
         both.mean += d * (m / (n + m));
         both.deviations += d * d * (n * m / (n + m));
@@ -716,7 +729,7 @@ static PyObject *merge_packed(PyObject *module, PyObject *const *args, Py_ssize_
     return result;
 }
 
-/* choose(name): computes with this instruction set from now on. */
+/* choose(name) makes the kernel compute with this instruction set from now on. */
 static PyObject *choose(PyObject *module, PyObject *name) {
     (void)module;
     for (int i = 0; i < levels; i++) {

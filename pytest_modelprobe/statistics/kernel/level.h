@@ -1,4 +1,5 @@
-/* The passes for one instruction set: vectors of BYTES bytes, 0 for none; SUFFIX is that of the names. */
+/* The passes for one instruction set: `kernel.c` includes this file for each. Vectors have BYTES bytes, and 0 means no
+   vectors. SUFFIX is that of the names. */
 
 #define NAME(x) JOIN(JOIN(x, TYPE), SUFFIX)
 #define V NAME(v)

@@ -1,20 +1,20 @@
 /* The passes over elements, for one type and one instruction set: `kernel.c` includes this file for each pair.
 
-   Defined before: NAME(x), a name with the suffix of the pair; T, the type of the elements; WIDE, 1 where T is double;
-   V, I and LANES, a vector of T, of as many integers, and how many; D and HALF, a vector of doubles, and how many. U, IU
-   and DU are the same in memory at any address.
+   These are defined before: NAME(x), a name with the suffix of the pair; T, the type of the elements; WIDE, 1 if T is
+   double; V, I and LANES, a vector of T, one of as many integers, and how many; D and HALF, a vector of doubles, and
+   how many. U, IU and DU are the same vectors in memory at any address.
 
-   Sums have 16 lanes whatever the width of a vector, so every instruction set adds in the same order. */
+   Sums have 16 lanes whatever the width of a vector, so that every instruction set adds in the same order. */
 
 #define STEPS (16 / LANES)
 #define EACH for (int k = 0; k < STEPS; k++)
 #define DSTEPS (16 / HALF)
 #define DEACH for (int k = 0; k < DSTEPS; k++)
-#ifndef SIGNED_SUM /* a sign is +1 or -1: the product is exact, contracted or not */
+#ifndef SIGNED_SUM /* a sign is +1 or -1, so the product is exact, and it may be contracted with the sum */
 #define SIGNED_SUM(sum, x, sign) ((sum) + (x) * (sign))
 #endif
 
-/* The sum of 16 lanes. */
+/* Returns the sum of 16 lanes, in a fixed order. */
 static INLINE double NAME(total)(D *lanes) {
     double four[4];
     for (int w = DSTEPS / 2; w * HALF >= 4; w /= 2)
@@ -23,7 +23,8 @@ static INLINE double NAME(total)(D *lanes) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-/* Sums of differences from a shift, with few additions for each float, and the range. */
+/* Sums of differences from a shift, and the range. Without a shift, squares would lose their digits if the mean
+   dominates. */
 typedef struct {
     double sum, squares;
     T low, high;
@@ -40,7 +41,7 @@ static APART void NAME(sum_in_float)(const T *x, int64_t n, T shift, NAME(Sums) 
     EACH { lows[k] = SPLAT(INFINITY); highs[k] = SPLAT(-INFINITY); none[k] = NO_INTEGERS; }
     int64_t i = 0;
     while (i + 32 <= n) {
-        int64_t stop = i + ROW <= n ? i + ROW : n; /* 32 additions in each lane, then in float64 */
+        int64_t stop = i + ROW <= n ? i + ROW : n; /* each lane adds 32 times in float32, then once in float64 */
         V s[STEPS], q[STEPS];
         T part[16];
         EACH { s[k] = SPLAT(0); q[k] = SPLAT(0); }
@@ -84,7 +85,7 @@ static APART void NAME(sum_in_float)(const T *x, int64_t n, T shift, NAME(Sums) 
 }
 #endif
 
-/* The sum, in float64, and the range; there are no squares. */
+/* Takes the sum in float64, and the range. There are no squares, as they need the mean first. */
 static APART void NAME(sum_in_double)(const T *x, int64_t n, NAME(Sums) *out) {
     double sums[16];
     T low[16], high[16];
@@ -151,7 +152,7 @@ static APART double NAME(deviations_in_double)(const T *x, int64_t n, double mea
     return total(sums);
 }
 
-/* The finite ones of elements that are not all finite. */
+/* Takes the numbers of the finite ones among elements that are not all finite. */
 static void NAME(finite_part)(const T *x, int64_t n, Part *out) {
     double sum = 0, deviations = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -178,7 +179,10 @@ static void NAME(finite_part)(const T *x, int64_t n, Part *out) {
     out->deviations = deviations;
 }
 
-/* The numbers of a block. Returns whether all elements are finite. */
+/* Takes the numbers of a block, and returns whether all elements are finite.
+
+   It tries float32 twice, and then float64. The first shift is what the block before ended with. If digits were lost,
+   the second is the mean that was found. */
 static APART int NAME(part_of)(const T *x, int64_t n, T *shift, Part *out) {
     NAME(Sums) found;
     *out = NOTHING;
@@ -187,7 +191,7 @@ static APART int NAME(part_of)(const T *x, int64_t n, T *shift, Part *out) {
         NAME(sum_in_float)(x, n, *shift, &found);
         double mean = found.sum / (double)n, rest = found.squares - found.sum * mean;
         if (found.zeros == n) rest = found.squares = 0;
-        else if (!(found.squares < 1e30)) break; /* not finite, or squares that float32 does not hold */
+        else if (!(found.squares < 1e30)) break; /* an element is not finite, or squares are too large for float32 */
         else if (found.squares < (double)n * 1e-24 && !(*shift > 1e-10f || *shift < -1e-10f)) break;
         if (rest >= found.squares / 4) {
             out->finite = n;
@@ -199,7 +203,7 @@ static APART int NAME(part_of)(const T *x, int64_t n, T *shift, Part *out) {
             out->high = found.high;
             return 1;
         }
-        *shift = (T)(mean + *shift); /* digits were lost */
+        *shift = (T)(mean + *shift); /* digits were lost, so the mean is subtracted the next time */
     }
     if (shift) *shift = 0;
 #else
@@ -222,13 +226,13 @@ static APART int NAME(part_of)(const T *x, int64_t n, T *shift, Part *out) {
 
 /* --- ranges of units ---------------------------------------------------------------------------------------------- */
 
-/* `low` and `high` have one element for each column of rows, which have `width` elements. */
+/* Takes the range of each column of rows of `width` elements. `low` and `high` have one element for each column. */
 static APART void NAME(range_of_columns)(const T *x, int64_t place, int64_t n, int64_t width, T *low, T *high) {
     int64_t column = place % width;
     while (n) {
         int64_t some = width - column < n ? width - column : n, i = 0;
         T *l = low + column, *h = high + column;
-        if (!column && n >= 4 * width) { /* four rows at once */
+        if (!column && n >= 4 * width) { /* four rows at once, so that low and high are read and written less often */
             for (; i + LANES <= width; i += LANES) {
                 V a = LOAD(x + i), b = LOAD(x + i + width), c = LOAD(x + i + 2 * width), d = LOAD(x + i + 3 * width);
                 STORE(l + i, LEAST(LEAST(LEAST(a, b), LEAST(c, d)), LOAD(l + i)));
@@ -271,7 +275,7 @@ static INLINE T NAME(lowest)(V x) {
 #endif
 }
 
-/* Each unit has `inner` elements one after another. */
+/* Takes the range of each unit. A unit has `inner` elements one after another. */
 static APART void NAME(range_of_runs)(const T *x, int64_t place, int64_t n, int64_t inner, int64_t units, T *low, T *high) {
     int64_t unit = place / inner % units, left = inner - place % inner;
     while (n) {
@@ -288,7 +292,7 @@ static APART void NAME(range_of_runs)(const T *x, int64_t place, int64_t n, int6
                 lows2 = LEAST(a, lows2);
                 highs2 = MOST(a, highs2);
             }
-            for (; i < some; i += LANES) { /* the last vector may overlap the one before */
+            for (; i < some; i += LANES) { /* the last vector may overlap the one before, which changes no range */
                 a = LOAD(x + (i + LANES <= some ? i : some - LANES));
                 lows = LEAST(a, lows);
                 highs = MOST(a, highs);
@@ -311,7 +315,7 @@ static APART void NAME(range_of_runs)(const T *x, int64_t place, int64_t n, int6
     }
 }
 
-/* A NaN stays. */
+/* Takes the range of each unit, element by element. A NaN stays. */
 static void NAME(range_with_nan)(const T *x, int64_t place, int64_t n, int64_t inner, int64_t units, T *low, T *high) {
     for (int64_t i = 0; i < n; i++) {
         int64_t unit = (place + i) / inner % units;
@@ -324,7 +328,7 @@ static void NAME(range_with_nan)(const T *x, int64_t place, int64_t n, int64_t i
 
 /* --- histogram ---------------------------------------------------------------------------------------------------- */
 
-/* Counts elements in two bins to an octave, and apart what is not finite: see statistics/histogram.py. */
+/* Counts elements in two bins to an octave, and those that are not finite apart. See statistics/histogram.py. */
 static APART void NAME(count_bins)(const T *x, int64_t n, int64_t *bins) {
 #if WIDE
     const BITS digits = 52, root = 0x6A09E667F3BCD, infinity = (BITS)0x7FF << 52;
@@ -339,7 +343,7 @@ static APART void NAME(count_bins)(const T *x, int64_t n, int64_t *bins) {
             BITS bits, magnitude;
             memcpy(&bits, x + done + i, sizeof bits);
             magnitude = bits & ~((BITS)1 << (8 * sizeof bits - 1));
-            /* The exponent twice, as it is and with the mantissa counted from the root of two. */
+            /* The exponent counts twice: as it is, and with the mantissa counted from the root of two. */
             COUNTER bin = (COUNTER)(magnitude >> digits) + (COUNTER)((magnitude + ((BITS)1 << digits) - root) >> digits) - middle;
             bin = bin < -OUTERMOST ? -OUTERMOST : bin;
             bin = bin > OUTERMOST ? OUTERMOST : bin;
@@ -372,7 +376,7 @@ static INLINE void NAME(fold_blocks)(const T *x, const int blocks, uint64_t bits
         a[j + (w)] = p - q;                                 \
     }
         BUTTERFLIES(8, 0, blocks)
-        for (int turn = 0; turn < 16; turn += 8) { /* half of it: more does not fit the registers */
+        for (int turn = 0; turn < 16; turn += 8) { /* in halves, because all of it does not fit the registers */
             const T *lanes = JOIN(LANE_SIGNS, TYPE)[0][turn] + lane;
             const uint16_t *signed_lanes = SIGNED_LANES[(bits >> (SIGN_BITS + turn)) & 255];
             const int first = blocks == 16 ? turn : 0, some = blocks < 8 ? blocks : 8;
@@ -511,9 +515,9 @@ static INLINE void NAME(gather)(const View *view, int kind, int64_t start, int64
     }
 }
 
-/* Writes the columns of a tile of at most 16 rows of 16 elements as rows. */
+/* Writes the columns of a tile of at most 16 rows of 16 elements as rows. Vectors do so in blocks of 8 and 4 rows. */
 static INLINE void NAME(transpose)(const T *from, int64_t step, int64_t rows, int64_t columns, T *to, int64_t to_step) {
-    int64_t done = 0; /* rows */
+    int64_t done = 0; /* rows that were written */
 #if X86 && LANES == 8
     for (; done + 8 <= rows; done += 8) {
         int64_t c = 0;
@@ -579,7 +583,7 @@ static APART void NAME(turn)(const char *from, int64_t stride, int kind, int64_t
         }
 }
 
-/* Adds whole rows of the last dimension to a buffer, transposed, from that on which has element `start`. */
+/* Adds whole rows of the last dimension to a buffer, transposed. The first is the one that has element `start`. */
 static INLINE void NAME(add_turned)(const View *view, int kind, int64_t start, int64_t end, T *buffer, Held *held) {
     int last = view->dims - 1;
     int64_t rows = view->size[last], columns = view->size[last - 1], itemsize = WIDE ? 8 : kind == FLOAT32 ? 4 : 2;
@@ -599,7 +603,8 @@ static INLINE void NAME(add_turned)(const View *view, int kind, int64_t start, i
 
 /* --- all of it ---------------------------------------------------------------------------------------------------- */
 
-/* Returns the elements of a view from `start` on, and how many: BLOCK + COLUMNS at least, or all up to `end`. */
+/* Returns the elements of a view from `start` on, and how many they are: BLOCK + COLUMNS at least, or all up to `end`.
+   With so many, a whole block and a whole row are always at hand. */
 static INLINE const T *NAME(span)(const View *view, int kind, int64_t start, int64_t end, T *buffer, Held *held, int64_t *n) {
     int64_t left = end - start, most = left < SPAN ? left : SPAN;
     *n = most;
@@ -635,8 +640,8 @@ static INLINE void NAME(count_block)(
     else NAME(range_of_runs)(x, place, n, plan->inner, plan->ranges, low, high);
 }
 
-/* The numbers of one chunk, and the range of each column or unit in it. Neither blocks nor rows depend on the
-   spans in which elements are brought into order. */
+/* Takes the numbers of one chunk, and the range of each column or unit in it. Neither blocks nor rows depend on the
+   spans in which elements are brought into order, so that numbers have the same bits however a tensor lies in memory. */
 static void NAME(work)(const Plan *plan, int64_t item, Fold *fold, Part *parts, double *numbers, void *ranges, int64_t *bins, void *buffer) {
     T sums[NUMBERS * 16], shift = 0;
     Part all = NOTHING;
@@ -678,7 +683,7 @@ UNUSED static void NAME(no_range)(T *ranges, int64_t n) {
     for (int64_t i = 0; i < n; i++) { ranges[i] = INFINITY; ranges[n + i] = -INFINITY; }
 }
 
-/* A NaN stays. */
+/* Merges the ranges of two threads. A NaN stays. */
 UNUSED static void NAME(merge_ranges)(T *ranges, const T *others, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
         T low = others[i], high = others[n + i];
@@ -687,11 +692,12 @@ UNUSED static void NAME(merge_ranges)(T *ranges, const T *others, int64_t n) {
     }
 }
 
-/* The range of each of the units, from that of columns: `inner` of each unit, and all of them `repeats` times. */
+/* Takes the range of each unit from those of columns. A unit has `inner` columns, and all units are there `repeats`
+   times. */
 UNUSED static void NAME(range_of_units)(const T *columns, int64_t units, int64_t inner, int64_t repeats, T *low, T *high) {
     const T *lows = columns, *highs = columns + units * inner * repeats;
     for (int64_t u = 0; u < units; u++) {
-        low[u] = lows[u * inner] + 0; /* no negative zero: which of them is met first depends on the order */
+        low[u] = lows[u * inner] + 0; /* +0 for a negative zero: which zero is met first depends on the order */
         high[u] = highs[u * inner] + 0;
     }
     for (int64_t r = 0; r < repeats; r++, lows += units * inner, highs += units * inner)
