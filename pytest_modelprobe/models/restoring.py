@@ -84,8 +84,8 @@ class ModelState:
 
     Args:
         model: The model. The memory of its tensors is copied once.
-        values: Whether to copy the memory of tensors and put their bits back. It is not needed for a forward that cannot
-            change any, such as one on fake tensors.
+        values: Whether to copy the memory of tensors and put their bits back. A forward that cannot change any, such as
+            one on fake tensors, does not need it.
         lazy: Whether lazy modules become lazy again. If False they keep the shapes that they get meanwhile, and only
             their mode is put back.
         generators: Whether to put back the model's own random generators. If False, what depends on them is different
