@@ -190,7 +190,7 @@ class Intervention:
     def _end_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """End the innermost forward."""
         if graph_task() == -1:
-            self._inside = max(0, self._inside - 1)  # a block may begin inside a forward, which ends without a begin
+            self._inside = max(0, self._inside - 1)  # a block that began inside a forward sees only its end
 
     def _begin_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments with which to call the layer, or `None` if they stay as they are."""

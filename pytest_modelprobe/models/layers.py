@@ -29,7 +29,7 @@ _FABRIC = "fabric.wrappers._FabricModule"
 """Class of what `Fabric.setup` of Lightning returns, from either of its two packages."""
 
 _OWN = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
+"""The attributes that every module has, which say nothing of a layer."""
 
 RUN_EAGERLY = "is compiled; it is run eagerly while it is watched"
 """What the note on a compiled model says after its name."""

@@ -149,6 +149,7 @@ def _folded_rule(new: str, old: str) -> tuple[str, str]:
     return _NUMBER.sub("*", new), _NUMBER.sub("*", old)
 
 
+# A whole segment that is a number: the 3 in `layers.3`, and not the 1 in `fc1`.
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -163,7 +164,7 @@ def numbers_in(name: str) -> tuple[str, ...]:
 
 def _pattern(glob: str) -> re.Pattern[str]:
     parts = [re.escape(part) if i % 2 == 0 else _WILD[part] for i, part in enumerate(re.split(r"(\*\*|\*)", glob))]
-    return re.compile("".join(parts) + r"(\..*)?")
+    return re.compile("".join(parts) + r"(\..*)?")  # the last group has what is inside the layer
 
 
 _WILD = {"*": r"([^.]*)", "**": r"(.*)"}

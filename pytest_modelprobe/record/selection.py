@@ -198,6 +198,7 @@ def nearest(name: str, names: Iterable[str], n: int = 3) -> list[str]:
     ['blocks.0.attn', 'blocks.1.attn']
     """
     known = list(names)
+    # 0.6 is also what `difflib.get_close_matches` asks for by default.
     for key, least in ((str.lower, 0.6), (_last_segment, 0.5)):
         matcher = difflib.SequenceMatcher(b=key(name))
         scores: dict[str, float] = {}

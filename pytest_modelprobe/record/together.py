@@ -104,6 +104,7 @@ def _sum_of_digests(readings: Sequence[Reading]) -> str | None:
 def once(reading: Reading) -> Reading:
     """Return the reading of a value that is the same in every microbatch as if it had been read in one of them."""
     s, times = reading.statistics, reading.tensors
+    # If the microbatches are not equally large, what one of them had is not known.
     if s is None or times == 1 or s.count % times:
         return reading
     counts = {name: getattr(s, name) // times for name in ("count", "zeros", "nan", "posinf", "neginf")}
