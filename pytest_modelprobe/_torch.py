@@ -1,10 +1,11 @@
 """The private names of torch that the package uses. A release of torch may remove any of them.
 
-Private are names with an underscore, and all of `torch._C`. Each is looked up once, by its path, and has a public name
-here. Where it is missing there is a replacement, often a slower one, or a `ModelProbeError` that says in one sentence
-what cannot be done. A test removes one path after the other.
+Private are names with an underscore, and all of `torch._C`. When they were scattered over the package, one that a
+release dropped broke the import of the package, or every run. Now each is looked up once, by its path, and has a public
+name here. If it is missing there is a replacement, often a slower one, or a `ModelProbeError` that says in one sentence
+what cannot be done. A test removes one path after the other, and a test keeps such names out of all other modules.
 
-Six attributes are used in other modules too, as other libraries rely on them: ``_parameters``, ``_buffers``,
+Six attributes are used in other modules too, because other libraries rely on them: ``_parameters``, ``_buffers``,
 ``_modules``, ``_forward_hooks`` and ``_forward_pre_hooks``, which are in every pickled module, and ``_version``, which
 has no replacement.
 """
@@ -34,13 +35,17 @@ from torch.utils.hooks import RemovableHandle
 from .exceptions import ModelProbeError
 
 PATHS: list[str] = []
-"""All private names that are looked up."""
+"""All private names that are looked up. `modelprobe doctor` says which of them this torch does not have."""
 
 Context = Callable[[], AbstractContextManager[object]]
 
 
 def _private(path: str, instead: Any = None, *, cannot: str = "") -> Any:
-    """Return the object at a path, else ``instead``; with ``cannot`` a function that raises `ModelProbeError`."""
+    """Return the object at a path.
+
+    If there is none, return ``instead``, or with ``cannot`` a function that raises `ModelProbeError` when it is called:
+    the package can still be imported, and what does not need the name still works.
+    """
     PATHS.append(path)
     try:
         return pkgutil.resolve_name(path)
@@ -49,7 +54,7 @@ def _private(path: str, instead: Any = None, *, cannot: str = "") -> Any:
 
 
 def _attribute(path: str, instead: Any = None, *, cannot: str = "") -> Any:
-    """Return a function that reads an attribute, given its path on the class; else as `_private` does."""
+    """Return a function that reads an attribute, given its path on the class. If it is missing, do as `_private`."""
     missing = functools.partial(_refuse, path, cannot) if cannot else instead
     return missing if _private(path, missing) is missing else operator.attrgetter(path.rpartition(".")[2])
 
@@ -66,33 +71,33 @@ def _refuse(path: str, cannot: str, *_: object, **__: object) -> NoReturn:
 graph_task: Callable[[], int] = _private(
     "torch._C._current_graph_task_id", cannot="a forward cannot be told from a backward pass"
 )
-"""Return the number of the backward pass that runs in this thread, -1 where none does."""
+"""Return the number of the backward pass that runs in this thread, or -1 if none does."""
 
 _will_run: Callable[[Any], bool] = _private("torch._C._will_engine_execute_node", lambda node: True)
 
 
 def accumulates(leaf: Tensor) -> bool:
-    """Return whether the pass that runs adds to ``.grad``; `torch.autograd.grad` does not. True if that is unknown."""
+    """Return whether the pass that runs adds to ``.grad``, as `torch.autograd.grad` does not. True if it is unknown."""
     try:
         return _will_run(get_gradient_edge(leaf).node)
-    except RuntimeError:  # it is not told of leaves under torch.autograd.grad
+    except RuntimeError:  # under `torch.autograd.grad` the engine refuses to answer for a leaf
         return False
 
 
 tracing_state: Callable[[], object] = _private(
     "torch._C._get_tracing_state", lambda: cast(Any, torch.jit).is_tracing() or None
 )
-"""Return the state of `torch.jit.trace` while it runs, else None."""
+"""Return the state of `torch.jit.trace` while it runs, or `None`."""
 
 transform: Callable[[], object] = _private("torch._C._functorch.peek_interpreter_stack", lambda: "perhaps one")
-"""Return the transform of `torch.func` that runs, else None; a string where that cannot be known."""
+"""Return the transform of `torch.func` that runs, or `None`. If it cannot be known, a string stands for one."""
 
 _NO_MODES = "functionals=True and attention=True are not possible"
 _FUNCTION_MODES = "torch._C._len_torch_function_stack"
 _count_function_modes: Callable[[], int] | None = _private(_FUNCTION_MODES)
 
 function_modes: Callable[[], int] = _count_function_modes or (lambda: 1)
-"""Return how many function modes are active; 1 where that cannot be known."""
+"""Return how many function modes are active. It is 1 if that cannot be known."""
 
 pop_function_mode: Callable[[], Any] = _private("torch.overrides._pop_mode", cannot=_NO_MODES)
 """Take the topmost function mode off the stack, and return it."""
@@ -105,7 +110,8 @@ def _missing_of_stack(*needed: Callable[..., Any]) -> Callable[[], int] | None:
     return next((f for f in needed if isinstance(f, functools.partial)), None)
 
 
-# Raises where one of the three is missing, as it is called first: a mode must not be taken off and then lost.
+# It is always called before a mode is taken off. So it raises if one of the three names is missing: otherwise a mode of
+# the user's could be taken off and not put back.
 count_function_modes: Callable[[], int] = (
     _missing_of_stack(pop_function_mode, push_function_mode)
     or _count_function_modes
@@ -118,7 +124,7 @@ _DEFAULT_DEVICE: Any = _private("torch._GLOBAL_DEVICE_CONTEXT")
 
 
 def default_device_mode() -> object:
-    """Return the function mode of `torch.set_default_device`, which has to be at the bottom; None if there is none."""
+    """Return the function mode of `torch.set_default_device`, which has to be at the bottom, or `None`."""
     return getattr(_DEFAULT_DEVICE, "device_context", None)
 
 
@@ -126,7 +132,7 @@ _DISPATCH_MODES = "torch._C._len_torch_dispatch_stack"
 _count_dispatch_modes: Callable[[], int] | None = _private(_DISPATCH_MODES)
 
 dispatch_modes: Callable[[], int] = _count_dispatch_modes or (lambda: 1)
-"""Return how many dispatch modes are active; 1 where that cannot be known."""
+"""Return how many dispatch modes are active. It is 1 if that cannot be known."""
 
 _NO_PROFILE = "profile=True is not possible"
 
@@ -145,10 +151,10 @@ count_dispatch_modes: Callable[[], int] = (
     or _count_dispatch_modes
     or functools.partial(_refuse, _DISPATCH_MODES, _NO_PROFILE)
 )
-"""Return how many dispatch modes are active; raises as `count_function_modes` does."""
+"""Return how many dispatch modes are active. It raises as `count_function_modes` does."""
 
 ModeStack = tuple[Any, ...]
-"""The modes that are active, the bottom first."""
+"""The modes that are active, from the bottom to the top."""
 
 
 def _stack(count: Callable[[], int], pop: Callable[[], Any], push: Callable[[Any], None]) -> ModeStack:
@@ -166,7 +172,7 @@ def _set_stack(modes: ModeStack, count: Callable[[], int], pop: Callable[[], Any
 
 
 def function_modes_now() -> tuple[Any, ModeStack]:
-    """Return the mode of `torch.set_default_device`, and all function modes; raises as `count_function_modes` does."""
+    """Return the mode of `torch.set_default_device` and all function modes. Raises as `count_function_modes` does."""
     return default_device_mode(), _stack(count_function_modes, pop_function_mode, push_function_mode)
 
 
@@ -174,14 +180,15 @@ def set_function_modes(before: tuple[Any, ModeStack]) -> None:
     """Make active what `function_modes_now` returned, and nothing else."""
     default, modes = before
     if default_device_mode() is not default:
-        torch.set_default_device(None if default is None else default.device)  # also tells the compiler
+        # torch's own function first, which also tells the compiler. It makes a new mode, and the old one is wanted.
+        torch.set_default_device(None if default is None else default.device)
         if _DEFAULT_DEVICE is not None:
             _DEFAULT_DEVICE.device_context = default
     _set_stack(modes, count_function_modes, pop_function_mode, push_function_mode)
 
 
 def dispatch_modes_now() -> ModeStack:
-    """Return all dispatch modes; raises as `count_dispatch_modes` does."""
+    """Return all dispatch modes. Raises as `count_dispatch_modes` does."""
     return _stack(count_dispatch_modes, pop_dispatch_mode, push_dispatch_mode)
 
 
@@ -199,6 +206,9 @@ any_autocast: Callable[[], object] = _private("torch._C._is_any_autocast_enabled
 """Return whether autocast is active for any device."""
 
 # --- contexts for our own arithmetic ----------------------------------------------------------------------------------
+#
+# A reduction in a hook runs inside whatever the user's code switched on. Under autocast to bfloat16 it would be wrong
+# by 2e-3, and a mode or a tensor subclass could see it or change it.
 
 
 def _without_function_modes() -> AbstractContextManager[object]:
@@ -208,7 +218,7 @@ def _without_function_modes() -> AbstractContextManager[object]:
 
 
 without_torch_function: Context = _private("torch._C.DisableTorchFunction", _without_function_modes)
-"""Return a context in which no `__torch_function__` is called, neither of tensor subclasses nor of modes."""
+"""Return a context in which no `__torch_function__` is called, of tensor subclasses or of modes."""
 
 without_subclasses: Context = _private("torch._C.DisableTorchFunctionSubclass", without_torch_function)
 """Return a context in which no `__torch_function__` of a tensor subclass is called."""
@@ -245,7 +255,7 @@ without_transforms: Context = _private(
 
 
 def _has_no_storage(tensor: Tensor) -> bool:
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if tensor.layout is not torch.strided or tensor.is_nested:  # these have no storage either
         return False
     try:
         tensor.untyped_storage()
@@ -263,7 +273,7 @@ is_view: Callable[[Tensor], bool] = _private("torch.Tensor._is_view", lambda ten
 storage_key: Callable[[torch.UntypedStorage], int] = _attribute(
     "torch.UntypedStorage._cdata", lambda storage: StorageWeakRef(storage).cdata
 )
-"""Return the number of a storage, unique as long as the storage lives."""
+"""Return the number of a storage. It is unique as long as the storage lives."""
 
 _weak_ref: Any = _private("torch.UntypedStorage._weak_ref")
 _free_weak_ref: Any = _private("torch.UntypedStorage._free_weak_ref")
@@ -271,7 +281,11 @@ _expired: Any = _private("torch.UntypedStorage._expired")
 
 
 class _WeakStorage:
-    """As `StorageWeakRef`, but freed by code in C: an interrupt in a `__del__` in Python would be lost."""
+    """A weak reference to a storage as `StorageWeakRef`, but freed by code in C.
+
+    Python swallows an exception in a `__del__`. With one in Python, a Ctrl-C that arrives while one of thousands is
+    freed would be lost.
+    """
 
     __slots__ = ("__del__", "cdata")
 
@@ -285,31 +299,34 @@ class _WeakStorage:
 
 
 WeakStorage: Any = _WeakStorage if _weak_ref and _free_weak_ref and _expired else StorageWeakRef
-"""Class of weak references to storages: while one lives, the key of its storage is not used again."""
+"""Class of weak references to storages. While one lives, the key of its storage is not used again."""
 
 tensor_hooks: Callable[[Tensor], dict[int, Callable[..., Any]] | None] = _attribute(
     "torch.Tensor._backward_hooks", cannot="no gradient can be watched"
 )
-"""Return the hooks on a tensor; None or an empty dict where it has none."""
+"""Return the hooks on a tensor. If it has none, this is `None` or an empty dict."""
 
 _takes_hooks: Any = _private("torch._C._FunctionBase._register_hook_dict")
 
 
 def hook_tensor(tensor: Tensor, hook: Callable[[Tensor], object]) -> weakref.ref[dict[int, Callable[..., Any]]]:
-    """Register a hook as `Tensor.register_hook` does, in half the time; return what `unhook_tensor` takes."""
+    """Register a hook as `Tensor.register_hook` does, in half the time, and return what `unhook_tensor` takes.
+
+    The handle, and what leads to it, takes more than half of the 9 microseconds of `register_hook`.
+    """
     node = tensor.grad_fn
     if node is None or type(tensor) is not Tensor or _takes_hooks is None or tensor_hooks(tensor) is not None:
         tensor.register_hook(hook)
         return weakref.ref(cast("dict[int, Callable[..., Any]]", tensor_hooks(tensor)))
     hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
-    hooks[id(hook)] = hook  # handles count from 0
+    hooks[id(hook)] = hook  # a key that no handle has: handles count from 0
     tensor._backward_hooks = hooks
     cast(Any, node)._register_hook_dict(tensor)
     return weakref.ref(hooks)
 
 
 def unhook_tensor(hooks: weakref.ref[dict[int, Callable[..., Any]]], hook: Callable[[Tensor], object]) -> None:
-    """Remove a hook, if its tensor lives and has it still."""
+    """Remove a hook if its tensor lives and still has the hook."""
     there = hooks()
     for key in [key for key, value in (there or {}).items() if value is hook]:
         cast("dict[int, Any]", there).pop(key)
@@ -318,16 +335,19 @@ def unhook_tensor(hooks: weakref.ref[dict[int, Callable[..., Any]]], hook: Calla
 # --- modules and their hooks ------------------------------------------------------------------------------------------
 
 CALL: str = _private("torch.nn.Module._call_impl", cast(Any, nn.Module.__call__)).__name__
-"""Name of the function that runs a module's hooks and its forward: its Python frame is that of the call."""
+"""Name of the function that runs a module's hooks and its forward. Its Python frame is that of the call."""
 
 _STAGE = "torch.distributed.pipelining.stage"
 
 
 def learns_shapes(frame: FrameType | None) -> bool:
-    """Return whether a call is one by which a stage of a pipeline learns shapes: its inputs may be unwritten memory.
+    """Return whether a call is one by which a stage of a pipeline learns shapes.
+
+    From the second stage on, the inputs of such a call are memory that nobody has written, with NaN and huge numbers
+    that no model computed.
 
     Args:
-        frame: Of the call.
+        frame: The Python frame of the call.
     """
     while _STAGE in sys.modules and frame is not None:
         if frame.f_code.co_name == "_prepare_forward_infra" and frame.f_globals.get("__name__") == _STAGE:
@@ -341,13 +361,16 @@ global_hooks: tuple[dict[int, Any], ...] = (
     _private("torch.nn.modules.module._global_forward_pre_hooks", _perhaps_one),
     _private("torch.nn.modules.module._global_forward_hooks", _perhaps_one),
 )
-"""The hooks for the calls of all modules; not empty where they cannot be read."""
+"""The hooks for the calls of all modules. If they cannot be read, there may be one."""
 
 _WITH_KEYWORDS: dict[int, bool] = _private("torch.nn.modules.module._global_forward_hooks_with_kwargs", {})
 
 
 def remove_global_hook(handle: RemovableHandle) -> None:
-    """Remove a hook on all modules, and that it takes keyword arguments, which torch would keep."""
+    """Remove a hook on all modules, and the entry which says that it takes keyword arguments.
+
+    torch keeps the entry when a handle is removed, and then warns at each model that is compiled.
+    """
     handle.remove()
     _WITH_KEYWORDS.pop(handle.id, None)
 
@@ -374,17 +397,17 @@ COMPILED_CHILD = "_orig_mod"
 
 
 def compiled(module: nn.Module) -> nn.Module | None:
-    """Return the module that was passed to `torch.compile`, given the result; None for other modules."""
+    """Return the module that was passed to `torch.compile`, given the result, or `None` for other modules."""
     return _child(module, "torch._dynamo.eval_frame.OptimizedModule", COMPILED_CHILD)
 
 
 def checkpointed(module: nn.Module) -> nn.Module | None:
-    """Return the module in a wrapper for activation checkpointing; None where it is no such wrapper."""
+    """Return the module in a wrapper for activation checkpointing, or `None` if it is not such a wrapper."""
     return _child(module, "checkpoint_wrapper.CheckpointWrapper", "_checkpoint_wrapped_module")
 
 
 def _child(module: nn.Module, kind: str, name: str) -> nn.Module | None:
-    """Return a child of a wrapper, recognized by the name of its class: importing the class would take seconds."""
+    """Return a child of a wrapper, known by the name of its class, because to import the class would take seconds."""
     if not f"{type(module).__module__}.{type(module).__qualname__}".endswith(kind):
         return None
     if name not in module._modules:
@@ -395,13 +418,14 @@ def _child(module: nn.Module, kind: str, name: str) -> nn.Module | None:
 def shards(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Yield this rank's part of each parameter that `fully_shard` manages at a module, with its owner and name.
 
-    While a module computes, and the root also between forward and backward, the whole stands in its place.
+    While a module computes, the whole parameter stands in the place of the shard. In the root it also does so between
+    forward and backward. So the shard has to be asked for here.
     """
     state = getattr(module, "_get_fsdp_state", None)
     if state is None:
         _refuse("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "a model under FSDP2 cannot be watched")
     found = state()
-    groups = getattr(found, "_fsdp_param_groups", None)  # of one group, before torch 2.11
+    groups = getattr(found, "_fsdp_param_groups", None)  # before torch 2.11 a module has one group
     for group in [found._fsdp_param_group] if groups is None else groups:
         for one in () if group is None else group.fsdp_params:
             info = one._module_info
@@ -411,17 +435,17 @@ def shards(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 
 
 def waited(tensor: Tensor) -> Tensor | None:
-    """Return the result of a collective that may still run, once it is there; None for other tensors."""
+    """Wait for the result of a collective that may still run, and return it. `None` for other tensors."""
     if type(tensor).__name__ != "AsyncCollectiveTensor":  # importing the class would take a second
         return None
     return cast(Tensor, cast(Any, tensor).trigger_wait())
 
 
 def spec_of_local(tensor: Tensor) -> Any:
-    """Return the spec, which has the placements, of the DTensor of which a tensor is the local one; None elsewhere.
+    """Return the spec of the DTensor whose local tensor this is, or `None`. The spec has the placements.
 
-    The node of ``DTensor.to_local`` in the graph has it: without gradients, or in a torch whose node has another
-    attribute, it is not known.
+    The node of ``DTensor.to_local`` in the graph has it. It is not known without gradients, or if the node of another
+    torch has a different attribute.
     """
     return None if tensor.grad_fn is None else getattr(tensor.grad_fn, "dtensor_spec", None)
 
@@ -432,7 +456,7 @@ default_store: Callable[[], Any] = _private(
 """Return the store of the default process group, by which its ranks found each other."""
 
 compiled_call: Callable[[nn.Module], object] = _attribute("torch.nn.Module._compiled_call_impl", lambda module: None)
-"""Return the compiled call that `module.compile()` set; None where there is none."""
+"""Return the compiled call that `module.compile()` set, or `None` if there is none."""
 
 
 _HOOKS_OF_MODULE = {
@@ -465,18 +489,18 @@ def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
 
 
 def left_out(module: nn.Module) -> Collection[str] | None:
-    """Return the names of a module's own buffers that its ``state_dict`` leaves out; None where unknown."""
+    """Return the names of a module's own buffers that its ``state_dict`` leaves out, or `None` if they are unknown."""
     return cast(Collection[str] | None, vars(module).get("_non_persistent_buffers_set"))
 
 
 def next_hook() -> int | None:
-    """Return the number of the next hook that is registered anywhere; None where that cannot be known."""
+    """Return the number of the next hook that is registered anywhere, or `None` if that cannot be known."""
     return getattr(RemovableHandle(OrderedDict()), "id", None)
 
 
 def _convert_in_place(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
-        gradient, tensor.grad = tensor.grad, None  # a gradient of another dtype would be refused
+        gradient, tensor.grad = tensor.grad, None  # torch refuses data whose dtype is not that of the gradient
         tensor.data = function(tensor.data)
         tensor.grad = None if gradient is None else function(gradient)
 
@@ -490,7 +514,7 @@ converted: Callable[[nn.Module, Callable[[Tensor], Tensor]], object] = (
 
 
 class _NoDispatchMode:
-    """Stands in for `TorchDispatchMode`."""
+    """Stands in for `TorchDispatchMode` if it is missing. Classes can derive from it, but none can be made."""
 
     def __init__(self) -> None:
         _refuse(
@@ -504,7 +528,7 @@ TorchDispatchMode: Any = _private("torch.utils._python_dispatch.TorchDispatchMod
 """Base class of dispatch modes."""
 
 FakeTensorMode: Any = _private("torch._subclasses.fake_tensor.FakeTensorMode", cannot="architecture() takes no inputs")
-"""Dispatch mode whose tensors have shapes and no elements."""
+"""The dispatch mode whose tensors have shapes and no elements."""
 
 Operation: Any = type(torch.ops.aten.add.Tensor)
 """Class of the operations that a dispatch mode receives."""
@@ -512,10 +536,10 @@ Operation: Any = type(torch.ops.aten.add.Tensor)
 schema: Callable[[Any], Any] = _attribute(
     "torch.ops.aten.add.Tensor._schema", cannot="build() cannot tell what an operation writes"
 )
-"""Return the schema of an operation: the name of each argument, and whether it is written to."""
+"""Return the schema of an operation. It has the name of each argument, and whether it is written to."""
 
 TRUNC_NORMAL: str = _private("torch.nn.init._no_grad_trunc_normal_", nn.init.trunc_normal_).__name__
-"""Name in `torch.nn.init` of the function that all draws from a truncated normal distribution call."""
+"""Name in `torch.nn.init` of the function that is called for all draws from a truncated normal distribution."""
 
 
 _DYNAMO = "torch._dynamo.eval_frame"
@@ -528,12 +552,13 @@ CompiledCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]
 class CompiledCalls:
     """Asks at each call of a compiled callable whether it is to run eagerly.
 
-    It takes the place of the function by which ``torch.compiler.set_stance`` works. `torch._dynamo` is not imported for
-    it, which takes seconds: where it comes later, it is taken hold of then. Where the function is missing, compiled
-    code stays compiled.
+    It takes the place of the function by which ``torch.compiler.set_stance`` works. The stance itself is one for the
+    whole process, and does not ask which callable it is for. `torch._dynamo` is not imported for it, because that takes
+    seconds. If somebody imports it later, the function is replaced then. If there is no such function, compiled code
+    stays compiled.
 
     Args:
-        is_eager: Takes the callable and its arguments.
+        is_eager: Takes the callable and its arguments, and returns whether it is to run eagerly.
     """
 
     def __init__(self, is_eager: CompiledCall) -> None:
@@ -541,24 +566,24 @@ class CompiledCalls:
         self._original: Callable[[Any], Any] | None = None
 
     def intercept(self) -> None:
-        """Ask from now on. Safe to repeat."""
+        """Begin to ask. Safe to repeat."""
         if _DYNAMO in sys.modules:
             self._take_hold(sys.modules[_DYNAMO])
         elif self not in sys.meta_path:
             sys.meta_path.insert(0, self)
 
     def release(self) -> None:
-        """Ask no more. Safe to repeat."""
+        """Stop asking. Safe to repeat."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         if self._original is not None:
             cast(Any, sys.modules[_DYNAMO])._callback_from_stance, self._original = self._original, None
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Take hold of the module when it has been imported: see `importlib.abc.MetaPathFinder`."""
+        """Replace the function as soon as its module has been imported, see `importlib.abc.MetaPathFinder`."""
         if name != _DYNAMO:
             return None
-        sys.meta_path.remove(self)
+        sys.meta_path.remove(self)  # first, or the search for the spec would come here again
         spec: Any = importlib.util.find_spec(name)
         execute = spec.loader.exec_module
 
@@ -580,23 +605,24 @@ class CompiledCalls:
         call, original = frame.f_locals, self._original
         if original is None:
             return callback
-        # Contexts that switch compilation off ask too, and contexts without a function.
+        # The function is also called by contexts that switch compilation off, and by contexts without a function.
         asks = callback not in (None, False) and {"fn", "args", "kwargs"} <= set(call)
         if not asks or not self._is_eager(call["fn"], call["args"], call["kwargs"]):
             return original(callback)
-        if call.get("fullgraph_count_enabled"):  # fullgraph=True counts the compiled frames, and none is an error
+        # With `fullgraph=True` torch counts the compiled frames and takes none for an error.
+        if call.get("fullgraph_count_enabled"):
             cast(Any, sys.modules[_DYNAMO]).set_fullgraph_compiled_frame_count(-1)
         return None
 
 
 not_compiled: Callable[[_Function], _Function] = _private("torch._disable_dynamo", torch.compiler.disable)
-"""Return a function that compiled code calls as it is. `torch.compiler.disable` imports `torch._dynamo` at once."""
+"""Return a function that compiled code calls as it is. `torch.compiler.disable` imports `torch._dynamo` for it."""
 
 
 def compile_only_inside(functions: Collection[Callable[..., Any]]) -> None:
-    """Let dynamo trace functions where it compiles what calls them, and not compile a call of one on its own.
+    """Let dynamo trace functions inside of what it compiles, and not compile a call of one on its own.
 
-    Without the function for it, such a call is compiled to a graph of its own.
+    If torch lacks the function for this, such a call is compiled to a graph of its own.
     """
     skip: Callable[[Any], object] = getattr(importlib.import_module(_DYNAMO), "skip_code", lambda code: None)
     for function in functions:
@@ -604,11 +630,11 @@ def compile_only_inside(functions: Collection[Callable[..., Any]]) -> None:
 
 
 FLASH_ATTENTION_ON_CPU: Any = _private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu")
-"""The fused attention on the CPU, which `torch.utils.flop_counter` does not count; None: there is none."""
+"""The fused attention on the CPU, which `torch.utils.flop_counter` does not count, or `None` if there is none."""
 
 
 def _cudnn(name: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    """Return the getter and the setter of a cuDNN setting; properties of `torch.backends` cannot be set when frozen."""
+    """Return getter and setter of a cuDNN setting. The properties of `torch.backends` may be frozen by the user."""
     cudnn = torch.backends.cudnn
     return (
         _private(f"torch._C._get_cudnn_{name}", lambda: getattr(cudnn, name)),
@@ -617,13 +643,14 @@ def _cudnn(name: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
 
 
 CUDNN = {name: _cudnn(name) for name in ("benchmark", "deterministic", "enabled")}
-"""Getter and setter of each setting of cuDNN."""
+"""Getter and setter of each setting of cuDNN that is put back."""
 
 
 def run_composite(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation by the kernel in C++ that is made of others; NotImplemented where it has none.
+    """Run an operation by its kernel in C++ that is made of others; return `NotImplemented` if it has none.
 
-    `OpOverload.decompose` would prefer a kernel in Python, as of an LSTM, which rounds otherwise.
+    `OpOverload.decompose` prefers a kernel in Python if there is one. That of an LSTM rounds differently, so that a
+    model in training would return other numbers while it is profiled.
     """
     if _has_kernel(func.name(), _COMPOSITE):
         return _kernel(func)(_COMPOSITE, *args, **kwargs)
@@ -634,4 +661,4 @@ DYNAMO_PACKAGE = "torch._dynamo"
 """What `torch.compile` imports when it is first used."""
 
 GROUPED_PRODUCT = "aten::_grouped_mm"
-"""Name of the operation behind `torch.nn.functional.grouped_mm`; where it is called otherwise, none has this name."""
+"""Name of the operation behind `torch.nn.functional.grouped_mm`. If a torch calls it differently, nothing matches."""

@@ -1,4 +1,8 @@
-"""Change what layers compute while a test runs: `intervene`, ready-made `faults`; `ablation`, one layer at a time."""
+"""Change what layers compute while a test runs: by `intervene` with ready-made `faults`, or by `ablation`.
+
+A test that has never failed may be unable to fail: planting a fault shows whether it notices. The user's code is not
+edited. Hooks make the changes, and at the end of a block the model is as it was before.
+"""
 
 from __future__ import annotations
 

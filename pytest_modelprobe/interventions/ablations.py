@@ -1,7 +1,7 @@
 """Which layers and heads a metric depends on: each is ablated in turn.
 
-A layer whose output can be replaced by zeros without a change of the metric is not used, or not needed. Each ablation
-starts from the same random state and the same weights, so that a difference comes from the layer alone.
+If the output of a layer can be replaced by zeros without a change of the metric, the layer is not used, or not needed.
+Each ablation starts from the same random state and the same weights, so that a difference comes from the layer alone.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ Metric = Callable[[Any], "float | Tensor"]
 
 @dataclass(frozen=True, kw_only=True)
 class Ablated:
-    """One layer, or one head of it, ablated."""
+    """The result of ablating one layer, or one head of it."""
 
     layer: str
     type: str
-    """Name of the class."""
+    """Name of the layer's class."""
     head: int | None
     """Which head, from 0, or `None` if the whole layer was ablated."""
     metric: float
     """The metric of the model without it."""
     change: float
-    """How much larger the metric is without it than that of the whole model."""
+    """How much larger the metric is without it than for the whole model."""
 
     @property
     def label(self) -> str:
-        """Name in a sentence."""
+        """The layer's or head's name in a sentence."""
         label = label_of(self.layer, self.type)
         return label if self.head is None else f"{label} head {self.head}"
 
@@ -58,7 +58,7 @@ class Ablation:
     metric: float
     """The metric of the whole model."""
     rows: tuple[Ablated, ...] = field(repr=False)
-    """The largest change first."""
+    """One for each layer or head, the largest change first."""
 
     def __str__(self) -> str:
         lines = table(["layer", "type", "metric without it", "change"], map(_cells, self.rows), len(self.rows))
@@ -77,23 +77,23 @@ def ablation(
 ) -> Ablation:
     """Return how a metric of the model changes when the output of each layer is ablated, one at a time.
 
-    Each takes one forward, without gradients, in the mode of the model, from the same random state. The model is
-    restored afterwards, as by `ModelProbe.run`.
+    Each ablation takes one forward without gradients, in the mode of the model and from the same random state. The
+    model is restored afterwards, as by `ModelProbe.run`.
 
     Args:
         model: The model.
         inputs: Its input, a tuple of positional arguments, or a dict of keyword arguments.
-        metric: Takes the output of the model, returns a number: a loss, or an accuracy.
-        layers: Which layers to ablate. Those that are not called, and the root, are left out.
-        heads: Which heads to ablate instead: glob of layers → number of heads. The layers are output projections, and
-            head k is the k-th equal part of the last dimension of their input; or `torch.nn.MultiheadAttention`.
-        by: What the output, or the part of a head, is replaced by: a fault, or a function.
-        seed: Of the random state.
+        metric: Takes the output of the model and returns a number, such as a loss or an accuracy.
+        layers: Which layers to ablate. The root and layers that are not called are left out.
+        heads: Which heads to ablate instead: glob of layers → number of heads. The layers are output projections, whose
+            head k is the k-th equal part of the last dimension of their input, or `torch.nn.MultiheadAttention`.
+        by: A fault or a function that returns what replaces the output, or the part of a head.
+        seed: The seed of the random state.
 
     Raises:
         NothingObservedError: None of the layers is called.
         SelectionError: ``layers`` or ``heads`` matches nothing.
-        UsageError: The metric is no number, or not finite for the whole model; the heads do not fit.
+        UsageError: The metric is not a number, or is not finite for the whole model, or the heads do not fit.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.ReLU()).eval()
     >>> result = ablation(model, torch.ones(1, 2), lambda output: output.sum(), by=lambda tensor: tensor + 1)
@@ -124,7 +124,8 @@ def ablation(
         for name, head, plant in each(targets):
             with contextlib.ExitStack() as stack:
                 planted = plant(stack)
-                stack.callback(planted.close)  # a layer that is not called is no error here
+                # Closed, and not left as a `with` block, which would raise for a layer that is not called.
+                stack.callback(planted.close)
                 planted.__enter__()
                 without = measured()
             if planted.fired:
@@ -154,7 +155,7 @@ def assert_layer_matters(result: Ablation, layers: Selector = "**", *, min_chang
     __tracebackhide__ = True
     if not min_change >= 0:
         raise UsageError(f"min_change is a number, 0 or more; got {min_change!r}")
-    types = {row.layer: row.type for row in result.rows}
+    types = {row.layer: row.type for row in result.rows}  # the result has names of classes, not modules
     names = set(select(types, layers, is_instance=lambda kind, cls: kind == cls.__name__, type_name=lambda kind: kind))
     looked_at = [row for row in result.rows if row.layer in names]
     idle = sorted((row for row in looked_at if _size(row.change) <= min_change), key=lambda row: _size(row.change))
@@ -173,7 +174,7 @@ def assert_layer_matters(result: Ablation, layers: Selector = "**", *, min_chang
 # --- planting -------------------------------------------------------------------------------------------------------
 
 _Plant = Callable[[contextlib.ExitStack], Intervention]
-"""Ablates until the stack ends; the intervention that it returns tells whether the layer was called."""
+"""A function that ablates until the stack ends. The intervention that it returns tells whether the layer was called."""
 
 
 def _of_layer(model: nn.Module, layer: str, by: Change) -> _Plant:
@@ -211,7 +212,8 @@ def _of_head(model: nn.Module, name: str, module: nn.Module, head: int, of: int,
     def plant(stack: contextlib.ExitStack) -> Intervention:
         if not isinstance(module, nn.MultiheadAttention):
             return intervene(model, name, input=changed)
-        # It does not call its output projection, whose columns are its heads too.
+        # It does not call its output projection, so no hook there would fire. The columns of the weight belong to the
+        # heads in the same way. The output is passed on unchanged, to know whether the layer was called.
         columns = {f"{name}.out_proj.weight": module.out_proj.weight}
         stack.enter_context(weights.changed(columns, lambda _, weight: changed(weight)))
         return intervene(model, name, output=lambda tensor: tensor)
@@ -220,7 +222,7 @@ def _of_head(model: nn.Module, name: str, module: nn.Module, head: int, of: int,
 
 
 def _forward(model: nn.Module, inputs: Any) -> Any:
-    inputs = map_tensors(lambda tensor: tensor.clone(), inputs)
+    inputs = map_tensors(lambda tensor: tensor.clone(), inputs)  # a model may write to its input
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
@@ -238,7 +240,7 @@ def _number(value: Any) -> float:
 
 
 def _size(change: float) -> float:
-    return math.inf if math.isnan(change) else abs(change)
+    return math.inf if math.isnan(change) else abs(change)  # a metric that became NaN changed the most
 
 
 def _cells(row: Ablated) -> list[Cell]:

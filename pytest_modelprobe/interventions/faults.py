@@ -1,7 +1,7 @@
 """Ready-made changes for `intervene`: functions from a tensor to a tensor.
 
-They draw from no random generator of the caller's, and return the same for the same tensor, so that a run repeats.
-Those that need a number or a tensor are made by a call, such as ``scale(2)``; the others are passed as they are.
+They do not draw from the caller's random generators, and return the same for the same tensor, so that a run repeats.
+Faults that need a number or a tensor are made by a call, such as ``scale(2)``. The others are passed as they are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class Fault:
-    """A change of a tensor with a name, which stands in notes and messages.
+    """A change of a tensor. Its name stands in notes and messages.
 
     >>> Fault("double", lambda tensor: tensor * 2)
     double
@@ -60,7 +60,7 @@ class Swap:
         return "swap"
 
     def output(self, layer: str, call: int) -> Any:
-        """Return the output of a call in the other run; UsageError if it was not kept."""
+        """Return the output of a call in the other run; raise `UsageError` if it was not kept."""
         if layer not in self._kept:
             names = ", ".join(map(repr, self._kept)) or "none"
             raise UsageError(f"the other run kept no output of {layer}: name it in keep=; kept are {names}")
@@ -82,41 +82,42 @@ def _with_first(value: float) -> Callable[[Tensor], Tensor]:
 
 
 def _filled(tensor: Tensor, value: float) -> Tensor:
-    # Not `full_like`: it would cut the graph, which `detach` does.
+    # Not `full_like`, which would cut the graph: that is another fault, `detach`.
     every = torch.ones((), dtype=torch.bool, device=tensor.device)
-    # Of integers, `masked_fill` would cut the fraction off, which `where` makes floating-point numbers of.
+    # In a tensor of integers `masked_fill` would drop a fraction silently. `where` makes floating-point numbers, and
+    # `Fault` refuses these.
     return tensor.masked_fill(every, value) if float(value).is_integer() else torch.where(every, value, tensor)
 
 
 def _shifted(tensor: Tensor) -> Tensor:
-    if tensor.dim() < 3:
+    if tensor.dim() < 3:  # without (N, L, ...) there is no sequence
         return tensor
     return torch.cat([torch.zeros_like(tensor[:, :1]), tensor[:, :-1]], dim=1)
 
 
 nan = Fault("nan", _with_first(float("nan")))
-"""One NaN, in the first element."""
+"""Makes the first element NaN."""
 
 inf = Fault("inf", _with_first(float("inf")))
-"""One infinity, in the first element."""
+"""Makes the first element infinite."""
 
 zero = Fault("zero", lambda tensor: _filled(tensor, 0.0))
-"""All elements 0; the gradient that passes is 0 too."""
+"""Makes all elements 0. The gradient that passes is 0 too."""
 
 flip_sign = Fault("flip_sign", torch.neg)
-"""The other sign."""
+"""Changes the sign of all elements."""
 
 shuffle_batch = Fault("shuffle_batch", lambda tensor: tensor.roll(1, 0) if tensor.dim() else tensor)
-"""Each sample gets the values of the sample before it, along dimension 0."""
+"""Gives each sample the values of the sample before it, along dimension 0."""
 
 shift_sequence = Fault("shift_sequence", _shifted)
-"""Each position gets the values of the one before it, along dimension 1 of (N, L, ...); the first one zeros."""
+"""Gives each position the values of the one before it, along dimension 1 of (N, L, ...), and the first one zeros."""
 
 detach = Fault("detach", torch.Tensor.detach)
-"""The same values, cut off from the graph."""
+"""Keeps the values, and cuts them off from the graph."""
 
 drop_gradient = Fault("drop_gradient", lambda gradient: None)
-"""For ``gradient=``: none is passed on, as if the graph was cut in the backward pass alone."""
+"""For ``gradient=``. No gradient is passed on, as if the graph were cut in the backward pass only."""
 
 # --- with arguments ---------------------------------------------------------------------------------------------------
 
@@ -140,7 +141,7 @@ def scale(k: float) -> Fault:
 def noise(std: float, seed: int = 0) -> Fault:
     """Return a fault that adds normally distributed numbers with standard deviation ``std``, in units of the values.
 
-    They depend on the seed and the shape alone, so they are the same in each call.
+    The numbers depend on the seed and the shape only, so they are the same in each call.
     """
     _check("noise", least=0, std=std)
 
@@ -161,13 +162,13 @@ def clamp(lo: float, hi: float) -> Fault:
 
 
 def stuck(value: float) -> Fault:
-    """Return a fault that makes all elements ``value``; the gradient that passes is 0."""
+    """Return a fault that makes all elements ``value``. The gradient that passes is 0."""
     _check("stuck", value=value)
     return Fault(f"stuck({value:g})", lambda tensor: _filled(tensor, value))
 
 
 def clip_gradient(norm: float) -> Fault:
-    """Return a fault, for ``gradient=``, that scales a gradient down to the 2-norm ``norm`` where it is larger."""
+    """Return a fault, for ``gradient=``, that scales a gradient down to the 2-norm ``norm`` if its norm is larger."""
     _check("clip_gradient", least=sys.float_info.min, norm=norm)
 
     def change(gradient: Tensor) -> Tensor:
@@ -178,7 +179,10 @@ def clip_gradient(norm: float) -> Fault:
 
 
 def normalize_input(mean: float | Sequence[float], std: float | Sequence[float]) -> Fault:
-    """Return one that subtracts ``mean`` and divides by ``std``: numbers, or one for each channel of (N, C, ...)."""
+    """Return a fault that subtracts ``mean`` and divides by ``std``.
+
+    Each is a number, or a sequence with one number for each channel of (N, C, ...).
+    """
 
     def of_channels(value: float | Sequence[float], tensor: Tensor) -> Tensor:
         channels = torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
@@ -193,7 +197,7 @@ def normalize_input(mean: float | Sequence[float], std: float | Sequence[float])
 
 
 def prune(mask: Tensor) -> Fault:
-    """Return a fault that multiplies by ``mask``, which has the shape of the tensor, or one that broadcasts to it."""
+    """Return a fault that multiplies by ``mask``, whose shape is that of the tensor or broadcasts to it."""
     if not isinstance(mask, Tensor):
         raise UsageError(f"faults.prune takes a mask, a tensor; got {type(mask).__name__}")
 

@@ -1,8 +1,8 @@
 """`intervene`: change the inputs, outputs, gradients or weights of layers within a block.
 
 A test plants a fault to see that another test would notice it, or asks what a model does without a part. The code of
-the model stays as it is: all is done by hooks, which are taken off at the end of the block, and weights get back the
-bits that they had. An intervention that never took effect is an error, because its test would prove nothing.
+the model stays as it is. Hooks make the changes and are taken off at the end of the block, and weights get the bits
+back that they had. An intervention that never took effect is an error, because its test would prove nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from . import weights
 from .faults import Swap
 
 Change: TypeAlias = Callable[[Tensor], Tensor | None]
-"""A function from a tensor to the one that replaces it; of a gradient, None for no gradient."""
+"""A function from a tensor to the one that replaces it. For a gradient it may return `None`, which is no gradient."""
 
 What = Literal["input", "output", "gradient", "weight"]
 
@@ -45,10 +45,10 @@ def intervene(
 ) -> Intervention:
     """Return a context within which layers of the model compute something else.
 
-    Each function is given one tensor and returns the one that replaces it; it must not write to the one given. Of an
-    input or output, it is given each floating-point tensor, or each tensor where none is floating. A watch sees what
-    the next layer sees, whichever of them began first. Several changes of a layer apply in the order in which their
-    blocks began; gradients pass them in the reverse order.
+    Each function is given one tensor and returns the one that replaces it. It must not write to the given one. From an
+    input or output, it is given each floating-point tensor, or each tensor if none is floating. A watch sees what the
+    next layer sees, whichever of them began first. Several changes of a layer apply in the order in which their blocks
+    began, and gradients pass them in the reverse order.
 
     An intervention that was never used is an error at the end of the block, unless an exception ends it.
 
@@ -56,17 +56,17 @@ def intervene(
         model: The model.
         layers: Which of its layers, see the documentation of ``layers=``.
         input: Changes what the layer is called with, but not tensors inside objects such as a cache.
-        output: Changes what the layer returns; or `faults.swap`.
+        output: Changes what the layer returns. It may also be `faults.swap`.
         gradient: Changes the gradient of the output, as it arrives from the layers after it.
         weight: Changes the parameters of the layer itself, except biases, at the beginning of the block. At the end
-            they get the bits back that they had, also where an optimizer stepped meanwhile. A weight that is used in
+            they get the bits back that they had, even if an optimizer stepped meanwhile. A weight that is used in
             several places changes in all of them.
-        calls: Which calls of the layer in a forward of the model, from 0. By default these are all. A call outside of a
-            forward of the model is call 0.
+        calls: Which calls of the layer in a forward of the model to change, from 0. By default all are changed. A call
+            outside of a forward of the model is call 0.
 
     Raises:
         SelectionError: ``layers`` matches nothing.
-        UsageError: There is nothing to change, or at the end, nothing was changed.
+        UsageError: There is nothing to change, or nothing was changed by the end of the block.
 
     >>> from pytest_modelprobe import faults
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
@@ -105,13 +105,13 @@ class Intervention:
         self._forwards = 0
         self._inside = 0
         self._writes = False
-        self._counts = Counter[str]()  # in this forward
-        self._most = Counter[str]()  # in any
+        self._counts = Counter[str]()  # calls of each layer in this forward
+        self._most = Counter[str]()  # the most calls of each layer in any forward
         self._running: dict[str, list[int]] = defaultdict(list)
 
     @property
     def fired(self) -> int:
-        """How often something was changed: calls of layers, gradients that arrived, and forwards with other weights."""
+        """How often something was changed: calls of layers, gradients that arrived, forwards with changed weights."""
         return self._fired
 
     def __enter__(self) -> Intervention:
@@ -136,7 +136,7 @@ class Intervention:
                 begins_call = _Hook(module, functools.partial(self._begin_call, name))
                 _add(stack, module.register_forward_pre_hook, begins_call, with_kwargs=True)
                 _add(stack, module.register_forward_hook, _Hook(module, functools.partial(self._end_call, name)))
-            # Prepended last: a forward begins before the first call.
+            # Prepended last, so that it runs first: if the root is changed too, its forward begins before its call.
             begins, ends = _Hook(self._root, self._begin_forward), _Hook(self._root, self._end_forward)
             stack.callback(self._root.register_forward_pre_hook(begins, prepend=True).remove)
             stack.callback(self._root.register_forward_hook(ends, prepend=True, always_call=True).remove)
@@ -177,7 +177,7 @@ class Intervention:
     # --- what the hooks call ----------------------------------------------------------------------------------------
 
     def _begin_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Count calls from 0 again, if no forward is running. Recomputation in a backward is no forward."""
+        """Count calls from 0 again if no forward is running. A recomputation in a backward pass is not a forward."""
         if graph_task() != -1:
             return
         if not self._inside:
@@ -190,10 +190,10 @@ class Intervention:
     def _end_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """End the innermost forward."""
         if graph_task() == -1:
-            self._inside = max(0, self._inside - 1)
+            self._inside = max(0, self._inside - 1)  # a block that began inside a forward sees only its end
 
     def _begin_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments to call the layer with, or `None` if they stay as they are."""
+        """Return the arguments with which to call the layer, or `None` if they stay as they are."""
         call = self._number(name)
         self._running[name].append(call)
         if not self._inside and graph_task() == -1:
@@ -203,14 +203,14 @@ class Intervention:
         self._note(module)
         if "input" not in self._changes:
             return None
-        # A cache stays the object it is: the layer writes to it.
+        # A cache must stay the same object, because the layer writes to it. So only tensors and containers are opened.
         opened = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) or parts(value) is not None]
         changed = self._values("input", name, opened, flatten_call((opened,), {}).tensors)
         new = {id(value): by for value, by in zip(opened, changed, strict=True)}
         return tuple(new.get(id(arg), arg) for arg in args), {key: new.get(id(arg), arg) for key, arg in kwargs.items()}
 
     def _end_call(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Return what the layer returns."""
+        """Return what the layer returns instead of ``output``."""
         call = self._running[name].pop() if self._running[name] else 0
         if not self._selects(call):
             return output
@@ -224,12 +224,12 @@ class Intervention:
         return output
 
     def _computed_weight(self, module: nn.Module, args: tuple[Any, ...], weight: Tensor) -> Tensor:
-        """Return what a parametrized weight is."""
+        """Return what replaces a parametrized weight, which is computed in each forward."""
         self._fired += 1
         return self._tensor("weight", "", weight)
 
     def _note(self, module: nn.Module) -> None:
-        """Add a note to the records of the watches on a layer and on the model."""
+        """Add a note to the records of all watches on a layer and on the model, which now are of a changed model."""
         for one in (module, self._root):
             for hook in one._forward_pre_hooks.values():
                 if getattr(hook, "is_modelprobe", False) and hasattr(hook, "note"):
@@ -240,6 +240,7 @@ class Intervention:
     def _number(self, name: str) -> int:
         """Return the number of the call that begins, from 0."""
         call = self._counts[name]
+        # In a backward pass, activation checkpointing calls layers again. Its order may be the reverse one.
         if graph_task() != -1:
             if call > 1 and (self._only is not None or isinstance(self._changes.get("output"), Swap)):
                 raise UsageError(
@@ -279,7 +280,7 @@ class Intervention:
         if old != other:
             raise UsageError(f"{name}: the output of the other run has other shapes, {dict(other)}, not {dict(old)}")
         self._fired += 1
-        return map_tensors(torch.clone, new)  # a layer that works in place would write to what was kept
+        return map_tensors(torch.clone, new)  # a later layer that works in place would write to what was kept
 
     def _with_gradient(self, name: str, tensor: Tensor) -> Tensor:
         if not (tensor.requires_grad and torch.is_grad_enabled()):
@@ -346,7 +347,7 @@ def _name(change: Any) -> str:
 
 
 class _Hook(ChangingHook):
-    """A hook on one module. It does nothing on another module, which it reaches if somebody copies a table of hooks."""
+    """A hook on one module. On another module, where it gets if somebody copies a table of hooks, it does nothing."""
 
     __slots__ = ("_does",)
 
@@ -359,7 +360,10 @@ class _Hook(ChangingHook):
 
 
 def _add(stack: contextlib.ExitStack, register: Callable[..., Any], hook: _Hook, **options: Any) -> None:
-    """Put a hook before all others of its module, but behind those of interventions that began earlier."""
+    """Put a hook before all others of its module, but behind those of interventions that began earlier.
+
+    So a watch sees the changed values whether it began before or after, and several changes apply in order.
+    """
     handle = register(hook, prepend=True, **options)
     stack.callback(handle.remove)
     hooks: OrderedDict[int, Any] = handle.hooks_dict_ref()
@@ -369,7 +373,7 @@ def _add(stack: contextlib.ExitStack, register: Callable[..., Any], hook: _Hook,
 
 
 class _Through(torch.autograd.Function):
-    """A copy of a tensor, whose gradient a function changes. Not a view: the next layer may write to it."""
+    """A copy of a tensor whose gradient a function changes. It is no view, because the next layer may write to it."""
 
     @staticmethod
     def forward(tensor: Tensor, change: Callable[[Tensor], Tensor | None]) -> Tensor:

@@ -1,7 +1,7 @@
 """The weights of layers, changed in place for a while and restored bit for bit.
 
-They are written in place, because a parameter may be tied, or be held by an optimizer. Blocks may end in another order
-than they began, so the bits of a weight are kept until the last block that changed it has ended.
+They are written in place, because a parameter may be tied, or an optimizer may hold it. Blocks may end in a different
+order than the reverse of their beginning, so the bits of a weight are kept until the last block that changed it ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from pytest_modelprobe.models import Layers, own_parameters
 
 
 def weights_of(layers: Layers, layer: str) -> dict[str, nn.Parameter]:
-    """Return the parameters of a layer itself but its biases, by name; of an atomic one also those of its children."""
+    """Return the parameters of a layer itself except biases, by name, and those of its children too if it is atomic.
+
+    Parameters below ``parametrizations`` are left out: a weight is computed from them, and that weight is changed.
+    """
     module = layers.modules[layer]
     return {
         name: parameter
@@ -37,23 +40,23 @@ def parametrized_weights_of(module: nn.Module) -> list[nn.Module]:
 
 
 class _Written:
-    """A weight with other values, and those that it had before."""
+    """A weight with changed values, and the values that it had before."""
 
     def __init__(self, weight: Tensor, before: Tensor) -> None:
         self.weight, self.before = weight, before
 
 
 _written: list[_Written] = []
-"""The weights that have other values now, in the order in which they were written."""
+"""The weights that are changed now, of all blocks, in the order in which they were written."""
 
 
 @contextlib.contextmanager
 def changed(weights: Mapping[str, Tensor], change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    """Write ``change(name, weight)`` into each weight; write the bits that it had before on exit.
+    """Write ``change(name, weight)`` into each weight, and on exit the bits that it had before.
 
-    A parameter that is used in several places is changed once. All are computed before one is written, so that an error
-    leaves them as they are. Where another block changed a weight meanwhile and has not ended, the bits come back when
-    that one ends.
+    A parameter that is used in several places is changed once. All changes are computed before one is written, so that
+    an error leaves all weights as they are. If another block changed a weight meanwhile and has not ended, the bits
+    come back when that block ends.
     """
     once: dict[int, tuple[str, Tensor]] = {}
     for name, weight in weights.items():
@@ -83,11 +86,11 @@ def _restore(one: _Written) -> None:
     later = next((other for other in _written[at:] if other.weight is one.weight), None)
     if later is None:
         _write(one.weight, one.before)
-    else:
+    else:  # the block that wrote later now restores the bits from before both
         later.before = one.before
 
 
 def _write(weight: Tensor, values: Tensor) -> None:
-    # The version counter moves: autograd refuses a backward through the other values.
+    # In place, so that the version counter moves: autograd then refuses a backward through values that are gone.
     with torch.inference_mode(weight.is_inference()), torch.no_grad():
         weight.copy_(values)

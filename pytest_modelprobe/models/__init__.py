@@ -1,4 +1,8 @@
-"""Models: layers, saving and restoring state, initialization by name, seeding, memory, nested values."""
+"""What can be asked of a live model, and done with it, without recording anything.
+
+Its layers by name, the tensors in nested values, the memory of tensors, initialization and seeds by name, saving and
+restoring its state. Capture, checks, interventions and mutation all use these, so that each is done in one way only.
+"""
 
 from __future__ import annotations
 

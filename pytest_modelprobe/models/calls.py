@@ -1,4 +1,9 @@
-"""The calls of a model's layers while it runs: which call runs inside which, and which raises."""
+"""The calls of a model's layers while it runs: which call runs inside which, and which raises.
+
+Isolation and the checks use this one tracer. Hooks do not always come in pairs: an interrupt skips the second, a hook
+of somebody else may raise before the first, and an exception passes every layer around the one that raised it. So calls
+are kept as a stack, and a hook that ends a call also ends all that are still listed inside it.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +27,13 @@ class ModuleCall:
 
     layer: str
     index: int
-    """Which of the layer's calls, from 0."""
+    """Which of the layer's calls it is, from 0."""
     module: nn.Module
     parent: ModuleCall | None
-    """The call that was running when this one began."""
+    """The call that was running when this one began, or `None`."""
     handled: BaseException | None
-    """The exception that was being handled when this one began."""
+    """The exception that was being handled when this one began. A forward that is called in an ``except`` block sees it
+    too, without having failed."""
 
 
 C = TypeVar("C", bound=ModuleCall)
@@ -36,15 +42,15 @@ C = TypeVar("C", bound=ModuleCall)
 class CallTracer(Generic[C]):
     """Follows the calls of modules within a `with` block.
 
-    `capture.Capture` has hooks of its own: they stay on the user's model, so they survive copying, pickling, several
-    threads and hooks that are registered later, none of which happens within one block.
+    `capture.Capture` has hooks of its own. They stay on the user's model, and so have to survive copies, pickling,
+    several threads and hooks that are registered later. None of these happens within one block.
 
     Args:
-        modules: By name.
+        modules: The modules to follow, by name.
         kind: Class of the calls, `ModuleCall` or a subclass whose further fields have defaults.
         before: Called before each call with the call, its positional and its keyword arguments.
-        after: Called with each call that returned, its positional arguments and its output; what it returns replaces
-            the output, unless it is None.
+        after: Called with each call that returned, its positional arguments and its output. What it returns replaces
+            the output, unless it is `None`.
         failed: Called with each call that raised.
         prepend: Whether these hooks run before all others of a module.
         skip_recomputed: Whether to ignore calls in a backward pass, which activation checkpointing repeats.
@@ -87,10 +93,11 @@ class CallTracer(Generic[C]):
 
     def __enter__(self) -> CallTracer[C]:
         if self._skip_recomputed:
-            graph_task()  # a torch that cannot answer is refused here, not in the hooks
+            graph_task()  # a torch that cannot answer is refused here, and not in the middle of the user's forward
         for name, module in self._modules.items():
             begin = functools.partial(self._begin, name)
             pre = module.register_forward_pre_hook(begin, with_kwargs=True, prepend=self._prepend)
+            # `always_call`: without it torch calls no hook of a forward that raised.
             post = module.register_forward_hook(self._end, prepend=self._prepend, always_call=True)
             self._exit.callback(pre.remove)
             self._exit.callback(post.remove)
@@ -121,14 +128,14 @@ class CallTracer(Generic[C]):
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> object:
         if self._skip_recomputed and graph_task() != -1:
             return None
-        # The innermost one of the module; those inside it that are still listed ended without a hook.
+        # The innermost call of the module. Calls inside it that are still listed ended without a hook.
         found = next((i for i, call in reversed([*enumerate(self.running)]) if call.module is module), None)
         if found is None:
             return None  # another hook raised before `_begin` was called
         call = self.running[found]
         del self.running[found:]
         error = sys.exc_info()[1]
-        if error is call.handled:
+        if error is call.handled:  # not raised by this call
             return None if self._after is None else self._after(call, args, output)
         if not self._is_from_known(error):
             self.raised_in = call.layer
@@ -138,7 +145,7 @@ class CallTracer(Generic[C]):
         return None
 
     def _is_from_known(self, error: BaseException | None) -> bool:
-        """Whether an exception is the newest one, or was raised while that was handled."""
+        """Whether an exception is the newest one, or was raised while that one was handled: it passes outer layers."""
         while error is not None and error is not self._error:
             error = error.__context__
         return error is not None

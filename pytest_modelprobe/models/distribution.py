@@ -1,6 +1,7 @@
-"""What torch.distributed makes of a model: which parts are on this rank, and what the numbers are of.
+"""What torch.distributed makes of a model: which parts are on this rank, and what its numbers stand for.
 
-Nothing of torch.distributed is imported: what is not loaded is not in use.
+A rank that has a shard of a weight has other numbers than one process would have, so a record says what they are
+numbers of. Nothing of torch.distributed is imported here, because what is not loaded is not in use.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ MIXED = "several kinds of parallelism: which part of a value this rank has is no
 DDP = "DistributedDataParallel: gradients are this rank's, before averaging"
 
 _MOST_FRAMES = 30
+"""How many callers of a model are searched for DistributedDataParallel, which is near."""
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
@@ -32,7 +34,9 @@ def is_fully_sharded(module: nn.Module) -> bool:
 
 
 def original_class(module: Any) -> type:
-    """Return the class of a module as its author wrote it: `fully_shard` puts another in its place.
+    """Return the class of a module as its author wrote it.
+
+    `fully_shard` makes a class that is derived from its own and from the author's, and gives it to the module.
 
     >>> original_class(nn.Linear(1, 1))
     <class 'torch.nn.modules.linear.Linear'>
@@ -43,7 +47,7 @@ def original_class(module: Any) -> type:
 
 
 def sharded_parameters(modules: Iterable[nn.Module]) -> Mapping[tuple[nn.Module, str], nn.Parameter]:
-    """Return this rank's shard of each parameter under FSDP2, by owner and name; empty where it is not in use."""
+    """Return this rank's shard of each parameter under FSDP2, by owner and name. It is empty if FSDP2 is not in use."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     managing = getattr(fsdp, "FSDPModule", None)
     modules = list(modules)
@@ -55,13 +59,13 @@ def sharded_parameters(modules: Iterable[nn.Module]) -> Mapping[tuple[nn.Module,
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor: each rank has a part."""
+    """Whether a tensor is a DTensor, of which each rank has a part."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
 def layout(tensor: torch.Tensor) -> str | None:
-    """Return which part of a DTensor this rank has, as records write it; None for other tensors.
+    """Return which part of a DTensor this rank has, as records write it, or `None` for other tensors.
 
     >>> layout(torch.ones(1))
     """
@@ -69,7 +73,7 @@ def layout(tensor: torch.Tensor) -> str | None:
 
 
 def value_layout(tensor: torch.Tensor) -> str | None:
-    """Return the layout of a DTensor, or of that whose local tensor this is; None where it is not known.
+    """Return the layout of a DTensor, or of the DTensor whose local tensor this is. `None` if it is not known.
 
     >>> value_layout(torch.ones(1))
     """
@@ -78,9 +82,10 @@ def value_layout(tensor: torch.Tensor) -> str | None:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a DTensor, which shares its memory; other tensors as they are."""
+    """Return what this rank has of a DTensor, in the same memory, and any other tensor as it is."""
     if not is_distributed(tensor):
         return tensor
+    # Never a collective: a hook runs on one rank, and the others would not take part.
     with torch.no_grad(), without_subclasses():
         local: torch.Tensor = cast(Any, tensor).to_local()
         there = waited(local)
@@ -98,8 +103,8 @@ def notes_on(modules: Iterable[nn.Module], frame: FrameType | None = None) -> It
     """Yield what a reader has to know of a model's numbers.
 
     Args:
-        modules: Of the model.
-        frame: The call of the model; a wrapper that calls it is found by it.
+        modules: The modules of the model.
+        frame: The Python frame of the model's call. A wrapper around the model is found among the callers.
     """
     if process_group() is None:
         return
@@ -127,7 +132,7 @@ def notes_on(modules: Iterable[nn.Module], frame: FrameType | None = None) -> It
 
 
 def _is_on_part_of_a_mesh(parameter: torch.Tensor) -> bool:
-    """Whether a DTensor is not spread over all ranks alike."""
+    """Whether a DTensor is spread over some of the ranks only, or in several ways. Its records cannot be merged."""
     if not is_distributed(parameter):
         return False
     mesh = cast(Any, parameter).device_mesh

@@ -1,4 +1,9 @@
-"""Compiled code that holds a model runs eagerly for a while, so that hooks run; other code stays compiled."""
+"""Compiled code that holds a watched model runs eagerly for a while, so that hooks run. Other code stays compiled.
+
+A hook that is added after the first compiled call is not called, because torch does not check for new hooks. The stance
+of `torch.compiler` would help, but it is one for the whole process: functions that have nothing to do with the model
+would run eagerly too. So each compiled callable is asked whether the model can be reached from it.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +20,20 @@ from pytest_modelprobe._torch import CompiledCalls
 from .layers import Layers
 
 _MOST_OBJECTS = 10_000
-"""Objects looked at for a model in one compiled callable and its arguments."""
+"""How many objects are searched for a model in one compiled callable and its arguments."""
 
 _LEAVES = (torch.Tensor, torch.dtype, torch.device, str, bytes, int, float, complex, type, ModuleType, type(None))
 
 
 class run_eagerly:
-    """A context in which compiled code that holds a model runs eagerly; several may overlap in any order.
+    """A context in which compiled code that holds a model runs eagerly. Several may overlap in any order.
 
-    What is compiled, when, and whether torch._dynamo was imported before makes no difference. A callable holds the
-    model if a module of it is reached from its closure, the globals that it names, its object or its arguments.
+    It makes no difference what is compiled, when, or whether torch._dynamo was imported before. A callable holds the
+    model if a module of the model is reached from its closure, the globals that it names, its object or its arguments.
 
     Args:
         layers: The layers of the model.
-        on_call: Called with the name of each callable that runs eagerly; of a compiled layer, the layer's.
+        on_call: Called with the name of each callable that runs eagerly. For a compiled layer this is the layer's name.
     """
 
     _open: dict[int, run_eagerly] = {}  # noqa: RUF012 - shared on purpose
@@ -60,7 +65,7 @@ class run_eagerly:
         return bool(holding)
 
     def _name_of(self, function: Any) -> str:
-        """Return the name of a layer that is compiled, else that of the function."""
+        """Return the name of the layer that is compiled, or else that of the function."""
         of_torch = str(getattr(function, "__module__", None)).startswith("torch.")
         module = next(_modules(function), None) if of_torch else getattr(function, "__self__", None)
         name = getattr(function, "__qualname__", type(function).__name__)
@@ -85,10 +90,11 @@ def _inside(found: Any) -> Iterator[Any]:
     if isinstance(found, MethodType):
         yield from (found.__self__, found.__func__)
     elif isinstance(found, FunctionType):
+        # Only the globals that the code names: all globals of a test's module would lead to every model in it.
         for cell in found.__closure__ or ():
             try:
                 yield cell.cell_contents
-            except ValueError:  # a variable that has no value yet
+            except ValueError:  # the variable has no value yet
                 continue
         yield from (found.__defaults__, found.__kwdefaults__)
         if not str(found.__module__).startswith("torch."):
@@ -96,7 +102,7 @@ def _inside(found: Any) -> Iterator[Any]:
     elif isinstance(found, functools.partial):
         yield from (found.func, found.args, found.keywords)
     elif isinstance(found, dict):
-        yield from dict.values(found)
+        yield from dict.values(found)  # a subclass may run code in its own `values`
     elif isinstance(found, (list, tuple, set, frozenset)):
         yield from found
     elif not str(type(found).__module__).startswith("torch."):

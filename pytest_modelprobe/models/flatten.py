@@ -3,7 +3,7 @@
 Torch's own pytree takes a plain dataclass for a leaf, so containers are opened here: tuples, lists, mappings, named
 tuples, dataclasses (`transformers.ModelOutput` is one) and attrs classes. The attributes of other objects, such as a
 distribution or a cache, are searched in outputs only: a cache is an argument of every layer, and would be recorded with
-each.
+each of them. What cannot be opened is told, because a check that saw nothing of an output must not pass.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import torch
 from pytest_modelprobe.record import Plain
 
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_MOST = 1000  # parts: a graph of objects that refer to each other would never end
-_MOST_OPENED = 10_000  # the same, where objects are searched
-_DEEPEST = 50
+_MOST = 1000  # parts of one value: objects that refer to each other would never end
+_MOST_OPENED = 10_000  # parts of one value if objects are searched, which have many attributes
+_DEEPEST = 50  # containers within each other: a list that contains itself has no end
 _FROM_PYTHON = 1 << 9
-"""Py_TPFLAGS_HEAPTYPE: objects of other types do not keep their contents in attributes."""
+"""Py_TPFLAGS_HEAPTYPE, the flag of classes made in Python. Objects of other types keep their contents elsewhere than in
+attributes."""
 
 
 class Flat:
@@ -36,17 +37,17 @@ class Flat:
         self.tensors: list[tuple[str, torch.Tensor]] = []
         self.plain: dict[str, Plain] = {}
         self.opaque: dict[str, str] = {}
-        """Values that cannot be searched: path → name of the type."""
+        """The values that cannot be searched: path → name of the type."""
         self.known = True
-        """False where a part is no container: of an object that is searched, only the tensors are taken."""
+        """False if a part is not a container. Of an object that is searched only the tensors are taken."""
 
 
 class _Search:
     """Fills a `Flat` with what is found in a value.
 
     Args:
-        flat: To be filled.
-        objects: Whether to search the attributes of objects that are no containers.
+        flat: What is filled.
+        objects: Whether to search the attributes of objects that are not containers.
     """
 
     def __init__(self, flat: Flat, *, objects: bool) -> None:
@@ -80,7 +81,7 @@ class _Search:
             self._depth -= 1
 
     def _look_into(self, path: str, value: Any) -> None:
-        """Add the tensors in the attributes of an object that is no container."""
+        """Add the tensors in the attributes of an object that is not a container."""
         flat = self._flat
         flat.known = False
         attributes = _attributes(value) if self._objects and self._depth < _DEEPEST else {}
@@ -101,6 +102,7 @@ class _Search:
                     known.add(id(tensor))
                     flat.tensors.append((where, tensor))
             flat.opaque.update(found.opaque)
+            # A function among the attributes may compute a part of the output later, which nobody would have looked at.
             closures = [part for part in attributes.values() if _is_closure(part)]
             unsearched = not known and not found.opaque
             if any(unsearched or _holds_tensors(part) for part in closures):
@@ -112,7 +114,7 @@ class _Search:
 
 
 def _exactly(value: Any) -> Plain:
-    """Convert a subclass (an enum, a numpy float) to the builtin: records have no others."""
+    """Convert an instance of a subclass (an enum, a numpy float) to the builtin type, which records are made of."""
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value) if type(value) is not kind else value
@@ -120,7 +122,7 @@ def _exactly(value: Any) -> Plain:
 
 
 def parts(value: Any) -> Iterator[tuple[str, Any]] | None:
-    """Return the (path suffix, part) pairs of a container; None for what is no container."""
+    """Return the (path suffix, part) pairs of a container, or `None` if the value is not a container."""
     if isinstance(value, Mapping):
         items = _items(value)
         return None if items is None else ((f".{k}" if str(k).isidentifier() else f"[{k!r}]", v) for k, v in items)
@@ -133,7 +135,7 @@ def parts(value: Any) -> Iterator[tuple[str, Any]] | None:
 
 
 def _items(value: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]] | None:
-    """Return the items of a mapping; None where it does not give them out, as one of accelerate for weights on disk."""
+    """Return the items of a mapping. `None` if it does not give them out, like accelerate's for weights on disk."""
     if isinstance(value, dict):
         return value.items()
     try:
@@ -154,7 +156,7 @@ def _field_names(value: Any) -> tuple[str, ...] | None:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object; none where it has other contents too: an iterator, a mapping, a module."""
+    """Return the attributes of an object, or none if it has other contents too, like an iterator, mapping or module."""
     kinds = type(value).__mro__
     if any(not kind.__flags__ & _FROM_PYTHON for kind in kinds[:-1]):
         return {}
@@ -164,6 +166,7 @@ def _attributes(value: Any) -> dict[str, Any]:
     for kind in kinds:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
+            # Python stores a private slot under a name with that of its class.
             hidden = name.startswith("__") and not name.endswith("__")
             name = f"_{kind.__name__.lstrip('_')}{name}" if hidden else name
             if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
@@ -172,7 +175,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _is_code(value: Any) -> bool:
-    """Whether an attribute is no result but a function, a class or a module."""
+    """Whether an attribute is not a result but a function, a class or a module."""
     return callable(value) and not _attributes(value)
 
 
@@ -182,7 +185,7 @@ def _is_closure(value: Any) -> bool:
 
 
 def _holds_tensors(function: Any) -> bool:
-    """Whether a closure refers to tensors, of which it may compute a result later."""
+    """Whether a closure refers to tensors, from which it may compute a result later."""
     if isinstance(function, functools.partial):
         return bool(flatten_call(function.args, function.keywords).tensors) or _holds_tensors(function.func)
     cells = getattr(function, "__closure__", None) or ()
@@ -190,7 +193,7 @@ def _holds_tensors(function: Any) -> bool:
 
 
 _EMPTY = types.CellType()
-"""Equal to every cell that is not filled yet, whose contents cannot be asked for."""
+"""It is equal to every cell that is not filled yet. Asking such a cell for its contents raises."""
 
 
 def flatten(path: str, value: Any, *, objects: bool = True) -> Flat:
@@ -199,7 +202,7 @@ def flatten(path: str, value: Any, *, objects: bool = True) -> Flat:
     Args:
         path: Prefix of the paths.
         value: The nested value.
-        objects: Whether to search the attributes of objects that are no containers; modules and iterators are never
+        objects: Whether to search the attributes of objects that are not containers. Modules and iterators are never
             searched.
 
     >>> flat = flatten("output", {"logits": torch.zeros(2), "n": 3})
@@ -210,7 +213,7 @@ def flatten(path: str, value: Any, *, objects: bool = True) -> Flat:
     (['output[0].loc', 'output[0].scale'], {'output[1]': 'list_iterator'})
     """
     flat = Flat()
-    if type(value) is torch.Tensor:  # by far the most
+    if type(value) is torch.Tensor:  # by far the most outputs are one tensor
         flat.tensors.append((path, value))
     else:
         _Search(flat, objects=objects).add(path, value)
@@ -218,7 +221,7 @@ def flatten(path: str, value: Any, *, objects: bool = True) -> Flat:
 
 
 def unseen(flat: Flat) -> str | None:
-    """Return a message on the parts of an output that cannot be searched; None where there are none.
+    """Return a message on the parts of an output that cannot be searched, or `None` if there are none.
 
     >>> unseen(flatten("output", (torch.zeros(2), iter([]))))
     'output[1] cannot be looked into (list_iterator): give out tensors, or wrap the model in a module that does'
@@ -233,12 +236,12 @@ def unseen(flat: Flat) -> str | None:
 def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, objects: bool = False) -> Flat:
     """Return the tensors and plain values among the arguments of a call.
 
-    A single positional argument is ``input``, several are ``input[0]``, ``input[1]``..., keywords go by their name.
+    A single positional argument is ``input``, several are ``input[0]``, ``input[1]``... Keywords go by their name.
 
     Args:
         args: The positional arguments.
         kwargs: The keyword arguments.
-        objects: Whether to search the attributes of objects that are no containers.
+        objects: Whether to search the attributes of objects that are not containers.
 
     >>> flat = flatten_call((torch.zeros(2),), {"mask": torch.ones(2), "causal": True})
     >>> [path for path, _ in flat.tensors], flat.plain
@@ -252,20 +255,21 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, objects: b
     for i, arg in enumerate(args):
         search.add("input" if len(args) == 1 else f"input[{i}]", arg)
     for name, arg in kwargs.items():
-        search.add("input=" if args and name == "input" else name, arg)  # `input` is the positional one
+        search.add("input=" if args and name == "input" else name, arg)  # `input` is the positional one already
     return flat
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Return ``value`` with ``function`` applied to each tensor in it; values without tensors are the same objects.
+    """Return ``value`` with ``function`` applied to each tensor in it. Values without tensors stay the same objects.
 
     A tensor that occurs several times is passed to ``function`` once, and its result stands in all these places.
-    Containers are rebuilt, and objects that `flatten` finds a tensor in.
+    Containers are rebuilt, and so are objects in which `flatten` finds a tensor.
 
     >>> map_tensors(lambda t: t + 1, [torch.zeros(1), {"n": 3}])
     [tensor([1.]), {'n': 3}]
     """
-    done: dict[int, tuple[Any, Any]] = {}  # by id, each with what it was, so that the id stays its own
+    # By id. The value itself is kept beside its result: as long as it lives, no other object gets its id.
+    done: dict[int, tuple[Any, Any]] = {}
 
     def visit(value: Any) -> Any:
         if id(value) in done:
@@ -285,7 +289,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def _settable(value: Any) -> Iterator[tuple[Any, Any]] | None:
-    """Return the parts of a container, each with what it is set by: key, index or attribute."""
+    """Return the parts of a container, each with the key, index or attribute by which it is set."""
     if isinstance(value, Mapping):
         items = _items(value)
         return None if items is None else iter(items)
@@ -299,7 +303,7 @@ def _settable(value: Any) -> Iterator[tuple[Any, Any]] | None:
 
 
 def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
-    """Return a copy of a container with these parts, made without its ``__init__``, which may take other arguments."""
+    """Return a copy of a container with these parts, made without its ``__init__``, whose arguments are not known."""
     if isinstance(value, tuple):
         named = hasattr(value, "_fields")
         return type(value)(*parts.values()) if named else type(value)(parts.values())
@@ -307,7 +311,7 @@ def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
         rebuilt = object.__new__(type(value))
         for name, part in parts.items():
             if name in getattr(value, "__dict__", {}):
-                rebuilt.__dict__[name] = part  # a property may go by the same name
+                rebuilt.__dict__[name] = part  # not `setattr`: a property may have the same name
             else:
                 object.__setattr__(rebuilt, name, part)
         return rebuilt
@@ -318,7 +322,7 @@ def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
                 rebuilt[key] = part
         else:
             for name, part in parts.items():
-                object.__setattr__(rebuilt, name, part)
+                object.__setattr__(rebuilt, name, part)  # the dataclass may be frozen
         return rebuilt
     except TypeError:  # a mapping that cannot be written to
         return parts

@@ -1,4 +1,9 @@
-"""Hooks that know their module, and do nothing in a copy of it; and among them those that change what it computes."""
+"""Hooks that know their module and do nothing in a copy of it, and among them those that change what it computes.
+
+`copy.deepcopy` and `torch.save` take a module's hooks with it. A closure as a hook could not be pickled, and in a copy
+it would record the copy's forwards as the model's. These hooks have a weak reference to their module instead, and turn
+into something inert when they are copied or pickled.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +17,11 @@ from torch import nn
 from pytest_modelprobe._torch import hook_tables
 
 _NOTHING = getattr, (contextlib.nullcontext(), "__exit__")
-"""How a hook is pickled: takes any arguments, returns None, and is there where this package is not installed."""
+"""What a hook is pickled as: it takes any arguments, returns `None`, and exists without this package."""
 
 
 class ModuleHook:
-    """A hook on one module; copied or pickled with the module, it does nothing."""
+    """A hook on one module. If it is copied or pickled with the module, it does nothing."""
 
     __slots__ = ("_module",)
 
@@ -31,13 +36,13 @@ class ModuleHook:
 
 
 class ChangingHook(ModuleHook):
-    """A hook that changes what a module computes: the code of the module counts as changed while it is there."""
+    """A hook that changes what a module computes. While it is there, the code of the module counts as changed."""
 
     __slots__ = ()
 
 
 class _Inert:
-    """What a hook becomes in a copy of its module: nothing, and gone at the copy's first call."""
+    """What a hook becomes in a copy of its module. It does nothing, and removes itself at the copy's first call."""
 
     __slots__ = ()
     is_modelprobe = True

@@ -1,8 +1,10 @@
 """Initialization by name: each random weight is drawn with a seed made of its own name.
 
-Adding a layer then does not change the others' weights. While the factory runs, each operation on random numbers is
-logged without its data. Then the part of the log that the model's tensors depend on runs again, in order, each draw
-seeded by the name of the tensor it fills.
+With one seed for all, a layer that is added moves the draws of all layers after it, and a snapshot shows a change in
+each. Here it does not. The model's own code says how a weight is drawn, and its name is only known when the model is
+complete. So each operation on random numbers is logged without its data while the factory runs. Then the part of the
+log that the model's tensors depend on runs again, in order, and each draw is seeded by the name of the tensor that it
+fills.
 """
 
 from __future__ import annotations
@@ -41,20 +43,19 @@ M = TypeVar("M", bound=nn.Module)
 def build(factory: Callable[[], M], *, seed: int, rename: Mapping[str, str] | None = None) -> M:
     """Make a model whose random weights are each drawn with a seed made of their own name.
 
-    The model is the same every time, on every device, whatever was drawn before; a layer added
-    leaves the weights of all layers that keep their names as they were. Each weight keeps the
-    distribution the model's own code gives it, and what that code makes equal or dependent stays
-    so: ties, deep copies, normalized weights, a zeroed padding row. Tensors that no random
-    number reaches stay as the factory made them, and so do draws from an explicit generator.
+    The model is the same every time, on every device, whatever was drawn before. If a layer is added, all layers that
+    keep their names keep their weights. Each weight has the distribution that the model's own code gives it, and what
+    that code makes equal or dependent stays so: ties, deep copies, normalized weights, a zeroed padding row. Tensors
+    that no random number reaches stay as the factory made them, and so do draws from an explicit generator.
 
-    Limits: random values that Python code looks at (`.item()`, a boolean mask, a rejection loop)
-    and numbers from numpy or `random` are the same every time, but not independent of other
-    layers. Uninitialized, meta and fake parameters are left alone.
+    Limits: random values that Python code looks at (`.item()`, a boolean mask, a rejection loop) and numbers from numpy
+    or `random` are the same every time, but they depend on other layers. Uninitialized, meta and fake parameters are
+    left alone.
 
     Args:
-        factory: makes the model; called once, under random states that are put back.
-        seed: the base seed.
-        rename: glob of names → glob of the names that their weights are drawn by, as `compare` takes it.
+        factory: Makes the model. It is called once, and the random states are put back after it.
+        seed: The base seed.
+        rename: Glob of names → glob of the names by which their weights are drawn, as `compare` takes it.
 
     Raises:
         UsageError: `factory` is not a function that returns a module.
@@ -66,6 +67,7 @@ def build(factory: Callable[[], M], *, seed: int, rename: Mapping[str, str] | No
     """
     if isinstance(factory, nn.Module) or not callable(factory):
         raise UsageError(_no_factory(factory))
+    # Interrupts arrive in the factory and in the replay only: outside of them global states are put back.
     with held(), seeded(derive(seed, "build")):
         log = _RandomLog(seed)
         with log, _trunc_normal_logged_whole(log), interruptible():
@@ -87,12 +89,12 @@ def _no_factory(value: object, kind: str = "") -> str:
 
 @dataclass(slots=True, eq=False)
 class _Store:
-    """One storage in the log; the storage itself may be freed."""
+    """One storage in the log. The storage itself may be freed: the log keeps no data."""
 
     alive: Any  # a `WeakStorage`, which also keeps the address from being given to another storage
     nbytes: int
     device: torch.device
-    last: _Op | None = None  # made the current contents
+    last: _Op | None = None  # the operation that made the current contents
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +112,7 @@ class _View:
         return empty.set_(storage, self.offset, self.size, self.stride)
 
     def extent(self) -> tuple[int, int]:
-        """First byte and the byte after the last."""
+        """Return the first byte and the byte after the last."""
         if 0 in self.size:
             return 0, 0
         last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
@@ -126,10 +128,10 @@ class _Op:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     writes: tuple[_View, ...]
-    before: tuple[_Op, ...]  # made the contents it reads
+    before: tuple[_Op, ...]  # the operations that made the contents it reads
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
-    seed: int | None = None  # None: draws nothing
-    makes: tuple[_Store | None, ...] = ()  # for each output, None where it is an input again
+    seed: int | None = None  # None if it draws nothing
+    makes: tuple[_Store | None, ...] = ()  # one for each output, None if the output is an input again
     observed: bool = False  # Python code has read its result: it must not be drawn anew
 
     @cached_property
@@ -139,7 +141,12 @@ class _Op:
 
 
 class _Dispatching:
-    """Has `__torch_dispatch__` apart from the mode, where torch would wrap it and import torch._dynamo."""
+    """Has the `__torch_dispatch__` of a dispatch mode, which inherits it.
+
+    torch wraps the method that a mode itself defines, so that the compiler leaves it alone, and imports torch._dynamo
+    for that at the first call. This takes over a second in each process that builds a model. It does not wrap an
+    inherited method.
+    """
 
     call: Callable[..., Any]
 
@@ -148,19 +155,22 @@ class _Dispatching:
         return self.call(func, args, kwargs or {})
 
     def stay_uncompiled(self) -> None:
-        """Let torch wrap it once code may be compiled: the log itself must not be compiled."""
+        """Take the class that torch wraps once torch._dynamo is there: the log itself must not be compiled."""
         if DYNAMO_PACKAGE in sys.modules:
             self.__class__ = _UncompiledLog
 
 
 class _RandomLog(_Dispatching, TorchDispatchMode):  # type: ignore[misc]
-    """Logs the operations on random numbers, and seeds each draw by its number."""
+    """Logs the operations on random numbers, and seeds each draw by its number.
+
+    The number makes the first run repeatable, for values that Python code looks at. The replay then seeds by name.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.stay_uncompiled()
         self._seed = seed
-        self._stores: dict[int, _Store] = {}  # by address, those with random contents
+        self._stores: dict[int, _Store] = {}  # the storages with random contents, by address
         self._sweep_at = 1024
         self._count = 0
         self._paused = False
@@ -187,7 +197,7 @@ class _RandomLog(_Dispatching, TorchDispatchMode):  # type: ignore[misc]
         keys_read |= {_key(tensor) for tensor in written} - whole
         if not draws and not keys_read & self._stores.keys():
             for key in whole:
-                self._stores.pop(key, None)  # the random contents are gone
+                self._stores.pop(key, None)  # something constant replaced the random contents
             return func(*args, **kwargs)
         op = self._prepare(func, args, kwargs, written, whole)
         if draws:
@@ -207,7 +217,7 @@ class _RandomLog(_Dispatching, TorchDispatchMode):  # type: ignore[misc]
         written: list[torch.Tensor],
         read: list[torch.Tensor],
     ) -> Any:
-        """Call with tensors that cannot be logged: the tensors that they meet keep their first values."""
+        """Call with tensors that cannot be logged. The tensors that meet them keep the values of the first run."""
         for tensor in (t for t in (*written, *read) if has_dense_storage(t)):
             store = self.store_of(tensor)
             _observe(store.last if store else None)
@@ -223,7 +233,7 @@ class _RandomLog(_Dispatching, TorchDispatchMode):  # type: ignore[misc]
         written: list[torch.Tensor],
         whole: set[int],
     ) -> _Op:
-        """Log the operation with its inputs as they are now, before it runs."""
+        """Log the operation with its inputs as they are now: afterwards they may be overwritten."""
         for tensor in written:
             if _key(tensor) not in self._stores:
                 self._track(tensor, keep_contents=_key(tensor) not in whole)
@@ -273,7 +283,7 @@ class _RandomLog(_Dispatching, TorchDispatchMode):  # type: ignore[misc]
         if len(self._stores) > self._sweep_at:
             alive = {k: s for k, s in self._stores.items() if not s.alive.expired()}
             self._stores = alive
-            self._sweep_at = 2 * len(alive) + 1024
+            self._sweep_at = 2 * len(alive) + 1024  # in proportion, so that sweeping never takes most of the time
 
 
 class _UncompiledLog(_RandomLog):
@@ -283,8 +293,8 @@ class _UncompiledLog(_RandomLog):
 
 @contextmanager
 def _trunc_normal_logged_whole(log: _RandomLog) -> Iterator[None]:
-    # Since torch 2.13 it draws until all values are in range, a loop that no log can replay.
-    # All importers of trunc_normal_ go through this one function.
+    # Since torch 2.13 it draws until all values are in range, a loop that no log can replay. Patching this one function
+    # reaches also those who imported `trunc_normal_` itself.
     original = getattr(nn.init, TRUNC_NORMAL)
 
     def logged(*args: Any, **kwargs: Any) -> Any:
@@ -298,7 +308,7 @@ def _trunc_normal_logged_whole(log: _RandomLog) -> Iterator[None]:
 
 
 def _observe(op: _Op | None) -> None:
-    """Make an operation, and all it depends on, keep the numbers of the first run."""
+    """Make an operation and all that it depends on keep the numbers of the first run, which Python code has seen."""
     waiting = [op] if op else []
     while waiting:
         op = waiting.pop()
@@ -308,12 +318,13 @@ def _observe(op: _Op | None) -> None:
 
 
 def _reveals(op: _Op, outputs: list[Any]) -> bool:
-    """Whether Python code sees values of the outputs: as numbers, as a shape, or in a tensor that cannot be logged."""
+    """Whether Python code sees values of the outputs: as numbers, in a shape, or in a tensor that cannot be logged."""
     if not isinstance(op.func, Operation):
         return False
     if any(leaf is not None and not has_dense_storage(leaf) for leaf in outputs):
         return True
-    if _name(op.func) == "index":  # tagged for the sake of masks, but most indices are numbers
+    # torch tags `index` as of dynamic shape because of masks, but most indices are numbers.
+    if _name(op.func) == "index":
         indices = (leaf for leaf in _leaves(op.args[1]) if isinstance(leaf, _View))
         return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
     return torch.Tag.dynamic_output_shape in op.func.tags
@@ -337,13 +348,14 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 class _Replay:
-    """Runs again the operations that the model's tensors depend on, writing into the model's own storages."""
+    """Runs the operations that the model's tensors depend on again, writing into the model's own storages."""
 
     def __init__(self, log: _RandomLog, model: nn.Module, seed: int, rename: Mapping[str, str]) -> None:
         self._seed = seed
         self._names: list[str] = []
-        self._storages: dict[_Store, torch.UntypedStorage] = {}  # contents as of now
-        self._claims: dict[_Store, list[tuple[int, int, int]]] = {}  # first byte, end, rank
+        self._storages: dict[_Store, torch.UntypedStorage] = {}  # with their contents up to now
+        # Which tensors show a store: first byte, end, and rank, the place of the tensor's name.
+        self._claims: dict[_Store, list[tuple[int, int, int]]] = {}
         for name, tensor in _tensors(model):
             if store := log.store_of(tensor):
                 low, high = log._view(tensor).extent()
@@ -355,6 +367,7 @@ class _Replay:
     def run(self) -> None:
         if not self._name_draws():
             return
+        # To save memory, what no tensor of the model shows is freed after its last use.
         last_use = {store: op for op in self._ops for store in op.stores}
         default_dtype = torch.get_default_dtype()
         try:
@@ -385,7 +398,7 @@ class _Replay:
         return leaf.of(self._storages[store])
 
     def _name_draws(self) -> bool:
-        """Seed each draw by the first name it ends up in; True if any draw changes."""
+        """Seed each draw by the first name in which it ends up; return whether any draw changes."""
         counts: Counter[int] = Counter()
         owners = self._owners()
         for op in self._ops:
@@ -398,9 +411,9 @@ class _Replay:
         return bool(counts)
 
     def _owners(self) -> dict[_Op, int]:
-        """The rank of the tensor each operation fills, else of the first that depends on it.
+        """Return the rank of the tensor that each operation fills, or else of the first that depends on it.
 
-        An operation has none if it fills no element, or only elements of a storage that no tensor of the model shows.
+        An operation has none if it fills no element, or only elements that no tensor of the model depends on.
         """
         owners: dict[_Op, int] = {}
         for op in reversed(self._ops):
@@ -422,7 +435,7 @@ class _Replay:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, then buffers, then tensors kept as plain attributes, each with its name."""
+    """Yield parameters, then buffers, then tensors kept as plain attributes, each with its name."""
     named = [*model.named_parameters(), *model.named_buffers()]
     for prefix, module in model.named_modules():
         named += [(f"{prefix}.{key}".lstrip("."), value) for key, value in vars(module).items()]
@@ -432,7 +445,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _ancestry(ops: Iterable[_Op | None]) -> list[_Op]:
-    """The operations and all they depend on, in the order of the first run."""
+    """Return the operations and all that they depend on, in the order of the first run."""
     waiting, found = list(ops), set[_Op]()
     while waiting:
         op = waiting.pop()
@@ -444,6 +457,7 @@ def _ancestry(ops: Iterable[_Op | None]) -> list[_Op]:
 
 # --- operations and tensors -------------------------------------------------------------------
 
+# Operations that replace all of the tensor they write to, and those that make a random tensor.
 _FILLS = {"normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_"}
 _FILLS |= {"cauchy_", "geometric_", "zero_", "fill_", "copy_"}
 _SOURCES = {"randn", "rand", "randint", "randperm", "normal", "bernoulli", "multinomial"}
@@ -465,7 +479,7 @@ def _name(func: Any) -> str:
 
 
 def _constant(leaf: Any) -> Any:
-    """Return a copy of an argument as it is now."""
+    """Return a copy of an argument as it is now, because the factory may change it later."""
     if isinstance(leaf, torch.Generator):
         return leaf.clone_state()
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
@@ -474,8 +488,8 @@ def _constant(leaf: Any) -> Any:
 def _written_and_read(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The tensors that a call writes, and those it reads and does not write."""
-    if not isinstance(func, Operation):
+    """Return the tensors that a call writes, and those that it only reads."""
+    if not isinstance(func, Operation):  # a function that is logged whole fills its first argument
         return [args[0]], []
     written: list[Any] = []
     read: list[Any] = []
@@ -498,14 +512,14 @@ def _overwrites(func: Any, tensor: torch.Tensor) -> bool:
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws from the global state; an explicit generator is the user's own seed."""
+    """Whether a call draws from the global state. An explicit generator is the user's own seed, and is left alone."""
     if isinstance(func, Operation) and torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     return not any(isinstance(leaf, torch.Generator) for leaf in _leaves((args, kwargs)))
 
 
 def _execute(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the operation, on the CPU if it draws: all devices and machines get the same numbers."""
+    """Call the operation, on the CPU if it draws, so that all devices and machines get the same numbers."""
     with _Portable():
         return op.func(*args, **kwargs) if op.seed is None else _draw(op.func, op.seed, args, kwargs)
 
@@ -518,7 +532,7 @@ def _draw(func: Callable[..., Any], seed: int, args: tuple[Any, ...], kwargs: di
     if device is None:
         torch.default_generator.manual_seed(seed)
         return func(*args, **kwargs)
-    if _name(func) in _FILLS | _SOURCES | {""}:
+    if _name(func) in _FILLS | _SOURCES | {""}:  # no name has a function that is logged whole
         torch.default_generator.manual_seed(seed)
         return _on_cpu(func, args, kwargs, device)
     torch.manual_seed(seed)
@@ -526,7 +540,11 @@ def _draw(func: Callable[..., Any], seed: int, args: tuple[Any, ...], kwargs: di
 
 
 class _Portable(_Dispatching, TorchDispatchMode):  # type: ignore[misc]
-    """Computes bits that are the same on every machine, where torch's depend on instructions and threads."""
+    """Computes bits that are the same on every machine, where those of torch depend on instructions and threads.
+
+    In float64, noise is far below the last bit of a float32 weight, and a snapshot from another machine would blame the
+    code for the difference.
+    """
 
     def stay_uncompiled(self) -> None:
         """Do nothing: none of these operations is compiled."""
@@ -536,7 +554,8 @@ class _Portable(_Dispatching, TorchDispatchMode):  # type: ignore[misc]
         return func(*args, **kwargs) if portable is None else portable(func, *args, **kwargs)
 
 
-# Scaled in two steps, each is rounded alike everywhere; torch's instructions may round once for both.
+# These scale and shift in two steps, because each step is rounded alike on every machine. torch does both by one
+# instruction where the machine has it, which rounds once.
 
 
 def _normal(func: Any, tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> Any:
@@ -556,7 +575,7 @@ def _randn(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _in_float64(func: Any, tensor: torch.Tensor, *args: Any) -> Any:
-    """Return what `orthogonal_` makes of random numbers."""
+    """Call the QR decomposition, by which `orthogonal_` works, in float64: its last bits depend on the threads."""
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float64))
     return tuple(result.to(tensor.dtype) for result in func(wide, *args))
 
@@ -567,7 +586,7 @@ _PORTABLE: Mapping[str, Callable[..., Any]] = {
 
 
 def _on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
-    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the copy's id
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # copy and original, by the copy's id
 
     def there(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

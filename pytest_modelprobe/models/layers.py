@@ -1,7 +1,8 @@
-"""Layers of a model by name: wrappers are skipped by type; wrappers whose hooks misreport are rejected.
+"""Layers of a model by name: wrappers are skipped by type, and wrappers whose hooks misreport are rejected.
 
-Names must be those that the user knows: a wrapper of another library adds a segment that nobody wrote. A module whose
-hooks would report wrong values is refused here, before anything is attached.
+Names must be those that the user knows: a wrapper of another library adds a segment that nobody wrote. Wrappers are
+known by their type and never by a spelling, because a layer of the user may have any name. A module whose hooks would
+report wrong values is refused here, before anything is attached.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from pytest_modelprobe.record import ROOT, Plain
 from .distribution import DDP, notes_on, original_class
 
 _ATOMIC = (nn.MultiheadAttention, nn.RNNBase)
-"""Modules that compute in fused code without calling their children: hooks on these never fire."""
+"""Modules that compute in fused code without calling their children. Hooks on the children never fire, so that these
+would look unused."""
 
 _FABRIC = "fabric.wrappers._FabricModule"
 """Class of what `Fabric.setup` of Lightning returns, from either of its two packages."""
 
 _OWN = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
+"""The attributes that every module has, which say nothing of a layer."""
 
 RUN_EAGERLY = "is compiled; it is run eagerly while it is watched"
-"""What the note on a compiled model says, after its name."""
+"""What the note on a compiled model says after its name."""
 
+# Of sequences only short ones are recorded: a stride or a padding, and not a table.
 _PLAIN = frozenset({bool, int, float, str})
 _SEQUENCES = frozenset({tuple, list, torch.Size})
 _MOST_ITEMS = 16
@@ -41,13 +44,13 @@ class Layers:
     """The layers of a model, found once, before anything is attached.
 
     Attributes:
-        modules: By name, in the order of ``named_modules()``; the root is ``(root)``.
-        aliases: Other names of a module that occurs several times.
+        modules: The modules by name, in the order of ``named_modules()``. The root is ``(root)``.
+        aliases: The other names of a module that occurs several times.
         notes: Remarks about wrappers that were skipped and about compiled modules.
 
     Raises:
-        UnsupportedModelError: The model is no module, its hooks do not fire or report wrong values, or a child has the
-            root's name.
+        UnsupportedModelError: The model is not a module, its hooks do not fire or report wrong values, or a child has
+            the root's name.
 
     >>> list(Layers(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).modules)
     ['(root)', '0', '1']
@@ -61,7 +64,7 @@ class Layers:
         self._names: dict[nn.Module, str] = {}
         self._atomic: set[str] = set()
         self._plain: set[type] = set()
-        """Classes that are neither wrappers nor otherwise of a kind of their own: most modules are of a few of them."""
+        """Classes that need no special treatment. Most modules are of a few of them, so each is looked at once."""
         self._walk("", model)
         self.notes += notes_on(self.modules.values())
 
@@ -78,6 +81,7 @@ class Layers:
         self.modules[name or ROOT] = module
         if compiled_call(module) is not None:
             self._note_compiled(name)
+        # With hooks torch takes the other path, which is not equal to the last bit (4.8e-7 in torch 2.13).
         if not plain and isinstance(module, nn.TransformerEncoderLayer) and not module.training:
             self.notes.append(
                 "TransformerEncoderLayer does not take its fused path (eval, no gradient) with hooks on it"
@@ -97,7 +101,7 @@ class Layers:
         return None
 
     def _unwrapped(self, name: str, module: nn.Module) -> nn.Module | None:
-        """Return the module inside a wrapper; None if the module is no wrapper."""
+        """Return the module inside a wrapper, or `None` if the module is not a wrapper."""
         reject_misreporting(module, name)
         if isinstance(module, nn.parallel.DistributedDataParallel):
             self.notes.append(DDP)
@@ -150,7 +154,7 @@ def reject_misreporting(module: nn.Module, name: str) -> None:
             f"{name or ROOT} is a ScriptModule, which runs outside Python and calls no hooks: use the eager "
             "module that it was made from"
         )
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not in use
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # what is not imported is not in use
     if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
         raise UnsupportedModelError(
             f"{name or ROOT} is wrapped in FSDP1, whose flat parameters hide which layer a gradient belongs to: "
@@ -182,21 +186,21 @@ def attributes(module: nn.Module) -> dict[str, Plain]:
 
 
 def own_parameters(module: nn.Module, *, atomic: bool) -> Iterable[tuple[str, nn.Parameter]]:
-    """Return the parameters of the module itself; of an atomic one also those of its children."""
+    """Return the parameters of the module itself, and those of its children too if it is atomic."""
     if atomic and module._modules:
         return module.named_parameters(remove_duplicate=False)
     return [(name, own) for name, own in module._parameters.items() if own is not None]
 
 
 def own_buffers(module: nn.Module, *, atomic: bool) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return the buffers of the module itself; of an atomic one also those of its children."""
+    """Return the buffers of the module itself, and those of its children too if it is atomic."""
     if atomic and module._modules:
         return module.named_buffers(remove_duplicate=False)
     return [(name, own) for name, own in module._buffers.items() if own is not None]
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool | None:
-    """Return whether the ``state_dict`` has a buffer, of the module or, by its path, of a child; None: it is not known.
+    """Return whether the ``state_dict`` has a buffer, which is given by its path. `None` if that is not known.
 
     >>> norm = nn.BatchNorm1d(2)
     >>> norm.register_buffer("table", torch.zeros(2), persistent=False)

@@ -1,4 +1,8 @@
-"""The memory of tensors: whether it holds their elements, as bytes, and as an array of numpy."""
+"""The memory of tensors: whether it holds their elements, as bytes, and as an array of numpy.
+
+Before an address is read, the storage is asked whether it holds the elements. Most operations of torch do not ask, and
+a tensor whose memory was freed crashes the process.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,15 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # documented, but not in `__all__`
 
-_CPU = (1, 0)  # as DLPack writes it
+_CPU = (1, 0)  # the CPU as DLPack writes it: kDLCPU, device 0
 
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""An integer dtype for each number of bytes."""
 
 
 def has_dense_storage(leaf: object) -> TypeGuard[torch.Tensor]:
-    """Whether a value is a dense tensor, and the memory of its elements is there: see `is_strided`, `holds_elements`.
+    """Whether a value is a dense tensor whose memory holds its elements: see `is_strided` and `holds_elements`.
 
     >>> x = torch.ones(3)
     >>> _ = x.untyped_storage().resize_(4)
@@ -28,7 +33,7 @@ def has_dense_storage(leaf: object) -> TypeGuard[torch.Tensor]:
 
 
 def is_strided(leaf: object) -> TypeGuard[torch.Tensor]:
-    """Whether a value is a tensor with strides and a device: not meta, fake, sparse, nested or uninitialized."""
+    """Whether a value is a tensor with strides and a device, and not meta, fake, sparse, nested or uninitialized."""
     return (
         isinstance(leaf, torch.Tensor)
         and type(leaf).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
@@ -42,14 +47,14 @@ def is_strided(leaf: object) -> TypeGuard[torch.Tensor]:
 def holds_elements(tensor: torch.Tensor) -> bool:
     """Whether the storage of a strided tensor holds all elements that its sizes and strides reach.
 
-    Most operations of torch do not ask. Where the storage was freed, as FSDP does with its own, or has shrunk, they
-    read what is behind it, and the process crashes or computes with another's memory. A symbolic zero and a functional
-    tensor have a storage that tells a size and has no memory. What another thread frees between this and the reading
-    crashes as it does without us.
+    Most operations of torch do not ask. If the storage was freed, as FSDP does with its own, or has shrunk, they read
+    what is behind it, and the process crashes or computes with memory that belongs to something else. A symbolic zero
+    and a functional tensor have a storage with a size and without memory. If another thread frees the memory between
+    this call and the reading, the process crashes as it does without the probe.
     """
     try:
         storage = tensor.untyped_storage()
-        storage.data_ptr()  # raises where there is a size and no memory
+        storage.data_ptr()  # raises if there is a size and no memory
     except RuntimeError:
         return False
     if not tensor.numel():
@@ -59,14 +64,14 @@ def holds_elements(tensor: torch.Tensor) -> bool:
 
 
 def lacks_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor should have a storage that holds its elements, and has none: see `holds_elements`."""
+    """Whether a tensor should have a storage that holds its elements, but does not: see `holds_elements`."""
     return is_strided(tensor) and not holds_elements(tensor)
 
 
 def detached_copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy outside of graphs, expanded as the tensor is; None where torch has no copy of it.
+    """Return a copy outside of graphs, expanded as the tensor is, or `None` if torch cannot copy it.
 
-    That is where its memory is gone, and of dtypes such as ``uint3`` or channels that are quantized apart.
+    It cannot if the memory is gone, and not for dtypes such as ``uint3`` or tensors that are quantized by channel.
 
     >>> detached_copy(torch.ones(1).expand(1 << 40)).shape
     torch.Size([1099511627776])
@@ -92,12 +97,12 @@ def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a dense tensor as integers that share its memory: these compare and copy in any dtype.
+    """Return the elements of a dense tensor as integers in the same memory: these compare and copy in any dtype.
 
     >>> as_bits(torch.ones(2, dtype=torch.complex128)).shape
     torch.Size([2, 2])
     """
-    words = -(-tensor.element_size() // 8)
+    words = -(-tensor.element_size() // 8)  # two for complex128, whose 16 bytes no integer dtype has
     shape = [n if step else min(n, 1) for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
     bits = torch.empty(0, dtype=_WORDS[tensor.element_size() // words], device=tensor.device)
     place = tensor.storage_offset() * words, (*shape, words), (*(step * words for step in tensor.stride()), 1)
@@ -105,7 +110,7 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def version(tensor: torch.Tensor) -> int | None:
-    """Return how often a tensor was written to; None if torch does not count it: inference and lazy tensors.
+    """Return how often a tensor was written to. `None` if torch does not count: for inference and lazy tensors.
 
     >>> x = torch.ones(2)
     >>> version(x.add_(1))
@@ -115,7 +120,7 @@ def version(tensor: torch.Tensor) -> int | None:
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a complex tensor as pairs of real numbers, along a last axis of its own; any other as it is.
+    """Return a complex tensor as pairs of real numbers along a new last axis, and any other tensor as it is.
 
     >>> as_real(torch.tensor([1 + 2j]).conj())
     tensor([[ 1., -2.]])
@@ -129,13 +134,14 @@ def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """Return the elements of a plain CPU tensor as an array that shares its memory, to be read at once.
+    """Return the elements of a plain CPU tensor as an array in the same memory, to be read at once.
 
-    `Tensor.numpy` and `numpy.asarray` would make the memory unresizable for good, in every tensor that shares it, and
-    the model's own `resize_` would raise. It stays resizable, so an array that is kept may refer to freed memory.
+    `Tensor.numpy` and `numpy.asarray` make the memory unresizable for good, in every tensor that shares it, and the
+    model's own `resize_` would raise after that. Here the memory stays resizable, so do not keep the array: the memory
+    may be freed.
 
     Args:
-        tensor: Detached, of a dtype that numpy has, neither conjugated nor negated lazily.
+        tensor: A detached tensor, of a dtype that numpy has, neither conjugated nor negated lazily.
 
     >>> x = torch.ones(2)
     >>> as_array(x)
@@ -147,7 +153,7 @@ def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 class _Exported:
-    """An argument of `numpy.from_dlpack`: a `Tensor` takes four times as long."""
+    """The argument of `numpy.from_dlpack`. Given a `Tensor`, it takes four times as long."""
 
     __slots__ = ("_capsule",)
 

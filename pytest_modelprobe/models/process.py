@@ -1,8 +1,8 @@
 """The state of the process that a forward may change: one table of how it is read, and how it is set.
 
-A model may set a default dtype, warning filters or a thread count, and leave them so. The table is read before a run,
-and what differs is set back after it. Random generators have a table of their own, since seeding puts them back too.
-The state of autocast is read here for all who enter it again.
+A model may set a default dtype, warning filters or a thread count, and leave them so. Then a test would change the
+tests after it. The table is read before a run, and what differs is set back after it. Random generators have a table of
+their own, because seeding puts them back too. The state of autocast is read here for all who enter it again.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Setting(NamedTuple):
     """One row of the table."""
 
     name: str
-    """As in the documentation."""
+    """Its name in the documentation."""
     get: Callable[[], Any]
     set: Callable[[Any], object]
 
 
 Settings = list[tuple[Setting, Any]]
-"""Settings, each with its value."""
+"""The type of settings, each with its value."""
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def read_settings() -> Settings:
 
 
 def restore_settings(before: Settings) -> None:
-    """Set those that have another value now: to set some of them takes long, or warns."""
+    """Set the settings that have another value now. All others are left alone: to set some takes long, or warns."""
     for one, was in before:
         if _read(one) != was:
             one.set(was)
@@ -68,7 +68,8 @@ _NOTHING = object()
 def _read(one: Setting) -> Any:
     try:
         return one.get()
-    except (RuntimeError, ModelProbeError):  # of two ways to set a precision the older one may have no value
+    # torch has two ways to set a precision. After the newer one the older one may raise instead of having a value.
+    except (RuntimeError, ModelProbeError):
         return _NOTHING
 
 
@@ -79,13 +80,13 @@ _DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def autocast_states(devices: Iterable[str] = _DEVICES) -> tuple[Autocast, ...]:
-    """Return the state of autocast for those of the types of device that have it, enabled or not."""
+    """Return the state of autocast for the types of device that have it, enabled or not."""
     available = filter(torch.amp.is_autocast_available, dict.fromkeys(devices))
     return tuple((d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in available)
 
 
 def active_autocast(devices: Iterable[str] = _DEVICES) -> tuple[Autocast, ...]:
-    """Return the state of autocast for those of the types of device for which it is enabled.
+    """Return the state of autocast for the types of device for which it is enabled.
 
     >>> with torch.autocast("cpu", torch.bfloat16):
     ...     active_autocast()
@@ -97,7 +98,8 @@ def active_autocast(devices: Iterable[str] = _DEVICES) -> tuple[Autocast, ...]:
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 _ENVIRONMENT: Any = getattr(os.environ, "_data", os.environ)
-"""The environment as it is encoded: to decode it for each run took a twentieth of that of a small model."""
+"""The environment variables as Python keeps them, encoded. To decode them before and after each run took a twentieth of
+the run of a small model."""
 
 
 def _set_environment(encoded: dict[Any, Any]) -> None:
@@ -108,7 +110,7 @@ def _set_environment(encoded: dict[Any, Any]) -> None:
 
 
 def _set_warning_filters(before: list[Any]) -> None:
-    warnings.resetwarnings()  # it also forgets what the old filters decided
+    warnings.resetwarnings()  # it also makes Python forget what the old filters decided
     warnings.filters.extend(before)  # type: ignore[attr-defined]
 
 
@@ -117,7 +119,7 @@ def _set_deterministic(before: tuple[bool, bool]) -> None:
 
 
 def _set_autocast(before: tuple[Autocast, ...]) -> None:
-    for device, dtype, enabled in before:
+    for device, dtype, enabled in before:  # set also where it is off: the dtype for the next time is a setting too
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
 
@@ -145,7 +147,7 @@ def _set_stream(before: Any) -> None:
         torch.cuda.set_stream(before)
 
 
-# Not the properties of torch.backends.cudnn, which cannot be set where they are frozen.
+# Not the properties of `torch.backends.cudnn`, which cannot be set after the user froze the flags.
 SETTINGS = (
     Setting("environment", _ENVIRONMENT.copy, _set_environment),
     Setting("warning filters", lambda: warnings.filters[:], _set_warning_filters),
@@ -166,20 +168,20 @@ SETTINGS = (
     Setting("threads", torch.get_num_threads, torch.set_num_threads),
     Setting("stream of CUDA", _stream, _set_stream),
 )
-"""What `settings_preserved` puts back, in this order."""
+"""The settings that `settings_preserved` puts back, in this order."""
 
 
 # --- random generators ------------------------------------------------------------------------------------------------
 
 
 def _cuda_states() -> Any:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # to read them would initialize it
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # reading would initialize CUDA
 
 
 def _set_cuda_states(before: Any) -> None:
     if before is not None:
         torch.cuda.set_rng_state_all(before)
-    elif torch.backends.cuda.is_built():  # a seed that was set meanwhile waits for CUDA's first use
+    elif torch.backends.cuda.is_built():  # a seed that was set meanwhile would wait for CUDA's first use
         torch.cuda.manual_seed_all(torch.initial_seed())
 
 
@@ -193,4 +195,4 @@ def _generators() -> Iterator[Setting]:
 
 
 GENERATORS = tuple(_generators())
-"""What `seeding.forked_rng` puts back, in this order: CUDA may need the seed of the CPU."""
+"""The generators that `seeding.forked_rng` puts back. The CPU comes first, because CUDA may need its seed."""

@@ -1,4 +1,9 @@
-"""Save and restore the state of a model: tensors, gradients, everything its attributes refer to, settings."""
+"""Save and restore the state of a model: tensors, gradients, everything its attributes refer to, settings.
+
+A run and a check leave no trace in the user's model. Everything is put back on the same objects and in the same
+memory, because a tied parameter, a view or an optimizer may refer to them. How far that reaches is decided by type, in
+`_savers_of`, and notes say where it ends.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +33,16 @@ from pytest_modelprobe.interrupts import held
 from .memory import as_bytes, has_dense_storage, is_strided
 from .process import Settings, read_settings, restore_settings
 
-# What register_forward_hook and its like change.
+# The attributes that `register_forward_hook` and its like change. They have a rule of their own, see `_Hooks`.
 _HOOKS = frozenset(key for key in vars(nn.Module()) if "hook" in key)
 
-_MOST_OBJECTS = 20_000  # besides modules and their attributes; some milliseconds per thousand
-_LONG = 200  # characters of a name in a note; deeper values get the name of their container
-_MOST_BYTES = 1 << 30  # of arrays that are no tensors, each: an index of a search engine is not copied for a forward
+_MOST_OBJECTS = 20_000  # objects besides modules and their attributes. A thousand take some milliseconds
+_LONG = 200  # characters of a name in a note. Deeper values get the name of their container
+_MOST_BYTES = 1 << 30  # of one array that is not a tensor: the index of a search engine is not copied for a forward
 
 
 def preserved(model: nn.Module, *, values: bool = True, lazy: bool = True) -> ModelState:
-    """Restore `model` on exit from a `with` block, also after an exception; see `ModelState`.
+    """Return a `with` block that restores `model` at its end, also after an exception. See `ModelState`.
 
     >>> model = nn.BatchNorm1d(3)
     >>> with preserved(model):
@@ -56,50 +61,54 @@ def has_lazy(model: nn.Module) -> bool:
 
 
 class ModelState:
-    """The state of a model when this is made; `restore` puts it back, any number of times, and so does a `with` block.
+    """The state of a model at the moment when this is made.
 
-    Put back, on the same objects and in the same memory, are:
+    `restore` puts it back, any number of times, and so does the end of a `with` block. These are put back, on the same
+    objects and in the same memory:
 
     * parameters, buffers and all other tensors: their bits, device, dtype, requires_grad and gradients (the same
       tensors, the same bits). Memory that did not change is not written to, and no version counter moves.
-    * attributes of modules: those set get their old value, those added are deleted.
+    * attributes of modules: those that were set get their old value, and those that were added are deleted.
     * what attributes refer to, however deep: the contents of lists, dicts, sets and their subclasses, of arrays, the
       states of random generators, the attributes of objects, with `__slots__` or without, an optimizer's among them.
-    * hooks of modules: added ones are removed, removed ones added.
+    * hooks of modules: those that were added are removed, and those that were removed are added.
     * lazy modules that had seen no input: they are lazy again.
 
-    A `with` block also puts back the settings that the process had when it began, see `process.SETTINGS`, and holds
-    interrupts: code of the user inside runs in `interruptible`.
+    A `with` block also puts back the settings that the process had when it began, see `process.SETTINGS`. It holds
+    interrupts, so that nothing is left half restored. Code of the user inside it runs in `interruptible`.
 
-    Left alone are the bits of sparse, nested and fake tensors, and of those whose storage does not hold their elements.
-    Iterators cannot be wound back, and the number of objects is limited. `notes` say all this. Left alone are also the
-    bits of meta tensors, what a closure or a class holds, and the objects of the standard library and of torch itself
-    that are none of those above.
+    The bits of sparse, nested and fake tensors are left alone, and those of tensors whose storage does not hold their
+    elements. Iterators cannot be wound back, and the number of objects is limited. `notes` say all this. Also left
+    alone are the bits of meta tensors, what a closure or a class holds, and the objects of the standard library and of
+    torch itself that are not among those above.
 
     Args:
-        model: The model; its tensors' memory is copied once.
-        values: False copies no memory of tensors and puts no bits back: for a forward that cannot change any.
-        lazy: False leaves lazy modules the shapes that they get meanwhile; only their mode is put back.
-        generators: False leaves the model's own random generators where they are, so that what depends on them is
-            another when it runs again.
+        model: The model. The memory of its tensors is copied once.
+        values: Whether to copy the memory of tensors and put their bits back. A forward that cannot change any, such as
+            one on fake tensors, does not need it.
+        lazy: Whether lazy modules become lazy again. If False they keep the shapes that they get meanwhile, and only
+            their mode is put back.
+        generators: Whether to put back the model's own random generators. If False, what depends on them is different
+            when the model runs again.
     """
 
     def __init__(self, model: nn.Module, *, values: bool = True, lazy: bool = True, generators: bool = True) -> None:
         self.notes: list[str] = []
-        """What cannot be put back."""
+        """What cannot be put back, in sentences."""
         self._values, self._lazy, self._with_generators = values, lazy, generators
         self._generators: list[_Generator] = []
         self._blocks: list[tuple[held, Settings]] = []
         self._known: set[int] = set()
         self._parts: list[_Part] = []
         self._memory: dict[int, _Memory] = {}  # by address
-        self._late: list[_Part] = []
+        self._late: list[_Part] = []  # hooks and lazy classes, which are put back after all attributes
         self._savers_by_type: dict[type, tuple[_Saver, ...]] = {}
         self._found: deque[tuple[str, Any]] = deque()
         with _modes_off():
             for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-                self.save(name, tensor)  # first, as there may be too many objects to save
-            for name, module in reversed(list(model.named_modules())):  # those inside are known then
+                self.save(name, tensor)  # first: other objects may be too many, and weights must not be among the rest
+            # The innermost first, so that the modules inside one are known when its attributes are saved.
+            for name, module in reversed(list(model.named_modules())):
                 self.save(name, module)
             self._follow()
 
@@ -127,10 +136,12 @@ class ModelState:
         with _modes_off():
             for part in (*self._parts, *self._memory.values(), *self._late):
                 part.restore()
-        torch.clear_autocast_cache()  # of copies, in another dtype, of the weights as they were meanwhile
+        # It has copies of the weights, in another dtype, as they were meanwhile. Under an autocast of the caller's they
+        # outlive this block, and the model would compute with them.
+        torch.clear_autocast_cache()
 
     def draw(self) -> None:
-        """Draw a number from each random generator of the model, so that what depends on one will be another."""
+        """Draw a number from each random generator of the model, so that what depends on one will be different."""
         for generator in self._generators:
             generator.draw()
 
@@ -144,7 +155,7 @@ class ModelState:
                 save(self, name, value)
 
     def save_module(self, name: str, module: Any) -> None:
-        """Save a module: its attributes and the values of these, and its hooks."""
+        """Save a module: its attributes, their values, and its hooks."""
         names = vars(module)
         lazy = _is_lazy(module)
         if lazy and not self._lazy:
@@ -168,7 +179,8 @@ class ModelState:
             return
         state = _TensorState(tensor)
         if state.grad is not None:
-            self.save(f"{name}.grad", state.grad)  # first: it must fit again before it is assigned
+            # First: torch takes a gradient only if its shape, dtype and device fit, and they may have changed too.
+            self.save(f"{name}.grad", state.grad)
         self._parts.append(state)
         inner = _inner_tensors(tensor)
         for one in inner:
@@ -182,7 +194,7 @@ class ModelState:
             self.notes.append(f"{name} has no dense memory that holds its elements: they stay as a forward leaves them")
 
     def save_items(self, name: str, items: Iterable[Any]) -> None:
-        """Find the items of a container that cannot be changed."""
+        """Find the items of a container that itself cannot be changed."""
         self._find(name, enumerate(items))
 
     def save_mapping(self, name: str, mapping: Any) -> None:
@@ -203,7 +215,7 @@ class ModelState:
         """Save the attributes of an object that is no module."""
         try:
             names = owner.__dict__
-        except Exception:  # noqa: BLE001 - a proxy for what is not there
+        except Exception:  # noqa: BLE001 - a proxy for something that is not there may raise anything
             return
         attributes = _Attributes(names)
         self._parts.append(attributes)
@@ -220,7 +232,7 @@ class ModelState:
         self._parts.append(_Bytes(values))
 
     def save_array(self, name: str, values: npt.NDArray[Any]) -> None:
-        """Save the elements of an array of numpy, if it is writable."""
+        """Save the elements of an array of numpy if it is writable and not too large."""
         if values.nbytes > _MOST_BYTES:
             self.notes.append(f"{name} is an array of {values.nbytes:,} bytes, and stays as a forward leaves it")
         elif values.flags.writeable:
@@ -244,7 +256,7 @@ class ModelState:
                 self._found.append((form.format(name, key) if len(name) < _LONG else name, value))
 
     def _follow(self) -> None:
-        """Save the values found, and those found meanwhile, the nearest first."""
+        """Save the values that were found, and those found meanwhile. The nearest to a module come first."""
         for _ in range(_MOST_OBJECTS):
             if not self._found:
                 return
@@ -272,7 +284,7 @@ class _Part(Protocol):
 
 
 class _Mapping:
-    """The items of a dict, in order, by the methods of dict: those of a subclass may refuse, or add up."""
+    """The items of a dict, in order. They are set by the methods of dict: those of a subclass may refuse, or add up."""
 
     def __init__(self, mapping: Any) -> None:
         self._mapping = mapping
@@ -318,7 +330,7 @@ class _Bytes:
 
 
 class _Attributes:
-    """The contents of the `__dict__` of an object."""
+    """The contents of the `__dict__` of an object. Only what changed is written."""
 
     def __init__(self, names: dict[str, Any], *, without: frozenset[str] = frozenset()) -> None:
         self._names, self._without = names, without
@@ -366,7 +378,8 @@ class _Array:
     def restore(self) -> None:
         if self._array.shape != self._elements.shape:
             self._array.resize(self._elements.shape, refcheck=False)
-        if self._array.tobytes() != self._elements.tobytes():  # memory that did not change may be read-only
+        # Compared as bytes, since a NaN is not equal to itself. Memory that did not change may be read-only.
+        if self._array.tobytes() != self._elements.tobytes():
             np.copyto(self._array, self._elements)
 
 
@@ -386,10 +399,11 @@ class _Generator:
 
 
 class _Hooks:
-    """The hooks of a module: added ones are removed, removed ones added, but for those of a watch that was closed.
+    """The hooks of a module: those that were added are removed, and those that were removed are added.
 
-    A model that registers hooks in its first forward keeps an attribute that says so: where the attribute is restored
-    and the hooks are not, the next forward registers them twice, or not at all.
+    A model that registers hooks in its first forward keeps an attribute that says so. If the attribute were restored
+    and the hooks were not, the next forward would register them twice, or not at all. Our own hooks that were removed
+    stay removed: their watch was closed meanwhile.
     """
 
     def __init__(self, tables: list[dict[int, Any]]) -> None:
@@ -407,7 +421,7 @@ class _Hooks:
 
 
 class _Mode:
-    """The mode of a lazy module."""
+    """The mode of a lazy module: whether it is training."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self._names = names
@@ -418,7 +432,7 @@ class _Mode:
 
 
 class _Lazy:
-    """A lazy module that has seen no input: its class, and its tensors without shapes."""
+    """A lazy module that has seen no input: its class, which a forward changes, and its tensors without shapes."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._class = module, type(module)
@@ -451,7 +465,7 @@ class _TensorState:
     def restore(self) -> None:
         tensor = self._tensor
         if self._data is not None and not (is_strided(tensor) and _place(tensor) == self._place):
-            tensor.data = self._data  # module.to() replaced it
+            tensor.data = self._data  # it was replaced, as `module.to()` does
         if not self._is_leaf:
             return
         if not tensor.is_leaf and not is_view(tensor):
@@ -464,7 +478,7 @@ class _TensorState:
 
 
 class _Memory:
-    """The bytes of a whole storage, so that views, overlaps and ties need no care."""
+    """The bytes of a whole storage. By storages, views, overlaps and ties need no care."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage
@@ -474,12 +488,13 @@ class _Memory:
     def restore(self) -> None:
         if self._storage.nbytes() != self._before.numel():
             self._storage.resize_(self._before.numel())
-        if not torch.equal(_words(self._now), _words(self._before)):  # memory that did not change may be read-only
+        # Memory that did not change may be read-only, and its version counter must not move.
+        if not torch.equal(_words(self._now), _words(self._before)):
             self._now.copy_(self._before)
 
 
 def _words(memory: torch.Tensor) -> torch.Tensor:
-    """Return bytes in words of eight, if there is no rest: torch compares six times as many in the same time."""
+    """Return bytes as words of eight if none are left over: torch compares six times as many in the same time."""
     return memory.view(torch.int64) if memory.numel() % 8 == 0 else memory
 
 
@@ -517,16 +532,17 @@ _RANDOM: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object], Ca
 }
 """For each kind of random generator: read its state, set it, draw a number."""
 _HOLDERS = (types.SimpleNamespace, argparse.Namespace, ChainMap, UserDict, UserList, np.ma.MaskedArray)
-"""Classes of the standard library and of numpy that are plain containers of attributes."""
+"""Classes of the standard library and of numpy that are plain containers. They may hold a part of a model."""
 _MADE_OF = ("torch.nn.", "torch.optim.", "torch.amp.", "torch.distributions.")
-"""Packages of torch whose objects are parts of models; those of other packages refer to half the process."""
+"""Packages of torch whose objects are parts of models. Objects of its other packages refer to half the process."""
 _LIBRARIES = sys.stdlib_module_names | {"_pytest", "numpy", "pytest", "pytest_modelprobe", "torch"}
 _PROCESS = frozenset({"asyncio", "concurrent", "io", "logging", "multiprocessing", "socket", "threading", "unittest"})
-"""Classes derived from these change on their own while a model runs."""
+"""Packages of the standard library: objects whose classes derive from theirs run beside the model, and change on their
+own while it runs."""
 
 
 def _savers_of(kind: type) -> tuple[_Saver, ...]:
-    """Return how the values of a type are saved; nothing for those that cannot change or are no part of a model."""
+    """Return how the values of a type are saved: in no way if they cannot change, or are not part of a model."""
     savers: list[_Saver] = []
     if issubclass(kind, nn.Module):
         return ModelState.save_module, *([ModelState.save_slots] if _slots(kind) else [])
@@ -542,6 +558,7 @@ def _savers_of(kind: type) -> tuple[_Saver, ...]:
         savers.append(ModelState.save_bytes)
     elif issubclass(kind, np.ndarray):
         savers.append(ModelState.save_array)
+    # The generator of the operating system has no state.
     elif issubclass(kind, tuple(_RANDOM)) and not issubclass(kind, random.SystemRandom):
         savers.append(ModelState.save_generator)
     elif issubclass(kind, functools.partial):
@@ -588,6 +605,6 @@ def _inner_tensors(tensor: Any) -> list[object]:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return where the elements of a strided tensor are: the same while its storage lives and it is not replaced."""
+    """Return where the elements of a strided tensor are. It stays the same unless the tensor's data are replaced."""
     storage = storage_key(tensor.untyped_storage())
     return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()

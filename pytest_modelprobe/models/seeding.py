@@ -1,4 +1,9 @@
-"""Seeds by name: reproducible inputs, and random states saved and restored."""
+"""Seeds by name: reproducible inputs, and random states saved and restored.
+
+A seed made of a name depends on nothing that was drawn before, so an input that is added to a test leaves the others as
+they are. Numbers are drawn on the CPU, with the same bits on every machine and for every device: they stand in
+snapshots that are compared elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +23,14 @@ from .memory import as_array
 from .process import GENERATORS
 
 _BLOCK = 16
-"""Uniform numbers of which torch makes as many normal ones at once: cosines, then sines."""
+"""How many uniform numbers torch turns into as many normal ones at once: 8 cosines, then 8 sines."""
 
 _AT_ONCE = 1 << 15
-"""Numbers that are computed at once, in the cache; a multiple of `_BLOCK`."""
+"""How many numbers are computed at once, so that they stay in the cache. It is a multiple of `_BLOCK`."""
 
 
 def derive(seed: int, name: str) -> int:
-    """Return the 63-bit seed that belongs to `name` under `seed`: the same on every machine.
+    """Return the 63-bit seed that belongs to `name` under `seed`. It is the same on every machine.
 
     >>> derive(0, "x")
     7919274910726248567
@@ -38,8 +43,9 @@ def derive(seed: int, name: str) -> int:
 def forked_rng() -> Iterator[None]:
     """Restore the global random states on exit, bit for bit, also after an exception.
 
-    Covers torch on the CPU, on every CUDA device and on MPS, numpy's global state and `random`.
-    It never initializes CUDA; where CUDA was not initialized, it will start from torch's seed on entry.
+    These are the states of torch on the CPU, on every CUDA device and on MPS, numpy's global state and that of
+    `random`. CUDA is never initialized for it. If CUDA was not initialized before, it will start from the seed that
+    torch had on entry.
 
     >>> with forked_rng():
     ...     inside = torch.rand(())
@@ -58,7 +64,8 @@ def seed_everything(seed: int) -> None:
     """Seed torch (all devices, CUDA lazily), numpy's global state and `random`."""
     if torch.backends.cuda.is_built() or torch.accelerator.current_accelerator() is not None:
         torch.manual_seed(seed)
-    else:  # torch.manual_seed formats the stack for each kind of device, of which this build has none: 1 ms
+    # `torch.manual_seed` formats the stack for each kind of device, which takes 1 ms. This build has none of them.
+    else:
         torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 -- the state that users draw from
     random.seed(seed)
@@ -66,7 +73,7 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Run a block with random states seeded by `seed`, and restore the states afterwards.
+    """Run a block with all random states seeded by `seed`, and restore the states afterwards.
 
     >>> with seeded(3):
     ...     a = torch.rand(2)
@@ -108,11 +115,11 @@ def randn(
     """Return standard normal numbers that depend on `seed`, `name` and `shape` alone.
 
     Args:
-        shape: of the tensor.
-        seed: the base seed.
-        name: of the input; inputs of other names have other numbers.
-        device: where the tensor goes; it is drawn on the CPU, so every device gets the same.
-        dtype: None is torch's default. The draw is in float32 and then cast, so all dtypes agree.
+        shape: The shape of the tensor.
+        seed: The base seed.
+        name: The name of the input. Inputs with different names have different numbers.
+        device: Where the tensor goes. It is drawn on the CPU, so every device gets the same numbers.
+        dtype: By default torch's default dtype. Numbers are drawn in float32 and then cast, so all dtypes agree.
 
     >>> x = randn((2, 3), seed=0, name="x", device="cpu")
     >>> torch.equal(x.double(), randn((2, 3), seed=0, name="x", device="cpu", dtype=torch.float64))
@@ -127,10 +134,10 @@ def randn(
 
 
 def fill_normal(tensor: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Fill a tensor on the CPU with the standard normal numbers that torch draws: the same bits on every machine.
+    """Fill a tensor on the CPU with the standard normal numbers that torch draws, with the same bits on every machine.
 
     torch computes float32 numbers by vector instructions, whose last bits differ between machines. Here the same
-    uniform numbers, which are exact, become normal ones in float64, and are rounded once.
+    uniform numbers, which are exact, become normal ones in float64 and are rounded once.
 
     >>> torch.allclose(fill_normal(torch.empty(40), torch.Generator()), torch.randn(40, generator=torch.Generator()))
     True
@@ -138,12 +145,13 @@ def fill_normal(tensor: torch.Tensor, generator: torch.Generator | None = None) 
     if tensor.is_complex():
         fill_normal(torch.view_as_real(tensor), generator).mul_(math.sqrt(0.5))
         return tensor
+    # Only the float32 numbers of a contiguous tensor, a block of them or more, are computed by vector instructions.
     if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.numel() < _BLOCK:
         return tensor.normal_(generator=generator)
     flat = tensor.detach().view(-1).uniform_(generator=generator)
     for part in flat[: len(flat) // _BLOCK * _BLOCK].split(_AT_ONCE):
         part.copy_(_normal(part))
-    if len(flat) % _BLOCK:  # torch draws the last ones again
+    if len(flat) % _BLOCK:  # as torch does: the last block is drawn anew, over numbers that are there already
         flat[-_BLOCK:] = _normal(flat.new_empty(_BLOCK).uniform_(generator=generator))
     return tensor
 

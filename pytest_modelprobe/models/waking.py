@@ -1,4 +1,8 @@
-"""Parameters that are all zero, as those of heads and gates may be at first: small random numbers in their place."""
+"""Small random numbers in the place of parameters that are all zero.
+
+Heads and gates may be zero at first, on purpose. What such a weight scales is zero whatever the layers before it do,
+and no gradient reaches these, so a check would hold without having seen anything.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,11 @@ from .memory import unexpanded
 from .seeding import randn
 
 _STD = 0.02
-"""Standard deviation, as in initializations of transformers."""
+"""The standard deviation, as in initializations of transformers."""
 
 
 def wake_zeros(layers: Layers, seed: int) -> None:
-    """Write small random numbers into weights that are all zero, which hide what is wrong in the layers before them.
+    """Write small random numbers into weights that are all zero.
 
     >>> head = torch.nn.Linear(2, 1)
     >>> _ = torch.nn.init.zeros_(head.weight)
@@ -26,7 +30,7 @@ def wake_zeros(layers: Layers, seed: int) -> None:
     for name, module in layers.modules.items():
         own = [(n, p) for n, p in module.named_parameters(recurse=False) if p.is_floating_point() and p.numel()]
         zero = [(n, p) for n, p in own if not p.any()]
-        # A bias hides nothing, unless there is nothing but zeros.
+        # A bias that is zero hides nothing, unless all parameters of the layer are zero.
         if len(zero) == len(own) or any(not n.endswith("bias") for n, _ in zero):
             for parameter_name, parameter in zero:
                 written = unexpanded(parameter.detach())

@@ -2,7 +2,8 @@
 
 They are mistakes that people make: a residual left out, a norm over the wrong axis, an eps that is too large. Most
 leave the shapes as they are, so that the tests have to notice the numbers. An operator has to say which calls it fits,
-because a fault that changes nothing would count as one that no test notices.
+because a fault that changes nothing would count as one that no test notices. What it changes it puts back at the end of
+a forward, so that a fault exists only while the model runs.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class Operator:
     noticed_by: str
     """The assertion, check or comparison that notices it in most layers."""
     fits: Callable[[LayerCall], bool]
-    """Whether it makes another layer of one that was called so."""
+    """Whether it changes something in a layer that was called like this."""
     output: Callable[[LayerCall], Any] | None = None
-    """Returns what the layer returns instead."""
+    """Takes a call and returns what the layer returns instead of its output, or is `None`."""
     plant: Callable[[nn.Module], AbstractContextManager[object]] | None = None
-    """Changes the layer until the end of the block."""
+    """Returns a block until whose end the layer is changed, or is `None`."""
     of_gradient: bool = False
     """Whether the values of the forward are the same with it."""
 
@@ -58,7 +59,7 @@ def _of_values(
     *,
     of_gradient: bool = False,
 ) -> Operator:
-    """Return an operator that changes each floating-point output, where one of them meets a condition."""
+    """Return an operator that changes each floating-point output if one of them meets a condition."""
 
     def fits(call: LayerCall) -> bool:
         tensors = flatten("output", call.output).tensors
@@ -91,7 +92,7 @@ def _exploding(tensor: Tensor) -> Tensor:
 
 
 def _input_of(call: LayerCall) -> Tensor | None:
-    """Return the input of a layer that could be left out: it has the shape and dtype of the output."""
+    """Return the input of a call if it has the shape and dtype of the output, so that the layer could be left out."""
     given, output = next(iter(call.args), None), call.output
     if not (isinstance(given, Tensor) and isinstance(output, Tensor) and given.is_floating_point()):
         return None
@@ -103,7 +104,7 @@ def _may_be_left_out(call: LayerCall) -> bool:
 
 
 def _of_input(change: Callable[[LayerCall, Tensor], Tensor]) -> Callable[[LayerCall], Any]:
-    """Return what changes a call and its input to an output; the output stays where the input is of another form."""
+    """Return a function from a call to its new output. If the input has another form, the output stays as it is."""
 
     def output(call: LayerCall) -> Any:
         given = _input_of(call)
@@ -131,7 +132,7 @@ _OTHER: dict[str, Callable[[Tensor], Tensor]] = {
     "Hardswish": functional.silu,
     "Softplus": functional.relu,
 }
-"""Name of the class of an activation → another one that is taken for it."""
+"""Name of the class of an activation → a different activation that people confuse it with."""
 
 
 def _is_norm_of_features(call: LayerCall) -> bool:
@@ -209,7 +210,7 @@ def _transposed(weight: Tensor) -> Tensor:
 
 
 class _ShiftsMask(ChangingHook):
-    """Lets each position attend to one more, or one other."""
+    """Shifts a mask by one, so that each position attends to one more position, or to a different one."""
 
     __slots__ = ()
 

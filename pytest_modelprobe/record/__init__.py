@@ -1,4 +1,9 @@
-"""Records: plain numbers, no tensors; their calls as a tree, renames, and the selection of layers."""
+"""Records: what was seen of a model, as plain numbers.
+
+A record holds no tensor and no module, and nothing in this folder imports torch. So a record can be stored, sent to
+another process, merged over ranks, and compared by a command that needs no torch. Everything above this folder that
+judges a model reads records, and not the model.
+"""
 
 from __future__ import annotations
 

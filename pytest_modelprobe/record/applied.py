@@ -1,8 +1,9 @@
 """What became of gradients between the backward pass and the optimizer.
 
 A training loop may clip gradients, unscale them, reset them too early, or replace them. The record of a step has each
-gradient as it arrived and as the optimizer had it. Where it came in several passes, the readings of what arrived add up
-as the gradient itself does, so the two can be compared.
+gradient as it arrived and as the optimizer had it. If a gradient came in several passes, the readings of what arrived
+add up as the gradient itself does, so the two can be compared. They are compared by fingerprints: these are sums, so
+the fingerprint of a scaled gradient is the scaled fingerprint.
 """
 
 from __future__ import annotations
@@ -22,23 +23,25 @@ SCALED = "scaled"
 OTHERS = "others"
 
 _EXACT = 1e-3
-"""Of the norm: what rounding and the precision of a fingerprint leave is far below."""
+"""Gradients count as multiples if no more than this share of the norm is left. Rounding and the precision of a
+fingerprint leave far less."""
 
 
 class _Applied(NamedTuple):
     """One gradient as the optimizer had it."""
 
     factor: float
-    """Times what arrived."""
+    """It is this many times what arrived."""
     is_multiple: bool
-    """Whether nothing is left beside that."""
+    """Whether it is nothing else: whether no other term is left."""
 
 
 def what_was_applied(parameters: Iterable[Parameter]) -> str | None:
-    """Return what optimizers had of the gradients that arrived at their parameters; None if it is not known.
+    """Return what optimizers had of the gradients that arrived at their parameters; `None` if it is not known.
 
     Args:
-        parameters: Those of the record of a step, of one process: ranks average their gradients.
+        parameters: The parameters in the record of a step of one process. With several ranks the gradients that arrive
+            differ from those that are applied, because ranks average them.
 
     >>> what_was_applied([])
     """
@@ -49,7 +52,7 @@ def what_was_applied(parameters: Iterable[Parameter]) -> str | None:
     if others:
         return f"{OTHERS} by {len(others)} of {len(found)} parameters"
     factors = sorted(one.factor for one in found)
-    factor = factors[len(factors) // 2]
+    factor = factors[len(factors) // 2]  # the median
     if any(abs(one - factor) > _EXACT * abs(factor) for one in factors):
         return f"{SCALED} by {significant(factors[0])} to {significant(factors[-1])}"
     if abs(factor - 1) <= _EXACT:
@@ -61,9 +64,10 @@ def _applied(parameter: Parameter) -> _Applied | None:
     arrived, applied = parameter.gradient, parameter.applied
     if parameter.group is None or arrived is None or arrived.fingerprint is None or arrived.statistics is None:
         return None
+    # Zero is every multiple of zero, and a norm that leaves out elements does not tell how large the gradient was.
     if not arrived.statistics.norm or not math.isfinite(arrived.statistics.norm) or arrived.statistics.nonfinite:
         return None
-    if applied is None:
+    if applied is None:  # a gradient arrived, and the optimizer found none
         return _Applied(0.0, is_multiple=True)
     if applied.fingerprint is None:
         return None
@@ -74,7 +78,7 @@ def _applied(parameter: Parameter) -> _Applied | None:
 
 
 def _factor_text(factor: float) -> str:
-    """Return a factor, with what it looks like: a scaler divides by powers of two, and clipping makes smaller."""
+    """Return a factor and its likely cause: a gradient scaler divides by a power of two, and clipping makes smaller."""
     inverse = 1 / factor
     power = round(math.log2(inverse)) if inverse > 1 else 0
     if power and abs(inverse - 2**power) <= _EXACT * inverse:

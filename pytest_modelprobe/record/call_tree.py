@@ -1,7 +1,8 @@
 """The calls of a record as a tree: which call ran inside which, and in which order.
 
-A record keeps the calls of each layer by themselves. Each has the positions of its start and its end among those of all
-calls, and the tree is made of these when someone asks who called whom.
+A record keeps the calls of each layer by themselves, because that is how they are merged, stored and compared. Each
+call has the positions of its start and its end among those of all calls. The tree is made of these positions when
+someone asks which call ran inside which.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ ForwardKind = tuple[str, bool]
 """The layer whose outermost call a forward is, and its training mode."""
 
 CallScope = tuple[str, bool, "Step | None"]
-"""Root, its training mode and the parent; one scope has all calls that one call makes, or all forwards of one kind."""
+"""Root, its training mode, and the parent. A scope has all calls that one call makes, or all forwards of one kind."""
 
 Connection = tuple[str, str]
 """Producer and consumer of a tensor: names of layers."""
@@ -34,9 +35,9 @@ class Step:
     parent: Step | None
     """The innermost recorded call during which it ran."""
     previous: Step | None
-    """The call before it, with the same parent."""
+    """The call before it with the same parent, or `None` if it is the first."""
     last_child: Step | None = None
-    """The last call that ran inside it."""
+    """The last call that ran directly inside it."""
 
     @property
     def place(self) -> CallScope:
@@ -81,6 +82,7 @@ class CallTree:
         kinds: dict[ForwardKind, list[tuple[Layer, Call]]] = {}
         for layer in record.layers.values():
             for call in layer.calls:
+                # Positions count within one forward, so they cannot order the calls of forwards of different kinds.
                 kinds.setdefault((call.root, call.root_training), []).append((layer, call))
         self.started: list[Step] = []
         """In order of start: a container before what is inside it."""
@@ -100,11 +102,11 @@ class CallTree:
         }
 
     def producer(self, step: Step, value: Value) -> tuple[Step, Value] | None:
-        """Return the call and its output that an input of ``step`` is; None if code between layers made it."""
+        """Return the call and its output that an input of ``step`` is; `None` if code between layers made the input."""
         return self._producers.get((*step.place[:2], value.source)) if value.source else None
 
     def untracked_inputs(self, step: Step) -> Iterable[Value]:
-        """Yield the first input of a call, if it is no output of a recorded layer: code between layers made it."""
+        """Yield the first input of a call if no recorded layer returned it, so that code between layers made it."""
         return (value for value in step.call.inputs[:1] if self.producer(step, value) is None)
 
 
@@ -122,6 +124,7 @@ def _placed(pairs: Iterable[tuple[Layer, Call]]) -> Iterator[Step]:
     running: list[Step] = []
     outermost: Step | None = None
     for layer, call in pairs:
+        # A call that did not return has no end (-1) and stays on the stack: what started later counts as inside it.
         while running and 0 <= running[-1].call.finished < call.started:
             running.pop()
         parent = running[-1] if running else None

@@ -1,4 +1,8 @@
-"""Calls of a layer: the tensors that went in and out, attention weights, the isolated response."""
+"""Calls of a layer: the tensors that went in and out, attention weights, the isolated response.
+
+A call is recorded, and not only a layer, because a shared module computes something else at each place where it is
+called. All classes here are frozen and made of plain numbers, so that a record can be compared and stored as it is.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,10 @@ if TYPE_CHECKING:
     from .tensor_statistics import FiniteStatistics
 
 Plain = None | bool | int | float | str
-"""An argument or an attribute that is no tensor: it is recorded exactly."""
+"""The type of an argument or attribute that is not a tensor. Its value is recorded exactly."""
 
 Dimension = int | tuple[int, int]
-"""One size, or the smallest and the largest where it varied between forwards."""
+"""One size, or the smallest and the largest if the size varied between forwards."""
 
 
 @quickly_made
@@ -35,40 +39,42 @@ class Value:
     device: str
     requires_grad: bool = False
     tensor: int = -1
-    """Number of the tensor: values of one forward with the same number are the same tensor."""
+    """Number of the tensor. Values of one forward with the same number are the same tensor."""
     forward: Reading = field(default_factory=Reading)
     backward: Reading | None = None
-    """The gradient of this value; None where none arrived."""
+    """The gradient of this value, or `None` if none arrived."""
     backward_inner: Reading | None = None
     """The gradient in backward passes that ran inside a forward."""
     overwritten: bool = False
-    """The value is a view that was overwritten in place: whether a gradient arrived cannot be known."""
+    """Whether the value is a view that was overwritten in place. Autograd then calls no hook on it, so that it is not
+    known whether a gradient arrived."""
     layout: str | None = field(default=None, compare=False)
-    """In a record merged over ranks, what each had: ``batch``, a part of the samples, or ``replicated``, the same.
+    """What each rank has of the value.
 
-    Under tensor parallelism what this rank has: ``replicated``, ``shard(1)``, a part along that dimension, or
-    ``partial``, a term of the sum; None where no DTensor tells.
+    In a record merged over ranks it is ``batch`` if each rank had a part of the samples, or ``replicated`` if all had
+    the same. Under tensor parallelism it says what this rank has: ``replicated``, ``shard(1)`` for a part along that
+    dimension, or ``partial`` for a term of the sum. It is `None` if no DTensor tells.
     """
     source: str | None = None
-    """Inputs: the address of the recorded output it is equal to, such as ``conv1 output``."""
+    """For an input, the address of the recorded output that it is equal to, such as ``conv1 output``."""
 
     @property
     def statistics(self) -> FiniteStatistics:
-        """Of the value itself: ``record["fc"].output.statistics.rms``.
+        """The statistics of the value itself, such as ``record["fc"].output.statistics.rms``.
 
-        `forward` has them as they are, also where there may be none.
+        Each is a number. `forward` has the same statistics, and there they may be missing.
 
         Raises:
-            NothingObservedError: There are no numbers, or none is finite; the message says why.
+            NothingObservedError: There are no numbers, or none is finite. The message says why.
         """
         return _numbers(self.forward, f"{self.path} of shape {self.shape} and dtype {self.dtype}")
 
     @property
     def gradient(self) -> FiniteStatistics:
-        """Of the value's gradient; `backward` is None where none arrived.
+        """The statistics of the value's gradient. `backward` is `None` if no gradient arrived.
 
         Raises:
-            NothingObservedError: None arrived, it has no numbers, or none is finite; the message says why.
+            NothingObservedError: No gradient arrived, it has no numbers, or none is finite. The message says why.
         """
         if self.backward is None:
             raise NothingObservedError(f"no gradient arrived at {self.path} of shape {self.shape}")
@@ -100,9 +106,9 @@ class EmittedTensor:
     where: str
     """Its destination: ``attn input``, ``norm (call 2) input``, ``output``; names of children are relative."""
     passed: str | None = None
-    """The synthetic tensor that it is, unchanged: ``input``, ``norm output``; None: it was computed."""
+    """The synthetic tensor that it is, unchanged, as in ``norm output``. `None` if it was computed."""
     reading: Reading | None = None
-    """Of what was computed: fingerprint or digest, and noise."""
+    """What was computed: its fingerprint or digest, and its noise."""
 
 
 @quickly_made
@@ -111,23 +117,24 @@ class IsolatedResponse:
     """What one call's own code computes from synthetic inputs and weights, its children replaced by stubs."""
 
     recipes: Mapping[str, str] = field(default_factory=dict)
-    """How each synthetic tensor was made, by name: ``input``, ``norm output``, ``weight``. Responses compare only
-    where these agree."""
+    """How each synthetic tensor was made, by name: ``input``, ``norm output``, ``weight``. Two responses can only be
+    compared if these agree."""
     handed: tuple[EmittedTensor, ...] = ()
-    """In the order in which they were passed; those returned come last."""
+    """The tensors that the code passed to children, in that order, and then those that it returned."""
     gradient: Reading | None = None
-    """Of the gradients of all synthetic tensors together, each brought to norm 1; None: no backward."""
+    """The gradients of all synthetic tensors together, each scaled to norm 1. `None` if there was no backward."""
     without_gradient: tuple[str, ...] = ()
     """Synthetic floating tensors that no gradient reached, and tensors computed from them that stop the gradient."""
     reason: str | None = None
     """Why the call could not be isolated."""
     arguments_matter: bool | None = field(default=None, repr=False, compare=False)
-    """Whether this, the answer to the plain arguments of the expected call, differs from that to the call's own. None:
-    it is the answer to the call's own. In no file."""
+    """Whether the plain arguments of the call change the response. The response here is to the plain arguments of the
+    expected call; True if that to the call's own arguments is different. `None` if this is the response to the call's
+    own arguments. Not stored in files."""
     defaults: Mapping[str, object] = field(default_factory=dict, repr=False, compare=False)
-    """The parameters of the code and their defaults, where its plain arguments are not those expected. In no file."""
+    """The parameters of the code and their defaults, if its plain arguments are not the expected ones. Not stored."""
     by_names_before: bool = field(default=False, repr=False, compare=False)
-    """Whether its synthetic tensors were drawn by the names of the expected call. In no file."""
+    """Whether its synthetic tensors were drawn by the names of the expected call. Not stored in files."""
 
 
 @quickly_made
@@ -138,14 +145,14 @@ class Attention(NanEqual):
     shape: tuple[int, ...]
     """Batch, queries, keys."""
     entropy: tuple[float | None, ...]
-    """Of each head: mean over the queries of the weights' entropy, as a share of the greatest, the logarithm of the
-    number of keys that the query may attend to. None: no query has a choice of keys."""
+    """The entropy of each head's weights, as a mean over the queries. Its unit is the greatest possible entropy, the
+    logarithm of the number of keys that the query may attend to. `None` if no query has a choice of keys."""
     most: tuple[float, ...]
-    """The largest weight of any head, for each of ``shape``; the last axis runs fastest."""
+    """The largest weight of any head, for each element of ``shape``. The last axis runs fastest."""
     kind: str = "attention"
-    """``attention``: the weights were multiplied into values. ``probabilities``: they were not, and may be those of a
-    vocabulary or a router. ``another axis``: a softmax over one axis was multiplied into values along another; then
-    there are no numbers."""
+    """It is ``attention`` if the weights were multiplied into values. It is ``probabilities`` if they were not: they
+    may be those of a vocabulary or a router. It is ``another axis`` if a softmax over one axis was multiplied into
+    values along another, and then there are no numbers."""
 
 
 @quickly_made
@@ -160,16 +167,16 @@ class Call(NanEqual):
     index: int
     """Which call of the layer within its forward, from 0."""
     forwards: int = 1
-    """Forwards in which the layer was called that often."""
+    """Number of forwards in which the layer was called that often."""
     started: int = -1
     """Position of its start among all starts and ends of calls in the newest of these forwards, from 0."""
     finished: int = -1
-    """Position of its end; -1: it did not return."""
+    """Position of its end among the same, or -1 if it did not return."""
     training: bool = False
     """Mode of the layer itself during the call."""
     inputs: tuple[Value, ...] = ()
     inputs_known: bool = True
-    """False where an argument is of a type whose contents are not recorded."""
+    """False if an argument is of a type whose contents are not recorded. Then equal inputs prove nothing."""
     outputs: tuple[Value, ...] = ()
     arguments: Mapping[str, Plain] = field(default_factory=dict)
     """Plain arguments of the call, by path."""
@@ -177,13 +184,13 @@ class Call(NanEqual):
     """One entry for each time that the call itself computed attention weights, with ``attention=True``."""
     grad_enabled: bool = True
     autocast: str | None = None
-    """Dtype of the autocast that was active, or None."""
+    """Dtype of the autocast that was active, or `None` if there was none."""
     random: str | None = None
-    """Hash of the random generator's state at the start, where the call drew random numbers."""
+    """Hash of the random generator's state at the start, if the call drew random numbers."""
     recomputed: int = 0
-    """Recomputations of the call by activation checkpointing; no other count includes them."""
+    """How often activation checkpointing computed the call again. No other count includes these."""
     response: IsolatedResponse | None = None
-    """Response of the call alone, on synthetic inputs; None: not computed, or the same as an earlier call's."""
+    """Response of the call alone to synthetic inputs. `None` if it was not computed, or is that of an earlier call."""
 
 
 def merge_dimensions(a: Dimension, b: Dimension) -> Dimension:
@@ -198,12 +205,12 @@ def merge_dimensions(a: Dimension, b: Dimension) -> Dimension:
 
 
 def batch_sizes(size: int, inner: Iterable[int]) -> frozenset[int]:
-    """Return the sizes of dimension 0 of values that have the batch there, alone or flattened with what comes next.
+    """Return the sizes that dimension 0 may have in values with the batch in it, alone or flattened with the next ones.
 
-    A batch of one sample cannot be told from what else is flattened.
+    With one sample only size 1 counts: 1 times the other dimensions may as well be these dimensions without a batch.
 
     Args:
-        size: Samples in the batch.
+        size: Number of samples in the batch.
         inner: The other dimensions of the first input of the model.
 
     >>> sorted(batch_sizes(8, (32,))), sorted(batch_sizes(1, (32,)))

@@ -1,7 +1,7 @@
-"""Records to plain dicts and back, by one codec that follows the fields of the dataclasses.
+"""Records to plain dicts and back: one codec that follows the fields of the dataclasses.
 
-A new field needs no code here: its type says how it is read. Fields at their default are left out, so that a record
-with few statistics is short, and one that was written before a field existed can be read.
+A new field needs no code here, because its type says how it is read. Fields at their default are left out, so that a
+record with few statistics is short, and a record that was written before a field existed can still be read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, cast
 
 
 def encode(value: Any) -> Any:
-    """Return plain dicts, lists, numbers and strings for strict JSON; fields at their default are left out."""
+    """Return plain dicts, lists, numbers and strings for strict JSON. Fields at their default are left out."""
     if dataclasses.is_dataclass(value):
         fields = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
         return {f.name: encode(v) for f, v in fields if v != _default(f)}
@@ -41,7 +41,9 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def decode(hint: Any, data: Any) -> Any:
-    """Return the value of type ``hint`` that `encode` made ``data`` of.
+    """Return the value of type ``hint`` from which `encode` made ``data``.
+
+    The data may come from a file that somebody edited, so that each type is checked.
 
     Raises:
         ValueError: The data is of another type.
@@ -66,13 +68,14 @@ def decode(hint: Any, data: Any) -> Any:
 
 
 def _fits(hint: Any, data: Any) -> bool:
-    """Whether plain data is of the outer kind that a hint encodes to."""
+    """Whether plain data is of the outer kind that a hint encodes to. What is inside is checked when it is decoded."""
     origin = typing.get_origin(hint)
     if origin is tuple:
         return isinstance(data, list)
     if isinstance(data, dict):
         encoded_float = data.keys() == {"float"} and isinstance(data["float"], str)
         return encoded_float if hint is float else dataclasses.is_dataclass(hint) or origin is Mapping
-    if hint is float:
+    if hint is float:  # JSON does not tell 1.0 from 1
         return type(data) in (int, float)
+    # By the exact type: a bool is an instance of int.
     return type(data) is (type(None) if hint is None else hint)

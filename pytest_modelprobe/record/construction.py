@@ -1,7 +1,8 @@
 """What the frozen dataclasses of a record have in common.
 
-A record has thousands of objects. They are made in half the time that `dataclasses` takes, with Python's garbage
-collector paused, and a NaN in one equals a NaN in another.
+A record has thousands of objects, and making them took a fifth of the time to read a snapshot. So they are made in half
+the time that `dataclasses` takes, and with Python's garbage collector paused. A NaN in one equals a NaN in another: two
+runs that both have a NaN at the same place have the same record.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ T = TypeVar("T")
 def quickly_made(kind: type[T]) -> type[T]:
     """Return a frozen dataclass with slots, with an ``__init__`` that sets each slot directly.
 
-    The one that `dataclasses` writes passes the name of each field to ``object.__setattr__``.
+    The ``__init__`` that `dataclasses` writes for a frozen class passes the name of each field to
+    ``object.__setattr__``, and takes twice as long.
 
     >>> from dataclasses import dataclass
     >>> @quickly_made
@@ -43,7 +45,7 @@ def quickly_made(kind: type[T]) -> type[T]:
             value = f"make_{value}() if {value} is MISSING else {value}"
         lines.append(f"    set_{field.name}(self, {value})")
     parameters = ", ".join(field.name for field in own)
-    # Text, as in `dataclasses`: a loop over the slots would take longer than what it replaces.
+    # Compiled from text, as in `dataclasses`: a loop over the slots would take longer than what it replaces.
     exec("\n".join([f"def __init__(self, *, {parameters}):", *lines]), names)
     made, written = names["__init__"], kind.__init__
     made.__kwdefaults__ = {
@@ -74,7 +76,7 @@ def gc_paused() -> Iterator[None]:
 
 
 class NanEqual:
-    """Base of dataclasses that are equal where all fields are equal, a NaN to a NaN."""
+    """Base of dataclasses that are equal if all fields are equal, where a NaN equals a NaN."""
 
     __slots__ = ()
 
@@ -82,6 +84,7 @@ class NanEqual:
         if type(other) is not type(self):
             return NotImplemented
         values = _values_of(cast(Any, type(self)))
+        # Most objects have no NaN, and the plain comparison is the faster one.
         return bool(values(self) == values(other)) or _fields(self) == _fields(other)
 
     def __hash__(self) -> int:
@@ -98,7 +101,7 @@ def _values_of(kind: type[Any]) -> Callable[[object], object]:
 
 
 def _with_one_nan(value: Any) -> Any:
-    """Return the value with `math.nan` for every NaN: tuples and mappings take the same object for equal."""
+    """Return the value with `math.nan` for every NaN: in tuples and mappings an object always equals itself."""
     if isinstance(value, tuple):
         return tuple(map(_with_one_nan, value))
     if isinstance(value, Mapping):

@@ -1,6 +1,7 @@
 """The one way from a record up to `report`, which makes pages of records.
 
-`report` is imported when a page is asked for. Nothing else in this folder imports it.
+A record has methods that show it as a page, and pages are made by `report`, which stands on a higher floor. It is
+imported when a page is asked for, and nothing else in this folder imports it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def page(record: Record) -> str:
-    """See `Record.to_html`."""
+    """Return the page of a record, see `Record.to_html`."""
     from pytest_modelprobe.report.html import render_run
     from pytest_modelprobe.report.results import run_data
 
@@ -20,7 +21,7 @@ def page(record: Record) -> str:
 
 
 def show(record: Record) -> None:
-    """See `Record.show`."""
+    """Display a record, see `Record.show`."""
     from pytest_modelprobe.report.html import display
 
     display(record)

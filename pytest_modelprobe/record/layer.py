@@ -1,4 +1,8 @@
-"""Layers and their parameters."""
+"""Layers and their parameters.
+
+A layer has the parameters and buffers that its module itself owns, not those of the layers inside it. Attributes of the
+module that are plain numbers or text are recorded too, so that a changed ``eps`` or ``stride`` can be named as such.
+"""
 
 from __future__ import annotations
 
@@ -24,32 +28,32 @@ class Parameter:
     device: str
     requires_grad: bool = False
     tied_to: str | None = None
-    """Full name of the parameter, earlier in the model, with which it shares its storage."""
+    """Full name of an earlier parameter of the model with which it shares its storage, or `None`."""
     persistent: bool | None = None
-    """Of a buffer: whether the ``state_dict`` has it; None: not known, as in files of before this was recorded."""
+    """Whether the ``state_dict`` has the buffer. `None` if that is not known, as in files older than this field."""
     layout: str | None = field(default=None, compare=False)
-    """Which part of the parameter this rank has: ``shard(0)``, ``replicated``, ``partial``. None: all of it."""
+    """Which part of it this rank has: ``shard(0)``, ``replicated``, ``partial``. `None` if the rank has all of it."""
     reading: Reading = field(default_factory=Reading)
-    """Of the values: of a `run` as they were before, of a watch as they are when the record is made, or, in that of its
-    first forward, as that one left them."""
+    """The values. A `run` reads them before its forward. A watch reads them when the record is made; in the record of
+    its first forward they are as that forward left them."""
     after: Reading | None = None
-    """Of the values that a `run` left, where it changed them: the running statistics of a BatchNorm."""
+    """The values after a `run`, if it changed them, as it does the running statistics of a BatchNorm."""
     gradient: Reading | None = None
-    """Of the gradient in each backward pass, before it is added to ``.grad``; None where none arrived."""
+    """The gradient in each backward pass, before it is added to ``.grad``. `None` if none arrived."""
     applied: Reading | None = None
-    """In the record of a step: of the gradient as the optimizer had it, averaged over ranks, unscaled and clipped. None
-    where it had none, or where it keeps its gradients elsewhere, as ZeRO does."""
+    """In the record of a step, the gradient as the optimizer had it: averaged over ranks, unscaled and clipped. `None`
+    if it had none, or if it keeps its gradients elsewhere, as ZeRO does."""
     update: Reading | None = None
-    """In the record of a step: of what the optimizer added to the values, which are in `reading` as it found them. None
-    where no optimizer that stepped holds it."""
+    """In the record of a step, what the optimizer added to the values; `reading` has the values before it. `None` if no
+    optimizer that stepped holds the parameter."""
     group: int | None = None
-    """In the record of a step: the number of its group in `Record.optimizers`."""
+    """In the record of a step, the number of its group in `Record.optimizers`."""
     left_out: bool = False
-    """In the record of a step: whether it requires a gradient, and no optimizer that stepped holds it."""
+    """In the record of a step, whether it requires a gradient although no optimizer that stepped holds it."""
 
 
 def elements(parameters: Iterable[Parameter]) -> int:
-    """Return the number of elements; tied parameters count where they are first."""
+    """Return the number of elements. Tied parameters count once, where they come first."""
     return sum(math.prod(parameter.shape) for parameter in parameters if parameter.tied_to is None)
 
 
@@ -67,7 +71,7 @@ class Layer(NanEqual):
     training: bool = False
     attributes: Mapping[str, Plain] = field(default_factory=dict)
     """Every int, float, bool and str set on the module, such as ``eps``, ``p`` or ``num_heads``. A public tuple or list
-    of at most 16 of them is text: ``stride`` is ``"(1, 1)"``. Attributes that a forward set are left out."""
+    of at most 16 of them is text: ``stride`` is ``"(1, 1)"``. Attributes that a forward sets are left out."""
     aliases: tuple[str, ...] = ()
     """Other names of the same module."""
     parameters: tuple[Parameter, ...] = ()
@@ -81,7 +85,7 @@ class Layer(NanEqual):
 
     @property
     def label(self) -> str:
-        """Name of the layer in a sentence, see `label_of`."""
+        """The layer's name in a sentence, see `label_of`."""
         return label_of(self.name, self.type_name)
 
     @property

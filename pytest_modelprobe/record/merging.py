@@ -1,8 +1,9 @@
 """Records of the ranks of one run → the record that one process would have made.
 
-So a test of a distributed run can be compared with a snapshot of a run in one process. A merged number is only given
-where it is exact: of parts of a batch moments and fingerprints add up, replicas have to be equal, and of anything else
-the reading says why there is none. Layers are merged in parts, because the processes of a run share that work.
+With it, a test of a distributed run can be compared with a snapshot of a run in one process. A merged number is given
+only if it is exact: moments and fingerprints of the parts of a batch add up, and replicas have to be equal. For
+everything else the reading says why there is no number. A function here merges some layers at a time, because the
+processes of a run share that work.
 """
 
 from __future__ import annotations
@@ -38,17 +39,18 @@ _NOT_AVERAGED = "each rank has its own, before averaging: merge the record of a 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What was merged of some layers, and what has to be told once all are."""
+    """Some layers, merged, and what has to be said when all layers are."""
 
     record: Record
     problem: tuple[str, int, str] | None = None
-    """Why there is no record: what ranks disagree on, with the place of its layer, or that they cannot be merged."""
+    """Why there is no record: its kind, the place of the layer, and the text. Ranks disagree, or cannot be merged. The
+    first by kind and place is the one that is raised."""
     nonfinite: tuple[tuple[int, str], ...] = ()
-    """The first output that is not finite in some ranks alone, with its place in the order of computation."""
+    """The first output that is not finite in some ranks only, with its place in the order of computation."""
 
 
 def merge(records: Sequence[Record], *, mean_loss: bool) -> Record:
-    """See `Record.merge`."""
+    """Merge the records of all ranks, see `Record.merge`."""
     if not records:
         raise UsageError("there is no record to merge: give one of each rank")
     names = dict.fromkeys(name for record in records for name in record.layers)
@@ -59,12 +61,13 @@ def merge_layers(records: Sequence[Record], places: Mapping[str, int], *, mean_l
     """Merge some layers.
 
     Args:
-        records: Of each rank; they may have no other layers, but the model's input.
-        places: Of the layers in the merged record.
+        records: One of each rank. Besides these layers they need the outermost one, for the model's input.
+        places: The place of each layer in the merged record.
         mean_loss: See `Record.merge`.
     """
     if any(note.startswith(MIXED) for record in records for note in record.notes):
         return Merged(records[0], ("usage", 0, _MIXED))
+    # Tensor-parallel ranks are given the same batch: they are joined to one rank first, which is then merged alone.
     is_joined = any(note.startswith(TENSOR_PARALLEL) for record in records for note in record.notes)
     try:
         stepping = Stepping(records)
@@ -129,9 +132,10 @@ class _Merging:
     """Merges what several ranks have of a layer, each with the number of its rank.
 
     Args:
-        records: See `merge_layers`.
+        records: The records, as for `merge_layers`.
         mean_loss: See `Record.merge`.
-        is_joined: Whether the ranks of a tensor-parallel model are one by now, and layouts are known or are not.
+        is_joined: Whether the ranks of a tensor-parallel model are joined to one already. The layouts then are those
+            of the DTensors, and `None` stays "not known".
     """
 
     def __init__(self, records: Sequence[Record], *, mean_loss: bool, is_joined: bool) -> None:
@@ -140,15 +144,16 @@ class _Merging:
         self._batches = _batches(records)
         self.same_inputs = len(records) > 1 and _have_same_inputs(records)
         self.is_step = records[0].step is not None
-        """Whether the forwards are those of one step: microbatches, that make up a batch."""
+        """Whether the forwards are those of one step. They are microbatches then, which make up one batch."""
         self._same_start = f"{SAME_START}; in the steps before, at {_REDUCED}" if records[0].step else SAME_START
         self.nonfinite: list[tuple[int, str]] = []
-        """What is not finite in some ranks alone, each with the place of its call in the order of computation."""
+        """What is not finite in some ranks only, each with the place of its call in the order of computation."""
 
     def layer(self, have: list[tuple[int, Layer]]) -> Layer:
-        """Return one layer."""
+        """Return the layer of all ranks that have it."""
         first = have[0][1]
-        scale = 1 / len(have) if self._mean_loss else 1.0  # ranks that have another stage have no part in its batch
+        # Only the ranks that have the layer count: under pipeline parallelism the others have no part of its batch.
+        scale = 1 / len(have) if self._mean_loss else 1.0
         calls: dict[tuple[str, bool, int], list[tuple[int, Call]]] = {}
         for rank, layer in have:
             for call in layer.calls:
@@ -173,7 +178,8 @@ class _Merging:
         merged: dict[str, Any] = {"applied": None, "layout": None}
         is_applied = all(own.applied is not None for _, own in have)
         advice = {"reading": self._same_start, "gradient": NOT_REDUCED}
-        for field in ("reading", "gradient", "update", "after"):  # each decides the next
+        # In the order of cause and effect, so that the advice of the first that differs is the right one.
+        for field in ("reading", "gradient", "update", "after"):
             readings = [own.applied or own.gradient if field == "gradient" else getattr(own, field) for _, own in have]
             merged[field] = readings[0]
             if (first.layout or "").startswith("shard"):
@@ -207,7 +213,7 @@ class _Merging:
         )
 
     def _find_nonfinite(self, layer: str, numbered: list[tuple[int, Call]]) -> None:
-        """Find an output of a call that is finite in some ranks and not in others."""
+        """Note an output of a call that is finite in some ranks and not in others."""
         ranks = {True: [], False: []}  # type: dict[bool, list[int]]
         for rank, call in numbered:
             ranks[any(has_nonfinite(value.forward) for value in call.outputs)].append(rank)
@@ -224,6 +230,7 @@ class _Merging:
 
     def _value(self, have: list[Value], scale: float) -> Value:
         first = have[0]
+        # The same input in all ranks is not a batch in parts, whatever the sizes are.
         batch = not self.same_inputs and all(
             bool(value.shape) and value.shape[0] in sizes for value, sizes in zip(have, self._batches, strict=False)
         )
@@ -245,6 +252,7 @@ class _Merging:
         if self.is_step:
             first = dataclasses.replace(first, forward=once(first.forward), backward=_map(once, first.backward))
             have = [dataclasses.replace(value, backward=_map(once, value.backward)) for value in have]
+        # All ranks used the value, so that its gradient is the sum over them, and each has its own term of it only.
         if any(value.backward != first.backward for value in have):
             reason = "gradient of a value that all ranks have: each has a term of it, and not the sum"
             first = dataclasses.replace(first, backward=Reading(reason=reason))
@@ -261,7 +269,7 @@ def _map(function: Callable[[Reading], Reading], reading: Reading | None) -> Rea
 
 
 def _batches(records: Sequence[Record]) -> list[frozenset[Dimension]]:
-    """Return which sizes of dimension 0 are the batch, of each rank: from the first input of the outermost call."""
+    """Return for each rank which sizes of dimension 0 are the batch, told by the first input of the outermost call."""
     shapes = (next((value.shape for value in _inputs(record) if value.shape), ()) for record in records)
     return [_sizes(shape) for shape in shapes]
 
@@ -281,7 +289,7 @@ def _inputs(record: Record) -> Sequence[Value]:
 
 
 def _shape_of_step(value: Value) -> tuple[Dimension, ...]:
-    """Return the shape of a value of all microbatches of a step together."""
+    """Return the shape that a value would have if all microbatches of a step were one batch."""
     size, *inner = value.shape
     times = value.forward.tensors
     return (size * times, *inner) if isinstance(size, int) else value.shape

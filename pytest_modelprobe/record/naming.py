@@ -1,4 +1,8 @@
-"""Names of layers, and addresses of values, as messages write them."""
+"""Names of layers, and addresses of values, as messages write them.
+
+Every finding names a layer, a call and a value in the same words. Records store addresses as text too, so the functions
+that make and take apart such names stand here together.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,13 @@ ROOT = "(root)"
 """The name of the outermost module, which ``named_modules()`` calls the empty string."""
 
 NOT_DEFAULT = ", not the default"
-"""Suffix of an argument that is False in a call while the layer's own default is another value."""
+"""Suffix of an argument that is False in a call although the default of the layer is another value."""
 
 
 def label_of(where: str, type_name: str = "") -> str:
-    """Return a layer's name, or an address that begins with it, for a sentence: a name that is a number gets its type.
+    """Return a layer's name, or an address that begins with it, as it stands in a sentence.
+
+    A name that is a number, as in `nn.Sequential`, gets quotation marks and its type.
 
     >>> label_of("1", "ReLU"), label_of("2 (call 3) output", "Linear"), label_of("1")
     ("layer '1' (ReLU)", "layer '2' (Linear) (call 3) output", "layer '1'")

@@ -1,4 +1,8 @@
-"""Merging in parts: each rank merges some layers of all records, and the work of none grows with ranks times layers."""
+"""Merging in parts: each rank merges some layers of all records.
+
+If every rank merged all records whole, its work would grow with ranks times layers: at 1,024 ranks it took two minutes
+for 59 layers. So a hash of a layer's name says which rank merges it, and each rank reads what the others merged.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,14 @@ MOST_PARTS = 64
 
 
 def split(record: Record, parts: int) -> list[dict[str, Any]]:
-    """Return the record of a rank in parts, as plain data: each has some layers, the same in every rank.
+    """Return the record of a rank in parts, as plain data. A part has the same layers in every rank.
 
     >>> [list(part["places"]) for part in split(Record(model="Net", layers={"fc": Layer(name="fc", type="Linear")}), 1)]
     [['fc']]
     """
     places: list[dict[str, int]] = [{} for _ in range(parts)]
     for place, name in enumerate(record.layers):
+        # Not `hash`, which differs between processes.
         places[zlib.crc32(name.encode()) % parts][name] = place
     given = _input_of_model(record)
     return [
@@ -39,14 +44,15 @@ def merge_part(of_ranks: Sequence[dict[str, Any]], *, mean_loss: bool) -> dict[s
     """Return one part of all ranks, merged, as plain data.
 
     Args:
-        of_ranks: The part of each rank, in order.
+        of_ranks: The same part of each rank, in the order of ranks.
         mean_loss: See `Record.merge`.
     """
     first: dict[str, tuple[int, int]] = {}
     for rank, part in enumerate(of_ranks):
         for name, place in part["places"].items():
             first.setdefault(name, (rank, place))
-    # As the whole records are merged: the layers of the first rank, then those that only the next ones have.
+    # The order that merging whole records gives: the layers of the first rank, then those that only later ranks have.
+    # With the rank in the upper bits, one number sorts by rank and then by place.
     places = {name: rank << 32 | place for name, (rank, place) in first.items()}
     merged = merge_layers([Record.from_dict(part["record"]) for part in of_ranks], places, mean_loss=mean_loss)
     return {
@@ -80,7 +86,7 @@ def merged_of(parts: Sequence[dict[str, Any]]) -> Record:
 
 
 def _input_of_model(record: Record) -> dict[str, Layer]:
-    """Return the outermost layer with nothing but what the model was given, by which a batch is known."""
+    """Return the outermost layer with nothing but the model's input, which every part needs to know the batch."""
     for layer, call in record.calls:
         if call.root == layer.name:
             given = dataclasses.replace(call, outputs=())

@@ -1,4 +1,8 @@
-"""What each layer costs: time, operations, memory of activations."""
+"""What each layer costs: time, operations, memory of activations.
+
+Numbers of operations and bytes are the same in each run on one device, so a test can hold them to a budget. Times are
+not, so a profile is never compared and never stored in a snapshot.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +14,29 @@ from pytest_modelprobe.text import Cell, count, table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
-    """What the calls of one layer cost, those of the layers inside included."""
+    """What the calls of one layer cost, including the layers inside it."""
 
     type: str
     """Name of the class without its module, or of the function."""
     calls: int = 0
     wall_time: float = 0.0
-    """Seconds between the start and the end of the calls, less what the probe itself took."""
+    """Seconds between the start and the end of the calls, without what the probe itself took."""
     flops: int = 0
     """Floating-point operations of matrix products, convolutions and attention."""
     own_flops: int = 0
-    """Those of no layer inside."""
+    """The operations that belong to no layer inside it."""
     activation_bytes: int = 0
-    """Memory of the outputs of leaves, that of each storage once; the most of any forward."""
+    """Memory of the outputs of leaves in the forward with the most. A storage counts once."""
     parameters: int = 0
-    """Elements of the parameters, tied ones once."""
+    """Elements of the parameters. Tied ones count once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """What the forwards of a model cost, and each layer in them.
 
-    Times, calls and operations are sums over the forwards that the record is of; those of a backward pass are not in
-    them. Numbers of operations and bytes are the same in each run on one device, times are not. ``print`` shows a
-    table.
+    Times, calls and operations are sums over the forwards of the record, without backward passes. Numbers of operations
+    and bytes are the same in each run on one device, but times are not. ``print`` shows a table.
 
     >>> print(Profile(forwards=1, flops=96, layers={"fc": LayerProfile(type="Linear", calls=1, flops=96)}))
     1 forward: 96 FLOPs, 0 bytes of activations, 0.000 ms; the probe took 0.000 ms more
@@ -43,18 +46,18 @@ class Profile:
     """
 
     layers: Mapping[str, LayerProfile] = field(default_factory=dict)
-    """By name, in the order of the record; those that were called."""
+    """The layers that were called, by name, in the order of the record."""
     forwards: int = 0
     wall_time: float = 0.0
-    """Seconds in the outermost call, less what the probe itself took."""
+    """Seconds in the outermost call, without what the probe itself took."""
     flops: int = 0
     """Floating-point operations, as `torch.utils.flop_counter` counts them."""
     activation_bytes: int = 0
-    """Memory of the outputs of the recorded leaves; the most of any forward."""
+    """Memory of the outputs of the recorded leaves in the forward with the most."""
     parameters: int = 0
-    """Elements of the parameters of the model, tied ones once."""
+    """Elements of the parameters of the model. Tied ones count once."""
     probe_time: float = 0.0
-    """Seconds in the hooks of the probe, those of the backward included."""
+    """Seconds in the hooks of the probe, including those in backward passes."""
 
     def __str__(self) -> str:
         return as_text(self)

@@ -1,7 +1,8 @@
 """Records: everything that was seen of a model, in plain numbers.
 
-Nothing in a record refers to a module or a tensor: it can be stored, sent to another process, merged and compared
-without torch. What shows one as a page is imported when it is shown, by `display`.
+Nothing in a record refers to a module or a tensor, so it can be stored, sent to another process, merged and compared
+without torch. What runs its model again is therefore kept beside it, in `_LIVE_RUNS`, and what shows it as a page is
+imported by `display` when it is shown.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from .tensor_statistics import is_read
 from .text import as_html, as_text, unknown_layer
 
 SCHEMA = 1
+"""Number of the form of `Record.to_dict`. A record with another number is refused."""
 
 COMPILED_INSIDE = (
     "compiled code ran as it is: outputs and their gradients have moments, ranges, zeros and non-finite values, all "
     "calls of a layer together; there are no inputs, no fingerprints and no ranges of units, and parameters have "
     "gradients in the steps that are kept"
 )
-"""Note of a record of a watch with ``compiled="inside"``."""
+"""The note in the record of a watch with ``compiled="inside"``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,7 @@ class Operation:
     location: str | None = None
     """File and line in the model's source: ``model.py:42``."""
     detail: str = ""
-    """A fact about its inputs: ``input min -0.3``."""
+    """A fact about its inputs, such as ``input min -0.3``."""
 
     def __str__(self) -> str:
         where = f" at {self.location}" if self.location else ""
@@ -58,40 +60,40 @@ class OptimizerGroup:
     optimizer: str
     """Class name of the optimizer."""
     options: Mapping[str, Plain] = field(default_factory=dict)
-    """Its hyperparameters: ``lr``, ``weight_decay``. A tuple is text: ``betas`` is ``"(0.9, 0.999)"``."""
+    """Its hyperparameters, such as ``lr``. A tuple is recorded as text: ``betas`` is ``"(0.9, 0.999)"``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What optimizers did while a model was watched. All are counts, which add up over watches."""
+    """What optimizers did while a model was watched. All fields are counts, which add up over watches."""
 
     steps: int = 0
     """Steps of optimizers that have a parameter of the model."""
     others: int = 0
-    """Steps of optimizers that have none."""
+    """Steps of optimizers that have no parameter of the model."""
     lookalikes: int = 0
-    """Of the others, those whose optimizer has parameters of the same shapes as the model's."""
+    """How many of the ``others`` have parameters of the same shapes as the model: they may hold those of a copy."""
     optimizers: int = 0
-    """Optimizers that took ``steps``."""
+    """Number of optimizers that took the ``steps``."""
     passes: int = 0
     """Backward passes that reached a parameter."""
     stale: int = 0
-    """Steps with gradients to which those of an earlier step of the same optimizer still counted."""
+    """Steps whose gradients still contained those of an earlier step of the same optimizer."""
     mixed: int = 0
-    """Steps with gradients of backward passes before and after a step of another optimizer."""
+    """Steps with gradients from backward passes both before and after a step of another optimizer."""
     accumulated: int = 0
     """Steps with gradients of several forwards in training mode and several backward passes."""
     evaluating: int = 0
     """Steps with gradients of a forward in evaluation mode."""
     idle: int = 0
-    """Steps before which, other than before others of the same optimizer, a forward in training mode ran without
-    gradients; one more if such a forward ran after the last."""
+    """Steps before which a forward in training mode ran without gradients, although none did before other steps of the
+    same optimizer. One more if such a forward ran after the last step."""
     emptied: int = 0
     """Steps before which the gradients of all parameters of the optimizer were set to None after they had arrived."""
     discarded: int = 0
-    """Times that gradients were reset before any step was taken."""
+    """How often gradients were reset before any step was taken."""
     lost: int = 0
-    """Backward passes with finite gradients that were reset, those of all parameters, before a step was taken."""
+    """Backward passes with finite gradients that were all reset before a step was taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +101,9 @@ class NamesBefore:
     """What has another name now than when another record was made."""
 
     layers: Mapping[str, str] = field(default_factory=dict)
-    """Current name → name before, of layers."""
+    """Current name of a layer → its name before."""
     paths: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Current name of a layer → current path → path before, of what it takes and gives, and of its parameters."""
+    """Current name of a layer → current path → path before: paths of inputs, outputs and parameters."""
 
 
 class LiveRun(Protocol):
@@ -120,23 +122,25 @@ class LiveRun(Protocol):
 
         Args:
             record: The record to fill in.
-            like: A record with the same names of layers.
+            like: A record with the same names of layers, or `None` if there is nothing to compare with.
             names: What had another name when ``like`` was made.
-            only: Names of the layers to run; None: all.
-            own_arguments: Whether plain arguments are those of the run, and not those of ``like``.
+            only: Names of the layers to run. By default all are run.
+            own_arguments: Whether plain arguments are those of the run instead of those of ``like``.
         """
 
     def measured(self, record: Record) -> Record:
         """Fill in the noise of each reading and response."""
 
     def varied(self, record: Record) -> Record | None:
-        """Return the record of the same run with other random numbers, and small ones in the place of parameters that
-        are all zero; None if it cannot be repeated.
+        """Return the record of the same run with other random numbers, or `None` if it cannot be repeated.
+
+        Small random numbers stand in the place of parameters that are all zero.
         """
 
 
 _LIVE_RUNS: dict[int, LiveRun] = {}
-"""The live run of each record that exists, by the record's id."""
+"""The live run of each record, by the record's id, as long as the record lives. Not an attribute: it refers to the
+model and its inputs, and a record must not keep these alive or be sent with them."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, repr=False)
@@ -170,41 +174,41 @@ class Record:
     layers: Mapping[str, Layer] = field(default_factory=dict)
     """By name, in the order of ``named_modules()``."""
     forwards: int = 0
-    """Forwards merged."""
+    """Number of forwards merged."""
     backwards: int = 0
-    """Backward passes (graph tasks) that reached a watched layer."""
+    """Number of backward passes (graph tasks) that reached a watched layer."""
     device: str = "cpu"
     seed: int | None = None
     loss: str | None = None
-    """The loss of a ``run``: ``random``, a function's name, or None without backward."""
+    """The loss of a ``run``: ``random``, or a function's name. `None` if there was no backward."""
     notes: tuple[str, ...] = ()
-    """Remarks: unwrapped wrappers, values without numbers, contexts."""
+    """Remarks on what a reader has to know, such as wrappers that were skipped or values without numbers."""
     origin: Operation | None = None
     """The operation that made the first non-finite value of the forward, if a ``run`` looked for it."""
     gradient_origin: Operation | None = None
     """The operation that made the first NaN of the backward, if a ``run`` looked for it."""
     step: int | None = None
-    """Number of the step of training, from 0, whose forwards these are; None: they are not those of one step."""
+    """Number of the step of training, from 0, whose forwards these are. `None` if they are not those of one step."""
     optimizers: tuple[OptimizerGroup, ...] = ()
-    """In the record of a step: the groups of the optimizers that took it, in the order in which they stepped."""
+    """In the record of a step, the groups of the optimizers that took it, in the order in which they stepped."""
     applied: str | None = None
-    """In the record of a step: what became of the gradients on their way to the optimizer. ``as they arrived``,
-    ``reset``, ``scaled by 0.01``, ``others``, or None if it is not known."""
+    """In the record of a step, what became of the gradients on their way to the optimizer: ``as they arrived``,
+    ``reset``, ``scaled by 0.01``, ``others``. `None` if it is not known."""
     training: Training | None = None
-    """What optimizers did, in the record of all forwards of a watch; None: none stepped. Of several
-    ranks, each count is the largest."""
+    """In the record of all forwards of a watch, what optimizers did. `None` if none stepped. Of several ranks, each count
+    is the largest."""
     profile: Profile | None = field(default=None, compare=False)
-    """What each layer costs, with ``profile=True``; never compared, and not in snapshots."""
+    """What each layer costs, with ``profile=True``. It is never compared, and is not in snapshots."""
     noise: str | None = None
-    """``measured``, ``not repeatable``, or None: not measured."""
+    """It is ``measured`` or ``not repeatable``, or `None` if noise was not measured."""
     ranks: int | None = field(default=None, compare=False)
-    """Ranks whose records were merged; None: this is the record of one process."""
+    """Number of ranks whose records were merged. `None` if this is the record of one process."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of torch and the like; stored, never compared."""
+    """Versions of torch and the like. They are stored and never compared."""
 
     @property
     def live_run(self) -> LiveRun | None:
-        """Runs the model of the record again. It is kept elsewhere: a record refers to no model and no tensor."""
+        """What runs the model of the record again, or `None`. It is kept elsewhere: a record refers to no model."""
         return _LIVE_RUNS.get(id(self))
 
     def __getitem__(self, layer: str) -> Layer:
@@ -222,9 +226,9 @@ class Record:
         """Return what ``print(record)`` shows, without leaving out rows.
 
         Args:
-            layers: Which layers to show, see the documentation of ``layers=``. By default all that were called, in
-                order of execution, less containers that return the output of a layer inside them; then those that were
-                not called and have parameters.
+            layers: Which layers to show, see the documentation of ``layers=``. By default these are all that were
+                called, in order of execution, without containers that return the output of a layer inside them. Then
+                come those that were not called and have parameters.
 
         Raises:
             SelectionError: The selector matches no layer.
@@ -240,7 +244,7 @@ class Record:
         return as_text(self, names, most=None)
 
     def to_html(self) -> str:
-        """Return a page of its own that needs no network: the graph of the layers, charts, and the table.
+        """Return an HTML page that needs no network: the graph of the layers, charts, and the table.
 
         >>> Record(model="Net").to_html().startswith("<!doctype html>")
         True
@@ -248,7 +252,7 @@ class Record:
         return display.page(self)
 
     def show(self) -> None:
-        """Display `to_html` in a notebook; elsewhere, print the record."""
+        """Display the page of `to_html` in a notebook, and print the record elsewhere."""
         display.show(self)
 
     def _repr_html_(self) -> str:
@@ -273,20 +277,21 @@ class Record:
     def merge(records: Sequence[Record], *, mean_loss: bool = True) -> Record:
         """Return the record that one process would have made of what several ranks did, each with its part.
 
-        Activations are of the batches of all ranks together, their gradients those of the mean of the ranks' losses.
-        Shards of parameters are put together; replicas have to be equal. The parameters' gradients are those that an
-        optimizer applied, so give records of a step. Layers that only some ranks have, as under pipeline parallelism,
-        come from these. In the record of a step, microbatches count as one batch. What is no batch has no fingerprint.
-        Of a tensor-parallel model, whose ranks are given the same batch, values are put together by their layouts.
+        Activations are those of the batches of all ranks together, and their gradients those of the mean of the ranks'
+        losses. Shards of parameters are put together, and replicas have to be equal. The parameters' gradients are
+        those that an optimizer applied, so give records of a step. A layer that only some ranks have, as under pipeline
+        parallelism, comes from these ranks. In the record of a step, microbatches count as one batch. A value gets a
+        fingerprint only if its dimension 0 is the batch. The ranks of a tensor-parallel model are given the same batch,
+        and their values are put together by their layouts.
 
         Args:
-            records: One of each rank, in order.
-            mean_loss: Whether each rank's loss is a mean over its part of the batch; False: a sum.
+            records: One record of each rank, in order.
+            mean_loss: Whether each rank's loss is a mean over its part of the batch. False if it is a sum.
 
         Raises:
-            AssertionError: Ranks disagree on what they should have in common; names the layer and the rank.
-            UsageError: There are no records, or ranks have their parts in several ways, as tensor parallelism beside
-                FSDP2.
+            AssertionError: Ranks disagree on what they should have in common. The message names the layer and the rank.
+            UsageError: There are no records, or ranks have their parts in several ways, as with tensor parallelism
+                beside FSDP2.
 
         >>> merged = Record.merge([Record(model="Net", forwards=1), Record(model="Net", forwards=1)])
         >>> merged.forwards, merged.ranks
@@ -307,7 +312,7 @@ class Record:
         """Return the record that `to_dict` described.
 
         Raises:
-            ValueError: The data is of another schema, or no record.
+            ValueError: The data has another schema, or is not that of a record.
 
         >>> Record.from_dict({"schema": 1, "model": "Net"})
         <Record of Net: 0 layers, 0 forwards, 0 backwards>
@@ -317,12 +322,12 @@ class Record:
             raise ValueError(f"not a record of schema {SCHEMA}: found {found!r}")
         try:
             return cast(Record, decode(cls, {k: v for k, v in data.items() if k != "schema"}))
-        except TypeError as error:  # a field without which there is no such thing is missing
+        except TypeError as error:  # a required field is missing
             raise ValueError(f"not a record: {error}") from error
 
 
 def has_numbers(record: Record) -> bool:
-    """Whether a record has numbers of values or isolated responses; those of parameters alone do not count.
+    """Whether a record has numbers of values, or isolated responses. Numbers of parameters alone do not count.
 
     >>> has_numbers(Record(model="Net"))
     False
@@ -336,6 +341,8 @@ def has_numbers(record: Record) -> bool:
 
 def with_live_run(record: Record, live_run: LiveRun) -> Record:
     """Return the record, with ``live_run`` as its `Record.live_run` as long as it lives."""
+    # Ids are used again once an object is gone, so the entry has to go with its record. At the end of the process there
+    # is nothing to clean up.
     if record.live_run is None:
         weakref.finalize(record, _LIVE_RUNS.pop, id(record), None).atexit = False
     _LIVE_RUNS[id(record)] = live_run
@@ -343,7 +350,7 @@ def with_live_run(record: Record, live_run: LiveRun) -> Record:
 
 
 def with_applied_gradients(record: Record) -> Record:
-    """Return the record of a step with the gradients of parameters as the optimizer had them; others as they are.
+    """Return the record of a step with the gradients of parameters as the optimizer had them, and any other as it is.
 
     >>> with_applied_gradients(Record(model="Net"))
     <Record of Net: 0 layers, 0 forwards, 0 backwards>

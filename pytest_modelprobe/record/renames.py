@@ -1,7 +1,8 @@
 """Renamed layers: rules that a user writes as ``rename=``, and records under other names.
 
-A name stands in many places of a record: of the layer, of the owner of a tied parameter, in the address of the output
-that an input is, in the names of children in an isolated response. One walk over the record changes all of them.
+A refactoring that renames a layer should compare as equal, so a record has to be read under other names. A name stands
+in many places of a record: as the layer, as the owner of a tied parameter, in the address of the output that an input
+is, and among the children in an isolated response. One walk over the record changes all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .record import NamesBefore, Record
 
 
 def renamed(record: Record, names: Mapping[str, str]) -> Record:
-    """Return the record with its layers under other names; those that ``names`` does not have keep theirs.
+    """Return the record with its layers under other names. Layers that ``names`` does not have keep theirs.
 
     >>> old = Record(model="Net", layers={"fc": Layer(name="fc", type="Linear")})
     >>> list(renamed(old, {"fc": "head"}).layers)
@@ -36,10 +37,10 @@ def resolve_rename(actual: Record, expected: Record, rename: Mapping[str, str]) 
     Args:
         actual: The record with the names on the left.
         expected: The record with the names on the right.
-        rename: Actual glob → expected glob; what a ``*`` stands for on the left it stands for on the right.
+        rename: Actual glob → expected glob. A ``*`` stands for the same text on the left and on the right.
 
     Raises:
-        SelectionError: A glob matches nothing, or the two have not the same wildcards.
+        SelectionError: A glob matches nothing, or the two do not have the same wildcards.
 
     >>> new = Record(model="Net", layers={n: Layer(name=n, type="Linear") for n in ("blocks.0.fc", "blocks.1.fc")})
     >>> old = Record(model="Net", layers={n: Layer(name=n, type="Linear") for n in ("h.0.fc", "h.1.fc")})
@@ -62,13 +63,13 @@ def resolve_rename(actual: Record, expected: Record, rename: Mapping[str, str]) 
                 f"rename: {right!r} matches no layer of the expected {expected.model}; "
                 f"{left!r} makes it {', '.join(list(pairs)[:3])}"
             )
-        taken = set(known.values())
+        taken = set(known.values())  # a later rule wins: two old names cannot become the same new one
         found = {old: new for old, new in found.items() if new not in taken} | known
     return found
 
 
 def applicable_rename(rename: Mapping[str, str], expected: Record) -> dict[str, str]:
-    """Return the rules of a ``rename`` that apply to a record: none where it has the new names already.
+    """Return the rules of a ``rename`` that apply to a record, which may have the new names already.
 
     >>> new = Record(model="Net", layers={"head": Layer(name="head", type="Linear")})
     >>> applicable_rename({"head": "fc"}, new)
@@ -82,7 +83,7 @@ def applicable_rename(rename: Mapping[str, str], expected: Record) -> dict[str, 
 
 
 def old_name(name: str, rename: Mapping[str, str]) -> str:
-    """Return the old name of a layer, or of a tensor in it; of several rules of a ``rename`` the last one counts.
+    """Return the old name of a layer, or of a tensor in it. If several rules of a ``rename`` match, the last counts.
 
     >>> old_name("layers.3.fc.weight", {"layers": "encoder.layer", "layers.*.fc": "encoder.layer.*.dense"})
     'encoder.layer.3.dense.weight'
@@ -92,7 +93,7 @@ def old_name(name: str, rename: Mapping[str, str]) -> str:
 
 
 def with_paths(record: Record, names: NamesBefore) -> Record:
-    """Return a record whose layers have their current names, with the current paths of what these take and give.
+    """Return a record, whose layers have their current names, with the current paths of inputs and outputs too.
 
     >>> call = Call(root="fc", root_training=False, index=0, arguments={"input[1]": 2})
     >>> old = Record(model="Net", layers={"fc": Layer(name="fc", type="Linear", calls=(call,))})
@@ -106,12 +107,15 @@ def with_paths(record: Record, names: NamesBefore) -> Record:
 
 
 def infer_rename(actual: Record, expected: Record, names: Mapping[str, str]) -> dict[str, str]:
-    """Return a ``rename`` that `resolve_rename` resolves to ``names``: one rule for a layer and all inside it.
+    """Return a ``rename`` that `resolve_rename` resolves to ``names``; an empty one if there is none.
+
+    A message suggests it, so it is short: one rule for a layer and all inside it, and one for layers that differ only
+    in their numbers.
 
     Args:
         actual: The record with the new names.
         expected: The record with the old ones.
-        names: Expected name → actual name, of the layers that have another one.
+        names: Expected name → actual name of the layers whose name changed.
 
     >>> old, new = (
     ...     Record(model="Net", layers={f"{at}{i}": Layer(name=f"{at}{i}", type="Linear") for i in range(3)})
@@ -129,6 +133,7 @@ def infer_rename(actual: Record, expected: Record, names: Mapping[str, str]) -> 
     one_by_one = {new: before[new] for new in before if not follows_from_container(new)}
     stars = [_folded_rule(*rule) for rule in one_by_one.items()]
     folded = dict(star if stars.count(star) > 1 else rule for star, rule in zip(stars, one_by_one.items(), strict=True))
+    # A folded rule may match layers that were not renamed, so the result is tried before it is suggested.
     for found in (folded, one_by_one):
         outermost_first = dict(sorted(found.items(), key=lambda rule: rule[0].count(".")))
         with contextlib.suppress(SelectionError):
@@ -138,12 +143,13 @@ def infer_rename(actual: Record, expected: Record, names: Mapping[str, str]) -> 
 
 
 def _folded_rule(new: str, old: str) -> tuple[str, str]:
-    """Return a rule with a star for each number, where both have the same ones."""
+    """Return a rule with a star for each number, if both names have the same numbers."""
     if numbers_in(new) != numbers_in(old):
         return new, old
     return _NUMBER.sub("*", new), _NUMBER.sub("*", old)
 
 
+# A whole segment that is a number: the 3 in `layers.3`, and not the 1 in `fc1`.
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -158,7 +164,7 @@ def numbers_in(name: str) -> tuple[str, ...]:
 
 def _pattern(glob: str) -> re.Pattern[str]:
     parts = [re.escape(part) if i % 2 == 0 else _WILD[part] for i, part in enumerate(re.split(r"(\*\*|\*)", glob))]
-    return re.compile("".join(parts) + r"(\..*)?")
+    return re.compile("".join(parts) + r"(\..*)?")  # the last group has what is inside the layer
 
 
 _WILD = {"*": r"([^.]*)", "**": r"(.*)"}
@@ -175,7 +181,7 @@ def _filled(glob: str, groups: Sequence[str | None]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Names of layers, and paths of what these take and give, each before → now; layers by their names before."""
+    """Names of layers, and paths of inputs and outputs, each before → now. Paths are by the layer's name before."""
 
     layers: Mapping[str, str]
     paths: Mapping[str, Mapping[str, str]]
@@ -192,13 +198,13 @@ class _Names:
         return self.paths.get(layer, {}).get(path, path)
 
     def _address(self, address: str) -> str:
-        """Return the address of a value: ``blocks.0.fc (call 2) output``."""
+        """Return the current address of a value, such as ``blocks.0.fc (call 2) output``."""
         where, space, path = address.rpartition(" ")
         layer, blank, number = where.partition(" ")
         return self._name(layer) + blank + number + space + self._path(layer, path)
 
     def _place(self, place: str, layer: str) -> str:
-        """Return a place in the code of a layer: ``output``, its own, or of a child, ``attn (call 2) input``."""
+        """Return the current place in a layer's code: its own, ``output``, or a child's, ``attn (call 2) input``."""
         where, space, path = place.rpartition(" ")
         if not space:
             return self._path(layer, path)

@@ -17,7 +17,8 @@ a list of these       the layers that any element includes, less those that any 
 The root is called ``(root)``. To a glob it is the empty path: ``**`` matches it, ``*`` does not,
 and ``"(root)"`` names it.
 
-An element that matches nothing is an error: an assertion about no layer would always pass.
+An element that matches nothing is an error, because an assertion about no layer would always pass.
+The message then names what was probably meant: most mistakes are a segment too few or a typing error.
 """
 
 from __future__ import annotations
@@ -50,16 +51,17 @@ Selector: TypeAlias = (
 """What ``layers=`` accepts."""
 
 _SHOWN = 8
+"""Names or types that a message lists before it counts the rest."""
 
 
 class Glob:
     """A compiled glob on dotted names.
 
     Args:
-        text: the glob, without a leading ``!``.
+        text: The glob, without a leading ``!``.
 
     Raises:
-        SelectionError: the glob is empty, has an empty segment, or glues ``**`` to other text.
+        SelectionError: The glob is empty, has an empty segment, or glues ``**`` to other text.
 
     >>> attention = Glob("blocks.*.attn")
     >>> attention.matches("blocks.0.attn"), attention.matches("blocks.attn")
@@ -82,9 +84,9 @@ class Glob:
         """Whether the glob matches the layer called ``name``."""
         if not any(self._segments):
             return True
-        if name == ROOT:
+        if name == ROOT:  # to a glob it is the empty path, which no segment but `**` matches
             return self.text == ROOT
-        # The set of positions reached keeps `**.**.**.x` linear where backtracking would explode.
+        # Following all positions at once keeps `**.**.**.x` linear, where backtracking would explode.
         reached = self._past_stars({0})
         for part in name.split("."):
             reached = self._past_stars(
@@ -99,7 +101,7 @@ class Glob:
         return len(self._segments) in reached
 
     def _past_stars(self, positions: set[int]) -> set[int]:
-        """``positions`` and those behind any ``**`` they stand at, since it may match nothing."""
+        """Return the positions, and those behind any ``**`` at which they stand, since it may match nothing."""
         reached = set(positions)
         for position, segment in enumerate(self._segments):
             if segment is None and position in reached:
@@ -117,13 +119,13 @@ def select(
     """Return the names of the candidates that ``selector`` selects, in the order of ``candidates``.
 
     Args:
-        candidates: dotted name to layer: modules when live, recorded layers later.
-        selector: see the documentation of this module.
-        is_instance: decides whether a layer is of a class given as selector.
-        type_name: the name of a layer's type, for the message that lists the types there are.
+        candidates: Dotted name → layer: a module of a live model, or a recorded layer.
+        selector: See the documentation of this module.
+        is_instance: Decides whether a layer is of a class given as selector.
+        type_name: Returns the name of a layer's type, for the message that lists the types there are.
 
     Raises:
-        SelectionError: the selector is malformed, or it or one of its elements matches no layer.
+        SelectionError: The selector is malformed, or it or one of its elements matches no layer.
 
     >>> layers = dict.fromkeys(["(root)", "blocks", "blocks.0", "blocks.0.attn", "blocks.0.mlp"])
     >>> select(layers, "blocks.*.attn")
@@ -137,7 +139,7 @@ def select(
     pytest_modelprobe.exceptions.SelectionError: 'blocks.attn' matches none of 5 layers; \
 'blocks.*.attn' matches 1.
     """
-    if selector == "**" and candidates:  # what is selected by default, of models with many layers too
+    if selector == "**" and candidates:  # the default, asked of models with thousands of layers
         return list(candidates)
     included: set[str] = set()
     excluded: set[str] = set()
@@ -161,8 +163,9 @@ def select(
 
 
 def selected(record: Record, layers: Selector) -> list[Layer]:
-    """Return the layers of ``record`` that ``layers`` selects; a class selects instances of subclasses too."""
-    names_of = functools.cache(_qualified_names)  # cached for this call only: subclasses may be defined later
+    """Return the layers of ``record`` that ``layers`` selects. A class selects instances of its subclasses too."""
+    # A record has the name of a class, not the class. Cached for this call only: subclasses may be defined later.
+    names_of = functools.cache(_qualified_names)
     names = select(
         record.layers,
         layers,
@@ -187,7 +190,7 @@ def _qualified_names(cls: type) -> set[str]:
 def nearest(name: str, names: Iterable[str], n: int = 3) -> list[str]:
     """Return up to ``n`` of ``names`` that are spelled like ``name``, the most similar first.
 
-    Case is ignored. Where no whole name is near, the last segments are compared.
+    Case is ignored. If no whole name is near, the last segments are compared.
 
     >>> nearest("fc3", ["conv", "fc1", "fc2"])
     ['fc1', 'fc2']
@@ -195,12 +198,13 @@ def nearest(name: str, names: Iterable[str], n: int = 3) -> list[str]:
     ['blocks.0.attn', 'blocks.1.attn']
     """
     known = list(names)
+    # 0.6 is also what `difflib.get_close_matches` asks for by default.
     for key, least in ((str.lower, 0.6), (_last_segment, 0.5)):
         matcher = difflib.SequenceMatcher(b=key(name))
         scores: dict[str, float] = {}
         for candidate in known:
             matcher.set_seq1(key(candidate))
-            # The quick ratio is an upper bound; not get_close_matches, which reverses ties.
+            # `quick_ratio` is an upper bound and cheaper. Not `get_close_matches`, which reverses ties.
             if matcher.quick_ratio() >= least and matcher.ratio() >= least:
                 scores[candidate] = matcher.ratio()
         if scores:
@@ -216,7 +220,7 @@ def _last_segment(name: str) -> str:
 
 
 def _elements(selector: Any) -> Iterator[Any]:
-    """The selectors in ``selector``, with lists, also lists of lists, taken apart."""
+    """Yield the selectors in ``selector``, with lists, and lists in lists, taken apart."""
     many = isinstance(selector, Sequence | AbstractSet) and not isinstance(selector, str | bytes)
     if not many:
         yield selector
@@ -297,7 +301,7 @@ def _nothing_matched(element: Any, candidates: Mapping[str, T], type_name: Calla
 
 
 def _glob_hint(element: str, verb: str, candidates: Mapping[str, object]) -> str:
-    """The glob that was probably meant, with the number of its layers, or the nearest names."""
+    """Return the glob that was probably meant and the number of its layers, or else the nearest names."""
     mark, glob = ("!", element[1:]) if _is_exclusion(element) else ("", element)
     segments = glob.split(".")
     for level in ("*", "**"):

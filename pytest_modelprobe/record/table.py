@@ -1,4 +1,8 @@
-"""The layers of a record as the rows of a table."""
+"""The layers of a record as the rows of a table.
+
+``print(record)``, a notebook, ``modelprobe show`` and the messages on snapshots show this table, so its rows are made
+once. Layers that tell nothing new are left out.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +29,15 @@ def layer_table(record: Record, most: int = 200) -> list[str]:
 def layer_rows(record: Record, names: Iterable[str] | None = None) -> tuple[list[str], list[list[Cell]]]:
     """Return columns and rows of the table of layers, those that were called in order of execution.
 
-    Left out are containers without parameters whose output is that of a child, layers without calls and parameters, and
-    the later calls of a layer that is called more than 8 times. If no layer was called, it is a table of parameters.
+    Containers without parameters whose output is that of a child are left out, and so are layers without calls and
+    parameters, and the later calls of a layer that is called more than 8 times. If no layer was called, it is a table
+    of parameters.
 
     Args:
         record: The record.
-        names: Layers to show; None: as above.
+        names: The layers to show. By default they are chosen as above.
     """
+    # By their end: a container comes after the child whose output it returns, and then has no news.
     calls = sorted(record.calls, key=lambda pair: pair[1].finished)
     if not calls:
         return _structure_rows(record, names)
@@ -69,7 +75,7 @@ def _structure_rows(record: Record, names: Iterable[str] | None) -> tuple[list[s
 
 
 def _parameters(layer: Layer) -> Cell:
-    """Return the number of elements of a layer's own parameters, tied ones left out."""
+    """Return the number of elements of a layer's own parameters without tied ones."""
     if not layer.parameters:
         return "-"
     return "tied" if all(p.tied_to for p in layer.parameters) else elements(layer.parameters)
@@ -77,7 +83,7 @@ def _parameters(layer: Layer) -> Cell:
 
 def _layer_row(layer: Layer, call: Call, value: Value | None, gradients: bool) -> list[Cell]:
     row: list[Cell] = [layer.name, layer.type_name, _parameters(layer), _number_of_calls(layer, call)]
-    if call.index:
+    if call.index:  # the row of the first call has the layer's parameters and number of calls
         row = [call_name(layer.name, call), layer.type_name, "-", "-"]
     if value is None:
         return [*row, *"-" * (len(_NUMBERS) + gradients)]

@@ -1,7 +1,8 @@
-"""Layers of the ranks of a tensor-parallel model → those of one process, which was given the same batch.
+"""Layers of the ranks of a tensor-parallel model → those of one process that was given the same batch.
 
-Every rank runs every layer on the same samples, with its part of the weights. Which part of a value a rank has is told
-by the layout of its DTensors; without one, values that are not the same in all ranks are not known as a whole.
+Every rank runs every layer on the same samples, with its part of the weights. The layout of the DTensors tells which
+part of a value a rank has. If there is no layout and the ranks have different values, the whole is not known, and the
+reading says so: a guess could make a wrong record look right.
 """
 
 from __future__ import annotations
@@ -19,27 +20,29 @@ from .tensor_statistics import Reading, Statistics, Units
 from .together import demand_alike, demand_equal, mean, rms, together
 
 TENSOR_PARALLEL = "tensor parallel"
-"""The note of such a record begins with this."""
+"""The note in the record of a tensor-parallel model begins with this."""
 MIXED = "several kinds of parallelism"
-"""That of a record whose parts are not known begins with this."""
+"""The note in a record of which the parts are not known begins with this."""
 
 _READINGS = ("reading", "after", "update", "gradient", "applied")
-_LAST = 1 << 62
-_CLOSE = 1e-5  # of the rms: no rank adds in another order than the others, but kernels of a GPU may
+_LAST = 1 << 62  # the place of parameters in the order of computation: after every call
+# Values of two ranks are the same within this share of the rms. All ranks add in the same order, but the kernels of a
+# GPU need not.
+_CLOSE = 1e-5
 _A_TERM = "each rank has a term of it, and not the sum"
 _UNKNOWN = "each rank has another, and no layout says which part of the whole it is"
 _SHARD = re.compile(r"shard\((\d+)\)")
 
 
 class Joining:
-    """Puts together what the ranks have of a layer: shards along their dimension, and what all have once."""
+    """Puts together what the ranks have of a layer: shards along their dimension, and what all ranks have once."""
 
     def __init__(self) -> None:
         self.different: list[tuple[int, str]] = []
-        """What all should have and that differs, each with its place in the order of computation, parameters last."""
+        """What should be the same in all ranks and differs, each with its place in the order of computation."""
 
     def layer(self, have: list[tuple[int, Layer]]) -> Layer:
-        """Return one layer. Raises AssertionError where ranks disagree on its structure or its parameters."""
+        """Return one layer; raise `AssertionError` if ranks disagree on its structure or its parameters."""
         first = have[0][1]
         demand_alike(have)
         demand_equal(have, first.label, "number of calls", lambda layer: len(layer.calls))
@@ -70,7 +73,8 @@ class Joining:
             except AssertionError as error:
                 if field == "reading":
                     raise
-                self.different.append((_LAST, str(error)))  # it may come from a value that is another
+                # A gradient differs if a value did: only the first in the order of computation is told.
+                self.different.append((_LAST, str(error)))
         return dataclasses.replace(first, layout=None)
 
     def _call(self, layer: Layer, have: list[tuple[int, Call]]) -> Call:
@@ -149,10 +153,11 @@ def _shards(readings: Sequence[Reading | None], axis: int) -> Reading | None:
 
 
 def _shape(values: Sequence[Value], dim: int) -> tuple[Dimension, ...]:
-    """Return the shape of the whole: that of a DTensor is it, that of a local tensor is a part."""
+    """Return the shape of the whole. A DTensor has this shape, but a local tensor has the shape of its part."""
     first = values[0]
     sizes = [value.shape[dim] for value in values]
     whole = [size for size in sizes if isinstance(size, int)]
+    # The statistics are always those of the local part: if the shape has more elements, it is that of the whole.
     count = 0 if first.forward.statistics is None else first.forward.statistics.count
     elements = math.prod(size if isinstance(size, int) else 0 for size in first.shape) * first.forward.tensors
     if len(whole) < len(sizes) or (count and elements != count):
@@ -161,7 +166,7 @@ def _shape(values: Sequence[Value], dim: int) -> tuple[Dimension, ...]:
 
 
 def _same_or(values: Sequence[Value], reason: str) -> Reading | None:
-    """Return the gradient that all ranks have, or the reason why that of the whole is not known."""
+    """Return the gradient that all ranks have, or the reason why the gradient of the whole is not known."""
     first = values[0].backward
     others = [value.backward for value in values]
     if first is None or all(_are_equal(first, other) for other in others):
@@ -182,7 +187,7 @@ def _are_equal(a: Reading, b: Reading | None) -> bool:
 
 
 def _difference(a: Reading, b: Reading) -> tuple[str, str, str]:
-    """Return what is another in two readings of tensors that are not equal, and that of each."""
+    """Return the name of a number that differs between two readings, and this number in each."""
     one, other = a.statistics, b.statistics
     if one is None or other is None:
         return "mean", _shown(mean(a)), _shown(mean(b))

@@ -1,7 +1,8 @@
 """Numbers of one tensor: moments and counts, ranges of units, fingerprint.
 
-All of them merge exactly, so that the forwards of a watch and the ranks of a run can be added one by one, in any order.
-Elements that are not finite are counted, and leave all other numbers alone.
+All of them merge exactly, so that the forwards of a watch and the ranks of a run can be added one by one, in any order,
+and no tensor has to be kept. Elements that are not finite are counted and change no other number: otherwise one NaN
+would hide all others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def merge_moments(
 ) -> tuple[float, float]:
     """Return mean and sum of squared deviations of ``n`` elements and ``m`` others together.
 
-    By the formula of Chan, Golub and LeVeque (1979), which does not cancel.
+    This is the formula of Chan, Golub and LeVeque (1979). It adds squared deviations, and so does not cancel as a
+    difference of sums of squares does if the mean is large.
 
     >>> merge_moments(2, 1.0, 2.0, 2, 5.0, 2.0)
     (3.0, 20.0)
@@ -39,7 +41,7 @@ def merge_moments(
 class Statistics(NanEqual):
     """Moments and counts of the elements of one tensor, or of several merged.
 
-    Non-finite elements are counted apart; every other number is of the finite elements alone.
+    Non-finite elements are counted apart. Every other number is that of the finite elements alone.
     """
 
     count: int
@@ -53,11 +55,11 @@ class Statistics(NanEqual):
     zeros: int = 0
     """Elements equal to zero."""
     min: float | None = None
-    """Smallest finite element; None where there is none. Complex tensors: of the magnitudes."""
+    """Smallest finite element, or `None` if there is none. Of a complex tensor it is the smallest magnitude."""
     max: float | None = None
-    """Largest finite element; None where there is none."""
+    """Largest finite element, or `None` if there is none."""
     mean: float | None = None
-    """Mean of the finite elements; None where there is none."""
+    """Mean of the finite elements, or `None` if there is none."""
     deviations: float = 0.0
     """Sum of (x - mean)² over the finite elements."""
     first_nan: int | None = None
@@ -103,7 +105,7 @@ class Statistics(NanEqual):
         return 0 < self.count == self.zeros
 
     def counted_from(self, first: int) -> Statistics:
-        """Return the same, with forwards counted from another one on."""
+        """Return the same statistics with forwards counted from forward number ``first``."""
         found = (self.first_nan, self.first_posinf, self.first_neginf)
         nan, posinf, neginf = (None if number is None else max(0, number - first) for number in found)
         return dataclasses.replace(self, first_nan=nan, first_posinf=posinf, first_neginf=neginf)
@@ -156,9 +158,9 @@ class Units(NanEqual):
     axis: int
     """The axis of the units, counted from the end (-1 is the last)."""
     low: tuple[float, ...]
-    """Smallest element of each unit; NaN where the unit has a NaN."""
+    """Smallest element of each unit, or NaN if the unit has a NaN."""
     high: tuple[float, ...]
-    """Largest element of each unit; NaN where the unit has a NaN."""
+    """Largest element of each unit, or NaN if the unit has a NaN."""
 
     def __len__(self) -> int:
         return len(self.low)
@@ -172,19 +174,20 @@ class Units(NanEqual):
 @quickly_made
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """Counts of finite elements in exponential bins, two to an octave, which are the same for every tensor.
+    """Counts of finite elements in exponential bins, two to an octave.
 
-    Bin k counts 2**(k/2) <= x < 2**((k+1)/2), for k from -80 to 80; what is smaller or larger is in the outermost.
+    The bins are the same for every tensor, so that counts of forwards, workers and runs add up. Bin k counts
+    2**(k/2) <= x < 2**((k+1)/2), for k from -80 to 80. Smaller and larger elements are in the outermost bins.
     """
 
     first: int = 0
     """The k of the first bin."""
     negative: tuple[int, ...] = ()
-    """Negative elements by magnitude."""
+    """Counts of negative elements by magnitude."""
     zero: int = 0
     """Elements equal to zero."""
     positive: tuple[int, ...] = ()
-    """Positive elements; as many bins as of negative ones."""
+    """Counts of positive elements, in as many bins as the negative ones."""
 
     def bins(self) -> tuple[list[float], list[int]]:
         """Return the edges of all bins from the smallest number to the largest, and the count between each two.
@@ -232,19 +235,20 @@ class Reading(NanEqual):
     """The numbers of one value in one direction."""
 
     tensors: int = 1
-    """Tensors merged into it: 1, or one for each forward or backward pass; 0: there was one, and it was not seen."""
+    """How many tensors are merged into it: 1, or one for each forward or backward pass. 0 if there was one, and it was
+    not seen."""
     statistics: Statistics | None = None
     units: Units | None = None
     fingerprint: tuple[float, ...] | None = None
     """Signed random projections of the elements in logical order, see `fingerprint`."""
     digest: str | None = None
-    """Integers and bools: an exact hash of all elements in logical order, 16 hexadecimal digits."""
+    """For integers and bools, an exact hash of all elements in logical order, as 16 hexadecimal digits."""
     noise: float | None = None
-    """Change under harmless perturbations, relative to the norm (integers: share of elements); None: not measured."""
+    """Change under harmless perturbations, relative to the norm, or as a share of integers. `None` if not measured."""
     reason: str | None = None
-    """Why there are no statistics (a meta tensor, a sparse one...)."""
+    """Why there are no statistics: the tensor is on the meta device, or sparse, or the like."""
     histogram: Histogram | None = field(default=None, compare=False)
-    """Of the values, with ``histograms=True``; never compared, and in no snapshot file."""
+    """Histogram of the values, with ``histograms=True``. It is never compared, and is in no snapshot file."""
 
 
 def is_read(reading: Reading) -> bool:
@@ -257,21 +261,21 @@ def is_read(reading: Reading) -> bool:
 
 
 def has_nonfinite(reading: Reading | None) -> bool:
-    """Whether an element is NaN or infinite, as far as there are statistics."""
+    """Whether an element is NaN or infinite; False if there are no statistics."""
     return reading is not None and reading.statistics is not None and reading.statistics.nonfinite > 0
 
 
 def estimated_change(a: Sequence[float], b: Sequence[float], norm: float | None = None) -> float:
     """Estimate ‖x - y‖ / ‖y‖ from the fingerprints of x and y.
 
-    The standard error is 18 % for a generic difference and 25 % for one that is in a single column or the same
-    everywhere. It is 0 for equal fingerprints, and infinite where y alone is zero.
+    The standard error is 18 % for a generic difference, and 25 % for a difference that is in a single column or the
+    same everywhere. The estimate is 0 for equal fingerprints, and infinite if y is zero and x is not. For the share of
+    integers that differ see `estimated_share`.
 
     Args:
         a: `Reading.fingerprint` of x.
-        b: That of y.
-        norm: ‖y‖, where it is known exactly; else it is estimated too. For the share of integers that differ see
-            `estimated_share`.
+        b: `Reading.fingerprint` of y.
+        norm: ‖y‖ if it is known exactly. Otherwise it is estimated too.
 
     >>> y = tuple([0.25, -0.25] * 8)
     >>> estimated_change([1.01 * s for s in y], y)
@@ -286,9 +290,9 @@ def estimated_change(a: Sequence[float], b: Sequence[float], norm: float | None 
 
 
 def proportion(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
-    """Return by what factor of ``b`` the fingerprint ``a`` is explained best, and the norm of what is left.
+    """Return the factor of ``b`` that explains the fingerprint ``a`` best, and the norm of what is left.
 
-    Fingerprints are sums, so that of a multiple is the multiple, exactly.
+    Fingerprints are sums, so the fingerprint of a multiple is exactly the multiple of the fingerprint.
 
     >>> proportion((2.0, 4.0), (1.0, 2.0)), proportion((0.0, 1.0), (1.0, 0.0)), proportion((3.0, 4.0), (0.0, 0.0))
     ((2.0, 0.0), (0.0, 1.0), (0.0, 5.0))
@@ -299,7 +303,7 @@ def proportion(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
 
 
 def estimated_share(a: Sequence[float], b: Sequence[float], count: int) -> float:
-    """Estimate the share of ``count`` integers that differ, from two fingerprints; digests tell exact equality.
+    """Estimate the share of ``count`` integers that differ from two fingerprints. Digests tell whether any does.
 
     >>> y = tuple([0.25, -0.25] * 8)
     >>> estimated_share(y, y, 10), estimated_share([0.0] * 16, y, 10)
@@ -309,5 +313,5 @@ def estimated_share(a: Sequence[float], b: Sequence[float], count: int) -> float
 
 
 def _of_both(choose: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-    """Return the smaller or the larger number, or the only one that there is."""
+    """Return the number that ``choose`` takes of two, or the only one that there is."""
     return b if a is None else a if b is None else choose(a, b)

@@ -1,4 +1,8 @@
-"""A record as text and as HTML, and the message for an unknown layer."""
+"""A record as text and as HTML, and the message for an unknown layer.
+
+These are the words of a record, which stand with it: a record can say itself without `report`. Names of layers are
+untrusted text, so they are made printable here, and escaped for HTML.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,10 @@ if TYPE_CHECKING:
     from .record import Record
 
 MOST_LAYERS = 60
-"""Layers that ``print(record)`` shows."""
+"""Layers that ``print(record)`` shows; ``record.table()`` shows all."""
 
 MOST_ROWS_IN_NOTEBOOK = 200
+"""Rows that a notebook shows of a record."""
 
 
 def headline(record: Record) -> str:
@@ -41,8 +46,8 @@ def as_text(record: Record, names: Iterable[str] | None = None, most: int | None
 
     Args:
         record: The record.
-        names: Layers to show; None: see `layer_rows`.
-        most: Rows shown; None: all.
+        names: The layers to show. By default they are chosen as by `layer_rows`.
+        most: How many rows to show, or `None` for all of them.
     """
     columns, rows = layer_rows(record, names)
     lines = table(columns, rows, len(rows) if most is None else most)
@@ -53,7 +58,7 @@ def as_text(record: Record, names: Iterable[str] | None = None, most: int | None
 
 
 def as_html(record: Record) -> str:
-    """Return a record as a table in HTML: no script, no style sheet, every name escaped."""
+    """Return a record as a table in HTML, without script and style sheet, and with every name escaped."""
     columns, rows = layer_rows(record)
     shown = rows[:MOST_ROWS_IN_NOTEBOOK]
     more = len(rows) - len(shown)

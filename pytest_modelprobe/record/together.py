@@ -1,6 +1,7 @@
 """Readings of several ranks as one, and what has to be equal in all of them.
 
-`merging` and `tensor_parallel` decide which readings belong together; here is how they add up.
+`merging` and `tensor_parallel` decide which readings belong together, and the functions here add them up. A number that
+would not be exact is left out.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ OTHER_STEP = "The gradients are the same: look at each rank's optimizer, its hyp
 def demand_equal(
     have: Sequence[tuple[int, T]], name: str, what: str, of: Callable[[T], Any], advice: str = SAME_START
 ) -> None:
-    """Raise AssertionError where a rank differs from the first in what all should have in common."""
+    """Raise `AssertionError` if a rank differs from the first in what all should have in common."""
     rank, first = have[0]
     for other, one in have[1:]:
         if of(one) != of(first):
             here, there = _shown(of(one)), _shown(of(first))
-            if here == there:
+            if here == there:  # six digits do not show the difference
                 here, there = str(of(one)), str(of(first))
             raise AssertionError(
                 f"ranks disagree: {name} has another {what} in [rank {other}] than in [rank {rank}]: "
@@ -42,19 +43,19 @@ def demand_equal(
 
 
 def demand_alike(have: Sequence[tuple[int, Layer]]) -> None:
-    """Raise AssertionError where a layer has not the same class and parameters in all ranks."""
+    """Raise `AssertionError` if a layer does not have the same class and parameters in all ranks."""
     label = have[0][1].label
     demand_equal(have, label, "class", lambda layer: layer.type)
     demand_equal(have, label, "parameters", lambda layer: [(p.name, p.shape) for p in layer.parameters])
 
 
 def mean(reading: Reading | None) -> float | None:
-    """Return the mean, where there is one."""
+    """Return the mean, or `None` if there is none."""
     return None if reading is None or reading.statistics is None else reading.statistics.mean
 
 
 def rms(reading: Reading | None) -> float | None:
-    """Return the root mean square, where there is one."""
+    """Return the root mean square, or `None` if there is none."""
     return None if reading is None or reading.statistics is None else reading.statistics.rms
 
 
@@ -63,10 +64,10 @@ def _shown(value: object) -> str:
 
 
 def together(readings: Sequence[Reading | None], *, adds_up: bool = False, of_step: bool = False) -> Reading | None:
-    """Return the reading of the parts of all ranks together; None where none has one.
+    """Return the reading of the parts of all ranks together, or `None` if no rank has one.
 
     Args:
-        readings: Of each rank.
+        readings: The reading of each rank.
         adds_up: Whether the parts are those of a batch, so that their fingerprints add up.
         of_step: Whether microbatches count as one batch.
     """
@@ -74,7 +75,7 @@ def together(readings: Sequence[Reading | None], *, adds_up: bool = False, of_st
     if not have:
         return None
     unread = next((r for r in have if r.statistics is None and r.reason), None)
-    if unread is not None:  # the numbers of the others are not those of the whole
+    if unread is not None:  # the numbers of the other ranks would pass for those of the whole
         return Reading(tensors=have[0].tensors, reason=unread.reason)
     statistics = [r.statistics for r in have if r.statistics is not None and r.statistics.count]
     histograms = [r.histogram for r in have if r.histogram is not None]
@@ -95,13 +96,15 @@ def _sum_of_fingerprints(readings: Sequence[Reading]) -> tuple[float, ...] | Non
 
 
 def _sum_of_digests(readings: Sequence[Reading]) -> str | None:
+    # A digest is a sum of hashes in 64 bits, so that the digests of parts add up too.
     all_have = [int(reading.digest, 16) for reading in readings if reading.digest is not None]
     return f"{sum(all_have) % 2**64:016x}" if len(all_have) == len(readings) else None
 
 
 def once(reading: Reading) -> Reading:
-    """Return the reading of a value that every microbatch has, as if it had been read in one."""
+    """Return the reading of a value that is the same in every microbatch as if it had been read in one of them."""
     s, times = reading.statistics, reading.tensors
+    # If the microbatches are not equally large, what one of them had is not known.
     if s is None or times == 1 or s.count % times:
         return reading
     counts = {name: getattr(s, name) // times for name in ("count", "zeros", "nan", "posinf", "neginf")}
@@ -119,7 +122,7 @@ def _units(units: Sequence[Units | None]) -> Units | None:
 
 
 def scaled(reading: Reading, factor: float) -> Reading:
-    """Return the reading of the same tensor times a factor."""
+    """Return the reading of the same tensor times a positive factor, without units and histogram."""
     s = reading.statistics
     if s is None or s.mean is None or s.min is None or s.max is None:
         return reading
