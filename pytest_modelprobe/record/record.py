@@ -195,8 +195,8 @@ class Record:
     """In the record of a step, what became of the gradients on their way to the optimizer: ``as they arrived``,
     ``reset``, ``scaled by 0.01``, ``others``. `None` if it is not known."""
     training: Training | None = None
-    """In the record of all forwards of a watch, what optimizers did. `None` if none stepped. Of several ranks, each count
-    is the largest."""
+    """In the record of all forwards of a watch, what optimizers did. `None` if none stepped. Of several ranks, each
+    count is the largest."""
     profile: Profile | None = field(default=None, compare=False)
     """What each layer costs, with ``profile=True``. It is never compared, and is not in snapshots."""
     noise: str | None = None
