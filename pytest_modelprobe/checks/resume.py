@@ -8,7 +8,7 @@ not: the state right after loading says what was lost, the records of the steps 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec
@@ -17,13 +17,12 @@ from torch import nn
 
 from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import GENERATORS, check_supported, seeding, settings_preserved
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.progress import progress
-from pytest_modelprobe.record import ROOT, Plain, Reading, Record, label_of, qualified
+from pytest_modelprobe.record import ROOT, Plain, Reading, Record, estimated_change, label_of, qualified
 from pytest_modelprobe.runs import Watch
-from pytest_modelprobe.text import Cell, count, failure, listed, number
+from pytest_modelprobe.text import Cell, count, failure, listed, number, printable, table
 
 from .machinery.training_state import Kind, Leaves, TrainingState, Unequal, shown, through_file, unequal
 from .outcome import Outcome
@@ -162,7 +161,7 @@ def resume(
     _check(probe, make, train, steps, at, save, load)
     seed = seeding.derive(probe.seed, "resume")
     runs = _Runs(make, train, steps, at, save, load, seed)
-    with progress("resume"), settings_preserved(), seeding.forked_rng(), interruptible():
+    with progress("resume"), settings_preserved(), seeding.forked_rng():
         return runs.outcome()
 
 
@@ -220,9 +219,8 @@ class _Runs:
         whole = self._follow(state, model, self.steps, read_after=self.at)
         stopped, stopped_model = self._made()
         first = self._follow(stopped, stopped_model, self.at)
-        for step, (one, again) in enumerate(zip(whole.steps, first.steps, strict=False)):
-            if found := _differences(again, one):
-                return self._not_repeatable(name, step, found)
+        if other := _first(first.steps, whole.steps):
+            return self._not_repeatable(name, *other, self.at)
         saved, then, states = self._saved(stopped)
         resumed, resumed_model = self._made()
         resumed, resumed_model = self._loaded(resumed, resumed_model, saved)
@@ -233,8 +231,7 @@ class _Runs:
             at_begin = unequal(whole.begun, second.begun)
             lost = {key: one for key, one in lost.items() if key in at_begin}  # what train itself puts back is there
             drifted = {key: one for key, one in at_begin.items() if key not in lost}
-        pairs = list(zip(second.steps, whole.steps[self.at :], strict=False))
-        differing = next(((i, found) for i, pair in enumerate(pairs, self.at) if (found := _differences(*pair))), None)
+        differing = _first(second.steps, whole.steps, self.at)
         end = {
             key: one
             for key, one in unequal(whole.end, second.end).items()
@@ -244,6 +241,8 @@ class _Runs:
             return self._without_effect(name, resumed, lost, len(then))
         verdict = _Verdict(self.at, list(lost.values()), list(drifted.values()), differing, list(end.values()))
         alone = self._trained_twice(stopped, stopped_model, states, whole)
+        if other := _first(self._follow(*self._made(), self.steps).steps, whole.steps):
+            return self._not_repeatable(name, *other, self.steps)
         return verdict.outcome(name, resumed, alone)
 
     def _made(self) -> tuple[TrainingState, nn.Module]:
@@ -321,22 +320,21 @@ class _Runs:
         for one, was in zip(GENERATORS, states, strict=True):
             one.set(was)
         again = self._follow(state, model, self.rest)
-        for step, pair in enumerate(zip(again.steps, whole.steps[self.at :], strict=False), self.at):
-            if _differences(*pair):
-                return (
-                    f"Step {step} also differs if train is called twice and nothing is saved and loaded between: train "
-                    "begins something anew, such as an iterator over the data."
-                )
+        if other := _first(again.steps, whole.steps, self.at):
+            return (
+                f"Step {other[0]} also differs if train is called twice and nothing is saved and loaded between: train "
+                "begins something anew, such as an iterator over the data."
+            )
         return ""
 
-    def _not_repeatable(self, name: str, step: int, found: Sequence[_Difference]) -> Outcome:
+    def _not_repeatable(self, name: str, step: int, found: Sequence[_Difference], steps: int) -> Outcome:
         first = found[0]
         made = step == 0 and first.kind in ("weights", "attribute")
         where = "make is not repeatable" if made else "train is not repeatable"
         text = failure(
-            f"{where}: two runs of {count(self.at, 'step')} with one seed differ at step {step}, {first.at}",
-            _COLUMNS,
-            [one.row(f"step {step}") for one in found],
+            f"{where}: two runs of {count(steps, 'step')} with one seed differ at step {step}, {first.at}",
+            ("what", "changed by", "second run", "first run"),
+            [one.row() for one in found],
             "Each run starts from the same random states: look for what the runs share, as a loader or a generator "
             "not of make, for the clock, and for operations that torch cannot repeat, which "
             "torch.use_deterministic_algorithms(True) names.",
@@ -351,10 +349,9 @@ class _Runs:
             return Outcome(check="resume", model=name, verdict="holds", text=text)
         first = next(iter(lost.values()))
         line = f"{_said(first)}; {count(self.rest, 'step')} after that are the same{_more(len(lost) - 1)}"
-        rows = [_row("after load", one) for one in lost.values()]
         advice = "It may matter later: give more steps=, or save it."
         return Outcome(
-            check="resume", model=name, verdict="hint", text=failure(line, _COLUMNS, rows, advice), layer=ROOT
+            check="resume", model=name, verdict="hint", text=_text(line, _after_load(lost.values()), advice), layer=ROOT
         )
 
 
@@ -384,12 +381,18 @@ class _Difference:
 
     @property
     def at(self) -> str:
-        """Where, after ``at``: ``the update of fc1.weight``."""
-        return f"at {self.what}"
+        """``at the update of fc1.weight``."""
+        return f"at the {self.what}"
 
-    def row(self, when: str) -> tuple[Cell, ...]:
-        """The cells of `_COLUMNS`."""
-        return when, self.what, "-", _cell(self.now), _cell(self.was)
+    def row(self) -> tuple[Cell, ...]:
+        """The cells of `_OF_STEP`."""
+        return self.what, _change(self.now, self.was), _cell(self.now), _cell(self.was)
+
+
+def _first(now: Sequence[Record], was: Sequence[Record], since: int = 0) -> tuple[int, list[_Difference]] | None:
+    """Return the number of the first step that differs, and what of it; ``now`` begins at the step ``since``."""
+    pairs = enumerate(zip(now, was[since:], strict=False), since)
+    return next(((step, found) for step, pair in pairs if (found := _differences(*pair))), None)
 
 
 def _differences(now: Record, was: Record) -> list[_Difference]:
@@ -412,10 +415,11 @@ def _differences(now: Record, was: Record) -> list[_Difference]:
             if (q := own.get(p.name)) is None:
                 continue
             full = qualified(name, p.name)
-            compare("weights", full, f"the value of {full}", q.reading, p.reading)
-            compare("gradient", full, f"the gradient of {full}", q.gradient, p.gradient)
-            compare("applied", full, f"the gradient of {full} as applied", q.applied, p.applied)
-            compare("update", full, f"the update of {full}", q.update, p.update)
+            compare("weights", full, f"value of {full}", q.reading, p.reading)
+            compare("gradient", full, f"gradient of {full}", q.gradient, p.gradient)
+            if q.gradient == p.gradient:
+                compare("applied", full, f"gradient of {full} as applied", q.applied, p.applied)
+            compare("update", full, f"update of {full}", q.update, p.update)
         own = {p.name: p for p in other.buffers}
         for p in layer.buffers:
             full = qualified(name, p.name)
@@ -437,19 +441,22 @@ def _differences(now: Record, was: Record) -> list[_Difference]:
             values = {value.path: value for value in again.inputs}
             for value in call.inputs:
                 if value.path in values:
-                    what = f"the {value.path} of {layer.label}"
+                    what = f"{value.path} of {layer.label}"
                     compare("inputs", layer.name, what, values[value.path].forward, value.forward)
         values = {value.path: value for value in again.outputs}
         for value in call.outputs:
             if value.path in values:
-                what = f"the {value.path} of {layer.label}"
+                what = f"{value.path} of {layer.label}"
                 compare("output", layer.name, what, values[value.path].forward, value.forward)
     return [one for kind in found.values() for one in kind]
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
 
-_COLUMNS = ("when", "what", "changed by", "resumed", "uninterrupted")
+_AFTER_LOAD = ("after load", "changed by", "loaded", "when saved")
+_OF_STEP = ("changed by", "resumed", "uninterrupted")
+_MOST_ROWS = 10
+"""Rows of each of the two tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,13 +474,14 @@ class _Verdict:
     def outcome(self, name: str, state: TrainingState, alone: str) -> Outcome:
         kind: Where | Literal["end"] = "end" if self.differing is None else self.differing[1][0].kind
         if self.differing is None:
-            layer, where = self.end[0].leaf.of or self.end[0].leaf.text, "the steps are the same, and "
-            where += f"{self.end[0].leaf.name} differs after the last{_by(self.end[0])}"
-            rows = [_row("at the end", one) for one in self.end]
+            one = self.end[0]
+            layer, where = one.leaf.of or one.leaf.text, "the steps are the same"
+            where += f", and at the end {one.leaf.name} differs{_by(one)}"
+            when, rows = "at the end", [_row(one) for one in self.end]
         else:
             step, found = self.differing
             layer, where = found[0].layer, f"step {step} is the first that differs, {found[0].at}"
-            rows = [one.row(f"step {step}") for one in found]
+            when, rows = f"step {step}", [one.row() for one in found]
         lost, drifted = (self._named(kind, layer, among) for among in (self.lost, self.drifted))
         if lost is not None:
             line = f"{_said(lost)}; {where}{_more(len(self.lost) - 1)}"
@@ -484,14 +492,13 @@ class _Verdict:
         else:
             line = f"{label_of(layer)} differs, and nothing of the state that may cause it is lost; {where}"
             line += _more(len(self.lost), "value")
-        first = [one for one in (lost, drifted) if one is not None]
-        rows = [
-            *(_row("after load", one) for one in sorted(self.lost, key=lambda one: one not in first)),
-            *(_row(f"step {self.at} begins", one) for one in self.drifted if one is drifted),
-            *rows,
-        ]
+        shown_first = sorted(self.lost, key=lambda one: one is not lost)
+        tables = [_after_load(shown_first)] if self.lost else []
+        if lost is None and drifted is not None:
+            tables.append(((f"step {self.at} begins", *_OF_STEP), [_row(drifted)]))
+        tables.append(((when, *_OF_STEP), rows))
         unread = f"Not looked at, as their state is not known: {listed(state.unread)}." if state.unread else ""
-        text = failure(line, _COLUMNS, rows, _ADVICE[kind], alone, unread)
+        text = _text(line, *tables, _advice(kind, lost), alone, unread)
         return Outcome(check="resume", model=name, verdict="broken", text=text, layer=layer)
 
     def _named(self, kind: Where | Literal["end"], layer: str, among: Sequence[Unequal]) -> Unequal | None:
@@ -524,10 +531,38 @@ def _more(n: int, noun: str = "more value") -> str:
     return f"; {count(n, noun)} {'differs' if n == 1 else 'differ'} after load" if n > 0 else ""
 
 
-def _row(when: str, one: Unequal) -> tuple[Cell, ...]:
+_Table = tuple[Sequence[str], Sequence[tuple[Cell, ...]]]
+
+
+def _text(line: str, *parts: _Table | str) -> str:
+    """Return a message: the first line, tables and sentences."""
+    texts = [
+        printable(one) if isinstance(one, str) else "\n".join(table(*one, most=_MOST_ROWS)) for one in parts if one
+    ]
+    return "\n\n".join([printable(line), *texts])
+
+
+def _after_load(lost: Iterable[Unequal]) -> _Table:
+    return _AFTER_LOAD, [_row(one) for one in lost]
+
+
+def _advice(kind: Where | Literal["end"], lost: Unequal | None) -> str:
+    if lost is not None and lost.leaf.kind in ("moments", "hyperparameters"):
+        return _ADVICE["update"]
+    if lost is not None and lost.leaf.kind in ("state", "value"):
+        return f"Save {lost.leaf.part}, and load it into what goes on."
+    return _ADVICE[kind]
+
+
+def _row(one: Unequal) -> tuple[Cell, ...]:
     now = "missing" if one.now is None else shown(one.now.value)
     then = "missing" if one.missing_then else shown(one.leaf.value)
-    return when, one.leaf.name, "-" if one.change is None else percent(one.change), now, then
+    return one.leaf.name, "-" if one.change is None else percent(one.change), now, then
+
+
+def _change(now: Plain | Reading, was: Plain | Reading) -> str:
+    readings = [one for one in (now, was) if isinstance(one, Reading) and one.fingerprint is not None]
+    return percent(estimated_change(*(one.fingerprint or () for one in readings))) if len(readings) == 2 else "-"
 
 
 def _cell(value: Plain | Reading) -> str:

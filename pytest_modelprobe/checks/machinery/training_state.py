@@ -8,9 +8,9 @@ has a name: ``exp_avg of fc1.weight`` in the part ``optimizer``.
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
 import math
-import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from pytest_modelprobe.checks.outcome import line_of
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.models import GENERATORS, detached_copy
+from pytest_modelprobe.models import GENERATORS, as_array, detached_copy
 from pytest_modelprobe.record import qualified
 from pytest_modelprobe.text import listed
 
@@ -35,7 +35,7 @@ Kind = Literal["weights", "buffer", "attribute", "moments", "hyperparameters", "
 RANDOM = "random states"
 """Name of the part that no user holds: the global generators."""
 
-PLAIN = (bool, int, float, str, type(None))
+PLAIN = bool | int | float | str | None
 
 _NO_EFFECT = ("params", "foreach", "fused", "capturable", "differentiable")
 """Fields of a group of an optimizer that change no number."""
@@ -157,7 +157,7 @@ class TrainingState:
         names = {id(p): name for part in self.models[::-1] for name, p in part.value.named_parameters()}
         leaves = [leaf for part in self.parts for leaf in _leaves(part, names)]
         leaves += [
-            Leaf(RANDOM, one.name, "random", pickle.dumps(now)) for one in GENERATORS if (now := one.get()) is not None
+            Leaf(RANDOM, one.name, "random", _digest(now)) for one in GENERATORS if (now := one.get()) is not None
         ]
         return {(leaf.part, leaf.text): leaf for leaf in leaves}
 
@@ -253,8 +253,7 @@ def unequal(then: Leaves, now: Leaves) -> dict[tuple[str, str], Unequal]:
         other = now.get(key)
         if other is None or not _is_equal(leaf.value, other.value):
             found[key] = Unequal(leaf, other)
-    for key in now.keys() - then.keys():
-        found[key] = Unequal(now[key], now[key], missing_then=True)
+    found |= {key: Unequal(leaf, leaf, missing_then=True) for key, leaf in now.items() if key not in then}
     # A scalar, as the step of Adam, says less than what goes with it.
     return dict(sorted(found.items(), key=lambda pair: pair[1].leaf.kind == "moments" and _size(pair[1].leaf) < 2))
 
@@ -281,15 +280,21 @@ def through_file(saved: Any) -> Any:
 def shown(value: Any) -> str:
     """Return a leaf in a cell of a table.
 
-    >>> shown(torch.tensor([3.0, 4.0])), shown(0.1), shown(b"..."), shown(torch.tensor(3.0))
-    ('rms 3.536', '0.1', 'a state', '3')
+    >>> shown(torch.tensor([3.0, 4.0])), shown(0.1), shown(b"some"), shown(torch.tensor(3.0))
+    ('rms 3.536', '0.1', 'state 736f6d65', '3')
     """
     if isinstance(value, Tensor):
         if value.numel() == 1:
             return f"{value.item():.6g}" if not value.is_complex() else str(value.item())
         size = torch.linalg.vector_norm(value.double() if not value.is_complex() else value).item()
         return f"rms {size / math.sqrt(max(value.numel(), 1)):.4g}"
-    return "a state" if isinstance(value, bytes) else f"{value:.6g}" if type(value) is float else str(value)
+    return (
+        f"state {value.hex()[:8]}"
+        if isinstance(value, bytes)
+        else f"{value:.6g}"
+        if type(value) is float
+        else str(value)
+    )
 
 
 # --- leaves -----------------------------------------------------------------------------------------------------------
@@ -303,12 +308,12 @@ def _leaves(part: Part, names: Mapping[int, str]) -> Iterator[Leaf]:
         yield from _of_optimizer(part.name, value, names)
     elif isinstance(value, DataLoader):
         for text, read, _ in _generators_of(value):
-            yield Leaf(part.name, text, "random", pickle.dumps(read()))
+            yield Leaf(part.name, text, "random", _digest(read()))
         epoch = getattr(value.sampler, "epoch", None)
         if isinstance(epoch, int):
             yield Leaf(part.name, "epoch of its sampler", "value", epoch)
     elif (generator := _generator(value)) is not None:
-        yield Leaf(part.name, "its state", "random", pickle.dumps(generator[0]()))
+        yield Leaf(part.name, "its state", "random", _digest(generator[0]()))
     elif isinstance(value, Tensor):
         yield from _tensor(part.name, "its values", "tensor", value)
     elif isinstance(value, PLAIN):
@@ -365,7 +370,22 @@ def _flat(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
         for key, one in pairs:
             yield from _flat(_inside(name, str(key)), one, depth + 1)
     elif hasattr(value, "__array__"):
-        yield name, pickle.dumps(value)
+        yield name, _digest(value)
+
+
+def _digest(state: Any) -> bytes:
+    """Return a hash of the state of a generator; a pickle of a tensor is another each time."""
+    return hashlib.sha256(repr(_frozen(state)).encode()).digest()
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return as_array(value).tobytes()
+    if isinstance(value, Mapping):
+        return [(key, _frozen(one)) for key, one in value.items()]
+    if isinstance(value, list | tuple):
+        return [_frozen(one) for one in value]
+    return value.tobytes() if hasattr(value, "tobytes") else value
 
 
 def _is_equal(one: Any, other: Any) -> bool:
