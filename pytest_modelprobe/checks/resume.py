@@ -37,12 +37,12 @@ Where = Literal[
 _CAUSES: Mapping[Where | Literal["end"], tuple[Kind, ...]] = {
     "attribute": ("attribute",),
     "weights": ("weights", "tensor"),
-    "inputs": ("random", "value"),
+    "inputs": ("random", "value", "tensor"),
     "calls": ("value", "random", "attribute"),
-    "output": ("random", "buffer", "attribute", "value"),
-    "gradient": ("random", "state", "value"),
-    "applied": ("state", "value"),
-    "hyperparameters": ("hyperparameters", "state", "value"),
+    "output": ("random", "buffer", "attribute", "value", "tensor"),
+    "gradient": ("random", "state", "value", "tensor"),
+    "applied": ("state", "value", "tensor"),
+    "hyperparameters": ("moments", "hyperparameters", "state", "value"),
     "update": ("moments", "hyperparameters", "state"),
     "buffer": ("buffer",),
     "end": ("weights", "buffer", "tensor"),
@@ -489,6 +489,7 @@ class _Verdict:
             line = f"{drifted.leaf.name} is another when step {self.at} begins, though load brought it back; {where}"
         elif kind == "inputs":
             line = f"{label_of(layer)} gets other inputs while all weights are the same: the order of data; {where}"
+            line += _more(len(self.lost), "value")
         else:
             line = f"{label_of(layer)} differs, and nothing of the state that may cause it is lost; {where}"
             line += _more(len(self.lost), "value")
@@ -549,7 +550,7 @@ def _after_load(lost: Iterable[Unequal]) -> _Table:
 def _advice(kind: Where | Literal["end"], lost: Unequal | None) -> str:
     if lost is not None and lost.leaf.kind in ("moments", "hyperparameters"):
         return _ADVICE["update"]
-    if lost is not None and lost.leaf.kind in ("state", "value"):
+    if lost is not None and lost.leaf.kind in ("state", "value", "tensor"):
         return f"Save {lost.leaf.part}, and load it into what goes on."
     return _ADVICE[kind]
 
@@ -561,8 +562,9 @@ def _row(one: Unequal) -> tuple[Cell, ...]:
 
 
 def _change(now: Plain | Reading, was: Plain | Reading) -> str:
-    readings = [one for one in (now, was) if isinstance(one, Reading) and one.fingerprint is not None]
-    return percent(estimated_change(*(one.fingerprint or () for one in readings))) if len(readings) == 2 else "-"
+    if not (isinstance(now, Reading) and isinstance(was, Reading) and now.fingerprint and was.fingerprint):
+        return "-"
+    return percent(estimated_change(now.fingerprint, was.fingerprint))
 
 
 def _cell(value: Plain | Reading) -> str:

@@ -313,11 +313,11 @@ def _leaves(part: Part, names: Mapping[int, str]) -> Iterator[Leaf]:
         if isinstance(epoch, int):
             yield Leaf(part.name, "epoch of its sampler", "value", epoch)
     elif (generator := _generator(value)) is not None:
-        yield Leaf(part.name, "its state", "random", _digest(generator[0]()))
+        yield Leaf(part.name, "the state", "random", _digest(generator[0]()))
     elif isinstance(value, Tensor):
-        yield from _tensor(part.name, "its values", "tensor", value)
+        yield from _tensor(part.name, "the tensor", "tensor", value)
     elif isinstance(value, PLAIN):
-        yield Leaf(part.name, "its value", "value", value)
+        yield Leaf(part.name, "the value", "value", value)
     else:
         for text, one in _flat("", value.state_dict()):
             if isinstance(one, Tensor):
