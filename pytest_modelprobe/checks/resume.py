@@ -319,7 +319,10 @@ class _Runs:
         """Return a sentence if training in two calls differs also where nothing is saved and loaded between them."""
         for one, was in zip(GENERATORS, states, strict=True):
             one.set(was)
-        again = self._follow(state, model, self.rest)
+        try:
+            again = self._follow(state, model, self.rest)
+        except Exception:  # noqa: BLE001 - a trainer may only go on from a checkpoint
+            return ""
         if other := _first(again.steps, whole.steps, self.at):
             return (
                 f"Step {other[0]} also differs if train is called twice and nothing is saved and loaded between: train "
@@ -491,7 +494,7 @@ class _Verdict:
             line = f"{label_of(layer)} gets other inputs while all weights are the same: the order of data; {where}"
             line += _more(len(self.lost), "value")
         else:
-            line = f"{label_of(layer)} differs, and nothing of the state that may cause it is lost; {where}"
+            line = f"{label_of(layer)} differs, and nothing that was looked at and may cause it is lost; {where}"
             line += _more(len(self.lost), "value")
         shown_first = sorted(self.lost, key=lambda one: one is not lost)
         tables = [_after_load(shown_first)] if self.lost else []

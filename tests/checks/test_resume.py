@@ -226,6 +226,39 @@ def test_a_buffer_that_is_lost_is_named(modelprobe: ModelProbe) -> None:
     )
 
 
+def test_a_scaler_that_is_lost_is_named(modelprobe: ModelProbe) -> None:
+    def train_scaled(state: State, steps: int) -> None:
+        for _ in range(steps):
+            state["optimizer"].zero_grad()
+            state["scaler"].scale(state["model"](DATA.tensors[0][:16]).square().mean()).backward()
+            state["scaler"].step(state["optimizer"])
+            state["scaler"].update()
+
+    def make_scaled() -> State:
+        return {**make(), "scaler": torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)}
+
+    assert checks.resume(modelprobe, make_scaled, train_scaled, **all_but()).verdict == "holds"
+    found = checks.resume.outcome(modelprobe, make_scaled, train_scaled, **all_but("scaler"))
+    assert first_line(found) == (
+        "scaler: scale is not restored: 1024 after load, and 2048 when saved; step 3 is the first that differs, at the "
+        "gradient of fc1.weight; 1 more value differs after load"
+    )
+
+
+def test_what_nothing_in_the_state_explains_is_not_blamed_on_it(modelprobe: ModelProbe) -> None:
+    """The optimizer is made by train, and lost with it."""
+
+    def train_with_a_new_optimizer(model: nn.Module, steps: int) -> None:
+        train_plainly((model, torch.optim.Adam(model.parameters())), steps)
+
+    found = checks.resume.outcome(modelprobe, Digits, train_with_a_new_optimizer)
+    assert first_line(found) == (
+        "fc1.weight differs, and nothing that was looked at and may cause it is lost; step 3 is the first that "
+        "differs, at the update of fc1.weight"
+    )
+    assert "Step 3 also differs if train is called twice and nothing is saved and loaded between" in str(found)
+
+
 def test_random_states_of_numpy_and_python_are_told_apart(modelprobe: ModelProbe) -> None:
     def train_on_noise(state: State, steps: int) -> None:
         for _ in range(steps):
