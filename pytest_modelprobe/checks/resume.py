@@ -148,7 +148,7 @@ def resume(
     ...         state["optimizer"].step()
     ...         state["step"] += 1
     >>> print(checks.resume(ModelProbe(), make, train))
-    resume holds for Linear: 3 steps after step 3 of 6, 15 values of the state
+    resume holds for Linear: 3 steps after step 3 of 6; looked at: model, optimizer, step and random states
     >>> def weights_alone(state):
     ...     return {"model": state["model"].state_dict(), "step": state["step"]}
     >>> def load_weights(state, saved):
@@ -238,7 +238,7 @@ class _Runs:
             if one.leaf.kind in _CAUSES["end"] and not one.lost
         }
         if differing is None and not end:
-            return self._without_effect(name, resumed, lost, len(then))
+            return self._without_effect(name, resumed, lost, list(dict.fromkeys(part for part, _ in then)))
         verdict = _Verdict(self.at, list(lost.values()), list(drifted.values()), differing, list(end.values()))
         alone = self._trained_twice(stopped, stopped_model, states, whole)
         if other := _first(self._follow(*self._made(), self.steps).steps, whole.steps):
@@ -344,11 +344,13 @@ class _Runs:
         )
         return Outcome(check="resume", model=name, verdict="not applicable", text=text, layer=first.layer)
 
-    def _without_effect(self, name: str, state: TrainingState, lost: Mapping[Any, Unequal], looked_at: int) -> Outcome:
+    def _without_effect(
+        self, name: str, state: TrainingState, lost: Mapping[Any, Unequal], looked_at: Sequence[str]
+    ) -> Outcome:
         after = f"{count(self.rest, 'step')} after step {self.at} of {self.steps}"
         if not lost:
             unread = f"; not looked at, as their state is not known: {listed(state.unread)}" if state.unread else ""
-            text = f"{after}, {count(looked_at, 'value')} of the state{unread}"
+            text = f"{after}; looked at: {listed(looked_at, 8)}{unread}"
             return Outcome(check="resume", model=name, verdict="holds", text=text)
         first = next(iter(lost.values()))
         line = f"{_said(first)}; {count(self.rest, 'step')} after that are the same{_more(len(lost) - 1)}"
