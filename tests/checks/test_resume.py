@@ -95,8 +95,8 @@ def first_line(found: checks.Outcome) -> str:
 def test_a_checkpoint_with_all_parts_goes_on_as_if_nothing_had_happened(modelprobe: ModelProbe) -> None:
     found = checks.resume(modelprobe, make, train, **all_but())
     assert str(found) == (
-        "resume holds for Digits: 3 steps after step 3 of 6; looked at: model, optimizer, scheduler, average, loader and "
-        "random states"
+        "resume holds for Digits: 3 steps after step 3 of 6; looked at: model, optimizer, scheduler, average, loader "
+        "and random states"
     )
 
 
