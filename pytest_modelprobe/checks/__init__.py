@@ -13,6 +13,7 @@ from .outcome import NotApplicableError, Outcome
 from .parity import checkpoint_parity, compile_parity, device_parity, dtype_parity, export_parity, layout_parity
 from .registration import copy_and_pickle, initialized, registered, state_dict_round_trip
 from .repetition import deterministic, eval_stable, seeded, train_eval_differ
+from .resume import resume
 from .sequence import causal, padding_invariant, permutation_equivariant, permutation_invariant
 from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
 from .training import ema_tracks, gradcheck, gradient_accumulation, optimizer_covers, overfits_batch
@@ -57,6 +58,7 @@ __all__ = [
     "permutation_equivariant",
     "permutation_invariant",
     "registered",
+    "resume",
     "seeded",
     "standard",
     "state_dict_round_trip",
