@@ -5,6 +5,7 @@ from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_ch
 from .finite import finite
 from .gradients import labels_ignored, outputs_train
 from .incremental import incremental
+from .initial import initial_loss
 from .inputs import inputs_used
 from .machinery.check import Check
 from .modes import dropout_scaled, modes_agree
@@ -42,6 +43,7 @@ __all__ = [
     "gradcheck",
     "gradient_accumulation",
     "incremental",
+    "initial_loss",
     "initialized",
     "inputs_unchanged_by_forward",
     "inputs_used",

@@ -64,6 +64,7 @@ APART: Mapping[str, str] = {
     "device_parity": "as it needs another device",
     "optimizer_covers": "as it needs the optimizer",
     "ema_tracks": "as it needs the average",
+    "initial_loss": "as a trained model begins lower",
 }
 """Name of each other check → why `standard` leaves it to be called by itself."""
 
@@ -172,8 +173,9 @@ def standard(
 
     `STANDARD` has their names. Among them, `causal` is not applicable unless something says that the model is meant to
     be so. Other checks are called by themselves: those that only some models have to pass (`permutation_equivariant`,
-    `permutation_invariant`, `export_parity`), those that take long (`compile_parity`, `gradcheck`) and those with a
-    required option (`device_parity`, `optimizer_covers`, `ema_tracks`).
+    `permutation_invariant`, `export_parity`), those that take long (`compile_parity`, `gradcheck`), those with a
+    required option (`device_parity`, `optimizer_covers`, `ema_tracks`) and one that is for untrained models
+    (`initial_loss`).
 
     Args:
         probe: Gives the device and the seed.
