@@ -15,6 +15,7 @@ from .parity import checkpoint_parity, compile_parity, device_parity, dtype_pari
 from .registration import copy_and_pickle, initialized, registered, state_dict_round_trip
 from .repetition import deterministic, eval_stable, seeded, train_eval_differ
 from .sequence import causal, padding_invariant, permutation_equivariant, permutation_invariant
+from .spectral import spectral_norms_settled
 from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
 from .training import ema_tracks, gradcheck, gradient_accumulation, optimizer_covers, overfits_batch
 
@@ -60,6 +61,7 @@ __all__ = [
     "permutation_invariant",
     "registered",
     "seeded",
+    "spectral_norms_settled",
     "standard",
     "state_dict_round_trip",
     "state_unchanged_by_forward",
