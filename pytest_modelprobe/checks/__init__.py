@@ -7,6 +7,7 @@ from .gradients import labels_ignored, outputs_train
 from .incremental import incremental
 from .initial import initial_loss
 from .inputs import inputs_used
+from .loading import workers_differ
 from .machinery.check import Check
 from .modes import dropout_scaled, modes_agree
 from .norms import norms_cancel_scale
@@ -66,4 +67,5 @@ __all__ = [
     "state_dict_round_trip",
     "state_unchanged_by_forward",
     "train_eval_differ",
+    "workers_differ",
 ]
