@@ -18,6 +18,7 @@ from .parameters import (
 from .ranges import assert_activation_range, assert_activation_scale, assert_fits_dtype, assert_not_saturated
 from .sparsity import assert_sparsity
 from .structure import assert_called, assert_dtypes, assert_no_leftover_hooks, assert_shapes
+from .targets import assert_no_gradient
 from .training import assert_training_loop
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "assert_grad_finite",
     "assert_grad_flow",
     "assert_no_dead_layers",
+    "assert_no_gradient",
     "assert_no_leftover_hooks",
     "assert_not_saturated",
     "assert_param_count",

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from pytest_modelprobe.comparison import is_rounding, largest_gradient
-from pytest_modelprobe.record import Call, CallTree, Record, label_of
+from pytest_modelprobe.record import Call, CallTree, Layer, Record, label_of
 from pytest_modelprobe.text import count, listed
 
 from .activations import Dead, find_dead, find_dead_units, find_nonfinite
+from .constant import find_constant
 from .experts import find_unreached
 from .gradients import find_lost_calls
 from .sources import full_name
@@ -88,6 +89,15 @@ def hints(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
     if lost:
         found.append(f"no gradient at the output of {count(len(lost), 'call')}: {listed(lost)}, but at other calls")
     found += [f"never called: {idle.label}; {step.label} in its place?" for idle, step in taken_for_another(record)]
+    constant = find_constant(record)
+    if constant is not None:
+        forward, since = constant
+        found.append(f"output the same for every row: {forward.label}, from {since.label} on")
+    moving = [layer.label for layer in record.layers.values() if record.backwards and _moves_though_frozen(layer)]
+    if moving:
+        found.append(
+            f"frozen, but running statistics move: {count(len(moving), 'norm')}, {listed(moving)}; eval() stops them"
+        )
     return found
 
 
@@ -95,6 +105,16 @@ _MANY = 0.25
 """A layer is worth a look from this share of dead units on."""
 _ELEMENTS = 32
 """So many zeros of a unit are no chance: an element behind a ReLU is zero half of the time."""
+
+
+def _moves_though_frozen(layer: Layer) -> bool:
+    """Whether no parameter of a norm is trained, but its running statistics are, in forwards that train others.
+
+    Forwards without gradients are left out: those of a teacher may be meant to keep its own statistics.
+    """
+    frozen = layer.parameters and not any(parameter.requires_grad for parameter in layer.parameters)
+    averages = any(buffer.name == "running_mean" for buffer in layer.buffers) and layer.attributes.get("momentum") != 0
+    return bool(frozen and averages and any(c.training and c.root_training and c.grad_enabled for c in layer.calls))
 
 
 def _attends_equally(call: Call) -> bool:

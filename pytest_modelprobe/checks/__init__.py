@@ -5,7 +5,9 @@ from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_ch
 from .finite import finite
 from .gradients import labels_ignored, outputs_train
 from .incremental import incremental
+from .initial import initial_loss
 from .inputs import inputs_used
+from .loading import workers_differ
 from .machinery.check import Check
 from .modes import dropout_scaled, modes_agree
 from .norms import norms_cancel_scale
@@ -15,6 +17,7 @@ from .registration import copy_and_pickle, initialized, registered, state_dict_r
 from .repetition import deterministic, eval_stable, seeded, train_eval_differ
 from .resume import resume
 from .sequence import causal, padding_invariant, permutation_equivariant, permutation_invariant
+from .spectral import spectral_norms_settled
 from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
 from .training import ema_tracks, gradcheck, gradient_accumulation, optimizer_covers, overfits_batch
 
@@ -43,6 +46,7 @@ __all__ = [
     "gradcheck",
     "gradient_accumulation",
     "incremental",
+    "initial_loss",
     "initialized",
     "inputs_unchanged_by_forward",
     "inputs_used",
@@ -60,8 +64,10 @@ __all__ = [
     "registered",
     "resume",
     "seeded",
+    "spectral_norms_settled",
     "standard",
     "state_dict_round_trip",
     "state_unchanged_by_forward",
     "train_eval_differ",
+    "workers_differ",
 ]

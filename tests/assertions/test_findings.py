@@ -295,3 +295,101 @@ def test_a_dropout_that_is_called_in_the_place_of_another_is_a_hint() -> None:
 )
 def test_dropouts_that_are_not_called_in_the_place_of_another_are_sound(model: nn.Module) -> None:
     assert hinted(model) == []
+
+
+# --- the batch, and frozen norms: each hint beside a healthy twin -------------------------------------------------
+
+
+def hinted_of(model: nn.Module, x: torch.Tensor = X, **kwargs: Any) -> list[str]:
+    return hints(ModelProbe().run(model, x, **kwargs))
+
+
+def net(*, bias: float = 0.0) -> nn.Sequential:
+    model = ModelProbe().build(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
+    nn.init.constant_(model[0].bias, bias)
+    model[0].bias.data[0] += 1e-3  # of zeros alone it would begin from zero
+    return model
+
+
+def test_an_output_that_is_the_same_for_every_row_is_a_hint() -> None:
+    said = "output the same for every row: (root), from layer '1' (ReLU) on"
+    assert said in hinted_of(net(bias=-100.0))
+
+
+def test_an_output_that_varies_over_the_batch_is_none() -> None:
+    assert hinted_of(net()) == []
+
+
+def test_rows_that_are_alike_have_outputs_that_are_alike() -> None:
+    assert not any("every row" in line for line in hinted_of(net(), X[:1].expand(4, 6)))
+
+
+def test_inputs_of_one_number_have_outputs_that_are_alike() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+    assert not any("every row" in line for line in hinted_of(model, torch.ones(4, 1, 4, 4)))
+
+
+def test_a_batch_of_one_row_says_nothing() -> None:
+    assert not any("every row" in line for line in hinted_of(net(bias=-100.0), X[:1]))
+
+
+def test_a_head_that_begins_with_zeros_is_no_constant_output() -> None:
+    model = net()
+    nn.init.zeros_(model[2].weight)
+    nn.init.zeros_(model[2].bias)
+    assert not any("every row" in line for line in hinted_of(model))
+
+
+def backbone(*, frozen: bool, evaluates: bool = False) -> nn.Sequential:
+    """A pretrained part with a norm, and a head."""
+
+    class Backbone(nn.Sequential):
+        def train(self, mode: bool = True) -> Backbone:
+            return super().train(mode and not evaluates)
+
+    model = nn.Sequential(Backbone(nn.Linear(6, 6), nn.BatchNorm1d(6)), nn.Linear(6, 2))
+    model[0].requires_grad_(not frozen)
+    return model
+
+
+def test_a_frozen_norm_whose_running_statistics_move_is_a_hint() -> None:
+    said = "frozen, but running statistics move: 1 norm, 0.1; eval() stops them"
+    assert hinted_of(backbone(frozen=True), loss="random", mode="train") == [said]
+
+
+@pytest.mark.parametrize(
+    ("model", "mode"),
+    [
+        (backbone(frozen=True, evaluates=True), "train"),
+        (backbone(frozen=False), "train"),
+        (backbone(frozen=True), "eval"),
+    ],
+    ids=["frozen and in evaluation", "trained", "not trained at all"],
+)
+def test_a_norm_that_is_really_frozen_or_trained_is_none(model: nn.Module, mode: Any) -> None:
+    assert hinted_of(model, loss="random", mode=mode) == []
+
+
+def test_a_teacher_may_keep_statistics_of_its_own() -> None:
+    class Taught(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student, self.teacher = backbone(frozen=False), backbone(frozen=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                target = self.teacher(x)
+            return F.mse_loss(self.student(x), target)
+
+    assert hinted_of(Taught(), loss=lambda loss: loss, mode="train") == []
+
+
+def test_a_norm_that_is_frozen_in_a_loop_is_a_hint(modelprobe: ModelProbe) -> None:
+    model = backbone(frozen=True)
+    optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
+    watch = modelprobe.watch(model.train())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        optimizer.step()
+    assert any(line.startswith("frozen, but running statistics move") for line in hints(watch.record))

@@ -1,0 +1,138 @@
+"""The first loss of a classifier: each fault beside a healthy twin."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from pytest_modelprobe import ModelProbe, checks
+
+CLASSES = 10
+DIGITS = load_digits()
+IMAGES = torch.tensor(DIGITS.data[:64], dtype=torch.float32) / 16
+LABELS = torch.tensor(DIGITS.target[:64])
+
+
+def net(outputs: int = CLASSES) -> nn.Sequential:
+    return ModelProbe().build(lambda: nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, outputs)))
+
+
+def first_loss(model: nn.Module, *inputs: Any, loss: Callable[[Tensor], Tensor] | None = None) -> Any:
+    return checks.initial_loss.outcome(ModelProbe(), model, *(inputs or (IMAGES,)), loss=loss)
+
+
+def entropy(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits, LABELS)
+
+
+def test_images_that_are_not_scaled_are_a_hint() -> None:
+    found = first_loss(net(), IMAGES * 255, loss=entropy)
+    assert found.verdict == "hint"
+    first, table, advice = found.text.split("\n\n")
+    assert first.startswith("(root) begins at a cross entropy of ")
+    assert first.endswith(" for 64 targets of 10 classes, where equal guesses have 2.303")
+    assert table.splitlines()[0].split("   ")[0] == "function"
+    assert advice == "It begins with confident wrong guesses: look at the scale of the last layer and of the inputs."
+
+
+def test_images_that_are_scaled_are_none() -> None:
+    found = first_loss(net(), loss=entropy)
+    assert found.verdict == "holds"
+    assert found.text.endswith(" for 64 targets of 10 classes, where equal guesses have 2.303")
+
+
+def test_a_last_layer_that_is_too_large_is_a_hint() -> None:
+    model = net()
+    with torch.no_grad():
+        model[2].weight.mul_(100)
+    assert first_loss(model, loss=entropy).verdict == "hint"
+
+
+def test_a_model_that_has_seen_the_targets_is_a_hint() -> None:
+    class Leaking(nn.Module):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(8 * F.one_hot(labels, CLASSES) + x.sum() * 0, labels)
+
+    found = first_loss(Leaking(), IMAGES.clone().requires_grad_(), LABELS)
+    assert found.verdict == "hint"
+    assert "It knows the targets" in found.text
+
+
+ALIKE: dict[str, Callable[[Tensor], Tensor]] = {
+    "a sum": lambda y: F.cross_entropy(y, LABELS, reduction="sum"),
+    "weights and smoothing": lambda y: F.cross_entropy(y, LABELS, torch.full((CLASSES,), 50.0), label_smoothing=0.1),
+    "a factor": lambda y: 100 * F.cross_entropy(y, LABELS) + 50,
+    "log probabilities": lambda y: F.nll_loss(y.log_softmax(-1), LABELS),
+    "probabilities as targets": lambda y: F.cross_entropy(y, F.one_hot(LABELS, CLASSES).float()),
+    "a module": lambda y: nn.CrossEntropyLoss(ignore_index=0)(y, LABELS),
+    "yes or no": lambda y: F.binary_cross_entropy_with_logits(y, F.one_hot(LABELS, CLASSES).float()),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_the_value_of_the_loss_does_not_matter(name: str) -> None:
+    assert first_loss(net(), loss=ALIKE[name]).verdict == "holds"
+    found = first_loss(net(), IMAGES * 1000, loss=ALIKE[name])
+    assert found.verdict == "hint"
+    assert "confident wrong guesses" in found.text
+
+
+def test_positions_that_are_ignored_do_not_count() -> None:
+    labels = torch.where(torch.arange(64) < 32, LABELS, -100)
+    found = first_loss(net(), loss=lambda y: F.cross_entropy(y, labels))
+    assert "for 32 targets of 10 classes" in found.text
+
+
+def test_a_detector_may_say_no_from_the_beginning() -> None:
+    model = net(1)
+    nn.init.constant_(model[2].bias, -4.6)
+    no = (LABELS == CLASSES).float()[:, None]
+    assert first_loss(model, loss=lambda y: F.binary_cross_entropy_with_logits(y, no)).verdict == "holds"
+
+
+def test_a_language_model_returns_its_loss() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    model = ModelProbe().build(lambda: transformers.GPT2LMHeadModel(config))
+    ids = ModelProbe().randint(0, 50, (4, 8))
+    found = checks.initial_loss(ModelProbe(), model, input_ids=ids, labels=ids)
+    assert found.text.endswith(" of 50 classes, where equal guesses have 3.912")
+    with torch.no_grad():
+        model.transformer.wte.weight.mul_(300)
+    found = checks.initial_loss.outcome(ModelProbe(), model, input_ids=ids, labels=ids)
+    assert found.verdict == "hint"
+
+
+NOT_APPLICABLE: dict[str, tuple[Callable[[Tensor], Tensor] | None, str]] = {
+    "another loss": (lambda y: y.square().mean(), "no cross entropy of torch.nn.functional was computed: pass loss="),
+    "no loss": (None, "no cross entropy of torch.nn.functional was computed: pass loss="),
+    "two targets": (
+        lambda y: F.cross_entropy(y[:2], LABELS[:2]),
+        "a cross entropy of 2 targets may be far by chance: give a larger batch",
+    ),
+    "no probabilities": (lambda y: F.nll_loss(y, LABELS), "the input of nll_loss has no logarithms of probabilities"),
+    "one class": (lambda y: F.cross_entropy(y[:, :1], LABELS * 0), "a cross entropy of one class is 0"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_APPLICABLE)
+def test_what_has_no_equal_guesses_is_not_applicable(name: str) -> None:
+    loss, said = NOT_APPLICABLE[name]
+    found = first_loss(net(), loss=loss)
+    assert found.verdict == "not applicable"
+    assert said in found.text
+
+
+def test_the_model_stays_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)).eval()
+    before = copy.deepcopy(model.state_dict())
+    first_loss(model, loss=entropy)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert not model.training
