@@ -213,12 +213,16 @@ class Observer:
             with contextlib.suppress(Exception), without_dispatch_modes():
                 if has_dense_storage(tensor):
                     seen.outputs.update(bytes_of(tensor))
-            if tensor.grad_fn is not None and place is not None and self._planted is None:
-                tensor.register_hook(unserializable_hook(functools.partial(_note_gradient, seen.backward, place.model)))
+            if tensor.grad_fn is not None and place is not None:
+                tensor.register_hook(unserializable_hook(functools.partial(_note_gradient, seen, place.model)))
 
 
-def _note_gradient(models: set[str], model: str, gradient: Tensor) -> None:
-    models.add(model)
+def _note_gradient(seen: Seen, model: str, gradient: Tensor) -> None:
+    # Another loss changes no output. Where no optimizer steps, it is seen here alone.
+    seen.backward.add(model)
+    with contextlib.suppress(Exception), without_torch_function(), without_dispatch_modes():
+        if has_dense_storage(gradient):
+            seen.outputs.update(bytes_of(gradient))
 
 
 def without_warning_of_hooks() -> None:

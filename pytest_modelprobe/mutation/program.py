@@ -11,7 +11,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -66,7 +66,7 @@ class Program:
                 "loss": [getattr(functional, name) for name in _LOSSES],
             }
             wrappers = {
-                id(function): (function, self._wrapper(at, function))
+                id(function): (function, _as_torch_has_it(function, self._wrapper(at, function)))
                 for at, those in functions.items()
                 for function in those
             }
@@ -272,6 +272,31 @@ def _exchanged_method(cls: type, name: str, wrapper: Wrapper) -> Iterator[None]:
                 setattr(cls, name, before)
             else:
                 delattr(cls, name)
+
+
+def _as_torch_has_it(function: Callable[..., Any], wrapper: Wrapper) -> Wrapper:
+    """Return a wrapper that `torch.jit.script` and `__torch_function__` take for the function itself.
+
+    Torch reads the source of the function that it wraps, and looks up the names there in the globals of the wrapper.
+    While the function runs it has its own name again, because it hands what that name stands for to overrides.
+    """
+    names, name = function.__globals__, function.__name__
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        before = names.get(name)
+        names[name] = function
+        try:
+            return wrapper(*args, **kwargs)
+        finally:
+            names[name] = before
+
+    def torch_has(*args: Any, **kwargs: Any) -> Any:
+        return run(args, kwargs)
+
+    made = FunctionType(torch_has.__code__, names, name, None, torch_has.__closure__)
+    return functools.wraps(function)(made)
 
 
 @contextlib.contextmanager

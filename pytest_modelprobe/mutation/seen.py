@@ -28,7 +28,8 @@ class Seen:
     backward: set[str] = field(default_factory=set)
     """Models whose outputs a gradient reached."""
     outputs: Any = field(default_factory=hashlib.sha256)
-    """A digest of all that models returned, in order, and of gradients and parameters at each step of an optimizer."""
+    """A digest of all that models returned, of the gradients of that, and of gradients and parameters at each step of
+    an optimizer, in order."""
 
     @property
     def has_models(self) -> bool:

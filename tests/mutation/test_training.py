@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional, init
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer, lr_scheduler
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_modelprobe import ModelProbe, assert_params_updated, assert_training_loop
@@ -185,6 +187,37 @@ def test_a_call_of_the_package_is_none_of_the_program() -> None:
     assert not [place for place in seen.of_training if "pytest_modelprobe" in place.model]
 
 
+class Counts(TorchFunctionMode):
+    """Counts the calls of a loss, known by the function that it was before anything was exchanged."""
+
+    LOSS = functional.cross_entropy
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func is Counts.LOSS
+        return func(*args, **(kwargs or {}))
+
+
+def test_overrides_get_the_loss_function_itself() -> None:
+    observer, mode = Observer(), Counts()
+    with observer.installed(), observer.observing(Seen()), mode:
+        functional.cross_entropy(torch.eye(3), torch.arange(3))
+    assert mode.calls == 1
+
+
+def test_a_loss_compiles_and_scripts_as_before() -> None:
+    observer, logits, labels = Observer(), torch.eye(3), torch.arange(3)
+    with observer.installed(), observer.observing(Seen()):
+        compiled = torch.compile(lambda: functional.cross_entropy(logits, labels), backend="eager", fullgraph=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # scripting is deprecated
+            scripted = torch.jit.script(nn.CrossEntropyLoss())
+        values = [compiled(), scripted(logits, labels), functional.cross_entropy(logits, labels)]
+    assert len({value.item() for value in values}) == 1
+
+
 def test_faults_are_chosen_by_name_glob_or_group() -> None:
     assert selected("nan, lr_*") == {"nan", "lr_times_10", "lr_by_10", "lr_zero"}
     assert selected("training") == {*TRAINING, "no_dropout", "double_dropout"}
@@ -230,6 +263,19 @@ def test_what_changes_no_parameter_gradient_or_output_is_no_effect(pytester: pyt
     pytester.makepyfile(test_it=MODEL + "def test_shape():\n    assert train(1).weight.shape == (3, 4)\n")
     result = pytester.runpytest_inprocess("--modelprobe-mutate", "--modelprobe-mutate-faults=drop_zero_grad")
     result.stdout.fnmatch_lines(["no fault was tried that has an effect", "not counted: 1 fault that changed nothing"])
+
+
+@pytest.mark.usefixtures("_plugin_alone")
+def test_a_loss_that_no_step_follows_changes_the_gradient(pytester: pytest.Pytester) -> None:
+    tests = """
+def test_gradient():
+    model = train()
+    loss = functional.cross_entropy(model(torch.eye(4)), torch.tensor([0, 1, 2, 0]))
+    loss.backward()
+"""
+    pytester.makepyfile(test_it=MODEL + tests)
+    result = pytester.runpytest_inprocess("--modelprobe-mutate", "--modelprobe-mutate-faults=shuffle_labels")
+    result.stdout.fnmatch_lines(["cross_entropy in test_gradient, 1 test: shuffle_labels"])
 
 
 @pytest.mark.usefixtures("_plugin_alone")
