@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_modelprobe.exceptions import UsageError
-
 from .settings import SETTINGS
 
 if TYPE_CHECKING:
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
 
 def mutation_session(config: pytest.Config, snapshots: SnapshotSession) -> MutationSession | Worker:
     """Return the plugin that runs tests again with faults, or in a process of its own the one that plants them."""
+    from pytest_modelprobe.exceptions import UsageError
     from pytest_modelprobe.mutation import WORKER, MutationSession, Options, Worker, selected
 
     if WORKER in config.stash:
