@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from .operators import OPERATORS, LayerCall, Operator
 from .plan import BaselineTest, Mutant, Place, Planned, Results, Verdict, planned
-from .planting import Observer, Planted, Seen
+from .planting import Observer
 from .report import lines
+from .seen import Planted, Seen
+from .selection import FAULTS, selected
 from .session import MutationSession, Options
+from .training import TRAINING, TrainingFault
 from .worker import WORKER, Worker
 
 __all__ = [
+    "FAULTS",
     "OPERATORS",
+    "TRAINING",
     "WORKER",
     "BaselineTest",
     "LayerCall",
@@ -24,8 +29,10 @@ __all__ = [
     "Planted",
     "Results",
     "Seen",
+    "TrainingFault",
     "Verdict",
     "Worker",
     "lines",
     "planned",
+    "selected",
 ]

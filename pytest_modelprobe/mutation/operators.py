@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -196,6 +196,14 @@ def _has_modes(call: LayerCall) -> bool:
     return "Dropout" in type(call.module).__name__ or getattr(call.module, "running_mean", None) is not None
 
 
+def _drops(call: LayerCall) -> bool:
+    return "Dropout" in type(call.module).__name__ and call.module.training and 0 < getattr(call.module, "p", 0) < 1
+
+
+def _other_rate(change: Callable[[float], float]) -> Callable[[nn.Module], AbstractContextManager[object]]:
+    return lambda module: _with_attribute(module, "p", change(float(cast(Any, module.p))))
+
+
 def _own(module: nn.Module, name: str) -> Tensor | None:
     return module._parameters.get(name)
 
@@ -291,6 +299,10 @@ OPERATORS: dict[str, Operator] = {
         Operator(
             name="other_mode", noticed_by="checks.eval_stable", fits=_has_modes,
             plant=lambda module: _with_attribute(module, "training", not module.training),
+        ),
+        Operator(name="no_dropout", noticed_by=_SNAPSHOT, fits=_drops, plant=_other_rate(lambda p: 0.0)),
+        Operator(
+            name="double_dropout", noticed_by=_SNAPSHOT, fits=_drops, plant=_other_rate(lambda p: min(2 * p, 0.99))
         ),
         Operator(
             name="stale_buffers", noticed_by=_SNAPSHOT,

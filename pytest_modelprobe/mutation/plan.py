@@ -12,19 +12,28 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+PROGRAM = "(program)"
+"""The type of a place that is a call of a training program."""
+
 
 class Place(NamedTuple):
-    """A layer of the models of a class."""
+    """A layer of the models of a class, or a call that a function of a training program makes."""
 
     model: str
-    """Module and name of the class: ``package.module:Net``."""
+    """Module and name of the class: ``package.module:Net``. Of a call, those of the function that makes it."""
     layer: str
+    """Name of the layer. Of a call, what is called: ``Adam.step``."""
     type: str
-    """Name of the layer's class."""
+    """Name of the layer's class. Of a call, `PROGRAM`."""
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it is a call of a training program."""
+        return self.type == PROGRAM
 
 
 class Mutant(NamedTuple):
-    """A fault in a layer, tried on the tests of a file."""
+    """A fault in a layer or in a call, tried on the tests of a file."""
 
     file: str
     place: Place
@@ -47,7 +56,7 @@ class BaselineTest:
     seconds: float
     """How long the test itself takes, with the fixtures of wider scope that make or run models."""
     places: dict[Place, set[str]] = field(default_factory=dict)
-    """Layer that the test, or one of its fixtures, calls → the names of the operators that fit it."""
+    """Layer or call that the test, or one of its fixtures, runs → the names of the operators that fit it."""
     sources: list[str] = field(default_factory=list)
     """The files of the classes of its models."""
     path: str = ""
@@ -63,8 +72,10 @@ class Planned:
     """The ids of the tests, the fastest first."""
 
 
-def planned(tests: Collection[BaselineTest], most: int | None = None) -> list[Planned]:
-    """Return the mutants in the order in which they are tried.
+def planned(
+    tests: Collection[BaselineTest], most: int | None = None, operators: Collection[str] | None = None
+) -> list[Planned]:
+    """Return the mutants in the order in which they are tried: those of some operators, or of all.
 
     Each layer of each file comes once before one comes twice, and the layers with the fastest tests come first. Which
     operator comes first in a layer depends on a digest, so that a part of the list has all kinds of operators. Which
@@ -85,7 +96,8 @@ def planned(tests: Collection[BaselineTest], most: int | None = None) -> list[Pl
     ordered: list[tuple[int, float, Planned]] = []
     for (file, place), its_tests in by_layer.items():
         its_tests.sort(key=lambda test: (test.seconds, test.id))
-        mutants = [Mutant(file, place, operator) for operator in set().union(*(t.places[place] for t in its_tests))]
+        fitting = set().union(*(test.places[place] for test in its_tests))
+        mutants = [Mutant(file, place, name) for name in fitting if operators is None or name in operators]
         mutants.sort(key=lambda mutant: _digest(mutant.key))
         names = tuple(test.id for test in its_tests)
         ordered += [(turn, its_tests[0].seconds, Planned(mutant, names)) for turn, mutant in enumerate(mutants)]
@@ -101,8 +113,8 @@ class Verdict(NamedTuple):
     """What became of a mutant, and which test decided it."""
 
     outcome: str
-    """``noticed``, ``survived`` or ``no effect``; ``crashed`` or ``timed out``, which are noticed too; or ``not tried``
-    if no test could be run again."""
+    """``noticed``, ``survived`` or ``no effect``; ``crashed`` or ``timed out``, which are noticed too; ``not reached``
+    if no test came to the place with the fault; or ``not tried`` if no test could be run again."""
     by: str = ""
     """The test that noticed it."""
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import sys
 import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
@@ -24,11 +22,13 @@ from torch.nn.modules import module as hooks_of_all
 from torch.utils.hooks import unserializable_hook
 
 from pytest_modelprobe._torch import remove_global_hook, tracing_state, without_dispatch_modes, without_torch_function
-from pytest_modelprobe.models import as_array, flatten, has_dense_storage
+from pytest_modelprobe.models import flatten, has_dense_storage
 from pytest_modelprobe.record import ROOT
 
 from .operators import OPERATORS, LayerCall, Operator
 from .plan import Place
+from .program import Program, bytes_of
+from .seen import Planted, Seen
 
 _MOST_CHILDREN = 4
 """How many children the name of one of torch's own containers lists."""
@@ -36,40 +36,6 @@ _MOST_CHILDREN = 4
 
 class Hangs(BaseException):
     """A test calls layers far more often than it does without the fault."""
-
-
-@dataclass
-class Seen:
-    """What one test, or one fixture of wider scope, did with models."""
-
-    places: dict[Place, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Layers that were called, and the names of the operators that fit them."""
-    calls: int = 0
-    """How many times modules were called."""
-    makes_models: bool = False
-    backward: set[str] = field(default_factory=set)
-    """Models whose outputs a gradient reached."""
-    outputs: Any = field(default_factory=hashlib.sha256)
-    """A digest of all that models returned, in order."""
-
-    @property
-    def has_models(self) -> bool:
-        """Whether a model was made or called."""
-        return self.makes_models or self.calls > 0
-
-    def differs(self, other: Seen) -> bool:
-        """Whether models returned something else."""
-        return bool(self.outputs.digest() != other.outputs.digest())
-
-
-@dataclass
-class Planted:
-    """A fault, and what became of it in a run."""
-
-    place: Place
-    operator: Operator
-    fired: bool = False
-    """Whether the layer was called with it."""
 
 
 class Observer:
@@ -88,6 +54,7 @@ class Observer:
         self._running: list[nn.Module] = []
         self._planting = contextlib.ExitStack()
         self._thread = threading.get_ident()
+        self._program = Program(self._current)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -99,6 +66,7 @@ class Observer:
                 hooks_of_all.register_module_parameter_registration_hook(self._registered),
             ):
                 stack.callback(remove_global_hook, handle)
+            stack.enter_context(self._program.installed())
             yield
 
     @property
@@ -145,6 +113,9 @@ class Observer:
         if torch.compiler.is_compiling():
             return True
         return self._seen is None or threading.get_ident() != self._thread or tracing_state() is not None
+
+    def _current(self) -> tuple[Seen, Planted | None] | None:
+        return None if self._seen is None or self._is_off() else (self._seen, self._planted)
 
     def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         if not torch.compiler.is_compiling() and self._seen is not None:
@@ -193,7 +164,7 @@ class Observer:
                 if file and not type(module).__module__.startswith("torch."):
                     self.sources[model].add(file)
         planted = self._planted
-        if planted is not None and planted.operator.plant is not None:
+        if planted is not None and isinstance(planted.operator, Operator) and planted.operator.plant is not None:
             for module in root.modules():
                 if self._place(module) == planted.place:
                     with contextlib.suppress(Exception):  # A layer that cannot be changed so is left as it is.
@@ -209,7 +180,9 @@ class Observer:
 
     def _changed(self, call: LayerCall) -> Any:
         planted = self._planted
-        if planted is None or call.output is None or self._place(call.module) != planted.place:
+        if planted is None or not isinstance(planted.operator, Operator):
+            return None
+        if call.output is None or self._place(call.module) != planted.place:
             return None
         planted.fired = True
         if planted.operator.output is None:
@@ -239,13 +212,17 @@ class Observer:
             seen.outputs.update(f"{path} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}".encode())
             with contextlib.suppress(Exception), without_dispatch_modes():
                 if has_dense_storage(tensor):
-                    seen.outputs.update(_bytes_of(tensor))
-            if tensor.grad_fn is not None and place is not None and self._planted is None:
-                tensor.register_hook(unserializable_hook(functools.partial(_note_gradient, seen.backward, place.model)))
+                    seen.outputs.update(bytes_of(tensor))
+            if tensor.grad_fn is not None and place is not None:
+                tensor.register_hook(unserializable_hook(functools.partial(_note_gradient, seen, place.model)))
 
 
-def _note_gradient(models: set[str], model: str, gradient: Tensor) -> None:
-    models.add(model)
+def _note_gradient(seen: Seen, model: str, gradient: Tensor) -> None:
+    # Another loss changes no output. Where no optimizer steps, it is seen here alone.
+    seen.backward.add(model)
+    with contextlib.suppress(Exception), without_torch_function(), without_dispatch_modes():
+        if has_dense_storage(gradient):
+            seen.outputs.update(bytes_of(gradient))
 
 
 def without_warning_of_hooks() -> None:
@@ -254,11 +231,6 @@ def without_warning_of_hooks() -> None:
     No fault is planted inside such a model.
     """
     warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    return as_array(plain.contiguous().view(-1).view(torch.uint8).cpu()).tobytes()
 
 
 def _name_of_model(root: nn.Module) -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from pytest_modelprobe.record import label_of
 from pytest_modelprobe.text import Cell, count, printable, table
 
-from .operators import OPERATORS
-from .plan import Place, Results
+from .plan import Place, Results, Verdict
+from .selection import FAULTS
 
 _HOW_THEY_ENDED = {
     "failed": "failed without a fault",
@@ -50,6 +50,8 @@ def lines(
         yield f"--modelprobe-mutate-min={least:g} asks for {least:g} %"
     if survivors:
         yield from _survivors(results, survivors, most)
+    if any(mutant.place.is_call for mutant in results.verdicts):
+        yield from _of_training(results)
     if faults:
         yield from _by_file(results, most)
     yield from _left_out(results, goes_on)
@@ -61,25 +63,57 @@ def _survivors(results: Results, survivors: list[tuple[Place, str]], most: int |
         by_layer[place].append(operator)
     tests = Counter(place for test in results.tests if test.outcome == "passed" for place in test.places)
     yield ""
-    yield f"{count(len(survivors), 'fault')} survived: the tests that run the layer passed"
+    trains = " or train" if any(place.is_call for place, _ in survivors) else ""
+    yield f"{count(len(survivors), 'fault')} survived: the tests that run the layer{trains} passed"
     ordered = sorted(by_layer.items(), key=lambda pair: (-len(pair[1]), pair[0]))
     for place, operators in ordered[:most]:
-        label = f"{place.model.partition(':')[2]} {label_of(place.layer, place.type)}"
+        name = place.model.partition(":")[2]
+        label = f"{place.layer} in {name}" if place.is_call else f"{name} {label_of(place.layer, place.type)}"
         text = f"{label}, {count(tests[place], 'test')}: {', '.join(sorted(operators))}"
         yield from textwrap.wrap(printable(text), 110, subsequent_indent="    ", break_long_words=False)
     if len(ordered) > (most or len(ordered)):
         yield f"{count(len(ordered) - (most or 0), 'more layer')}: -v shows them"
-    tried, left = Counter(operator for _, operator in results.faults()), Counter(operator for _, operator in survivors)
+    tried = Counter(operator for _, operator in results.faults())
+    left = Counter(operator for place, operator in survivors if not place.is_call)  # The others have their own table.
+    if not left:
+        return
     yield ""
     yield "What notices them"
     yield from table(
         ["fault", "survived", "tried", "noticed by"],
         [
-            [name, n, tried[name], OPERATORS[name].noticed_by]
+            [name, n, tried[name], FAULTS[name].noticed_by]
             for name, n in sorted(left.items(), key=lambda pair: (-pair[1], pair[0]))
         ],
         len(left),
     )
+
+
+def _of_training(results: Results) -> Iterator[str]:
+    """Yield the table of faults of training programs: what became of each kind, and what notices it."""
+    outcomes: dict[str, Counter[str]] = defaultdict(Counter)
+    by_fault: dict[tuple[Place, str], list[Verdict]] = defaultdict(list)
+    for mutant, verdict in results.verdicts.items():
+        if mutant.place.is_call:
+            by_fault[mutant.place, mutant.operator].append(verdict)
+    for (_, operator), verdicts in by_fault.items():
+        outcomes[operator][_outcome(verdicts)] += 1
+    columns = ("noticed", "survived", "no effect", "not reached")
+    yield ""
+    yield from table(
+        ["fault of training", *columns, "noticed by"],
+        [
+            [name, *(found[column] for column in columns), FAULTS[name].noticed_by]
+            for name, found in sorted(outcomes.items(), key=lambda pair: (-pair[1]["survived"], pair[0]))
+        ],
+        len(outcomes),
+    )
+
+
+def _outcome(verdicts: Iterable[Verdict]) -> str:
+    """Return what became of a fault, which the tests of several files may see."""
+    said = {"noticed" if verdict.is_noticed else verdict.outcome for verdict in verdicts}
+    return next((one for one in ("noticed", "survived", "no effect", "not reached") if one in said), "not tried")
 
 
 def _by_file(results: Results, most: int | None) -> Iterator[str]:
@@ -96,9 +130,10 @@ def _left_out(results: Results, goes_on: bool) -> Iterator[str]:
     verdicts = results.verdicts.values()
     lost = Counter((verdict.outcome, verdict.by) for verdict in verdicts if verdict.outcome in ("crashed", "timed out"))
     said = [f"{count(n, 'fault')} {outcome} in {test}" for (outcome, test), n in lost.items()]
-    without = sum(verdict.outcome == "no effect" for verdict in verdicts)
-    if without:
-        said.append(f"not counted: {count(without, 'fault')} that changed nothing")
+    for outcome, words in (("no effect", "that changed nothing"), ("not reached", "that no test reached again")):
+        without = sum(verdict.outcome == outcome for verdict in verdicts)
+        if without:
+            said.append(f"not counted: {count(without, 'fault')} {words}")
     ended = Counter(test.outcome for test in results.tests)
     reasons = [f"{ended[outcome]:,} {words}" for outcome, words in _HOW_THEY_ENDED.items() if ended[outcome]]
     idle = sum(test.outcome == "passed" and not test.places for test in results.tests)

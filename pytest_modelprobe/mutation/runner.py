@@ -18,9 +18,10 @@ from pytest_modelprobe._pytest import fixtures_of, run_again, tear_down_before
 from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import derive, preserved, seeded
 
-from .operators import OPERATORS
 from .plan import Mutant, Planned, Verdict
-from .planting import Observer, Planted, Seen
+from .planting import Observer
+from .seen import Planted, Seen
+from .selection import FAULTS
 
 _TIMES, _MORE_CALLS = 10, 1000
 """A test hangs if it makes ten times as many calls of layers as without the fault, and a thousand more."""
@@ -79,7 +80,7 @@ class MutantRunner:
 
     def verdict(self, one: Planned) -> Verdict:
         """Return what the tests say of a mutant. The first test that fails decides."""
-        effect = tried = False
+        effect = tried = reached = False
         try:
             for test in one.tests:
                 reference = self._reference(test)
@@ -88,16 +89,18 @@ class MutantRunner:
                 if self._set_up_with != one.mutant and self._shares_models(test):
                     tear_down_before(self._items[test], None)
                 self._set_up_with = one.mutant
-                planted = Planted(one.mutant.place, OPERATORS[one.mutant.operator])
+                planted = Planted(one.mutant.place, FAULTS[one.mutant.operator])
                 run = self._run(test, planted, reference)
-                tried = True
+                tried, reached = True, reached or planted.fired
                 if run.failed:
                     return Verdict("timed out" if self._observer.hangs else "noticed", test)
                 effect = effect or self._has_effect(test, run, planted, reference)
         finally:
             if self._set_up_with == one.mutant and any(map(self._shares_models, one.tests)):
                 tear_down_before(self._items[one.tests[0]], None)
-        return Verdict("survived" if effect else "no effect" if tried else "not tried")
+        if not tried:
+            return Verdict("not tried")
+        return Verdict("survived" if effect else "no effect" if reached else "not reached")
 
     def _reference(self, test: str) -> _Reference:
         """Return how a test ran again without a fault, all its fixtures set up anew."""
@@ -158,7 +161,8 @@ class MutantRunner:
         self._of_run = {"": own}
         with contextlib.ExitStack() as stack:
             if not self._shares_models(test):  # those of a module of tests are made once
-                for model in observer.models(None if planted is None else planted.place.model):
+                is_of_model = planted is not None and not planted.place.is_call
+                for model in observer.models(planted.place.model if planted is not None and is_of_model else None):
                     stack.enter_context(preserved(model))
             stack.enter_context(seeded(derive(0, test)))
             stack.enter_context(observer.observing(own, planted))

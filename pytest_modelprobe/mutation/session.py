@@ -21,9 +21,10 @@ from pytest_modelprobe._pytest import is_of_subtest
 
 from .known import Keys, Known, modules_of
 from .plan import BaselineTest, Place, Planned, Results, planned
-from .planting import Observer, Seen, without_warning_of_hooks
+from .planting import Observer, without_warning_of_hooks
 from .report import lines
 from .runner import key_of, wide_fixtures
+from .seen import Seen
 from .worker import Told
 from .workers import NoWorker, TimeIsOver, Workers
 
@@ -41,6 +42,8 @@ class Options:
     """The score in percent below which the run fails."""
     seconds: float = 300.0
     """How long the runs with faults may take."""
+    operators: Collection[str] | None = None
+    """The names of the faults that are planted, or `None` for all."""
 
 
 class MutationSession:
@@ -164,6 +167,12 @@ class MutationSession:
             for key in (item.nodeid, *shared):
                 for place, operators in self._seen[key].places.items():
                     places[place] |= operators
+            # Only a test that trains has a training program: others make models and compute losses too.
+            if any(self._seen[key].steps for key in (item.nodeid, *shared)):
+                for key in (item.nodeid, *shared):
+                    for place, faults in self._seen[key].of_training.items():
+                        if faults:
+                            places[place] |= faults
             seconds = self._seconds[item.nodeid]
             seconds += sum(self._seconds[key] for key in shared if self._seen[key].has_models)
             yield BaselineTest(
@@ -181,7 +190,7 @@ class MutationSession:
     def _try_mutants(self, seconds: float) -> None:
         """Try mutants on the tests, which took so long without faults."""
         results, known, started = self._results, self._known.read(), time.monotonic()
-        plan = planned(results.tests, self._options.most)
+        plan = planned(results.tests, self._options.most, self._options.operators)
         keys = Keys({test.id: test for test in results.tests}, self._modules)
         by_key = {keys.of(one): one for one in plan}
         results.total = len(plan)

@@ -21,12 +21,18 @@ if TYPE_CHECKING:
 
 def mutation_session(config: pytest.Config, snapshots: SnapshotSession) -> MutationSession | Worker:
     """Return the plugin that runs tests again with faults, or in a process of its own the one that plants them."""
-    from pytest_modelprobe.mutation import WORKER, MutationSession, Options, Worker
+    from pytest_modelprobe.exceptions import UsageError
+    from pytest_modelprobe.mutation import WORKER, MutationSession, Options, Worker, selected
 
     if WORKER in config.stash:
         return Worker(*config.stash[WORKER], lambda: _unreported(config, snapshots))
     given = config.option
-    options = Options(given.modelprobe_mutate, given.modelprobe_mutate_min, given.modelprobe_mutate_time)
+    names = given.modelprobe_mutate_faults
+    try:
+        operators = None if names is None else selected(names)
+    except UsageError as error:
+        raise pytest.UsageError(f"--modelprobe-mutate-faults: {error}") from None
+    options = Options(given.modelprobe_mutate, given.modelprobe_mutate_min, given.modelprobe_mutate_time, operators)
 
     def tell(what: str) -> None:
         shown: Callable[[str], None] | None = config.pluginmanager.getplugin("modelprobe-progress")

@@ -102,6 +102,11 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
         "that no test notices",
     )
     group.addoption(
+        "--modelprobe-mutate-faults",
+        metavar="NAMES",
+        help="plant these faults alone: 'layers', 'training', or names with commas, as nan,lr_*",
+    )
+    group.addoption(
         "--modelprobe-mutate-min",
         type=float,
         metavar="PERCENT",
@@ -133,10 +138,11 @@ def _check_mutate(config: pytest.Config) -> None:
     option = config.option
     mutate, seconds, least = option.modelprobe_mutate, option.modelprobe_mutate_time, option.modelprobe_mutate_min
     if mutate is None:
-        if least is not None:
-            raise pytest.UsageError(
-                "--modelprobe-mutate-min is about the faults that --modelprobe-mutate plants: add it"
-            )
+        for name, given in (("min", least), ("faults", option.modelprobe_mutate_faults)):
+            if given is not None:
+                raise pytest.UsageError(
+                    f"--modelprobe-mutate-{name} is about the faults that --modelprobe-mutate plants: add it"
+                )
         return
     if mutate < 1:
         raise pytest.UsageError(f"--modelprobe-mutate=N plants N faults, 1 or more, or all without =N; got {mutate}")

@@ -361,6 +361,10 @@ def test_snapshot(modelprobe, modelprobe_snapshot):
             ["--modelprobe-mutate-min=80"],
             "--modelprobe-mutate-min is about the faults that --modelprobe-mutate plants*",
         ),
+        (
+            ["--modelprobe-mutate-faults=nan"],
+            "--modelprobe-mutate-faults is about the faults that --modelprobe-mutate plants*",
+        ),
         (["--modelprobe-mutate", "--modelprobe-mutate-min=nan"], "takes percent, 0 to 100; got nan"),
         (["--modelprobe-mutate", "--modelprobe-mutate-min=101"], "takes percent, 0 to 100; got 101"),
     ],

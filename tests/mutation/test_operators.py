@@ -61,12 +61,15 @@ LAYER_OF = {
     "softmax_over_batch": "softmax",
     "eps_times_1000": "norm",
     "other_mode": "drop",
+    "no_dropout": "drop",
+    "double_dropout": "drop",
     "stale_buffers": "batch_norm",
     "shift_mask": "attention",
     "to_float64": "head",
     "zero": "act",
     "shuffle_batch": "norm",
 }
+IN_TRAINING = ("stale_buffers", "no_dropout", "double_dropout")
 ASSERTIONS = {
     "assert_finite": assert_finite,
     "assert_no_dead_layers": assert_no_dead_layers,
@@ -93,7 +96,7 @@ def planted(operator: str) -> Iterator[Planted]:
 
 
 def run(probe: ModelProbe, model: nn.Module, operator: str = "") -> object:
-    mode = "train" if operator == "stale_buffers" else "eval"
+    mode = "train" if operator in IN_TRAINING else "eval"
     return probe.run(model, probe.randn(4, 6, 8), loss="random", mode=mode)
 
 

@@ -1,0 +1,318 @@
+"""Sees the calls of a training program, and plants a fault in one of them.
+
+A program makes its optimizer, loops and calls torch: nobody hands these over. So torch's functions are exchanged for
+ones that call them, wherever a module has a name for them, until the end of the block. A call is known by the function
+that makes it and by what it calls, as a layer is by its model and its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType, FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional, init
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+
+from pytest_modelprobe.models import as_array, has_dense_storage
+
+from .plan import PROGRAM, Place
+from .seen import Planted, Seen
+from .training import TRAINING, ProgramCall, TrainingFault
+
+_INIT = (
+    "uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_",
+    "orthogonal_", "sparse_",
+)  # fmt: skip
+_LOSSES = (
+    "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits", "kl_div",
+)  # fmt: skip
+_CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
+
+Wrapper = Callable[..., Any]
+
+
+class Program:
+    """Torch's functions for training while `installed`.
+
+    Args:
+        current: Returns what is written to, and the fault that is planted; `None` if nothing is observed now.
+    """
+
+    def __init__(self, current: Callable[[], tuple[Seen, Planted | None] | None]) -> None:
+        self._current = current
+        self._is_inside = False
+        self._given: WeakKeyDictionary[Optimizer, list[Tensor]] = WeakKeyDictionary()
+        """Optimizer → the parameters that it was given, also those that a fault leaves out."""
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """See the calls within the block."""
+        with contextlib.ExitStack() as stack:
+            for cls, name, at in self._methods():
+                stack.enter_context(_exchanged_method(cls, name, self._wrapper(at, getattr(cls, name))))
+            functions = {
+                "clip": [getattr(nn.utils, name) for name in _CLIPPING],
+                "init": [getattr(init, name) for name in _INIT],
+                "loss": [getattr(functional, name) for name in _LOSSES],
+            }
+            wrappers = {
+                id(function): (function, _as_torch_has_it(function, self._wrapper(at, function)))
+                for at, those in functions.items()
+                for function in those
+            }
+            stack.enter_context(_exchanged_names(wrappers))
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            yield
+
+    @staticmethod
+    def _methods() -> Iterator[tuple[type, str, str]]:
+        yield Optimizer, "__init__", "optimizer"
+        yield Optimizer, "zero_grad", "zero_grad"
+        yield nn.Module, "zero_grad", "zero_grad"
+        yield nn.Module, "train", "mode"
+        yield DataLoader, "__iter__", "loader"
+        yield Tensor, "detach", "detach"
+        for cls in (lr_scheduler.LRScheduler, *_subclasses(lr_scheduler.LRScheduler)):
+            if "step" in vars(cls):
+                yield cls, "step", "scheduler"
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def _wrapper(self, at: str, function: Callable[..., Any]) -> Wrapper:
+        faults = [fault for fault in TRAINING.values() if fault.at == at]
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            # torch.compile takes the first condition for a constant.
+            if torch.compiler.is_compiling() or self._is_inside:
+                return function(*args, **kwargs)
+            current = self._current()
+            if current is None or (place := self._place(at, function, args)) is None:
+                return function(*args, **kwargs)
+            seen, planted = current
+            call = ProgramCall(function, args, kwargs)
+            with self._inside():
+                return self._called(call, at, faults, seen, planted, place)
+
+        return wrapper
+
+    def _called(
+        self,
+        call: ProgramCall,
+        at: str,
+        faults: Iterable[TrainingFault],
+        seen: Seen,
+        planted: Planted | None,
+        place: Place,
+    ) -> Any:
+        """Do what a call asks for, or what the fault makes of it, and note which faults fit."""
+        is_made = at == "optimizer"
+        seen.makes_models |= is_made
+        if planted is None and not is_made:
+            _note(seen, place, faults, call)
+        if planted is not None and planted.place == place and isinstance(planted.operator, TrainingFault):
+            call.state, planted.fired = planted.state, True
+            if not is_made:
+                return planted.operator.run(call)
+            self._make(call, planted.operator.run)
+        elif is_made:
+            self._make(call, ProgramCall.run)
+            _note(seen, place, faults, call)
+        else:
+            return call.run()
+        return None
+
+    def _make(self, call: ProgramCall, run: Callable[[ProgramCall], Any]) -> None:
+        function, optimizer = call.function, call.optimizer
+
+        def and_kept(*args: Any, **kwargs: Any) -> None:
+            function(*args, **kwargs)
+            self._given[optimizer] = [p for group in optimizer.param_groups for p in group["params"]]
+
+        call.function = functools.wraps(function)(and_kept)
+        run(call)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Take what torch's functions call for no call of the program."""
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._at_step(optimizer, is_over=False)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._at_step(optimizer, is_over=True)
+
+    def _at_step(self, optimizer: Optimizer, *, is_over: bool) -> None:
+        current = None if torch.compiler.is_compiling() else self._current()
+        if current is None:
+            return
+        seen, planted = current
+        call = ProgramCall(type(optimizer).step, (optimizer,), {})
+        place = self._place("step", call.function, call.args)
+        with self._inside():
+            if planted is None and place is not None and not is_over:
+                _note(seen, place, (fault for fault in TRAINING.values() if fault.at == "step"), call)
+            if planted is not None and planted.place == place and isinstance(planted.operator, TrainingFault):
+                call.state = planted.state.setdefault(f"{id(optimizer)}", {})
+                planted.fired = True
+                change = planted.operator.after if is_over else planted.operator.run
+                if change is not None:
+                    change(call)
+            if is_over:
+                seen.steps += 1
+            for tensor in self._given.get(optimizer, ()):
+                # Before the step its gradients, and after it the parameters.
+                _digest(seen, tensor if is_over else tensor.grad)
+
+    # --- places -------------------------------------------------------------------------------------------------------
+
+    def _place(self, at: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Place | None:
+        """Return the place of a call, or `None` if it is not one of a program."""
+        of = args[0] if args else None
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__") == __name__:
+            frame = frame.f_back
+        if at in _DIRECT and _is_of_torch(frame):
+            return None
+        while frame is not None and (_is_of_torch(frame) or (at == "optimizer" and _makes(frame, of))):
+            frame = frame.f_back
+        if frame is None or str(frame.f_globals.get("__name__")).partition(".")[0] == __package__.partition(".")[0]:
+            return None
+        owner = type(of).__name__
+        called = {
+            "optimizer": owner,
+            "step": f"{owner}.step",
+            "zero_grad": f"{owner}.zero_grad",
+            "scheduler": f"{owner}.step",
+            "loader": owner,
+            "mode": f"{owner}.train",
+            "init": f"init.{function.__name__}",
+            "detach": "Tensor.detach",
+        }.get(at, function.__name__)
+        where = frame.f_code.co_qualname.rpartition("<locals>.")[2]
+        return Place(f"{frame.f_globals.get('__name__')}:{where}", called, PROGRAM)
+
+
+_DIRECT = ("zero_grad", "scheduler", "detach")
+"""Calls that torch itself makes too, for its own ends."""
+
+
+def _is_of_torch(frame: FrameType | None) -> bool:
+    name = "" if frame is None else str(frame.f_globals.get("__name__"))
+    return name.partition(".")[0] in ("torch", "contextlib", "functools")
+
+
+def _makes(frame: FrameType, made: object) -> bool:
+    """Whether a frame is the constructor of a subclass, in the program itself or in a library of optimizers."""
+    names = frame.f_code.co_varnames
+    return frame.f_code.co_name == "__init__" and bool(names) and frame.f_locals.get(names[0]) is made
+
+
+def _note(seen: Seen, place: Place, faults: Iterable[TrainingFault], call: ProgramCall) -> None:
+    fitting = seen.of_training[place]
+    for fault in faults:
+        if fault.name not in fitting:
+            with contextlib.suppress(Exception):  # torch refuses the call itself
+                if fault.fits(call):
+                    fitting.add(fault.name)
+
+
+def _digest(seen: Seen, tensor: Tensor | None) -> None:
+    if tensor is None:
+        seen.outputs.update(b"none")
+        return
+    with contextlib.suppress(Exception):  # A tensor that cannot be read is no error of the test.
+        if has_dense_storage(tensor):
+            seen.outputs.update(bytes_of(tensor))
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor, in order of its elements."""
+    plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return as_array(plain.contiguous().view(-1).view(torch.uint8).cpu()).tobytes()
+
+
+# --- exchanging -------------------------------------------------------------------------------------------------------
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    sub: type
+    for sub in cls.__subclasses__():
+        yield sub
+        yield from _subclasses(sub)
+
+
+@contextlib.contextmanager
+def _exchanged_method(cls: type, name: str, wrapper: Wrapper) -> Iterator[None]:
+    is_own, before = name in vars(cls), vars(cls).get(name)
+    setattr(cls, name, wrapper)
+    try:
+        yield
+    finally:
+        if vars(cls).get(name) is wrapper:
+            if is_own:
+                setattr(cls, name, before)
+            else:
+                delattr(cls, name)
+
+
+def _as_torch_has_it(function: Callable[..., Any], wrapper: Wrapper) -> Wrapper:
+    """Return a wrapper that `torch.jit.script` and `__torch_function__` take for the function itself.
+
+    Torch reads the source of the function that it wraps, and looks up the names there in the globals of the wrapper.
+    While the function runs it has its own name again, because it hands what that name stands for to overrides.
+    """
+    names, name = function.__globals__, function.__name__
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        before = names.get(name)
+        names[name] = function
+        try:
+            return wrapper(*args, **kwargs)
+        finally:
+            names[name] = before
+
+    def torch_has(*args: Any, **kwargs: Any) -> Any:
+        return run(args, kwargs)
+
+    made = FunctionType(torch_has.__code__, names, name, None, torch_has.__closure__)
+    return functools.wraps(function)(made)
+
+
+@contextlib.contextmanager
+def _exchanged_names(wrappers: Mapping[int, tuple[Callable[..., Any], Wrapper]]) -> Iterator[None]:
+    """Exchange functions wherever a module has a name for one, as after ``from torch.nn.init import normal_``."""
+    found: list[tuple[dict[str, Any], str, Callable[..., Any], Wrapper]] = []
+    for module in list(sys.modules.values()):
+        names: Any = getattr(module, "__dict__", None)
+        for name, value in list(names.items()) if isinstance(names, dict) else ():
+            if id(value) in wrappers:
+                found.append((names, name, *wrappers[id(value)]))
+    for names, name, _, wrapper in found:
+        names[name] = wrapper
+    try:
+        yield
+    finally:
+        for names, name, function, wrapper in found:
+            if names.get(name) is wrapper:
+                names[name] = function
