@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import Plain, Record, Training, containers
@@ -26,6 +26,7 @@ from pytest_modelprobe.record.invariants import (
     buffer_changed,
     facts_of,
     have_equal_inputs,
+    learned,
 )
 from pytest_modelprobe.text import Cell, count, failed, number, printable
 
@@ -70,7 +71,14 @@ class _Broken:
     """The same of the healthy run."""
 
 
-def assert_invariants(subject: ProbeLike | WatchLike | Sequence[Record], expected: Invariants) -> None:
+class InvariantsFile(Protocol):
+    """The interface of ``modelprobe_snapshot``."""
+
+    def stored_invariants(self, learn: Callable[[], Invariants], fits: Callable[[Invariants], bool]) -> Invariants:
+        """Return those in the file of the test; an update writes what ``learn`` returns, if they do not fit."""
+
+
+def assert_invariants(subject: ProbeLike | WatchLike | Sequence[Record], expected: Invariants | InvariantsFile) -> None:
     """Assert that a training does in each step what a healthy one did.
 
     A relation that is not in the invariants, as it varied in the healthy run, is not looked at. Hyperparameters that
@@ -81,7 +89,9 @@ def assert_invariants(subject: ProbeLike | WatchLike | Sequence[Record], expecte
     Args:
         subject: A watch with ``steps=``, a probe with one, or records of steps: ``watch.steps[2:]``. Of records alone
             it is not known whether the training loop has mistakes, such as a missing ``zero_grad``.
-        expected: The `Watch.invariants` of a healthy run, or `Invariants.load` of a file.
+        expected: The `Watch.invariants` of a healthy run, or `Invariants.load` of a file. With ``modelprobe_snapshot``
+            they are in a file of the test; ``pytest --snapshot-update`` writes what it learns from this run, if there
+            is no file or the run differs.
 
     Raises:
         AssertionError: A step differs; it names the layer or parameter, and the steps.
@@ -114,21 +124,19 @@ def assert_invariants(subject: ProbeLike | WatchLike | Sequence[Record], expecte
     <BLANKLINE>
     If the change is meant, learn the invariants again.
     """
-    if not isinstance(expected, Invariants):
+    is_file = hasattr(type(expected), "stored_invariants")
+    if not (is_file or isinstance(expected, Invariants)):
         raise UsageError(
             f"assert_invariants takes the invariants of a healthy run second; got {_a(expected)}: "
-            "watch.invariants of it, or Invariants.load(path)"
+            "watch.invariants of it, Invariants.load(path) or modelprobe_snapshot"
         )
     steps, training = _steps_of(subject)
     facts = [facts_of(record) for record in steps]
-    found: dict[_Broken, list[int]] = {}
-    if training is not None:
-        found.update({broken: [] for broken in _of_loop(expected, training)})
-    for place, one in enumerate(facts):
-        for broken in _of_step(one, expected, facts[:place]):
-            # Each step has a ratio of its own: that of the first is told.
-            same = (old for old in found if broken.relation == old.relation == "ratio" and broken.where == old.where)
-            found.setdefault(next(same, broken), []).append(one.number)
+    if not isinstance(expected, Invariants):
+        expected = expected.stored_invariants(
+            lambda: learned(steps, training), lambda stored: not _broken(facts, training, stored)
+        )
+    found = _broken(facts, training, expected)
     if not found:
         return
     shown = sorted(_without_followers(found).items(), key=lambda item: (_ORDER.index(item[0].relation), item[1][:1]))
@@ -143,6 +151,19 @@ def assert_invariants(subject: ProbeLike | WatchLike | Sequence[Record], expecte
         _ADVICE.get(first.relation, ""),
         "If the change is meant, learn the invariants again.",
     )
+
+
+def _broken(facts: Sequence[StepFacts], training: Training | None, expected: Invariants) -> dict[_Broken, list[int]]:
+    """Return what does not hold, each with the numbers of its steps; of the loop as a whole there are none."""
+    found: dict[_Broken, list[int]] = {}
+    if training is not None:
+        found.update({broken: [] for broken in _of_loop(expected, training)})
+    for place, one in enumerate(facts):
+        for broken in _of_step(one, expected, facts[:place]):
+            # Each step has a ratio of its own: that of the first is told.
+            same = (old for old in found if broken.relation == old.relation == "ratio" and broken.where == old.where)
+            found.setdefault(next(same, broken), []).append(one.number)
+    return found
 
 
 def _steps_of(subject: ProbeLike | WatchLike | Sequence[Record]) -> tuple[Sequence[Record], Training | None]:
@@ -344,7 +365,7 @@ def _of_neighbors(before: StepFacts, one: StepFacts, expected: Invariants) -> It
         if changed is not None and changed is not changes:
             now, then = ("changes" if does else "does not change" for does in (changed, changes))
             yield _Broken("buffer", name, now, then)
-    same = [name for name, state in reversed(one.random.items()) if before.random.get(name) == state]
+    same = [name for name, state in reversed(list(one.random.items())) if before.random.get(name) == state]
     first = next((name for name in same if not any(name in containers(other) for other in same)), None)
     if expected.new_random and first is not None:
         yield _Broken("random", first, "draws the random numbers of the step before", "draws others in each step")
