@@ -13,21 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Plain, Record, Training, containers
-from pytest_modelprobe.record.invariants import (
-    MISTAKES,
-    CallInvariants,
-    ForwardInvariants,
-    GroupInvariants,
-    Invariants,
-    ParameterInvariants,
-    StepFacts,
-    StepGroup,
-    buffer_changed,
-    facts_of,
-    have_equal_inputs,
-    learned,
-)
+from pytest_modelprobe.record import Invariants, Plain, Record, Training, containers, invariants
 from pytest_modelprobe.text import Cell, count, failed, number, printable
 
 from .sources import ProbeLike, WatchLike, record_of, source_of
@@ -131,10 +117,10 @@ def assert_invariants(subject: ProbeLike | WatchLike | Sequence[Record], expecte
             "watch.invariants of it, Invariants.load(path) or modelprobe_snapshot"
         )
     steps, training = _steps_of(subject)
-    facts = [facts_of(record) for record in steps]
+    facts = [invariants.facts_of(record) for record in steps]
     if not isinstance(expected, Invariants):
         expected = expected.stored_invariants(
-            lambda: learned(steps, training), lambda stored: not _broken(facts, training, stored)
+            lambda: invariants.learned(steps, training), lambda stored: not _broken(facts, training, stored)
         )
     found = _broken(facts, training, expected)
     if not found:
@@ -153,7 +139,9 @@ def assert_invariants(subject: ProbeLike | WatchLike | Sequence[Record], expecte
     )
 
 
-def _broken(facts: Sequence[StepFacts], training: Training | None, expected: Invariants) -> dict[_Broken, list[int]]:
+def _broken(
+    facts: Sequence[invariants.StepFacts], training: Training | None, expected: Invariants
+) -> dict[_Broken, list[int]]:
     """Return what does not hold, each with the numbers of its steps; of the loop as a whole there are none."""
     found: dict[_Broken, list[int]] = {}
     if training is not None:
@@ -199,7 +187,7 @@ def _of_loop(expected: Invariants, training: Training) -> Iterator[_Broken]:
         "evaluating": ("takes steps with gradients of forwards in evaluation mode", "takes none"),
         "idle": ("runs forwards without gradients in training mode", "runs none"),
     }
-    for name in MISTAKES:
+    for name in invariants.MISTAKES:
         times = getattr(training, name)
         if name in expected.never and times:
             what, then = said[name]
@@ -207,7 +195,9 @@ def _of_loop(expected: Invariants, training: Training) -> Iterator[_Broken]:
             yield _Broken("loop", "the training loop", now, then)
 
 
-def _of_step(one: StepFacts, expected: Invariants, before: Sequence[StepFacts]) -> Iterator[_Broken]:
+def _of_step(
+    one: invariants.StepFacts, expected: Invariants, before: Sequence[invariants.StepFacts]
+) -> Iterator[_Broken]:
     yield from _of_groups(one, expected)
     yield from _of_parameters(one, expected)
     yield from _of_forwards(one, expected)
@@ -224,7 +214,7 @@ def _of_step(one: StepFacts, expected: Invariants, before: Sequence[StepFacts]) 
             yield _Broken("applied", "the optimizer", now, then)
 
 
-def _of_groups(one: StepFacts, expected: Invariants) -> Iterator[_Broken]:
+def _of_groups(one: invariants.StepFacts, expected: Invariants) -> Iterator[_Broken]:
     stepped = set()
     for group in one.groups:
         place = _number_of(group, expected)
@@ -261,14 +251,14 @@ def _range(low: float, high: float) -> str:
     return number(low) if number(low) == number(high) else f"{number(low)} to {number(high)}"
 
 
-def _number_of(group: StepGroup, expected: Invariants) -> int | None:
+def _number_of(group: invariants.StepGroup, expected: Invariants) -> int | None:
     """Return the number in the healthy run of the group with most of these parameters."""
     known = (expected.parameters[name].group for name in sorted(group.members) if name in expected.parameters)
     votes = Counter(place for place in known if place is not None)
     return votes.most_common(1)[0][0] if votes else None
 
 
-def _options_at(healthy: GroupInvariants, step: int, expected: Invariants) -> dict[str, Plain]:
+def _options_at(healthy: invariants.GroupInvariants, step: int, expected: Invariants) -> dict[str, Plain]:
     """Return the hyperparameters that a step with this number has to have."""
     scheduled = {name: values[str(step)] for name, values in healthy.schedules.items() if str(step) in values}
     # A scheduler may change, in later steps, what was constant in those that were seen.
@@ -276,7 +266,7 @@ def _options_at(healthy: GroupInvariants, step: int, expected: Invariants) -> di
     return {**(healthy.options if constant else {}), **scheduled}
 
 
-def _of_parameters(one: StepFacts, expected: Invariants) -> Iterator[_Broken]:
+def _of_parameters(one: invariants.StepFacts, expected: Invariants) -> Iterator[_Broken]:
     numbers = [_number_of(group, expected) for group in one.groups]
     for name in one.parameters.keys() - expected.parameters.keys():
         yield _Broken("role", name, "is a parameter", "is none")
@@ -290,8 +280,8 @@ def _of_parameters(one: StepFacts, expected: Invariants) -> Iterator[_Broken]:
 
 def _of_parameter(
     name: str,
-    own: ParameterInvariants,
-    healthy: ParameterInvariants,
+    own: invariants.ParameterInvariants,
+    healthy: invariants.ParameterInvariants,
     numbers: Sequence[int | None],
     expected: Invariants,
 ) -> Iterator[_Broken]:
@@ -320,7 +310,7 @@ _ROLES = {
 }
 
 
-def _of_forwards(one: StepFacts, expected: Invariants) -> Iterator[_Broken]:
+def _of_forwards(one: invariants.StepFacts, expected: Invariants) -> Iterator[_Broken]:
     known = {(forward.root, forward.training): forward for forward in expected.forwards}
     for kind, forward in one.forwards.items():
         if kind not in known:
@@ -338,9 +328,9 @@ def _of_forwards(one: StepFacts, expected: Invariants) -> Iterator[_Broken]:
             yield from _of_layers(own, healthy)
 
 
-def _of_layers(own: ForwardInvariants, healthy: ForwardInvariants) -> Iterator[_Broken]:
+def _of_layers(own: invariants.ForwardInvariants, healthy: invariants.ForwardInvariants) -> Iterator[_Broken]:
     for name in dict.fromkeys((*healthy.layers, *own.layers)):
-        now, then = (forward.layers.get(name, CallInvariants(calls=0)) for forward in (own, healthy))
+        now, then = (forward.layers.get(name, invariants.CallInvariants(calls=0)) for forward in (own, healthy))
         said: list[tuple[str, object, object, Callable[[Any], str]]] = [
             ("calls", now.calls, then.calls, _calls),
             ("mode", now.training, then.training, lambda training: f"runs in {_mode(training)}"),
@@ -359,9 +349,9 @@ def _of_layers(own: ForwardInvariants, healthy: ForwardInvariants) -> Iterator[_
                 yield _Broken(relation, name, predicate(one), predicate(other))
 
 
-def _of_neighbors(before: StepFacts, one: StepFacts, expected: Invariants) -> Iterator[_Broken]:
+def _of_neighbors(before: invariants.StepFacts, one: invariants.StepFacts, expected: Invariants) -> Iterator[_Broken]:
     for name, changes in expected.buffers.items():
-        changed = buffer_changed(before, one, name)
+        changed = invariants.buffer_changed(before, one, name)
         if changed is not None and changed is not changes:
             now, then = ("changes" if does else "does not change" for does in (changed, changes))
             yield _Broken("buffer", name, now, then)
@@ -371,10 +361,12 @@ def _of_neighbors(before: StepFacts, one: StepFacts, expected: Invariants) -> It
         yield _Broken("random", first, "draws the random numbers of the step before", "draws others in each step")
 
 
-def _of_inputs(one: StepFacts, expected: Invariants, before: Sequence[StepFacts]) -> Iterator[_Broken]:
+def _of_inputs(
+    one: invariants.StepFacts, expected: Invariants, before: Sequence[invariants.StepFacts]
+) -> Iterator[_Broken]:
     # Later steps may be those of another epoch, with the same batches.
     compared = before if expected.inputs == "differ" and one.number <= expected.last else before[-1:]
-    again = next((old for old in reversed(compared) if have_equal_inputs(old, one)), None)
+    again = next((old for old in reversed(compared) if invariants.have_equal_inputs(old, one)), None)
     if expected.inputs is not None and again is not None:
         which = "the step before" if again is before[-1] else f"step {again.number}"
         yield _Broken("inputs", "the model", f"is given the inputs of {which}", "is given others in each step")

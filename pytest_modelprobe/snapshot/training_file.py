@@ -12,8 +12,7 @@ from pathlib import Path
 
 from pytest_modelprobe.exceptions import SnapshotError
 from pytest_modelprobe.files import read_text, write_text
-from pytest_modelprobe.record import Invariants
-from pytest_modelprobe.record.invariants import as_json
+from pytest_modelprobe.record import Invariants, invariants
 
 TRAINING = ".training.json"
 
@@ -60,7 +59,7 @@ class TrainingFile:
                 "or pass --modelprobe-allow-update-in-ci on the command line"
             )
         found = learn()
-        write_text(self.path, as_json(found))
+        write_text(self.path, invariants.as_json(found))
         return found
 
     def _read(self) -> Invariants | None:
