@@ -149,9 +149,13 @@ class Invariants:
         3
         """
         try:
-            return cast(Invariants, decode(cls, data))
+            found = cast(Invariants, decode(cls, data))
         except TypeError as error:  # a field without which there is no such thing is missing
             raise ValueError(f"no invariants: {error}") from error
+        groups = {own.group for own in found.parameters.values()} - {None, *range(len(found.groups))}
+        if groups or any(len(group.update_ratio) not in (0, 2) for group in found.groups):
+            raise ValueError(f"there is no group {min(map(str, groups))}" if groups else "update_ratio has two numbers")
+        return found
 
     def save(self, path: str | Path) -> None:
         """Write them to a file of text, with a line for each layer and parameter, so that a change can be reviewed."""

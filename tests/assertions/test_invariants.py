@@ -318,7 +318,17 @@ def test_a_file_has_a_line_for_each_layer_and_is_read_back(healthy: Invariants, 
     ) in lines
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"steps": 3}', '{"model": "Net", "steps": 3, "last": 2, "other": 1}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"steps": 3}',
+        '{"model": "Net", "steps": 3, "last": 2, "other": 1}',
+        '{"model": "Net", "steps": 3, "last": 2, "parameters": {"weight": {"group": 1}}}',
+        '{"model": "Net", "steps": 3, "last": 2, "groups": [{"optimizer": "SGD", "update_ratio": [1.0]}]}',
+    ],
+)
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
