@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         assert_frozen,
         assert_grad_finite,
         assert_grad_flow,
+        assert_invariants,
         assert_no_dead_layers,
         assert_no_gradient,
         assert_no_leftover_hooks,
@@ -49,11 +50,12 @@ if TYPE_CHECKING:
     )
     from .interventions import ablation, assert_layer_matters, faults, intervene
     from .probe import ModelProbe, Watch, watched
-    from .record import Record
+    from .record import Invariants, Record
     from .snapshot.snapshot import ModelProbeSnapshot
 
 __all__ = [
     "HintWarning",
+    "Invariants",
     "ModelProbe",
     "ModelProbeError",
     "ModelProbeSnapshot",
@@ -81,6 +83,7 @@ __all__ = [
     "assert_frozen",
     "assert_grad_finite",
     "assert_grad_flow",
+    "assert_invariants",
     "assert_layer_matters",
     "assert_no_dead_layers",
     "assert_no_gradient",
@@ -103,7 +106,7 @@ __all__ = [
 
 _MODULES = {
     **dict.fromkeys(["ModelProbe", "Watch", "watched"], "probe"),
-    "Record": "record",
+    **dict.fromkeys(["Invariants", "Record"], "record"),
     "ModelProbeSnapshot": "snapshot.snapshot",
     **{name: "assertions" for name in __all__ if name.startswith("assert_")},
     **dict.fromkeys(["ablation", "assert_layer_matters", "faults", "intervene"], "interventions"),

@@ -15,7 +15,7 @@ from .encoding import encode
 from .file_names import case_folded, file_name
 from .layout import Texts
 from .parsing import MOST_BYTES, RESTORE, parsed, text_of, too_large
-from .storage import ARCH, DIRECTORY, PROBE, REMOVED, read, read_texts, write
+from .storage import ARCH, DIRECTORY, PROBE, REMOVED, read, read_text, read_texts, write, write_text
 from .updating import rewritten
 
 __all__ = [
@@ -26,8 +26,10 @@ __all__ = [
     "Removal",
     "removal_from",
     "removal_text",
+    "read_text",
     "read_texts",
     "write",
+    "write_text",
     "MOST_BYTES",
     "RESTORE",
     "parsed",

@@ -59,6 +59,26 @@ def read_texts(path: Path, numbers: Path | None = None) -> Texts | None:
     return None if architecture is None else Texts(architecture, _read(_numbers_path(path, numbers)))
 
 
+def read_text(path: Path) -> str | None:
+    """Return the contents of another file beside snapshots; ``None`` if there is none.
+
+    Raises:
+        SnapshotError: The file cannot be read.
+    """
+    return _read(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write another file beside snapshots, atomically, and create its directory.
+
+    Raises:
+        SnapshotError: The file cannot be written.
+    """
+    _make_directory(path.parent)
+    with held():
+        _write(path, text)
+
+
 def write(path: Path, texts: Texts, numbers: Path | None = None) -> None:
     """Write both files, each atomically, and create their directory.
 
@@ -74,13 +94,7 @@ def write(path: Path, texts: Texts, numbers: Path | None = None) -> None:
         SnapshotError: The files cannot be written.
     """
     probe = _numbers_path(path, numbers)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SnapshotError(
-            f"{path.parent} cannot be made ({error.strerror}): {_way_out(error, path.parent)}"
-        ) from None
-    _remove_stale(path.parent)
+    _make_directory(path.parent)
     with held():
         # Numbers first: an interrupted first update leaves no snapshot, a later one the reviewed architecture.
         if texts.numbers is not None:
@@ -132,6 +146,14 @@ def _inside(path: Path) -> Path:
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
+
+
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SnapshotError(f"{path} cannot be made ({error.strerror}): {_way_out(error, path)}") from None
+    _remove_stale(path)
 
 
 def _write(path: Path, text: str) -> None:

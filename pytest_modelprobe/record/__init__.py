@@ -21,6 +21,7 @@ from .calls import (
     merge_dimensions,
 )
 from .construction import gc_paused
+from .invariants import Invariants, learned
 from .layer import Layer, Parameter, elements
 from .naming import NOT_DEFAULT, ROOT, address, call_name, containers, label_of, parent, qualified, relative_name
 from .profile import LayerProfile, Profile
@@ -65,6 +66,7 @@ __all__ = [
     "ForwardKind",
     "Glob",
     "Histogram",
+    "Invariants",
     "EmittedTensor",
     "Layer",
     "LayerProfile",
@@ -103,6 +105,7 @@ __all__ = [
     "has_nonfinite",
     "is_read",
     "label_of",
+    "learned",
     "layer_rows",
     "layer_table",
     "merge_dimensions",

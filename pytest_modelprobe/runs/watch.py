@@ -19,7 +19,7 @@ from pytest_modelprobe.capture import Capture, ForwardCounts, Options, SeenValue
 from pytest_modelprobe.exceptions import NothingObservedError, StoppedError, UsageError
 from pytest_modelprobe.interrupts import finished, held
 from pytest_modelprobe.models import Layers, original_class, version
-from pytest_modelprobe.record import IsolatedResponse, Record, Selector, with_live_run
+from pytest_modelprobe.record import Invariants, IsolatedResponse, Record, Selector, learned, with_live_run
 
 from .compiled import Compiled, is_inside
 from .isolation import IsolationOptions, KeptForward, KeptForwards, Key, isolate, merged, recipes_of
@@ -197,6 +197,15 @@ class Watch:
         step, because a ``GradScaler`` skipped the step or parameters were changed by hand; or it has not stepped yet.
         """
         return self._record("others")
+
+    @property
+    def invariants(self) -> Invariants:
+        """What was the same in every step that is kept; `assert_invariants` judges another training by it.
+
+        Raises:
+            UsageError: Fewer than three steps were kept.
+        """
+        return learned(list(self.steps), self.record.training)
 
     @property
     def kept(self) -> Mapping[str, list[Any]]:

@@ -42,6 +42,7 @@ from .preconditions import Refusal
 from .session import SnapshotSession
 from .stored import Stored, read_stored, structure_of, texts_to_write
 from .summary import shown_path
+from .training_file import TRAINING, TrainingFile
 
 
 class Comparer:
@@ -161,6 +162,21 @@ class Comparer:
         self.outcomes.append(outcome)
         self._forked.send(outcome.to_dict(self._item))
         return outcome
+
+    def training_file(self, arguments: Arguments) -> TrainingFile:
+        """Return the file of the invariants of a training."""
+        __tracebackhide__ = True
+        name = "" if arguments.name is None else f".{file_name(arguments.name)}"
+        path = folder_of(self._item.path) / f"{stem_of(self._item)}{name}{TRAINING}"
+        first = not this_rank().rank  # what is learned is the same in every rank, and the file too
+        return TrainingFile(
+            path=path,
+            shown=shown_path(path, self._item.config),
+            test=self.name,
+            updates=self._updates and first,
+            creates=self._updates_new and first,
+            may_write=self._policy.may_write,
+        )
 
     def _place(self, record: Record, arguments: Arguments) -> SnapshotFiles:
         __tracebackhide__ = True

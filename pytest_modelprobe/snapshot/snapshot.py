@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, cast
 
 from pytest_modelprobe.comparison import Parts, Tolerance
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.record import COMPILED_INSIDE, Record, with_applied_gradients
+from pytest_modelprobe.record import COMPILED_INSIDE, Invariants, Record, with_applied_gradients
 
 from .arguments import Allowed, Arguments
 from .outcome import Outcome, Unequal
@@ -104,6 +104,11 @@ class ModelProbeSnapshot:
                 break
         return outcome
 
+    def stored_invariants(self, learn: Callable[[], Invariants], fits: Callable[[Invariants], bool]) -> Invariants:
+        """Return the invariants in the test's file; `assert_invariants` asks for them, with what an update writes."""
+        __tracebackhide__ = True
+        return self._comparer.training_file(self._arguments).invariants(learn, fits)
+
     def __repr__(self) -> str:
         return f"<modelprobe_snapshot of {self._comparer.name}>"
 
@@ -120,6 +125,7 @@ def _record(other: object) -> Record:
         advice = {
             "Watch": "choose the forwards: watch.first == modelprobe_snapshot, watch.first_step of training, or "
             "watch.record for all of them",
+            "Invariants": "write assert_invariants(watch, modelprobe_snapshot), which names the steps too",
             "ModelProbe": "write modelprobe.record == modelprobe_snapshot",
         }
         step = advice.get(name, "write modelprobe.run(model, ...) == modelprobe_snapshot")

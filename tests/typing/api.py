@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import (
+    Invariants,
     ModelProbe,
     ModelProbeSnapshot,
     Record,
@@ -21,6 +22,7 @@ from pytest_modelprobe import (
     assert_flops,
     assert_grad_finite,
     assert_grad_flow,
+    assert_invariants,
     assert_layer_matters,
     assert_no_dead_layers,
     assert_no_gradient,
@@ -86,6 +88,9 @@ def test_watch(modelprobe: ModelProbe) -> None:
     assert_type(watch.counts.in_steps + watch.counts.evaluations + watch.counts.others, int)
     assert_grad_flow(watch)
     assert_training_loop(watch)
+    assert_type(watch.invariants, Invariants)
+    assert_invariants(watch, watch.invariants)
+    assert_invariants(watch.steps, Invariants.load("healthy.json"))
     assert_type(modelprobe.architecture(model, torch.empty(2, 3)), Record)
     assert_type(Record.from_dict(watch.record.to_dict()), Record)
 

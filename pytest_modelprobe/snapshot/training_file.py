@@ -1,0 +1,72 @@
+"""The file of a test with the invariants of a healthy training, beside its snapshots.
+
+A test has one, ``<test>.training.json``. It holds no numbers of a device, so all devices share it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_modelprobe.exceptions import SnapshotError
+from pytest_modelprobe.files import read_text, write_text
+from pytest_modelprobe.record import Invariants, invariants
+
+TRAINING = ".training.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingFile:
+    """The file, and what this run may do with it."""
+
+    path: Path
+    shown: str
+    """The path in messages."""
+    test: str
+    """Name of the test, printable."""
+    updates: bool
+    """Whether an update writes them also if there are others."""
+    creates: bool
+    """Whether an update writes them if there is no file."""
+    may_write: bool
+    """False in CI."""
+
+    def invariants(self, learn: Callable[[], Invariants], fits: Callable[[Invariants], bool]) -> Invariants:
+        """Return the invariants with which to judge this run. An update writes what it learns if they do not fit.
+
+        Args:
+            learn: Returns those of this run.
+            fits: Whether this run keeps those in the file.
+
+        Raises:
+            AssertionError: There is no file, and this run does not write one.
+            SnapshotError: The file cannot be read or written.
+        """
+        __tracebackhide__ = True
+        stored = self._read()
+        if stored is not None and (not self.updates or fits(stored)):
+            return stored
+        if not (self.updates or self.creates):
+            raise AssertionError(
+                f"{self.test} has no invariants of a healthy training yet: `pytest --snapshot-update` learns them from "
+                f"this one, and writes {self.shown}"
+            )
+        if not self.may_write:
+            raise SnapshotError(
+                f"{self.shown} is not written, because CI is set: run the update on your machine and commit the file, "
+                "or pass --modelprobe-allow-update-in-ci on the command line"
+            )
+        found = learn()
+        write_text(self.path, invariants.as_json(found))
+        return found
+
+    def _read(self) -> Invariants | None:
+        text = read_text(self.path)
+        try:
+            return None if text is None else Invariants.from_dict(json.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise SnapshotError(
+                f"{self.shown} has no invariants ({error}): restore it, or remove it and run `pytest --snapshot-update`"
+            ) from None
