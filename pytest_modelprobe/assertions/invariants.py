@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Invariants, Plain, Record, Training, containers, invariants
+from pytest_modelprobe.record import Invariants, Plain, Record, Training, applied, containers, invariants
 from pytest_modelprobe.text import Cell, count, failed, number, printable
 
 from .sources import ProbeLike, WatchLike, record_of, source_of
@@ -151,6 +151,7 @@ def _broken(
             # Each step has a ratio of its own: that of the first is told.
             same = (old for old in found if broken.relation == old.relation == "ratio" and broken.where == old.where)
             found.setdefault(next(same, broken), []).append(one.number)
+    found.update(_of_applied(facts, expected.applied))
     return found
 
 
@@ -185,6 +186,7 @@ def _of_loop(expected: Invariants, training: Training) -> Iterator[_Broken]:
         "stale": ("adds gradients to those of the step before", "resets them"),
         "mixed": ("uses gradients of another optimizer's loss", "does not"),
         "evaluating": ("takes steps with gradients of forwards in evaluation mode", "takes none"),
+        "emptied": ("resets gradients between the backward and the step", "does not"),
         "idle": ("runs forwards without gradients in training mode", "runs none"),
     }
     for name in invariants.MISTAKES:
@@ -207,11 +209,24 @@ def _of_step(
     if expected.passes not in (None, one.passes):
         now, then = (f"has {count(n or 0, 'backward pass')} in a step" for n in (one.passes, expected.passes))
         yield _Broken("forwards", "the training loop", now, then)
-    if expected.applied is not None and one.applied is not None:
-        own = one.applied == "as they arrived" or one.applied.startswith("scaled")
-        if not (own if expected.applied == "as they arrived or scaled" else one.applied == expected.applied):
-            now, then = (f"has gradients {how}" for how in (one.applied, expected.applied))
-            yield _Broken("applied", "the optimizer", now, then)
+
+
+def _of_applied(facts: Sequence[invariants.StepFacts], expected: str | None) -> Iterator[tuple[_Broken, list[int]]]:
+    """Yield in which steps the optimizer had other gradients than those that it had in the healthy run.
+
+    Whether clipping does something depends on the norm: between that and nothing a step may change, and not all steps.
+    """
+    found: dict[str, list[int]] = {}
+    for one in facts:
+        if None not in (expected, one.applied) and one.applied != expected:
+            found.setdefault(str(one.applied), []).append(one.number)
+    for how, at in found.items():
+        if {how, expected} != {applied.AS_THEY_ARRIVED, applied.SCALED} or len(at) == len(facts):
+            now, then = (f"has gradients {_HOW.get(one, one)}" for one in (how, str(expected)))
+            yield _Broken("applied", "the optimizer", now, then), at
+
+
+_HOW = {applied.OTHERS: "other than those that arrived", applied.SCALED: "scaled, as by clipping"}
 
 
 def _of_groups(one: invariants.StepFacts, expected: Invariants) -> Iterator[_Broken]:

@@ -30,7 +30,7 @@ FEWEST = 3
 SMALL = 1e-5
 """Update relative to the norm of the parameter up to which it is not taken for one: it may be rounding."""
 
-MISTAKES = ("stale", "mixed", "evaluating", "idle")
+MISTAKES = ("stale", "mixed", "evaluating", "emptied", "idle")
 """Counts of `Training` that are zero in most loops. Skipped steps are not among them: they depend on the data."""
 
 T = TypeVar("T")
@@ -117,8 +117,8 @@ class Invariants:
     passes: int | None = None
     """Backward passes in a step."""
     applied: str | None = None
-    """What became of the gradients on their way to the optimizer: as `Record.applied` if it was the same in every step;
-    ``as they arrived or scaled`` where that depends on the norm, as with clipping."""
+    """What became of the gradients on their way to the optimizer: ``as they arrived``, ``scaled`` as by clipping,
+    ``reset`` or ``others``. `None` if it was not the same in every step, as where only large gradients are clipped."""
     inputs: str | None = None
     """``differ``: no step had the inputs of an earlier one; ``differ from the step before``: at least not of that."""
     new_random: bool | None = None
@@ -272,7 +272,7 @@ def facts_of(record: Record) -> StepFacts:
     return StepFacts(
         number=record.step,
         passes=record.backwards,
-        applied=record.applied,
+        applied=None if record.applied is None else record.applied.partition(" by ")[0],
         forwards=_forwards(record),
         groups=groups,
         parameters={
@@ -429,7 +429,7 @@ def learned(steps: Sequence[Record], training: Training | None = None) -> Invari
         steps=len(facts),
         last=max(one.number for one in facts),
         passes=same_of(one.passes for one in facts),
-        applied=_learned_applied([one.applied for one in facts]),
+        applied=same_of(one.applied for one in facts),
         inputs=_learned_inputs(facts),
         new_random=_learned_random(facts),
         never=() if training is None else tuple(name for name in MISTAKES if not getattr(training, name)),
@@ -438,16 +438,6 @@ def learned(steps: Sequence[Record], training: Training | None = None) -> Invari
         parameters=_learned_parameters(facts, numbers),
         buffers=_learned_buffers(facts),
     )
-
-
-def _learned_applied(applied: Sequence[str | None]) -> str | None:
-    if None in applied:
-        return None
-    same = same_of(applied)
-    if same is not None and same != "as they arrived":
-        return same
-    own = all(one == "as they arrived" or (one or "").startswith("scaled") for one in applied)
-    return "as they arrived or scaled" if own else None
 
 
 def _learned_inputs(facts: Sequence[StepFacts]) -> str | None:

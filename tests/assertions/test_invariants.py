@@ -50,6 +50,7 @@ def train(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda m: torch.optim.AdamW(m.parameters(), 1e-3),
     prepare: Callable[[nn.Module], Any] = lambda model: None,
     zero_grad: bool = True,
+    before_step: Callable[[nn.Module], Any] = lambda model: None,
     same_batch: bool = False,
     autocast: bool = False,
 ) -> Watch:
@@ -66,6 +67,7 @@ def train(
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 loss = F.cross_entropy(model(images), labels)
             loss.backward()
+            before_step(model)
             stepper.step()
             if not same_batch:
                 images, labels = next(data)
@@ -152,6 +154,31 @@ class WithoutMiddle(Digits):
 )
 def test_a_fault_is_named(healthy: Invariants, fault: dict[str, Any], sentence: str) -> None:
     assert first_line(train(1, **fault), healthy) == sentence.replace("; ", "; in the healthy run it ")
+
+
+def clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def clip_values(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("taught", "now", "sentence"),
+    [
+        (lambda model: None, clip, "the optimizer has gradients scaled, as by clipping in all 5 steps"),
+        (clip, lambda model: None, "the optimizer has gradients as they arrived in all 5 steps"),
+        (clip, clip_values, "the optimizer has gradients other than those that arrived in all 5 steps"),
+        (clip, nn.Module.zero_grad, "the training loop resets gradients between the backward and the step, 5 times"),
+    ],
+)
+def test_gradients_that_change_on_their_way_are_named(
+    taught: Callable[[nn.Module], Any], now: Callable[[nn.Module], Any], sentence: str
+) -> None:
+    healthy = train(0, before_step=taught).invariants
+    assert_invariants(train(1, before_step=taught, size=8), healthy)
+    assert first_line(train(1, before_step=now), healthy).startswith(sentence)
 
 
 def test_the_whole_message(healthy: Invariants) -> None:
