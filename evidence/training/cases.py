@@ -614,7 +614,6 @@ def optimizer_before_wrapping(run: Run, faulty: bool) -> None:
     "ranks",
     "the loss is divided by the number of ranks, and averaged besides",
     "loss|gradient",
-    merged,
     ranks=2,
 )
 def divided_twice(run: Run, faulty: bool) -> None:

@@ -28,15 +28,27 @@ stands below the first line; *other*, that the failure names something else; *re
 error says why it could not be looked at, which it does not say of the healthy program. Steps count from 0."""
 
 
+REASONS = """## Why, as far as it was read
+
+- *Blind* does not have `assert_training_loop`, which the missing `zero_grad` is noticed by.
+- `cannot tell why`: what the optimizer added to a parameter differs, which is found and is not yet taken for a cause.
+  So a missing `zero_grad`, lost moments and gradients that are not reduced are noticed, and the first parameter of the
+  model is named.
+- `mps-addcmul` and `pytorch-115607` are imitated by an optimizer whose `step` calls that of its base class. It is seen
+  as two steps at once, and what it added is not known. That `pytorch-115607` is *right* is chance.
+- `deepspeed-5489`: the running statistics of the norm after the layer at fault are named before its weights.
+- `accelerate-2665`: the optimizer has the parameters before they were sharded, of other shapes, so it is not taken for
+  that of another copy; the failure says that the steps were of others.
+- A merged record shows what differs between ranks: not a gradient that is wrong alike in all of them.
+- Alarms of healthy programs: `assert_update_ratio` counts a step before which the parameter was frozen; projections of
+  queries that begin close to 0 move by less than 1e-6 in a step of SGD; the bias of keys has no effect behind a
+  softmax, so that it is never updated."""
+
+
 def noticed(witness: dict[str, list[Said]]) -> list[Said]:
-    """Return what fails of the faulty program: not what fails of the healthy one in the same words."""
-    healthy = {(said.by, said.line) for said in witness["healthy"]}
-    refused = {said.by for said in witness["healthy"] if said.error}
-    return [
-        said
-        for said in witness["faulty"]
-        if (said.by, said.line) not in healthy and not (said.error and said.by in refused)
-    ]
+    """Return what fails of the faulty program; an assertion that fails of the healthy one too tells nothing."""
+    healthy = {said.by for said in witness["healthy"]}
+    return [said for said in witness["faulty"] if said.by not in healthy]
 
 
 def best(case: Case, found: list[Said]) -> Said | None:
@@ -57,7 +69,8 @@ def cell(case: Case, name: str, trial: Trial) -> str:
     if said is None:
         return "**no**"
     by = f", `{said.by}`" if name == "blind" else ""
-    step = f", step {said.step}" if said.step is not None else ""
+    after = ", evaluations" if name == "run before" else ""
+    step = f", step {said.step}" if said.step is not None else after
     return f"{verdict(case, said)}{step}{by}"
 
 
@@ -91,7 +104,7 @@ def report(rows: list[Row], machine: str) -> str:
             if name != "run before" or kind == "healthy"
         ),
     )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", REASONS])
 
 
 def totals(rows: list[Row]) -> list[str]:
@@ -148,3 +161,34 @@ def table(head: list[str], rows: Iterable[Iterable[object]]) -> list[str]:
 def escaped(cell: str) -> str:
     """Return the text of a cell; one with marks of its own stays as it is."""
     return cell.replace("|", "/") if "`" in cell or "**" in cell else re.sub(r"([|*_<\[])", r"\\\1", cell)
+
+
+PAGE = """\
+# Silent errors of training: what notices them
+
+Made by `evidence/training` in the repository, from its last results. Training with such an error goes on, and often
+learns, only worse. Each row of the table is an error that a library or a program had, imitated in a small program that
+differs from a healthy one in the error alone.
+
+- `assert_training_loop(watch)` and `assert_params_updated(watch)` notice gradients that are not reset, and parameters
+  that do not learn. No run before is needed.
+- `checks.standard(modelprobe, model, x)` notices code of a layer that breaks a property, as dropout in evaluation does.
+- `assert watch.steps == modelprobe_snapshot`, or `assert_same_behavior` of each step and that of a run before, notices
+  what changed in code, initialization, data, loss or optimizer, from the first step at which it does.
+- `modelprobe.merged(record)` of each step, in every rank, notices ranks that should have the same weights and
+  gradients, and do not.
+
+[Training loops](../how-to/training-loops.md) and [Several ranks](../how-to/ranks.md) show each. A comparison with a run
+before needs the same seed: weights, data and dropout have to be the same.
+
+"""
+
+
+def page(results: str) -> str:
+    """Return the page of the documentation, of the text of the results."""
+    legend, rest = results[results.index("A program with") :].split("\n| errors of", 1)
+    counts, each = rest.split("\n## Each error\n", 1)
+    return (
+        f"{PAGE}## How it was judged\n\n{legend}\n| errors of{counts}\n"
+        f"## Each error\n{each.partition('## What is said')[0].rstrip()}\n\n{REASONS}\n"
+    )

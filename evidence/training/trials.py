@@ -99,11 +99,11 @@ def blind(case: Case, run: Run, healthy: Run) -> list[Said]:
 
 def run_before(case: Case, run: Run, healthy: Run) -> list[Said]:
     """What differs from the healthy run, step by step; then in the evaluations."""
-    records: list[tuple[int, Callable[[Run], Record]]] = [
+    records: list[tuple[int | None, Callable[[Run], Record]]] = [
         (number, lambda of, number=number: of.watch.steps[number]) for number in range(len(healthy.watch.steps))
     ]
     if healthy.watch.evaluations.forwards:
-        records.append((len(records), lambda of: of.watch.evaluations))
+        records.append((None, lambda of: of.watch.evaluations))
     for number, of in records:
 
         def compared(of: Callable[[Run], Record] = of) -> None:
