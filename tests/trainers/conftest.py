@@ -123,8 +123,12 @@ def holds() -> Callable[..., None]:
                 assert_frozen(watch, layers="**")
             trained = [p for layer in watch.first_step.layers.values() for p in layer.parameters if p.requires_grad]
             assert all(p.applied is not None for p in trained)
-            steps = [[p for p in step.parameters if p.updated is not None] for step in watch.steps]
-            assert [p.reading for p in steps[1]] == [p.updated for p in steps[0]]
+            steps = [[p for p in step.parameters if p.update is not None] for step in watch.steps]
+            for before, after in zip(*steps, strict=True):
+                readings = (before.reading, before.update, after.reading)
+                was, added, now = (r.fingerprint for r in readings if r is not None and r.fingerprint is not None)
+                scale = 1e-6 * max(1.0, *map(abs, now))
+                assert [a + b for a, b in zip(was, added, strict=True)] == pytest.approx(now, abs=scale)
         for name, tensor in unwatched.state_dict().items():
             assert torch.equal(tensor, model.state_dict()[name]), name
 
