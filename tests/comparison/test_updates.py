@@ -155,6 +155,17 @@ def test_groups_are_compared_by_number() -> None:
     assert "groups of parameters 2 → 1" in first(step(adamw()), expected)
 
 
+def test_both_names_of_a_tied_weight_are_in_its_group() -> None:
+    probe = ModelProbe()
+    model = probe.build(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    model[1].weight = model[0].weight
+    watch = probe.watch(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(probe.randn(3, 4)).sum().backward()
+    optimizer.step()
+    assert [own.group for own in watch.first_step.parameters] == [0, 0, 0, 0]
+
+
 def test_a_snapshot_of_a_step_has_all_of_it() -> None:
     expected = with_applied_gradients(step(adamw()))
     read = files.decode(*files.encode(expected), where="step").record

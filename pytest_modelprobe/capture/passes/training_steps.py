@@ -99,7 +99,7 @@ class TrainingSteps:
             small = SmallTensors()
             for name, tensor in () if graph_task() != -1 else self._buffers():
                 step.buffers[name] = statistics.reduce(tensor, small=small)
-            self._running[-1:] = []
+            del self._running[-1:]
             if not self._running:
                 self._read_updates(parameters)
 
@@ -131,9 +131,10 @@ class TrainingSteps:
                 updates[name] = known[id(tensor)]
 
     def _note_groups(self, optimizer: torch.optim.Optimizer, parameters: Named) -> None:
-        step, names = self.forwards.step, {id(tensor): name for name, tensor in parameters}
+        step = self.forwards.step
         for group in optimizer.param_groups:
-            held = [names[id(tensor)] for tensor in group["params"] if id(tensor) in names]
+            own = {id(tensor) for tensor in group["params"]}
+            held = [name for name, tensor in parameters if id(tensor) in own]
             step.groups.update((name, len(step.optimizers)) for name in held if name not in step.groups)
             if held:
                 options = {key: _plain(value) for key, value in group.items() if key not in _NO_EFFECT}
