@@ -378,7 +378,7 @@ class Capture:
         kind = name, module.training
         self._training.forward_begins()
         tensors = [tensor for _, tensor in (self.sample_inputs or inputs).tensors]
-        self._forwards.begin(kind, tensors, accumulates=self._parameters.hold_gradients())
+        self._forwards.begin(kind, tensors, accumulates=self._parameters.hold_gradients)
         self._modules.stay_last()
         self._parameters.attach()
         self._recomputation.clear()

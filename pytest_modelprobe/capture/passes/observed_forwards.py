@@ -191,13 +191,14 @@ class ObservedForwards:
         steps = len(self.steps) + self._later_steps + self.step.taken
         return ForwardCounts(self.count - evaluations - others, evaluations, others, steps)
 
-    def begin(self, kind: ForwardKind, inputs: Iterable[Tensor], *, accumulates: bool = True) -> None:
+    def begin(self, kind: ForwardKind, inputs: Iterable[Tensor], *, accumulates: Callable[[], bool]) -> None:
         """Begin another forward; a step that was taken is over then.
 
         Args:
             kind: Of the forward.
             inputs: What tells its samples apart.
-            accumulates: Whether a parameter has a gradient, to which that of this forward would be added.
+            accumulates: Returns whether a parameter has a gradient, to which that of this forward would be added. It
+                is asked only where the step has forwards already.
         """
         if self.newest is not None:
             self._undecided.append(DoneForward(self.newest))
@@ -206,7 +207,7 @@ class ObservedForwards:
         if self.step.taken:
             self._end_step()
         trains = torch.is_grad_enabled()
-        if trains and not accumulates:  # equal samples of earlier passes are no part of this batch
+        if trains and self.step.seen and not accumulates():  # equal samples of earlier passes are no part of this batch
             self.step.seen.clear()
         samples = statistics.samples_of(inputs, self.step.seen.get(kind) if trains else None)
         self.newest = Forward(self.count, kind, samples)
