@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from pytest_modelprobe.comparison.differences import Difference
 from pytest_modelprobe.record import ROOT, OptimizerGroup, Parameter, Reading, Record, proportion
@@ -21,7 +20,7 @@ from .index import ComparisonIndex
 _EXACT = 2e-3
 """What is left, relative to the norm, of an update that is a multiple: rounding, and the precision of a fingerprint."""
 
-ZERO = "are 0"
+_ZERO = "are 0"
 
 Fingerprint = tuple[float, ...]
 
@@ -29,15 +28,18 @@ Fingerprint = tuple[float, ...]
 def optimizer_causes(index: ComparisonIndex) -> list[Cause]:
     """Return what differs in how optimizers took the step, and then updates that nothing else explains."""
     found = list(index.differences("optimizer"))
+    updates = _own_updates(index)
+    if not found:
+        return list(_update_causes(index, updates))
     moved = [difference for difference in found if difference.what.endswith(" group")]
     of_run = [difference for difference in found if difference not in moved]
-    updates = _own_updates(index)
     said = _summary(index, updates)
-    causes = [cause_of("optimizer", [difference], hints=(said,) if said else ()) for difference in of_run]
+    hints = (said,) if said else ()
+    causes = [cause_of("optimizer", [difference], hints=hints) for difference in of_run]
     for layer in dict.fromkeys(difference.layer for difference in moved):
         here = [difference for difference in moved if difference.layer == layer]
-        causes.append(cause_of("optimizer", here, hints=(said,) if said else ()))
-    return causes or list(_update_causes(index, updates))
+        causes.append(cause_of("optimizer", here, hints=hints))
+    return causes
 
 
 def _own_updates(index: ComparisonIndex) -> list[Difference]:
@@ -59,13 +61,13 @@ def _update_causes(index: ComparisonIndex, updates: Sequence[Difference]) -> Ite
         kinds.setdefault((now.group, _manner(index, difference)), []).append(difference)
     for (group, manner), found in kinds.items():
         layers = dict.fromkeys(difference.layer for difference in found)
-        common: dict[str, Any] = {"hints": (manner,) if manner else (), "actual": group, "expected": None}
+        hints = (manner,) if manner else ()
         if len(layers) == 1:
-            yield cause_of_all("update", found, **common)
+            yield cause_of_all("update", found, hints=hints)
         else:
             held = sum(own.group == group for own in index.comparison.actual.parameters)
             what = f"{len(found)} of {count(held, 'parameter')}"
-            yield cause_of("update", worst_first(found), layer=ROOT, what=what, **common)
+            yield cause_of("update", worst_first(found), layer=ROOT, what=what, hints=hints)
 
 
 def _summary(index: ComparisonIndex, updates: Sequence[Difference]) -> str:
@@ -90,7 +92,7 @@ def _manner(index: ComparisonIndex, difference: Difference) -> str:
     if actual is None or expected is None:
         return ""
     if not any(actual):
-        return ZERO
+        return _ZERO
     values = _fingerprint(then.reading) or (0.0,) * len(actual)
     factor, share, left = _fitted(actual, expected, values)
     if left > _EXACT * math.hypot(*actual):
