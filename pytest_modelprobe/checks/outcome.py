@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from pytest_modelprobe.exceptions import HintWarning
+from pytest_modelprobe.exceptions import HintWarning, UsageError
 from pytest_modelprobe.record import label_of
 from pytest_modelprobe.text import Cell, failure
 
@@ -93,6 +93,21 @@ class Outcome:
             return self.text
         verb = "holds for" if self.verdict == "holds" else "is not applicable to"
         return f"{self.check} {verb} {self.model}" + (f": {self.text}" if self.text else "")
+
+    def asserted(self, *, stacklevel: int) -> Outcome:
+        """Return the outcome if the property holds; a hint is a `HintWarning`.
+
+        Raises:
+            AssertionError: The property is broken.
+            UsageError: The check is not applicable.
+        """
+        __tracebackhide__ = True
+        if self.verdict == "broken":
+            raise AssertionError(str(self))
+        if self.verdict == "not applicable":
+            raise UsageError(str(self))
+        self.warn(stacklevel=stacklevel)
+        return self
 
     def warn(self, stacklevel: int) -> None:
         """Give the warning of a hint."""

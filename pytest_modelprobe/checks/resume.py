@@ -81,12 +81,7 @@ class StateCheck(Generic[P]):
         """Assert that the property holds."""
         __tracebackhide__ = True
         found = self.outcome(*args, **kwargs)
-        if found.verdict == "broken":
-            raise AssertionError(str(found))
-        if found.verdict == "not applicable":
-            raise UsageError(str(found))
-        found.warn(stacklevel=3)
-        return found
+        return found.asserted(stacklevel=4)
 
     def __get__(self, instance: object, owner: type | None = None) -> StateCheck[P]:
         """Return the check itself: `help()` shows the signature of objects with this method."""

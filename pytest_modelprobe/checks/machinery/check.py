@@ -106,12 +106,7 @@ class Check:
         """
         __tracebackhide__ = True
         found = self.outcome(probe, model, *inputs, loss=loss, kwargs=kwargs, **options)
-        if found.verdict == "broken":
-            raise AssertionError(str(found))
-        if found.verdict == "not applicable":
-            raise UsageError(str(found))
-        found.warn(stacklevel=4)
-        return found
+        return found.asserted(stacklevel=5)
 
     @in_order
     def outcome(
