@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,6 +56,21 @@ _FORGOTTEN = (
 )
 
 
+class Recorder(Protocol):
+    """Is told of all that a probe records."""
+
+    def kept_layer(self) -> str | None:
+        """Return a layer whose outputs the next run keeps besides those that it is asked to keep."""
+
+    def recorded(
+        self, kind: str, record: Record, model: nn.Module, kept: Mapping[str, list[Any]] | None = None
+    ) -> None:
+        """Take the record of a ``run`` or an ``architecture``."""
+
+    def watched(self, watch: Watch) -> None:
+        """Take a watch, which has just begun."""
+
+
 class Built(NamedTuple):
     """What made a model."""
 
@@ -72,6 +87,7 @@ class ModelProbe:
         seed: Seed of all random numbers of the probe.
         device_required: Whether to reject watches of models on other devices. Set if the user named the device.
         histograms: The default of the option of `run` and `watch`. Set if a report is asked for.
+        recorder: Is told of all that is recorded.
 
     >>> from torch import nn
     >>> with ModelProbe(seed=0) as probe:
@@ -88,6 +104,7 @@ class ModelProbe:
         *,
         device_required: bool = False,
         histograms: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         if type(seed) is not int:
             raise UsageError(f"a seed is an integer; got {seed!r}")
@@ -99,6 +116,7 @@ class ModelProbe:
         """What made each model of `build`, while the model is alive."""
         self._device_required = device_required
         self._histograms = histograms
+        self._recorder = recorder
         self._sources: deque[tuple[str, Watch | Record]] = deque(maxlen=_REMEMBERED)
         self._seen = 0
         self._reported = 0
@@ -168,9 +186,10 @@ class ModelProbe:
         check_supported(model)
         _check_mode(mode)
         check_loss(loss)
+        also_kept = None if self._recorder is None or keep else self._recorder.kept_layer()
         options = Options(
             layers=layers,
-            keep=keep,
+            keep=keep if also_kept is None else [also_kept],
             functionals=functionals,
             attention=attention,
             profile=profile,
@@ -178,11 +197,14 @@ class ModelProbe:
         )
         all_kwargs = {**(kwargs or {}), **model_kwargs}
         run = Run(model, args, all_kwargs, options, loss, mode, device=self.device, seed=self.seed, isolate=isolate)
-        record, self.kept = run.record()
+        record, kept = run.record()
+        self.kept = kept if also_kept is None else {}
         with_live_run(record, WeakLiveRun(run, _FORGOTTEN, Run.isolated, Run.measured, Run.varied))
         self._runs.append(run)
         self._models.append(model)
         self._remember(record.model, record)
+        if self._recorder is not None:
+            self._recorder.recorded("run", record, model, kept if also_kept is not None else None)
         return record
 
     def watch(
@@ -261,6 +283,8 @@ class ModelProbe:
         self._open = [other for other in self._open if not other.closed]
         self._open.append(watch)
         self._remember(watch.name, watch)
+        if self._recorder is not None:
+            self._recorder.watched(watch)
         return watch
 
     intervene = staticmethod(interventions.intervene)
@@ -300,6 +324,8 @@ class ModelProbe:
         """
         record = _architecture.architecture(model, *args, **kwargs)
         self._remember(record.model, record)
+        if self._recorder is not None:
+            self._recorder.recorded("architecture", record, model)
         return record
 
     # --- figures --------------------------------------------------------------------------------------------------

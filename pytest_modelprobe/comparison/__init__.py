@@ -15,7 +15,7 @@ from .diagnosis import (
 )
 from .differences import BEHAVIOR, CallPair, Comparison, Difference, Parts, Tolerance
 from .pairing import is_drawn_otherwise
-from .tolerance import LARGEST_TOLERANCE, is_rounding, largest_gradient
+from .tolerance import LARGEST_TOLERANCE, Precision, is_rounding, largest_gradient
 
 __all__ = [
     "ABSORBED",
@@ -29,6 +29,7 @@ __all__ = [
     "LARGEST_TOLERANCE",
     "NO_EFFECT",
     "Parts",
+    "Precision",
     "Tolerance",
     "compare",
     "diagnose",

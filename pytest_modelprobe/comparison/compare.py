@@ -39,7 +39,7 @@ from .call_syntax import with_current_paths
 from .differences import BEHAVIOR, CallKey, CallPair, Comparison, Difference, DifferenceKind, Parts, Tolerance, ValueKey
 from .matching import match
 from .pairing import comparable, has_both_modes, is_drawn_otherwise, is_same, paired_emitted, paired_values
-from .tolerance import CAME, GONE, UNKNOWN, Direction, ValueChange, allows_more, norm
+from .tolerance import CAME, GONE, UNKNOWN, Direction, Precision, ValueChange, allows_more, norm
 
 
 def compare(
@@ -52,6 +52,7 @@ def compare(
     parts: Parts = "all",
     nondeterministic: bool = False,
     strict: bool = False,
+    precision: Precision | None = None,
 ) -> Comparison:
     """Return what differs between two records.
 
@@ -64,6 +65,7 @@ def compare(
         parts: Compare everything, the architecture alone, or the values alone.
         nondeterministic: Do not compare values whose noise is above a hundredth; they are counted.
         strict: Whether it differs how a call is written, where every value is the same.
+        precision: What is known of the expected values. By default it is whether their noise was measured.
 
     Raises:
         SelectionError: ``rename`` or ``tolerance`` names no layer.
@@ -88,6 +90,8 @@ def compare(
     before = {new: old for old, new in {**renames, **moved_names}.items()}
     expected, names_before, other_paths = with_current_paths(actual, renamed(expected, names), before)
     comparer = _Comparer(actual, expected, names_before, _tolerance_factor(tolerance, actual))
+    if precision is not None:
+        comparer.precision = precision
     comparer.leaves_out_noisy = nondeterministic and expected.noise == "not repeatable"
     with gc_paused():
         differences = [
@@ -143,7 +147,7 @@ class _Comparer:
         self.notes: list[Difference] = []
         self.looser: list[Difference] = []
         self.backward = bool(actual.backwards) and bool(expected.backwards)
-        self.measured = expected.noise == "measured"
+        self.precision: Precision = "measured" if expected.noise == "measured" else "unmeasured"
         self.leaves_out_noisy = False
         """Whether values that do not repeat are not compared."""
         self.both_read = has_numbers(actual) and has_numbers(expected)
@@ -409,7 +413,7 @@ class _Comparer:
                 e,
                 direction=direction,
                 dtype=dtype,
-                measured=self.measured,
+                precision=self.precision,
                 scale=scale,
                 times=times,
                 rounding=self.rounding if rounding is None else rounding,
@@ -419,7 +423,7 @@ class _Comparer:
                 self.within_tolerance[pair] = found
         self.changes[place] = found
         at = functools.partial(Difference, layer=layer, what=path, call=0 if key is None else key[-1])
-        if a.noise and allows_more(a, e, direction=direction, dtype=dtype, measured=self.measured):
+        if a.noise and allows_more(a, e, direction=direction, dtype=dtype, precision=self.precision):
             self.looser.append(at(kind="noise", actual=a.noise, expected=e.noise))
         return (at(kind=kind, change=found.change, noise=found.noise, limit=found.limit),) if found.differs else ()
 

@@ -126,4 +126,4 @@ def paired_values(
 
 def is_same(a: Reading, e: Reading) -> bool:
     """Whether two readings are known to be of the same numbers."""
-    return change(a, e, measured=True).same
+    return change(a, e, precision="measured").same

@@ -18,6 +18,10 @@ from pytest_modelprobe.record import Reading, Record, Statistics, estimated_chan
 
 Direction = Literal["forward", "backward", "state"]
 
+Precision = Literal["exact", "measured", "unmeasured"]
+"""What is known of an expected value. ``exact``: the same machine and versions computed it, and it was in no file, so only
+its noise is allowed for. ``measured``: its noise was measured."""
+
 NOISE_FACTOR = 4.0
 """Tolerance in units of the measured noise.
 
@@ -47,6 +51,9 @@ _EPSILON = {"float64": 2.2e-16, "float32": 1.2e-7, "float16": 9.8e-4, "bfloat16"
 _FLOOR: dict[Direction, float] = {"forward": 2e-6, "backward": 2e-6, "state": 3e-6}
 # A record of a watch has no noise, so its values get a fixed tolerance. Weights are stored and not computed.
 _UNMEASURED: dict[Direction, float] = {"forward": 1e-4, "backward": 2e-2, "state": 3e-6}
+_FLOORS: dict[Precision, dict[Direction, float]] = {
+    "exact": {"forward": 0.0, "backward": 0.0, "state": 0.0}, "measured": _FLOOR, "unmeasured": _UNMEASURED,
+}  # fmt: skip
 _PRINTED_PRECISION = 2e-5  # statistics in a file have six digits
 _ZERO_SHARE = 1e-5  # a value below this share of the scale may be zero in exact arithmetic
 _MOMENTS_FACTOR = 4.0  # limit of the change of mean, deviation and range, in units of the tolerance
@@ -101,7 +108,7 @@ def change(
     *,
     direction: Direction = "forward",
     dtype: str = "float32",
-    measured: bool = False,
+    precision: Precision = "unmeasured",
     scale: Callable[[], float] = float,
     times: float = 1.0,
     rounding: float = 0.0,
@@ -113,7 +120,7 @@ def change(
         expected: The expected reading, with its noise.
         direction: ``forward`` for values, ``backward`` for gradients, ``state`` for parameters and buffers.
         dtype: Dtype of the value. Narrow dtypes have higher floors.
-        measured: Whether noise was measured with the expected record.
+        precision: What is known of the expected value.
         scale: Returns the norm that a value is compared with if it is zero in exact arithmetic. This is the largest
             norm in the call, or `LargestGradient.beside`.
         times: The user's factor for the tolerance.
@@ -136,10 +143,11 @@ def change(
     a, e = actual.statistics, expected.statistics
     if actual.tensors != expected.tensors or not _same(_COUNTS, a, e):
         return CAME
-    floor = _floor(direction, dtype, measured)
+    floor = _floor(direction, dtype, precision)
     noise = NOISE_FACTOR * max(0.0, expected.noise or 0.0)  # in this order the largest of 0 and NaN is 0
     most = max(LARGEST_TOLERANCE[direction], NOISE_FACTOR * rounding)
-    limit = max(floor, min(_FLOOR[direction] + noise, most)) * times
+    resolved = min(floor, _FLOOR[direction])
+    limit = max(floor, min(resolved + noise, most)) * times
     if expected.digest is not None:
         same = actual.digest == expected.digest and _same_zeros(actual, expected)
         share = 0.0 if same and _moments_change(a, e, 0.0) <= _MOMENTS_FACTOR * floor else _share(actual, expected)
@@ -161,19 +169,19 @@ def change(
             found = estimated_change(x, y, size)
         if size:  # a value that is nearly zero is all noise: compared with the scale
             nothing = NOISE_FACTOR * max(_ZERO_SHARE, rounding) * scaled / size
-            limit = max(floor, min(_FLOOR[direction] + noise, max(most, nothing))) * times
+            limit = max(floor, min(resolved + noise, max(most, nothing))) * times
         moments = 0.0 if found > limit else _moments_change(a, e, least)
     return ValueChange(moments if moments > _MOMENTS_FACTOR * limit else found, expected.noise, limit)
 
 
-def allows_more(actual: Reading, expected: Reading, *, direction: Direction, dtype: str, measured: bool) -> bool:
+def allows_more(actual: Reading, expected: Reading, *, direction: Direction, dtype: str, precision: Precision) -> bool:
     """Whether the noise of ``actual`` is more than ten times that of ``expected``.
 
     >>> quiet, loud = (Reading(noise=noise) for noise in (1e-6, 1e-3))
-    >>> allows_more(loud, quiet, direction="forward", dtype="float32", measured=True)
+    >>> allows_more(loud, quiet, direction="forward", dtype="float32", precision="measured")
     True
     """
-    floor = 0.0 if expected.digest is not None else _floor(direction, dtype, measured)
+    floor = 0.0 if expected.digest is not None else _floor(direction, dtype, precision)
     return NOISE_FACTOR * (actual.noise or 0.0) > NOISE_GROWTH * max(floor, NOISE_FACTOR * (expected.noise or 0.0))
 
 
@@ -241,9 +249,9 @@ def epsilon(dtype: str) -> float:
 
 
 @functools.cache
-def _floor(direction: Direction, dtype: str, measured: bool) -> float:
-    floors = _FLOOR if measured else _UNMEASURED
-    return max(floors[direction], _EPSILON.get(dtype, 0.0) / 4)
+def _floor(direction: Direction, dtype: str, precision: Precision) -> float:
+    floor = _FLOORS[precision][direction]
+    return max(floor, _EPSILON.get(dtype, 0.0) / 4) if floor else 0.0
 
 
 def _available(reading: Reading) -> tuple[bool, bool]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from . import hookspecs
+from . import hookspecs, revisions
 from .annotations import Annotations
 from .devices import as_list, resolve
 from .marker import is_rank, marker_arguments, marker_error, marker_location
@@ -43,6 +43,9 @@ _FIGURES = pytest.StashKey[list[dict[str, str]]]()
 _FAILED = pytest.StashKey[bool]()
 _SNAPSHOTS = pytest.StashKey[Any]()
 _COMPARER = pytest.StashKey[Any]()
+
+RECORDER = "modelprobe-recorder"
+"""The name of the plugin that writes the records of a run beside those of another side."""
 
 # --- options ----------------------------------------------------------------------------------------------------------
 
@@ -93,6 +96,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Annotations(lambda: snapshots.results), "modelprobe-annotations")
     if is_asked(config):
         config.pluginmanager.register(Properties(), "modelprobe-properties")
+    if revisions.is_asked(config):
+        sides = revisions.Sides(config)
+        config.pluginmanager.register(sides, "modelprobe-base")
+        config.pluginmanager.register(sides.recorder(), RECORDER)
     if config.option.modelprobe_mutate is not None:
         from .mutation import mutation_session
 
@@ -198,7 +205,8 @@ def modelprobe(request: pytest.FixtureRequest, modelprobe_device: Any) -> Iterat
 
     settings = request.config.stash[SETTINGS]
     options = settings.options_of_probe(modelprobe_device)
-    with ModelProbe(modelprobe_device, _seed_of(request.node), **options) as probe:
+    recorder = request.config.pluginmanager.get_plugin(RECORDER)
+    with ModelProbe(modelprobe_device, _seed_of(request.node), recorder=recorder, **options) as probe:
         yield probe
         _keep_observed(request.node, probe)
 
@@ -216,7 +224,8 @@ def modelprobe_factory(request: pytest.FixtureRequest, modelprobe_device: Any) -
 
         def make() -> ModelProbe:
             options = settings.options_of_probe(modelprobe_device)
-            probe = probes.enter_context(ModelProbe(modelprobe_device, settings.seed, **options))
+            recorder = request.config.pluginmanager.get_plugin(RECORDER)
+            probe = probes.enter_context(ModelProbe(modelprobe_device, settings.seed, recorder=recorder, **options))
             settings.shared_probes.append(probe)
             return probe
 

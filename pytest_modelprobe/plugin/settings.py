@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from . import revisions
 from .devices import INVALID, available, is_device
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
         metavar="SECONDS",
         help="plant no more faults after so many seconds (300); the next run goes on there",
     )
+    revisions.add_options(group)
     parser.addini("modelprobe_devices", "devices of the probe; those that are missing skip", type="args", default=[])
     parser.addini("modelprobe_seed", "seed of all random numbers", default="0")
     parser.addini("modelprobe_strict", "hints fail tests", type="bool", default=False)

@@ -18,6 +18,7 @@ from pytest_modelprobe.comparison.tolerance import (
     NOISE_FACTOR,
     UNKNOWN,
     Direction,
+    Precision,
     ValueChange,
     allows_more,
     change,
@@ -121,33 +122,41 @@ def test_no_tolerance_makes_nan_the_same_as_a_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("direction", "measured", "floor"),
+    ("direction", "precision", "floor"),
     [
-        ("forward", True, 2e-6),
-        ("backward", True, 2e-6),
-        ("state", True, 3e-6),
-        ("forward", False, 1e-4),
-        ("backward", False, 2e-2),
-        ("state", False, 3e-6),
+        ("forward", "measured", 2e-6),
+        ("backward", "measured", 2e-6),
+        ("state", "measured", 3e-6),
+        ("forward", "unmeasured", 1e-4),
+        ("backward", "unmeasured", 2e-2),
+        ("state", "unmeasured", 3e-6),
     ],
 )
 def test_a_value_may_always_change_by_the_floor_of_its_direction(
-    direction: Direction, measured: bool, floor: float
+    direction: Direction, precision: Precision, floor: float
 ) -> None:
     below, above = (
-        change(reading(1.0 + x), reading(1.0), direction=direction, measured=measured)
+        change(reading(1.0 + x), reading(1.0), direction=direction, precision=precision)
         for x in (0.9 * floor, 1.1 * floor)
     )
     assert (below.differs, above.differs, above.limit) == (False, True, floor)
 
 
+def test_a_value_of_the_same_machine_may_change_by_its_noise_alone() -> None:
+    quiet, noisy = reading(1.0), reading(1.0, noise=1e-7)
+    assert change(reading(1.0 + 1e-9), quiet, precision="exact").differs
+    assert change(reading(1.0 + 1e-9), quiet, dtype="bfloat16", precision="exact").differs
+    assert not change(reading(1.0 + 1e-7), noisy, precision="exact").differs
+    assert change(reading(1.0 + 1e-6), noisy, precision="exact").differs
+
+
 @pytest.mark.parametrize(("dtype", "limit"), [("float16", 9.8e-4 / 4), ("bfloat16", 7.8e-3 / 4), ("int8", 2e-6)])
 def test_narrow_dtypes_have_higher_floors(dtype: str, limit: float) -> None:
-    assert change(reading(1.0), reading(1.0), dtype=dtype, measured=True).limit == limit
+    assert change(reading(1.0), reading(1.0), dtype=dtype, precision="measured").limit == limit
 
 
 def test_a_value_may_change_by_a_multiple_of_its_noise() -> None:
-    found = change(reading(1.0003), reading(1.0, noise=1e-4), measured=True)
+    found = change(reading(1.0003), reading(1.0, noise=1e-4), precision="measured")
     assert (found.limit, found.noise, found.differs) == (2e-6 + NOISE_FACTOR * 1e-4, 1e-4, False)
 
 
@@ -155,7 +164,7 @@ def test_a_value_may_change_by_a_multiple_of_its_noise() -> None:
 @pytest.mark.parametrize("noise", [0.9, 1e9, math.inf])
 def test_noise_allows_a_hundredth_at_most_whatever_a_file_says(direction: Direction, most: float, noise: float) -> None:
     below, above = (
-        change(reading(x), reading(1.0, noise=noise), direction=direction, measured=True)
+        change(reading(x), reading(1.0, noise=noise), direction=direction, precision="measured")
         for x in (1 + 0.9 * most, 1 + 1.1 * most)
     )
     assert (below.differs, above.differs, above.limit) == (False, True, most)
@@ -163,48 +172,52 @@ def test_noise_allows_a_hundredth_at_most_whatever_a_file_says(direction: Direct
 
 def test_where_numbers_are_rounded_coarsely_noise_allows_four_roundings() -> None:
     expected = reading(1.0, noise=0.9)
-    assert change(reading(1.03), expected, measured=True).differs
-    assert not change(reading(1.03), expected, measured=True, rounding=epsilon("bfloat16")).differs
-    assert change(reading(1.04), expected, measured=True, rounding=epsilon("bfloat16")).differs
+    assert change(reading(1.03), expected, precision="measured").differs
+    assert not change(reading(1.03), expected, precision="measured", rounding=epsilon("bfloat16")).differs
+    assert change(reading(1.04), expected, precision="measured", rounding=epsilon("bfloat16")).differs
 
 
 @given(st.floats(0, 1e300), st.floats(1e-3, 1.0))
 def test_no_noise_makes_a_number_the_same_as_nothing(noise: float, scale: float) -> None:
-    assert change(reading(0.0), reading(1.0, noise=noise), scale=lambda: scale, measured=True).differs
+    assert change(reading(0.0), reading(1.0, noise=noise), scale=lambda: scale, precision="measured").differs
 
 
 def test_what_is_zero_in_exact_arithmetic_may_be_all_noise() -> None:
     expected = reading(2e-5, noise=2.0)
-    assert not change(reading(-1e-5), expected, scale=lambda: 1.0, measured=True).differs
-    assert change(reading(1e-4), expected, scale=lambda: 1.0, measured=True).differs
+    assert not change(reading(-1e-5), expected, scale=lambda: 1.0, precision="measured").differs
+    assert change(reading(1e-4), expected, scale=lambda: 1.0, precision="measured").differs
 
 
 def test_a_gradient_that_is_rounding_equals_other_rounding() -> None:
     expected = reading(1e-7, noise=1.4)
-    found = change(reading(-3e-6), expected, direction="backward", scale=lambda: 1.0, measured=True)
+    found = change(reading(-3e-6), expected, direction="backward", scale=lambda: 1.0, precision="measured")
     assert (found.known, found.differs) == (True, False)
 
 
 def test_a_gradient_of_size_where_there_was_rounding_differs() -> None:
     expected = reading(1e-7, noise=1.4)
-    assert change(reading(0.1), expected, direction="backward", scale=lambda: 1.0, measured=True).differs
+    assert change(reading(0.1), expected, direction="backward", scale=lambda: 1.0, precision="measured").differs
 
 
 def test_a_gradient_that_repeats_is_compared_however_small_it_is() -> None:
     expected = reading(1e-7, noise=1e-5)
-    assert change(reading(1.1e-7), expected, direction="backward", scale=lambda: 1.0, measured=True).differs
+    assert change(reading(1.1e-7), expected, direction="backward", scale=lambda: 1.0, precision="measured").differs
 
 
 def test_where_no_gradient_repeats_all_are_rounding() -> None:
     expected = reading(1e-7, noise=1.4)
-    assert not change(reading(-3e-6), expected, direction="backward", scale=lambda: math.inf, measured=True).differs
-    assert change(reading(1.0), expected, direction="backward", scale=lambda: math.inf, measured=True).differs
+    assert not change(
+        reading(-3e-6), expected, direction="backward", scale=lambda: math.inf, precision="measured"
+    ).differs
+    assert change(reading(1.0), expected, direction="backward", scale=lambda: math.inf, precision="measured").differs
 
 
 def test_where_no_gradient_repeats_one_that_was_zero_may_be_any_rounding() -> None:
     expected = reading(0.0, noise=math.inf)
-    assert not change(reading(7e-10), expected, direction="backward", scale=lambda: math.inf, measured=True).differs
-    assert change(reading(7e-10), reading(0.0, noise=math.inf), direction="backward", measured=True).differs
+    assert not change(
+        reading(7e-10), expected, direction="backward", scale=lambda: math.inf, precision="measured"
+    ).differs
+    assert change(reading(7e-10), reading(0.0, noise=math.inf), direction="backward", precision="measured").differs
 
 
 def test_a_gradient_of_a_small_value_is_judged_by_what_scaling_the_value_does_to_the_loss() -> None:
@@ -215,39 +228,41 @@ def test_a_gradient_of_a_small_value_is_judged_by_what_scaling_the_value_does_to
     largest = largest_gradient(Record(model="Net", layers=layers))
     small, large = (functools.partial(largest.beside, reading(of)) for of in (0.005, 100.0))
     rounding, other = reading(1e-3, noise=8.0), reading(-9e-4)
-    assert not change(other, rounding, direction="backward", scale=small, measured=True).differs
-    assert change(other, rounding, direction="backward", scale=large, measured=True).differs
+    assert not change(other, rounding, direction="backward", scale=small, precision="measured").differs
+    assert change(other, rounding, direction="backward", scale=large, precision="measured").differs
 
 
 def test_noise_that_is_not_a_number_allows_nothing() -> None:
-    assert change(reading(1.0), reading(1.0, noise=math.nan), measured=True).limit == 2e-6
+    assert change(reading(1.0), reading(1.0, noise=math.nan), precision="measured").limit == 2e-6
 
 
 def test_noise_adds_to_the_precision_of_the_fingerprints() -> None:
-    assert change(reading(1.0), reading(1.0, noise=1e-6), measured=True).limit == pytest.approx(6e-6)
+    assert change(reading(1.0), reading(1.0, noise=1e-6), precision="measured").limit == pytest.approx(6e-6)
 
 
 def test_the_noise_of_the_actual_counts_for_nothing() -> None:
-    assert change(reading(1.01, noise=1.0), reading(1.0), measured=True).differs
+    assert change(reading(1.01, noise=1.0), reading(1.0), precision="measured").differs
 
 
 def test_the_user_s_tolerance_multiplies_what_a_value_may_change() -> None:
-    assert change(reading(1.0), reading(1.0, noise=1e-4), measured=True, times=10).limit == pytest.approx(4.02e-3)
+    assert change(reading(1.0), reading(1.0, noise=1e-4), precision="measured", times=10).limit == pytest.approx(
+        4.02e-3
+    )
 
 
 def test_a_tolerance_below_one_makes_it_less() -> None:
-    assert change(reading(1.0), reading(1.0), measured=True, times=0.1).limit == pytest.approx(2e-7)
+    assert change(reading(1.0), reading(1.0), precision="measured", times=0.1).limit == pytest.approx(2e-7)
 
 
 # --- zero in exact arithmetic -------------------------------------------------------------------------------------
 
 
 def test_a_tiny_value_where_nothing_was_is_judged_against_the_scale() -> None:
-    assert not change(reading(1e-12), reading(0.0), scale=lambda: 1.0, measured=True).differs
+    assert not change(reading(1e-12), reading(0.0), scale=lambda: 1.0, precision="measured").differs
 
 
 def test_a_value_of_size_where_nothing_was_differs_whatever_the_scale() -> None:
-    found = change(reading(1e-3), reading(0.0), scale=lambda: 1.0, measured=True)
+    found = change(reading(1e-3), reading(0.0), scale=lambda: 1.0, precision="measured")
     assert (found.change, found.differs) == (pytest.approx(100.0), True)
 
 
@@ -265,7 +280,7 @@ def test_the_scale_is_not_asked_for_where_nothing_differs() -> None:
 
 def test_noise_that_began_from_nothing_does_not_allow_everything() -> None:
     expected = reading(0.0, noise=math.inf)
-    tiny, large = (change(reading(x), expected, scale=lambda: 1.0, measured=True) for x in (1e-6, 1.0))
+    tiny, large = (change(reading(x), expected, scale=lambda: 1.0, precision="measured") for x in (1e-6, 1.0))
     assert (tiny.differs, large.differs) == (False, True)
 
 
@@ -326,7 +341,7 @@ def test_of_weights_that_changed_after_the_forward_nothing_can_be_told() -> None
 
 
 def test_of_numbers_the_noise_below_the_floor_is_no_more_noise_but_integers_have_no_floor() -> None:
-    allows = functools.partial(allows_more, direction="forward", dtype="float32", measured=True)
+    allows = functools.partial(allows_more, direction="forward", dtype="float32", precision="measured")
     assert not allows(reading(1.0, noise=1e-7), reading(1.0, noise=0.0))
     assert allows(integers("aa", noise=1e-7), integers("aa", noise=0.0))
 
@@ -371,7 +386,7 @@ def test_moments_where_all_was_zero_are_an_infinite_change() -> None:
 
 
 def test_moments_as_printed_in_a_file_are_the_same() -> None:
-    assert not change(moments(mean=1.00001), moments(), measured=True).differs
+    assert not change(moments(mean=1.00001), moments(), precision="measured").differs
 
 
 # --- in units of what is allowed ----------------------------------------------------------------------------------

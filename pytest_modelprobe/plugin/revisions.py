@@ -1,0 +1,283 @@
+"""`--modelprobe-base` and `--modelprobe-base-python`: the tests run on another side too, and the records are compared.
+
+The other side runs after the tests of this one, with those of them that recorded something. What can be wrong with it
+is found before the first test, if it can be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from pytest_modelprobe.gate import Repository
+    from pytest_modelprobe.revisions import Pair, Records, Side, SideBySide, TestsOn
+
+_RECORDS = "modelprobe_records"
+"""Tells a worker of xdist where to write."""
+
+_MOST = 5
+"""Lines of tests that could not be compared."""
+
+
+def add_options(group: pytest.OptionGroup) -> None:
+    """Add the options."""
+    group.addoption(
+        "--modelprobe-base",
+        metavar="REF",
+        help="after the tests, run them with the code of the merge base of HEAD and REF too, and compare their models",
+    )
+    group.addoption(
+        "--modelprobe-base-python",
+        metavar="PATH",
+        help="the interpreter of that second run: of an environment with other versions of torch or of a library",
+    )
+
+
+def is_asked(config: pytest.Config) -> bool:
+    """Whether the tests are to run on another side too."""
+    option = config.option
+    return option.modelprobe_base is not None or option.modelprobe_base_python is not None
+
+
+class Sides:
+    """A plugin that runs the tests of this run on another side.
+
+    Args:
+        config: The configuration of the run.
+
+    Raises:
+        pytest.UsageError: There is no such side.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._known: set[str] = set()
+        self._found: SideBySide | None = None
+        self._stopped: str | None = None
+        """Why nothing was compared."""
+        self._versions: dict[str, tuple[str, str]] = {}
+        worker = getattr(config, "workerinput", None)
+        self._folder = Path(worker[_RECORDS] if worker else tempfile.mkdtemp(prefix="modelprobe-records-"))
+        if worker is None:
+            config.add_cleanup(lambda: shutil.rmtree(self._folder, ignore_errors=True))
+            self._begin()
+
+    def _begin(self) -> None:
+        """Find the commit and the interpreter before the tests run."""
+        from pytest_modelprobe.gate import GitError, Repository
+        from pytest_modelprobe.revisions import Side, SideError
+
+        option = self._config.option
+        self._ref: str | None = option.modelprobe_base
+        self._python = str(option.modelprobe_base_python or sys.executable)
+        self._repository: Repository | None = None
+        self._commit = ""
+        try:
+            if self._ref is not None:
+                self._repository = Repository(self._config.rootpath)
+                bases = self._repository.merge_bases(self._ref)
+                if len(bases) > 1:
+                    raise GitError(
+                        f"HEAD and {self._ref} have {len(bases)} newest commits in common, as they were merged "
+                        f"crosswise: name one of them, such as {bases[0][:10]}"
+                    )
+                self._commit = bases[0]
+            if option.modelprobe_base_python is not None:
+                if shutil.which(self._python) is None:
+                    raise SideError(f"there is no interpreter {self._python}")
+                there = Side(self._python, self._config.rootpath).versions()
+                ours = Side(sys.executable, self._config.rootpath).versions()
+                self._versions = {n: (ours[n], v) for n, v in there.items() if v != ours[n]}
+        except (GitError, SideError) as error:
+            name = "--modelprobe-base-python" if isinstance(error, SideError) else f"--modelprobe-base={self._ref}"
+            raise pytest.UsageError(f"{name}: {error}") from None
+
+    @property
+    def name(self) -> str:
+        """The other side in words."""
+        parts = [] if self._ref is None else [f"{self._ref} ({self._commit[:10]})"]
+        if self._config.option.modelprobe_base_python is not None:
+            parts.append(self._python)
+        return " under ".join(parts)
+
+    def recorder(self) -> Any:
+        """Return what writes the records of this side."""
+        from pytest_modelprobe.revisions import Recorder
+
+        return Recorder(self._folder / "here")
+
+    # --- this side ----------------------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Tell the workers of xdist where to write."""
+        node.workerinput[_RECORDS] = str(self._folder)
+
+    def pytest_deselected(self, items: Iterable[pytest.Item]) -> None:
+        """Note tests that do not run here."""
+        self._known |= {item.nodeid for item in items}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note tests that ran here."""
+        self._known.add(report.nodeid)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, Any, Any]:
+        """Run the tests on the other side, after those of this one."""
+        result = yield
+        option = self._config.option
+        is_run = not any(getattr(option, name, False) for name in ("collectonly", "setuponly", "setupplan"))
+        if is_run and not hasattr(self._config, "workerinput"):
+            self._compare()
+        return result
+
+    # --- the other side -----------------------------------------------------------------------------------------------
+
+    def _compare(self) -> None:
+        from pytest_modelprobe.gate import GitError
+        from pytest_modelprobe.revisions import SideError, read_written
+
+        here = read_written(self._folder / "here")
+        if not here:
+            self._stopped = "no test recorded a model, so nothing was compared"
+            return
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            tests = len({test for test, _ in here})
+            reporter.write_line("")
+            reporter.write_line(f"modelprobe: {tests} tests with models run again at {self.name} ...")
+        try:
+            with contextlib.ExitStack() as stack:
+                self._found = self._compared(stack, here)
+        except (GitError, SideError) as error:
+            self._stopped = str(error)
+
+    def _compared(self, stack: contextlib.ExitStack, here: Records) -> SideBySide:
+        from pytest_modelprobe.revisions import Side, Worktree, import_roots, side_by_side
+
+        root, started_in = self._config.rootpath.resolve(), self._config.invocation_params.dir.resolve()
+        ours = self._tests_on(Side(sys.executable, started_in, import_roots(root, root)), root)
+        if self._repository is None:
+            theirs = self._tests_on(Side(self._python, started_in, import_roots(root, root)), root)
+            return side_by_side(here, ours, theirs, folder=self._folder, kept=self._kept, check=lambda *_: None)
+        repository = self._repository
+        tree = stack.enter_context(Worktree(repository, self._commit))
+        imports = import_roots(repository.root, tree.root)
+        directory = tree.path(started_in)
+        side = Side(self._python, directory if directory is not None and directory.is_dir() else tree.root, imports)
+        theirs = self._tests_on(side, tree.path(root) or tree.root)
+
+        def check(here: Records, there: Records) -> None:
+            _check_sources(here, there, repository, tree.root)
+
+        return side_by_side(here, ours, theirs, folder=self._folder, kept=self._kept, check=check)
+
+    def _tests_on(self, side: Side, root: Path) -> TestsOn:
+        from pytest_modelprobe import child
+        from pytest_modelprobe.revisions import TestsOn, options_for
+
+        # A file that was named is where it is on the other side; any other is found there as here.
+        given = self._config.inipath if getattr(self._config.option, "inifilename", None) else None
+        ini = None if given is None else str(root / os.path.relpath(given, self._config.rootpath))
+        return TestsOn(
+            side=side,
+            root=root,
+            options=options_for(self._config, rootdir=str(root), inifilename=ini),
+            plugins=child.plugins_of(self._config),
+            processes=int(getattr(self._config.option, "numprocesses", None) or 1),
+            logs=self._folder / "logs",
+        )
+
+    @property
+    def _kept(self) -> Path:
+        """A folder for tensors that stay after the run: in pytest's cache, or a temporary one."""
+        cache = getattr(self._config, "cache", None)
+        return Path(tempfile.mkdtemp(prefix="modelprobe-")) if cache is None else Path(cache.mkdir("modelprobe-base"))
+
+    # --- what is said -------------------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Fail the run if a model changed, or nothing could be compared."""
+        bad = self._stopped is not None or any(pair.verdict == "changed" for pair in self._pairs)
+        if bad and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Write the section."""
+        from pytest_modelprobe.text import printable
+
+        if hasattr(self._config, "workerinput"):
+            return
+        lines = list(self._lines())
+        if lines:
+            terminalreporter.section(f"modelprobe: beside {printable(self.name)}")
+            for line in lines:
+                terminalreporter.write_line(line)
+
+    @property
+    def _pairs(self) -> Sequence[Pair]:
+        return () if self._found is None else self._found.pairs
+
+    def _lines(self) -> Iterator[str]:
+        from pytest_modelprobe.comparison.text import percent
+        from pytest_modelprobe.revisions import pair_text, summary
+        from pytest_modelprobe.text import count, printable
+
+        if self._found is None:
+            yield from [] if self._stopped is None else [printable(self._stopped)]
+            return
+        ran, only_here = self._found.ran, self._found.only_here
+        told = (
+            (len(only_here), "test", "only here"),
+            (len(self._only_there), "test", "only there"),
+            (self._found.unpaired, "record", "of one side alone"),
+        )
+        yield "; ".join([summary(self._pairs), *(f"{count(n, noun)} {what}" for n, noun, what in told if n)])
+        for name, (now, then) in self._versions.items():
+            yield printable(f"{name}: {now} here, {then} there")
+        failed = [*ran.unread.items(), *ran.failed.items()]
+        for test, why in failed[:_MOST]:
+            yield printable(f"there {test}: {why}")
+        if len(failed) > _MOST:
+            yield f"... {len(failed) - _MOST} more"
+        for pair in self._pairs:
+            where = printable(f"{pair.here.test}, {pair.here.key}")
+            if pair.verdict == "rounding" and pair.first is not None:
+                yield printable(f"{where}: rounding, first in {pair.first.layer}, by {percent(pair.first.change)}")
+            elif pair.verdict == "not repeatable":
+                yield f"{where}: not compared, for at {self.name} it is not repeatable"
+            elif pair.verdict == "changed":
+                yield from ("", f"{where}:", *pair_text(pair, self._ref or "the other side").splitlines())
+
+    @property
+    def _only_there(self) -> list[str]:
+        """Tests with a probe that this side does not have. Where single tests were asked for, nobody knows."""
+        if self._found is None or any("::" in argument for argument in self._config.args):
+            return []
+        return sorted(set(self._found.ran.with_probe) - self._known)
+
+
+def _check_sources(here: Records, there: Records, repository: Repository, tree: Path) -> None:
+    """Raise `SideError` if a model of the repository was not imported from the other tree."""
+    from pytest_modelprobe.revisions import SideError
+
+    own = {str(repository.root / path) for path in repository.working_files()}
+    for key in here.keys() & there.keys():
+        for module, file in there[key].sources.items():
+            mine = here[key].sources.get(module)
+            if mine in own and not Path(file).is_relative_to(tree):
+                raise SideError(
+                    f"nothing was compared: there too {module} was imported from {file}, and not from {tree}, "
+                    "so both sides are the same code. An install of the package goes before PYTHONPATH: install it "
+                    "with a plain path (pip install -e with the build backend's default), or leave it uninstalled"
+                )

@@ -1,0 +1,37 @@
+"""The same tests on another side: under another commit, another interpreter, or both.
+
+Both sides are at hand, so nothing is stored: the other side runs in a process of its own, and the records of both are
+compared. They are made by one machine with the same number of threads, so a comparison allows for the noise of a repeat
+alone.
+"""
+
+from .pairs import Pair, compare_records, exact_difference, first_difference, judged
+from .recorder import Recorder, Written, read_written
+from .side import Job, Ran, Side, SideError, options_for
+from .side_by_side import Records, SideBySide, TestsOn, side_by_side
+from .text import pair_text, summary
+from .worktree import Worktree, import_roots
+
+__all__ = [
+    "Job",
+    "Pair",
+    "Ran",
+    "Recorder",
+    "Records",
+    "Side",
+    "SideBySide",
+    "SideError",
+    "TestsOn",
+    "Worktree",
+    "Written",
+    "compare_records",
+    "exact_difference",
+    "first_difference",
+    "import_roots",
+    "judged",
+    "options_for",
+    "pair_text",
+    "read_written",
+    "side_by_side",
+    "summary",
+]

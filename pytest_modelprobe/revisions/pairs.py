@@ -1,0 +1,148 @@
+"""Pairs of records of the two sides, compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pytest_modelprobe.comparison import (
+    Comparison,
+    Diagnosis,
+    Parts,
+    Precision,
+    compare,
+    diagnose,
+    layers_behind_zeros,
+)
+from pytest_modelprobe.record import Record, has_numbers
+
+from .recorder import Written
+
+Verdict = Literal["unchanged", "rounding", "changed", "not repeatable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A value of a layer: the first that differs."""
+
+    layer: str
+    """The name here."""
+    name_there: str
+    call: int
+    path: str
+    change: float | None
+    """Relative to the norm of the value there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A record and that of the other side."""
+
+    here: Written
+    there: Written
+    verdict: Verdict
+    diagnosis: Diagnosis
+    first: Place | None = None
+    """The first layer whose output differs, whatever the tolerance."""
+    tensors: Mapping[str, Any] | None = None
+    """How the outputs of that layer differ, exactly."""
+
+
+def compare_records(actual: Record, expected: Record) -> Comparison:
+    """Return what differs between the records of two sides, to the bit, or beyond measured noise.
+
+    With the same versions both sides compute the same bits. Other versions of torch have other kernels, which round
+    otherwise: then the tolerance is that of a snapshot.
+    """
+    return _compared(actual, expected, "exact")
+
+
+def _compared(actual: Record, expected: Record, precision: Precision) -> Comparison:
+    same = actual.versions == expected.versions
+    parts: Parts = "all" if has_numbers(actual) and has_numbers(expected) else "architecture"
+    return compare(actual, expected, parts=parts, precision=precision if same else None)
+
+
+def is_suspect(actual: Record, expected: Record) -> bool:
+    """Whether two records need evidence: they differ, or zeros may hide that they do."""
+    return not compare_records(actual, expected).same or bool(layers_behind_zeros(actual))
+
+
+def judged(here: Written, there: Written, before: tuple[Record, Record]) -> Pair:
+    """Return the verdict on two records.
+
+    Args:
+        here: The record of this side, with evidence if the two differ.
+        there: The same of the other side.
+        before: The two records without evidence.
+    """
+    # The noise of a watch is not measured; most rounding is smaller than what a file can hold.
+    found = _compared(here.record, there.record, "exact" if there.record.noise else "measured")
+    diagnosis, first = diagnose(found), first_difference(compare_records(*before))
+    if there.record.noise == "not repeatable":
+        verdict: Verdict = "not repeatable"
+    elif not diagnosis.same:
+        verdict = "changed"
+    else:
+        verdict = "unchanged" if first is None else "rounding"
+    return _with_tensors(Pair(here, there, verdict, diagnosis, first))
+
+
+def first_difference(comparison: Comparison) -> Place | None:
+    """Return the output that differs first, of the call that ended first: a layer before the one that it is part of."""
+    for pair in sorted(comparison.calls, key=lambda pair: pair.actual.finished):
+        for value in pair.actual.outputs:
+            change = comparison.change(pair.layer, pair.key, "output", value.path)
+            if change.change:
+                before = comparison.names_before.layers.get(pair.layer, pair.layer)
+                return Place(pair.layer, before, pair.actual.index, value.path, change.change)
+    return None
+
+
+def _with_tensors(pair: Pair) -> Pair:
+    if pair.first is None or pair.here.tensors is None or pair.there.tensors is None:
+        return pair
+    return dataclasses.replace(pair, tensors=exact_difference(pair.here.tensors, pair.there.tensors))
+
+
+def exact_difference(here: Path, there: Path) -> dict[str, Any] | None:
+    """Return how the first tensors that differ in two files differ.
+
+    Returns:
+        A dict with ``value`` and ``call``; the numbers of ``elements`` and of ``different`` ones; ``largest``, with the
+        size of the largest ``difference`` and of the largest ``relative`` one, where it is, and the elements here and
+        there; and ``files``. None if no tensor differs, or they have other shapes.
+    """
+    import torch
+
+    ours, theirs = (torch.load(path, weights_only=True) for path in (here, there))
+    for name, a in ours.items():
+        b = theirs.get(name)
+        if b is None or a.shape != b.shape:
+            continue
+        unequal = (a != b) & ~((a != a) & (b != b))  # NaN is not equal to itself
+        if not unequal.any():
+            continue
+        x, y = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (a, b))
+        distance = (x - y).abs().nan_to_num(nan=torch.inf).where(unequal, 0.0)
+        relative = (distance / y.abs()).nan_to_num(nan=torch.inf).where(unequal, 0.0)
+        call, _, value = name.partition(" ")
+        return {
+            "value": value,
+            "call": int(call),
+            "elements": a.numel(),
+            "different": int(unequal.sum()),
+            "largest": {"difference": _largest(distance, a, b), "relative": _largest(relative, a, b)},
+            "files": [str(here), str(there)],
+        }
+    return None
+
+
+def _largest(of: Any, a: Any, b: Any) -> tuple[float, list[int], Any, Any]:
+    at = int(of.argmax())
+    where = [at // math.prod(a.shape[n + 1 :]) % size for n, size in enumerate(a.shape)]
+    return float(of.flatten()[at]), where, a.flatten()[at].item(), b.flatten()[at].item()

@@ -1,0 +1,292 @@
+"""Runs tests on another side, in a process of its own, and returns what became of them.
+
+The process is told by a file of JSON and answers with another, because its Python may have other versions of pytest and
+of everything else. It runs as a worker does: nothing is printed, and no other plugin writes. It ends with this process,
+also if this one is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_modelprobe import child
+from pytest_modelprobe.exceptions import ModelProbeError
+
+from .recorder import Recorder
+
+_PACKAGES = ("pytest-modelprobe", "torch", "pytest")
+
+
+class SideError(ModelProbeError):
+    """The other side cannot run, or does not run what it should."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What the other side is told. All paths are those of the other side."""
+
+    files: Sequence[str]
+    """The files of the tests."""
+    tests: Collection[str]
+    """The node ids of the tests that run."""
+    options: Mapping[str, Any]
+    """The options of pytest."""
+    plugins: Sequence[str] = ()
+    """The values of ``-p``."""
+    records: str = ""
+    """The folder for the records."""
+    evidence: bool = False
+    like: str | None = None
+    keep: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """As in `Recorder`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What became of the tests."""
+
+    collected: Collection[str] = ()
+    """The node ids of all tests in the files."""
+    with_probe: Collection[str] = ()
+    """Those of them that have a probe."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Test → the first line of its failure, or the reason why it was skipped."""
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """File → why its tests could not be collected."""
+
+
+def options_for(config: pytest.Config, **own: Any) -> dict[str, Any]:
+    """Return the options of this run for another side: those that JSON can hold, without what is written or updated."""
+    silent = {
+        "update_snapshots": False,
+        "cacheclear": False,
+        "modelprobe_accept": None,
+        "modelprobe_output": None,
+        "modelprobe_json": None,
+        "modelprobe_html": None,
+        "modelprobe_mutate": None,
+        "modelprobe_base": None,
+        "modelprobe_base_python": None,
+        "basetemp": None,
+        "confcutdir": None,
+        "markexpr": config.option.markexpr,
+        "keyword": config.option.keyword,
+    }
+    options = child.options_of(config, **{**silent, **own})
+    return {name: value for name, value in options.items() if _is_plain(value) and name != "file_or_dir"}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float | bool)
+
+
+# --- in the process that starts it ------------------------------------------------------------------------------------
+
+
+class Side:
+    """Where tests run a second time.
+
+    Args:
+        python: The interpreter.
+        directory: The directory in which it starts.
+        imports: The folders from which it imports first.
+    """
+
+    def __init__(self, python: str, directory: Path, imports: Iterable[Path] = ()) -> None:
+        self._python, self._directory = python, directory
+        path = [*map(str, imports), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1"}
+        if self._python != sys.executable:
+            self._environment.pop("PYTHONHOME", None)
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of Python and of the packages that matter there.
+
+        Raises:
+            SideError: The interpreter cannot be run, or it has no pytest-modelprobe that can answer.
+        """
+        code = f"""
+import importlib.metadata as m, importlib.util, json, platform
+def version(name):
+    try:
+        return m.version(name)
+    except m.PackageNotFoundError:
+        return None
+side = importlib.util.find_spec("pytest_modelprobe") and importlib.util.find_spec("pytest_modelprobe.revisions")
+print(json.dumps({{"python": platform.python_version(), "side": bool(side), **{{n: version(n) for n in {_PACKAGES}}}}}))
+"""
+        try:
+            done = subprocess.run(
+                [self._python, "-c", code],
+                cwd=self._directory,
+                env=self._environment,
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise SideError(f"{self._python} cannot be run: {error}") from None
+        if done.returncode:
+            raise SideError(f"{self._python} is no Python that runs: {_last_line(done.stderr)}")
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        ours = importlib.metadata.version("pytest-modelprobe")
+        if found["pytest-modelprobe"] is None and not found["side"]:
+            raise SideError(f"{self._python} has no pytest-modelprobe: install {ours} there, as here")
+        if not found.pop("side"):
+            there = found["pytest-modelprobe"]
+            raise SideError(f"the pytest-modelprobe {there} of {self._python} cannot answer: install {ours} there")
+        return found
+
+    def run(self, jobs: Sequence[Job], log: Path) -> Ran:
+        """Run jobs at the same time, each in a process of its own, and return what became of all of them.
+
+        Raises:
+            SideError: A process ended without an answer.
+        """
+        with contextlib.ExitStack() as started:
+            answers = [self._started(started, job, log / str(number)) for number, job in enumerate(jobs)]
+            ran = [answer() for answer in answers]
+        return Ran(
+            collected={name for one in ran for name in one.collected},
+            with_probe={name for one in ran for name in one.with_probe},
+            failed={name: why for one in ran for name, why in one.failed.items()},
+            unread={name: why for one in ran for name, why in one.unread.items()},
+        )
+
+    def _started(self, stack: contextlib.ExitStack, job: Job, folder: Path) -> Any:
+        folder.mkdir(parents=True, exist_ok=True)
+        told, answer, log = folder / "job.json", folder / "ran.json", folder / "log"
+        told.write_text(json.dumps(_as_dict(job)), "ascii")
+        output = stack.enter_context(log.open("wb"))
+        process = subprocess.Popen(
+            [self._python, "-m", "pytest_modelprobe.revisions", str(told), str(answer)],
+            cwd=self._directory,
+            env=self._environment,
+            stdin=subprocess.PIPE,  # it ends when this closes
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        stack.callback(_end, process)
+
+        def wait() -> Ran:
+            process.wait()
+            if not answer.is_file():
+                said = _last_line(log.read_text("utf-8", "replace"))
+                raise SideError(f"the other side ended without an answer, with exit code {process.returncode}: {said}")
+            return Ran(**json.loads(answer.read_text("ascii")))
+
+        return wait
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # with whatever it started
+    process.kill()
+    process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def _as_dict(job: Job) -> dict[str, Any]:
+    return {**dataclasses.asdict(job), "tests": sorted(job.tests)}
+
+
+def _last_line(text: str) -> str:
+    return next(reversed(text.strip().splitlines()), "it said nothing")
+
+
+# --- on the other side ------------------------------------------------------------------------------------------------
+
+
+class _Tests:
+    """Runs the tests of a job, and notes what became of them."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._collected: list[str] = []
+        self._with_probe: list[str] = []
+        self._failed: dict[str, str] = {}
+        self._unread: dict[str, str] = {}
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None, Any, Any]:
+        """Leave the tests that were asked for."""
+        result = yield
+        probes = {"modelprobe", "modelprobe_factory"}
+        self._collected = [item.nodeid for item in items]
+        self._with_probe = [i.nodeid for i in items if probes & {*getattr(i, "fixturenames", ())}]
+        items[:] = [item for item in items if item.nodeid in self._job.tests]
+        return result
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note files that could not be imported."""
+        if report.failed:
+            self._unread[report.nodeid] = _last_line(report.longreprtext).removeprefix("E").strip()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note how a test failed, or why it was skipped."""
+        if report.passed or report.nodeid in self._failed:
+            return
+        crash = getattr(report.longrepr, "reprcrash", None)
+        said = report.longrepr[2] if isinstance(report.longrepr, tuple) else getattr(crash, "message", "")
+        self._failed[report.nodeid] = f"{report.outcome}: {(said or report.longreprtext).partition(chr(10))[0]}"
+
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """Go on after files that could not be collected."""
+        session.testsfailed = 0
+
+    def ran(self) -> Ran:
+        """Return what became of the tests."""
+        return Ran(collected=self._collected, with_probe=self._with_probe, failed=self._failed, unread=self._unread)
+
+
+def _end_with_parent() -> None:
+    descriptor = os.dup(0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+
+    def wait() -> None:
+        os.read(descriptor, 1)
+        if hasattr(os, "killpg"):
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def main(told: str, answer: str) -> None:
+    """Run the tests of a job, and write what became of them."""
+    _end_with_parent()
+    data = json.loads(Path(told).read_text("ascii"))
+    job = Job(**{**data, "tests": frozenset(data["tests"])})
+    config = child.configured(job.options, (*job.plugins, "no:cacheprovider"), job.files)
+    like = None if job.like is None else Path(job.like)
+    recorder = Recorder(Path(job.records), evidence=job.evidence, like=like, keep=job.keep)
+    config.pluginmanager.register(recorder, "modelprobe-recorder")
+    tests = _Tests(job)
+    config.pluginmanager.register(tests, "modelprobe-side")
+    child.run_as_worker(config, {"workerid": "base", "workercount": 1})
+    Path(answer).write_text(json.dumps(_plain(tests.ran())), "ascii")
+
+
+def _plain(ran: Ran) -> dict[str, Any]:
+    return {name: list(v) if not isinstance(v, Mapping) else dict(v) for name, v in dataclasses.asdict(ran).items()}
