@@ -7,11 +7,10 @@ not: the state right after loading says what was lost, the records of the steps 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, ParamSpec
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -24,10 +23,9 @@ from pytest_modelprobe.record import ROOT, Plain, Reading, Record, estimated_cha
 from pytest_modelprobe.runs import Watch
 from pytest_modelprobe.text import Cell, count, failure, listed, number, printable, table
 
+from .machinery.check import StateCheck
 from .machinery.training_state import Kind, Leaves, TrainingState, Unequal, shown, through_file, unequal
 from .outcome import Outcome
-
-P = ParamSpec("P")
 
 Where = Literal[
     "attribute", "weights", "inputs", "calls", "output", "gradient", "applied", "hyperparameters", "update", "buffer"
@@ -64,31 +62,6 @@ _ADVICE: Mapping[Where | Literal["end"], str] = {
     "buffer": "Register the buffer as persistent, and look at the keys that load leaves out.",
     "end": "Save the average too, and load it into the model that goes on averaging.",
 }
-
-
-class StateCheck(Generic[P]):
-    """A check of what makes a state and trains it, instead of a model and its inputs.
-
-    A call asserts the property and returns its `Outcome`; `outcome` returns the outcome in any case.
-    """
-
-    def __init__(self, function: Callable[P, Outcome]) -> None:
-        functools.update_wrapper(self, function)
-        self.__name__: str
-        self.outcome = function
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Outcome:
-        """Assert that the property holds."""
-        __tracebackhide__ = True
-        found = self.outcome(*args, **kwargs)
-        return found.asserted(stacklevel=4)
-
-    def __get__(self, instance: object, owner: type | None = None) -> StateCheck[P]:
-        """Return the check itself: `help()` shows the signature of objects with this method."""
-        return self
-
-    def __repr__(self) -> str:
-        return f"<check {self.__name__}>"
 
 
 @StateCheck

@@ -12,7 +12,7 @@ import numbers
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from torch import nn
 
@@ -164,6 +164,31 @@ class Check:
                 raise UsageError(f"{wanted}; got {got}: what the model itself calls {name} goes into kwargs=")
             if isinstance(value, numbers.Real) and name != "axis" and not float(value) >= 0:
                 raise UsageError(f"{wanted}, not negative; got {value}")
+
+    def __repr__(self) -> str:
+        return f"<check {self.__name__}>"
+
+
+class StateCheck(Generic[P]):
+    """A check of what makes a state, trains it or loads it, instead of a model and its inputs.
+
+    A call asserts the property and returns its `Outcome`; `outcome` returns the outcome in any case.
+    """
+
+    def __init__(self, function: Callable[P, Outcome]) -> None:
+        functools.update_wrapper(self, function)
+        self.__name__: str
+        self.outcome = function
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Outcome:
+        """Assert that the property holds."""
+        __tracebackhide__ = True
+        found = self.outcome(*args, **kwargs)
+        return found.asserted(stacklevel=4)
+
+    def __get__(self, instance: object, owner: type | None = None) -> StateCheck[P]:
+        """Return the check itself: `help()` shows the signature of objects with this method."""
+        return self
 
     def __repr__(self) -> str:
         return f"<check {self.__name__}>"
