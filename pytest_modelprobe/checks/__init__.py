@@ -2,6 +2,7 @@
 
 from .batch import any_batch_size, batch_independent
 from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_checks, standard
+from .checkpoint import wholly_loaded
 from .finite import finite
 from .gradients import labels_ignored, outputs_train
 from .incremental import incremental
@@ -69,5 +70,6 @@ __all__ = [
     "state_dict_round_trip",
     "state_unchanged_by_forward",
     "train_eval_differ",
+    "wholly_loaded",
     "workers_differ",
 ]

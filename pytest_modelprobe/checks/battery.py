@@ -65,6 +65,7 @@ APART: Mapping[str, str] = {
     "optimizer_covers": "as it needs the optimizer",
     "ema_tracks": "as it needs the average",
     "resume": "as it needs what makes and trains a state",
+    "wholly_loaded": "as it needs the function that loads",
     "initial_loss": "as a trained model begins lower",
     "spectral_norms_settled": "as torch's older spectral_norm is settled by training alone",
 }
@@ -177,8 +178,8 @@ def standard(
     be so. Other checks are called by themselves: those that only some models have to pass (`permutation_equivariant`,
     `permutation_invariant`, `export_parity`), those that take long (`compile_parity`, `gradcheck`), those with a
     required option (`device_parity`, `optimizer_covers`, `ema_tracks`), one for models before training
-    (`initial_loss`), one for models that are evaluated after it (`spectral_norms_settled`), and `resume`, which makes
-    and trains a state.
+    (`initial_loss`), one for models that are evaluated after it (`spectral_norms_settled`), `resume`, which makes and
+    trains a state, and `wholly_loaded`, which loads a checkpoint.
 
     Args:
         probe: Gives the device and the seed.

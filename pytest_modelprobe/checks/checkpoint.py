@@ -1,0 +1,467 @@
+"""Whether a checkpoint is wholly loaded: what of a model does not come from it, element by element.
+
+``strict=False``, a rename that misses a key, or a loop that ends one layer early leave weights as they were made, and
+the model runs all the same. Keys do not show it, because own code need not use them. So the model is loaded twice, and
+all that loading does not decide differs between the two: what the model held before, random numbers, memory that
+nothing wrote to, and constants. What differs afterwards does not come from the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from pytest_modelprobe._torch import TorchDispatchMode
+from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.models import (
+    ModelState,
+    as_bits,
+    as_real,
+    check_supported,
+    detached_copy,
+    has_dense_storage,
+    initialization,
+    is_persistent,
+    seeding,
+    settings_preserved,
+    unexpanded,
+)
+from pytest_modelprobe.probe import ModelProbe
+from pytest_modelprobe.progress import progress
+from pytest_modelprobe.record import Selector, select
+from pytest_modelprobe.text import count, listed, out_of
+
+from .machinery.check import StateCheck
+from .machinery.prepared import is_rounded, plain
+from .outcome import NotApplicableError, Outcome, Violation, line_of, message_of
+from .registration import new_memory
+
+_CONSTANT = 0.8372
+"""What constants become in the second run: a number that no code sets, valid as a probability and as a scale."""
+
+_FILLS = {"zero_", "fill_", "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like"}
+_FILLS |= {"new_full"}
+"""Operations that fill a tensor with one number."""
+
+Cause = Literal["kept", "random", "constant", "memory", "meta", "read"]
+"""Why a value does not come from the checkpoint, the surest first."""
+
+_SAID: Mapping[Cause, tuple[str, str]] = {
+    "kept": ("stays as it was", "stay as they were"),
+    "random": ("is drawn at random", "are drawn at random"),
+    "constant": ("is set to a constant", "are set to a constant"),
+    "memory": ("is memory that nothing wrote to", "are memory that nothing wrote to"),
+    "meta": ("is still on the meta device", "are still on the meta device"),
+    "read": ("depends on what it held before", "depend on what they held before"),
+}
+
+
+@StateCheck
+def wholly_loaded(
+    probe: ModelProbe,
+    model: nn.Module | Callable[[], Any],
+    load: Callable[[Any], Any] | None = None,
+    *,
+    new: Selector | None = None,
+) -> Outcome:
+    """Check that every parameter and persistent buffer of a model comes from the checkpoint, in each element.
+
+    The model is loaded twice. The second time all that was in it is different, new memory is filled with NaN, random
+    numbers have another seed, and operations that fill a tensor with one number (``zero_``, ``fill_``, ``zeros``,
+    ``ones``, ``full``), as those of ``torch.nn.init`` do, fill it with another one. Elements that differ afterwards do
+    not come from the checkpoint. It does not matter how they are written: in place, through ``.data``, a view or a tie,
+    or as another tensor (``assign=True``).
+
+    If the value of an element depends on what it held before, as where an average is loaded into another, the outcome
+    is a hint: nothing tells how much of it comes from the checkpoint.
+
+    A buffer that is not persistent is in no checkpoint: it is neither missed nor counted. It breaks the check only if
+    loading left it without memory of its own, as ``to_empty`` does.
+
+    Not seen are constants that are made otherwise, such as ``torch.tensor(0)``, which counts the batches of a new
+    BatchNorm, or sinusoidal positions; random numbers of a generator with a seed of its own; and what is no tensor,
+    such as the extra state of a module. A value that is right and one that the checkpoint holds wrongly look the same.
+
+    Args:
+        probe: Gives the seed.
+        model: The model to load into, which is restored; or a function that makes one. Without ``load``, it returns a
+            model that is loaded: ``lambda: AutoModel.from_pretrained(folder)``.
+        load: Loads the checkpoint into the model: ``lambda model: model.load_state_dict(torch.load(path))``. If it
+            returns a model, that one is looked at.
+        new: Names or globs of parameters and buffers that are not meant to come from the checkpoint, such as
+            ``"classifier.*"``.
+
+    Raises:
+        SelectionError: ``new`` matches no parameter or buffer.
+        AssertionError: Something does not come from the checkpoint; the message names all of it.
+        UsageError: No model is given or made, it has no parameters or buffers, or it cannot be loaded twice.
+
+    >>> import torch
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> saved = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).state_dict()
+    >>> model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    >>> print(checks.wholly_loaded(ModelProbe(), model, lambda model: model.load_state_dict(saved)))
+    wholly_loaded holds for Sequential: 4 parameters and buffers
+    >>> del saved["1.bias"]
+    >>> def load(model):
+    ...     model.load_state_dict(saved, strict=False)
+    >>> print(checks.wholly_loaded.outcome(ModelProbe(), model, load).layer)
+    1.bias
+    """
+    __tracebackhide__ = True
+    _check(probe, model, load)
+    try:
+        with progress("wholly_loaded"), settings_preserved(), seeding.forked_rng():
+            if isinstance(model, nn.Module):
+                with ModelState(model) as state:
+                    return _Loading(probe, model, load, state).outcome(new)
+            return _Loading(probe, model, load, None).outcome(new)
+    except NotApplicableError as reason:
+        name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "the model")
+        return Outcome(check="wholly_loaded", model=name, verdict="not applicable", text=str(reason))
+
+
+def _check(probe: object, model: object, load: object) -> None:
+    __tracebackhide__ = True
+    if not isinstance(probe, ModelProbe):
+        raise UsageError(
+            "checks.wholly_loaded takes the probe, then the model: wholly_loaded(modelprobe, model, load); got "
+            f"{type(probe).__name__}"
+        )
+    if isinstance(model, nn.Module):
+        check_supported(model)
+        if load is None:
+            raise UsageError(
+                "load is missing: give a function that loads, wholly_loaded(modelprobe, model, load), or one that "
+                "returns a loaded model, wholly_loaded(modelprobe, lambda: Net.from_pretrained(folder))"
+            )
+    elif not callable(model):
+        raise UsageError(f"model is a torch.nn.Module, or a function that makes one; got {type(model).__name__}")
+    if load is not None and (not callable(load) or isinstance(load, nn.Module)):
+        raise UsageError(f"load is a function, load(model); got {type(load).__name__}")
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Loaded:
+    """What was seen of a model that was loaded."""
+
+    model: str
+    before: dict[str, Tensor]
+    """What its parameters and buffers held before, by all their names."""
+    after: dict[str, Tensor]
+    meta: dict[str, int]
+    """Names of parameters and buffers on the meta device, with their numbers of elements."""
+    temporary: set[str]
+    """Names of buffers that are in no checkpoint."""
+    unread: list[str]
+    """Names of parameters and buffers whose elements cannot be compared."""
+    unused: list[str] = field(default_factory=list)
+    """Keys of the checkpoint that loading says it did not use."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    probe: ModelProbe
+    given: nn.Module | Callable[[], Any]
+    load: Callable[[Any], Any] | None
+    state: ModelState | None
+
+    def outcome(self, new: Selector | None) -> Outcome:
+        """Load twice, and say what differs."""
+        __tracebackhide__ = True
+        one = self.run()
+        if not (one.after or one.meta or one.unread):
+            raise NotApplicableError(f"{one.model} has no parameters or buffers")
+        constants = ""
+        try:
+            two = self.run(other_values=True, other_seed=True, other_constants=True)
+        except Exception:  # noqa: BLE001 - whatever loading raises that met another constant
+            two = self.again(other_values=True, other_seed=True)
+            constants = "; not looked at, as loading fails with others: constants"
+        rows = _by_cause(one, two)
+        if unclear := [name for name, causes in rows.items() if "read" in causes]:
+            self.explain(one, rows, unclear)
+        declared: list[str] = []
+        if new is not None:
+            declared = select(dict.fromkeys([*one.after, *one.meta, *one.unread]), new)
+        found = {name: causes for name, causes in rows.items() if causes and name not in declared}
+        if found:
+            return _broken(one, found, declared)
+        persistent = [name for name in one.after if name not in one.temporary and name not in declared]
+        text = count(len(persistent), "parameters and buffer") + constants
+        loaded = [name for name in declared if name in one.after and not rows.get(name)]
+        for what, names in (
+            ("said to be new", [name for name in declared if name not in loaded]),
+            ("loaded, though said to be new", loaded),
+            ("not persistent", [name for name in one.after if name in one.temporary]),
+            ("not looked at, as it cannot be compared", one.unread),
+            ("not used of the checkpoint", one.unused),
+        ):
+            text += f"; {what}: {listed(names)}" if names else ""
+        return Outcome(check="wholly_loaded", model=one.model, verdict="holds", text=text)
+
+    def explain(self, one: _Loaded, rows: dict[str, dict[Cause, Tensor]], names: list[str]) -> None:
+        """Tell apart, of elements that differ for an unknown reason, the random ones and those that read old values."""
+        seeded, other = self.again(other_seed=True), self.again(other_values=True)
+        for name in names:
+            unknown = rows[name].pop("read")
+            random = unknown & _differs(one.after[name], seeded.after.get(name))
+            read = unknown & ~random & _differs(one.after[name], other.after.get(name))  # else a constant was added
+            if random.any():
+                rows[name]["random"] = random
+            if read.any():
+                rows[name]["read"] = read
+
+    def again(self, **how: bool) -> _Loaded:
+        """Load once more, though another run did it already.
+
+        Raises:
+            NotApplicableError: It raises with other values or another seed.
+        """
+        try:
+            return self.run(**how)
+        except NotApplicableError:
+            raise
+        except Exception as error:
+            what = "after the values of the model were changed" if self.state or self.load else "a second time"
+            raise NotApplicableError(f"loading raises {what}: {line_of(error)}") from error
+
+    def run(self, *, other_values: bool = False, other_seed: bool = False, other_constants: bool = False) -> _Loaded:
+        """Make a model, load it, and return what it holds."""
+        __tracebackhide__ = True
+        seeding.seed_everything(seeding.derive(self.probe.seed, f"load {'other' if other_seed else 'one'}"))
+        # The other run has other values and other memory: what loading leaves as it is, is either.
+        with new_memory(filled=other_values), _Constants() if other_constants else nullcontext():
+            model, before = self.given, {}
+            if not isinstance(model, nn.Module):
+                with _noted("the function that makes the model"):
+                    model, info = _model_of(model())
+            else:
+                info = None
+            if self.load is not None:
+                before = _values(model, changed=other_values)
+                with _noted("load"):
+                    returned = self.load(model)
+                model = returned if isinstance(returned, nn.Module) else model
+                info = info or returned
+        found = _Loaded(type(model).__name__, before, {}, {}, set(), [], _unused(info))
+        _read(model, found)
+        if self.state is not None:
+            self.state.restore()
+        return found
+
+
+@contextmanager
+def _noted(what: str) -> Iterator[None]:
+    """Say in the traceback of an error of the user's code what called it."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"raised in {what}, which checks.wholly_loaded called")
+        raise
+
+
+def _model_of(made: Any) -> tuple[nn.Module, Any]:
+    """Return a model and what was said of its loading, of ``from_pretrained(..., output_loading_info=True)`` too."""
+    __tracebackhide__ = True
+    model, info = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the function returns a torch.nn.Module; got {type(made).__name__}")
+    check_supported(model)
+    return model, info
+
+
+def _unused(info: Any) -> list[str]:
+    """Return the keys that were not expected, of what `load_state_dict` or `from_pretrained` says."""
+    keys = info.get("unexpected_keys") if isinstance(info, Mapping) else getattr(info, "unexpected_keys", None)
+    return sorted(map(str, keys)) if isinstance(keys, list | tuple | set) else []
+
+
+def _values(model: nn.Module, *, changed: bool) -> dict[str, Tensor]:
+    """Return copies of all parameters and buffers by all their names, which are changed before if that is said."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    dense = [(name, t) for name, t in named if has_dense_storage(t) and not t.is_inference()]
+    kept = {name for name, _ in model.named_buffers() if is_persistent(model, name) is False}
+    if changed:
+        # Of all first: one may be a view of another.
+        others = {id(t): (t, _other(unexpanded(t.detach()))) for name, t in dense if name not in kept}
+        with torch.no_grad():
+            for t, other in others.values():
+                unexpanded(t).copy_(other)
+    return {name: copy for name, t in dense if (copy := _copy(t)) is not None}
+
+
+def _other(x: Tensor) -> Tensor:
+    """Return a value that differs from each element in any dtype, and has its sign: it may be a variance or an index.
+
+    >>> _other(torch.tensor([0.0, 2.0, -3.0])), _other(torch.tensor([0, 5])), _other(torch.tensor([True]))
+    (tensor([1., 5., 1.]), tensor([1, 4]), tensor([False]))
+    """
+    if x.dtype == torch.bool:
+        return ~x
+    if x.is_complex():
+        return torch.complex(_other(x.real), _other(x.imag))
+    if not x.is_floating_point():
+        return x ^ 1
+    wide = x.double()
+    valid = (wide >= 0) & (wide < torch.finfo(x.dtype).max / 4)
+    return torch.where(valid, 2 * wide + 1, 1.0).to(x.dtype)
+
+
+def _read(model: nn.Module, found: _Loaded) -> None:
+    """Note what the parameters and buffers of a loaded model hold."""
+    found.temporary |= {name for name, _ in model.named_buffers() if is_persistent(model, name) is False}
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if t.is_meta:
+            found.meta[name] = t.numel()
+        elif has_dense_storage(t) and (copy := _copy(t)) is not None:
+            found.after[name] = copy
+        else:
+            found.unread.append(name)
+
+
+def _copy(t: Tensor) -> Tensor | None:
+    copy = None if t.is_quantized else detached_copy(t)
+    return None if copy is None else copy.cpu().contiguous()
+
+
+class _Constants(initialization.Dispatching, TorchDispatchMode):  # type: ignore[misc]
+    """Makes operations that fill a floating tensor with one number fill it with another one."""
+
+    def stay_uncompiled(self) -> None:
+        """Do nothing: loading is not compiled."""
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if name in _FILLS and isinstance(out, Tensor) and out.is_floating_point() and not out.is_meta:
+            out.fill_(_CONSTANT)
+        return out
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def _by_cause(one: _Loaded, two: _Loaded) -> dict[str, dict[Cause, Tensor]]:
+    """Return where each parameter or buffer does not come from the checkpoint, by cause.
+
+    What is not explained by the two runs alone is ``read``.
+    """
+    if (one.after.keys(), one.meta) != (two.after.keys(), two.meta):
+        raise NotApplicableError("the model has other parameters or buffers when it is loaded again")
+    rows: dict[str, dict[Cause, Tensor]] = {name: {"meta": torch.tensor(True)} for name in one.meta}
+    for name, x in one.after.items():
+        y = two.after[name]
+        causes = _causes(x, y, one.before.get(name), two.before.get(name))
+        rows[name] = causes if name not in one.temporary else {c: w for c, w in causes.items() if c == "memory"}
+    return rows
+
+
+def _causes(x: Tensor, y: Tensor, before_x: Tensor | None, before_y: Tensor | None) -> dict[Cause, Tensor]:
+    """Return which elements differ between the two runs, by cause."""
+    left = _differs(x, y)
+    if not left.any():
+        return {}
+    causes: dict[Cause, Tensor] = {}
+    tests: dict[Cause, Tensor] = {
+        "kept": _is_kept(before_x, x) & _is_kept(before_y, y),
+        "memory": _is_unwritten(y),
+        "constant": ~_differs(y, torch.full_like(y, _CONSTANT)) if y.is_floating_point() else torch.zeros_like(left),
+        "read": left,
+    }
+    for cause, where in tests.items():
+        if (left & where).any():
+            causes[cause], left = left & where, left & ~where
+    return causes
+
+
+def _differs(x: Tensor, y: Tensor | None) -> Tensor:
+    """Return in which elements two tensors differ bit for bit."""
+    if y is None or x.shape != y.shape or x.dtype != y.dtype:
+        raise NotApplicableError("a parameter or buffer has another shape or dtype when it is loaded again")
+    return (as_bits(x.contiguous()) != as_bits(y.contiguous())).any(-1)
+
+
+def _is_kept(before: Tensor | None, after: Tensor) -> Tensor:
+    """Return which elements are those of before, in another dtype perhaps."""
+    if before is None or before.shape != after.shape:
+        return torch.zeros(after.shape, dtype=torch.bool)
+    return ~_differs(before.to(after.dtype), after)
+
+
+def _is_unwritten(x: Tensor) -> Tensor:
+    """Return which elements are what `new_memory` fills memory with."""
+    if is_rounded(x):
+        return torch.isnan(as_real(plain(x))).flatten(x.dim()).all(-1) if x.is_complex() else torch.isnan(plain(x))
+    return x == (1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
+
+
+def _broken(one: _Loaded, found: Mapping[str, Mapping[Cause, Tensor]], declared: list[str]) -> Outcome:
+    """Return the outcome with all that does not come from the checkpoint."""
+    order = get_args(Cause)
+    sure = [name for name, causes in found.items() if causes.keys() != {"read"}]
+    names = sure + [name for name in found if name not in sure]
+    rows = [
+        (name, f"{_missing(one, name, causes[cause]):,}", f"{_numel(one, name):,}", _SAID[cause][1])
+        for name in names
+        for cause in order
+        if cause in (causes := found[name])
+    ]
+    first = names[0]
+    cause = next(cause for cause in order if cause in found[first])
+    missing, numel = _missing(one, first, found[first][cause]), _numel(one, first)
+    how = _SAID[cause][missing != 1]
+    if cause == "meta":
+        said = f"is not loaded: it {_SAID[cause][0]}"
+    elif first in one.temporary:
+        said = f"lost its values: {missing:,} of {numel:,} elements {how}"
+    elif cause == "read":
+        said = f"may not be loaded: {missing:,} of {numel:,} elements {how}"
+    elif missing < numel:
+        said = f"is not wholly loaded: {missing:,} of {numel:,} elements {how}"
+    else:
+        said = f"is not loaded: {'all ' if numel > 1 else ''}{numel:,} {'elements' if numel > 1 else 'element'} {how}"
+    looked_at = [name for name in (*one.after, *one.meta) if name in found or name not in {*one.temporary, *declared}]
+    said += f"; {out_of(len(found), len(looked_at), 'parameters and buffer')}"
+    violation = Violation.at(
+        first,
+        said,
+        columns=("name", "not loaded", "elements", "they"),
+        rows=rows,
+        advice=_advice(one, cause, nothing=len(found) == len(looked_at) and cause == "kept"),
+        level="broken" if sure else "hint",
+    )
+    return Outcome(
+        check="wholly_loaded", model=one.model, verdict=violation.level, text=message_of(violation), layer=first
+    )
+
+
+def _missing(one: _Loaded, name: str, where: Tensor) -> int:
+    return one.meta[name] if name in one.meta else int(where.sum())
+
+
+def _numel(one: _Loaded, name: str) -> int:
+    return one.meta[name] if name in one.meta else one.after[name].numel()
+
+
+def _advice(one: _Loaded, cause: Cause, *, nothing: bool) -> str:
+    if nothing:
+        return "Nothing was loaded: load has to write into the model that it is given, or return the loaded one."
+    if cause == "read":
+        return (
+            "Loading computes it from the old value, as an average does: what comes from the checkpoint cannot be told "
+            "apart. Copy the values of the checkpoint, or name what is meant to be so in new=."
+        )
+    unused = f"Not used of the checkpoint: {listed(one.unused)}. " if one.unused else ""
+    return (
+        f"{unused}Compare the name with the keys of the checkpoint, and look for strict=False and for a rename or a "
+        "loop that leaves it out. If it is meant to be new, as a head before training is, name it in new=."
+    )
