@@ -20,7 +20,6 @@ from pytest_modelprobe._torch import TorchDispatchMode
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import (
     ModelState,
-    as_bits,
     as_real,
     check_supported,
     detached_copy,
@@ -36,6 +35,7 @@ from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import Selector, select
 from pytest_modelprobe.text import count, listed, out_of
 
+from .machinery.agreement import differing_bits
 from .machinery.check import StateCheck
 from .machinery.prepared import is_rounded, plain
 from .outcome import NotApplicableError, Outcome, Violation, line_of, message_of
@@ -387,7 +387,7 @@ def _differs(x: Tensor, y: Tensor | None) -> Tensor:
     """Return in which elements two tensors differ bit for bit."""
     if y is None or x.shape != y.shape or x.dtype != y.dtype:
         raise NotApplicableError("a parameter or buffer has another shape or dtype when it is loaded again")
-    return (as_bits(x.contiguous()) != as_bits(y.contiguous())).any(-1)
+    return differing_bits(x, y)
 
 
 def _is_kept(before: Tensor | None, after: Tensor) -> Tensor:
