@@ -13,6 +13,7 @@ from .machinery.check import Check
 from .modes import dropout_scaled, modes_agree
 from .norms import norms_cancel_scale
 from .outcome import NotApplicableError, Outcome
+from .packing import packed_documents
 from .parity import checkpoint_parity, compile_parity, device_parity, dtype_parity, export_parity, layout_parity
 from .registration import copy_and_pickle, initialized, registered, state_dict_round_trip
 from .repetition import deterministic, eval_stable, seeded, train_eval_differ
@@ -58,6 +59,7 @@ __all__ = [
     "optimizer_covers",
     "outputs_train",
     "overfits_batch",
+    "packed_documents",
     "padding_invariant",
     "parametrize_with_checks",
     "permutation_equivariant",

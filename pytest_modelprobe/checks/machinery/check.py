@@ -269,3 +269,15 @@ def from_assertion(name: str, function: Callable[..., Any]) -> Check:
 
     asserted.__name__, asserted.__doc__ = name, function.__doc__
     return check_unmodified(asserted)
+
+
+def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return positional and keyword arguments: of a tensor, a tuple of several or a mapping of keyword arguments.
+
+    >>> arguments_of((1, 2)), arguments_of({"x": 1}), arguments_of([1, 2])
+    (((1, 2), {}), ((), {'x': 1}), (([1, 2],), {}))
+    """
+    if isinstance(inputs, Mapping):
+        return (), inputs
+    plain = isinstance(inputs, tuple) and not hasattr(inputs, "_fields")  # a PackedSequence is one argument
+    return (inputs, {}) if plain else ((inputs,), {})
