@@ -15,8 +15,9 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from pytest_modelprobe._torch import TorchDispatchMode
+from pytest_modelprobe._torch import TorchDispatchMode, schema, storage_key
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import (
     ModelState,
@@ -44,9 +45,22 @@ from .registration import new_memory
 _CONSTANT = 0.8372
 """What constants become in the second run: a number that no code sets, valid as a probability and as a scale."""
 
+_COUNT = 83
+"""The same for single integers, as of batches."""
+
+_COUNTED = (torch.int32, torch.int64)
+
 _FILLS = {"zero_", "fill_", "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like"}
 _FILLS |= {"new_full"}
 """Operations that fill a tensor with one number."""
+
+_MOVES = {
+    "_unsafe_view", "alias", "as_strided", "cat", "chunk", "clone", "contiguous", "copy_", "detach",
+    "detach_", "empty_like", "expand", "lift_fresh", "narrow", "new_empty", "permute", "rand_like", "randn_like",
+    "repeat", "reshape", "select", "set_", "slice", "split", "split_with_sizes", "squeeze", "stack", "t", "transpose",
+    "unbind", "unflatten", "unsqueeze", "view",
+}  # fmt: skip
+"""Operations that move numbers, or ask for shapes alone."""
 
 Cause = Literal["kept", "random", "constant", "memory", "meta", "read"]
 """Why a value does not come from the checkpoint, the surest first."""
@@ -72,10 +86,10 @@ def wholly_loaded(
     """Check that every parameter and persistent buffer of a model comes from the checkpoint, in each element.
 
     The model is loaded twice. The second time all that was in it is different, new memory is filled with NaN, random
-    numbers have another seed, and operations that fill a tensor with one number (``zero_``, ``fill_``, ``zeros``,
-    ``ones``, ``full``), as those of ``torch.nn.init`` do, fill it with another one. Elements that differ afterwards do
-    not come from the checkpoint. It does not matter how they are written: in place, through ``.data``, a view or a tie,
-    or as another tensor (``assign=True``).
+    numbers have another seed, and operations that fill a floating tensor with one number (``zero_``, ``fill_``,
+    ``zeros``, ``ones``, ``full``), as those of ``torch.nn.init`` do, or a count of batches, fill it with another one.
+    Elements that differ afterwards do not come from the checkpoint. It does not matter how they are written: in place,
+    through ``.data``, a view or a tie, or as another tensor (``assign=True``).
 
     If the value of an element depends on what it held before, as where an average is loaded into another, the outcome
     is a hint: nothing tells how much of it comes from the checkpoint.
@@ -83,9 +97,9 @@ def wholly_loaded(
     A buffer that is not persistent is in no checkpoint: it is neither missed nor counted. It breaks the check only if
     loading left it without memory of its own, as ``to_empty`` does.
 
-    Not seen are constants that are made otherwise, such as ``torch.tensor(0)``, which counts the batches of a new
-    BatchNorm, or sinusoidal positions; random numbers of a generator with a seed of its own; and what is no tensor,
-    such as the extra state of a module. A value that is right and one that the checkpoint holds wrongly look the same.
+    Not seen are constants that are made otherwise, such as sinusoidal positions or tables of integers; random numbers
+    of a generator with a seed of its own; and what is no tensor, such as the extra state of a module. Whether the
+    checkpoint holds the right values is not looked at either.
 
     Args:
         probe: Gives the seed.
@@ -167,12 +181,14 @@ class _Loaded:
     """Keys of the checkpoint that loading says it did not use."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Loading:
     probe: ModelProbe
     given: nn.Module | Callable[[], Any]
     load: Callable[[Any], Any] | None
     state: ModelState | None
+    made: list[nn.Module] = field(default_factory=list)
+    """The models that the function made."""
 
     def outcome(self, new: Selector | None) -> Outcome:
         """Load twice, and say what differs."""
@@ -196,6 +212,9 @@ class _Loading:
         if found:
             return _broken(one, found, declared)
         persistent = [name for name in one.after if name not in one.temporary and name not in declared]
+        if not persistent:
+            left = f": {listed(one.unread)} cannot be compared" if one.unread else ""
+            raise NotApplicableError(f"no parameter or persistent buffer of {one.model} is left to look at{left}")
         text = count(len(persistent), "parameters and buffer") + constants
         loaded = [name for name in declared if name in one.after and not rows.get(name)]
         for what, names in (
@@ -240,20 +259,24 @@ class _Loading:
         seeding.seed_everything(seeding.derive(self.probe.seed, f"load {'other' if other_seed else 'one'}"))
         # The other run has other values and other memory: what loading leaves as it is, is either.
         with new_memory(filled=other_values), _Constants() if other_constants else nullcontext():
-            model, before = self.given, {}
+            model: Any = self.given
+            info: Any = None
+            before: dict[str, Tensor] = {}
+            fixed: set[str] = set()
             if not isinstance(model, nn.Module):
                 with _noted("the function that makes the model"):
                     model, info = _model_of(model())
-            else:
-                info = None
+                if any(model is other for other in self.made):
+                    raise UsageError("the function returns the same model again: it has to make or load another one")
+                self.made.append(model)
             if self.load is not None:
-                before = _values(model, changed=other_values)
+                before, fixed = _values(model, changed=other_values)
                 with _noted("load"):
                     returned = self.load(model)
                 model = returned if isinstance(returned, nn.Module) else model
                 info = info or returned
         found = _Loaded(type(model).__name__, before, {}, {}, set(), [], _unused(info))
-        _read(model, found)
+        _read(model, found, fixed)
         if self.state is not None:
             self.state.restore()
         return found
@@ -285,18 +308,36 @@ def _unused(info: Any) -> list[str]:
     return sorted(map(str, keys)) if isinstance(keys, list | tuple | set) else []
 
 
-def _values(model: nn.Module, *, changed: bool) -> dict[str, Tensor]:
-    """Return copies of all parameters and buffers by all their names, which are changed before if that is said."""
+def _values(model: nn.Module, *, changed: bool) -> tuple[dict[str, Tensor], set[str]]:
+    """Return copies of all parameters and buffers by all their names, which are changed before if that is said.
+
+    The names of those that cannot be changed come second: loading cannot be told from leaving them.
+    """
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    dense = [(name, t) for name, t in named if has_dense_storage(t) and not t.is_inference()]
-    kept = {name for name, _ in model.named_buffers() if is_persistent(model, name) is False}
+    temporary = {name for name, _ in model.named_buffers() if is_persistent(model, name) is False}
+    # Of all first: one may be a view of another.
+    others = {id(t): _other_or_none(t) for name, t in named if name not in temporary}
+    fixed = {name for name, t in named if id(t) in others and others[id(t)] is None and not (t.is_meta or is_lazy(t))}
     if changed:
-        # Of all first: one may be a view of another.
-        others = {id(t): (t, _other(unexpanded(t.detach()))) for name, t in dense if name not in kept}
         with torch.no_grad():
-            for t, other in others.values():
-                unexpanded(t).copy_(other)
-    return {name: copy for name, t in dense if (copy := _copy(t)) is not None}
+            for _, t in named:
+                if (other := others.pop(id(t), None)) is not None:
+                    unexpanded(t).copy_(other)
+    return {name: copy for name, t in named if has_dense_storage(t) and (copy := _copy(t)) is not None}, fixed
+
+
+def _other_or_none(t: Tensor) -> Tensor | None:
+    """Return other values for a tensor; None if it cannot be written to."""
+    if not has_dense_storage(t) or t.is_inference():
+        return None
+    try:
+        with torch.no_grad():
+            own = unexpanded(t.detach())
+            other = _other(own)
+            own.copy_(own.clone())
+    except (RuntimeError, TypeError, NotImplementedError):  # quantized, a dtype of bits, memory that overlaps
+        return None
+    return other
 
 
 def _other(x: Tensor) -> Tensor:
@@ -316,13 +357,13 @@ def _other(x: Tensor) -> Tensor:
     return torch.where(valid, 2 * wide + 1, 1.0).to(x.dtype)
 
 
-def _read(model: nn.Module, found: _Loaded) -> None:
+def _read(model: nn.Module, found: _Loaded, fixed: set[str]) -> None:
     """Note what the parameters and buffers of a loaded model hold."""
     found.temporary |= {name for name, _ in model.named_buffers() if is_persistent(model, name) is False}
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if t.is_meta:
             found.meta[name] = t.numel()
-        elif has_dense_storage(t) and (copy := _copy(t)) is not None:
+        elif name not in fixed and has_dense_storage(t) and (copy := _copy(t)) is not None:
             found.after[name] = copy
         else:
             found.unread.append(name)
@@ -334,17 +375,64 @@ def _copy(t: Tensor) -> Tensor | None:
 
 
 class _Constants(initialization.Dispatching, TorchDispatchMode):  # type: ignore[misc]
-    """Makes operations that fill a floating tensor with one number fill it with another one."""
+    """Makes operations that fill a tensor with one number fill it with another one.
+
+    What is computed from such a tensor, as where weights are added to zeros, or a scale is read, gets the right number:
+    the other one is only seen where a constant itself becomes a parameter.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self._filled: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        """By storage: tensors that are filled, which keeps their storage, and the right number."""
 
     def stay_uncompiled(self) -> None:
         """Do nothing: loading is not compiled."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
+        """Call an operation: with the right numbers, or one that fills with the other one."""
         name = func.overloadpacket.__name__
-        if name in _FILLS and isinstance(out, Tensor) and out.is_floating_point() and not out.is_meta:
-            out.fill_(_CONSTANT)
+        if name in _FILLS:
+            return self._fill(func(*args, **kwargs), in_place=name.endswith("_"))
+        if name in _MOVES or not self._filled or (name == "_to_copy" and args[0].is_floating_point()):
+            return func(*args, **kwargs)
+        keys = {storage_key(leaf.untyped_storage()) for leaf in _leaves((args, kwargs)) if has_dense_storage(leaf)}
+        read = [one for key in keys for one in self._filled.get(key, [])]
+        filled = [(tensor, _is_constant(tensor)) for tensor, _ in read]
+        for (tensor, where), (_, right) in zip(filled, read, strict=True):
+            tensor.copy_(torch.where(where, right, tensor))
+        out = func(*args, **kwargs)
+        if schema(func).is_mutable:  # what it wrote to is no constant any more
+            for key in keys:
+                self._filled.pop(key, None)
+        else:
+            for tensor, where in filled:
+                tensor.copy_(torch.where(where, torch.full_like(tensor, _other_constant(tensor)), tensor))
         return out
+
+    def _fill(self, out: Any, *, in_place: bool) -> Any:
+        if not has_dense_storage(out) or not out.numel():
+            return out
+        # Integers with an axis may be indices.
+        if out.is_floating_point() or (in_place and out.dtype in _COUNTED and not out.dim()):
+            right = out.detach().flatten()[0].clone()
+            self._filled.setdefault(storage_key(out.untyped_storage()), []).append((out.detach(), right))
+            out.fill_(_other_constant(out))
+        return out
+
+
+def _other_constant(x: Tensor) -> float:
+    return _CONSTANT if x.is_floating_point() else _COUNT
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        yield value
+        return
+    for one in value:
+        yield from _leaves(one)
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------
@@ -374,7 +462,7 @@ def _causes(x: Tensor, y: Tensor, before_x: Tensor | None, before_y: Tensor | No
     tests: dict[Cause, Tensor] = {
         "kept": _is_kept(before_x, x) & _is_kept(before_y, y),
         "memory": _is_unwritten(y),
-        "constant": ~_differs(y, torch.full_like(y, _CONSTANT)) if y.is_floating_point() else torch.zeros_like(left),
+        "constant": _is_constant(y),
         "read": left,
     }
     for cause, where in tests.items():
@@ -402,6 +490,13 @@ def _is_unwritten(x: Tensor) -> Tensor:
     if is_rounded(x):
         return torch.isnan(as_real(plain(x))).flatten(x.dim()).all(-1) if x.is_complex() else torch.isnan(plain(x))
     return x == (1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
+
+
+def _is_constant(x: Tensor) -> Tensor:
+    """Return which elements are what `_Constants` fills with."""
+    if x.is_floating_point():
+        return ~_differs(x, torch.full_like(x, _CONSTANT))
+    return x == _COUNT if x.dtype in _COUNTED else torch.zeros(x.shape, dtype=torch.bool)
 
 
 def _broken(one: _Loaded, found: Mapping[str, Mapping[Cause, Tensor]], declared: list[str]) -> Outcome:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from pytest_modelprobe import HintWarning, ModelProbe, SelectionError, UsageError, checks
 
+ONE = nn.Linear(2, 2)
+
 
 class Net(nn.Module):
     """A tied head, a norm with running statistics and a count, a table of integers, a buffer in no checkpoint."""
@@ -79,6 +81,7 @@ def in_place_by_rows(model: Any, saved: dict[str, Tensor]) -> None:
 def after_zeros(model: Any, saved: dict[str, Tensor]) -> None:
     for name, tensor in model.state_dict(keep_vars=True).items():
         tensor.zero_()
+        assert tensor.float().abs().sum() == 0
         tensor.logical_or_(saved[name]) if tensor.dtype == torch.bool else tensor.add_(saved[name])
 
 
@@ -164,6 +167,7 @@ def test_initializing_is_not_loading(write: Any, said: str, probe: ModelProbe, s
     def load(model: Any) -> None:
         without(saved, "blocks.1.weight")(model)
         write(model.blocks[1].weight)
+        assert all(tensor.isfinite().all() for tensor in model.parameters())
 
     with pytest.raises(AssertionError, match=f"blocks.1.weight is not loaded: all 16 elements {said}; 1 of 14"):
         checks.wholly_loaded(probe, Net(), load)
@@ -241,14 +245,11 @@ def test_a_function_may_return_a_loaded_model(probe: ModelProbe, saved: dict[str
         without(saved, *names)(model)
         return model
 
+    parts = ["norm.weight", "norm.running_var", "norm.num_batches_tracked"]
     assert checks.wholly_loaded(probe, make).verdict == "holds"
-    found = checks.wholly_loaded.outcome(probe, lambda: make("blocks.1.bias", "norm.weight", "norm.running_var"))
-    assert [line.split("  ")[0] for line in found.text.splitlines()[3:6]] == [
-        "blocks.1.bias",
-        "norm.weight",
-        "norm.running_var",
-    ]
-    assert "blocks.1.bias is not loaded: all 4 elements are drawn at random; 3 of 14" in found.text
+    found = checks.wholly_loaded.outcome(probe, lambda: make("blocks.1.bias", *parts))
+    assert [line.split("  ")[0] for line in found.text.splitlines()[3:7]] == ["blocks.1.bias", *parts]
+    assert "blocks.1.bias is not loaded: all 4 elements are drawn at random; 4 of 14" in found.text
 
 
 def test_from_pretrained_names_the_new_head(probe: ModelProbe, tmp_path: Path) -> None:
@@ -314,6 +315,7 @@ def test_an_error_of_loading_is_the_users_own(probe: ModelProbe) -> None:
     [
         ((nn.Linear(2, 2),), "load is missing"),
         ((3,), "model is a torch.nn.Module, or a function that makes one; got int"),
+        ((lambda: ONE,), "the function returns the same model again"),
         ((lambda: 3,), "the function returns a torch.nn.Module; got int"),
         ((nn.Linear(2, 2), {}), r"load is a function, load\(model\); got dict"),
     ],
@@ -356,3 +358,25 @@ def test_odd_tensors_are_left_out_or_loaded(probe: ModelProbe) -> None:
     assert "4 parameters and buffers; said to be new: expanded; not looked at, as it cannot be compared: sparse" in str(
         found
     )
+
+
+def test_what_cannot_be_changed_is_not_taken_for_loaded(probe: ModelProbe) -> None:
+    with torch.inference_mode():
+        model = nn.Linear(2, 2)
+    found = checks.wholly_loaded.outcome(probe, model, lambda model: None)
+    assert found.verdict == "not applicable"
+    assert found.text == (
+        "no parameter or persistent buffer of Linear is left to look at: weight and bias cannot be compared"
+    )
+
+
+def test_a_lazy_model_is_loaded_into(probe: ModelProbe) -> None:
+    saved, model = nn.Linear(3, 2).state_dict(), nn.LazyLinear(2)
+    assert checks.wholly_loaded(probe, model, lambda model: model.load_state_dict(saved)).verdict == "holds"
+    assert isinstance(model, nn.LazyLinear)
+    assert checks.wholly_loaded.outcome(probe, model, lambda model: None).verdict == "not applicable"
+
+
+def test_what_is_new_cannot_be_all(probe: ModelProbe) -> None:
+    with pytest.raises(UsageError, match="no parameter or persistent buffer of Linear is left to look at"):
+        checks.wholly_loaded(probe, nn.Linear(2, 2), lambda model: None, new="**")
