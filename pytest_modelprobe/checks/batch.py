@@ -92,8 +92,9 @@ def any_batch_size(
     single number for all rows, such as a loss.
 
     With ``bitwise=True`` the first row also has to be the same bit for bit: alone, and at the beginning, in the middle
-    and at the end of batches of up to 64 rows. Most models do not pass on any device, since kernels of matrix products
-    add in another order for another number of rows; inference that repeats whatever else is in the batch needs it.
+    and at the end of batches of up to 64 rows, among rows of the batch and among others. Few models pass: kernels of
+    matrix products add in another order for another number of rows. It is for inference that has to repeat, whatever
+    else is in the batch.
 
     Args:
         prepared: The model and its inputs.
@@ -209,7 +210,8 @@ def _bit_for_bit(prepared: PreparedModel, one: Trace, rows: _Rows, axis: int) ->
     seen_in: dict[str, list[int]] = {}
     outputs: list[tuple[int, int]] = []
     for n, place in batches:
-        two = prepared.variation(mode="eval", vary=_placed(rows.inputs, rows.size, n, place, axis))
+        vary = _placed(prepared, rows.inputs, rows.size, n, place, axis, replaced=0 < place < n - 1)
+        two = prepared.variation(mode="eval", vary=vary)
         differing = _other_bits(one, two, rows.pairs(one, n, place=place))
         if any(given.is_final for given in differing):
             outputs.append((n, place))
@@ -237,13 +239,19 @@ def _bit_for_bit(prepared: PreparedModel, one: Trace, rows: _Rows, axis: int) ->
     )
 
 
-def _placed(inputs: set[str], size: int, n: int, place: int, axis: int) -> Vary:
-    """Return a function that resizes a batch to n rows, with the first one at another place."""
+def _placed(
+    prepared: PreparedModel, inputs: set[str], size: int, n: int, place: int, axis: int, *, replaced: bool
+) -> Vary:
+    """Return a function that resizes a batch to n rows, with the first one at another place.
+
+    The other rows are those of the batch, or others if they are ``replaced``.
+    """
     order = torch.arange(n) % size
     order[[0, place]] = order[[place, 0]]
+    others = _replacing(prepared, inputs, [], axis, place) if replaced else keep_input
 
     def vary(path: str, x: Tensor) -> Tensor:
-        return x.index_select(axis, order.to(x.device)) if path in inputs else x
+        return others(path, x.index_select(axis, order.to(x.device))) if path in inputs else x
 
     return vary
 

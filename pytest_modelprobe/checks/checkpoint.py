@@ -9,7 +9,7 @@ nothing wrote to, and constants. What differs afterwards does not come from the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -37,7 +37,7 @@ from pytest_modelprobe.record import Selector, select
 from pytest_modelprobe.text import count, listed, out_of
 
 from .machinery.agreement import differing_bits
-from .machinery.check import StateCheck
+from .machinery.check import StateCheck, noted
 from .machinery.prepared import is_rounded, plain
 from .outcome import NotApplicableError, Outcome, Violation, line_of, message_of
 from .registration import new_memory
@@ -264,14 +264,14 @@ class _Loading:
             before: dict[str, Tensor] = {}
             fixed: set[str] = set()
             if not isinstance(model, nn.Module):
-                with _noted("the function that makes the model"):
+                with noted("in the function that makes the model", "wholly_loaded"):
                     model, info = _model_of(model())
                 if any(model is other for other in self.made):
                     raise UsageError("the function returns the same model again: it has to make or load another one")
                 self.made.append(model)
             if self.load is not None:
                 before, fixed = _values(model, changed=other_values)
-                with _noted("load"):
+                with noted("in load", "wholly_loaded"):
                     returned = self.load(model)
                 model = returned if isinstance(returned, nn.Module) else model
                 info = info or returned
@@ -280,16 +280,6 @@ class _Loading:
         if self.state is not None:
             self.state.restore()
         return found
-
-
-@contextmanager
-def _noted(what: str) -> Iterator[None]:
-    """Say in the traceback of an error of the user's code what called it."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"raised in {what}, which checks.wholly_loaded called")
-        raise
 
 
 def _model_of(made: Any) -> tuple[nn.Module, Any]:

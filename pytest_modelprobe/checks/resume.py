@@ -7,8 +7,7 @@ not: the state right after loading says what was lost, the records of the steps 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +22,7 @@ from pytest_modelprobe.record import ROOT, Plain, Reading, Record, estimated_cha
 from pytest_modelprobe.runs import Watch
 from pytest_modelprobe.text import Cell, count, failure, listed, number, printable, table
 
-from .machinery.check import StateCheck
+from .machinery.check import StateCheck, noted
 from .machinery.training_state import Kind, Leaves, TrainingState, Unequal, shown, through_file, unequal
 from .outcome import Outcome
 
@@ -242,7 +241,7 @@ class _Runs:
 
             hook = nn.modules.module.register_module_forward_pre_hook(read)
             try:
-                with _noted(f"in train(state, {steps})" + " of the state that was loaded" * resumed):
+                with noted(f"in train(state, {steps})" + " of the state that was loaded" * resumed, "resume"):
                     self.train(state.whole, steps)
             finally:
                 hook.remove()
@@ -266,13 +265,13 @@ class _Runs:
         state = TrainingState(state.whole)
         then = state.read()
         states = [one.get() for one in GENERATORS]
-        with _noted("in save(state)" if self.save else "in the default of save="):
+        with noted("in save(state)" if self.save else "in the default of save=", "resume"):
             saved = state.saved() if self.save is None else self.save(state.whole)
         return through_file(saved), then, states
 
     def _loaded(self, state: TrainingState, model: nn.Module, saved: Any) -> tuple[TrainingState, nn.Module]:
         __tracebackhide__ = True
-        with _noted("in load(state, saved)" if self.load else "in the default of load="):
+        with noted("in load(state, saved)" if self.load else "in the default of load=", "resume"):
             if self.load is None:
                 state.load(saved)
                 return TrainingState(state.whole), model
@@ -326,16 +325,6 @@ class _Runs:
         return Outcome(
             check="resume", model=name, verdict="hint", text=_text(line, _after_load(lost.values()), advice), layer=ROOT
         )
-
-
-@contextmanager
-def _noted(where: str) -> Iterator[None]:
-    """Say in the traceback of an error of the user's code when it was raised."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"raised {where}, which checks.resume called")
-        raise
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------

@@ -75,6 +75,12 @@ def test_a_row_at_another_place_is_compared(probe: ModelProbe, rows: Tensor) -> 
     assert "1, 2, 3, 4, 5, 8, 16, 32 and 64" in found.text
 
 
+def test_a_single_row_gets_other_neighbors(probe: ModelProbe) -> None:
+    model = Layer(lambda x: x * (1 + 2**-23 * (x != x[:1]).any()))
+    found = checks.any_batch_size.outcome(probe, model, torch.tensor([[1.0, 2.0, 3.0]]), bitwise=True)
+    assert found.text.startswith("(root) returns other bits for the same row in a batch of 3 instead of 1: ")
+
+
 def test_rows_that_are_computed_one_by_one_have_the_same_bits(probe: ModelProbe, rows: Tensor) -> None:
     model = nn.Sequential(RowByRow(3, 5), nn.Tanh(), nn.LayerNorm(5), RowByRow(5, 2))
     found = checks.any_batch_size(probe, model, rows, bitwise=True)

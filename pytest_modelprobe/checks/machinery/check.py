@@ -6,12 +6,13 @@ names are options; a keyword of the model that has the same name as an option go
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import numbers
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from torch import nn
@@ -192,6 +193,16 @@ class StateCheck(Generic[P]):
 
     def __repr__(self) -> str:
         return f"<check {self.__name__}>"
+
+
+@contextlib.contextmanager
+def noted(where: str, by: str) -> Iterator[None]:
+    """Say in the traceback of an error of the user's code where it was raised, and which check called it."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"raised {where}, which checks.{by} called")
+        raise
 
 
 def _called_with(options: list[inspect.Parameter]) -> inspect.Signature:
