@@ -8,6 +8,7 @@ nothing wrote to, and constants. What differs afterwards does not come from the 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from pytest_modelprobe._torch import TorchDispatchMode, schema, storage_key
+from pytest_modelprobe._torch import Operation, TorchDispatchMode, schema, storage_key
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import (
     ModelState,
@@ -50,8 +51,10 @@ _COUNT = 83
 
 _COUNTED = (torch.int32, torch.int64)
 
-_FILLS = {"zero_", "fill_", "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like"}
-_FILLS |= {"new_full"}
+_FILLS = {
+    "zero_", "fill_", "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like",
+    "new_full",
+}  # fmt: skip
 """Operations that fill a tensor with one number."""
 
 _MOVES = {
@@ -136,7 +139,7 @@ def wholly_loaded(
                     return _Loading(probe, model, load, state).outcome(new)
             return _Loading(probe, model, load, None).outcome(new)
     except NotApplicableError as reason:
-        name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "the model")
+        name = type(model).__name__ if isinstance(model, nn.Module) else "the model"
         return Outcome(check="wholly_loaded", model=name, verdict="not applicable", text=str(reason))
 
 
@@ -170,15 +173,17 @@ class _Loaded:
     model: str
     before: dict[str, Tensor]
     """What its parameters and buffers held before, by all their names."""
-    after: dict[str, Tensor]
-    meta: dict[str, int]
-    """Names of parameters and buffers on the meta device, with their numbers of elements."""
-    temporary: set[str]
-    """Names of buffers that are in no checkpoint."""
-    unread: list[str]
-    """Names of parameters and buffers whose elements cannot be compared."""
-    unused: list[str] = field(default_factory=list)
+    fixed: set[str]
+    """Names of those that could not be changed before."""
+    unused: list[str]
     """Keys of the checkpoint that loading says it did not use."""
+    after: dict[str, Tensor] = field(default_factory=dict)
+    meta: dict[str, int] = field(default_factory=dict)
+    """Names of parameters and buffers on the meta device, with their numbers of elements."""
+    temporary: set[str] = field(default_factory=set)
+    """Names of buffers that are in no checkpoint."""
+    unread: list[str] = field(default_factory=list)
+    """Names of parameters and buffers whose elements cannot be compared."""
 
 
 @dataclass(slots=True, eq=False)
@@ -187,7 +192,7 @@ class _Loading:
     given: nn.Module | Callable[[], Any]
     load: Callable[[Any], Any] | None
     state: ModelState | None
-    made: list[nn.Module] = field(default_factory=list)
+    made: list[weakref.ref[nn.Module]] = field(default_factory=list)
     """The models that the function made."""
 
     def outcome(self, new: Selector | None) -> Outcome:
@@ -199,6 +204,8 @@ class _Loading:
         constants = ""
         try:
             two = self.run(other_values=True, other_seed=True, other_constants=True)
+        except UsageError:
+            raise
         except Exception:  # noqa: BLE001 - whatever loading raises that met another constant
             two = self.again(other_values=True, other_seed=True)
             constants = "; not looked at, as loading fails with others: constants"
@@ -247,7 +254,7 @@ class _Loading:
         """
         try:
             return self.run(**how)
-        except NotApplicableError:
+        except (NotApplicableError, UsageError):
             raise
         except Exception as error:
             what = "after the values of the model were changed" if self.state or self.load else "a second time"
@@ -257,29 +264,38 @@ class _Loading:
         """Make a model, load it, and return what it holds."""
         __tracebackhide__ = True
         seeding.seed_everything(seeding.derive(self.probe.seed, f"load {'other' if other_seed else 'one'}"))
-        # The other run has other values and other memory: what loading leaves as it is, is either.
-        with new_memory(filled=other_values), _Constants() if other_constants else nullcontext():
-            model: Any = self.given
-            info: Any = None
-            before: dict[str, Tensor] = {}
-            fixed: set[str] = set()
-            if not isinstance(model, nn.Module):
-                with noted("in the function that makes the model", "wholly_loaded"):
-                    model, info = _model_of(model())
-                if any(model is other for other in self.made):
-                    raise UsageError("the function returns the same model again: it has to make or load another one")
-                self.made.append(model)
-            if self.load is not None:
-                before, fixed = _values(model, changed=other_values)
-                with noted("in load", "wholly_loaded"):
-                    returned = self.load(model)
-                model = returned if isinstance(returned, nn.Module) else model
-                info = info or returned
-        found = _Loaded(type(model).__name__, before, {}, {}, set(), [], _unused(info))
-        _read(model, found, fixed)
-        if self.state is not None:
-            self.state.restore()
-        return found
+        try:
+            # The other run has other values and other memory: what loading leaves as it is, is either.
+            with new_memory(filled=other_values), _Constants() if other_constants else nullcontext():
+                model, found = self._loaded(changed=other_values)
+            _read(model, found)
+            return found
+        finally:
+            if self.state is not None:
+                self.state.restore()
+
+    def _loaded(self, *, changed: bool) -> tuple[nn.Module, _Loaded]:
+        """Return a loaded model, and what is known of it before its numbers are read."""
+        __tracebackhide__ = True
+        model, info = (self.given, None) if isinstance(self.given, nn.Module) else self._made(self.given)
+        before: dict[str, Tensor] = {}
+        fixed: set[str] = set()
+        if self.load is not None:
+            before, fixed = _values(model, changed=changed)
+            with noted("in load", "wholly_loaded"):
+                returned = self.load(model)
+            model = returned if isinstance(returned, nn.Module) else model
+            info = info or returned
+        return model, _Loaded(type(model).__name__, before, fixed, _unused(info))
+
+    def _made(self, make: Callable[[], Any]) -> tuple[nn.Module, Any]:
+        __tracebackhide__ = True
+        with noted("in the function that makes the model", "wholly_loaded"):
+            model, info = _model_of(make())
+        if any(model is other() for other in self.made):
+            raise UsageError("the function returns the same model again: it has to make or load another one")
+        self.made.append(weakref.ref(model))
+        return model, info
 
 
 def _model_of(made: Any) -> tuple[nn.Module, Any]:
@@ -347,13 +363,13 @@ def _other(x: Tensor) -> Tensor:
     return torch.where(valid, 2 * wide + 1, 1.0).to(x.dtype)
 
 
-def _read(model: nn.Module, found: _Loaded, fixed: set[str]) -> None:
+def _read(model: nn.Module, found: _Loaded) -> None:
     """Note what the parameters and buffers of a loaded model hold."""
     found.temporary |= {name for name, _ in model.named_buffers() if is_persistent(model, name) is False}
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if t.is_meta:
             found.meta[name] = t.numel()
-        elif name not in fixed and has_dense_storage(t) and (copy := _copy(t)) is not None:
+        elif name not in found.fixed and has_dense_storage(t) and (copy := _copy(t)) is not None:
             found.after[name] = copy
         else:
             found.unread.append(name)
@@ -381,6 +397,8 @@ class _Constants(initialization.Dispatching, TorchDispatchMode):  # type: ignore
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an operation: with the right numbers, or one that fills with the other one."""
+        if not isinstance(func, Operation):  # one of a higher order
+            return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if name in _FILLS:
             return self._fill(func(*args, **kwargs), in_place=name.endswith("_"))
@@ -505,7 +523,7 @@ def _broken(one: _Loaded, found: Mapping[str, Mapping[Cause, Tensor]], declared:
     missing, numel = _missing(one, first, found[first][cause]), _numel(one, first)
     how = _SAID[cause][missing != 1]
     if cause == "meta":
-        said = f"is not loaded: it {_SAID[cause][0]}"
+        said = _SAID[cause][0]
     elif first in one.temporary:
         said = f"lost its values: {missing:,} of {numel:,} elements {how}"
     elif cause == "read":
@@ -521,7 +539,7 @@ def _broken(one: _Loaded, found: Mapping[str, Mapping[Cause, Tensor]], declared:
         said,
         columns=("name", "not loaded", "elements", "they"),
         rows=rows,
-        advice=_advice(one, cause, nothing=len(found) == len(looked_at) and cause == "kept"),
+        advice=_advice(one, first, cause, nothing=len(found) == len(looked_at) and cause == "kept"),
         level="broken" if sure else "hint",
     )
     return Outcome(
@@ -537,9 +555,14 @@ def _numel(one: _Loaded, name: str) -> int:
     return one.meta[name] if name in one.meta else one.after[name].numel()
 
 
-def _advice(one: _Loaded, cause: Cause, *, nothing: bool) -> str:
+def _advice(one: _Loaded, first: str, cause: Cause, *, nothing: bool) -> str:
     if nothing:
         return "Nothing was loaded: load has to write into the model that it is given, or return the loaded one."
+    if first in one.temporary:
+        return (
+            "It is in no checkpoint: compute it again after to_empty(), as the constructor does, or do not make the "
+            "model on the meta device."
+        )
     if cause == "read":
         return (
             "Loading computes it from the old value, as an average does: what comes from the checkpoint cannot be told "

@@ -178,8 +178,11 @@ def test_a_buffer_in_no_checkpoint_may_not_lose_its_memory(probe: ModelProbe, sa
         model.to_empty(device="cpu")
         model.load_state_dict(saved)
 
-    with pytest.raises(AssertionError, match=r"^angles lost its values: 4 of 4 elements are memory that nothing wrote"):
+    with pytest.raises(
+        AssertionError, match=r"^angles lost its values: 4 of 4 elements are memory that nothing wrote"
+    ) as error:
         checks.wholly_loaded(probe, Net(), load)
+    assert "It is in no checkpoint: compute it again after to_empty()" in str(error.value)
 
 
 def test_meta_tensors_that_nothing_replaced_are_named(probe: ModelProbe, saved: dict[str, Tensor]) -> None:
@@ -191,7 +194,7 @@ def test_meta_tensors_that_nothing_replaced_are_named(probe: ModelProbe, saved: 
         kept = {name: value for name, value in saved.items() if name != "blocks.0.bias"}
         model.load_state_dict(kept, assign=True, strict=False)
 
-    with pytest.raises(AssertionError, match=r"^blocks.0.bias is not loaded: it is still on the meta device; 2 of 16"):
+    with pytest.raises(AssertionError, match=r"^blocks.0.bias is still on the meta device; 2 of 16"):
         checks.wholly_loaded(probe, make, load)
     assert checks.wholly_loaded.outcome(probe, make(), load).layer == "blocks.0.bias"
 
@@ -287,6 +290,9 @@ def test_what_from_pretrained_did_not_use_is_said(probe: ModelProbe, tmp_path: P
 
 
 def test_a_model_without_parameters_is_not_applicable(probe: ModelProbe) -> None:
+    assert str(checks.wholly_loaded.outcome(probe, lambda: nn.ReLU())) == (
+        "wholly_loaded is not applicable to the model: ReLU has no parameters or buffers"
+    )
     found = checks.wholly_loaded.outcome(probe, nn.ReLU(), lambda model: None)
     assert str(found) == "wholly_loaded is not applicable to ReLU: ReLU has no parameters or buffers"
     with pytest.raises(UsageError, match="not applicable"):
@@ -302,6 +308,19 @@ def test_loading_that_needs_the_old_values_is_not_applicable(probe: ModelProbe) 
     first = model.weight[0, 0].item()
     found = checks.wholly_loaded.outcome(probe, model, load)
     assert found.text == "loading raises after the values of the model were changed: ValueError: not mine"
+
+
+def test_constants_that_loading_reads_by_numpy_are_left_to_it(probe: ModelProbe, saved: dict[str, Tensor]) -> None:
+    def load(model: Any) -> None:
+        model.norm.weight.data.add_(1)  # what is half done is put back
+        if torch.zeros(2).numpy().any():
+            raise ValueError("no zeros")
+        without(saved)(model)
+
+    found = checks.wholly_loaded(probe, Net(), load)
+    assert found.text == (
+        "14 parameters and buffers; not looked at, as loading fails with others: constants; not persistent: angles"
+    )
 
 
 def test_an_error_of_loading_is_the_users_own(probe: ModelProbe) -> None:
