@@ -2,6 +2,7 @@
 
 from .batch import any_batch_size, batch_independent
 from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_checks, standard
+from .checkpoint import wholly_loaded
 from .finite import finite
 from .gradients import labels_ignored, outputs_train
 from .incremental import incremental
@@ -12,6 +13,7 @@ from .machinery.check import Check
 from .modes import dropout_scaled, modes_agree
 from .norms import norms_cancel_scale
 from .outcome import NotApplicableError, Outcome
+from .packing import packed_documents
 from .parity import checkpoint_parity, compile_parity, device_parity, dtype_parity, export_parity, layout_parity
 from .registration import copy_and_pickle, initialized, registered, state_dict_round_trip
 from .repetition import deterministic, eval_stable, seeded, train_eval_differ
@@ -57,6 +59,7 @@ __all__ = [
     "optimizer_covers",
     "outputs_train",
     "overfits_batch",
+    "packed_documents",
     "padding_invariant",
     "parametrize_with_checks",
     "permutation_equivariant",
@@ -69,5 +72,6 @@ __all__ = [
     "state_dict_round_trip",
     "state_unchanged_by_forward",
     "train_eval_differ",
+    "wholly_loaded",
     "workers_differ",
 ]

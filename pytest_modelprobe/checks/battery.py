@@ -28,7 +28,7 @@ from .finite import finite
 from .gradients import labels_ignored, outputs_train
 from .incremental import incremental_where_meant
 from .inputs import inputs_used
-from .machinery.check import Check, from_assertion, in_order
+from .machinery.check import Check, arguments_of, from_assertion, in_order
 from .machinery.prepared import PreparedModel
 from .modes import dropout_scaled, modes_agree
 from .norms import norms_cancel_scale
@@ -58,6 +58,7 @@ STANDARD: Mapping[str, Check] = MappingProxyType(_standard)
 APART: Mapping[str, str] = {
     "permutation_equivariant": "as only some models are meant to be so",
     "permutation_invariant": "as only some models are meant to be so",
+    "packed_documents": "as only some models are meant to take them",
     "compile_parity": "as compiling takes long",
     "export_parity": "as only some models are meant to be exported",
     "gradcheck": "as it runs the model twice for each parameter",
@@ -65,6 +66,7 @@ APART: Mapping[str, str] = {
     "optimizer_covers": "as it needs the optimizer",
     "ema_tracks": "as it needs the average",
     "resume": "as it needs what makes and trains a state",
+    "wholly_loaded": "as it needs the function that loads",
     "initial_loss": "as a trained model begins lower",
     "spectral_norms_settled": "as torch's older spectral_norm is settled by training alone",
 }
@@ -175,10 +177,10 @@ def standard(
 
     `STANDARD` has their names. Among them, `causal` is not applicable unless something says that the model is meant to
     be so. Other checks are called by themselves: those that only some models have to pass (`permutation_equivariant`,
-    `permutation_invariant`, `export_parity`), those that take long (`compile_parity`, `gradcheck`), those with a
-    required option (`device_parity`, `optimizer_covers`, `ema_tracks`), one for models before training
-    (`initial_loss`), one for models that are evaluated after it (`spectral_norms_settled`), and `resume`, which makes
-    and trains a state.
+    `permutation_invariant`, `packed_documents`, `export_parity`), those that take long (`compile_parity`, `gradcheck`),
+    those with a required option (`device_parity`, `optimizer_covers`, `ema_tracks`), one for models before training
+    (`initial_loss`), one for models that are evaluated after it (`spectral_norms_settled`), `resume`, which makes and
+    trains a state, and `wholly_loaded`, which loads a checkpoint.
 
     Args:
         probe: Gives the device and the seed.
@@ -279,7 +281,7 @@ class CaseCheck:
         import pytest
 
         inputs = self.case.inputs(probe)
-        args, kwargs = _arguments(inputs)
+        args, kwargs = arguments_of(inputs)
         model = probe.build(self.case.factory)
         check = STANDARD[self.name]
         options = {"factory": self.case.factory} if "factory" in check.options else {}
@@ -388,11 +390,3 @@ def _one_argument(inputs: Inputs) -> str:
     if isinstance(inputs, list):
         return "; inputs= is a list, one argument: if the model takes its items, give a tuple"
     return ""
-
-
-def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Return positional and keyword arguments."""
-    if isinstance(inputs, Mapping):
-        return (), inputs
-    plain = isinstance(inputs, tuple) and not hasattr(inputs, "_fields")  # a PackedSequence is one argument
-    return (inputs, {}) if plain else ((inputs,), {})

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from .machinery.agreement import changed, disagreements, limit, relative_error
 from .machinery.check import check
 from .machinery.evidence import CACHES, STATES, attended, check_attended, sequence_alone, state_of
 from .machinery.masking import MaskedOut, masked_out, pad_id_of
+from .machinery.pieces import Layout, Pieces
 from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary, copy_of, plain
 from .outcome import NotApplicableError, Violation
 from .sequence import later_unseen, sequence
@@ -150,8 +151,7 @@ class _Attempt:
     later_unseen: Callable[[], Violation | str]
 
     def __post_init__(self) -> None:
-        self._length = sum(self.sizes)
-        self._starts = [0, *accumulate(self.sizes)][:-1]
+        self._pieces = Pieces(self.sizes)
         self._parts, _ = _chunk_by_chunk(self.prepared, self.call, self.sizes)
         last = self._parts[-1]
         self.raised = last.failure if last.error is not None else ""
@@ -210,10 +210,10 @@ class _Attempt:
             shapes = [one.tensor.shape for one in theirs if one is not None and one.tensor.dim() == given.tensor.dim()]
             for axis, n in enumerate(given.tensor.shape):
                 lengths = [shape[axis] for shape in shapes]
-                if n != self._length or len(lengths) < len(parts) or lengths[0] != self.sizes[0]:
+                if n != self._pieces.length or len(lengths) < len(parts) or lengths[0] != self.sizes[0]:
                     continue
                 for chunk, (length, size) in enumerate(zip(lengths, self.sizes, strict=True)):
-                    if size < length < self._starts[chunk] + size:
+                    if size < length < self._pieces.starts[chunk] + size:
                         said = f"returns {count(length, 'position')} of {given.path} for a chunk of {size}"
                         return Violation.at(given.layer, f"{said}, at {self._positions(chunk)}", advice=_ADVICE)
         return None
@@ -233,7 +233,7 @@ class _Attempt:
             )
 
     def _positions(self, chunk: int) -> str:
-        start, n = self._starts[chunk], self.sizes[chunk]
+        start, n = self._pieces.starts[chunk], self.sizes[chunk]
         return f"position {start}" if n == 1 else f"positions {start} to {start + n - 1}"
 
     def _compare(self, tolerance: float | None) -> None:
@@ -245,7 +245,7 @@ class _Attempt:
             if not given.tensor.is_floating_point():
                 continue
             least = limit(given.tensor, tolerance)
-            if [n[given.layer] for n in calls] == [self._length, *self.sizes]:
+            if [n[given.layer] for n in calls] == [self._pieces.length, *self.sizes]:
                 changes = self._by_call(given, parts)
             elif any(n[given.layer, given.inside] != seen[0][given.layer, given.inside] for n in seen):
                 continue  # an expert, say, and what it is given
@@ -269,65 +269,33 @@ class _Attempt:
 
     def _by_call(self, given: LayerTensor, parts: list[dict[tuple[str, int, str], LayerTensor]]) -> dict[int, float]:
         """Return the error of a layer that is called once for each position, by chunk."""
-        chunk = max(i for i, start in enumerate(self._starts) if start <= given.index)
-        there = parts[chunk].get((given.layer, given.index - self._starts[chunk], given.path))
+        chunk = max(i for i, start in enumerate(self._pieces.starts) if start <= given.index)
+        there = parts[chunk].get((given.layer, given.index - self._pieces.starts[chunk], given.path))
         return {} if there is None else {chunk: relative_error(given.tensor, there.tensor)}
 
     def _by_axis(self, whole: Tensor, parts: list[Tensor], least: float) -> dict[int, float]:
         """Return the error of each chunk along the axes that grow; empty if these are not known."""
-        layouts = self._layouts(whole, parts)
+        layouts = self._pieces.layouts(whole, parts)
         for layout in layouts:
             changes = {
-                i: relative_error(self._seen(self._cut(whole, layout, i), layout, i), self._seen(part, layout, i))
+                i: relative_error(
+                    self._seen(self._pieces.cut(whole, layout, i), layout, i), self._seen(part, layout, i)
+                )
                 for i, part in enumerate(parts)
             }
             if changes[0] <= least or (len(layouts) == 1 and not any(outer > 1 for _, outer in layout)):
                 return changes
         return {}
 
-    def _layouts(self, whole: Tensor, parts: list[Tensor]) -> list[_Layout]:
-        if any(part.dim() != whole.dim() for part in parts):
-            return []
-        options: list[list[tuple[int, int]]] = []
-        for axis, n in enumerate(whole.shape):
-            lengths = [part.shape[axis] for part in parts]
-            if all(other == n for other in lengths):
-                continue
-            if all(other * self._length == n * size for other, size in zip(lengths, self.sizes, strict=True)):
-                times = n // self._length
-                options.append([(axis, outer) for outer in range(1, times + 1) if times % outer == 0])
-            elif n == self._length and lengths == list(accumulate(self.sizes)):
-                options.append([(axis, 0)])
-            else:
-                return []
-        return [list(layout) for layout in product(*options)] if options else []
-
-    def _cut(self, whole: Tensor, layout: _Layout, chunk: int) -> Tensor:
-        start, n = self._starts[chunk], self.sizes[chunk]
-        for axis, outer in layout:
-            if outer:
-                split = whole.unflatten(axis, (outer, self._length, -1))
-                whole = split.narrow(axis + 1, start, n).flatten(axis, axis + 2)
-            else:
-                whole = whole.narrow(axis, 0, start + n)
-        return whole
-
-    def _seen(self, part: Tensor, layout: _Layout, chunk: int) -> Tensor:
+    def _seen(self, part: Tensor, layout: Layout, chunk: int) -> Tensor:
         """Return a part with zeros at positions that a mask leaves out."""
         for axis, outer in layout:
             if outer:
                 split = part.unflatten(axis, (outer, self.sizes[chunk], -1))
-                part = self.excluded.filled(split, axis + 1, start=self._starts[chunk]).flatten(axis, axis + 2)
+                part = self.excluded.filled(split, axis + 1, start=self._pieces.starts[chunk]).flatten(axis, axis + 2)
             else:
                 part = self.excluded.filled(part, axis)
         return part
-
-
-_Layout = list[tuple[int, int]]
-"""Axes of positions, each with the number of rows that are flattened into the same axis before the positions.
-
-0 stands for an axis that is as long as all positions so far, as in keys, values and attention weights.
-"""
 
 
 def _sizes(length: int, chunks: Sequence[int] | None, *, alone: bool) -> tuple[int, ...]:

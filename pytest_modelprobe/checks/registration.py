@@ -376,19 +376,27 @@ def _numbers(model: nn.Module, *, integers: bool) -> list[tuple[str, Tensor]]:
     return [(name, t) for name, t in tensors if is_rounded(t) or (integers and t.dtype in _INTEGERS)]
 
 
-def _made_in_nan(factory: Callable[[], nn.Module]) -> nn.Module:
+@contextlib.contextmanager
+def new_memory(*, filled: bool) -> Iterator[None]:
+    """Fill new memory with NaN, or with the largest integer, or leave it as it is; all else is the same either way."""
     was = torch.get_deterministic_debug_mode()
     memory: Any = torch.utils.deterministic
-    filled = memory.fill_uninitialized_memory
+    filled_before = memory.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("warn")  # torch.use_deterministic_algorithms would import the compiler
-    memory.fill_uninitialized_memory = True
+    memory.fill_uninitialized_memory = filled
     try:
-        model = factory()
-    except Exception as error:
-        raise UsageError(f"factory= raised {line_of(error)}") from error
+        yield
     finally:
         torch.set_deterministic_debug_mode(was)
-        memory.fill_uninitialized_memory = filled
+        memory.fill_uninitialized_memory = filled_before
+
+
+def _made_in_nan(factory: Callable[[], nn.Module]) -> nn.Module:
+    with new_memory(filled=True):
+        try:
+            model = factory()
+        except Exception as error:
+            raise UsageError(f"factory= raised {line_of(error)}") from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"factory= returns a torch.nn.Module; got {type(model).__name__}")
     return model

@@ -7,11 +7,9 @@ not: the state right after loading says what was lost, the records of the steps 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, ParamSpec
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -24,10 +22,9 @@ from pytest_modelprobe.record import ROOT, Plain, Reading, Record, estimated_cha
 from pytest_modelprobe.runs import Watch
 from pytest_modelprobe.text import Cell, count, failure, listed, number, printable, table
 
+from .machinery.check import StateCheck, noted
 from .machinery.training_state import Kind, Leaves, TrainingState, Unequal, shown, through_file, unequal
 from .outcome import Outcome
-
-P = ParamSpec("P")
 
 Where = Literal[
     "attribute", "weights", "inputs", "calls", "output", "gradient", "applied", "hyperparameters", "update", "buffer"
@@ -64,31 +61,6 @@ _ADVICE: Mapping[Where | Literal["end"], str] = {
     "buffer": "Register the buffer as persistent, and look at the keys that load leaves out.",
     "end": "Save the average too, and load it into the model that goes on averaging.",
 }
-
-
-class StateCheck(Generic[P]):
-    """A check of what makes a state and trains it, instead of a model and its inputs.
-
-    A call asserts the property and returns its `Outcome`; `outcome` returns the outcome in any case.
-    """
-
-    def __init__(self, function: Callable[P, Outcome]) -> None:
-        functools.update_wrapper(self, function)
-        self.__name__: str
-        self.outcome = function
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Outcome:
-        """Assert that the property holds."""
-        __tracebackhide__ = True
-        found = self.outcome(*args, **kwargs)
-        return found.asserted(stacklevel=4)
-
-    def __get__(self, instance: object, owner: type | None = None) -> StateCheck[P]:
-        """Return the check itself: `help()` shows the signature of objects with this method."""
-        return self
-
-    def __repr__(self) -> str:
-        return f"<check {self.__name__}>"
 
 
 @StateCheck
@@ -269,7 +241,7 @@ class _Runs:
 
             hook = nn.modules.module.register_module_forward_pre_hook(read)
             try:
-                with _noted(f"in train(state, {steps})" + " of the state that was loaded" * resumed):
+                with noted(f"in train(state, {steps})" + " of the state that was loaded" * resumed, "resume"):
                     self.train(state.whole, steps)
             finally:
                 hook.remove()
@@ -293,13 +265,13 @@ class _Runs:
         state = TrainingState(state.whole)
         then = state.read()
         states = [one.get() for one in GENERATORS]
-        with _noted("in save(state)" if self.save else "in the default of save="):
+        with noted("in save(state)" if self.save else "in the default of save=", "resume"):
             saved = state.saved() if self.save is None else self.save(state.whole)
         return through_file(saved), then, states
 
     def _loaded(self, state: TrainingState, model: nn.Module, saved: Any) -> tuple[TrainingState, nn.Module]:
         __tracebackhide__ = True
-        with _noted("in load(state, saved)" if self.load else "in the default of load="):
+        with noted("in load(state, saved)" if self.load else "in the default of load=", "resume"):
             if self.load is None:
                 state.load(saved)
                 return TrainingState(state.whole), model
@@ -353,16 +325,6 @@ class _Runs:
         return Outcome(
             check="resume", model=name, verdict="hint", text=_text(line, _after_load(lost.values()), advice), layer=ROOT
         )
-
-
-@contextmanager
-def _noted(where: str) -> Iterator[None]:
-    """Say in the traceback of an error of the user's code when it was raised."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"raised {where}, which checks.resume called")
-        raise
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------

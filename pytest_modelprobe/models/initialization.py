@@ -140,7 +140,7 @@ class _Op:
         return {view.store for view in views} | {store for store in self.makes if store}
 
 
-class _Dispatching:
+class Dispatching:
     """Has the `__torch_dispatch__` of a dispatch mode, which inherits it.
 
     torch wraps the method that a mode itself defines, so that the compiler leaves it alone, and imports torch._dynamo
@@ -160,7 +160,7 @@ class _Dispatching:
             self.__class__ = _UncompiledLog
 
 
-class _RandomLog(_Dispatching, TorchDispatchMode):  # type: ignore[misc]
+class _RandomLog(Dispatching, TorchDispatchMode):  # type: ignore[misc]
     """Logs the operations on random numbers, and seeds each draw by its number.
 
     The number makes the first run repeatable, for values that Python code looks at. The replay then seeds by name.
@@ -539,7 +539,7 @@ def _draw(func: Callable[..., Any], seed: int, args: tuple[Any, ...], kwargs: di
     return func(*args, **kwargs)
 
 
-class _Portable(_Dispatching, TorchDispatchMode):  # type: ignore[misc]
+class _Portable(Dispatching, TorchDispatchMode):  # type: ignore[misc]
     """Computes bits that are the same on every machine, where those of torch depend on instructions and threads.
 
     In float64, noise is far below the last bit of a float32 weight, and a snapshot from another machine would blame the

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 CHECKS, FINITE, OUTPUTS = "checks/test_checks.py", "checks/test_finite.py", "checks/test_outputs.py"
 INCREMENTAL, MODES = "checks/test_incremental.py", "checks/test_modes.py"
+CHECKPOINT, PACKING = "checks/test_checkpoint.py", "checks/test_packing.py"
+BITWISE = "checks/test_bitwise.py"
 ACTIVATIONS, GRADIENTS = "assertions/test_activations.py", "assertions/test_gradients.py"
 STRUCTURE, PARAMETERS = "assertions/test_structure.py", "assertions/test_parameters.py"
 RANGES, ATTENTION = "assertions/test_ranges.py", "assertions/test_attention.py"
@@ -240,6 +242,28 @@ FAMILIES: dict[str, list[Bug]] = {
             "test_a_scaler_that_skips_its_steps_is_said"),
         Bug("C48", "a step with gradients of NaN, taken for an update", "assert_params_updated", PARAMETERS,
             "test_parameters_that_a_gradient_made_nan_are_named_as_such"),
+    ],
+    "Checkpoints, packed documents and bits": [
+        Bug("C50", "a loader that goes through the keys of the file: what it lacks stays random",
+            "checks.wholly_loaded", CHECKPOINT, "test_the_message_names_all_that_is_not_loaded"),
+        Bug("C51", "a loop that fills only a part of a stacked weight", "checks.wholly_loaded", CHECKPOINT,
+            "test_a_part_of_a_parameter_is_counted_by_elements"),
+        Bug("C52", "weights that are initialized again after they were loaded", "checks.wholly_loaded", CHECKPOINT,
+            "test_initializing_is_not_loading"),
+        Bug("C53", "a buffer in no checkpoint that to_empty() left without values", "checks.wholly_loaded", CHECKPOINT,
+            "test_a_buffer_in_no_checkpoint_may_not_lose_its_memory"),
+        Bug("C54", "a head that the checkpoint of the base model lacks", "checks.wholly_loaded", CHECKPOINT,
+            "test_from_pretrained_names_the_new_head"),
+        Bug("C55", "packed documents that attend to each other in one layer", "checks.packed_documents", PACKING,
+            "test_the_first_layer_that_sees_another_document_is_named"),
+        Bug("C56", "packed documents that a cache makes the model forget", "checks.packed_documents", PACKING,
+            "test_a_cache_makes_a_model_forget_them"),
+        Bug("C57", "a block-diagonal mask of ones, added to the scores as it is", "checks.packed_documents", PACKING,
+            "test_a_mask_that_is_added_as_numbers_is_named"),
+        Bug("C58", "learned positions that go on in the next packed document", "checks.packed_documents", PACKING,
+            "test_learned_positions_that_go_on_are_told_from_a_leak"),
+        Bug("C59", "a sum whose order depends on the size of the batch", "checks.any_batch_size", BITWISE,
+            "test_a_sum_in_another_order_is_named_with_its_ulps"),
     ],
 }  # fmt: skip
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pytest_modelprobe.checks.outcome import NotApplicableError, Violation
 from pytest_modelprobe.comparison.text import percent
+from pytest_modelprobe.models import as_bits
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.text import Cell
 
@@ -125,6 +126,15 @@ def relative_error(one: Tensor, other: Tensor) -> float:
     distance = torch.linalg.vector_norm(x - y.to(x.device)).item()
     norm = torch.linalg.vector_norm(x).item()
     return distance / norm if norm else math.inf if distance else 0.0
+
+
+def differing_bits(one: Tensor, other: Tensor) -> Tensor:
+    """Return in which elements two tensors of one shape and dtype differ bit for bit: -0 is not 0, and NaN is NaN.
+
+    >>> differing_bits(torch.tensor([0.0, math.nan]), torch.tensor([-0.0, math.nan]))
+    tensor([ True, False])
+    """
+    return (as_bits(one.contiguous()) != as_bits(other.contiguous())).any(-1)
 
 
 def changed(by: float) -> str:

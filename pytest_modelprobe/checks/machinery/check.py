@@ -6,13 +6,14 @@ names are options; a keyword of the model that has the same name as an option go
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import numbers
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from torch import nn
 
@@ -169,6 +170,41 @@ class Check:
         return f"<check {self.__name__}>"
 
 
+class StateCheck(Generic[P]):
+    """A check of what makes a state, trains it or loads it, instead of a model and its inputs.
+
+    A call asserts the property and returns its `Outcome`; `outcome` returns the outcome in any case.
+    """
+
+    def __init__(self, function: Callable[P, Outcome]) -> None:
+        functools.update_wrapper(self, function)
+        self.__name__: str
+        self.outcome = function
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Outcome:
+        """Assert that the property holds."""
+        __tracebackhide__ = True
+        found = self.outcome(*args, **kwargs)
+        return found.asserted(stacklevel=4)
+
+    def __get__(self, instance: object, owner: type | None = None) -> StateCheck[P]:
+        """Return the check itself: `help()` shows the signature of objects with this method."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"<check {self.__name__}>"
+
+
+@contextlib.contextmanager
+def noted(where: str, by: str) -> Iterator[None]:
+    """Say in the traceback of an error of the user's code where it was raised, and which check called it."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"raised {where}, which checks.{by} called")
+        raise
+
+
 def _called_with(options: list[inspect.Parameter]) -> inspect.Signature:
     """Return the signature of a check with these options.
 
@@ -206,7 +242,7 @@ def _type_text(kind: Any) -> str:
         return "a function" + ("" if returned in (object, Any) else f" that returns {_type_text(returned)}")
     if typing.get_origin(kind) is Sequence:
         return "a sequence of integers"
-    names = {int: "an integer", float: "a number", str: "a string", types.NoneType: "None"}
+    names = {bool: "True or False", int: "an integer", float: "a number", str: "a string", types.NoneType: "None"}
     package = ".".join(kind.__module__.split(".")[:2])  # torch.nn.modules.module.Module
     return names.get(kind, f"a {package}.{kind.__name__}")
 
@@ -244,3 +280,15 @@ def from_assertion(name: str, function: Callable[..., Any]) -> Check:
 
     asserted.__name__, asserted.__doc__ = name, function.__doc__
     return check_unmodified(asserted)
+
+
+def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return positional and keyword arguments: of a tensor, a tuple of several or a mapping of keyword arguments.
+
+    >>> arguments_of((1, 2)), arguments_of({"x": 1}), arguments_of([1, 2])
+    (((1, 2), {}), ((), {'x': 1}), (([1, 2],), {}))
+    """
+    if isinstance(inputs, Mapping):
+        return (), inputs
+    plain = isinstance(inputs, tuple) and not hasattr(inputs, "_fields")  # a PackedSequence is one argument
+    return (inputs, {}) if plain else ((inputs,), {})
