@@ -19,7 +19,7 @@ from torch import nn
 
 from . import interventions
 from .exceptions import NothingObservedError, UsageError
-from .interventions import Ablation, Change, Metric, ablation, faults
+from .interventions import Ablation, Change, Metric, PrecisionTable, ablation, faults, precision
 from .models import as_array, check_supported, initialization, seeding, version
 from .record import Record, Selector, with_live_run
 from .runs import (
@@ -284,6 +284,24 @@ class ModelProbe:
         ['0', '1']
         """
         return ablation(model, inputs, metric, layers=layers, heads=heads, by=by, seed=self.seed)
+
+    def precision(
+        self,
+        model: nn.Module,
+        reference: nn.Module,
+        inputs: Any,
+        *,
+        layers: Selector = "**",
+        rename: Mapping[str, str] | None = None,
+    ) -> PrecisionTable:
+        """Return the error of each layer of a quantized or lower-precision model; see `precision`.
+
+        >>> probe = ModelProbe()
+        >>> net, low = (probe.build(lambda: nn.Sequential(nn.Linear(2, 3), nn.ReLU())) for _ in range(2))
+        >>> 30 < probe.precision(low.bfloat16(), net, torch.ones(4, 2))["0"].own < 70
+        True
+        """
+        return precision(model, reference, inputs, layers=layers, rename=rename, seed=self.seed)
 
     def architecture(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
         """Return the structure of a model without computing: layers, parameters, and with inputs the shapes.

@@ -130,3 +130,6 @@ def test_interventions(modelprobe: ModelProbe) -> None:
     result = modelprobe.ablation(model, x, lambda output: output.square().mean(), heads={"attn.proj": 4})
     assert_type(result.rows[0].change, float)
     assert_layer_matters(result, "blocks.*", min_change=0.1)
+    table = modelprobe.precision(model.bfloat16(), model, x, layers="blocks.*", rename={"fc": "fc"})
+    assert_type(table.sqnr, float)
+    assert_type(table["fc"].own, float | None)
