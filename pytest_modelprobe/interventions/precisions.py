@@ -34,9 +34,9 @@ from pytest_modelprobe.models import (
     preserved,
     run_eagerly,
     seeded,
+    seeding,
     settings_preserved,
 )
-from pytest_modelprobe.models.seeding import generator_states
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROOT, Layer, Record, Selector, label_of, resolve_rename, select
 from pytest_modelprobe.text import Cell, collapsed, count, listed, table
@@ -322,12 +322,12 @@ class _Pair:
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(seeded(self._seed))
-                before = generator_states(torch.device("cpu"))
+                before = seeding.generator_states(torch.device("cpu"))
                 for device, dtype, enabled in set(call.autocast) - {*autocast_states()}:
                     stack.enter_context(torch.autocast(device, dtype, enabled))
                 args, kwargs = _formed(given, call.forms)
                 found = _outputs(self._mine[name](*args, **kwargs))
-                if generator_states(torch.device("cpu")) != before:
+                if seeding.generator_states(torch.device("cpu")) != before:
                     self._notes[name] = "it draws random numbers in eval mode"
                     return None
                 return found
