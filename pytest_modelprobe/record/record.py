@@ -38,6 +38,9 @@ COMPILED_INSIDE = (
 )
 """The note in the record of a watch with ``compiled="inside"``."""
 
+LAST_POSITION = "of values the last position alone is recorded, without gradients"
+"""How the note begins in the record of a watch with ``positions="last"``."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:

@@ -202,6 +202,17 @@ def test_gradients_of_parameters_are_recorded_also_under_checkpointing():
     assert watch.last["0"].parameters[0].gradient.statistics.count == 16
 
 
+@pytest.mark.parametrize("which", ["actual", "expected"])
+def test_it_is_compared_only_with_its_like(which):
+    model, records = nn.Linear(4, 3), {}
+    for name in ("actual", "expected"):
+        with ModelProbe().watch(model, positions="last" if name == which else "all") as watch:
+            model(torch.ones(2, 5, 4))
+        records[name] = watch.last
+    with pytest.raises(UsageError, match=f"^only the {which} record is of the last position alone: watch both with"):
+        assert_same_behavior(**records)
+
+
 def test_misuse_is_told():
     with pytest.raises(UsageError, match=r"^positions is 'all' or 'last'; got 'first'$"):
         ModelProbe().watch(nn.Linear(4, 2), positions="first")

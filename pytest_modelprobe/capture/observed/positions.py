@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.record import LAST_POSITION
 from pytest_modelprobe.text import listed, pattern
 
 
@@ -40,7 +41,7 @@ class LastPosition:
         if forwards:
             left_out = listed(list(self._left_out))
             more = f"; these have no axis of positions that is known, and are left out: {left_out}" if left_out else ""
-            yield f"of values the last position alone is recorded, without gradients{more}"
+            yield LAST_POSITION + more
 
     def begin(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Begin a forward with these inputs, and return what tells its samples apart: the last position of the first.
