@@ -25,7 +25,6 @@ from pytest_modelprobe.models import (
     Autocast,
     Layers,
     ModelState,
-    ModuleHook,
     autocast_states,
     derive,
     flatten,
@@ -42,6 +41,7 @@ from pytest_modelprobe.record import ROOT, Layer, Record, Selector, label_of, re
 from pytest_modelprobe.text import Cell, collapsed, count, listed, table
 
 from .ablations import forward
+from .intervention import CallHook
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,10 +381,8 @@ class _Given(NamedTuple):
     """Why they could not be copied."""
 
 
-class _Hook(ModuleHook):
+class _Hook:
     """Hands the arguments and the output of each call of a layer to a function, which may return another output."""
-
-    __slots__ = ("_at_end", "_copies", "_name", "_pair", "_running")
 
     def __init__(
         self,
@@ -395,19 +393,17 @@ class _Hook(ModuleHook):
         *,
         copies: bool,
     ) -> None:
-        super().__init__(module)
-        self._pair, self._name, self._at_end, self._copies = pair, name, at_end, copies
+        self._pair, self._name, self._module, self._at_end, self._copies = pair, name, module, at_end, copies
         self._running: list[_Given] = []
 
     def add_to(self, stack: contextlib.ExitStack) -> None:
         """Put the hook on its module until the stack ends."""
-        module = self._module()
-        assert module is not None
-        stack.callback(module.register_forward_pre_hook(self._begins, with_kwargs=True).remove)
-        stack.callback(module.register_forward_hook(self._ends, with_kwargs=True).remove)
+        before, after = CallHook(self._module, self._begins), CallHook(self._module, self._ends)
+        stack.callback(self._module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        stack.callback(self._module.register_forward_hook(after, with_kwargs=True).remove)
 
     def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._pair.alone or self._module() is not module:
+        if self._pair.alone:
             return
         reason = ""
         if self._copies:
@@ -419,7 +415,7 @@ class _Hook(ModuleHook):
         self._running.append(_Given(args, kwargs, autocast_states(), reason))
 
     def _ends(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if self._pair.alone or self._module() is not module:
+        if self._pair.alone:
             return None
         return self._at_end(self._name, self._running.pop(), output)
 
@@ -587,7 +583,9 @@ def _error(actual: _Outputs, expected: _Outputs, *, against: _Outputs | None = N
 
 
 def _double(tensor: Tensor) -> Tensor:
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
+    return (
+        (torch.view_as_real(tensor) if tensor.is_complex() else tensor).cpu().double()
+    )  # not every device has float64
 
 
 # --- telling --------------------------------------------------------------------------------------------------------

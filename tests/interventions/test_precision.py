@@ -487,6 +487,30 @@ def test_each_forward_begins_with_the_same_state():
     assert net[1].calls == 0
 
 
+class Copies(nn.Module):
+    """A layer that calls a copy of the layer that it is given."""
+
+    def forward(self, x, layer):
+        return copy.deepcopy(layer)(x)
+
+
+class Given(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.copies = nn.Linear(4, 4), Copies()
+
+    def forward(self, x):
+        return self.copies(self.fc(x), self.fc)
+
+
+def test_a_copy_of_a_layer_that_is_made_meanwhile_has_no_hook():
+    net = Given()
+    table = precision(copy.deepcopy(net).bfloat16(), net, torch.randn(3, 4))
+    assert table["fc"].own > 30
+    assert table["copies"].own is None  # the layer that it is given is the reference's, in float32
+    assert table["copies"].note.startswith("it cannot take the inputs of the reference (RuntimeError: ")
+
+
 class Fails(nn.Module):
     def __init__(self, at):
         super().__init__()
