@@ -583,9 +583,8 @@ def _error(actual: _Outputs, expected: _Outputs, *, against: _Outputs | None = N
 
 
 def _double(tensor: Tensor) -> Tensor:
-    return (
-        (torch.view_as_real(tensor) if tensor.is_complex() else tensor).cpu().double()
-    )  # not every device has float64
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.cpu().double()  # not every device has float64
 
 
 # --- telling --------------------------------------------------------------------------------------------------------

@@ -67,6 +67,14 @@ def test_a_training_forward_equals_decoding_of_the_same_weights(make, batch, tmp
     assert actual["lm_head"].output.shape == expected["lm_head"].output.shape == (batch, 1, 100)
 
 
+def test_the_modes_of_trainer_and_server_need_not_be_the_same():
+    probe = ModelProbe()
+    model = probe.build(llama).train()
+    ids = probe.randint(0, 100, (1, N))
+    expected = trained(probe, model, ids)
+    assert_same_behavior(decoded(probe, model.eval(), ids), expected, structure=False)
+
+
 def scale(tensor):
     with torch.no_grad():
         tensor.mul_(1.1)
