@@ -136,7 +136,8 @@ def precision(
     SQNR minus infinity.
 
     Both models run in eval mode without gradients, and are restored afterwards, as by `ModelProbe.run`. There are three
-    forwards and one more for each layer; the outputs of all layers in one forward are in memory. A layer is called on
+    forwards, and one more for each layer with an error of its own; the outputs of all layers in one forward are in
+    memory. A layer is called on
     the inputs of the reference in the dtype that they have in the run of the model and under the autocast there, so
     that rounding them is part of its own error. Floating-point inputs of the model are cast if all its parameters have
     one dtype and those of the reference another.
@@ -227,9 +228,10 @@ class _Pair:
         if _error(again, whole).sqnr != math.inf:
             raise UsageError("the reference does not repeat its output in eval mode: no error of the model can be told")
         measured = [name for name in self._names if self._is_measured(name)]
-        costs = {}
-        with progress("layer put into the reference", len(measured)) as each:
-            for name in each(measured):
+        costs = {name: math.inf for name in measured if self._errors[name].own.sqnr == math.inf}
+        inexact = [name for name in measured if name not in costs]
+        with progress("layer put into the reference", len(inexact)) as each:
+            for name in each(inexact):
                 self._times.clear()
                 error = _error(of_reference(self._replace, [name]), whole)
                 if name not in self._notes:  # a layer that could not be called this time has changed nothing
@@ -265,7 +267,7 @@ class _Pair:
         return name not in self._notes
 
     def _row(self, name: str, cost: float | None) -> LayerPrecision:
-        module = self._mine.get(name) or self._old[name]
+        module = self._mine[name] if name in self._mine else self._old[name]
         row = LayerPrecision(layer=name, type=type(module).__name__, output=cost, note=self._notes.get(name, ""))
         errors = self._errors.get(name)
         if errors is None or errors.run is None:

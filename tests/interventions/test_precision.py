@@ -104,6 +104,13 @@ def test_the_first_layer_inherits_nothing_and_an_equal_layer_adds_nothing(net, i
     assert table["act"].run == table["act"].inherited < 60
 
 
+def test_only_layers_with_an_error_of_their_own_are_put_into_the_reference(net, images):
+    reference, forwards = copy.deepcopy(net), []
+    reference.register_forward_hook(lambda *call: forwards.append(call))
+    precision(int8(net), reference, images)
+    assert len(forwards) == 2 + 3
+
+
 def test_equal_models_have_no_error(net, images):
     table = precision(copy.deepcopy(net), net, images)
     assert (table.sqnr, table.cosine) == (math.inf, pytest.approx(1))
@@ -338,6 +345,23 @@ def test_a_layer_that_is_not_comparable_has_a_row_that_says_why(mine, theirs, la
 
 def test_layers_that_are_not_measured_come_last():
     assert [row.layer for row in precision(Parts(), Parts(), torch.randn(3, 4)).rows] == ["fc", "pick"]
+
+
+class Empty(nn.Module):
+    def __init__(self, *, extra):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        if extra:
+            self.nothing = nn.Sequential()
+
+    def forward(self, x):
+        return self.nothing(self.fc(x)) if hasattr(self, "nothing") else self.fc(x)
+
+
+@pytest.mark.parametrize("extra", [True, False])
+def test_an_empty_container_that_one_of_the_two_lacks_is_told(extra):
+    row = precision(Empty(extra=extra), Empty(extra=not extra), torch.randn(3, 4))["nothing"]
+    assert (row.type, row.note) == ("Sequential", f"the {'reference' if extra else 'model'} has no such layer")
 
 
 class Skipping(nn.Module):
