@@ -27,7 +27,6 @@ from pytest_modelprobe.models import (
     ModelState,
     autocast_states,
     derive,
-    flatten,
     flatten_call,
     map_tensors,
     preserved,
@@ -42,6 +41,7 @@ from pytest_modelprobe.text import Cell, collapsed, count, listed, table
 
 from .ablations import forward
 from .intervention import CallHook
+from .signal_noise import Error, Outputs, error_of, outputs_of, tensors_of, unlike
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +196,7 @@ class _Pair:
     def measured(self, states: Sequence[ModelState]) -> PrecisionTable:
         """Run both, then the reference with each layer of the model in turn."""
 
-        def run(found: Layers, model: nn.Module, inputs: Any, hooks: Iterable[_Hook]) -> _Outputs:
+        def run(found: Layers, model: nn.Module, inputs: Any, hooks: Iterable[_Hook]) -> Outputs:
             for one in (self._model, self._reference):
                 one.eval()
             try:
@@ -207,12 +207,12 @@ class _Pair:
                     torch.no_grad(),
                     interruptible(),
                 ):
-                    return _outputs(forward(model, inputs))
+                    return outputs_of(forward(model, inputs))
             finally:
                 for state in states:
                     state.restore()
 
-        def of_reference(at_end: Callable[[str, _Given, Any], Any], names: Iterable[str]) -> _Outputs:
+        def of_reference(at_end: Callable[[str, _Given, Any], Any], names: Iterable[str]) -> Outputs:
             hooks = [_Hook(self, name, self._old[name], at_end, copies=True) for name in names if name in self._old]
             return run(self._theirs, self._reference, self._inputs, hooks)
 
@@ -222,10 +222,10 @@ class _Pair:
         whole = of_reference(self._see, [])
         if not whole:
             raise UsageError("the output of the reference has no floating-point tensor: return the logits")
-        if (why := _unlike(now, whole)) is not None:
+        if (why := unlike(now, whole)) is not None:
             raise UsageError(f"the outputs of the model and of the reference cannot be compared: {why}")
         again = of_reference(self._compare, self._names)
-        if _error(again, whole).sqnr != math.inf:
+        if error_of(again, whole).sqnr != math.inf:
             raise UsageError("the reference does not repeat its output in eval mode: no error of the model can be told")
         measured = [name for name in self._names if self._is_measured(name)]
         costs = {name: math.inf for name in measured if self._errors[name].own.sqnr == math.inf}
@@ -233,7 +233,7 @@ class _Pair:
         with progress("layer put into the reference", len(inexact)) as each:
             for name in each(inexact):
                 self._times.clear()
-                error = _error(of_reference(self._replace, [name]), whole)
+                error = error_of(of_reference(self._replace, [name]), whole)
                 if name not in self._notes:  # a layer that could not be called this time has changed nothing
                     costs[name] = error.sqnr
         rows = [self._row(name, costs.get(name)) for name in self._names if name in costs or name in self._notes]
@@ -241,7 +241,7 @@ class _Pair:
             raise NothingObservedError("no layer was compared: select layers that the forward calls")
         rows.sort(key=lambda row: math.inf if row.output is None else row.output)
         outer = {name for name in costs if any(other.startswith(f"{name}.") for other in costs)}
-        error = _error(now, whole)
+        error = error_of(now, whole)
         return PrecisionTable(
             model=type(self._found.modules[ROOT]).__name__,
             sqnr=error.sqnr,
@@ -282,7 +282,7 @@ class _Pair:
 
     def _see(self, name: str, given: _Given, output: Any) -> None:
         """Keep what is needed of a call in the run of the model."""
-        self._calls[name].append(_Call(_forms(given), given.autocast, _outputs(output)))
+        self._calls[name].append(_Call(_forms(given), given.autocast, outputs_of(output)))
 
     def _compare(self, name: str, given: _Given, output: Any) -> None:
         """Add up the errors of a call in the run of the reference."""
@@ -290,31 +290,31 @@ class _Pair:
         self._times[name] += 1
         if number >= len(self._calls[name]):
             return
-        call, expected, errors = self._calls[name][number], _outputs(output, copied=False), self._errors[name]
-        why = _unlike(call.outputs, expected) if expected else "it has no floating-point output"
+        call, expected, errors = self._calls[name][number], outputs_of(output, copied=False), self._errors[name]
+        why = unlike(call.outputs, expected) if expected else "it has no floating-point output"
         if why is not None or errors.run is None:
             self._notes.setdefault(name, why or "")
             errors.run = None
             return
-        errors.run += _error(call.outputs, expected)
+        errors.run += error_of(call.outputs, expected)
         own = None if name in self._notes else self._of_model(name, number, given)
         if own is None:
             return
-        if (why := _unlike(own, expected)) is not None:
+        if (why := unlike(own, expected)) is not None:
             self._notes[name] = why
             return
-        errors.own += _error(own, expected)
-        errors.inherited += _error(call.outputs, expected, against=own)
+        errors.own += error_of(own, expected)
+        errors.inherited += error_of(call.outputs, expected, against=own)
 
     def _replace(self, name: str, given: _Given, output: Any) -> Any:
         """Return what the layer of the model returns for the inputs of the reference, in place of the output."""
         number = self._times[name]
         self._times[name] += 1
         new = self._of_model(name, number, given) or {}
-        by_id = {id(tensor): new[path].to(tensor.dtype) for path, tensor in _tensors(output) if path in new}
+        by_id = {id(tensor): new[path].to(tensor.dtype) for path, tensor in tensors_of(output) if path in new}
         return map_tensors(lambda tensor: by_id.get(id(tensor), tensor), output)
 
-    def _of_model(self, name: str, number: int, given: _Given) -> _Outputs | None:
+    def _of_model(self, name: str, number: int, given: _Given) -> Outputs | None:
         """Return the output of the model's layer for inputs of the reference, or `None`, with a note that says why."""
         call = self._calls[name][number]
         if given.reason:
@@ -328,7 +328,7 @@ class _Pair:
                 for device, dtype, enabled in set(call.autocast) - {*autocast_states()}:
                     stack.enter_context(torch.autocast(device, dtype, enabled))
                 args, kwargs = _formed(given, call.forms)
-                found = _outputs(self._mine[name](*args, **kwargs))
+                found = outputs_of(self._mine[name](*args, **kwargs))
                 if seeding.generator_states(torch.device("cpu")) != before:
                     self._notes[name] = "it draws random numbers in eval mode"
                     return None
@@ -444,9 +444,6 @@ def _hooked(found: Layers, hooks: Iterable[_Hook]) -> Iterator[None]:
 
 # --- values ---------------------------------------------------------------------------------------------------------
 
-_Outputs = dict[str, Tensor]
-"""Floating-point tensors by path."""
-
 
 class _Form(NamedTuple):
     """How a tensor holds its numbers."""
@@ -462,7 +459,7 @@ class _Call(NamedTuple):
     forms: dict[str, _Form]
     """Of its inputs, by path."""
     autocast: tuple[Autocast, ...]
-    outputs: _Outputs
+    outputs: Outputs
 
 
 def _forms(given: _Given) -> dict[str, _Form]:
@@ -491,31 +488,6 @@ def _as(form: _Form, tensor: Tensor) -> Tensor:
     return tensor.to(form.dtype)
 
 
-def _tensors(value: Any) -> list[tuple[str, Tensor]]:
-    """Return the tensors of an output that are compared. Those in a cache are not."""
-    return [
-        (path, tensor)
-        for path, tensor in flatten("output", value, objects=False).tensors
-        if (tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized)
-        and tensor.layout == torch.strided
-        and not tensor.is_nested
-    ]
-
-
-def _outputs(value: Any, *, copied: bool = True) -> _Outputs:
-    found = {path: tensor.dequantize() if tensor.is_quantized else tensor for path, tensor in _tensors(value)}
-    return {path: tensor.detach().clone() for path, tensor in found.items()} if copied else found
-
-
-def _unlike(actual: _Outputs, expected: _Outputs) -> str | None:
-    """Return why outputs cannot be compared, or `None` if they can."""
-    now, then = ({path: tuple(tensor.shape) for path, tensor in one.items()} for one in (actual, expected))
-    if now == then:
-        return None
-    shown = (", ".join(f"{path} {shape}" for path, shape in one.items()) or "no tensors" for one in (now, then))
-    return "its outputs are {}, those of the reference {}".format(*shown)
-
-
 def _reason(error: Exception) -> str:
     what = str(error).partition("\n")[0].rstrip(".:")
     return f"{type(error).__name__}: {what}"
@@ -524,69 +496,14 @@ def _reason(error: Exception) -> str:
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Error:
-    """Sums over elements, from which the error of a value follows. Values add up."""
-
-    signal: float = 0.0
-    """Squares of what is expected."""
-    noise: float = 0.0
-    """Squares of the error."""
-    power: float = 0.0
-    """Squares of what is there."""
-    product: float = 0.0
-    """What is there times what is expected."""
-
-    def __add__(self, other: _Error) -> _Error:
-        return _Error(
-            self.signal + other.signal,
-            self.noise + other.noise,
-            self.power + other.power,
-            self.product + other.product,
-        )
-
-    @property
-    def sqnr(self) -> float:
-        if not math.isfinite(self.noise):
-            return -math.inf
-        if not self.noise:
-            return math.inf
-        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
-
-    @property
-    def cosine(self) -> float | None:
-        norms = math.sqrt(self.signal) * math.sqrt(self.power)
-        return self.product / norms if norms and math.isfinite(norms) else None
-
-
 @dataclass(slots=True)
 class _LayerErrors:
     """The errors of a layer, over all its calls."""
 
-    own: _Error = _Error()
-    run: _Error | None = _Error()
+    own: Error = field(default_factory=Error)
+    run: Error | None = field(default_factory=Error)
     """None if the outputs of a call cannot be compared."""
-    inherited: _Error = _Error()
-
-
-def _error(actual: _Outputs, expected: _Outputs, *, against: _Outputs | None = None) -> _Error:
-    """Return the error of values; with ``against``, how far they are from these, relative to what is expected."""
-    found = _Error()
-    for path, tensor in expected.items():
-        a, e = _double(actual[path]), _double(tensor)
-        b = e if against is None else _double(against[path])
-        same = (a == b) | (a.isnan() & b.isnan())  # a mask has infinities, and their difference is NaN
-        error = torch.where(same, 0.0, a - b)
-        finite = e.isfinite()
-        a, e = a[finite], e[finite]
-        signal, noise, power = (float(x.square().sum()) for x in (e, error, a))
-        found += _Error(signal, noise, power, float((a * e).sum()))
-    return found
-
-
-def _double(tensor: Tensor) -> Tensor:
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.cpu().double()  # not every device has float64
+    inherited: Error = field(default_factory=Error)
 
 
 # --- telling --------------------------------------------------------------------------------------------------------
