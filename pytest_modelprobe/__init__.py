@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UsageError,
     )
-    from .interventions import ablation, assert_layer_matters, faults, intervene
+    from .interventions import ablation, assert_layer_matters, faults, intervene, precision
     from .probe import ModelProbe, Watch, watched
     from .record import Invariants, Record
     from .snapshot.snapshot import ModelProbeSnapshot
@@ -101,6 +101,7 @@ __all__ = [
     "ablation",
     "faults",
     "intervene",
+    "precision",
     "watched",
 ]
 
@@ -109,7 +110,7 @@ _MODULES = {
     **dict.fromkeys(["Invariants", "Record"], "record"),
     "ModelProbeSnapshot": "snapshot.snapshot",
     **{name: "assertions" for name in __all__ if name.startswith("assert_")},
-    **dict.fromkeys(["ablation", "assert_layer_matters", "faults", "intervene"], "interventions"),
+    **dict.fromkeys(["ablation", "assert_layer_matters", "faults", "intervene", "precision"], "interventions"),
     **{name: "exceptions" for name in __all__ if name.endswith(("Error", "Warning"))},
 }
 

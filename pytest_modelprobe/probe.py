@@ -19,7 +19,7 @@ from torch import nn
 
 from . import interventions
 from .exceptions import NothingObservedError, UsageError
-from .interventions import Ablation, Change, Metric, ablation, faults
+from .interventions import Ablation, Change, Metric, PrecisionTable, ablation, faults, precision
 from .models import as_array, check_supported, initialization, seeding, version
 from .record import Record, Selector, with_live_run
 from .runs import (
@@ -27,6 +27,7 @@ from .runs import (
     Loss,
     Mode,
     Options,
+    Positions,
     Run,
     StopOn,
     Target,
@@ -220,6 +221,7 @@ class ModelProbe:
         profile: bool = False,
         isolate: bool = True,
         histograms: bool | None = None,
+        positions: Positions = "all",
         steps: int = 1,
         stop_on: StopOn | None = None,
         compiled: Compiled = "eager",
@@ -236,6 +238,10 @@ class ModelProbe:
             profile: As in `run`.
             isolate: As in `run`. This copies the inputs of the first forwards.
             histograms: As in `run`.
+            positions: ``"last"``: of each value only the last position is recorded, the last index of axis 1. So the
+                forward of a causal model over a whole sequence can be compared with the newest step of decoding, in
+                ``watch.last``. Values without an axis of positions, such as masks and caches, are left out, and
+                ``record.notes`` names them. Gradients of values are not recorded, and no layer is called alone.
             steps: How many steps of training to keep in `Watch.steps`.
             stop_on: ``"nonfinite"``, or a callable that takes the `Statistics` of a value. At the first output or
                 gradient of a recorded layer that has a NaN or an infinity, or of which the callable is true, the hook
@@ -275,6 +281,7 @@ class ModelProbe:
             profile=profile,
             isolate=isolate,
             histograms=(self._histograms and compiled == "eager") if histograms is None else histograms,
+            positions=positions,
             steps=steps,
             stop_on=stop_on,
             compiled=compiled,
@@ -308,6 +315,24 @@ class ModelProbe:
         ['0', '1']
         """
         return ablation(model, inputs, metric, layers=layers, heads=heads, by=by, seed=self.seed)
+
+    def precision(
+        self,
+        model: nn.Module,
+        reference: nn.Module,
+        inputs: Any,
+        *,
+        layers: Selector = "**",
+        rename: Mapping[str, str] | None = None,
+    ) -> PrecisionTable:
+        """Return the error of each layer of a quantized or lower-precision model; see `precision`.
+
+        >>> probe = ModelProbe()
+        >>> net, low = (probe.build(lambda: nn.Sequential(nn.Linear(2, 3), nn.ReLU())) for _ in range(2))
+        >>> 30 < probe.precision(low.bfloat16(), net, torch.ones(4, 2))["0"].own < 70
+        True
+        """
+        return precision(model, reference, inputs, layers=layers, rename=rename, seed=self.seed)
 
     def architecture(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
         """Return the structure of a model without computing: layers, parameters, and with inputs the shapes.

@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping
 
 from pytest_modelprobe.comparison import Comparison, Tolerance, changes_code, compare, diagnose, layers_behind_zeros
 from pytest_modelprobe.comparison.text import text
-from pytest_modelprobe.record import Record, Selector, selected
+from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.record import LAST_POSITION, Record, Selector, selected
 
 from .sources import Subject, record_of
 
@@ -46,6 +47,7 @@ def assert_same_behavior(
         AssertionError: They differ.
         SelectionError: ``rename``, ``layers`` or ``tolerance`` matches no layer.
         NothingObservedError: One of the two was never called.
+        UsageError: One of the two alone was watched with ``positions="last"``.
 
     >>> import torch
     >>> from pytest_modelprobe import ModelProbe
@@ -59,6 +61,12 @@ def assert_same_behavior(
     AssertionError: 0.eps 1e-05 → 0.001: ...
     """
     mine, theirs = record_of(actual), record_of(expected)
+    last = [any(note.startswith(LAST_POSITION) for note in record.notes) for record in (mine, theirs)]
+    if last[0] != last[1]:
+        raise UsageError(
+            f"only the {'actual' if last[0] else 'expected'} record is of the last position alone: "
+            'watch both with positions="last"'
+        )
 
     def compared(mine: Record, theirs: Record) -> Comparison:
         return compare(

@@ -11,7 +11,7 @@ from .assembly import Which, assemble
 from .capture import Capture
 from .observed.parameters import ParameterReading, read_parameters
 from .observed.tensors import content_key
-from .options import Options
+from .options import Options, Positions
 from .passes.observed_forwards import ForwardCounts
 from .special.stop import SeenValue
 
@@ -20,6 +20,7 @@ __all__ = [
     "ForwardCounts",
     "Options",
     "ParameterReading",
+    "Positions",
     "SeenValue",
     "Which",
     "assemble",

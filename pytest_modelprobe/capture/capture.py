@@ -50,6 +50,7 @@ from .hooks.parameter_hooks import ParameterHooks
 from .hooks.tensor_hooks import HookedViews, TensorObserver
 from .observed.call_recorder import CallRecorder
 from .observed.parameters import ParameterReading, read_parameters, storage_keys
+from .observed.positions import LastPosition
 from .observed.random_draws import may_draw
 from .observed.running_calls import RunningCall, RunningCalls, input_keys
 from .observed.set_attributes import SetAttributes
@@ -121,7 +122,10 @@ class Capture:
         self._training = TrainingSteps(layers, self.selected, self._forwards, self.notes)
         self._parameters = ParameterHooks(layers, self.guard, self._backward, self._steps, self._training)
         attending = AttentionMode(self.guard, self._running) if options.attention else None
-        self._calls = CallRecorder(self._tensors, self._running, self.notes, attending, self._profiler, stop)
+        self._last = LastPosition() if options.positions == "last" else None
+        self._calls = CallRecorder(
+            self._tensors, self._running, self.notes, attending, self._profiler, stop, self._last
+        )
         self._functionals = FunctionalMode(layers, self.selected, self.guard, self._running, self._calls)
         # Attention topmost: it comes first, while no pseudo-layer runs.
         modes: tuple[ForwardMode | None, ...] = (self._functionals if options.functionals else None, attending)
@@ -180,7 +184,7 @@ class Capture:
             functional_types=self._functionals.types,
             replaced=self._parameters.replaced,
             training=self._steps.training,
-            notes=(*self.notes, *self._abstract_forwards()),
+            notes=(*self.notes, *self._abstract_forwards(), *(self._last.notes(self.forwards) if self._last else ())),
         )
 
     def _abstract_forwards(self) -> Iterator[str]:
@@ -378,6 +382,8 @@ class Capture:
         kind = name, module.training
         self._training.forward_begins()
         tensors = [tensor for _, tensor in (self.sample_inputs or inputs).tensors]
+        if self._last is not None:
+            tensors = self._last.begin(tensors)
         self._forwards.begin(kind, tensors, accumulates=self._parameters.hold_gradients)
         self._modules.stay_last()
         self._parameters.attach()

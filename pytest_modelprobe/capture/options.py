@@ -7,8 +7,12 @@ out, because editors and the documentation show signatures.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from pytest_modelprobe.record import Selector
+
+Positions = Literal["all", "last"]
+"""Which positions of a sequence to record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +31,8 @@ class Options:
     """Whether to measure what each layer costs."""
     histograms: bool = False
     """Whether to count the elements of each tensor and gradient in bins."""
+    positions: Positions = "all"
+    """Whether to record all positions of a sequence, or the last one alone."""
     steps: int = 1
     """How many steps of training to keep, each apart."""
 

@@ -10,16 +10,20 @@ from . import faults
 from .ablations import Ablated, Ablation, Metric, ablation, assert_layer_matters
 from .faults import Swap
 from .intervention import Change, Intervention, intervene
+from .precisions import LayerPrecision, PrecisionTable, precision
 
 __all__ = [
     "Ablated",
     "Ablation",
     "Change",
     "Intervention",
+    "LayerPrecision",
     "Metric",
+    "PrecisionTable",
     "Swap",
     "ablation",
     "assert_layer_matters",
     "faults",
     "intervene",
+    "precision",
 ]

@@ -114,7 +114,7 @@ def ablation(
 
         def measured() -> float:
             with seeded(derive(seed, "run")), settings_preserved(), torch.no_grad(), interruptible():
-                value = _number(metric(_forward(model, inputs)))
+                value = _number(metric(forward(model, inputs)))
             state.restore()
             return value
 
@@ -221,7 +221,8 @@ def _of_head(model: nn.Module, name: str, module: nn.Module, head: int, of: int,
     return plant
 
 
-def _forward(model: nn.Module, inputs: Any) -> Any:
+def forward(model: nn.Module, inputs: Any) -> Any:
+    """Return the output of the model for an input, a tuple of positional arguments, or a dict of keyword arguments."""
     inputs = map_tensors(lambda tensor: tensor.clone(), inputs)  # a model may write to its input
     if isinstance(inputs, Mapping):
         return model(**inputs)

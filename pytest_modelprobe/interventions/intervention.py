@@ -133,11 +133,11 @@ class Intervention:
                 self._change_weights(stack)
             for name in self._names:
                 module = self._layers.modules[name]
-                begins_call = _Hook(module, functools.partial(self._begin_call, name))
+                begins_call = CallHook(module, functools.partial(self._begin_call, name))
                 _add(stack, module.register_forward_pre_hook, begins_call, with_kwargs=True)
-                _add(stack, module.register_forward_hook, _Hook(module, functools.partial(self._end_call, name)))
+                _add(stack, module.register_forward_hook, CallHook(module, functools.partial(self._end_call, name)))
             # Prepended last, so that it runs first: if the root is changed too, its forward begins before its call.
-            begins, ends = _Hook(self._root, self._begin_forward), _Hook(self._root, self._end_forward)
+            begins, ends = CallHook(self._root, self._begin_forward), CallHook(self._root, self._end_forward)
             stack.callback(self._root.register_forward_pre_hook(begins, prepend=True).remove)
             stack.callback(self._root.register_forward_hook(ends, prepend=True, always_call=True).remove)
             self._exit = stack.pop_all()
@@ -172,7 +172,7 @@ class Intervention:
         stack.enter_context(weights.changed(found, lambda name, weight: self._tensor("weight", name, weight)))
         self._writes = bool(found)
         for module in computed:
-            _add(stack, module.register_forward_hook, _Hook(module, self._computed_weight))
+            _add(stack, module.register_forward_hook, CallHook(module, self._computed_weight))
 
     # --- what the hooks call ----------------------------------------------------------------------------------------
 
@@ -346,7 +346,7 @@ def _name(change: Any) -> str:
 # --- hooks --------------------------------------------------------------------------------------------------------
 
 
-class _Hook(ChangingHook):
+class CallHook(ChangingHook):
     """A hook on one module. On another module, where it gets if somebody copies a table of hooks, it does nothing."""
 
     __slots__ = ("_does",)
@@ -356,10 +356,11 @@ class _Hook(ChangingHook):
         self._does = does
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
+        """Do what it does with what torch hands to a hook."""
         return self._does(module, *given) if self._module() is module else None
 
 
-def _add(stack: contextlib.ExitStack, register: Callable[..., Any], hook: _Hook, **options: Any) -> None:
+def _add(stack: contextlib.ExitStack, register: Callable[..., Any], hook: CallHook, **options: Any) -> None:
     """Put a hook before all others of its module, but behind those of interventions that began earlier.
 
     So a watch sees the changed values whether it began before or after, and several changes apply in order.
@@ -367,7 +368,7 @@ def _add(stack: contextlib.ExitStack, register: Callable[..., Any], hook: _Hook,
     handle = register(hook, prepend=True, **options)
     stack.callback(handle.remove)
     hooks: OrderedDict[int, Any] = handle.hooks_dict_ref()
-    earlier = [key for key, other in hooks.items() if key != handle.id and isinstance(other, _Hook)]
+    earlier = [key for key, other in hooks.items() if key != handle.id and isinstance(other, CallHook)]
     for key in reversed(earlier):
         hooks.move_to_end(key, last=False)
 

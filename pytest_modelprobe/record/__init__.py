@@ -28,6 +28,7 @@ from .profile import LayerProfile, Profile
 from .ranks import process_group, this_rank
 from .record import (
     COMPILED_INSIDE,
+    LAST_POSITION,
     LiveRun,
     NamesBefore,
     Operation,
@@ -57,6 +58,7 @@ from .tensor_statistics import (
 __all__ = [
     "AS_THEY_ARRIVED",
     "COMPILED_INSIDE",
+    "LAST_POSITION",
     "RESET",
     "Attention",
     "Call",

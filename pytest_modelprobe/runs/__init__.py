@@ -6,7 +6,7 @@ state, how often, and what is restored afterwards. Outside a watch, a run leaves
 
 from __future__ import annotations
 
-from pytest_modelprobe.capture import Options
+from pytest_modelprobe.capture import Options, Positions
 
 from . import maps
 from .compiled import Compiled, compiles_hooks
@@ -26,6 +26,7 @@ __all__ = [
     "Mode",
     "NoGradientError",
     "Options",
+    "Positions",
     "Run",
     "StopOn",
     "Source",

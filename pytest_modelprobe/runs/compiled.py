@@ -30,6 +30,7 @@ def is_inside(compiled: Compiled, options: Options, *, stops: bool = False) -> b
         return False
     asked = {"keep": options.keeps, "functionals": options.functionals, "attention": options.attention}
     asked |= {"profile": options.profile, "histograms": options.histograms, "stop_on": stops}
+    asked["positions"] = options.positions != "all"
     for option, is_asked in asked.items():
         if is_asked:
             raise UsageError(

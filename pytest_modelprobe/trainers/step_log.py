@@ -6,7 +6,6 @@ share this class: each only says where in its library a step begins and ends.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,7 +25,7 @@ class StepLog:
     only what it saw of the batch.
 
     Args:
-        folder: Where to write ``step-00000100.json``, which `Record.from_dict` reads; made if it is not there.
+        folder: Where to write ``step-00000100.json``, which `Record.load` reads; made if it is not there.
         every: How many steps there are from one record to the next.
         layers: Which layers to record.
         tensorboard: Whether to write scalars for TensorBoard into the folder too.
@@ -86,9 +85,7 @@ class StepLog:
             return
         record = self._watch.first_step
         self._stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"step-{self._step:08}.json"
-        path.write_text(json.dumps(record.to_dict(), allow_nan=False), "utf-8")
+        record.save(self._folder / f"step-{self._step:08}.json")
         if self._tensorboard:
             # The exporter is made here and not before, because a launcher copies callbacks into the ranks, and only
             # then is it known which rank writes.

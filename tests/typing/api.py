@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import assert_type
 
 import torch
@@ -132,3 +133,10 @@ def test_interventions(modelprobe: ModelProbe) -> None:
     result = modelprobe.ablation(model, x, lambda output: output.square().mean(), heads={"attn.proj": 4})
     assert_type(result.rows[0].change, float)
     assert_layer_matters(result, "blocks.*", min_change=0.1)
+    with modelprobe.watch(model, positions="last") as watch:
+        model(x)
+    watch.last.save(Path("record.json"))
+    assert_type(Record.load("record.json"), Record)
+    table = modelprobe.precision(model.bfloat16(), model, x, layers="blocks.*", rename={"fc": "fc"})
+    assert_type(table.sqnr, float)
+    assert_type(table["fc"].own, float | None)

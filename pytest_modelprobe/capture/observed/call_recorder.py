@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from pytest_modelprobe.capture.special.profiler import Profiler
 from pytest_modelprobe.capture.special.stop import StopCheck
 from pytest_modelprobe.models import Flat, active_autocast, flatten, unseen
 
+from .positions import LastPosition
 from .random_draws import random_states
 from .running_calls import RunningCall, RunningCalls
 from .tensors import plain_name, shape_of
@@ -41,6 +43,8 @@ class CallRecorder:
     """Measures what each call costs. `None` without ``profile=True``."""
     stop: StopCheck | None
     """Judges each output. `None` without ``stop_on=``."""
+    last: LastPosition | None
+    """Cuts out the last position. `None` without ``positions="last"``."""
 
     def start(self, running: RunningCall, *, training: bool, may_draw: bool) -> None:
         """Observe the inputs of a call, which is not on the stack yet.
@@ -58,7 +62,7 @@ class CallRecorder:
             call.autocast = _autocast_dtype(running.inputs)
         # An input that another call inside the same layer returned has the unit axis that it had there.
         axes = self.running.stack[-1].unit_axes if self.running.stack else None
-        for path, tensor in running.inputs.tensors:
+        for path, tensor in self._looked_at(running, running.inputs):
             axis = axes.get(shape_of(tensor)) if axes else None
             call.inputs.append((path, self.tensors.observe(running.forward, tensor, axis)))
         if may_draw:
@@ -83,7 +87,7 @@ class CallRecorder:
         outputs = flatten("output", output)
         if self.profiler is not None:
             self.profiler.finish_call(running, [tensor for _, tensor in outputs.tensors], leaf=leaf)
-        for path, tensor in outputs.tensors:
+        for path, tensor in self._looked_at(running, outputs):
             if module is None or tensor.is_nested:
                 axis = running.inherited_axis(tensor)
             else:
@@ -101,6 +105,9 @@ class CallRecorder:
             call.random = hashlib.blake2b(b"".join(running.random_states), digest_size=8).hexdigest()
         if self.stop is not None:
             self.stop.outputs(call)
+
+    def _looked_at(self, running: RunningCall, values: Flat) -> Iterable[tuple[str, torch.Tensor]]:
+        return values.tensors if self.last is None else self.last.of(running.name, values.tensors)
 
 
 def _autocast_dtype(inputs: Flat) -> str | None:
