@@ -19,8 +19,8 @@ from pytest_modelprobe.record import Reading, Record, Statistics, estimated_chan
 Direction = Literal["forward", "backward", "state"]
 
 Precision = Literal["exact", "measured", "unmeasured"]
-"""What is known of an expected value. ``exact``: the same machine and versions computed it, and it was in no file, so only
-its noise is allowed for. ``measured``: its noise was measured."""
+"""What is known of an expected value. ``exact``: the same machine and versions computed it, and it was in no file, so
+only its noise is allowed for. ``measured``: its noise was measured."""
 
 NOISE_FACTOR = 4.0
 """Tolerance in units of the measured noise.

@@ -64,6 +64,8 @@ class Sides:
         self._found: SideBySide | None = None
         self._stopped: str | None = None
         """Why nothing was compared."""
+        self._is_asked = False
+        """Whether there has to be a comparison: tests ran to their end in this process."""
         self._versions: dict[str, tuple[str, str]] = {}
         worker = getattr(config, "workerinput", None)
         self._folder = Path(worker[_RECORDS] if worker else tempfile.mkdtemp(prefix="modelprobe-records-"))
@@ -136,7 +138,8 @@ class Sides:
         result = yield
         option = self._config.option
         is_run = not any(getattr(option, name, False) for name in ("collectonly", "setuponly", "setupplan"))
-        if is_run and not hasattr(self._config, "workerinput"):
+        self._is_asked = is_run and not hasattr(self._config, "workerinput")
+        if self._is_asked:
             self._compare()
         return result
 
@@ -145,6 +148,7 @@ class Sides:
     def _compare(self) -> None:
         from pytest_modelprobe.gate import GitError
         from pytest_modelprobe.revisions import SideError, read_written
+        from pytest_modelprobe.text import count
 
         here = read_written(self._folder / "here")
         if not here:
@@ -152,9 +156,8 @@ class Sides:
             return
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
-            tests = len({test for test, _ in here})
-            reporter.write_line("")
-            reporter.write_line(f"modelprobe: {tests} tests with models run again at {self.name} ...")
+            tests = count(len({test for test, _ in here}), "test")
+            reporter.write_line(f"\nmodelprobe: {tests} with models again, at {self.name} ...")
         try:
             with contextlib.ExitStack() as stack:
                 self._found = self._compared(stack, here)
@@ -208,7 +211,8 @@ class Sides:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Fail the run if a model changed, or nothing could be compared."""
-        bad = self._stopped is not None or any(pair.verdict == "changed" for pair in self._pairs)
+        compared = [pair for pair in self._pairs if pair.verdict != "not repeatable"]
+        bad = any(pair.verdict == "changed" for pair in compared) or (self._is_asked and not compared)
         if bad and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

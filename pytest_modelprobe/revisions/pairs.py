@@ -137,9 +137,13 @@ def exact_difference(here: Path, there: Path) -> dict[str, Any] | None:
             "elements": a.numel(),
             "different": int(unequal.sum()),
             "largest": {"difference": _largest(distance, a, b), "relative": _largest(relative, a, b)},
-            "files": [str(here), str(there)],
+            "files": [_shown(here), _shown(there)],
         }
     return None
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _largest(of: Any, a: Any, b: Any) -> tuple[float, list[int], Any, Any]:

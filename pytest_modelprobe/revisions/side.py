@@ -143,7 +143,7 @@ print(json.dumps({{"python": platform.python_version(), "side": bool(side), **{{
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise SideError(f"{self._python} cannot be run: {error}") from None
-        if done.returncode:
+        if done.returncode or not done.stdout.strip():
             raise SideError(f"{self._python} is no Python that runs: {_last_line(done.stderr)}")
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         ours = importlib.metadata.version("pytest-modelprobe")

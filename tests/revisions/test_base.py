@@ -1,0 +1,285 @@
+"""`--modelprobe-base`: the tests with the code of another commit, and their models beside those of the working tree."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+NET = """
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1 = nn.Linear(8, 16)
+            self.norm = nn.LayerNorm(16)
+            self.fc2 = nn.Linear(16, 4)
+
+        def forward(self, x):
+            return self.fc2(self.norm(self.fc1(x)).relu())
+"""
+
+TESTS = """
+    import torch
+    from net import Net
+
+    def test_run(modelprobe):
+        modelprobe.run(modelprobe.build(Net), modelprobe.randn(4, 8), loss="random")
+
+    def test_shapes(modelprobe):
+        modelprobe.architecture(Net(), torch.ones(2, 8))
+
+    def test_step(modelprobe):
+        net = modelprobe.build(Net)
+        optimizer = torch.optim.AdamW(net.parameters())
+        modelprobe.watch(net)
+        net(modelprobe.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+
+    def test_without_a_model():
+        pass
+"""
+
+
+class Project:
+    """A repository with a package `net` in ``src``, and its tests."""
+
+    def __init__(self, pytester: pytest.Pytester) -> None:
+        self.path = pytester.path
+        self._pytester = pytester
+        self.git("init", "-q", "-b", "main")
+        self.write("pyproject.toml", '[tool.pytest.ini_options]\npythonpath = ["src"]\naddopts = "-p no:randomly"\n')
+        self.write(".gitignore", ".pytest_cache\n__pycache__\nignored.txt\n")
+        self.write("src/net.py", NET)
+        self.write("tests/test_net.py", TESTS)
+        self.commit("first")
+
+    def git(self, *arguments: str) -> str:
+        user = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+        done = subprocess.run(["git", *user, *arguments], cwd=self.path, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    def write(self, name: str, text: str) -> None:
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = text.strip("\n").splitlines()
+        indent = len(lines[0]) - len(lines[0].lstrip()) if lines else 0
+        path.write_text("".join(f"{line[indent:]}\n" for line in lines), "utf-8")
+
+    def replace(self, name: str, old: str, new: str) -> None:
+        text = (self.path / name).read_text("utf-8")
+        assert old in text
+        (self.path / name).write_text(text.replace(old, new), "utf-8")
+
+    def commit(self, message: str) -> str:
+        self.git("add", "-A")
+        self.git("commit", "-q", "-m", message)
+        return self.git("rev-parse", "HEAD").strip()
+
+    def run(self, *arguments: str) -> pytest.RunResult:
+        return self._pytester.runpytest_subprocess(*arguments)
+
+    def worktrees(self) -> int:
+        return len(self.git("worktree", "list").splitlines())
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Project:
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    return Project(pytester)
+
+
+def text_of(result: pytest.RunResult) -> str:
+    return re.sub(r"\b[0-9a-f]{10}\b", "COMMIT", "\n".join(result.outlines))
+
+
+def test_a_change_is_named_as_by_a_snapshot_and_shown_exactly(project: Project) -> None:
+    project.git("switch", "-q", "-c", "other")
+    project.replace("src/net.py", "LayerNorm(16)", "LayerNorm(16, eps=1e-4)")
+    project.write(
+        "tests/test_new.py",
+        "def test_new(modelprobe):\n    modelprobe.run(__import__('net').Net(), modelprobe.randn(2, 8))\n",
+    )
+    project.commit("other epsilon")
+    project.git("switch", "-q", "main")
+    project.replace("tests/test_net.py", "test_shapes", "test_architecture")
+    project.commit("on main")
+    project.git("switch", "-q", "other")
+    result = project.run("--modelprobe-base=main")
+    said = text_of(result)
+    assert result.ret == 1
+    assert "3 models: 3 changed; 1 test only here" in said  # the merge base has the old name too
+    assert "tests/test_net.py::test_run, run 1:\nnorm.eps 1e-05 → 0.0001: its output changed by 0.017 %" in said
+    assert "The output of norm differs first: 64 of 64 elements." in said
+    assert re.search(r"difference +0\.0004\d+ +\[\d, \d+\] +-?\d\.\d+ +-?\d\.\d+\n", said)
+    assert "tests/test_net.py::test_shapes, architecture 1:\nnorm.eps 1e-05 → 0.0001; 1 cause" in said
+    assert "tests/test_net.py::test_step, watch 1:\nnorm.eps 1e-05 → 0.0001" in said
+    import torch
+
+    here, there = re.search(r"torch\.load: (\S+) here, (\S+) at main", said).groups()
+    now, then = (torch.load(path)["0 output"] for path in (here, there))
+    assert now.shape == (4, 16)
+    assert not torch.equal(now, then)
+
+
+def test_a_change_far_below_the_tolerance_of_a_snapshot_is_named(project: Project) -> None:
+    project.replace("src/net.py", "self.fc1(x)", "self.fc1(x * 1.0000003)")
+    result = project.run("--modelprobe-base=HEAD", "-k", "test_run")
+    said = "\n".join(result.outlines)
+    assert "1 model: 1 the same but for rounding" in said or "1 model: 1 changed" in said
+    assert "fc1" in said
+    project.replace("src/net.py", "fc1(x * 1.0000003)).relu()", "fc1(x)).relu() * 1.000002")
+    result = project.run("--modelprobe-base=HEAD", "-k", "test_run")
+    assert result.ret == 1
+    assert "(root): own code changed between norm and fc2: by 0.0002 %" in "\n".join(result.outlines)
+
+
+def test_the_user_s_tree_is_as_it_was(project: Project) -> None:
+    project.write("ignored.txt", "mine\n")
+    project.replace("src/net.py", "16", "32")
+    project.git("stash")
+    project.replace("src/net.py", "LayerNorm(16)", "LayerNorm(16, eps=1e-4)")
+    project.git("add", "-A")
+    project.write("src/untracked.py", "x = 1\n")
+
+    def state() -> list[str]:
+        files = ["ls-files", "-co", "-x", "__pycache__", "-x", ".pytest_cache", "-x", "std*", "-x", "runpytest-*"]
+        commands = (files, ["status", "--porcelain", "src", "tests"], ["stash", "list"], ["ls-files", "-s"])
+        return [project.git(*command) for command in (*commands, ["for-each-ref"])]
+
+    before = state()
+    index = (project.path / ".git/index").read_bytes()
+    project.run("--modelprobe-base=HEAD")
+    assert (project.path / ".git/index").read_bytes() == index
+    assert state() == before
+    assert not (project.path / ".git/worktrees").exists()
+
+
+def test_a_commit_that_cannot_be_imported_is_said(project: Project) -> None:
+    project.replace("src/net.py", "class Net", "import no_such_module\n\nclass Net")
+    project.commit("broken")
+    project.replace("src/net.py", "import no_such_module\n", "")
+    result = project.run("--modelprobe-base=HEAD")
+    said = "\n".join(result.outlines)
+    assert "3 tests only here" in said
+    assert "there tests/test_net.py: ModuleNotFoundError: No module named 'no_such_module'" in said
+    assert result.ret == 1  # nothing was compared
+
+
+def test_a_model_that_is_imported_from_this_side_there_too_stops_the_comparison(project: Project) -> None:
+    (project.path / "conftest.py").write_text(f"import sys\nsys.path.insert(0, {str(project.path / 'src')!r})\n")
+    project.commit("a path that is the same on both sides")
+    result = project.run("--modelprobe-base=HEAD")
+    assert result.ret == 1
+    assert "nothing was compared: there too net was imported from" in "\n".join(result.outlines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--modelprobe-base=no-such"], "--modelprobe-base=no-such: there is no revision 'no-such' here: git fetch"),
+        (["--modelprobe-base-python=/no/python"], "--modelprobe-base-python: there is no interpreter /no/python"),
+        (["--modelprobe-base-python=/bin/true"], "--modelprobe-base-python: /bin/true"),
+    ],
+)
+def test_a_side_that_is_not_there_is_refused_before_the_tests(
+    project: Project, arguments: list[str], said: str
+) -> None:
+    result = project.run(*arguments)
+    assert result.ret == 4
+    assert said in "\n".join((*result.outlines, *result.errlines))
+
+
+def test_it_takes_a_repository(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_subprocess("--modelprobe-base=main")
+    assert result.ret == 4
+    assert "is not in a git working tree" in "\n".join(result.errlines)
+
+
+def test_a_run_without_models_compares_nothing(project: Project) -> None:
+    result = project.run("--modelprobe-base=HEAD", "-k", "without_a_model")
+    assert result.ret == 1
+    assert "no test recorded a model, so nothing was compared" in result.outlines
+
+
+def test_ctrl_c_leaves_no_worktree(project: Project) -> None:
+    project.replace(
+        "tests/test_net.py", "def test_run(modelprobe):", "def test_run(modelprobe):\n    import time; time.sleep(60)"
+    )
+    project.commit("slow")
+    project.replace("tests/test_net.py", "time.sleep(60)", "pass")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-q", "--modelprobe-base=HEAD"],
+        cwd=project.path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    while project.worktrees() == 1:
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert "KeyboardInterrupt" in output
+    assert project.worktrees() == 1
+    assert not (project.path / ".git/worktrees").exists()
+
+
+def test_the_other_side_may_have_another_interpreter(
+    project: Project, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    python = tmp_path_factory.mktemp("bin") / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    result = project.run("--modelprobe-base=HEAD", f"--modelprobe-base-python={python}")
+    assert result.ret == 0
+    assert f"beside HEAD (COMMIT) under {python} =" in text_of(result)
+    assert "3 models: 3 unchanged" in result.outlines
+
+
+@pytest.mark.long
+def test_it_works_under_xdist(project: Project) -> None:
+    pytest.importorskip("xdist")
+    project.replace("src/net.py", "LayerNorm(16)", "LayerNorm(16, eps=1e-4)")
+    result = project.run("-n2", "--modelprobe-base=HEAD")
+    assert result.ret == 1
+    assert "3 models: 3 changed" in result.outlines
+
+
+@pytest.mark.long
+def test_the_files_of_submodules_are_there(project: Project, tmp_path_factory: pytest.TempPathFactory) -> None:
+    library = tmp_path_factory.mktemp("library")
+    for command in (
+        ["init", "-q"],
+        ["add", "-A"],
+        ["-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-qm", "one"],
+    ):
+        (library / "width.py").write_text("WIDTH = 16\n")
+        subprocess.run(["git", *command], cwd=library, check=True)
+    project.git("-c", "protocol.file.allow=always", "submodule", "--quiet", "add", str(library), "src/library")
+    project.replace("src/net.py", "from torch import nn", "from torch import nn\nfrom library.width import WIDTH")
+    project.replace("src/net.py", "16", "WIDTH")
+    project.commit("a submodule")
+    result = project.run("--modelprobe-base=HEAD")
+    assert "3 models: 3 unchanged" in result.outlines
+
+
+@pytest.mark.long
+def test_a_model_that_does_not_repeat_is_not_called_changed(project: Project) -> None:
+    project.replace(
+        "src/net.py",
+        "self.norm(self.fc1(x)).relu()",
+        "self.norm(self.fc1(x)).relu() + __import__('os').urandom(1)[0] * 1e-3",
+    )
+    project.commit("random")
+    result = project.run("--modelprobe-base=HEAD", "-k", "test_run")
+    said = "\n".join(result.outlines)
+    assert "not repeatable" in said
+    assert "1 model: 1 not repeatable" in said
