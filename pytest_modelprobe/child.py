@@ -35,6 +35,8 @@ _OWN_OPTIONS: dict[str, Any] = {
     "markexpr": "",
     "maxfail": 0,
     "maxprocesses": None,
+    "modelprobe_base": None,
+    "modelprobe_base_python": None,
     "newfirst": False,
     "numprocesses": None,
     "plugins": [],

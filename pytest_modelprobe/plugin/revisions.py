@@ -61,6 +61,8 @@ class Sides:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._known: set[str] = set()
+        self._failed: set[str] = set()
+        self._recorded: set[str] = set()
         self._found: SideBySide | None = None
         self._stopped: str | None = None
         """Why nothing was compared."""
@@ -129,8 +131,12 @@ class Sides:
         self._known |= {item.nodeid for item in items}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note tests that ran here."""
+        """Note tests that ran here, that failed, and that recorded something."""
         self._known.add(report.nodeid)
+        if report.failed:
+            self._failed.add(report.nodeid)
+        if getattr(report, "modelprobe", ()):
+            self._recorded.add(report.nodeid)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, Any, Any]:
@@ -245,11 +251,12 @@ class Sides:
             (len(only_here), "test", "only here"),
             (len(self._only_there), "test", "only there"),
             (self._found.unpaired, "record", "of one side alone"),
+            (len(self._recorded - self._found.tests), "test", "not compared, for it runs in several processes"),
         )
         yield "; ".join([summary(self._pairs), *(f"{count(n, noun)} {what}" for n, noun, what in told if n)])
         for name, (now, then) in self._versions.items():
             yield printable(f"{name}: {now} here, {then} there")
-        failed = [*ran.unread.items(), *ran.failed.items()]
+        failed = [*ran.unread.items(), *((test, why) for test, why in ran.failed.items() if test not in self._failed)]
         for test, why in failed[:_MOST]:
             yield printable(f"there {test}: {why}")
         if len(failed) > _MOST:

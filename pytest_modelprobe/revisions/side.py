@@ -79,8 +79,6 @@ def options_for(config: pytest.Config, **own: Any) -> dict[str, Any]:
         "modelprobe_json": None,
         "modelprobe_html": None,
         "modelprobe_mutate": None,
-        "modelprobe_base": None,
-        "modelprobe_base_python": None,
         "basetemp": None,
         "confcutdir": None,
         "markexpr": config.option.markexpr,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,8 @@ class TestsOn:
 class SideBySide:
     """What the two sides have in common, and what not."""
 
+    tests: Set[str] = frozenset()
+    """Tests that made records here."""
     pairs: Sequence[Pair] = ()
     ran: Ran = dataclasses.field(default_factory=Ran)
     """What became of the tests on the other side."""
@@ -100,7 +102,7 @@ def side_by_side(
     suspects = [key for key in both if is_suspect(here[key].record, there[key].record)]
     now, then = _with_evidence(suspects, here, there, ours, theirs, kept)
     pairs = [judged(now[key], then[key], (here[key].record, there[key].record)) for key in both]
-    return SideBySide(pairs=pairs, ran=ran, only_here=sorted(only_here), unpaired=unpaired)
+    return SideBySide(tests=tests, pairs=pairs, ran=ran, only_here=sorted(only_here), unpaired=unpaired)
 
 
 def _with_evidence(
