@@ -13,16 +13,19 @@ has no replacement.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import importlib.util
 import operator
+import os
 import pkgutil
 import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -662,3 +665,23 @@ DYNAMO_PACKAGE = "torch._dynamo"
 
 GROUPED_PRODUCT = "aten::_grouped_mm"
 """Name of the operation behind `torch.nn.functional.grouped_mm`. If a torch calls it differently, nothing matches."""
+
+
+_parallel_info = _private("torch.__config__.parallel_info", str)
+
+
+def openmp_team() -> int:
+    """Return the address of ``GOMP_parallel`` in the OpenMP library that computes for torch; 0 if there is none.
+
+    After an operation its threads go on spinning for a while, so that other threads would share their cores with them.
+    They are the ones that can read a tensor at once. libgomp, libomp and libiomp5 have the function by this name.
+    """
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if sys.platform != "linux" or not path.is_file() or "parallel backend: OpenMP" not in _parallel_info():
+        return 0
+    try:
+        # It is loaded already. The name is looked up in the library and in those that it depends on.
+        library = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        return 0

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 from .exceptions import ModelProbeError
 
 VARIABLE = "MODELPROBE_KERNEL"
-
-Share = Callable[[Callable[[], None], int], None]
-"""Calls a function on up to so many threads. Each call works until no work is left."""
 
 
 class Compiled(Protocol):
@@ -32,6 +28,9 @@ class Compiled(Protocol):
     def set_tables(self, masks: bytes, lanes: bytes, orders: bytes, /) -> None:
         """Set the signs and orders of the fingerprint, int8: shapes (8, 256), (16, 16) and (256, 16)."""
 
+    def set_team(self, address: int, /) -> None:
+        """Set the address of ``GOMP_parallel``, by which several threads work, or 0 for one thread."""
+
     def reduce(
         self,
         address: int,
@@ -41,7 +40,7 @@ class Compiled(Protocol):
         axis: int | None,
         index: float,
         hashes: Any,
-        share: Share | None,
+        threads: int,
         histogram: bool = False,
         /,
     ) -> bytes | None:
@@ -57,7 +56,7 @@ class Compiled(Protocol):
             axis: Axis of the units, counted from the end.
             index: Number of the forward.
             hashes: A buffer with one uint64 for each sample, or None for no fingerprint.
-            share: Called if there is work for several threads. With ``None`` all is done on this one.
+            threads: How many threads of the team may work.
             histogram: Whether to count elements in bins, int64.
         """
 

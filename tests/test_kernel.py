@@ -1,5 +1,6 @@
 """The compiled kernel alone: any memory, any instruction set, and which code runs."""
 
+import contextlib
 import ctypes
 import importlib.util
 import math
@@ -15,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_modelprobe import kernel
+from pytest_modelprobe._torch import openmp_team
 from pytest_modelprobe.exceptions import ModelProbeError
-from pytest_modelprobe.statistics.compiled import set_tables
+from pytest_modelprobe.statistics.compiled import prepare
 from pytest_modelprobe.statistics.reduced import PackedReduction
 
 compiled = pytest.mark.skipif(kernel.active is None, reason="the kernel is not compiled")
@@ -28,7 +30,7 @@ HASH = bytes(8)
 @pytest.fixture(autouse=True, scope="module")
 def _tables():
     if kernel.active is not None:
-        set_tables()
+        prepare()
 
 
 def drawn(kind, count, seed, scale=1.0, special=()):
@@ -97,7 +99,7 @@ def test_any_strides(view, kind, seed, data, special):
     stored, values = drawn(kind, size, seed, special=special)
     axis = data.draw(st.integers(-len(shape), -1)) if shape else None
     address = stored.ctypes.data + start * stored.itemsize
-    found = kernel.active.reduce(address, KINDS[kind], shape, strides, axis, 0, HASH, None)
+    found = kernel.active.reduce(address, KINDS[kind], shape, strides, axis, 0, HASH, 1)
     with np.errstate(all="ignore"):
         check(found, strided(values, start, shape, strides), axis)
 
@@ -107,7 +109,7 @@ def test_any_strides(view, kind, seed, data, special):
 @pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 255, 256, 257, 4095, 4097, 8192, 8193, 40_001])
 def test_any_size(kind, size):
     stored, values = drawn(kind, size, size, special=[0.0])
-    check(kernel.active.reduce(stored.ctypes.data, KINDS[kind], (size,), (1,), None, 0, HASH, None), values)
+    check(kernel.active.reduce(stored.ctypes.data, KINDS[kind], (size,), (1,), None, 0, HASH, 1), values)
 
 
 @compiled
@@ -117,7 +119,7 @@ def test_memory_that_is_not_aligned_and_read_only(kind):
     data = b"x" + stored.tobytes()
     address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value + 1
     check(
-        kernel.active.reduce(address, KINDS[kind], (100, 100), (100, 1), -1, 0, HASH, None),
+        kernel.active.reduce(address, KINDS[kind], (100, 100), (100, 1), -1, 0, HASH, 1),
         values.reshape(100, 100),
         -1,
     )
@@ -125,7 +127,7 @@ def test_memory_that_is_not_aligned_and_read_only(kind):
 
 @compiled
 def test_no_element_is_read_where_there_is_none():
-    row, low, high, numbers, _ = unpack(kernel.active.reduce(0, 0, (3, 0), (0, 1), -2, 0, HASH, None))
+    row, low, high, numbers, _ = unpack(kernel.active.reduce(0, 0, (3, 0), (0, 1), -2, 0, HASH, 1))
     assert row[:5] == (0, 0, 0, 0, 0)
     assert low.tolist() == [math.inf] * 3
     assert high.tolist() == [-math.inf] * 3
@@ -135,7 +137,7 @@ def test_no_element_is_read_where_there_is_none():
 @compiled
 def test_more_elements_than_32_bits_count():
     one = np.ones(1, np.float32)
-    row, *_ = unpack(kernel.active.reduce(one.ctypes.data, 0, (1 << 31, 3), (0, 0), None, 0, None, None))
+    row, *_ = unpack(kernel.active.reduce(one.ctypes.data, 0, (1 << 31, 3), (0, 0), None, 0, None, 1))
     assert (row[0], row[10], row[11]) == (3 << 31, 1.0, 0.0)
 
 
@@ -150,7 +152,7 @@ def test_every_instruction_set_gives_the_same_bits(kind, scale):
             kernel.active.choose(level)
             results += [
                 [
-                    kernel.active.reduce(stored.ctypes.data, KINDS[kind], shape, strides, -1, 0, HASH, None)
+                    kernel.active.reduce(stored.ctypes.data, KINDS[kind], shape, strides, -1, 0, HASH, 1)
                     for shape, strides in [((60_000,), (1,)), ((7, 8571), (8571, 1)), ((19, 50, 61), (1, 20, 900))]
                 ]
             ]
@@ -196,7 +198,7 @@ def check_orders(kind, shape, order, axis, signs):
     turned = np.ascontiguousarray(straight.transpose(order)).transpose(np.argsort(order))
     found = [
         kernel.active.reduce(
-            x.ctypes.data, KINDS[kind], shape, tuple(step // x.itemsize for step in x.strides), axis, 0, signs, None
+            x.ctypes.data, KINDS[kind], shape, tuple(step // x.itemsize for step in x.strides), axis, 0, signs, 1
         )
         for x in (straight, turned)
     ]
@@ -216,7 +218,7 @@ def test_numbers_of_two_tensors_together_are_those_of_all_their_elements(kind, s
 
     def numbers(array, index):
         shape, strides = (len(array) // 3, 3), (3, 1)
-        return kernel.active.reduce(array.ctypes.data, KINDS[kind], shape, strides, -1, index, signs, None, True)
+        return kernel.active.reduce(array.ctypes.data, KINDS[kind], shape, strides, -1, index, signs, 1, True)
 
     merged = kernel.active.merge(numbers(one, 0), numbers(other, 5))
     row, low, high, fingerprint, counts = unpack(merged)
@@ -235,7 +237,7 @@ def test_numbers_of_tensors_of_other_kinds_are_not_put_together():
     array = np.ones(6)
 
     def numbers(kind, units, signs, *histogram):
-        return kernel.active.reduce(array.ctypes.data, kind, (1, units), (units, 1), -1, 0, signs, None, *histogram)
+        return kernel.active.reduce(array.ctypes.data, kind, (1, units), (units, 1), -1, 0, signs, 1, *histogram)
 
     one = numbers(1, 3, HASH)
     assert kernel.active.merge(one, one) is not None
@@ -256,18 +258,29 @@ def test_what_is_not_the_numbers_of_a_tensor_is_refused():
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
-def share_among(count):
-    """Return what calls a function on so many threads, this one among them."""
+TEAM = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
-    def share(work, _):
-        others = [threading.Thread(target=work) for _ in range(count - 1)]
-        for other in others:
-            other.start()
-        work()
-        for other in others:
-            other.join()
 
-    return share
+@contextlib.contextmanager
+def team_of(size):
+    """A team of threads in place of that of torch, and how often each reduction called it."""
+    calls = []
+
+    def run(work, data, *_):
+        calls.append(size)
+        threads = [threading.Thread(target=WORK(work), args=(data,)) for _ in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    called = TEAM(run)
+    kernel.active.set_team(ctypes.cast(called, ctypes.c_void_p).value)
+    try:
+        yield calls
+    finally:
+        kernel.active.set_team(openmp_team())
 
 
 LARGE = {
@@ -291,53 +304,56 @@ def test_any_number_of_threads_gives_the_same_bits(layout, kind):
         if not special:
             stored[~np.isfinite(stored)] = 1
         arguments = (stored.ctypes.data, KINDS[kind], shape, strides, axis, 0, HASH)
-        alone = kernel.active.reduce(*arguments, None)
-        for threads in (1, 2, 3, 7):
-            assert kernel.active.reduce(*arguments, share_among(threads)) == alone
+        alone = kernel.active.reduce(*arguments, 1)
+        for size in (1, 2, 3, 7):
+            for threads in (2, 5):  # a team may have fewer threads than were expected, or more
+                with team_of(size) as calls:
+                    assert kernel.active.reduce(*arguments, threads) == alone
+                assert calls == [size]
 
 
 @compiled
-def test_a_tensor_of_one_chunk_is_not_shared():
+def test_a_tensor_of_one_chunk_needs_no_team():
+    stored, _ = drawn("float32", 1 << 16, 1)
+    with team_of(2) as calls:
+        kernel.active.reduce(stored.ctypes.data, 0, (1 << 16,), (1,), None, 0, HASH, 2)
+        kernel.active.reduce(stored.ctypes.data, 0, (1 << 15,), (1,), None, 0, HASH, 2)
+    assert not calls
+
+
+@compiled
+def test_with_one_thread_there_is_no_team():
+    stored, _ = drawn("float32", 1 << 18, 1)
+    with team_of(2) as calls:
+        kernel.active.reduce(stored.ctypes.data, 0, (1 << 18,), (1,), None, 0, HASH, 1)
+    assert not calls
+
+
+@compiled
+def test_several_threads_of_python_reduce_at_once():
     stored, _ = drawn("float32", 1 << 20, 1)
-    kernel.active.reduce(stored.ctypes.data, 0, (1 << 20,), (1,), None, 0, HASH, pytest.fail)
-
-
-@compiled
-def test_what_nobody_shares_is_done_all_the_same():
-    stored, _ = drawn("float32", 3_000_000, 1)
-    arguments = (stored.ctypes.data, 0, stored.shape, (1,), None, 0, HASH)
-    calls = []
-    found = kernel.active.reduce(*arguments, lambda _, most: calls.append(most))
-    assert found == kernel.active.reduce(*arguments, None)
-    assert calls == [3]
-
-
-@compiled
-def test_after_an_interrupt_no_thread_is_at_it_any_more():
-    stored, _ = drawn("float32", 3_000_000, 1)
-    left = []
-
-    def interrupted(work, _):
-        left.append(work)
-        left.append(threading.Thread(target=work))
-        left[1].start()
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        kernel.active.reduce(stored.ctypes.data, 0, stored.shape, (1,), None, 0, HASH, interrupted)
-    left[0]()  # comes too late: there is nothing to do
-    left[1].join()
+    arguments = (stored.ctypes.data, 0, (1 << 20,), (1,), None, 0, HASH, 2)
+    alone, found = kernel.active.reduce(*arguments), []
+    threads = [
+        threading.Thread(target=lambda: found.extend(kernel.active.reduce(*arguments) for _ in range(20)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [alone] * 80
 
 
 @compiled
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ((0, 9, (), (), None, 0, None, None), "ValueError: no such type, strides or axis"),
-        ((0, 0, (2,), (), None, 0, None, None), "ValueError: no such type, strides or axis"),
-        ((0, 0, [2], (1,), None, 0, None, None), "TypeError: sizes and strides are tuples"),
-        ((0, 0, (1,) * 65, (1,) * 65, None, 0, None, None), "ValueError: a tensor of 65 dimensions"),
-        ((0, 0, (0,), (1,), None, 0, b"123", None), "ValueError: hashes that are not one uint64 for each sample"),
+        ((0, 9, (), (), None, 0, None, 1), "ValueError: no such type, strides or axis"),
+        ((0, 0, (2,), (), None, 0, None, 1), "ValueError: no such type, strides or axis"),
+        ((0, 0, [2], (1,), None, 0, None, 1), "TypeError: sizes and strides are tuples"),
+        ((0, 0, (1,) * 65, (1,) * 65, None, 0, None, 1), "ValueError: a tensor of 65 dimensions"),
+        ((0, 0, (0,), (1,), None, 0, b"123", 1), "ValueError: hashes that are not one uint64 for each sample"),
         ((0, 0), "TypeError: reduce() takes 8 arguments or 9"),
     ],
 )

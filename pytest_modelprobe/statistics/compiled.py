@@ -6,11 +6,8 @@ takes an address, sizes and strides, and knows nothing of torch. Whatever it can
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -18,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pytest_modelprobe import kernel
-from pytest_modelprobe._torch import is_wrapped
+from pytest_modelprobe._torch import is_wrapped, openmp_team
 from pytest_modelprobe.models import holds_elements
 
 from .fingerprint import project
@@ -55,13 +52,14 @@ def by_kernel(
     # tensor without elements has no address.
     if not holds_elements(x) or not (address := x.data_ptr()):
         return None
+    prepare()
     shape, hashes = x.shape, None
     if axis is not None and -axis > len(shape):
         axis = None
     if samples is not None:
-        set_tables()
         hashes = samples.hashes(shape)
-    numbers = kernel.active.reduce(address, kind, shape, x.stride(), axis, index, hashes, on_threads, histogram)
+    threads = torch.get_num_threads()
+    numbers = kernel.active.reduce(address, kind, shape, x.stride(), axis, index, hashes, threads, histogram)
     if numbers is None:
         return None
     packed = PackedReduction(1, axis, numbers)
@@ -82,42 +80,12 @@ def by_kernel_merged(a: Reduction, b: Reduction) -> PackedReduction | None:
     return None if numbers is None else PackedReduction(a.tensors + b.tensors, a.axis, numbers)
 
 
-def on_threads(work: Callable[[], None], most: int) -> None:
-    """Call a function on as many threads as torch uses, this one among them, and on no more than ``most``.
-
-    >>> calls = []
-    >>> on_threads(lambda: calls.append(1), 1)
-    >>> calls
-    [1]
-    """
-    others: list[Future[None]] = []
-    try:
-        count = torch.get_num_threads() - 1
-        with contextlib.suppress(RuntimeError):  # no thread can be started while the interpreter ends
-            others += (_pool(count).submit(work) for _ in range(min(count, most - 1)))
-        work()
-    finally:
-        for other in others:
-            if not other.cancel():  # a thread that has not begun finds nothing left to do
-                other.result()
-
-
 @functools.cache
-def _pool(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, "modelprobe")
-
-
-# The threads of a pool stay with the parent when a process forks, so a child makes a pool of its own. Such a child may
-# still crash when it ends by `sys.exit` and torch is unloaded, whatever our threads do, because torch joins the threads
-# of a pool of its own there. A program that calls `torch.get_num_threads()` and `torch.set_num_threads(4)` before it
-# forks shows the same without us.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)
-
-
-@functools.cache
-def set_tables() -> None:
-    """Hand the tables of signs and orders to the kernel."""
+def prepare() -> None:
+    """Hand the tables of signs and orders to the kernel, and the team of threads."""
     assert kernel.active is not None
     tables = masks().astype(np.int8), columns()[:16].T.astype(np.int8), orders().astype(np.uint8)
     kernel.active.set_tables(*(table.tobytes() for table in tables))
+    kernel.active.set_team(openmp_team())
+    if hasattr(os, "register_at_fork"):  # the threads of a team stay with the parent, and a child would wait for them
+        os.register_at_fork(after_in_child=functools.partial(kernel.active.set_team, 0))

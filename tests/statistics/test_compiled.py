@@ -4,16 +4,14 @@ import math
 import os
 import subprocess
 import sys
-import threading
-import time
 
 import numpy as np
 import pytest
 import torch
 
 from pytest_modelprobe import kernel
+from pytest_modelprobe._torch import openmp_team
 from pytest_modelprobe.statistics import WHOLE, collect, merge, reduce, samples_of
-from pytest_modelprobe.statistics.compiled import on_threads
 from pytest_modelprobe.statistics.fingerprint import project
 from pytest_modelprobe.statistics.histogram import count
 
@@ -109,34 +107,18 @@ def _three_threads():
 
 
 @pytest.mark.usefixtures("_three_threads")
-def test_a_large_tensor_is_read_by_as_many_threads_as_torch_has(monkeypatch):
-    names = []
-    threads = on_threads
-    monkeypatch.setattr(
-        "pytest_modelprobe.statistics.compiled.on_threads",
-        lambda work, most: threads(
-            lambda: (names.append(threading.current_thread().name), time.sleep(0.1), work()), most
-        ),
-    )
-    reduce(draw(3_000_000))
-    assert len(set(names)) == 3
-
-
-@pytest.mark.usefixtures("_three_threads")
 def test_several_threads_count_the_same_histogram():
     x = draw(3_000_000)
     assert reduce(x, histogram=True).histogram.tolist() == count(x, torch.float64).tolist()
 
 
-def test_with_one_thread_no_other_is_started():
-    names = []
-    torch.set_num_threads(1)
-    on_threads(lambda: names.append(threading.current_thread()), 9)
-    assert names == [threading.current_thread()]
+@pytest.mark.skipif(sys.platform != "linux", reason="the library is looked for on Linux")
+def test_the_team_of_torch_is_found():
+    assert openmp_team()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_a_fork_has_threads_of_its_own():
+def test_a_fork_reads_on_one_thread():
     script = """
 import os, warnings, torch
 from pytest_modelprobe.statistics import reduce

@@ -48,12 +48,12 @@ enum {
     BLOCK = 4096,     /* elements of one part, which stay in the first-level cache for all passes */
     SPAN = 1 << 14,   /* elements that are brought into order at once */
     TURNED = 1 << 14, /* elements that are transposed at once, or those of 32 columns if that is more */
-    WIDEST = 1 << 16, /* columns of more elements are not transposed but gathered */
+    WIDEST = 1 << 16, /* columns of more elements are not transposed but gathered, and rows of more are no rows */
     LONG = 1 << 10,   /* if so many elements of a unit lie together, blocks end where units do */
-    CHUNK = 1 << 20,  /* elements whose parts one thread adds up */
+    CHUNK = 1 << 16,  /* elements whose parts one thread adds up */
     NARROW = 16,      /* if fewer elements of a unit lie together, ranges are kept by column */
     LINE = 64,        /* bytes of a line of the cache, to which buffers are aligned */
-    SPARE = 1 << 21,  /* bytes up to which a buffer is kept for the next call */
+    SPARE = 1 << 23,  /* bytes up to which a buffer is kept for the next call */
     SMALL = 1 << 13,  /* up to so many elements, all is done in float64 */
     THREADED = 1 << 16 /* from so many elements on, the GIL is released, and other threads may run */
 };
@@ -332,7 +332,7 @@ static void lay_out(
     if (plan->apart == 1) plan->inner = plan->count;
     else if (plan->apart) {
         int64_t width = plan->apart * plan->inner, rows = width ? plan->count / width : 0;
-        if (plan->inner == 1 || (plan->inner < NARROW && rows > 1 && width <= CHUNK / NARROW)) {
+        if (plan->inner == 1 || (plan->inner < NARROW && rows > 1 && width <= WIDEST)) {
             plan->within = plan->inner;
             plan->inner = 1;
             while (plan->repeats * 2 <= rows && plan->repeats * width < 64) plan->repeats *= 2;
@@ -423,22 +423,27 @@ static PyObject *set_tables(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* One call of `reduce`, whose items several threads may work off. Threads change what is not const only with the GIL. */
+/* What one thread has of its own: ranges, counts of bins, and a buffer in which it brings elements into order. */
+typedef struct {
+    void *ranges, *buffer;
+    int64_t bins[BINS + 1];
+} Own;
+
+/* One call of `reduce`, whose items several threads may work off. They change `next`, `joined` and what is their own. */
 typedef struct {
     Plan plan;
-    int folded;
+    int folded, binned;
     int64_t length; /* elements of a sample */
     const uint64_t *hashes;
-    int64_t items, next, running;
+    int64_t items, next;
     size_t buffer; /* bytes in which a thread brings elements into order */
+    int threads, joined; /* how many have something of their own, and how many are at work or were */
+    Own *own;
     Part part, *parts;
     double few[NUMBERS], *numbers;
-    void *ranges;
-    int binned;
-    int64_t bins[BINS];
 } Job;
 
-/* The buffer of the last thread that had one. It is kept, because pages that are new at each call take as long as the
+/* The buffer of the last call that had one. It is kept, because pages that are new at each call take as long as the
    elements. It is taken and given back with the GIL. */
 static void *spare = NULL;
 static size_t size_of_spare = 0;
@@ -463,97 +468,88 @@ static void give_buffer_back(void *buffer, size_t size) {
     size_of_spare = size;
 }
 
-/* Works off items until there are no more. Returns -1 with an error if there is no memory. */
-static int work_off(Job *job) {
+#if VECTORS
+#define ADDED(counter) __atomic_fetch_add(&(counter), 1, __ATOMIC_RELAXED)
+#else
+#define ADDED(counter) ((counter)++) /* there is no team */
+#endif
+
+/* Works off items until there are no more. Each thread of a team calls it once, without the GIL. */
+static void work_off(void *pointer) {
+    Job *job = pointer;
     const Plan *plan = &job->plan;
-    int wide = plan->kind == FLOAT64, small = job->folded ? plan->elements < THREADED : plan->count < THREADED;
-    void *ranges = NULL, *buffer = NULL;
-    size_t size = job->buffer;
-    int64_t bins[BINS + 1];
+    int wide = plan->kind == FLOAT64, number = ADDED(job->joined);
+    if (number >= job->threads) return;
+    Own *own = job->own + number;
     Fold fold; /* its totals are set only when they are needed */
     fold.length = job->length;
     fold.hashes = job->hashes;
-    if (job->next >= job->items) return 0;
-    if (plan->ranges) ranges = malloc((size_t)plan->ranges * (wide ? 16 : 8));
-    if (size) buffer = take_buffer(&size);
-    if ((plan->ranges && !ranges) || (size && !buffer)) {
-        free(ranges);
+    for (int64_t item; (item = ADDED(job->next)) < job->items;)
+        LEVELS[level].work[wide](
+            plan, item, job->folded ? &fold : NULL, job->parts, job->numbers, own->ranges, job->binned ? own->bins : NULL, own->buffer);
+}
+
+/* Calls a function with its data on each thread of a team: the interface that compilers call for `#pragma omp parallel`.
+   With 0 threads the team is that of the operations before, whose threads may still be spinning. Another number would end
+   some of them. */
+typedef void (*Team)(void (*)(void *), void *, unsigned, unsigned);
+static Team team = NULL;
+
+/* set_team(address): GOMP_parallel of the OpenMP library that computes for torch, or 0 for one thread. */
+static PyObject *set_team(PyObject *module, PyObject *address) {
+    (void)module;
+    void *found = PyLong_AsVoidPtr(address);
+    if (PyErr_Occurred()) return NULL;
+    memcpy(&team, &found, sizeof team);
+    Py_RETURN_NONE;
+}
+
+/* Works off all items and merges what threads have of their own into that of the first. Returns -1 with an error if there
+   is no memory. */
+static int work_off_together(Job *job, Own *first) {
+    const Plan *plan = &job->plan;
+    int wide = plan->kind == FLOAT64, small = job->folded ? plan->elements < THREADED : plan->count < THREADED;
+    size_t ranges = (size_t)plan->ranges * (wide ? 16 : 8), threads = (size_t)job->threads, size = job->buffer * threads;
+    char *all = ranges ? malloc(ranges * threads) : NULL, *buffer = size ? take_buffer(&size) : NULL;
+    job->own = threads > 1 ? malloc(sizeof(Own) * threads) : first;
+    if ((ranges && !all) || (job->buffer && !buffer) || !job->own) {
+        if (job->own != first) free(job->own);
+        free(all);
         free(buffer);
         PyErr_NoMemory();
         return -1;
     }
-    void *aligned = buffer ? (char *)buffer + (LINE - (uintptr_t)buffer % LINE) % LINE : NULL;
-    if (wide) no_range_double_base(ranges, plan->ranges);
-    else no_range_float_base(ranges, plan->ranges);
-    if (job->binned) memset(bins, 0, sizeof bins);
-    job->running++;
-    while (job->next < job->items) {
-        int64_t item = job->next++;
-        PyThreadState *state = small ? NULL : PyEval_SaveThread();
-        LEVELS[level].work[wide](plan, item, job->folded ? &fold : NULL, job->parts, job->numbers, ranges, job->binned ? bins : NULL, aligned);
-        if (state) PyEval_RestoreThread(state);
+    for (size_t i = 0; i < threads; i++) {
+        Own *own = job->own + i;
+        own->ranges = all ? all + ranges * i : NULL;
+        if (wide) no_range_double_base(own->ranges, plan->ranges);
+        else no_range_float_base(own->ranges, plan->ranges);
+        own->buffer = buffer ? buffer + (LINE - (uintptr_t)buffer % LINE) % LINE + job->buffer * i : NULL;
+        if (job->binned) memset(own->bins, 0, sizeof own->bins);
     }
-    job->running--;
-    for (int i = 0; job->binned && i < BINS; i++) job->bins[i] += bins[i];
+    PyThreadState *state = small ? NULL : PyEval_SaveThread();
+    if (threads > 1) team(work_off, job, 0, 0);
+    else work_off(job);
+    if (state) PyEval_RestoreThread(state);
     if (buffer) give_buffer_back(buffer, size);
-    if (!job->ranges) {
-        job->ranges = ranges;
-        return 0;
+    *first = *job->own;
+    for (int i = 1; i < job->threads && i < job->joined; i++) {
+        const Own *own = job->own + i;
+        if (ranges && wide) merge_ranges_double_base(first->ranges, own->ranges, plan->ranges);
+        else if (ranges) merge_ranges_float_base(first->ranges, own->ranges, plan->ranges);
+        for (int k = 0; job->binned && k < BINS; k++) first->bins[k] += own->bins[k];
     }
-    if (wide) merge_ranges_double_base(job->ranges, ranges, plan->ranges);
-    else merge_ranges_float_base(job->ranges, ranges, plan->ranges);
-    free(ranges);
+    if (job->own != first) free(job->own);
     return 0;
 }
 
-static const char JOB[] = "modelprobe.job";
-
-static void forget_job(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, JOB)); }
-
-static PyObject *work_off_shared(PyObject *capsule, PyObject *nothing) {
-    Job *job = PyCapsule_GetPointer(capsule, JOB);
-    (void)nothing;
-    if (!job || work_off(job)) return NULL;
-    Py_RETURN_NONE;
-}
-
-static PyMethodDef shared_work = {"work", work_off_shared, METH_NOARGS, NULL};
-
-/* Calls share(work, items), which calls work() on other threads too. Returns -1 with an error. */
-static int work_off_together(Job *job, PyObject *share) {
-    Job *shared = malloc(sizeof(Job)); /* on the heap, as a thread that comes late may ask it for more */
-    if (!shared) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    *shared = *job;
-    PyObject *capsule = PyCapsule_New(shared, JOB, forget_job);
-    if (!capsule) {
-        free(shared);
-        return -1;
-    }
-    PyObject *work = PyCFunction_New(&shared_work, capsule), *done = NULL;
-    if (work) done = PyObject_CallFunction(share, "OL", work, (long long)shared->items);
-    int failed = !done || work_off(shared);
-    shared->next = shared->items; /* after an interrupt, others may still be at work, and must end soon */
-    while (shared->running) {
-        Py_BEGIN_ALLOW_THREADS
-        Py_END_ALLOW_THREADS
-    }
-    job->ranges = shared->ranges;
-    memcpy(job->bins, shared->bins, sizeof job->bins);
-    Py_XDECREF(done);
-    Py_XDECREF(work);
-    Py_DECREF(capsule);
-    return failed ? -1 : 0;
-}
-
-/* reduce(address, kind, sizes, strides, axis, index, hashes, share, histogram=False) returns the numbers, as bytes of
+/* reduce(address, kind, sizes, strides, axis, index, hashes, threads, histogram=False) returns the numbers, as bytes of
    `Packed`, or None if elements are so large that float64 does not hold their squares. */
 static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     static const int64_t itemsizes[] = {4, 8, 2, 2};
     int64_t size[MOST_DIMS], stride[MOST_DIMS];
     Job job;
+    Own own;
     Plan *plan = &job.plan;
     PyObject *result = NULL;
     (void)module;
@@ -567,6 +563,7 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     if (PyErr_Occurred()) return NULL;
     long axis = args[4] == Py_None ? -1 : PyLong_AsLong(args[4]) + dims;
     double index = PyFloat_AsDouble(args[5]);
+    long threads = PyLong_AsLong(args[7]);
     job.binned = count == 9 ? PyObject_IsTrue(args[8]) : 0;
     if (PyErr_Occurred()) return NULL;
     if (kind < FLOAT32 || kind > BFLOAT16 || dims != others || axis >= dims) {
@@ -578,14 +575,13 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     for (int d = 0; d < dims; d++) elements *= size[d];
     plan->kind = (int)kind;
     job.folded = args[6] != Py_None;
-    if (job.binned) memset(job.bins, 0, sizeof job.bins);
     lay_out(plan, data, size, stride, dims, axis < 0 ? -1 : (int)axis, itemsizes[kind], job.folded);
     if (!elements) plan->count = 0;
     plan->elements = elements;
-    job.next = job.running = 0;
+    job.next = job.joined = 0;
     job.parts = &job.part;
     job.numbers = job.few;
-    job.ranges = NULL;
+    own.ranges = NULL;
     job.hashes = NULL;
     job.length = 0;
 
@@ -615,10 +611,11 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     job.items = chunks ? chunks : 1;
     int64_t needed = elements_held(&plan->memory, most);
     if (job.folded && !plan->in_order && elements_held(&plan->logical, most) > needed) needed = elements_held(&plan->logical, most);
-    job.buffer = needed ? (size_t)(needed * itemsize) + LINE : 0;
+    job.buffer = needed ? ((size_t)(needed * itemsize) + 2 * LINE) / LINE * LINE : 0;
     /* If there were as many units as elements, the ranges of each thread would take longer to merge than to find. */
-    int together = args[7] != Py_None && job.items > 1 && plan->ranges <= plan->count / 16;
-    if (together ? work_off_together(&job, args[7]) : work_off(&job)) goto done;
+    int together = team && job.items > 1 && threads > 1 && plan->ranges <= plan->count / 16;
+    job.threads = !together ? 1 : threads < job.items ? (int)threads : (int)job.items;
+    if (work_off_together(&job, &own)) goto done;
 
     Part all = job.parts[0];
     for (int64_t i = 1; i < chunks; i++) merge(&all, job.parts + i);
@@ -628,7 +625,7 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
         goto done;
     }
     Packed packed;
-    size_t ahead = sizeof packed + (job.binned ? sizeof job.bins : 0);
+    size_t ahead = sizeof packed + (job.binned ? sizeof(int64_t) * BINS : 0);
     result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)ahead + (Py_ssize_t)(plan->ranges ? plan->units * 2 * itemsize : 0));
     if (!result) goto done;
     char *to = PyBytes_AsString(result), *low = to + ahead, *high = low + plan->units * itemsize;
@@ -636,8 +633,8 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     packed.wide = (uint8_t)wide;
     if (plan->ranges) {
         packed.units = plan->units;
-        if (wide) range_of_units_double_base(job.ranges, plan->apart, plan->within, plan->repeats, (double *)(void *)low, (double *)(void *)high);
-        else range_of_units_float_base(job.ranges, plan->apart, plan->within, plan->repeats, (float *)(void *)low, (float *)(void *)high);
+        if (wide) range_of_units_double_base(own.ranges, plan->apart, plan->within, plan->repeats, (double *)(void *)low, (double *)(void *)high);
+        else range_of_units_float_base(own.ranges, plan->apart, plan->within, plan->repeats, (float *)(void *)low, (float *)(void *)high);
         if (plan->apart == 1)
             for (int64_t u = 1; u < plan->units; u++) {
                 memcpy(low + u * itemsize, low, (size_t)itemsize);
@@ -657,14 +654,14 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     }
     if (job.binned) {
         packed.binned = 1;
-        for (int i = 0; i < BINS; i++) job.bins[i] *= plan->copies;
-        memcpy(to + sizeof packed, job.bins, sizeof job.bins);
+        for (int i = 0; i < BINS; i++) own.bins[i] *= plan->copies;
+        memcpy(to + sizeof packed, own.bins, sizeof(int64_t) * BINS);
     }
     memcpy(to, &packed, sizeof packed);
 done:
     if (job.parts != &job.part) free(job.parts);
     if (job.numbers != job.few) free(job.numbers);
-    free(job.ranges);
+    free(own.ranges);
     if (hashes.obj) PyBuffer_Release(&hashes);
     return result;
 }
@@ -750,6 +747,7 @@ static PyMethodDef methods[] = {
     {"reduce", (PyCFunction)(void (*)(void))reduce, METH_FASTCALL, NULL},
     {"merge", (PyCFunction)(void (*)(void))merge_packed, METH_FASTCALL, NULL},
     {"set_tables", set_tables, METH_VARARGS, NULL},
+    {"set_team", set_team, METH_O, NULL},
     {"choose", choose, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
