@@ -3,6 +3,7 @@
 from .batch import any_batch_size, batch_independent
 from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_checks, standard
 from .checkpoint import wholly_loaded
+from .deferred import deferred_initialization
 from .finite import finite
 from .gradients import labels_ignored, outputs_train
 from .incremental import incremental
@@ -37,6 +38,7 @@ __all__ = [
     "checkpoint_parity",
     "compile_parity",
     "copy_and_pickle",
+    "deferred_initialization",
     "deterministic",
     "device_parity",
     "dropout_scaled",

@@ -67,6 +67,7 @@ APART: Mapping[str, str] = {
     "ema_tracks": "as it needs the average",
     "resume": "as it needs what makes and trains a state",
     "wholly_loaded": "as it needs the function that loads",
+    "deferred_initialization": "as it needs the function that makes the model",
     "initial_loss": "as a trained model begins lower",
     "spectral_norms_settled": "as torch's older spectral_norm is settled by training alone",
 }
@@ -180,7 +181,7 @@ def standard(
     `permutation_invariant`, `packed_documents`, `export_parity`), those that take long (`compile_parity`, `gradcheck`),
     those with a required option (`device_parity`, `optimizer_covers`, `ema_tracks`), one for models before training
     (`initial_loss`), one for models that are evaluated after it (`spectral_norms_settled`), `resume`, which makes and
-    trains a state, and `wholly_loaded`, which loads a checkpoint.
+    trains a state, `wholly_loaded`, which loads a checkpoint, and `deferred_initialization`, which makes models.
 
     Args:
         probe: Gives the device and the seed.

@@ -87,7 +87,7 @@ def _all_unregistered(prepared: PreparedModel) -> dict[str, Any]:
         where: value
         for name, module in prepared.layers.modules.items()
         for key, attribute in vars(module).items()
-        if key not in OF_ANY_MODULE and not _meant(module, key, attribute)
+        if key not in OF_ANY_MODULE and not meant(module, key, attribute)
         for where, value in _unregistered(qualified(name, key), attribute, known, _DEEPEST)
     }
 
@@ -120,7 +120,7 @@ def _running_statistics(prepared: PreparedModel, before: Mapping[str, Any]) -> l
     return [where for where in replaced if where in moved and not torch.equal(moved[where], trained[where])]
 
 
-def _meant(module: nn.Module, key: str, attribute: Any) -> bool:
+def meant(module: nn.Module, key: str, attribute: Any) -> bool:
     """Whether an attribute is not registered on purpose."""
     # A plain assignment would have registered it.
     hidden = key.startswith("_") and isinstance(attribute, (nn.Module, nn.Parameter))

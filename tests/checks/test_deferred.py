@@ -1,0 +1,369 @@
+"""Models that are made on the meta device and initialized later, beside models that are made directly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pytest_modelprobe import ModelProbe, UsageError, checks
+
+
+class Rotary(nn.Module):
+    """Frequencies that are computed in the constructor, and in ``reset_parameters`` if ``reset``."""
+
+    inv_freq: Tensor
+
+    def __init__(self, *, reset: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", self.frequencies(), persistent=False)
+        if reset:
+            self.reset_parameters = lambda: self.inv_freq.copy_(self.frequencies())
+
+    def frequencies(self) -> Tensor:
+        return 1.0 / 10_000 ** (torch.arange(0, 8, 2).float() / 8)
+
+
+class Net(nn.Module):
+    """A small model with a padding row, a norm with statistics, and frequencies."""
+
+    def __init__(self, *, reset: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8, padding_idx=0)
+        self.rotary = Rotary(reset=reset)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.norm = nn.BatchNorm1d(8)
+
+
+class Changed(Net):
+    """Draws its weights in the constructor, as ``reset_parameters`` of a layer does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            assert isinstance(layer, nn.Linear)
+            nn.init.normal_(layer.weight, std=0.02)
+
+
+class Own(Changed):
+    """Draws its weights in ``init_weights``."""
+
+    def init_weights(self) -> None:
+        for module in self.modules():
+            if callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+        for layer in self.layers:
+            assert isinstance(layer, nn.Linear)
+            nn.init.trunc_normal_(layer.weight, std=0.05)
+
+
+@pytest.fixture
+def probe() -> ModelProbe:
+    return ModelProbe()
+
+
+def with_buffer(value: Tensor, reset: Any = None, name: str = "kept") -> Any:
+    """Return what makes a model with a buffer, which ``reset`` writes to."""
+
+    class Buffered(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.register_buffer(name, value.clone() if not torch.empty(0).is_meta else value.to("meta"))
+
+        def reset_parameters(self) -> None:
+            super().reset_parameters()
+            if reset is not None and hasattr(self, name):
+                reset(getattr(self, name))
+
+    return Buffered
+
+
+# --- what holds -------------------------------------------------------------------------------------------------------
+
+
+def test_layers_that_reset_themselves_pass(probe: ModelProbe) -> None:
+    found = checks.deferred_initialization(probe, Net)
+    assert str(found) == (
+        "deferred_initialization holds for Net: 11 parameters and buffers after reset_parameters(); only seen to be "
+        "random, as they have fewer than 16 random elements: layers.0.bias and layers.1.bias"
+    )
+
+
+def test_an_own_function_may_draw_otherwise_than_the_constructor(probe: ModelProbe) -> None:
+    found = checks.deferred_initialization(probe, Own)
+    assert found.text.startswith("11 parameters and buffers after init_weights()")
+
+
+def test_a_given_function_initializes(probe: ModelProbe) -> None:
+    def initialize(model: Any) -> None:
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        for layer in model.layers:
+            nn.init.normal_(layer.weight, std=0.02)
+
+    found = checks.deferred_initialization(probe, Changed, initialize=initialize)
+    assert found.text.startswith("11 parameters and buffers after initialize()")
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Gemma", "T5", "Bert"])
+def test_models_of_transformers_pass(name: str, probe: ModelProbe) -> None:
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    classes: dict[str, tuple[str, dict[str, int]]] = {
+        "Llama": ("LlamaForCausalLM", small),
+        "Bert": ("BertModel", small),
+        "GPT2": ("GPT2LMHeadModel", {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}),
+        "Gemma": ("GemmaForCausalLM", {**small, "num_key_value_heads": 2, "head_dim": 8}),
+        "T5": ("T5ForConditionalGeneration", {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}),
+    }
+    model, options = classes[name]
+    config = getattr(transformers, f"{name}Config")(vocab_size=30, **options)
+    found = checks.deferred_initialization(probe, lambda: getattr(transformers, model)(config))
+    assert " after init_weights()" in found.text
+
+
+# --- what is not initialized ------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_that_only_the_constructor_computes_is_named(probe: ModelProbe) -> None:
+    with pytest.raises(AssertionError) as error:
+        checks.deferred_initialization(probe, lambda: Net(reset=False))
+    assert str(error.value) == (
+        "rotary.inv_freq is not initialized: all 4 elements are memory that nothing wrote to; 1 of 11 parameters and "
+        "buffers looked at\n"
+        "\n"
+        "name              kind                     elements   after reset_parameters() they\n"
+        "rotary.inv_freq   buffer, not persistent          4   are memory that nothing wrote to\n"
+        "\n"
+        "to_empty() takes all values, those of buffers too. Compute it again in the initialization as the constructor "
+        "does: in reset_parameters() of the module that owns it, or in init_weights()."
+    )
+
+
+@pytest.mark.parametrize(
+    "value", [torch.zeros(3), torch.ones(3).long(), torch.ones(3, 3).tril().bool(), torch.ones(2) * 1j, torch.tensor(2)]
+)
+def test_memory_is_recognized_in_any_dtype(value: Tensor, probe: ModelProbe) -> None:
+    found = checks.deferred_initialization.outcome(probe, with_buffer(value))
+    assert found.text.startswith("kept is not initialized: ")
+    assert checks.deferred_initialization(probe, with_buffer(value, lambda t: t.copy_(value))).verdict == "holds"
+
+
+def test_what_is_computed_from_empty_memory_is_named(probe: ModelProbe) -> None:
+    found = checks.deferred_initialization.outcome(probe, with_buffer(torch.ones(4), lambda t: t.mul_(0.5)))
+    assert found.text.startswith("kept is not initialized: all 4 elements are computed from memory that nothing wrote")
+
+
+def test_a_part_is_counted(probe: ModelProbe) -> None:
+    found = checks.deferred_initialization.outcome(probe, with_buffer(torch.ones(4), lambda t: t[:3].fill_(1)))
+    assert found.text.startswith("kept is not initialized: 1 of 4 elements is memory that nothing wrote to; 1 of 3")
+
+
+def test_a_parameter_without_a_reset_is_named(probe: ModelProbe) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.scale = nn.Parameter(torch.ones(4))
+
+    assert checks.deferred_initialization.outcome(probe, Scaled).layer == "scale"
+
+
+# --- what is initialized otherwise ------------------------------------------------------------------------------------
+
+
+def test_another_distribution_is_named(probe: ModelProbe) -> None:
+    found = checks.deferred_initialization.outcome(probe, Changed)
+    first, table, advice = found.text.split("\n\n")
+    assert first.startswith("layers.0.weight has another distribution: mean ")
+    assert first.endswith(" and deviation 0.0197; 2 of 11 parameters and buffers looked at")
+    assert [line.split()[0] for line in table.splitlines()] == ["name", "layers.0.weight", "layers.1.weight"]
+    assert advice.startswith("Let the constructor and the initialization draw it in the same function.")
+
+
+def test_another_value_is_named(probe: ModelProbe) -> None:
+    found = checks.deferred_initialization.outcome(probe, with_buffer(torch.arange(4.0), lambda t: t.fill_(1)))
+    assert found.text.splitlines()[0] == (
+        "kept has other values: 3 of 4 elements differ, the first at [0] is 1, made directly 0; 1 of 3 parameters and "
+        "buffers looked at"
+    )
+
+
+def test_zeros_that_are_drawn_are_named(probe: ModelProbe) -> None:
+    class Zeroed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+            nn.init.zeros_(self.fc.weight)
+
+    found = checks.deferred_initialization.outcome(probe, Zeroed)
+    assert found.text.startswith("fc.weight is random, made directly constant; 1 of 2")
+
+
+def test_a_tie_that_is_lost_is_named(probe: ModelProbe) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(8, 8)
+            self.head = nn.Linear(8, 8, bias=False)
+            self.head.weight = self.embed.weight
+
+    def tied_again(model: Any) -> None:
+        model.embed.reset_parameters()
+        model.head.weight = model.embed.weight
+
+    found = checks.deferred_initialization.outcome(probe, Tied)
+    assert found.text.startswith("head.weight is no longer tied to embed.weight; 1 of 2 parameters and buffers")
+    assert checks.deferred_initialization(probe, Tied, initialize=tied_again).verdict == "holds"
+
+
+def test_a_tensor_that_is_not_registered_is_a_hint(probe: ModelProbe) -> None:
+    class Cached(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.angles = torch.arange(8)
+
+    found = checks.deferred_initialization.outcome(probe, Cached)
+    assert (found.verdict, found.layer) == ("hint", "angles")
+    assert found.text.startswith("angles is still on the meta device; 1 of 3")
+
+
+# --- healthy models that look odd -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_any_dtype_is_read(dtype: torch.dtype, probe: ModelProbe) -> None:
+    assert checks.deferred_initialization(probe, lambda: Net().to(dtype)).verdict == "holds"
+
+
+def test_weights_that_are_computed_are_left_out(probe: ModelProbe) -> None:
+    def make() -> nn.Module:
+        return nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+
+    def initialize(model: Any) -> None:
+        nn.init.kaiming_uniform_(model.parametrizations.weight.original1, a=5**0.5)
+        model.parametrizations.weight.original0.copy_(model.parametrizations.weight.original1.norm(dim=1, keepdim=True))
+        nn.init.uniform_(model.bias, -(8**-0.5), 8**-0.5)
+
+    found = checks.deferred_initialization(probe, make, initialize=torch.no_grad()(initialize))
+    assert found.verdict == "holds"
+
+
+def test_one_random_number_for_all_elements_is_not_judged(probe: ModelProbe) -> None:
+    def reset(t: Tensor) -> None:
+        t.copy_(torch.rand(1).expand(32))
+
+    class Same(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Parameter(torch.empty(32))
+            self.reset_parameters()
+
+        @torch.no_grad()
+        def reset_parameters(self) -> None:
+            reset(self.gate)
+
+    found = checks.deferred_initialization(probe, Same)
+    assert found.text.endswith("only seen to be random, as their elements depend on each other: gate")
+
+
+def test_random_bools_and_integers_are_drawn(probe: ModelProbe) -> None:
+    class Drawn(nn.Module):
+        keep: Tensor
+        order: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("keep", torch.rand(64) > 0.5)
+            self.register_buffer("order", torch.randperm(64))
+
+        def reset_parameters(self) -> None:
+            self.keep.copy_(torch.rand(64) > 0.5)
+            self.order.copy_(torch.randperm(64))
+
+    assert checks.deferred_initialization(probe, Drawn).text.startswith("2 parameters and buffers")
+
+
+def test_what_the_constructor_leaves_empty_is_said(probe: ModelProbe) -> None:
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+            self.scale = nn.Parameter(torch.empty(8))
+
+    def initialize(model: Any) -> None:
+        model.fc.reset_parameters()
+        nn.init.ones_(model.scale)
+
+    found = checks.deferred_initialization(probe, Empty, initialize=initialize)
+    assert "; values not compared, as the constructor does not initialize them either: scale;" in found.text
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(24, 24), lambda: nn.LSTM(8, 8), lambda: nn.Conv1d(8, 8, 3)])
+def test_layers_of_torch_pass_with_any_seed(make: Any) -> None:
+    for seed in range(20):
+        assert checks.deferred_initialization(ModelProbe(seed=seed), make).verdict == "holds"
+
+
+def test_attention_of_torch_has_no_reset_that_others_call(probe: ModelProbe) -> None:
+    found = checks.deferred_initialization.outcome(probe, lambda: nn.MultiheadAttention(16, 2))
+    assert found.layer == "in_proj_weight"
+    assert "out_proj.bias    parameter         16   are random, made directly constant" in found.text
+
+
+# --- what cannot be checked -------------------------------------------------------------------------------------------
+
+
+def test_a_constructor_that_reads_values_is_not_applicable(probe: ModelProbe) -> None:
+    class Depth(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.rate = torch.linspace(0, 1, 4)[1].item()
+
+    found = checks.deferred_initialization.outcome(probe, Depth)
+    assert found.verdict == "not applicable"
+    assert found.text.startswith("it cannot be made on the meta device: RuntimeError: ")
+
+
+def test_models_without_parameters_or_with_a_device_are_not_applicable(probe: ModelProbe) -> None:
+    found = checks.deferred_initialization.outcome(probe, nn.ReLU)
+    assert str(found) == "deferred_initialization is not applicable to ReLU: ReLU has no parameters or buffers"
+    found = checks.deferred_initialization.outcome(probe, lambda: nn.Linear(2, 2, device="cpu"))
+    assert found.text == "nothing of Linear is on the meta device: make chooses a device"
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "said"),
+    [
+        ((nn.Linear(2, 2),), {}, "make is a function: lambda: Linear"),
+        ((3,), {}, "make is a function that makes a model; got int"),
+        ((lambda: 3,), {}, "make returns a torch.nn.Module; got int"),
+        ((Net,), {"initialize": 3}, r"initialize is a function, initialize\(model\); got int"),
+    ],
+)
+def test_what_is_given_is_checked(args: Any, options: Any, said: str, probe: ModelProbe) -> None:
+    with pytest.raises(UsageError, match=said):
+        checks.deferred_initialization(probe, *args, **options)
+
+
+def test_the_probe_comes_first() -> None:
+    with pytest.raises(UsageError, match="takes the probe, then what makes a model"):
+        checks.deferred_initialization(Net, Net)  # type: ignore[arg-type]
+
+
+def test_an_error_of_the_initialization_is_the_users_own(probe: ModelProbe) -> None:
+    def initialize(model: Any) -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as error:
+        checks.deferred_initialization(probe, Net, initialize=initialize)
+    assert error.value.__notes__ == ["raised in initialize, which checks.deferred_initialization called"]
+
+
+def test_random_states_stay_as_they_were(probe: ModelProbe) -> None:
+    state = torch.get_rng_state()
+    checks.deferred_initialization.outcome(probe, Net)
+    assert torch.equal(torch.get_rng_state(), state)
