@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_modelprobe.exceptions import NothingObservedError
@@ -103,8 +103,13 @@ def pair(actual: Record, expected: Record, rename: Mapping[str, str] | None = No
     return Pairing(actual, expected, steps, tuple(name for name in unsure if name not in by_layer))
 
 
-def port_failure(pairing: Pairing, tolerance: float = 1.0) -> str:
+def port_failure(pairing: Pairing, tolerance: float = 1.0, *, unknown: Collection[str] = ()) -> str:
     """Return the message of the first pair that differs; an empty text if none does.
+
+    Args:
+        pairing: What is compared.
+        tolerance: Factor by which every tolerance is multiplied.
+        unknown: Names of parameters of the actual that are not known to have the values of the expected.
 
     Raises:
         NothingObservedError: No pair has numbers in both records.
@@ -123,6 +128,10 @@ def port_failure(pairing: Pairing, tolerance: float = 1.0) -> str:
     looked_at = f"{count(len(known), 'pair')} of layers looked at"
     if own is not None:
         first = f"{own.first_line(different)}; {looked_at}"
+        inside = "" if own.actual.outermost else f"{own.actual.layer.name}."
+        other = [name for name in unknown if name.startswith(inside)]
+        if other:
+            first += f"; weights inside are not those of the expected: {listed(other)}"
     elif different:
         first = f"{different[0].names}: output differs by {_share(different[0].output)}; {looked_at}"
     elif weights:
