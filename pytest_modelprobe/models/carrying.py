@@ -95,7 +95,9 @@ def carry(source: nn.Module, model: nn.Module, names: Mapping[str, str]) -> tupl
             there = dict(its[before[0]].named_parameters(recurse=False))
             for kind in there.keys() - {"weight", "bias"}:
                 _carry_rows(its, before, own, now, kind, set_from)
-    return set_from, [name for name, _ in model.named_parameters() if name not in set_from]
+    own_names = [name for name, _ in model.named_parameters()]  # a tied one has one name
+    carried = {name: set_from[name] for name in own_names if name in set_from}
+    return carried, [name for name in own_names if name not in carried]
 
 
 def _path(name: str) -> str:
