@@ -119,6 +119,11 @@ def port_failure(pairing: Pairing, tolerance: float = 1.0, *, unknown: Collectio
     known = [one for one in judged if one.output.known]
     if not known:
         raise NothingObservedError("nothing was compared, for no pair of layers has numbers in both records")
+    if any(one.actual.outermost and not one.output.known for one in judged):  # or the rest would read as the same
+        raise NothingObservedError(
+            f"the largest outputs of {pairing.actual.model} and {pairing.expected.model} have no numbers or another "
+            "size, so that they cannot be compared: wrap one model in a module that returns what the other does"
+        )
     different = [one for one in known if one.output.differs]
     ties = list(_other_ties(pairing))
     weights = [one for one in judged if one.weights]

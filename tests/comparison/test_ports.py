@@ -93,3 +93,10 @@ def test_bad_input_is_refused_in_one_sentence(modelprobe):
         assert_same_behavior(record, other, pair="structure", layers="0")
     with pytest.raises(SelectionError, match="rename: 'x' matches no layer"):
         assert_same_behavior(record, other, pair="structure", rename={"x": "0"})
+
+
+def test_models_with_outputs_of_other_sizes_are_refused(modelprobe):
+    x = modelprobe.randn(2, 8)
+    one, two = (nn.Sequential(nn.Linear(8, 8), nn.Flatten(), nn.Linear(8, n)) for n in (3, 4))
+    with pytest.raises(NothingObservedError, match="cannot be compared: wrap one model"):
+        assert_same_behavior(modelprobe.run(one, x), modelprobe.run(two, x), pair="structure")
