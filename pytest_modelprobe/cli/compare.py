@@ -6,8 +6,11 @@ Like `scan` it runs models, so it imports torch when it is called.
 from __future__ import annotations
 
 import argparse
+import functools
+import inspect
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_modelprobe.exceptions import ModelProbeError, UsageError
@@ -16,10 +19,14 @@ from pytest_modelprobe.text import count, listed, printable
 from .common import DIFFERENT, SAME
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from pytest_modelprobe.comparison import Pairing
     from pytest_modelprobe.probe import ModelProbe
+
+    from .scanning import Input
+
+    _Call = tuple[tuple[Tensor, ...], dict[str, Any]]
 
 
 def run_compare(options: argparse.Namespace) -> int:
@@ -43,22 +50,42 @@ def run_compare(options: argparse.Namespace) -> int:
                     side.model = side.target.make()
         except SystemExit as error:  # with code 0 it would read as models that are the same
             raise ModelProbeError(f"a model ends the process: it calls sys.exit({error.code!r})") from error
-        if len(port.inputs) > len(reference.inputs):
-            raise UsageError("--input-b has more inputs than --input: give both models the same tensors")
-        tensors = [one.tensor(probe, at) for at, one in enumerate(reference.inputs)]
+        longest = max(reference.inputs, port.inputs, key=len)
+        tensors = [one.tensor(probe, at) for at, one in enumerate(longest)]
         for one, tensor in zip(port.inputs, tensors, strict=False):
             if one.shape != tuple(tensor.shape):
                 raise UsageError(f"--input-b {one} has another shape than {tuple(tensor.shape)}, that of A's input")
-        calls = []
-        for side in (port, reference):
-            pairs = list(zip(side.inputs, tensors, strict=False))
-            args = tuple(x for one, x in pairs if one.name is None)
-            calls.append((args, {one.name: x for one, x in pairs if one.name is not None}))
+        shared = min(len(reference.inputs), len(port.inputs))
+        calls = [_call(side.model, side.inputs, tensors, shared) for side in (port, reference)]
         return _show(port.model, reference.model, calls, probe, rename, carries=options.weights == "a")
 
 
+def _call(model: nn.Module, inputs: Sequence[Input], tensors: Sequence[Tensor], shared: int) -> _Call:
+    """Return the arguments that both models take. Those that only this one takes are bound to its forward.
+
+    Else fingerprints could not be compared: they are drawn by all tensors that a model is given.
+    """
+    args = tuple(x for one, x in zip(inputs, tensors, strict=False) if one.name is None)
+    kwargs = {one.name: x for one, x in zip(inputs, tensors, strict=False) if one.name is not None}
+    if len(inputs) > shared:
+        names = [one.name for one in inputs[shared:] if one.name is not None]
+        taken = [name for name in inspect.signature(model.forward).parameters if name not in kwargs]
+        if len(args) > len(taken):
+            raise UsageError(f"{count(len(args), 'input')} given, but {type(model).__name__} takes {', '.join(taken)}")
+        own = {name: kwargs.pop(name) for name in names} | dict(zip(taken[shared:], args[shared:], strict=False))
+        model.forward = functools.partial(model.forward, **own)
+        args = args[:shared]
+    return args, kwargs
+
+
 def _show(
-    port: nn.Module, reference: nn.Module, calls: Any, probe: ModelProbe, rename: dict[str, str], *, carries: bool
+    port: nn.Module,
+    reference: nn.Module,
+    calls: Sequence[_Call],
+    probe: ModelProbe,
+    rename: dict[str, str],
+    *,
+    carries: bool,
 ) -> int:
     """Compare two live models on inputs that are the same, and print what differs."""
     from pytest_modelprobe.comparison import port_failure
@@ -87,7 +114,9 @@ def _show(
     return SAME
 
 
-def _paired(port: nn.Module, reference: nn.Module, calls: Any, probe: ModelProbe, rename: dict[str, str]) -> Pairing:
+def _paired(
+    port: nn.Module, reference: nn.Module, calls: Sequence[_Call], probe: ModelProbe, rename: dict[str, str]
+) -> Pairing:
     from pytest_modelprobe.comparison import pair
 
     records = []

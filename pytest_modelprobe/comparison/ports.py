@@ -80,9 +80,10 @@ def pair(actual: Record, expected: Record, rename: Mapping[str, str] | None = No
 
     Raises:
         SelectionError: ``rename`` matches no layer.
-        NothingObservedError: No layer but the root could be paired.
+        NothingObservedError: No layer but the root could be paired, or the two were given other tensors.
     """
     __tracebackhide__ = True
+    _reject_other_inputs(actual, expected)
     told = resolve_rename(actual, expected, rename) if rename else {}
     mine, theirs = list(_candidates(actual)), list(_candidates(expected))
     scores = _Scores(told, actual, expected)
@@ -267,6 +268,21 @@ def _other_ties(pairing: Pairing) -> Iterator[str]:
             tied, other = (a, e) if mine else (e, a)
             to = next(iter(mine or theirs))
             yield f"a weight of {tied.label} is tied to {to}, and that of {other.label} is not tied"
+
+
+def _reject_other_inputs(actual: Record, expected: Record) -> None:
+    """Refuse models that were given other tensors: the fingerprint of every value depends on all of these."""
+    mine, theirs = ([s.call for s in _candidates(record) if s.outermost] for record in (actual, expected))
+    for a, e in zip(mine, theirs, strict=False):
+        changes = [_change(x, y, measured=False, times=1.0) for x, y in zip(a.inputs, e.inputs, strict=False)]
+        if len(a.inputs) == len(e.inputs) and not any(change.differs for change in changes):
+            continue
+        given = [listed([f"{v.path} {v.shape}" for v in call.inputs], most=9) or "no tensor" for call in (a, e)]
+        raise NothingObservedError(
+            f"{actual.model} was given {given[0]} and {expected.model} {given[1]}, which are not the same tensors, so "
+            "that no value can be compared: give both the same, and bind what only one takes in a functools.partial "
+            "of its forward"
+        )
 
 
 # --- the alignment ------------------------------------------------------------------------------------------------

@@ -100,3 +100,10 @@ def test_models_with_outputs_of_other_sizes_are_refused(modelprobe):
     one, two = (nn.Sequential(nn.Linear(8, 8), nn.Flatten(), nn.Linear(8, n)) for n in (3, 4))
     with pytest.raises(NothingObservedError, match="cannot be compared: wrap one model"):
         assert_same_behavior(modelprobe.run(one, x), modelprobe.run(two, x), pair="structure")
+
+
+def test_models_that_were_given_other_tensors_are_not_compared(modelprobe):
+    x, other = modelprobe.randn(2, 8), modelprobe.randn(2, 8, name="other")
+    model = modelprobe.build(lambda: chain("xy"))
+    with pytest.raises(NothingObservedError, match=r"was given input \(2, 8\) and .* which are not the same tensors"):
+        assert_same_behavior(modelprobe.run(model, x), modelprobe.run(model, other), pair="structure")

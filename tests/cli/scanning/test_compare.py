@@ -26,6 +26,10 @@ class B(nn.Module):
     def forward(self, x):
         return self.relu(self.qk(x))
 
+class Masked(B):
+    def forward(self, x, mask):
+        return super().forward(x) * mask
+
 class Named(B):
     def forward(self, *, hidden):
         return super().forward(hidden)
@@ -57,12 +61,24 @@ def test_an_input_has_another_name_in_b(capsys):
     assert "B (Named) does not run on these inputs: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("mask", ["4x12", "mask=4x12"])
+def test_an_input_that_only_one_takes_leaves_the_values_comparable(capsys, mask):
+    given = ["--input-b", "4x8" if mask == "4x12" else "x=4x8", "--input-b", mask]
+    assert cli.main(["compare", "two_nets:A", "two_nets:Masked", "--input", "4x8", *given, "--weights", "a"]) == 1
+    out = capsys.readouterr().out
+    assert "\n(root) does not compute what (root) does: " in out
+    assert "qk" not in out.partition("\n(root)")[2].partition("rename")[0]
+    given = ["--input", given[1], "--input", mask, "--input-b", "4x8"]
+    assert cli.main(["compare", "two_nets:Masked", "two_nets:B", *given, "--weights", "a"]) == 1
+    assert "\n(root) does not compute what (root) does: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (["--rename", "x"], "'x' is no rename: write B's glob and A's"),
         (["--input-b", "4x9"], "--input-b 4x9 has another shape than (4, 8), that of A's input"),
-        (["--input-b", "4x8", "--input-b", "4x8"], "--input-b has more inputs than --input"),
+        (["--input-b", "4x8", "--input-b", "4x8"], "2 inputs given, but B takes x"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(capsys, more, message):
