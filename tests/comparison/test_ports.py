@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import pytest
+import torch
 from torch import nn
 
 from pytest_modelprobe import assert_same_behavior
@@ -107,3 +108,31 @@ def test_models_that_were_given_other_tensors_are_not_compared(modelprobe):
     model = modelprobe.build(lambda: chain("xy"))
     with pytest.raises(NothingObservedError, match=r"was given input \(2, 8\) and .* which are not the same tensors"):
         assert_same_behavior(modelprobe.run(model, x), modelprobe.run(model, other), pair="structure")
+
+
+class Placed(nn.Module):
+    """Adds positions, which are its own parameter or that of a layer."""
+
+    def __init__(self, own: bool, shift: int = 0) -> None:
+        super().__init__()
+        places = torch.arange(24.0).reshape(3, 8)
+        self.shift, self.inside = shift, nn.Linear(8, 8)
+        if own:
+            self.places = nn.Parameter(places)
+        else:
+            self.table = nn.Embedding.from_pretrained(places, freeze=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = self.places if hasattr(self, "places") else self.table(torch.arange(3))
+        return self.inside(x + places.roll(self.shift, 0))
+
+
+def test_a_parameter_that_is_in_another_layer_is_not_what_differs(modelprobe):
+    x = modelprobe.randn(2, 3, 8)
+    one, two, wrong = (
+        modelprobe.run(modelprobe.build(lambda options=options: Placed(*options)), x)
+        for options in ((True,), (False,), (True, 1))
+    )
+    assert_same_behavior(one, two, pair="structure")
+    with pytest.raises(AssertionError, match=r"^\(root\) does not compute .* first in what it passes to inside; "):
+        assert_same_behavior(wrong, two, pair="structure")
