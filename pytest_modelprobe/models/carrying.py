@@ -69,7 +69,7 @@ def carry(source: nn.Module, model: nn.Module, names: Mapping[str, str]) -> tupl
         source: The model that has the weights.
         model: The model that gets them.
         names: Layer of ``source`` → layer of ``model``. Layers without a partner inside two that are partners are
-            taken in order: as many as give the rows of one.
+            taken in order: as many as give the rows of one. Then parameters that are alone in their shape.
 
     >>> there, here = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 4)), nn.Sequential(nn.Linear(2, 6))
     >>> carry(there, here, {"(root)": "(root)"})
@@ -96,8 +96,26 @@ def carry(source: nn.Module, model: nn.Module, names: Mapping[str, str]) -> tupl
             for kind in there.keys() - {"weight", "bias"}:
                 _carry_rows(its, before, own, now, kind, set_from)
     own_names = [name for name, _ in model.named_parameters()]  # a tied one has one name
+    set_from |= _carry_by_shape(source, model, [name for name in own_names if name not in set_from])
     carried = {name: set_from[name] for name in own_names if name in set_from}
     return carried, [name for name in own_names if name not in carried]
+
+
+def _carry_by_shape(source: nn.Module, model: nn.Module, left: list[str]) -> dict[str, str]:
+    """Set parameters that are the only ones of their shape that are left in both, and return from which.
+
+    One implementation has its class token at the root, and the other in a layer of embeddings.
+    """
+    known = recognized(source, model) if left else {}
+    own, its = dict(model.named_parameters()), dict(source.named_parameters())
+    by_shape: dict[torch.Size, tuple[list[str], list[str]]] = {}
+    for side, (names, there) in enumerate(((left, own), ([name for name in its if name not in known], its))):
+        for name in names:
+            by_shape.setdefault(there[name].shape, ([], []))[side].append(name)
+    only = {mine[0]: theirs[0] for mine, theirs in by_shape.values() if len(mine) == len(theirs) == 1}
+    for mine, theirs in only.items():
+        own[mine].detach().copy_(its[theirs].detach())
+    return only
 
 
 def _path(name: str) -> str:
