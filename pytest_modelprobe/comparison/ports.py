@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pytest_modelprobe.exceptions import NothingObservedError
 from pytest_modelprobe.record import (
     ROOT,
+    Call,
     CallTree,
     Layer,
     Parameter,
@@ -63,12 +64,21 @@ class Pairing:
             [name for name in dict.fromkeys(theirs) if name not in names],
         )
 
+    def _forwards(self) -> list[tuple[Record, Call]]:
+        """Return the first forward of each that is in a pair."""
+        found = next(((a.call, e.call) for a, e in self.steps if a.outermost), ())
+        return list(zip((self.actual, self.expected), found, strict=False))
+
     def __str__(self) -> str:
         mine, theirs = self.unpaired()
         rows = [f"rename={self.rename!r}"] if self.rename else []
         for record, names in ((self.actual, mine), (self.expected, theirs)):
             if names:
                 rows.append(f"{count(len(names), 'layer')} of {record.model} without a partner: {listed(names)}")
+        for record, call in self._forwards():
+            others = [value.path for value in call.outputs if value is not _main(call.outputs)]
+            if others:
+                rows.append(f"Only the largest output is compared, not {listed(others)} of {record.model}")
         if self.ambiguous:
             said = f"{listed(self.ambiguous)} {'fits' if len(self.ambiguous) == 1 else 'fit'} several layers"
             rows.append(f"Ambiguous: {said} equally well; say which with rename=")

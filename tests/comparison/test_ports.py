@@ -136,3 +136,9 @@ def test_a_parameter_that_is_in_another_layer_is_not_what_differs(modelprobe):
     assert_same_behavior(one, two, pair="structure")
     with pytest.raises(AssertionError, match=r"^\(root\) does not compute .* first in what it passes to inside; "):
         assert_same_behavior(wrong, two, pair="structure")
+
+
+def test_outputs_beside_the_largest_are_said_not_to_be_compared(modelprobe):
+    ids = modelprobe.randint(0, ported.WORDS, (2, 12))
+    found = pair(modelprobe.run(ported.nano_gpt(), ids), modelprobe.run(ported.gpt2(), ids))
+    assert "Only the largest output is compared, not output.past_key_values" in str(found)
