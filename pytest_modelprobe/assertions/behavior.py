@@ -7,9 +7,20 @@ equal inputs, and the failure names the code or the weights instead of every lay
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
+from typing import Literal
 
-from pytest_modelprobe.comparison import Comparison, Tolerance, changes_code, compare, diagnose, layers_behind_zeros
+from pytest_modelprobe.comparison import (
+    Comparison,
+    Tolerance,
+    changes_code,
+    compare,
+    diagnose,
+    layers_behind_zeros,
+    port_failure,
+)
+from pytest_modelprobe.comparison import pair as pairing_of
 from pytest_modelprobe.comparison.text import text
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.record import LAST_POSITION, Record, Selector, selected
@@ -26,6 +37,7 @@ def assert_same_behavior(
     rename: Mapping[str, str] | None = None,
     layers: Selector = "**",
     structure: bool = True,
+    pair: Literal["names", "structure"] = "names",
     tolerance: Tolerance = None,
 ) -> None:
     """Assert that two models compute the same, layer by layer; the failure names the code or weights that differ.
@@ -41,13 +53,16 @@ def assert_same_behavior(
             inside them are included. ``{"blocks.*": "transformer.h.*"}``
         layers: Which layers of ``actual`` to compare.
         structure: Whether to compare types, attributes and shapes of parameters too; False for another implementation.
+        pair: ``"structure"`` pairs the layers of another implementation by the values that flow through them where no
+            names agree, and compares the outputs of the pairs; the failure has the pairing as a ``rename``.
         tolerance: Factor by which every tolerance is multiplied: a number, or a dict of glob of layers → number.
 
     Raises:
         AssertionError: They differ.
         SelectionError: ``rename``, ``layers`` or ``tolerance`` matches no layer.
-        NothingObservedError: One of the two was never called.
-        UsageError: One of the two alone was watched with ``positions="last"``.
+        NothingObservedError: One of the two was never called, or no layer could be paired.
+        UsageError: One of the two alone was watched with ``positions="last"``, or ``pair`` is neither of the two, or is
+            with an option that it does not take.
 
     >>> import torch
     >>> from pytest_modelprobe import ModelProbe
@@ -67,6 +82,17 @@ def assert_same_behavior(
             f"only the {'actual' if last[0] else 'expected'} record is of the last position alone: "
             'watch both with positions="last"'
         )
+    if pair not in ("names", "structure"):
+        raise UsageError(f'pair is "names" or "structure"; got {pair!r}')
+    if pair == "structure":
+        if layers != "**" or isinstance(tolerance, Mapping):
+            raise UsageError(
+                'pair="structure" compares all pairs: leave out layers=, and give one number as tolerance='
+            )
+        if type(tolerance) not in (int, float, type(None)) or (tolerance is not None and not 0 < tolerance < math.inf):
+            raise UsageError(f"a tolerance multiplies the measured noise and is a positive number; got {tolerance!r}")
+        _assert_same_port(mine, theirs, rename, 1.0 if tolerance is None else tolerance)
+        return
 
     def compared(mine: Record, theirs: Record) -> Comparison:
         return compare(
@@ -98,6 +124,14 @@ def assert_same_behavior(
     diagnosis = diagnose(found)
     if not diagnosis.same:
         raise AssertionError(text(diagnosis, _next_steps(structure=structure)))
+
+
+def _assert_same_port(mine: Record, theirs: Record, rename: Mapping[str, str] | None, tolerance: float) -> None:
+    if theirs.noise is None and theirs.live_run is not None:
+        theirs = theirs.live_run.measured(theirs)
+    message = port_failure(pairing_of(mine, theirs, rename), tolerance)
+    if message:
+        raise AssertionError(message)
 
 
 def _next_steps(*, structure: bool) -> list[str]:

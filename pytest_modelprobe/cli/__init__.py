@@ -1,7 +1,7 @@
 """The command `modelprobe`: shows snapshots, compares them, and checks that changes are declared.
 
 A job that reviews changes has a checkout and nothing installed but this package. So the subcommands read files and ask
-git, and need neither torch nor pytest; only `scan` runs a model.
+git, and need neither torch nor pytest; only `scan` and `compare` run models.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pytest_modelprobe.text import printable
 from . import doctor
 from .check import run_check, run_declare, run_diff
 from .common import INCOMPLETE
+from .compare import run_compare
 from .init import GIT_ATTRIBUTES, run_init
 from .log import run_log
 from .report import run_report
@@ -138,6 +139,23 @@ def _parser() -> argparse.ArgumentParser:
     scan.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu, cuda, cuda:N or mps (default: cpu)")
     scan.add_argument("--write", metavar="PATH", help="write a file of tests, to be edited")
     scan.set_defaults(run=run_scan)
+
+    compare = commands.add_parser(
+        "compare",
+        help="run two implementations on the same inputs, and name the first layer that differs",
+        description="Make two models, pair their layers by what flows through them, and compare the outputs of pairs.",
+    )
+    compare.add_argument("a", metavar="A:NAME", help="a function or a class that makes the reference")
+    compare.add_argument("b", metavar="B:NAME", help="the same for the port")
+    told = "a tensor that both take, as for scan; may be repeated; guessed from A by default"
+    compare.add_argument("--input", action="append", default=[], metavar="[NAME=]SHAPE[:BELOW]", help=told)
+    told = "the same tensors by the names that B has for them; those of A by default"
+    compare.add_argument("--input-b", action="append", default=[], metavar="[NAME=]SHAPE[:BELOW]", help=told)
+    told = "layers that are the same, such as 'blocks.*=transformer.h.*'; may be repeated"
+    compare.add_argument("--rename", action="append", default=[], metavar="B=A", help=told)
+    compare.add_argument("--weights", choices=["a"], help="set the weights of B from those of A by the pairing")
+    compare.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu, cuda, cuda:N or mps (default: cpu)")
+    compare.set_defaults(run=run_compare)
 
     init = commands.add_parser("init", help="add the attributes of snapshots to .gitattributes")
     init.set_defaults(run=run_init)

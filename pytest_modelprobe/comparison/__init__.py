@@ -15,6 +15,7 @@ from .diagnosis import (
 )
 from .differences import BEHAVIOR, CallPair, Comparison, Difference, Parts, Tolerance
 from .pairing import is_drawn_otherwise
+from .ports import Pairing, pair, port_failure
 from .tolerance import LARGEST_TOLERANCE, Precision, is_rounding, largest_gradient
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Difference",
     "LARGEST_TOLERANCE",
     "NO_EFFECT",
+    "Pairing",
     "Parts",
     "Precision",
     "Tolerance",
@@ -38,4 +40,6 @@ __all__ = [
     "largest_gradient",
     "layers_behind_zeros",
     "changes_code",
+    "pair",
+    "port_failure",
 ]

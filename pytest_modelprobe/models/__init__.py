@@ -7,6 +7,7 @@ restoring its state. Capture, checks, interventions and mutation all use these, 
 from __future__ import annotations
 
 from .calls import CallTracer, ModuleCall
+from .carrying import carry, recognized
 from .distribution import (
     TENSOR_PARALLEL,
     is_distributed,
@@ -72,6 +73,8 @@ __all__ = [
     "detached_copy",
     "flatten",
     "flatten_call",
+    "carry",
+    "recognized",
     "has_dense_storage",
     "has_lazy",
     "holds_elements",

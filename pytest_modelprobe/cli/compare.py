@@ -1,0 +1,142 @@
+"""`modelprobe compare`: two implementations on the same inputs, without a test.
+
+Like `scan` it runs models, so it imports torch when it is called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pytest_modelprobe.exceptions import ModelProbeError, UsageError
+from pytest_modelprobe.text import count, listed, printable
+
+from .common import DIFFERENT, SAME
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from pytest_modelprobe.comparison import Pairing
+    from pytest_modelprobe.probe import ModelProbe
+
+    from .scanning import Input
+
+    _Call = tuple[tuple[Tensor, ...], dict[str, Any]]
+
+
+def run_compare(options: argparse.Namespace) -> int:
+    """Make both models, run them on the same inputs, and print the pairing and the first pair that differs."""
+    rename = dict(map(_rule, options.rename))
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m` does
+    import torch
+
+    from pytest_modelprobe.probe import ModelProbe
+
+    from .scanning import ScannedModel, load, parse_input
+
+    inputs, others = ([parse_input(text) for text in given] for given in (options.input, options.input_b))
+    with ModelProbe(options.device) as probe:
+        try:
+            reference = ScannedModel(load(options.a), probe, inputs)
+            port = ScannedModel(load(options.b), probe, others or reference.inputs)
+            for side in (reference, port):  # as the factory makes it: its own weights, by one seed
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(probe.seed)
+                    side.model = side.target.make()
+        except SystemExit as error:  # with code 0 it would read as models that are the same
+            raise ModelProbeError(f"a model ends the process: it calls sys.exit({error.code!r})") from error
+        longest = max(reference.inputs, port.inputs, key=len)
+        tensors = [one.tensor(probe, at) for at, one in enumerate(longest)]
+        for one, tensor in zip(port.inputs, tensors, strict=False):
+            if one.shape != tuple(tensor.shape):
+                raise UsageError(f"--input-b {one} has another shape than {tuple(tensor.shape)}, that of A's input")
+        shared = min(len(reference.inputs), len(port.inputs))
+        calls = [_call(side.model, side.inputs, tensors, shared) for side in (port, reference)]
+        return _show(port.model, reference.model, calls, probe, rename, carries=options.weights == "a")
+
+
+def _call(model: nn.Module, inputs: Sequence[Input], tensors: Sequence[Tensor], shared: int) -> _Call:
+    """Return the arguments that both models take. Those that only this one takes are bound to its forward.
+
+    Else fingerprints could not be compared: they are drawn by all tensors that a model is given.
+    """
+    args = tuple(x for one, x in zip(inputs, tensors, strict=False) if one.name is None)
+    kwargs = {one.name: x for one, x in zip(inputs, tensors, strict=False) if one.name is not None}
+    if len(inputs) > shared:
+        names = [one.name for one in inputs[shared:] if one.name is not None]
+        taken = [name for name in inspect.signature(model.forward).parameters if name not in kwargs]
+        if len(args) > len(taken):
+            raise UsageError(f"{count(len(args), 'input')} given, but {type(model).__name__} takes {', '.join(taken)}")
+        own = {name: kwargs.pop(name) for name in names} | dict(zip(taken[shared:], args[shared:], strict=False))
+        model.forward = functools.partial(model.forward, **own)
+        args = args[:shared]
+    return args, kwargs
+
+
+def _show(
+    port: nn.Module,
+    reference: nn.Module,
+    calls: Sequence[_Call],
+    probe: ModelProbe,
+    rename: dict[str, str],
+    *,
+    carries: bool,
+) -> int:
+    """Compare two live models on inputs that are the same, and print what differs."""
+    from pytest_modelprobe.comparison import port_failure
+    from pytest_modelprobe.models import carry, recognized
+
+    pairing = _paired(port, reference, calls, probe, rename)
+    if carries:
+        carried, _ = carry(reference, port, pairing.names)
+        print(f"Weights: {count(len(carried), 'parameter')} of B set from A's by the pairing")
+        pairing = _paired(port, reference, calls, probe, rename)
+    found = recognized(port, reference)
+    left = [name for name, _ in port.named_parameters() if name not in found]
+    print(f"Weights: {count(len(found), 'parameter')} of B recognized in A, {len(left)} not")
+    for name, where in found.items():
+        if where.startswith("rows") or where.endswith("transposed"):
+            print(printable(f"  {name} = {where}"))
+    if left:
+        advice = "" if carries else "; --weights=a sets what the pairing maps"
+        print(printable(f"  not recognized: {listed(left)}{advice}"))
+    message = port_failure(pairing, unknown=left)
+    if message:
+        print("", *map(printable, message.split("\n")), sep="\n")
+        return DIFFERENT
+    print("", *map(printable, str(pairing).split("\n")), sep="\n")
+    print(f"\nSame: {count(len(pairing.steps), 'pair')} of layers")
+    return SAME
+
+
+def _paired(
+    port: nn.Module, reference: nn.Module, calls: Sequence[_Call], probe: ModelProbe, rename: dict[str, str]
+) -> Pairing:
+    from pytest_modelprobe.comparison import pair
+
+    records = []
+    for letter, model, (args, kwargs) in zip("BA", (port, reference), calls, strict=True):
+        try:
+            records.append(probe.run(model, *args, mode="eval", kwargs=kwargs, isolate=False))
+        except ModelProbeError:
+            raise
+        except Exception as error:  # whatever a model raises on inputs that do not fit
+            way = "give its inputs with --input-b" if letter == "B" else "give others with --input"
+            raise UsageError(
+                f"{letter} ({type(model).__name__}) does not run on these inputs: {error}; {way}"
+            ) from error
+    actual, expected = records
+    live = expected.live_run
+    return pair(actual, live.measured(expected) if live is not None else expected, rename)
+
+
+def _rule(text: str) -> tuple[str, str]:
+    mine, equals, theirs = text.partition("=")
+    if not (mine and equals and theirs):
+        raise UsageError(f"{text!r} is no rename: write B's glob and A's, such as blocks.*=transformer.h.*")
+    return mine, theirs

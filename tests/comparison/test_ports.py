@@ -1,0 +1,144 @@
+"""Ports of models of transformers in other words: healthy ones are the same, and an error is named."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_modelprobe import assert_same_behavior
+from pytest_modelprobe.comparison import pair
+from pytest_modelprobe.exceptions import NothingObservedError, SelectionError, UsageError
+
+from . import ported
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize(("port", "reference"), [(ported.nano_gpt, ported.gpt2), (ported.fused_llama, ported.llama)])
+def test_a_healthy_port_is_the_same(modelprobe, port, reference):
+    ids = modelprobe.randint(0, ported.WORDS, (2, 12))
+    assert_same_behavior(modelprobe.run(port(), ids), modelprobe.run(reference(), ids), pair="structure")
+
+
+@pytest.mark.parametrize(
+    ("error", "first"),
+    [
+        ("eps", "blocks.0.n1 does not compute what transformer.h.0.ln_1 does: "),
+        ("gelu", "blocks.0.mlp.act does not compute what transformer.h.0.mlp.act does: "),
+        ("qkv order", "blocks.0.mix does not compute what transformer.h.0.attn does: "),
+        ("scale", "blocks.0.mix does not compute what transformer.h.0.attn does: "),
+        ("mask", "blocks.0.mix does not compute what transformer.h.0.attn does: "),
+        ("post-norm", "blocks.0 does not compute what transformer.h.0 does: "),
+        ("position", "first in what it passes to pos; "),
+        ("untied", "a weight of lm_head is tied to transformer.wte.weight, and that of head is not tied"),
+        ("bias", "blocks.0.mlp.fc and transformer.h.0.mlp.c_fc: has weight, expected weight and bias, and the output "),
+    ],
+)
+def test_an_error_of_a_port_of_gpt2_is_named(modelprobe, error, first):
+    ids = modelprobe.randint(0, ported.WORDS, (2, 12))
+    port, reference = modelprobe.run(ported.nano_gpt(error), ids), modelprobe.run(ported.gpt2(), ids)
+    with pytest.raises(AssertionError) as failure:
+        assert_same_behavior(port, reference, pair="structure")
+    assert first in str(failure.value).partition("\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "first"),
+    [
+        ("eps", "blocks.0.n1 does not compute what model.layers.0.input_layernorm does: "),
+        ("rope", "blocks.0.mix does not compute what model.layers.0.self_attn does: "),
+        ("kv heads", "blocks.0.mix does not compute what model.layers.0.self_attn does: "),
+        ("gate order", "blocks.0.ff does not compute what model.layers.0.mlp does: "),
+        ("layer norm", "blocks.0.n1 and model.layers.0.input_layernorm: has weight and bias, expected weight, and "),
+    ],
+)
+def test_an_error_of_a_port_of_llama_is_named(modelprobe, error, first):
+    ids = modelprobe.randint(0, ported.WORDS, (2, 12))
+    port, reference = modelprobe.run(ported.fused_llama(error), ids), modelprobe.run(ported.llama(), ids)
+    with pytest.raises(AssertionError) as failure:
+        assert_same_behavior(port, reference, pair="structure")
+    assert str(failure.value).startswith(first)
+
+
+def test_the_pairing_is_a_rename_to_paste_and_what_has_no_partner_is_counted(modelprobe):
+    ids = modelprobe.randint(0, ported.WORDS, (2, 12))
+    found = pair(modelprobe.run(ported.fused_llama(), ids), modelprobe.run(ported.llama(), ids))
+    assert found.rename["blocks.*.mix"] == "model.layers.*.self_attn"
+    assert "4 layers of FusedLlama without a partner: blocks.0.mix.qkv, " in str(found)
+
+
+def chain(names: str) -> nn.Module:
+    return nn.Sequential(OrderedDict((name, nn.Linear(8, 8)) for name in names))
+
+
+def test_layers_that_fit_several_are_said_and_not_guessed(modelprobe):
+    x = modelprobe.randn(2, 8)
+    one, two = (modelprobe.run(modelprobe.build(lambda names=names: chain(names)), x) for names in ("xy", "pqr"))
+    found = pair(one, two)
+    assert found.names == {"p": "x", "(root)": "(root)"}
+    assert "Ambiguous: y fits several layers equally well; say which with rename=" in str(found)
+    assert pair(one, two, {"y": "r"}).names == {"p": "x", "r": "y", "(root)": "(root)"}
+
+
+def test_bad_input_is_refused_in_one_sentence(modelprobe):
+    x = modelprobe.randn(2, 8)
+    record, other = modelprobe.run(nn.Linear(8, 8), x), modelprobe.run(nn.Sequential(nn.ReLU()), x)
+    with pytest.raises(NothingObservedError, match="no layer of Linear could be paired with one of Sequential: say"):
+        assert_same_behavior(record, other, pair="structure")
+    with pytest.raises(UsageError, match='pair is "names" or "structure"; got \'values\''):
+        assert_same_behavior(record, other, pair="values")
+    with pytest.raises(UsageError, match="leave out layers="):
+        assert_same_behavior(record, other, pair="structure", layers="0")
+    with pytest.raises(SelectionError, match="rename: 'x' matches no layer"):
+        assert_same_behavior(record, other, pair="structure", rename={"x": "0"})
+
+
+def test_models_with_outputs_of_other_sizes_are_refused(modelprobe):
+    x = modelprobe.randn(2, 8)
+    one, two = (nn.Sequential(nn.Linear(8, 8), nn.Flatten(), nn.Linear(8, n)) for n in (3, 4))
+    with pytest.raises(NothingObservedError, match="cannot be compared: wrap one model"):
+        assert_same_behavior(modelprobe.run(one, x), modelprobe.run(two, x), pair="structure")
+
+
+def test_models_that_were_given_other_tensors_are_not_compared(modelprobe):
+    x, other = modelprobe.randn(2, 8), modelprobe.randn(2, 8, name="other")
+    model = modelprobe.build(lambda: chain("xy"))
+    with pytest.raises(NothingObservedError, match=r"was given input \(2, 8\) and .* which are not the same tensors"):
+        assert_same_behavior(modelprobe.run(model, x), modelprobe.run(model, other), pair="structure")
+
+
+class Placed(nn.Module):
+    """Adds positions, which are its own parameter or that of a layer."""
+
+    def __init__(self, own: bool, shift: int = 0) -> None:
+        super().__init__()
+        places = torch.arange(24.0).reshape(3, 8)
+        self.shift, self.inside = shift, nn.Linear(8, 8)
+        if own:
+            self.places = nn.Parameter(places)
+        else:
+            self.table = nn.Embedding.from_pretrained(places, freeze=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = self.places if hasattr(self, "places") else self.table(torch.arange(3))
+        return self.inside(x + places.roll(self.shift, 0))
+
+
+def test_a_parameter_that_is_in_another_layer_is_not_what_differs(modelprobe):
+    x = modelprobe.randn(2, 3, 8)
+    one, two, wrong = (
+        modelprobe.run(modelprobe.build(lambda options=options: Placed(*options)), x)
+        for options in ((True,), (False,), (True, 1))
+    )
+    assert_same_behavior(one, two, pair="structure")
+    with pytest.raises(AssertionError, match=r"^\(root\) does not compute .* first in what it passes to inside; "):
+        assert_same_behavior(wrong, two, pair="structure")
+
+
+def test_outputs_beside_the_largest_are_said_not_to_be_compared(modelprobe):
+    ids = modelprobe.randint(0, ported.WORDS, (2, 12))
+    found = pair(modelprobe.run(ported.nano_gpt(), ids), modelprobe.run(ported.gpt2(), ids))
+    assert "Only the largest output is compared, not output.past_key_values" in str(found)
