@@ -1,7 +1,7 @@
 """The command `modelprobe`: shows snapshots, compares them, and checks that changes are declared.
 
 A job that reviews changes has a checkout and nothing installed but this package. So the subcommands read files and ask
-git, and need neither torch nor pytest; only `scan` and `compare` run models.
+git, and need neither torch nor pytest; only `scan`, `compare` and `bisect` run models.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pytest_modelprobe.report.formats import FORMATS
 from pytest_modelprobe.text import printable
 
 from . import doctor
+from .bisect import run_bisect
 from .check import run_check, run_declare, run_diff
 from .common import INCOMPLETE
 from .compare import run_compare
@@ -34,7 +35,11 @@ __all__ = ["GIT_ATTRIBUTES", "main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    options = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    tests: list[str] = []
+    if given[:1] == ["bisect"] and "--" in given:
+        given, tests = given[: given.index("--")], given[given.index("--") + 1 :]
+    options = _parser().parse_args(given, argparse.Namespace(tests=tests))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # names may hold what a console cannot show
             stream.reconfigure(errors="backslashreplace")
@@ -112,6 +117,18 @@ def _parser() -> argparse.ArgumentParser:
         "--base", metavar="REF", default="HEAD", help="compare with the merge base of HEAD and REF (default: HEAD)"
     )
     declare.set_defaults(run=run_declare)
+
+    bisect = commands.add_parser(
+        "bisect",
+        help="find the commit that changed what the model of a test does",
+        description="Run tests at commits between GOOD and BAD, and find the first whose model differs from GOOD's.",
+        usage="modelprobe bisect GOOD [BAD] [--layer GLOB] [--class CLASS] -- TESTS [options of pytest]",
+    )
+    bisect.add_argument("good", metavar="GOOD", help="a commit whose model is right")
+    bisect.add_argument("bad", metavar="BAD", nargs="?", default="HEAD", help="a later one whose model is not (HEAD)")
+    bisect.add_argument("--layer", metavar="GLOB", help="a change of such a layer itself, as 'blocks.*.attn'")
+    bisect.add_argument("--class", dest="kind", choices=CLASSES, metavar="CLASS", help="a change of this class")
+    bisect.set_defaults(run=run_bisect)
 
     log = commands.add_parser("log", help="print the changes of a snapshot, or of one of its layers, in git")
     log.add_argument("snapshot", metavar="SNAPSHOT", help=path)

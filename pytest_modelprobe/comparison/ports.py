@@ -29,7 +29,7 @@ from pytest_modelprobe.record import (
 )
 from pytest_modelprobe.text import count, failure, listed
 
-from .tolerance import UNKNOWN, ValueChange, change, norm
+from .tolerance import UNKNOWN, Precision, ValueChange, change, norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,8 @@ def _change(a: Value | None, e: Value | None, *, measured: bool, times: float) -
     if a is None or e is None or not (is_read(a.forward) and is_read(e.forward)) or _size(a) != _size(e):
         return UNKNOWN
     scale = functools.partial(norm, e.forward)
-    return change(a.forward, e.forward, dtype=e.dtype, measured=measured, times=times, scale=scale)
+    precision: Precision = "measured" if measured else "unmeasured"
+    return change(a.forward, e.forward, dtype=e.dtype, precision=precision, times=times, scale=scale)
 
 
 def _other_weights(a: Layer, e: Layer) -> str:

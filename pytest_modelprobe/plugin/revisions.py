@@ -171,22 +171,23 @@ class Sides:
             self._stopped = str(error)
 
     def _compared(self, stack: contextlib.ExitStack, here: Records) -> SideBySide:
-        from pytest_modelprobe.revisions import Side, Worktree, import_roots, side_by_side
+        from pytest_modelprobe.revisions import Side, SideError, Worktree, import_roots, side_by_side
 
         root, started_in = self._config.rootpath.resolve(), self._config.invocation_params.dir.resolve()
         ours = self._tests_on(Side(sys.executable, started_in, import_roots(root, root)), root)
         if self._repository is None:
             theirs = self._tests_on(Side(self._python, started_in, import_roots(root, root)), root)
             return side_by_side(here, ours, theirs, folder=self._folder, kept=self._kept, check=lambda *_: None)
-        repository = self._repository
-        tree = stack.enter_context(Worktree(repository, self._commit))
-        imports = import_roots(repository.root, tree.root)
+        tree = stack.enter_context(Worktree(self._repository, self._commit))
+        imports = import_roots(self._repository.root, tree.root)
         directory = tree.path(started_in)
         side = Side(self._python, directory if directory is not None and directory.is_dir() else tree.root, imports)
         theirs = self._tests_on(side, tree.path(root) or tree.root)
 
-        def check(here: Records, there: Records) -> None:
-            _check_sources(here, there, repository, tree.root)
+        def check(there: Records) -> None:
+            for one in there.values():
+                if (wrong := tree.wrong_source(one.sources)) is not None:
+                    raise SideError(wrong)
 
         return side_by_side(here, ours, theirs, folder=self._folder, kept=self._kept, check=check)
 
@@ -276,19 +277,3 @@ class Sides:
         if self._found is None or any("::" in argument for argument in self._config.args):
             return []
         return sorted(set(self._found.ran.with_probe) - self._known)
-
-
-def _check_sources(here: Records, there: Records, repository: Repository, tree: Path) -> None:
-    """Raise `SideError` if a model of the repository was not imported from the other tree."""
-    from pytest_modelprobe.revisions import SideError
-
-    own = {str(repository.root / path) for path in repository.working_files()}
-    for key in here.keys() & there.keys():
-        for module, file in there[key].sources.items():
-            mine = here[key].sources.get(module)
-            if mine in own and not Path(file).is_relative_to(tree):
-                raise SideError(
-                    f"nothing was compared: there too {module} was imported from {file}, and not from {tree}, "
-                    "so both sides are the same code. An install of the package goes before PYTHONPATH: install it "
-                    "with a plain path (pip install -e with the build backend's default), or leave it uninstalled"
-                )

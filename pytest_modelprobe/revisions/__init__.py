@@ -5,6 +5,7 @@ compared. They are made by one machine with the same number of threads, so a com
 alone.
 """
 
+from .bisect import Bisected, Wanted, bisect
 from .pairs import Pair, compare_records, exact_difference, first_difference, judged
 from .recorder import Recorder, Written, read_written
 from .side import Job, Ran, Side, SideError, options_for
@@ -13,6 +14,7 @@ from .text import pair_text, summary
 from .worktree import Worktree, import_roots
 
 __all__ = [
+    "Bisected",
     "Job",
     "Pair",
     "Ran",
@@ -22,8 +24,10 @@ __all__ = [
     "SideBySide",
     "SideError",
     "TestsOn",
+    "Wanted",
     "Worktree",
     "Written",
+    "bisect",
     "compare_records",
     "exact_difference",
     "first_difference",

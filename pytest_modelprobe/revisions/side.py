@@ -40,9 +40,10 @@ class Job:
     """What the other side is told. All paths are those of the other side."""
 
     files: Sequence[str]
-    """The files of the tests."""
-    tests: Collection[str]
-    """The node ids of the tests that run."""
+    """The files of the tests, and other arguments of pytest."""
+    tests: Collection[str] | None = None
+    """The node ids of the tests that run, or beginnings of them up to ``::`` or ``[``, with the path of the file from the
+    root directory or whole. By default all run."""
     options: Mapping[str, Any]
     """The options of pytest."""
     plugins: Sequence[str] = ()
@@ -205,7 +206,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _as_dict(job: Job) -> dict[str, Any]:
-    return {**dataclasses.asdict(job), "tests": sorted(job.tests)}
+    return {**dataclasses.asdict(job), "tests": None if job.tests is None else sorted(job.tests)}
 
 
 def _last_line(text: str) -> str:
@@ -232,7 +233,13 @@ class _Tests:
         probes = {"modelprobe", "modelprobe_factory"}
         self._collected = [item.nodeid for item in items]
         self._with_probe = [i.nodeid for i in items if probes & {*getattr(i, "fixturenames", ())}]
-        items[:] = [item for item in items if item.nodeid in self._job.tests]
+        if self._job.tests is not None:
+            asked = (
+                {test.removeprefix(f"{items[0].config.rootpath.as_posix()}/") for test in self._job.tests}
+                if items
+                else {}
+            )
+            items[:] = [item for item in items if not _beginnings(item.nodeid).isdisjoint(asked)]
         return result
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -257,6 +264,16 @@ class _Tests:
         return Ran(collected=self._collected, with_probe=self._with_probe, failed=self._failed, unread=self._unread)
 
 
+def _beginnings(nodeid: str) -> set[str]:
+    """Return a node id, and those of what it is in.
+
+    >>> sorted(_beginnings("t.py::TestNet::test_x[1]"))
+    ['t.py', 't.py::TestNet', 't.py::TestNet::test_x', 't.py::TestNet::test_x[1]']
+    """
+    plain = nodeid.partition("[")[0].split("::")
+    return {nodeid, *("::".join(plain[:n]) for n in range(1, len(plain) + 1))}
+
+
 def _end_with_parent() -> None:
     descriptor = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -275,7 +292,7 @@ def main(told: str, answer: str) -> None:
     """Run the tests of a job, and write what became of them."""
     _end_with_parent()
     data = json.loads(Path(told).read_text("ascii"))
-    job = Job(**{**data, "tests": frozenset(data["tests"])})
+    job = Job(**{**data, "tests": None if data["tests"] is None else frozenset(data["tests"])})
     config = child.configured(job.options, (*job.plugins, "no:cacheprovider"), job.files)
     like = None if job.like is None else Path(job.like)
     recorder = Recorder(Path(job.records), evidence=job.evidence, like=like, keep=job.keep)

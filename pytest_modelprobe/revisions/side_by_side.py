@@ -77,7 +77,7 @@ def side_by_side(
     *,
     folder: Path,
     kept: Path,
-    check: Callable[[Records, Records], None],
+    check: Callable[[Records], None],
 ) -> SideBySide:
     """Run the tests of the records on the other side, and compare.
 
@@ -95,7 +95,7 @@ def side_by_side(
     tests = {test for test, _ in here}
     ran = theirs.run(tests, folder / "there")
     there = read_written(folder / "there")
-    check(here, there)
+    check(there)
     only_here = tests - set(ran.collected)
     both = [key for key in here if key in there]
     unpaired = sum(test not in only_here for test, _ in here.keys() ^ there.keys())

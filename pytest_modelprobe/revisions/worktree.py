@@ -61,6 +61,34 @@ class Worktree:
             _git(self._repository.root, "worktree", "remove", "--force", "--force", str(self.root))
         self._folder.cleanup()
 
+    def check_out(self, commit: str) -> None:
+        """Replace all files by those of another commit."""
+        _git(self.root, "reset", "--quiet", "--hard")
+        _git(self.root, "clean", "-ffdxq")
+        _git(self.root, "checkout", "--quiet", "--detach", commit)
+        self._add_submodules()
+
+    def git(self, *arguments: str) -> str:
+        """Run a command of git in the worktree, and return what it printed."""
+        return os.fsdecode(_git(self.root, *arguments))
+
+    def wrong_source(self, sources: Mapping[str, str]) -> str | None:
+        """Return a message if a module that this tree has was imported from elsewhere.
+
+        Args:
+            sources: Modules of Python → their files.
+        """
+        for module, file in sources.items():
+            place = module.replace(".", "/")
+            own = [self.root / top / f"{place}{end}" for top in ("", "src") for end in (".py", "/__init__.py")]
+            if not Path(file).is_relative_to(self.root) and any(path.is_file() for path in own):
+                return (
+                    f"nothing was compared: {module} was imported from {file}, and not from {self.root}, so both sides "
+                    "are the same code. Something puts that folder before PYTHONPATH: look at conftest.py, and at how "
+                    "the package is installed"
+                )
+        return None
+
     def path(self, here: Path) -> Path | None:
         """Return where a path of the working tree is in this one, also if nothing is there. None if it is outside."""
         root = self._repository.root
@@ -100,7 +128,7 @@ def import_roots(root: Path, tree: Path, modules: Mapping[str, ModuleType] | Non
     """
     found = dict.fromkeys(_below(root, [Path(entry or os.curdir) for entry in sys.path]))
     found |= dict.fromkeys(_below(root, _roots_of_modules(sys.modules if modules is None else modules)))
-    there = [tree / relative for relative in (*found, Path("src"))]
+    there = [tree / relative for relative in (*found, Path("src"), Path())]
     return [path for path in dict.fromkeys(there) if path.is_dir()]
 
 

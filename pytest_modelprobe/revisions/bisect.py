@@ -1,0 +1,236 @@
+"""The commit that changed what a model does: `git bisect` in a worktree of its own, asked by records.
+
+Each commit is compared with the good one, and not with its parent, so that several changes in one history are told from
+each other by their layers or classes. A commit whose test records nothing is skipped, as one that cannot be imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_modelprobe.comparison import Cause, diagnose
+from pytest_modelprobe.gate import GitError, Repository, class_of
+from pytest_modelprobe.record import Glob
+from pytest_modelprobe.text import listed
+
+from .pairs import Pair, judged
+from .recorder import Written, read_written
+from .side import Job, Ran, Side, SideError
+from .worktree import Worktree, import_roots
+
+_FIRST_BAD = re.compile(r"^([0-9a-f]{40,64}) is the first (?:bad|new) commit", re.MULTILINE)
+_STEPS = re.compile(r"\(roughly (\d+) steps?\)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bisected:
+    """The commit that was found."""
+
+    commit: str
+    pairs: Sequence[Pair]
+    """What differs there from the good commit."""
+    runs: int
+    """How often the tests ran."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which change is looked for."""
+
+    layer: str | None = None
+    """A glob of layers: one of them has to be the cause."""
+    kind: str | None = None
+    """A class of change."""
+
+    def fits(self, pair: Pair) -> bool:
+        """Whether a pair differs in the way that is looked for."""
+        if pair.verdict != "changed":
+            return False
+        if self.layer is None and self.kind is None:
+            return True
+        return any(map(self._fits, self._causes(pair)))
+
+    def of(self, pair: Pair) -> Pair:
+        """Return a pair with the causes in the layers that are looked for alone."""
+        if self.layer is None:
+            return pair
+        comparison = pair.diagnosis.comparison
+        glob = Glob(self.layer)
+        layers = frozenset(
+            name for name in (*comparison.actual.layers, *comparison.expected.layers) if glob.matches(name)
+        )
+        return dataclasses.replace(pair, diagnosis=diagnose(dataclasses.replace(comparison, wanted=layers)))
+
+    @staticmethod
+    def _causes(pair: Pair) -> Iterator[tuple[Cause, str]]:
+        for cause in (*pair.diagnosis.causes, *pair.diagnosis.possible):
+            yield cause, class_of(cause, pair.diagnosis)
+
+    def _fits(self, found: tuple[Cause, str]) -> bool:
+        cause, kind = found
+        layer = self.layer is None or Glob(self.layer).matches(cause.layer)
+        return layer and self.kind in (None, kind)
+
+    def __str__(self) -> str:
+        parts = [
+            f"a change of {self.layer}" if self.layer else "a change",
+            f"of class {self.kind}" if self.kind else "",
+        ]
+        return " ".join(filter(None, parts))
+
+
+def bisect(
+    repository: Repository,
+    good: str,
+    bad: str,
+    arguments: Sequence[str],
+    wanted: Wanted,
+    *,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Bisected:
+    """Return the first commit after ``good`` up to ``bad`` whose model differs from that of ``good``.
+
+    Args:
+        repository: The repository. Its working tree stays as it is.
+        good: A commit whose model is right.
+        bad: A later commit whose model differs.
+        arguments: Tests, and options of pytest. Files of tests are those of the working tree, at each commit.
+        wanted: Which change is looked for.
+        tell: Is called with what is known of each commit, in words.
+
+    Raises:
+        GitError: ``good`` is no ancestor of ``bad``.
+        SideError: The tests record nothing at one of the two, or the two do not differ so.
+    """
+    first, last = repository.commit(good), repository.commit(bad)
+    if first == last or not repository.is_ancestor(first, last):
+        raise GitError(f"{good} is no ancestor of {bad}: name a commit from which {bad} comes, such as a merge base")
+    with tempfile.TemporaryDirectory(prefix="modelprobe-bisect-") as folder, Worktree(repository, first) as tree:
+        search = _Search(repository, tree, Path(folder), arguments)
+        search.run_good(good)
+        commit, pairs = search.search(first, last, wanted, tell)
+        if pairs is None:
+            raise SideError(f"the tests record nothing at {bad}, and nothing changed before it: {search.why}")
+        if not any(map(wanted.fits, pairs)):
+            changed = dict.fromkeys(cause.layer for pair in pairs for cause in pair.diagnosis.causes)
+            others = f"what changed are {listed(list(changed))}" if changed else "nothing changed"
+            raise SideError(f"{bad} has not {wanted} beside {good}: {others}")
+        return Bisected(commit=commit, pairs=pairs, runs=search.runs)
+
+
+class _Search:
+    def __init__(self, repository: Repository, tree: Worktree, folder: Path, arguments: Sequence[str]) -> None:
+        self._repository, self._tree, self._folder = repository, tree, folder
+        self._given = arguments
+        self._here = Path.cwd().resolve()
+        self.good: Mapping[tuple[str, str], Written] = {}
+        self.why = ""
+        """Why the last commit could not be compared."""
+        self.runs = 0
+
+    def run_good(self, name: str) -> None:
+        """Record the good commit, with what a diagnosis needs."""
+        self._run("good", None)
+        self.good = read_written(self._folder / "good")
+        if not self.good:
+            raise SideError(f"the tests record nothing at {name}: {self.why}")
+
+    def compared(self, commit: str) -> list[Pair] | None:
+        """Return the pairs of a commit and the good one. None if the commit cannot be compared."""
+        self._tree.check_out(commit)
+        return self.compared_now()
+
+    def compared_now(self) -> list[Pair] | None:
+        """Return the pairs of the commit that is checked out."""
+        self._run("other", self._folder / "good")
+        other = read_written(self._folder / "other")
+        if not self.good.keys() <= other.keys():
+            return None
+        return [judged(other[key], one, (other[key].record, one.record)) for key, one in self.good.items()]
+
+    def search(
+        self, first: str, last: str, wanted: Wanted, tell: Callable[[str], None]
+    ) -> tuple[str, list[Pair] | None]:
+        """Let git choose the commits; return the one that it finds, and its pairs.
+
+        The last commit is taken for a bad one. It is looked at if no other is.
+        """
+        git = self._tree.git
+        found: dict[str, list[Pair]] = {}
+        git("reset", "--quiet", "--hard")
+        git("clean", "-ffdxq")
+        said = git("bisect", "start", last, first)
+        while (done := _FIRST_BAD.search(said)) is None:
+            commit = git("rev-parse", "HEAD").strip()
+            left = _STEPS.search(said)
+            self._tree.check_out(commit)
+            now = self.compared_now()
+            verdict = "skip" if now is None else "bad" if any(map(wanted.fits, now)) else "good"
+            if now is not None:
+                found[commit] = now
+            subject = git("log", "-1", "--format=%h %s", commit).strip()
+            about = f", about {left[1]} more" if left else ""
+            tell(f"{verdict}: {subject}" + (f" ({self.why})" if verdict == "skip" else "") + about)
+            git("reset", "--quiet", "--hard")
+            git("clean", "-ffdxq")
+            try:
+                said = git("bisect", verdict)
+            except GitError:
+                raise SideError(
+                    "only commits that cannot be compared are left, and the first of a change is among them or right "
+                    f"after them. The last that was tried is {subject}"
+                ) from None
+        return done[1], found.get(done[1]) or self.compared(done[1])
+
+    def _run(self, name: str, like: Path | None) -> None:
+        records = self._folder / name
+        shutil.rmtree(records, ignore_errors=True)
+        root = self._tree.root
+        directory = self._tree.path(self._here)
+        directory = directory if directory is not None and directory.is_dir() else root
+        side = Side(sys.executable, directory, import_roots(self._repository.root, root))
+        given = [self._argument(argument) for argument in self._given]
+        job = Job(
+            files=[argument.partition("::")[0] for argument in given],
+            tests=_tests(given),
+            options={},
+            records=str(records),
+            evidence=True,
+            like=None if like is None else str(like),
+        )
+        ran = side.run([job], self._folder / "log")
+        self.runs += 1
+        self.why = _why(ran)
+        for one in read_written(records).values():
+            if (wrong := self._tree.wrong_source(one.sources)) is not None:
+                raise SideError(wrong)
+
+    def _argument(self, argument: str) -> str:
+        """Return an argument for the other tree. Files of tests are copied there."""
+        file, colons, rest = argument.partition("::")
+        here = (self._here / file).resolve()
+        there = self._tree.path(here)
+        if argument.startswith("-") or there is None or not here.exists():
+            return argument
+        for path in [here] if here.is_file() else []:
+            there.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, there)
+        return f"{there}{colons}{rest}"
+
+
+def _tests(arguments: Sequence[str]) -> list[str] | None:
+    """Return the tests that are named; None if one of the names is a folder."""
+    named = [argument for argument in arguments if Path(argument.partition("::")[0]).is_absolute()]
+    return None if not named or any(Path(argument).is_dir() for argument in named) else named
+
+
+def _why(ran: Ran) -> str:
+    told = [*ran.unread.values(), *ran.failed.values()]
+    return told[0] if told else "no test has a probe that runs a model"

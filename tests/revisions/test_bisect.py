@@ -1,0 +1,114 @@
+"""`modelprobe bisect`: the commit that changed what the model of a test does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from .test_base import Project
+
+TEST = """
+    from net import Net
+
+    def test_run(modelprobe):
+        modelprobe.run(modelprobe.build(Net), modelprobe.randn(4, 8))
+"""
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Project:
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    project = Project(pytester)
+    project.git("tag", "good")
+    return project
+
+
+CHANGES = {
+    "tidy the norm": ("LayerNorm(16)", "LayerNorm(16, eps=1e-3)"),
+    "break it": ("from torch import nn", "from torch import nn\nimport no_such_module"),
+    "mend it": ("import no_such_module\n", ""),
+    "faster": (".relu())", ".relu() * 1.01)"),
+    "a smaller head": ("Linear(16, 4)", "Linear(16, 4, bias=False)"),
+}
+
+
+def history(project: Project, between: int) -> None:
+    """Commit each change after so many refactorings."""
+    for subject, (old, new) in CHANGES.items():
+        for number in range(between):
+            project.write("src/other.py", f"# {subject} {number}")
+            project.commit(f"refactor before: {subject} {number}")
+        project.replace("src/net.py", old, new)
+        project.commit(subject)
+    project.write("tests/test_today.py", TEST)  # it is in no commit
+
+
+def bisect(project: Project, *arguments: str) -> subprocess.CompletedProcess[str]:
+    tests = "tests/test_today.py::test_run"
+    command: Sequence[str | Path] = [sys.executable, "-m", "pytest_modelprobe", "bisect", *arguments, "--", tests]
+    return subprocess.run(command, cwd=project.path, capture_output=True, text=True, check=False)
+
+
+def test_the_commit_that_changed_a_layer_is_found_and_named(project: Project) -> None:
+    history(project, 1)
+    before = [project.git(*command) for command in (["status", "--porcelain"], ["for-each-ref"], ["ls-files", "-s"])]
+    done = bisect(project, "good", "--layer", "(root)")
+    assert done.returncode == 0, done.stderr
+    first, _, where, said, *_ = done.stdout.splitlines()
+    assert first.partition(" ")[2].startswith("(")
+    assert first.endswith("a: faster) is the first commit with a change of (root); 5 runs of the tests")
+    assert where == "tests/test_today.py::test_run, run 1, beside good:"
+    assert said.startswith("(root): own code changed between norm and fc2: by 1 %")
+    assert said.endswith("; 1 cause")
+    assert [project.git(*c) for c in (["status", "--porcelain"], ["for-each-ref"], ["ls-files", "-s"])] == before
+    assert project.worktrees() == 1
+
+
+def test_a_commit_that_cannot_be_imported_is_skipped(project: Project) -> None:
+    history(project, 0)
+    done = bisect(project, "good", "--layer", "fc2")
+    assert "a: a smaller head) is the first commit with a change of fc2" in done.stdout
+    done = bisect(project, "good", "HEAD~2")
+    assert "a: tidy the norm) is the first commit with a change" in done.stdout
+    assert "skip: " in done.stderr
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["good", "--layer", "fc1"], "HEAD has not a change of fc1 beside good: nothing changed"),
+        (["good", "no-such"], "there is no revision 'no-such' here"),
+        (["HEAD", "good"], "HEAD is no ancestor of good: name a commit from which good comes"),
+    ],
+)
+def test_what_cannot_be_found_is_said(project: Project, arguments: list[str], said: str) -> None:
+    project.write("src/other.py", "x = 1")
+    project.commit("nothing of the model")
+    project.write("tests/test_today.py", TEST)
+    done = bisect(project, *arguments)
+    assert done.returncode == 2
+    assert f"modelprobe: {said}" in done.stderr
+    assert project.worktrees() == 1
+
+
+def test_a_test_has_to_be_named(project: Project) -> None:
+    command = [sys.executable, "-m", "pytest_modelprobe", "bisect", "good"]
+    done = subprocess.run(command, cwd=project.path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "name a test behind --" in done.stderr
+
+
+@pytest.mark.long
+def test_three_changes_among_sixty_commits_are_found_in_seven_runs(project: Project) -> None:
+    history(project, 11)
+    for layer, subject in {"norm": "tidy the norm", "(root)": "faster", "fc2": "a smaller head"}.items():
+        done = bisect(project, "good", "--layer", layer)
+        assert f"a: {subject}) is the first commit with a change of {layer}" in done.stdout, done.stderr
+        assert int(done.stdout.partition(" runs of the tests")[0].rpartition(" ")[2]) <= 7
