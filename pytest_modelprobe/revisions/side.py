@@ -42,8 +42,8 @@ class Job:
     files: Sequence[str]
     """The files of the tests, and other arguments of pytest."""
     tests: Collection[str] | None = None
-    """The node ids of the tests that run, or beginnings of them up to ``::`` or ``[``, with the path of the file from the
-    root directory or whole. By default all run."""
+    """The node ids of the tests that run, or beginnings of them up to ``::`` or ``[``; the path of the file may be
+    absolute. By default all run."""
     options: Mapping[str, Any]
     """The options of pytest."""
     plugins: Sequence[str] = ()
