@@ -266,6 +266,7 @@ def _snapshots_and_ini(folder: Path, ini: Path | None, settings: dict[str, Any])
         **own,
         "snapshots": _attempt(lambda: _snapshots(folder)),
         "CI": f"detected: {listed(set_here, len(set_here))}" if set_here else "not detected",
+        "before an upgrade": "pytest --modelprobe-base-python=PATH, the interpreter of another environment",
     }
 
 

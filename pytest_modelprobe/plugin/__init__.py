@@ -88,16 +88,18 @@ def pytest_configure(config: pytest.Config) -> None:
     snapshots = SnapshotSession(config, policy_of(config), lambda: resolve(config.stash[SETTINGS].devices[0])[0])
     config.stash[_SNAPSHOTS] = snapshots
     config.pluginmanager.register(snapshots, "modelprobe-snapshots")
+    sides = revisions.Sides(config) if revisions.is_asked(config) else None
     if config.stash[SETTINGS].reports:
         from .results import ResultsWriter
 
-        config.pluginmanager.register(ResultsWriter(config, lambda: snapshots.unused), "modelprobe-results")
+        base = None if sides is None else sides.results
+        config.pluginmanager.register(ResultsWriter(config, lambda: snapshots.unused, base), "modelprobe-results")
     if Annotations.is_wanted(config):
-        config.pluginmanager.register(Annotations(lambda: snapshots.results), "modelprobe-annotations")
+        base = None if sides is None else sides.results
+        config.pluginmanager.register(Annotations(lambda: snapshots.results, base), "modelprobe-annotations")
     if is_asked(config):
         config.pluginmanager.register(Properties(), "modelprobe-properties")
-    if revisions.is_asked(config):
-        sides = revisions.Sides(config)
+    if sides is not None:
         config.pluginmanager.register(sides, "modelprobe-base")
         config.pluginmanager.register(sides.recorder(), RECORDER)
     if config.option.modelprobe_mutate is not None:

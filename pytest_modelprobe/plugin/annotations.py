@@ -1,4 +1,4 @@
-"""Annotations of GitHub Actions for snapshots that differ, at the class of the layer with the first cause.
+"""Annotations of GitHub Actions for models that differ, at the class of the layer with the first cause.
 
 A reviewer sees the change beside the line that made it, and not only in the log of the job.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 Results = Sequence[dict[str, Any]]
+Base = Callable[[], tuple[dict[str, Any] | None, dict[str, list[dict[str, Any]]]]]
 
 
 class Annotations:
@@ -19,10 +20,12 @@ class Annotations:
 
     Args:
         results: Returns the comparisons of all tests.
+        base: Returns what was compared with another side, as `Sides.results`. None if there is no other side.
     """
 
-    def __init__(self, results: Callable[[], Results]) -> None:
+    def __init__(self, results: Callable[[], Results], base: Base | None = None) -> None:
         self._results = results
+        self._base = base
 
     @staticmethod
     def is_wanted(config: pytest.Config) -> bool:
@@ -31,8 +34,10 @@ class Annotations:
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print an annotation for each snapshot that differs, if the class of a cause is known."""
-        unequal = [result for result in self._results() if result["verdict"] == "changed"]
+        """Print an annotation for each model that differs, if the class of a cause is known."""
+        _, pairs = ({}, {}) if self._base is None else self._base()
+        beside = [{**pair, "test": test} for test, found in pairs.items() for pair in found]
+        unequal = [result for result in (*self._results(), *beside) if result["verdict"] == "changed"]
         located = [(result, source) for result in unequal if (source := _source(result)) is not None]
         if not located:
             return

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from .annotations import Base
 from .settings import SETTINGS
 
 _MOST = 20_000
@@ -27,11 +28,13 @@ class ResultsWriter:
     Args:
         config: The configuration of the run.
         unused: Returns the unused files of snapshots, once they are known.
+        base: Returns what was compared with another side, as `Sides.results`. None if there is no other side.
     """
 
-    def __init__(self, config: pytest.Config, unused: Callable[[], Any]) -> None:
+    def __init__(self, config: pytest.Config, unused: Callable[[], Any], base: Base | None = None) -> None:
         self._config = config
         self._unused = unused
+        self._base = base
         self._tests: dict[str, dict[str, Any]] = {}
         self._ended: set[str] = set()
         self._selected: int | None = None
@@ -88,17 +91,23 @@ class ResultsWriter:
         if any(getattr(option, name, False) for name in ("collectonly", "setuponly", "setupplan")):
             return
         from pytest_modelprobe.report.formats import renderer
-        from pytest_modelprobe.report.results import as_json, document
+        from pytest_modelprobe.report.results import as_json, builtin, document
 
         settings = self._config.stash[SETTINGS]
+        whole, pairs = (None, {}) if self._base is None else self._base()
         results = document(
-            [{**test, "hints": list(self._hints[name])} for name, test in self._tests.items() if "runs" in test],
+            [
+                {**test, "hints": list(self._hints[name]), "base": builtin(pairs.get(name, []))}
+                for name, test in self._tests.items()
+                if "runs" in test
+            ],
             dataclasses.asdict(self._unused()),
             stopped=self._stopped(session),
             exit_status=int(session.exitstatus),
             root=self._config.rootpath,
             seed=settings.seed,
             devices=settings.devices,
+            base=builtin(whole),
         )
         if settings.json is not None:
             self._write(settings.json, lambda: as_json(results))

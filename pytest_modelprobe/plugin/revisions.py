@@ -213,6 +213,29 @@ class Sides:
         cache = getattr(self._config, "cache", None)
         return Path(tempfile.mkdtemp(prefix="modelprobe-")) if cache is None else Path(cache.mkdir("modelprobe-base"))
 
+    # --- for reports --------------------------------------------------------------------------------------------------
+
+    def results(self) -> tuple[dict[str, Any] | None, dict[str, list[dict[str, Any]]]]:
+        """Return what was compared as a whole, and the pairs of each test. None if it did not come to that."""
+        from .base_results import base_data, pair_data
+
+        if self._found is None and self._stopped is None:
+            return None, {}
+        whole = base_data(
+            self._found,
+            ref=self._ref,
+            commit=self._commit,
+            python=self._config.option.modelprobe_base_python,
+            stopped=self._stopped,
+            only_there=self._only_there,
+            versions=self._versions,
+        )
+        pairs: dict[str, list[dict[str, Any]]] = {}
+        for pair in self._pairs:
+            told = pair_data(pair, self._ref or "the other side", self._config.rootpath)
+            pairs.setdefault(pair.here.test, []).append(told)
+        return whole, pairs
+
     # --- what is said -------------------------------------------------------------------------------------------------
 
     @pytest.hookimpl(tryfirst=True)

@@ -20,7 +20,8 @@ class Issue:
     """One thing that a run of the tests found."""
 
     rule: str
-    """``snapshot/weights`` for a cause, ``finding/dead`` for a finding, else ``snapshot`` or ``test``."""
+    """``snapshot/weights`` or ``base/weights`` for a cause, ``finding/dead`` for a finding, else ``snapshot``,
+    ``base`` or ``test``."""
     level: Literal["error", "warning"]
     message: str
     """What is wrong, printable."""
@@ -37,7 +38,8 @@ class Issue:
 def issues(results: Mapping[str, Any]) -> list[Issue]:
     """Return what is wrong in the results of a run (``--modelprobe-json``), errors and warnings.
 
-    A cause of a changed snapshot stands at the line of the layer's class if that is known. All else stands at its test.
+    A cause of a changed snapshot, or of a difference from the other side, stands at the line of the layer's class if
+    that is known. All else stands at its test.
 
     >>> cause = {
     ...     "kind": "weights",
@@ -84,6 +86,13 @@ def _of_test(test: Mapping[str, Any]) -> Iterator[_Found]:
             yield f"snapshot/{cause['kind']}", "error", cause["said"], f"{name} {cause['layer']}", cause.get("source")
         if not snapshot["causes"]:
             yield "snapshot", "error", snapshot["first_line"], name, None
+    for pair in test.get("base", ()):
+        if pair["verdict"] == "changed":
+            for cause in pair["causes"]:
+                what = f"{pair['record']} {cause['layer']}"
+                yield f"base/{cause['kind']}", "error", cause["said"], what, cause.get("source")
+            if not pair["causes"]:
+                yield "base", "error", pair["first_line"], pair["record"], None
     if test["outcome"] in ("failed", "error") and not unequal:
         yield "test", "error", test["message"] or "the test failed", "", None
     for run in test["runs"]:

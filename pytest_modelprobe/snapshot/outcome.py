@@ -17,13 +17,11 @@ import pytest
 from pytest_modelprobe._pytest import caught_by
 from pytest_modelprobe.assertions.findings import findings
 from pytest_modelprobe.comparison import Cause, Diagnosis, Parts
-from pytest_modelprobe.comparison import text as comparison_text
 from pytest_modelprobe.record import LiveRun, Record
-from pytest_modelprobe.text import json_number
 
+from .causes import causes_data
 from .extension import SnapshotFiles
 from .naming import kind
-from .source import source_of
 from .summary import shown_path
 
 UNEQUAL = ("changed", "new", "unreadable")
@@ -91,10 +89,7 @@ class Outcome:
         root = item.config.rootpath
 
         def told(causes: Iterable[Cause]) -> list[dict[str, Any]]:
-            return [
-                {**_cause_dict(*pair), "source": source_of(self.record, pair[0].layer, root)}
-                for pair in comparison_text.grouped(causes)
-            ]
+            return causes_data(causes, self.record, root)
 
         return {
             "test": item.nodeid,
@@ -142,18 +137,3 @@ class Unequal:
 
     def __repr__(self) -> str:
         return repr(bool(self))
-
-
-def _cause_dict(cause: Cause, layers: int) -> dict[str, Any]:
-    return {
-        "kind": cause.kind,
-        "layer": cause.layer,
-        "layers": layers,
-        "what": cause.what,
-        **{name: json_number(getattr(cause, name)) for name in ("actual", "expected", "change", "noise")},
-        "evidence": cause.evidence,
-        "hints": list(cause.hints),
-        "said": comparison_text.cause_text(cause),
-        # Equal for the same cause in two tests, which the summary tells once.
-        "key": "|".join(map(str, (cause.kind, cause.layer, cause.what, cause.actual, cause.expected))),
-    }

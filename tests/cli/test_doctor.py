@@ -59,6 +59,7 @@ project
   modelprobe_seed       3
   snapshots             1 in tests/__modelprobe__
   CI                    detected: CI and GITLAB_CI
+  before an upgrade     pytest --modelprobe-base-python=PATH, the interpreter of another environment
 
 switched off
   devices cuda and mps: not available here; tests that ask for them are skipped

@@ -56,6 +56,7 @@ def render(results: Data) -> str:
     unfolded = set(_unfolded(tests))
     main = [
         _verdict(results, causes),
+        _base_section(results.get("base")),
         _causes_section(causes, results["tests"]),
         _notes_section(results["tests"]),
         _toolbar(results["tests"]),
@@ -144,11 +145,13 @@ def _verdict(results: Data, causes: Sequence[_Cause]) -> Markup:
         said = f"{failed} of {count(len(tests), 'test')} failed{because}."
     else:
         said = f"No test failed: {count(len(tests), 'test')}." if tests else "No test used a probe."
+    changed = sum(len(_changed(test)) for test in tests)
     tiles = [
         ("tests", len(tests), ""),
         ("failed", failed, "bad" if failed else ""),
         ("causes", len(causes), "bad" if causes else ""),
         ("models", models, ""),
+        *([("changed", changed, "bad" if changed else "")] if results.get("base") else []),
     ]
     items = [tag("li", tag("b", f"{n:,}"), f" {what}", class_=css or None) for what, n, css in tiles]
     warning = None
@@ -171,22 +174,27 @@ class _Cause:
 
 
 def _causes(tests: Sequence[Data]) -> list[_Cause]:
-    """Return each cause of a failure once: those that snapshots name, else the first line of the failure."""
+    """Return each cause once: those that snapshots and the other side name, else the first line of the failure."""
     found: dict[str, _Cause] = {}
     for i, test in enumerate(tests):
-        if test["outcome"] not in _FAILED:
-            continue
+        failed = test["outcome"] in _FAILED
         said = False
-        for snapshot in test["snapshots"]:
+        # A test passes on both sides although its model changed.
+        for snapshot in [*(test["snapshots"] if failed else ()), *_changed(test)]:
             for cause in snapshot["causes"]:
                 entry = found.setdefault(cause["said"], _Cause(cause["said"], cause["kind"], cause["layer"]))
                 entry.facts, entry.hints, said = _facts(cause), list(cause["hints"]), True
                 entry.tests[i] = None
                 entry.moved = max(entry.moved, snapshot["moved"])
-        if not said:
+        if failed and not said:
             message = test["message"] or test["outcome"]
             found.setdefault(f"message|{message}", _Cause(message, "failure")).tests[i] = None
     return sorted(found.values(), key=lambda cause: -len(cause.tests))
+
+
+def _changed(test: Data) -> list[Data]:
+    """Return the models of a test that differ from those of the other side."""
+    return [pair for pair in test.get("base", ()) if pair["verdict"] == "changed"]
 
 
 def _facts(cause: Data) -> list[str]:
@@ -208,6 +216,31 @@ def _causes_section(causes: Sequence[_Cause], tests: Sequence[Data]) -> Markup |
     more = items[_MOST_CAUSES:]
     rest = folded(f"{len(more)} more", tag("ol", more, class_="causes", start=_MOST_CAUSES + 1)) if more else None
     return tag("section", tag("h2", "Causes"), tag("ol", items[:_MOST_CAUSES], class_="causes"), rest, id="causes")
+
+
+def _base_section(base: Data | None) -> Markup | None:
+    """Return what was compared with the other side as a whole."""
+    if not base:
+        return None
+    commit = f"{base['ref']} ({base['commit'][:10]})" if base["commit"] else ""
+    name = " under ".join(filter(None, (commit, base["python"])))
+    counted = [f"{base[key]} {key.replace('_', ' ')}" for key in _PAIRS if base[key]]
+    said = base["stopped"] or ", ".join(counted) or "no model was compared"
+    versions = [f"{package}: {now} here, {then} there" for package, (now, then) in base["versions"].items()]
+    more = [f"{count(base['unpaired'], 'record')} of one side alone"] if base["unpaired"] else []
+    lists = [
+        folded(f"{count(len(tests), 'test')} only {where}", bullets(tests))
+        for where, tests in (("here", base["only_here"]), ("there", base["only_there"]))
+        if tests
+    ]
+    failed = [f"{test}: {why}" for test, why in base["failed"].items()]
+    lists += [folded(f"{len(failed)} did not run there", bullets(failed))] if failed else []
+    facts = bullets([*versions, *more]) if versions or more else None
+    warned = "warning" if base["stopped"] else None
+    return tag("section", tag("h2", f"Beside {name}"), tag("p", said, class_=warned), facts, lists, id="base")
+
+
+_PAIRS = ("unchanged", "rounding", "changed", "not_repeatable")
 
 
 def _notes_section(tests: Sequence[Data]) -> Markup | None:
@@ -253,7 +286,7 @@ def _toolbar(tests: Sequence[Data]) -> Markup:
 
 def _test(i: int, test: Data, unfolded: bool) -> Markup:
     sign, words = _OUTCOMES.get(test["outcome"], ("?", test["outcome"]))
-    bad = test["outcome"] in _FAILED
+    bad = test["outcome"] in _FAILED or bool(_changed(test))
     nouns = {"runs": "model", "snapshots": "snapshot", "figures": "figure"}
     contents = [count(len(test[part]), noun) for part, noun in nouns.items() if test[part]]
     head = [
@@ -265,6 +298,7 @@ def _test(i: int, test: Data, unfolded: bool) -> Markup:
     seen = [[_run(f"{i}.{n}" if n else f"{i}", run) for n, run in enumerate(test["runs"])], _figures(test["figures"])]
     body = [
         [_snapshot(snapshot) for snapshot in test["snapshots"]],
+        [_pair(pair) for pair in test.get("base", ()) if pair["verdict"] != "unchanged"],
         _failure(test),
         [tag("section", tag("p", tag("b", "Hint")), preformatted(said)) for said in test.get("hints", ())],
         # A browser with scripts does not build these elements, a million in a large report, before the script asks.
@@ -308,6 +342,14 @@ def _snapshot(snapshot: Data) -> Markup:
         commands = tag("dl", [(tag("dt", name), tag("dd", tag("code", step))) for name, step in steps])
         parts.append(tag("div", tag("p", tag("b", "If it is intended")), commands, class_="accept"))
     return tag("section", parts, class_="snapshot open")
+
+
+def _pair(pair: Data) -> Markup:
+    where = tag("p", tag("b", f"Beside the other side: {pair['verdict']}"), f" {pair['record']} on {pair['device']}")
+    first = pair["first"]
+    said = pair["text"] or (f"The first output that differs is that of {first['layer']}." if first else "")
+    css = "snapshot open" if pair["verdict"] == "changed" else "snapshot"
+    return tag("section", where, preformatted(said) if said else None, class_=css)
 
 
 def _split(text: str) -> tuple[str, list[tuple[str, str]]]:

@@ -10,6 +10,7 @@ from .document import SCHEMA, as_json, document, write_text
 from .observed import Compared, Observed, observed_data
 from .run import run_data
 from .status import STATUSES
+from .values import builtin
 
 __all__ = [
     "Compared",
@@ -17,6 +18,7 @@ __all__ = [
     "SCHEMA",
     "STATUSES",
     "as_json",
+    "builtin",
     "document",
     "observed_data",
     "run_data",

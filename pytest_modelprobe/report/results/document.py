@@ -26,6 +26,7 @@ def document(
     root: Path,
     seed: int,
     devices: Sequence[str],
+    base: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the results of a run of pytest as plain dicts, lists, numbers and strings that strict JSON can hold.
 
@@ -37,6 +38,7 @@ def document(
         root: The root directory of the run.
         seed: The seed of the run.
         devices: The devices of the run.
+        base: What was compared with another side, or `None` if nothing was to be.
     """
     torch = next((v for test in tests for run in test["runs"] if (v := run["versions"].get("torch"))), None)
     versions = {
@@ -55,6 +57,7 @@ def document(
         "root": text(root.name),
         "seed": seed,
         "devices": list(devices),
+        "base": base,
         "tests": list(tests),
         **unused,
     }

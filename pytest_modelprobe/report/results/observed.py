@@ -14,7 +14,7 @@ from pytest_modelprobe.comparison import Diagnosis
 from pytest_modelprobe.record import Record
 
 from .run import Kind, failed_run, run_data
-from .values import plain, text
+from .values import builtin
 
 _HIDDEN = ("key", "arch", "probe")  # absolute paths
 
@@ -93,13 +93,7 @@ def observed_data(
             )
         except Exception as error:  # noqa: BLE001 - a record that cannot be shown must not end the run of pytest
             runs.append(failed_run(source.name, source.kind, f"{type(error).__name__}: {error}"))
-    snapshots = [{**_builtin({k: v for k, v in result.items() if k not in _HIDDEN}), "run": None} for result in results]
+    snapshots = [{**builtin({k: v for k, v in result.items() if k not in _HIDDEN}), "run": None} for result in results]
     for snapshot, place in zip(snapshots, places, strict=False):  # others have no record here
         snapshot["run"] = place
-    return {"runs": runs, "snapshots": snapshots, "figures": [_builtin(one) for one in figures]}
-
-
-def _builtin(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {text(name): _builtin(part) for name, part in value.items()}
-    return [_builtin(part) for part in value] if isinstance(value, (list, tuple)) else plain(value)
+    return {"runs": runs, "snapshots": snapshots, "figures": [builtin(one) for one in figures]}

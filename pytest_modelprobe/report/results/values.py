@@ -46,6 +46,17 @@ def plain(value: Any) -> Any:
     return int(value) if isinstance(value, int) else number(value)
 
 
+def builtin(value: Any) -> Any:
+    """Return dicts, lists and tuples with all that is in them in builtin types.
+
+    >>> builtin({"a": (math.inf, 1)})
+    {'a': ['inf', 1]}
+    """
+    if isinstance(value, dict):
+        return {text(name): builtin(part) for name, part in value.items()}
+    return [builtin(part) for part in value] if isinstance(value, (list, tuple)) else plain(value)
+
+
 def tensor_data(value: Value) -> dict[str, Any]:
     """Return one tensor of a call; a dimension that varied between forwards is ``[least, most]``."""
     backward = value.backward

@@ -1,0 +1,111 @@
+"""What the reports of a run say of the other side: `--modelprobe-base` with `--modelprobe-json` and the rest."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_modelprobe.report.formats import renderer
+
+SCHEMA = Path(__file__).parents[2] / "docs" / "reference" / "results.schema.json"
+
+NET = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(8, eps=1e-5), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.norm(x))
+"""
+TESTS = """
+import torch
+from a_net import Net
+
+def test_net(modelprobe):
+    modelprobe.run(modelprobe.build(Net).eval(), modelprobe.randn(4, 8), loss="random")
+
+def test_linear(modelprobe):
+    modelprobe.run(modelprobe.build(lambda: torch.nn.Linear(8, 2)), modelprobe.randn(4, 8))
+"""
+
+
+def git(*arguments: str) -> None:
+    user = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "init.defaultBranch=main")
+    subprocess.run(["git", *user, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def beside(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Commit the network, change it, and return what runs the tests beside the commit."""
+    monkeypatch.setenv("PYTHONPATH", f"{pytester.path}:{Path(__file__).parents[2]}")
+    pytester.makepyfile(a_net=NET, test_a=TESTS)
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "one")
+
+    def beside(net: str, *options: str) -> tuple[pytest.RunResult, dict[str, Any]]:
+        pytester.makepyfile(a_net=net)
+        result = pytester.runpytest_subprocess("--modelprobe-base=main", "--modelprobe-json=r.json", *options)
+        results = json.loads((pytester.path / "r.json").read_text())
+        jsonschema = pytest.importorskip("jsonschema")
+        jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text("utf-8"))).validate(results)
+        return result, results
+
+    return beside
+
+
+def test_a_changed_model_is_in_every_report_although_its_test_passed(
+    beside: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    result, results = beside(NET.replace("1e-5", "1e-4"))
+    base = results["base"]
+    assert (base["ref"], base["python"], base["stopped"], len(base["commit"])) == ("main", None, None, 40)
+    assert (base["changed"], base["unchanged"], base["only_here"], base["only_there"]) == (1, 1, [], [])
+    tests = {test["id"]: test for test in results["tests"]}
+    assert {test["outcome"] for test in tests.values()} == {"passed"}
+    (pair,) = tests["test_a.py::test_net"]["base"]
+    assert (pair["record"], pair["verdict"], pair["first"]["layer"]) == ("run 1", "changed", "norm")
+    assert pair["first_line"].startswith("norm.eps 1e-05 → 0.0001")
+    assert [cause["layer"] for cause in pair["causes"]] == ["norm"]
+    assert "torch.load" not in pair["text"]
+    assert [pair["verdict"] for pair in tests["test_a.py::test_linear"]["base"]] == ["unchanged"]
+    page = renderer("html")(results)
+    assert page.count("norm.eps 1e-05 → 0.0001") > 1
+    assert "Beside main (" in page
+    (issue,) = json.loads(renderer("gitlab")(results))
+    assert issue["check_name"] == "modelprobe/base/attribute"
+    assert "norm.eps" in renderer("sarif")(results)
+    result.stdout.fnmatch_lines(
+        ["::error file=a_net.py,line=4,title=modelprobe%3A Net changed::test_a.py::test_net: *"]
+    )
+
+
+def test_under_xdist_the_controller_writes_the_same(beside: Any) -> None:
+    pytest.importorskip("xdist")
+    _, results = beside(NET.replace("1e-5", "1e-4"), "-n", "1")
+    assert (results["base"]["changed"], results["base"]["unchanged"]) == (1, 1)
+    assert sum(len(test["base"]) for test in results["tests"]) == 2
+
+
+def test_without_a_base_the_results_say_so(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import torch\ndef test_a(modelprobe): modelprobe.run(torch.nn.Linear(2, 2), torch.ones(1, 2))")
+    pytester.runpytest("--modelprobe-json=r.json").assert_outcomes(passed=1)
+    results = json.loads((pytester.path / "r.json").read_text())
+    assert results["base"] is None
+    assert [test["base"] for test in results["tests"]] == [[]]
+
+
+def test_nothing_that_was_compared_has_its_reason(beside: Any) -> None:
+    result, results = beside(NET, "-k", "nothing")
+    assert result.ret != 0
+    assert results["base"]["stopped"] == "no test recorded a model, so nothing was compared"
+    assert "no test recorded a model" in renderer("html")(results)
