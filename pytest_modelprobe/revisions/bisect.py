@@ -68,6 +68,11 @@ class Wanted:
         )
         return dataclasses.replace(pair, diagnosis=diagnose(dataclasses.replace(comparison, wanted=layers)))
 
+    def has_layer(self, pair: Pair) -> bool:
+        """Whether a model has such a layer on one of the two sides."""
+        names = (*pair.here.record.layers, *pair.there.record.layers)
+        return self.layer is None or any(map(Glob(self.layer).matches, names))
+
     @staticmethod
     def _causes(pair: Pair) -> Iterator[tuple[Cause, str]]:
         for cause in (*pair.diagnosis.causes, *pair.diagnosis.possible):
@@ -111,7 +116,10 @@ def bisect(
     """
     first, last = repository.commit(good), repository.commit(bad)
     if first == last or not repository.is_ancestor(first, last):
-        raise GitError(f"{good} is no ancestor of {bad}: name a commit from which {bad} comes, such as a merge base")
+        cut = ", or fetch what is cut off here: git fetch --unshallow" if repository.shallow else ""
+        raise GitError(
+            f"{good} is no ancestor of {bad}: name a commit from which {bad} comes, such as a merge base{cut}"
+        )
     with tempfile.TemporaryDirectory(prefix="modelprobe-bisect-") as folder, Worktree(repository, first) as tree:
         search = _Search(repository, tree, Path(folder), arguments)
         search.run_good(good)
@@ -119,6 +127,8 @@ def bisect(
         if pairs is None:
             raise SideError(f"the tests record nothing at {bad}, and nothing changed before it: {search.why}")
         if not any(map(wanted.fits, pairs)):
+            if wanted.layer is not None and not any(wanted.has_layer(pair) for pair in pairs):
+                raise SideError(f"--layer {wanted.layer!r} matches no layer at {good} or {bad}")
             changed = dict.fromkeys(cause.layer for pair in pairs for cause in pair.diagnosis.causes)
             others = f"what changed are {listed(list(changed))}" if changed else "nothing changed"
             raise SideError(f"{bad} has not {wanted} beside {good}: {others}")
@@ -183,6 +193,8 @@ class _Search:
             try:
                 said = git("bisect", verdict)
             except GitError:
+                if verdict != "skip":
+                    raise
                 raise SideError(
                     "only commits that cannot be compared are left, and the first of a change is among them or right "
                     f"after them. The last that was tried is {subject}"
@@ -198,7 +210,7 @@ class _Search:
         side = Side(sys.executable, directory, import_roots(self._repository.root, root))
         given = [self._argument(argument) for argument in self._given]
         job = Job(
-            files=[argument.partition("::")[0] for argument in given],
+            files=[argument.partition("::")[0] if Path(argument).is_absolute() else argument for argument in given],
             tests=_tests(given),
             options={},
             records=str(records),

@@ -84,6 +84,7 @@ def test_a_commit_that_cannot_be_imported_is_skipped(project: Project) -> None:
     ("arguments", "said"),
     [
         (["good", "--layer", "fc1"], "HEAD has not a change of fc1 beside good: nothing changed"),
+        (["good", "--layer", "typo"], "--layer 'typo' matches no layer at good or HEAD"),
         (["good", "no-such"], "there is no revision 'no-such' here"),
         (["HEAD", "good"], "HEAD is no ancestor of good: name a commit from which good comes"),
     ],
