@@ -62,7 +62,7 @@ def test_the_commit_that_changed_a_layer_is_found_and_named(project: Project) ->
     assert done.returncode == 0, done.stderr
     first, _, where, said, *_ = done.stdout.splitlines()
     assert first.partition(" ")[2].startswith("(")
-    assert first.endswith("a: faster) is the first commit with a change of (root); 5 runs of the tests")
+    assert first.endswith("a: faster) is the first commit with a change of (root); 4 runs of the tests")
     assert where == "tests/test_today.py::test_run, run 1, beside good:"
     assert said.startswith("(root): own code changed between norm and fc2: by 1 %")
     assert said.endswith("; 1 cause")
