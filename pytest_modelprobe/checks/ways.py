@@ -35,7 +35,7 @@ from .machinery.masking import MaskedOut, left_out, pad_id_of
 from .machinery.prepared import LayerTensor, PreparedModel, Trace, as_double, is_rounded
 from .outcome import NotApplicableError, Violation, line_of
 
-_IDS, _EMBEDS, _MASK = "input_ids", "inputs_embeds", "attention_mask"
+_IDS, _EMBEDS, _MASK, _DECODER_IDS = "input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids"
 
 _IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
 
@@ -79,9 +79,9 @@ def attention_agrees(
     names = tuple(_IMPLEMENTATIONS if implementations is None else implementations)
     if len(set(names)) < 2:
         raise UsageError(f"implementations= are two or more; got {implementations!r}")
+    prepared.reference(mode="eval")
     if not _switched(prepared.layers.modules[ROOT]):
         raise NotApplicableError("it has no set_attn_implementation(), as models of transformers do")
-    prepared.reference(mode="eval")
     cases = list(_cases(prepared))
     models: dict[str, nn.Module] = {}
     absent: list[str] = []
@@ -187,17 +187,19 @@ def inputs_embeds_agree(prepared: PreparedModel, *, tolerance: float | None = No
     norm
     """
     model = prepared.layers.modules[ROOT]
+    names = list(prepared.parameters)
+    keywords = {**dict(zip(names, prepared.args, strict=False)), **prepared.kwargs}
+    if {_EMBEDS, _DECODER_IDS} <= {*names} and keywords.get(_DECODER_IDS) is None:  # it may not even run without
+        raise NotApplicableError(f"its decoder may make its ids of those of the encoder: give {_DECODER_IDS}=")
+    prepared.reference(mode="eval")
     for name in (_IDS, _EMBEDS):
         if name not in prepared.parameters:
             raise NotApplicableError(f"its forward has no argument {name}")
     embedding = _input_embedding(model)
-    names = list(prepared.parameters)
-    prepared.args, prepared.kwargs = (), {**dict(zip(names, prepared.args, strict=False)), **prepared.kwargs}
+    prepared.args, prepared.kwargs = (), keywords
     ids = prepared.kwargs.get(_IDS)
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         raise NotApplicableError(f"no {_IDS} of shape (batch, positions) are given")
-    if "decoder_input_ids" in prepared.parameters and prepared.kwargs.get("decoder_input_ids") is None:
-        raise NotApplicableError("its decoder may make its ids of those of the encoder: give decoder_input_ids=")
     given = _Case("as given", dict(prepared.kwargs), _excluded(prepared.kwargs, ids), ids.shape)
     right = None if prepared.kwargs.get(_MASK) is not None else _padded(prepared, ids, left=False)
     inside: Disagreement | None = None

@@ -170,7 +170,8 @@ def test_a_model_without_implementations_is_not_applicable(probe: ModelProbe) ->
 
 @pytest.mark.parametrize("given", [("eager",), ("eager", "eager"), "eager"])
 def test_two_implementations_are_named(given: Any, probe: ModelProbe) -> None:
-    with pytest.raises(UsageError, match="implementations= "):
+    said = "a sequence of strings" if isinstance(given, str) else "two or more"
+    with pytest.raises(UsageError, match=f"implementations= .*{said}"):
         checks.attention_agrees(probe, nn.Linear(3, 2), probe.randn(4, 3), implementations=given)
 
 
@@ -257,10 +258,28 @@ def test_embeddings_of_an_encoder_need_the_ids_of_the_decoder(probe: ModelProbe)
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (nn.Linear(3, 2), "its forward has no argument input_ids"),
+        (nn.Linear(12, 2), "its forward has no argument input_ids"),
         (nn.Embedding(30, 2), "its forward has no argument input_ids"),
     ],
 )
 def test_a_model_that_takes_no_embeddings_is_not_applicable(model: nn.Module, said: str, probe: ModelProbe) -> None:
-    found = checks.inputs_embeds_agree.outcome(probe, model, probe.randint(0, 30, (3, 12)))
+    ids = probe.randint(0, 30, (3, 12))
+    found = checks.inputs_embeds_agree.outcome(probe, model, ids.float() if isinstance(model, nn.Linear) else ids)
     assert (found.verdict, found.text) == ("not applicable", said)
+
+
+# --- models that do not run -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", [checks.attention_agrees, checks.inputs_embeds_agree], ids=lambda one: one.__name__)
+def test_a_model_that_does_not_run_has_neither_property(check: checks.Check, probe: ModelProbe) -> None:
+    found = check.outcome(probe, nn.Sequential(nn.Linear(3, 3), nn.Linear(4, 2)), probe.randn(2, 3))
+    assert found.verdict == "not applicable"
+    assert found.text.startswith("the model does not run on these inputs: layer '1' raised RuntimeError: ")
+
+
+@pytest.mark.parametrize("check", [checks.attention_agrees, checks.inputs_embeds_agree], ids=lambda one: one.__name__)
+def test_what_is_not_finite_is_not_judged(check: checks.Check, probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    nn.init.constant_(model[1].bias, float("nan"))  # type: ignore[arg-type]
+    assert check.outcome(probe, model, probe.randn(2, 3)).text.startswith("not finite at 1")
