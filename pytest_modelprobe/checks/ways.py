@@ -211,7 +211,7 @@ def inputs_embeds_agree(prepared: PreparedModel, *, tolerance: float | None = No
             embeds = embedding(ids.to(prepared.probe.device))
         if not isinstance(embeds, Tensor):
             raise NotApplicableError("its embedding returns no tensor")
-        prepared.kwargs = {**{name: x for name, x in case.kwargs.items() if name != _IDS}, _EMBEDS: embeds}
+        prepared.kwargs = {**case.kwargs, _IDS: None, _EMBEDS: embeds}  # the ids may have no default
         two = prepared.run(mode="eval")
         prepared.kwargs = case.kwargs
         if two.error is not None:

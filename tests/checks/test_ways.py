@@ -236,6 +236,15 @@ def test_a_scale_that_embeddings_skip_is_named(probe: ModelProbe) -> None:
     )
 
 
+def test_ids_without_a_default_are_none_beside_embeddings(probe: ModelProbe) -> None:
+    class Required(Small):
+        def forward(self, input_ids: Tensor | None, inputs_embeds: Tensor | None = None) -> Tensor:  # type: ignore[override]
+            return super().forward(input_ids, inputs_embeds)
+
+    found = checks.inputs_embeds_agree(probe, probe.build(Required), probe.randint(0, 30, (3, 12)))
+    assert found.text == "3 layers with either, as given"
+
+
 def test_a_model_that_reads_ids_beside_embeddings_is_named(probe: ModelProbe) -> None:
     found = checks.inputs_embeds_agree.outcome(probe, Small(needs_ids=True), probe.randint(0, 30, (3, 12)))
     assert found.text.startswith(
