@@ -23,6 +23,7 @@ from .sequence import causal, padding_invariant, permutation_equivariant, permut
 from .spectral import spectral_norms_settled
 from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
 from .training import ema_tracks, gradcheck, gradient_accumulation, optimizer_covers, overfits_batch
+from .ways import attention_agrees, inputs_embeds_agree
 
 __all__ = [
     "Case",
@@ -33,6 +34,7 @@ __all__ = [
     "STANDARD",
     "add_standard",
     "any_batch_size",
+    "attention_agrees",
     "batch_independent",
     "causal",
     "checkpoint_parity",
@@ -52,6 +54,7 @@ __all__ = [
     "incremental",
     "initial_loss",
     "initialized",
+    "inputs_embeds_agree",
     "inputs_unchanged_by_forward",
     "inputs_used",
     "labels_ignored",

@@ -35,7 +35,8 @@ _ROUNDING = 1e-6
 _NEGLIGIBLE = 1e-6
 """The share of the largest gradient up to which another one is the rounding error of terms that cancel."""
 
-_MISSING = "not returned"
+MISSING = "not returned"
+"""The note of a tensor that the other run does not have."""
 
 Row = TypeVar("Row", bound=tuple[object, ...])
 
@@ -48,7 +49,7 @@ class Disagreement:
     change: float
     """The relative error. It is inf if only one tensor is finite, or if the shapes differ."""
     note: str = ""
-    """Replaces the number: a changed shape, or `_MISSING`."""
+    """Replaces the number: a changed shape, or `MISSING`."""
 
     @property
     def row(self) -> tuple[Cell, ...]:
@@ -60,7 +61,7 @@ class Disagreement:
         """``changed by 3 %``, for a sentence."""
         if not self.note:
             return changed(self.change)
-        return f"is {self.note}" if self.note == _MISSING else f"changed its {self.note}"
+        return f"is {self.note}" if self.note == MISSING else f"changed its {self.note}"
 
 
 def whole(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -95,7 +96,7 @@ def disagreements(
     for given in one.tensors:
         again = there.get(given.where)
         if again is None:
-            found.append(Disagreement(given, math.inf, _MISSING))
+            found.append(Disagreement(given, math.inf, MISSING))
         elif integers or is_rounded(given.tensor):
             compared = pairs(given.tensor, again.tensor)
             least_change = min((relative_error(x, y) for x, y in compared), default=0.0)

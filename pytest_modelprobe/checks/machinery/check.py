@@ -241,7 +241,7 @@ def _type_text(kind: Any) -> str:
         returned = typing.get_args(kind)[-1]
         return "a function" + ("" if returned in (object, Any) else f" that returns {_type_text(returned)}")
     if typing.get_origin(kind) is Sequence:
-        return "a sequence of integers"
+        return f"a sequence of {'strings' if typing.get_args(kind) == (str,) else 'integers'}"
     names = {bool: "True or False", int: "an integer", float: "a number", str: "a string", types.NoneType: "None"}
     package = ".".join(kind.__module__.split(".")[:2])  # torch.nn.modules.module.Module
     return names.get(kind, f"a {package}.{kind.__name__}")
