@@ -878,7 +878,7 @@ def test_what_rounding_moves_a_fingerprint_is_a_third_of_what_passes(
         )
         text = reading_text(given_reading, (16,), dtype, role)
         kept = reading_from(json.loads(text), (16,), role)
-        found = tolerances.change(given_reading, kept, direction=direction, dtype=dtype, measured=True)
+        found = tolerances.change(given_reading, kept, direction=direction, dtype=dtype, precision="measured")
         assert found.change is not None
         shares.append(found.change / found.limit)
     assert sorted(shares)[90] < 1 / 3
