@@ -180,9 +180,7 @@ class Sides:
             return side_by_side(here, ours, theirs, folder=self._folder, kept=self._kept, check=lambda *_: None)
         tree = stack.enter_context(Worktree(self._repository, self._commit))
         imports = import_roots(self._repository.root, tree.root)
-        directory = tree.path(started_in)
-        side = Side(self._python, directory if directory is not None and directory.is_dir() else tree.root, imports)
-        theirs = self._tests_on(side, tree.path(root) or tree.root)
+        theirs = self._tests_on(Side(self._python, tree.folder(started_in), imports), tree.path(root) or tree.root)
 
         def check(there: Records) -> None:
             for one in there.values():

@@ -155,10 +155,6 @@ class _Search:
     def compared(self, commit: str) -> list[Pair] | None:
         """Return the pairs of a commit and the good one. None if the commit cannot be compared."""
         self._tree.check_out(commit)
-        return self.compared_now()
-
-    def compared_now(self) -> list[Pair] | None:
-        """Return the pairs of the commit that is checked out."""
         self._run("other", self._folder / "good")
         other = read_written(self._folder / "other")
         if not self.good.keys() <= other.keys():
@@ -174,22 +170,19 @@ class _Search:
         """
         git = self._tree.git
         found: dict[str, list[Pair]] = {}
-        git("reset", "--quiet", "--hard")
-        git("clean", "-ffdxq")
+        self._tree.clean()
         said = git("bisect", "start", last, first)
         while (done := _FIRST_BAD.search(said)) is None:
             commit = git("rev-parse", "HEAD").strip()
             left = _STEPS.search(said)
-            self._tree.check_out(commit)
-            now = self.compared_now()
+            now = self.compared(commit)
             verdict = "skip" if now is None else "bad" if any(map(wanted.fits, now)) else "good"
             if now is not None:
                 found[commit] = now
             subject = git("log", "-1", "--format=%h %s", commit).strip()
             about = f", about {left[1]} more" if left else ""
             tell(f"{verdict}: {subject}" + (f" ({self.why})" if verdict == "skip" else "") + about)
-            git("reset", "--quiet", "--hard")
-            git("clean", "-ffdxq")
+            self._tree.clean()
             try:
                 said = git("bisect", verdict)
             except GitError:
@@ -204,10 +197,8 @@ class _Search:
     def _run(self, name: str, like: Path | None) -> None:
         records = self._folder / name
         shutil.rmtree(records, ignore_errors=True)
-        root = self._tree.root
-        directory = self._tree.path(self._here)
-        directory = directory if directory is not None and directory.is_dir() else root
-        side = Side(sys.executable, directory, import_roots(self._repository.root, root))
+        imports = import_roots(self._repository.root, self._tree.root)
+        side = Side(sys.executable, self._tree.folder(self._here), imports)
         given = [self._argument(argument) for argument in self._given]
         job = Job(
             files=[argument.partition("::")[0] if Path(argument).is_absolute() else argument for argument in given],

@@ -61,10 +61,14 @@ class Worktree:
             _git(self._repository.root, "worktree", "remove", "--force", "--force", str(self.root))
         self._folder.cleanup()
 
-    def check_out(self, commit: str) -> None:
-        """Replace all files by those of another commit."""
+    def clean(self) -> None:
+        """Put all files back as the commit has them."""
         _git(self.root, "reset", "--quiet", "--hard")
         _git(self.root, "clean", "-ffdxq")
+
+    def check_out(self, commit: str) -> None:
+        """Replace all files by those of another commit."""
+        self.clean()
         _git(self.root, "checkout", "--quiet", "--detach", commit)
         self._add_submodules()
 
@@ -93,6 +97,11 @@ class Worktree:
         """Return where a path of the working tree is in this one, also if nothing is there. None if it is outside."""
         root = self._repository.root
         return self.root / here.relative_to(root) if here.is_relative_to(root) else None
+
+    def folder(self, here: Path) -> Path:
+        """Return the folder that a folder of the working tree is in this one; the root if there is none."""
+        there = self.path(here)
+        return there if there is not None and there.is_dir() else self.root
 
     def _add_submodules(self) -> None:
         """Write the files of submodules, as far as their commits are here."""
