@@ -3,24 +3,27 @@
     python evidence/ports                  # all, and writes RESULTS.md beside this
     python evidence/ports --seeds 1        # with one drawing of the weights
 
-Each port is a rewrite in other words with the weights of its reference (`models.py`). An error is planted in the second
-of three blocks, or at the ends of the model. `assert_same_behavior(..., pair="structure")` is asked, without a rename.
-*Right* means that the first line names the layer of the port and its partner in the reference, or, of an error in the
-model's own code, the model and the first layer that it passes something else to; *half*, that it names one of the two;
-*other*, that it names another pair; *missed*, that there is no failure.
+Each port is a rewrite in other words with the weights of its reference (`models.py`), or timm's own model, which is
+skipped where timm is not installed. An error is planted in the second of three blocks, or at the ends of the model.
+`assert_same_behavior(..., pair="structure")` is asked, without a rename. *Right* means that the first line names the
+layer of the port and its partner in the reference, or, of an error in the model's own code, the model and the first
+layer that it passes something else to; *half*, that it names one of the two; *other*, that it names another pair;
+*missed*, that there is no failure. Without a class token each sequence is one shorter, so that layers of the blocks
+have no partner: the line names the model, and the table below it says which layers have none.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import importlib.metadata
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import models
-import torch
 import transformers
 from torch import nn
 
@@ -36,6 +39,12 @@ class Port(NamedTuple):
     reference: Callable[[], nn.Module]
     port: Callable[[Any, str], nn.Module]
     errors: dict[str, tuple[str, str]]
+    needs: str = "transformers"
+    """The library without which it is skipped."""
+
+    @property
+    def skipped(self) -> bool:
+        return importlib.util.find_spec(self.needs) is None
 
 
 def _of(mine: str, theirs: str, errors: str) -> dict[str, tuple[str, str]]:
@@ -72,12 +81,23 @@ _BERT = {
     "position": ("(root)", "places"),
     "kinds": ("(root)", "kinds"),
 }
+_TIMM = {
+    **_of("blocks.1.attn", "vit.layers.1.attention", "q and k, qkv order, scale, bias"),
+    "eps": _VIT["eps"],
+    "gelu": _VIT["gelu"],
+    "class token": ("(root)", "blocks.0.norm1"),
+    "no class token": ("(root)", "blocks.0.norm1"),
+    "position": ("(root)", "blocks.0.norm1"),
+    "patch": ("patch_embed.proj", "vit.embeddings.patch_embeddings.projection"),
+    "pooling": ("(root)", "head"),
+}
 PORTS = {
     "GPT-2, linear layers": Port(models.gpt2, models.nano_gpt, _GPT),
     "ViT, fused": Port(models.vit, models.fused_vit, _VIT),
     "Llama, fused": Port(models.llama, models.fused_llama, _LLAMA),
     "Llama, fused, pairs of neighbors rotated": Port(models.llama, models.llama_of_neighbors, _LLAMA),
     "BERT, fused": Port(models.bert, models.fused_bert, _BERT),
+    "ViT of timm": Port(models.vit, models.timm_vit, _TIMM, needs="timm"),
 }
 
 
@@ -94,6 +114,9 @@ class Trial(NamedTuple):
 def trials(seeds: int) -> Iterator[Trial]:
     """Yield each port without an error and with each one."""
     for name, case in PORTS.items():
+        if case.skipped:
+            print(f"{name}: skipped, for {case.needs} is not installed")
+            continue
         for seed in range(seeds):
             reference = models.drawn(case.reference, seed)
             probe = ModelProbe(seed=seed)
@@ -127,10 +150,12 @@ def report(found: list[Trial]) -> str:
         f"{told['right']} are named rightly in the first line, {told['half']} by half, {told['other']} as another "
         f"pair, and {told['missed']} are missed."
     )
+    used = dict.fromkeys(["torch", "transformers", *(case.needs for case in PORTS.values() if not case.skipped)])
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in used)
     lines = [
         "# Ports",
         "",
-        f"Made by `python evidence/ports` (torch {torch.__version__}, transformers {transformers.__version__}, CPU).",
+        f"Made by `python evidence/ports` ({versions}, CPU).",
         "",
         *__doc__.split("\n\n")[2].splitlines(),  # what the numbers mean
         "",
@@ -140,6 +165,9 @@ def report(found: list[Trial]) -> str:
         "|---|---|---|---|---|",
     ]
     for name, case in PORTS.items():
+        if case.skipped:
+            lines.append(f"| {name} | all | 0 | skipped: {case.needs} is not installed | |")
+            continue
         for error in ["", *case.errors]:
             own = [trial for trial in found if (trial.port, trial.error) == (name, error)]
             verdicts = collections.Counter(trial.verdict for trial in own)

@@ -2,10 +2,12 @@
 
 The ports are small rewrites in the manner of public implementations: GPT-2 with linear layers, a vision transformer
 and Llama with fused projections, Llama with its rotary positions in neighboring pairs, BERT with one layer for three.
+timm's vision transformer is its own code, where timm is installed.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,6 +34,8 @@ def drawn(make: Callable[[], nn.Module], seed: int) -> nn.Module:
 def set_from(layer: nn.Module, *sources: nn.Module, turned: bool = False) -> None:
     """Set the parameters of a layer from the rows of others, one after the other."""
     for name, parameter in layer.named_parameters(recurse=False):
+        if not hasattr(sources[0], name):  # planted: the bias of another norm
+            continue
         parts = [getattr(source, name).detach() for source in sources]
         values = torch.cat([part.T if turned and part.ndim == 2 else part for part in parts])
         parameter.data.copy_(values.reshape(parameter.shape))
@@ -66,7 +70,7 @@ class CausalSelfAttention(nn.Module):
 class Feedforward(nn.Module):
     def __init__(self, error: str) -> None:
         super().__init__()
-        self.c_fc, self.c_proj = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.c_fc, self.c_proj = nn.Linear(WIDTH, 4 * WIDTH, bias=error != "bias"), nn.Linear(4 * WIDTH, WIDTH)
         self.gelu = nn.GELU(approximate="none" if error == "gelu" else "tanh")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -208,10 +212,21 @@ def layers_of(model: Any, *kinds: str) -> list[nn.Module]:
 
 
 def fused_vit(source: Any, error: str) -> nn.Module:
-    model, its = VisionTransformer(error).eval(), source.vit
+    model = VisionTransformer(error).eval()
+    set_vit(model, source)
+    return model
+
+
+def set_vit(model: Any, source: Any) -> None:
+    """Set a vision transformer in the words of timm from one of transformers."""
+    its = source.vit
     set_from(model.patch_embed.proj, its.embeddings.patch_embeddings.projection)
-    model.cls_token.data.copy_(its.embeddings.cls_token)
-    model.pos_embed.data.copy_(its.embeddings.position_embeddings)
+    places = its.embeddings.position_embeddings
+    if model.cls_token is None:
+        places = places[:, 1:]
+    else:
+        model.cls_token.data.copy_(its.embeddings.cls_token)
+    model.pos_embed.data.copy_(places)
     set_from(model.norm, its.layernorm)
     set_from(model.head, source.classifier)
     for a, e in zip(model.blocks, layers_of(its, "ViTLayer"), strict=True):
@@ -220,7 +235,6 @@ def fused_vit(source: Any, error: str) -> nn.Module:
         set_from(a.norm2, norms[1])
         named = {name.rpartition(".")[2] if "output" not in name else name: m for name, m in linear.items()}
         _set_encoder(a, named, [m for m in e.modules() if isinstance(m, nn.Linear)])
-    return model
 
 
 def _set_encoder(a: Any, named: Mapping[str, nn.Module], linear: Sequence[nn.Module]) -> None:
@@ -233,6 +247,41 @@ def _set_encoder(a: Any, named: Mapping[str, nn.Module], linear: Sequence[nn.Mod
     set_from(a.attn.proj, out)
     set_from(a.mlp.fc1, up)
     set_from(a.mlp.fc2, down)
+
+
+def timm_vit(source: Any, error: str) -> nn.Module:
+    """Return timm's own model with the weights of ViT."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    model = VisionTransformer(
+        img_size=16, patch_size=4, num_classes=10, embed_dim=WIDTH, depth=BLOCKS, num_heads=HEADS, fc_norm=False,
+        norm_layer=functools.partial(nn.LayerNorm, eps=1e-2), class_token=error != "no class token",
+        global_pool="avg" if error in ("pooling", "no class token") else "token",
+    ).eval()  # fmt: skip
+    set_vit(model, source)
+    block = model.blocks[AT]
+    attention = block.attn
+    if error == "eps":
+        block.norm1.eps = 1e-6
+    elif error == "gelu":
+        block.mlp.act = nn.GELU(approximate="tanh")
+    elif error == "scale":
+        attention.fused_attn, attention.scale = False, 1.0
+    elif error == "bias":
+        attention.qkv.bias = None
+    elif error in ("q and k", "qkv order"):
+        rows = torch.arange(3 * WIDTH).view(3, HEADS, -1)
+        rows = rows[[1, 0, 2]] if error == "q and k" else rows.transpose(0, 1)
+        for parameter in attention.qkv.parameters():
+            parameter.data = parameter.data[rows.flatten()]
+    elif error == "class token":
+        model.cls_token.data.zero_()
+    elif error == "position":
+        model.pos_embed.data = model.pos_embed.data.roll(1, 1)
+    elif error == "patch":
+        weight = model.patch_embed.proj.weight
+        weight.data = weight.data.transpose(-1, -2).contiguous()
+    return model
 
 
 # --- Llama ------------------------------------------------------------------------------------------------------------
@@ -286,10 +335,8 @@ class Gated(nn.Module):
 class LlamaBlock(nn.Module):
     def __init__(self, error: str, neighbors: bool) -> None:
         super().__init__()
-        self.attention_norm, self.ffn_norm = (
-            nn.RMSNorm(WIDTH, 1e-2 if error == "eps" else 1e-6),
-            nn.RMSNorm(WIDTH, 1e-6),
-        )
+        norm = nn.LayerNorm if error == "layer norm" else nn.RMSNorm
+        self.attention_norm, self.ffn_norm = norm(WIDTH, 1e-2 if error == "eps" else 1e-6), nn.RMSNorm(WIDTH, 1e-6)
         self.attention, self.feed_forward = LlamaAttention(error, neighbors), Gated(error)
 
     def forward(self, x: Tensor) -> Tensor:

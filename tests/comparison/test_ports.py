@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 from collections import OrderedDict
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,34 +15,41 @@ from pytest_modelprobe import assert_same_behavior
 from pytest_modelprobe.comparison import pair
 from pytest_modelprobe.exceptions import NothingObservedError, SelectionError, UsageError
 
-from . import ported
-
 pytest.importorskip("transformers")
+ported = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "evidence" / "ports" / "models.py")))
+"""References and their ports, each with a switch for errors."""
 
 
-@pytest.mark.parametrize(("port", "reference"), [(ported.nano_gpt, ported.gpt2), (ported.fused_llama, ported.llama)])
-def test_a_healthy_port_is_the_same(modelprobe, port, reference):
+def records(modelprobe, make, port, error=""):
+    reference = ported.drawn(make, 0)
     ids = modelprobe.randint(0, ported.WORDS, (2, 12))
-    assert_same_behavior(modelprobe.run(port(), ids), modelprobe.run(reference(), ids), pair="structure")
+    return modelprobe.run(port(reference, error), ids), modelprobe.run(reference, ids)
+
+
+@pytest.mark.parametrize(("reference", "port"), [(ported.gpt2, ported.nano_gpt), (ported.llama, ported.fused_llama)])
+def test_a_healthy_port_is_the_same(modelprobe, reference, port):
+    assert_same_behavior(*records(modelprobe, reference, port), pair="structure")
 
 
 @pytest.mark.parametrize(
     ("error", "first"),
     [
-        ("eps", "blocks.0.n1 does not compute what transformer.h.0.ln_1 does: "),
-        ("gelu", "blocks.0.mlp.act does not compute what transformer.h.0.mlp.act does: "),
-        ("qkv order", "blocks.0.mix does not compute what transformer.h.0.attn does: "),
-        ("scale", "blocks.0.mix does not compute what transformer.h.0.attn does: "),
-        ("mask", "blocks.0.mix does not compute what transformer.h.0.attn does: "),
-        ("post-norm", "blocks.0 does not compute what transformer.h.0 does: "),
+        ("eps", "blocks.1.ln_1 does not compute what transformer.h.1.ln_1 does: "),
+        ("gelu", "blocks.1.mlp.gelu does not compute what transformer.h.1.mlp.act does: "),
+        ("qkv order", "blocks.1.attn does not compute what transformer.h.1.attn does: "),
+        ("scale", "blocks.1.attn does not compute what transformer.h.1.attn does: "),
+        ("mask", "blocks.1.attn does not compute what transformer.h.1.attn does: "),
+        ("post-norm", "blocks.1 does not compute what transformer.h.1 does: "),
         ("position", "first in what it passes to pos; "),
         ("untied", "a weight of lm_head is tied to transformer.wte.weight, and that of head is not tied"),
-        ("bias", "blocks.0.mlp.fc and transformer.h.0.mlp.c_fc: has weight, expected weight and bias, and the output "),
+        (
+            "bias",
+            "blocks.1.mlp.c_fc and transformer.h.1.mlp.c_fc: has weight, expected weight and bias, and the output ",
+        ),
     ],
 )
 def test_an_error_of_a_port_of_gpt2_is_named(modelprobe, error, first):
-    ids = modelprobe.randint(0, ported.WORDS, (2, 12))
-    port, reference = modelprobe.run(ported.nano_gpt(error), ids), modelprobe.run(ported.gpt2(), ids)
+    port, reference = records(modelprobe, ported.gpt2, ported.nano_gpt, error)
     with pytest.raises(AssertionError) as failure:
         assert_same_behavior(port, reference, pair="structure")
     assert first in str(failure.value).partition("\n")[0]
@@ -48,26 +58,27 @@ def test_an_error_of_a_port_of_gpt2_is_named(modelprobe, error, first):
 @pytest.mark.parametrize(
     ("error", "first"),
     [
-        ("eps", "blocks.0.n1 does not compute what model.layers.0.input_layernorm does: "),
-        ("rope", "blocks.0.mix does not compute what model.layers.0.self_attn does: "),
-        ("kv heads", "blocks.0.mix does not compute what model.layers.0.self_attn does: "),
-        ("gate order", "blocks.0.ff does not compute what model.layers.0.mlp does: "),
-        ("layer norm", "blocks.0.n1 and model.layers.0.input_layernorm: has weight and bias, expected weight, and "),
+        ("eps", "layers.1.attention_norm does not compute what model.layers.1.input_layernorm does: "),
+        ("rope", "layers.1.attention does not compute what model.layers.1.self_attn does: "),
+        ("kv heads", "layers.1.attention does not compute what model.layers.1.self_attn does: "),
+        ("gate order", "layers.1.feed_forward does not compute what model.layers.1.mlp does: "),
+        (
+            "layer norm",
+            "layers.1.attention_norm and model.layers.1.input_layernorm: has weight and bias, expected weight, and ",
+        ),
     ],
 )
 def test_an_error_of_a_port_of_llama_is_named(modelprobe, error, first):
-    ids = modelprobe.randint(0, ported.WORDS, (2, 12))
-    port, reference = modelprobe.run(ported.fused_llama(error), ids), modelprobe.run(ported.llama(), ids)
+    port, reference = records(modelprobe, ported.llama, ported.fused_llama, error)
     with pytest.raises(AssertionError) as failure:
         assert_same_behavior(port, reference, pair="structure")
     assert str(failure.value).startswith(first)
 
 
 def test_the_pairing_is_a_rename_to_paste_and_what_has_no_partner_is_counted(modelprobe):
-    ids = modelprobe.randint(0, ported.WORDS, (2, 12))
-    found = pair(modelprobe.run(ported.fused_llama(), ids), modelprobe.run(ported.llama(), ids))
-    assert found.rename["blocks.*.mix"] == "model.layers.*.self_attn"
-    assert "4 layers of FusedLlama without a partner: blocks.0.mix.qkv, " in str(found)
+    found = pair(*records(modelprobe, ported.llama, ported.fused_llama))
+    assert found.rename["layers.*.attention"] == "model.layers.*.self_attn"
+    assert "6 layers of FusedLlama without a partner: layers.0.attention.wqkv, " in str(found)
 
 
 def chain(names: str) -> nn.Module:
@@ -139,6 +150,5 @@ def test_a_parameter_that_is_in_another_layer_is_not_what_differs(modelprobe):
 
 
 def test_outputs_beside_the_largest_are_said_not_to_be_compared(modelprobe):
-    ids = modelprobe.randint(0, ported.WORDS, (2, 12))
-    found = pair(modelprobe.run(ported.nano_gpt(), ids), modelprobe.run(ported.gpt2(), ids))
+    found = pair(*records(modelprobe, ported.gpt2, ported.nano_gpt))
     assert "Only the largest output is compared, not output.past_key_values" in str(found)
