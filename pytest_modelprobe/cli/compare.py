@@ -98,10 +98,14 @@ def _show(
         pairing = _paired(port, reference, calls, probe, rename)
     found = recognized(port, reference)
     left = [name for name, _ in port.named_parameters() if name not in found]
-    print(f"Weights: {count(len(found), 'parameter')} of B recognized in A, {len(left)} not")
+    alike = [name for name, where in found.items() if not where]
+    said = f", {len(alike)} not told apart" if alike else ""
+    print(f"Weights: {count(len(found) - len(alike), 'parameter')} of B recognized in A{said}, {len(left)} not")
     for name, where in found.items():
-        if where.startswith("rows") or where.endswith("transposed"):
+        if " " in where:
             print(printable(f"  {name} = {where}"))
+    if alike:
+        print(printable(f"  not told apart, as all their elements are one number: {listed(alike)}"))
     if left:
         advice = "" if carries else "; --weights=a sets what the pairing maps"
         print(printable(f"  not recognized: {listed(left)}{advice}"))

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 def recognized(model: nn.Module, source: nn.Module) -> dict[str, str]:
     """Return where the values of each parameter of a model are in another; parameters that are not found are left out.
 
+    If all elements of a parameter are one number, as of a bias of zeros, and the other model has such a parameter too,
+    the text is empty: nothing tells which one it is.
+
     >>> fused, parts = nn.Linear(4, 8, bias=False), nn.ModuleDict({n: nn.Linear(4, 4, bias=False) for n in "qk"})
     >>> with torch.no_grad():
     ...     _ = fused.weight.copy_(torch.cat([parts["q"].weight, parts["k"].weight]))
@@ -23,28 +26,40 @@ def recognized(model: nn.Module, source: nn.Module) -> dict[str, str]:
     ({'weight': 'rows of q.weight, k.weight'}, 'rows 4:8 of weight')
     """
     there = {name: parameter.detach() for name, parameter in source.named_parameters()}
+    constants = {number for x in there.values() if (number := _constant(x)) is not None}
     found = {}
     for name, parameter in model.named_parameters():
-        how = _where(parameter.detach(), there)
-        if how:
+        values = parameter.detach()
+        if _constant(values) in constants:
+            found[name] = ""
+        elif how := _where(values, there) or _where(values, there, reordered=True):
             found[name] = how
     return found
 
 
-def _where(values: Tensor, there: Mapping[str, Tensor]) -> str:
+def _constant(x: Tensor) -> complex | None:
+    """Return the number that all elements of a tensor are; `None` if they are not all the same."""
+    alike = x.numel() and bool((x == x.flatten()[0]).all())
+    return complex(x.flatten()[0].item()) if alike else None
+
+
+def _where(values: Tensor, there: Mapping[str, Tensor], *, reordered: bool = False) -> str:
+    """Return where values are in others, in another order of rows if that is said; an empty text if they are not."""
+    offset = _offset_reordered if reordered else _offset
     for name, other in there.items():
         if torch.equal(values, other):
             return name
         if values.ndim == other.ndim == 2 and torch.equal(values, other.T):
             return f"{name} transposed"
     for turned in (False, True):
-        said = " transposed" if turned else ""
+        said = f"{' transposed' if turned else ''}{', rows in another order' if reordered else ''}"
         looked_in = {name: x.T if turned and x.ndim == 2 else x for name, x in there.items()}
         for name, other in looked_in.items():
-            start = _offset(values, other)
+            start = offset(values, other)
             if start is not None:
-                return f"rows {start}:{start + len(values)} of {name}{said}"
-        parts = {name: start for name, x in looked_in.items() if (start := _offset(x, values)) is not None}
+                rows = f"rows {start}:{start + len(values)} of " if len(values) < len(other) else ""
+                return f"{rows}{name}{said}"
+        parts = {name: start for name, x in looked_in.items() if (start := offset(x, values)) is not None}
         if sum(len(looked_in[name]) for name in parts) == (len(values) if values.ndim else -1):
             return f"rows of {', '.join(sorted(parts, key=parts.__getitem__))}{said}"
     return ""
@@ -60,6 +75,29 @@ def _offset(part: Tensor, whole: Tensor) -> int | None:
     )  # fmt: skip
     starts: Sequence[int] = alike.nonzero().flatten().tolist()
     return next((start for start in starts if torch.equal(whole[start : start + len(part)], part)), None)
+
+
+def _offset_reordered(part: Tensor, whole: Tensor) -> int | None:
+    """Return where the rows of a tensor stand in another one as a block, in any order; `None` if they do not.
+
+    A conversion of rotary positions, from neighbors to halves, reorders the rows of queries and keys.
+    """
+    fits = part.ndim == whole.ndim > 0 and part.shape[1:] == whole.shape[1:] and 0 < len(part) <= len(whole)
+    if not fits or part.dtype != whole.dtype or part.device != whole.device or part.is_complex():
+        return None
+    keys = _keys(part)
+    at = torch.isin(_keys(whole), keys).nonzero().flatten().tolist()
+    if len(at) != len(part) or at[-1] - at[0] + 1 != len(part):
+        return None
+    block = whole[at[0] : at[-1] + 1]
+    return at[0] if torch.equal(block[_keys(block).argsort()], part[keys.argsort()]) else None
+
+
+def _keys(x: Tensor) -> Tensor:
+    """Return an integer for each row. Equal rows have equal ones, and rows with other first elements have others."""
+    bits = x.reshape(len(x), -1)[:, :16].double().view(torch.int64)
+    odd = torch.arange(1, bits.shape[1] + 1, device=x.device) * 0x9E3779B97F4A7C1
+    return ((bits ^ (bits >> 29)) * odd).sum(1)
 
 
 def carry(source: nn.Module, model: nn.Module, names: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:

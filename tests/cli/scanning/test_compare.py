@@ -26,6 +26,11 @@ class B(nn.Module):
     def forward(self, x):
         return self.relu(self.qk(x))
 
+class Zeros(B):
+    def __init__(self):
+        super().__init__()
+        nn.init.zeros_(self.qk.bias)
+
 class Masked(B):
     def forward(self, x, mask):
         return super().forward(x) * mask
@@ -52,6 +57,13 @@ def test_weights_are_carried_into_a_fused_layer_and_the_port_is_the_same(capsys)
 def test_weights_that_are_not_known_are_named_in_the_first_line(capsys):
     assert cli.main(["compare", "two_nets:A", "two_nets:B", "--input", "4x8"]) == 1
     assert "weights inside are not those of the expected: qk.weight and qk.bias" in capsys.readouterr().out
+
+
+def test_zeros_are_not_told_apart(capsys):
+    assert cli.main(["compare", "two_nets:Zeros", "two_nets:Zeros", "--input", "4x8"]) == 0
+    out = capsys.readouterr().out
+    assert "Weights: 1 parameter of B recognized in A, 1 not told apart, 0 not\n" in out
+    assert "  not told apart, as all their elements are one number: qk.bias\n" in out
 
 
 def test_an_input_has_another_name_in_b(capsys):
