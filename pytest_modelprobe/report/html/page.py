@@ -225,17 +225,18 @@ def _base_section(base: Data | None) -> Markup | None:
     commit = f"{base['ref']} ({base['commit'][:10]})" if base["commit"] else ""
     name = " under ".join(filter(None, (commit, base["python"])))
     counted = [f"{base[key]} {key.replace('_', ' ')}" for key in _PAIRS if base[key]]
-    said = base["stopped"] or ", ".join(counted) or "no model was compared"
+    models = count(sum(base[key] for key in _PAIRS), "model")
+    said = base["stopped"] or (f"{models}: {', '.join(counted)}" if counted else "no model was compared")
     versions = [f"{package}: {now} here, {then} there" for package, (now, then) in base["versions"].items()]
     more = [f"{count(base['unpaired'], 'record')} of one side alone"] if base["unpaired"] else []
     lists = [
-        folded(f"{count(len(tests), 'test')} only {where}", bullets(tests))
+        folded(f"{count(len(tests), 'test')} only {where}", bullets(tag("code", test) for test in tests))
         for where, tests in (("here", base["only_here"]), ("there", base["only_there"]))
         if tests
     ]
-    failed = [f"{test}: {why}" for test, why in base["failed"].items()]
-    lists += [folded(f"{len(failed)} did not run there", bullets(failed))] if failed else []
-    facts = bullets([*versions, *more]) if versions or more else None
+    failed = [[tag("code", test), f": {why}"] for test, why in base["failed"].items()]
+    lists += [folded(f"{len(failed)} did not pass there", bullets(failed))] if failed else []
+    facts = bullets([*versions, *more], class_="facts") if versions or more else None
     warned = "warning" if base["stopped"] else None
     return tag("section", tag("h2", f"Beside {name}"), tag("p", said, class_=warned), facts, lists, id="base")
 
@@ -345,7 +346,7 @@ def _snapshot(snapshot: Data) -> Markup:
 
 
 def _pair(pair: Data) -> Markup:
-    where = tag("p", tag("b", f"Beside the other side: {pair['verdict']}"), f" {pair['record']} on {pair['device']}")
+    where = tag("p", tag("b", f"Beside the other side: {pair['verdict']}"), f", {pair['record']} on {pair['device']}")
     first = pair["first"]
     said = pair["text"] or (f"The first output that differs is that of {first['layer']}." if first else "")
     css = "snapshot open" if pair["verdict"] == "changed" else "snapshot"
