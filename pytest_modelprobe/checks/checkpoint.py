@@ -24,16 +24,12 @@ from pytest_modelprobe.models import (
     ModelState,
     as_real,
     check_supported,
-    detached_copy,
     has_dense_storage,
     initialization,
-    is_persistent,
     seeding,
-    settings_preserved,
     unexpanded,
 )
 from pytest_modelprobe.probe import ModelProbe
-from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import Selector, select
 from pytest_modelprobe.text import count, listed, out_of
 
@@ -41,7 +37,7 @@ from .machinery.agreement import differing_bits
 from .machinery.check import StateCheck, noted
 from .machinery.prepared import is_rounded, plain
 from .outcome import NotApplicableError, Outcome, Violation, line_of, message_of
-from .registration import new_memory
+from .registration import all_named, copy_on_cpu, made_model, new_memory, temporary_names
 
 _CONSTANT = 0.8372
 """What constants become in the second run: a number that no code sets, valid as a probability and as a scale."""
@@ -131,25 +127,15 @@ def wholly_loaded(
     1.bias
     """
     __tracebackhide__ = True
-    _check(probe, model, load)
-    try:
-        with progress("wholly_loaded"), settings_preserved(), seeding.forked_rng():
-            if isinstance(model, nn.Module):
-                with ModelState(model) as state:
-                    return _Loading(probe, model, load, state).outcome(new)
-            return _Loading(probe, model, load, None).outcome(new)
-    except NotApplicableError as reason:
-        name = type(model).__name__ if isinstance(model, nn.Module) else "the model"
-        return Outcome(check="wholly_loaded", model=name, verdict="not applicable", text=str(reason))
+    _check(model, load)
+    if isinstance(model, nn.Module):
+        with ModelState(model) as state:
+            return _Loading(probe, model, load, state).outcome(new)
+    return _Loading(probe, model, load, None).outcome(new)
 
 
-def _check(probe: object, model: object, load: object) -> None:
+def _check(model: object, load: object) -> None:
     __tracebackhide__ = True
-    if not isinstance(probe, ModelProbe):
-        raise UsageError(
-            "checks.wholly_loaded takes the probe, then the model: wholly_loaded(modelprobe, model, load); got "
-            f"{type(probe).__name__}"
-        )
     if isinstance(model, nn.Module):
         check_supported(model)
         if load is None:
@@ -302,10 +288,7 @@ def _model_of(made: Any) -> tuple[nn.Module, Any]:
     """Return a model and what was said of its loading, of ``from_pretrained(..., output_loading_info=True)`` too."""
     __tracebackhide__ = True
     model, info = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"the function returns a torch.nn.Module; got {type(made).__name__}")
-    check_supported(model)
-    return model, info
+    return made_model(model, "the function"), info
 
 
 def _unused(info: Any) -> list[str]:
@@ -319,8 +302,7 @@ def _values(model: nn.Module, *, changed: bool) -> tuple[dict[str, Tensor], set[
 
     The names of those that cannot be changed come second: loading cannot be told from leaving them.
     """
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    temporary = {name for name, _ in model.named_buffers() if is_persistent(model, name) is False}
+    named, temporary = all_named(model), temporary_names(model)
     # Of all first: one may be a view of another.
     others = {id(t): _other_or_none(t) for name, t in named if name not in temporary}
     fixed = {name for name, t in named if id(t) in others and others[id(t)] is None and not (t.is_meta or is_lazy(t))}
@@ -329,7 +311,7 @@ def _values(model: nn.Module, *, changed: bool) -> tuple[dict[str, Tensor], set[
             for _, t in named:
                 if (other := others.pop(id(t), None)) is not None:
                     unexpanded(t).copy_(other)
-    return {name: copy for name, t in named if has_dense_storage(t) and (copy := _copy(t)) is not None}, fixed
+    return {name: copy for name, t in named if (copy := copy_on_cpu(t)) is not None}, fixed
 
 
 def _other_or_none(t: Tensor) -> Tensor | None:
@@ -365,19 +347,14 @@ def _other(x: Tensor) -> Tensor:
 
 def _read(model: nn.Module, found: _Loaded) -> None:
     """Note what the parameters and buffers of a loaded model hold."""
-    found.temporary |= {name for name, _ in model.named_buffers() if is_persistent(model, name) is False}
+    found.temporary |= temporary_names(model)
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if t.is_meta:
             found.meta[name] = t.numel()
-        elif name not in found.fixed and has_dense_storage(t) and (copy := _copy(t)) is not None:
+        elif name not in found.fixed and (copy := copy_on_cpu(t)) is not None:
             found.after[name] = copy
         else:
             found.unread.append(name)
-
-
-def _copy(t: Tensor) -> Tensor | None:
-    copy = None if t.is_quantized else detached_copy(t)
-    return None if copy is None else copy.cpu().contiguous()
 
 
 class _Constants(initialization.Dispatching, TorchDispatchMode):  # type: ignore[misc]

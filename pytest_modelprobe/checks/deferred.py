@@ -18,16 +18,11 @@ from torch import Tensor, nn
 from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import (
-    check_supported,
-    detached_copy,
     has_dense_storage,
-    is_persistent,
     seeding,
-    settings_preserved,
     unexpanded,
 )
 from pytest_modelprobe.probe import ModelProbe
-from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.text import count, listed, out_of
 
@@ -35,7 +30,7 @@ from .machinery.agreement import differing_bits
 from .machinery.check import StateCheck, noted
 from .machinery.prepared import is_rounded, plain
 from .outcome import NotApplicableError, Outcome, Violation, line_of, message_of
-from .registration import meant, new_memory
+from .registration import all_named, copy_on_cpu, made_model, meant, new_memory, temporary_names
 
 _FLOAT, _INTEGER = 0.8372, 83
 """What memory holds in the second run, where in the first it holds NaN or the largest integer."""
@@ -103,22 +98,12 @@ def deferred_initialization(
     scale is not initialized: all 2 elements are memory that nothing wrote to; 1 of 3 parameters and buffers looked at
     """
     __tracebackhide__ = True
-    _check(probe, make, initialize)
-    try:
-        with progress("deferred_initialization"), settings_preserved(), seeding.forked_rng():
-            return _outcome(_Making(probe, make, initialize))
-    except NotApplicableError as reason:
-        name = getattr(make, "__name__", type(make).__name__)
-        return Outcome(check="deferred_initialization", model=name, verdict="not applicable", text=str(reason))
+    _check(make, initialize)
+    return _outcome(_Making(probe, make, initialize))
 
 
-def _check(probe: object, make: object, initialize: object) -> None:
+def _check(make: object, initialize: object) -> None:
     __tracebackhide__ = True
-    if not isinstance(probe, ModelProbe):
-        raise UsageError(
-            "checks.deferred_initialization takes the probe, then what makes a model: "
-            f"deferred_initialization(modelprobe, Net); got {type(probe).__name__}"
-        )
     if isinstance(make, nn.Module):
         raise UsageError(f"make is a function: lambda: {type(make).__name__}(...), not a model, which is made already")
     if not callable(make):
@@ -171,11 +156,11 @@ class _Making:
                 model = self._model()
         except (RuntimeError, NotImplementedError) as error:
             raise NotApplicableError(f"it cannot be made on the meta device: {line_of(error)}") from error
-        if _registered(model) and not any(t.is_meta for _, t in _registered(model)):
+        if all_named(model) and not any(t.is_meta for _, t in all_named(model)):
             raise NotApplicableError(f"nothing of {type(model).__name__} is on the meta device: make chooses a device")
         model.to_empty(device=self.probe.device)
         with new_memory(filled=filled):
-            for _, t in _registered(model):
+            for _, t in all_named(model):
                 _fill(t, marked=filled)
             how = self._initialize(model)
         return _read(model, how)
@@ -186,11 +171,8 @@ class _Making:
     def _model(self) -> nn.Module:
         __tracebackhide__ = True
         with noted("in make", "deferred_initialization"):
-            model: object = self.make()
-        if not isinstance(model, nn.Module):
-            raise UsageError(f"make returns a torch.nn.Module; got {type(model).__name__}")
-        check_supported(model)
-        return model
+            model = self.make()
+        return made_model(model, "make")
 
     def _initialize(self, model: nn.Module) -> str:
         """Initialize a model, and return by what."""
@@ -214,10 +196,6 @@ class _Making:
 def _own(model: nn.Module) -> Callable[[], object] | None:
     own = getattr(model, "init_weights", None)
     return own if callable(own) else None
-
-
-def _registered(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -252,19 +230,20 @@ def _read(model: nn.Module, how: str) -> _Made:
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     first: dict[int, str] = {}
     kept = []  # an id is that of one tensor as long as it lives
-    for name, t in (*_registered(model), *_attributes(model)):
+    for name, t in (*all_named(model), *_attributes(model)):
         original = first.setdefault(id(t), name)
         kept.append(t)
         if original != name:
             made.ties[name] = original
         if t.is_meta:
             made.meta.add(name)
-        elif has_dense_storage(t) and not t.is_quantized and (copy := detached_copy(t)) is not None:
-            made.tensors[name] = plain(copy.cpu()).contiguous()
+        elif (copy := copy_on_cpu(t)) is not None:
+            made.tensors[name] = plain(copy)
         made.kinds[name] = "parameter" if name in parameters else _ATTRIBUTE
         made.numel[name] = t.numel()
+    temporary = temporary_names(model)
     for name, _ in model.named_buffers(remove_duplicate=False):
-        made.kinds[name] = "buffer, not persistent" if is_persistent(model, name) is False else "buffer"
+        made.kinds[name] = "buffer, not persistent" if name in temporary else "buffer"
     return made
 
 

@@ -22,7 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.models import has_dense_storage, seeding, unexpanded, version
+from pytest_modelprobe.models import (
+    check_supported,
+    detached_copy,
+    has_dense_storage,
+    is_persistent,
+    seeding,
+    unexpanded,
+    version,
+)
 from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.runs import Mode, graph_nodes
 from pytest_modelprobe.text import count, listed, number, pattern
@@ -374,6 +382,35 @@ def _numbers(model: nn.Module, *, integers: bool) -> list[tuple[str, Tensor]]:
     """Return the parameters and buffers that have memory; no bools, where any value is valid."""
     tensors = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if has_dense_storage(t)]
     return [(name, t) for name, t in tensors if is_rounded(t) or (integers and t.dtype in _INTEGERS)]
+
+
+def all_named(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return all parameters and buffers, by all their names."""
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def temporary_names(model: nn.Module) -> set[str]:
+    """Return the names of buffers that are in no checkpoint."""
+    return {name for name, _ in model.named_buffers(remove_duplicate=False) if is_persistent(model, name) is False}
+
+
+def copy_on_cpu(t: Tensor) -> Tensor | None:
+    """Return a copy whose elements can be compared; None if there is none."""
+    copied = detached_copy(t) if has_dense_storage(t) and not t.is_quantized else None
+    return None if copied is None else copied.cpu().contiguous()
+
+
+def made_model(made: object, by: str) -> nn.Module:
+    """Return what a function of the user made.
+
+    Raises:
+        UsageError: It is no model, or one that is not supported.
+    """
+    __tracebackhide__ = True
+    if not isinstance(made, nn.Module):
+        raise UsageError(f"{by} returns a torch.nn.Module; got {type(made).__name__}")
+    check_supported(made)
+    return made
 
 
 @contextlib.contextmanager

@@ -15,9 +15,8 @@ from torch import nn
 
 from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.models import GENERATORS, check_supported, seeding, settings_preserved
+from pytest_modelprobe.models import GENERATORS, check_supported, seeding
 from pytest_modelprobe.probe import ModelProbe
-from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROOT, Plain, Reading, Record, estimated_change, label_of, qualified
 from pytest_modelprobe.runs import Watch
 from pytest_modelprobe.text import Cell, count, failure, listed, number, printable, table
@@ -125,20 +124,12 @@ def resume(
     weight
     """
     __tracebackhide__ = True
-    _check(probe, make, train, steps, at, save, load)
-    seed = seeding.derive(probe.seed, "resume")
-    runs = _Runs(make, train, steps, at, save, load, seed)
-    with progress("resume"), settings_preserved(), seeding.forked_rng():
-        return runs.outcome()
+    _check(make, train, steps, at, save, load)
+    return _Runs(make, train, steps, at, save, load, seeding.derive(probe.seed, "resume")).outcome()
 
 
-def _check(probe: object, make: object, train: object, steps: object, at: object, save: object, load: object) -> None:
+def _check(make: object, train: object, steps: object, at: object, save: object, load: object) -> None:
     __tracebackhide__ = True
-    if not isinstance(probe, ModelProbe):
-        got = type(probe).__name__
-        raise UsageError(
-            f"checks.resume takes the probe, then two functions: resume(modelprobe, make, train); got {got}"
-        )
     for name, one, how in (("make", make, "make()"), ("train", train, "train(state, steps)")):
         if not callable(one) or isinstance(one, nn.Module):
             raise UsageError(f"{name} is a function, {how}; got {type(one).__name__}")

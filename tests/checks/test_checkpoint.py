@@ -345,7 +345,9 @@ def test_what_is_given_is_checked(args: Any, said: str, probe: ModelProbe) -> No
 
 
 def test_the_probe_comes_first() -> None:
-    with pytest.raises(UsageError, match="takes the probe, then the model"):
+    with pytest.raises(
+        UsageError, match=r"takes the probe first: wholly_loaded\(modelprobe, model, load\); got Linear$"
+    ):
         checks.wholly_loaded(nn.Linear(2, 2), lambda model: None)  # type: ignore[arg-type]
 
 

@@ -350,7 +350,9 @@ def test_what_is_given_is_checked(args: Any, options: Any, said: str, probe: Mod
 
 
 def test_the_probe_comes_first() -> None:
-    with pytest.raises(UsageError, match="takes the probe, then what makes a model"):
+    with pytest.raises(
+        UsageError, match=r"takes the probe first: deferred_initialization\(modelprobe, make\); got type$"
+    ):
         checks.deferred_initialization(Net, Net)  # type: ignore[arg-type]
 
 

@@ -603,7 +603,7 @@ def test_wrong_use_is_one_clear_sentence(modelprobe: ModelProbe, options: State,
 
 
 def test_the_probe_comes_first() -> None:
-    with pytest.raises(UsageError, match=r"^checks.resume takes the probe, then two functions: .*; got function$"):
+    with pytest.raises(UsageError, match=r"takes the probe first: resume\(modelprobe, make, train\); got function$"):
         checks.resume(make, train, 3)  # type: ignore[arg-type]
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from pytest_modelprobe.checks.outcome import NotApplicableError, Outcome, Violation, message_of
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.interrupts import interruptible
+from pytest_modelprobe.models import seeding, settings_preserved
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROOT, label_of
@@ -179,13 +180,34 @@ class StateCheck(Generic[P]):
     def __init__(self, function: Callable[P, Outcome]) -> None:
         functools.update_wrapper(self, function)
         self.__name__: str
-        self.outcome = function
+        self.function = function
+        self._order = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.KEYWORD_ONLY]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Outcome:
         """Assert that the property holds."""
         __tracebackhide__ = True
         found = self.outcome(*args, **kwargs)
         return found.asserted(stacklevel=4)
+
+    def outcome(self, *args: P.args, **kwargs: P.kwargs) -> Outcome:
+        """Return whether the property holds, is broken, or is not applicable. Random states stay as they were.
+
+        Raises:
+            UsageError: An argument is invalid; the message says what is accepted.
+        """
+        __tracebackhide__ = True
+        given = {**dict(zip(self._order, args, strict=False)), **kwargs}
+        probe, first = (given.get(name) for name in self._order[:2])
+        if not isinstance(probe, ModelProbe):
+            called = f"{self.__name__}({', '.join(['modelprobe', *self._order[1:]])})"
+            raise UsageError(f"checks.{self.__name__} takes the probe first: {called}; got {type(probe).__name__}")
+        try:
+            with progress(self.__name__), settings_preserved(), seeding.forked_rng():
+                return self.function(*args, **kwargs)
+        except NotApplicableError as reason:
+            made = type(first) if isinstance(first, nn.Module) else first
+            name = made.__name__ if isinstance(made, type) else "the model"
+            return Outcome(check=self.__name__, model=name, verdict="not applicable", text=str(reason))
 
     def __get__(self, instance: object, owner: type | None = None) -> StateCheck[P]:
         """Return the check itself: `help()` shows the signature of objects with this method."""
