@@ -147,6 +147,13 @@ def test_what_takes_long_is_left_out_unless_it_is_named(probe: ModelProbe) -> No
     )
 
 
+def test_flex_attention_agrees_where_it_is_not_compiled(probe: ModelProbe) -> None:
+    model, ids = tiny(probe, "Llama", num_hidden_layers=1), inputs(probe, "Llama")
+    with torch.compiler.set_stance("force_eager"):
+        found = checks.attention_agrees(probe, model, implementations=("sdpa", "flex_attention"), **ids)
+    assert found.text == "sdpa and flex_attention agree, as given, padded on the left and padded on the right"
+
+
 def test_an_implementation_that_does_not_run_with_padding_is_said(unmasked: str, probe: ModelProbe) -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
