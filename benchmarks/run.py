@@ -567,6 +567,7 @@ def report(results: dict[str, Any]) -> str:
             "What a watched step of small public models costs: [PUBLIC.md](PUBLIC.md).",
             "A compiled step that is watched inside: [INSIDE.md](INSIDE.md). How long an",
             "HTML report takes to open: [page_load/RESULTS.md](page_load/RESULTS.md).",
+            "The tests beside a commit, with `--modelprobe-base`: [BASE.md](BASE.md).",
             "",
         ]
     if "llama" in results:

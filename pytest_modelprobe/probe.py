@@ -60,13 +60,14 @@ _FORGOTTEN = (
 class Recorder(Protocol):
     """Is told of all that a probe records."""
 
-    def kept_layer(self) -> str | None:
-        """Return a layer whose outputs the next run keeps besides those that it is asked to keep."""
-
     def recorded(
-        self, kind: str, record: Record, model: nn.Module, kept: Mapping[str, list[Any]] | None = None
+        self,
+        kind: str,
+        record: Record,
+        model: nn.Module,
+        outputs_of: Callable[[str], Mapping[str, list[Any]]] | None = None,
     ) -> None:
-        """Take the record of a ``run`` or an ``architecture``."""
+        """Take the record of a ``run`` or an ``architecture``, and what runs it again for the outputs of a layer."""
 
     def watched(self, watch: Watch) -> None:
         """Take a watch, which has just begun."""
@@ -187,10 +188,9 @@ class ModelProbe:
         check_supported(model)
         _check_mode(mode)
         check_loss(loss)
-        also_kept = None if self._recorder is None or keep else self._recorder.kept_layer()
         options = Options(
             layers=layers,
-            keep=keep if also_kept is None else [also_kept],
+            keep=keep,
             functionals=functionals,
             attention=attention,
             profile=profile,
@@ -198,14 +198,13 @@ class ModelProbe:
         )
         all_kwargs = {**(kwargs or {}), **model_kwargs}
         run = Run(model, args, all_kwargs, options, loss, mode, device=self.device, seed=self.seed, isolate=isolate)
-        record, kept = run.record()
-        self.kept = kept if also_kept is None else {}
+        record, self.kept = run.record()
         with_live_run(record, WeakLiveRun(run, _FORGOTTEN, Run.isolated, Run.measured, Run.varied))
         self._runs.append(run)
         self._models.append(model)
         self._remember(record.model, record)
         if self._recorder is not None:
-            self._recorder.recorded("run", record, model, kept if also_kept is not None else None)
+            self._recorder.recorded("run", record, model, run.outputs_of)
         return record
 
     def watch(

@@ -7,7 +7,8 @@ alone.
 
 from .bisect import Bisected, Wanted, bisect
 from .pairs import Pair, compare_records, exact_difference, first_difference, judged
-from .recorder import Recorder, Written, read_written
+from .recorder import Recorder
+from .records import Written, read_written
 from .side import Job, Ran, Side, SideError, options_for
 from .side_by_side import Records, SideBySide, TestsOn, side_by_side
 from .text import pair_text, summary, tensors_lines

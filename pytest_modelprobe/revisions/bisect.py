@@ -21,7 +21,7 @@ from pytest_modelprobe.record import Glob
 from pytest_modelprobe.text import listed
 
 from .pairs import Pair, judged
-from .recorder import Written, read_written
+from .records import Written, read_written
 from .side import Job, Ran, Side, SideError
 from .worktree import Worktree, import_roots
 

@@ -16,11 +16,10 @@ from pytest_modelprobe.comparison import (
     Precision,
     compare,
     diagnose,
-    layers_behind_zeros,
 )
 from pytest_modelprobe.record import Record, has_numbers
 
-from .recorder import Written
+from .records import Written
 
 Verdict = Literal["unchanged", "rounding", "changed", "not repeatable"]
 
@@ -65,11 +64,6 @@ def _compared(actual: Record, expected: Record, precision: Precision) -> Compari
     same = actual.versions == expected.versions
     parts: Parts = "all" if has_numbers(actual) and has_numbers(expected) else "architecture"
     return compare(actual, expected, parts=parts, precision=precision if same else None)
-
-
-def is_suspect(actual: Record, expected: Record) -> bool:
-    """Whether two records need evidence: they differ, or zeros may hide that they do."""
-    return not compare_records(actual, expected).same or bool(layers_behind_zeros(actual))
 
 
 def judged(here: Written, there: Written, before: tuple[Record, Record]) -> Pair:

@@ -1,42 +1,32 @@
 """Writes the records of each test to files, from which the other side reads them.
 
 A record of a run is written as soon as it is made, because what follows in the test may change the model. A watch is
-written when the test has ended, before its fixtures are torn down. Evidence, which costs several runs of the model, is
-made for those records alone of which a first comparison said that they differ.
+written when the test has ended, before its fixtures are torn down.
+
+Evidence costs several runs of the model, so a record gets it only if it differs from that of the other side. The side
+that runs second sees this while its model is there. The side that ran first runs once more with the tests that differ.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
+import dataclasses
 import shutil
 import sys
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from pytest_modelprobe.comparison import compare
+from pytest_modelprobe.comparison import layers_behind_zeros
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.record import Record
 
+from .pairs import compare_records, first_difference
+from .records import Written, folder_of, path_of, read_one
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A record that a test made, as it was written."""
-
-    test: str
-    """The node id."""
-    key: str
-    """Which record of the test: ``run 1``, ``architecture 2``, ``watch 1``."""
-    record: Record
-    sources: Mapping[str, str] = field(default_factory=dict)
-    """The modules of Python that the classes of the model are from → their files."""
-    tensors: Path | None = None
-    """The outputs of the layer that was kept, by call and path: a file of `torch.save`."""
+Outputs = Callable[[str], Mapping[str, Sequence[Any]]]
 
 
 class Recorder:
@@ -44,9 +34,11 @@ class Recorder:
 
     Args:
         folder: Where to write.
-        evidence: Whether the records get isolated responses, and noise if there is nothing they are compared with.
-        like: The folder with the evidence of the other side, with which these records are to be compared.
-        keep: Test → key of a record → the layer whose outputs are kept.
+        evidence: Whether all records get evidence.
+        beside: The folder of the records that the other side made first. Those that differ from these get evidence.
+        like: The folder of the records of the other side. Those that have evidence there get it here, made to what it
+            was made to there.
+        tensors: A folder. The outputs of the layer that differs first from ``beside`` or ``like`` are kept in it.
     """
 
     def __init__(
@@ -54,32 +46,29 @@ class Recorder:
         folder: Path,
         *,
         evidence: bool = False,
+        beside: Path | None = None,
         like: Path | None = None,
-        keep: Mapping[str, Mapping[str, str]] | None = None,
+        tensors: Path | None = None,
     ) -> None:
-        self._folder, self._evidence, self._like = folder, evidence, like
-        self._keep = keep or {}
+        self._folder, self._tensors = folder, tensors
+        self._evidence, self._beside, self._like = evidence, beside, like
         self._test = ""
         self._made = 0
         self._watches: list[Any] = []
 
     # --- what the probe calls -----------------------------------------------------------------------------------------
 
-    def kept_layer(self) -> str | None:
-        """Return the layer whose outputs the next run keeps."""
-        return self._keep.get(self._test, {}).get(f"run {self._made + 1}")
-
-    def recorded(self, kind: str, record: Record, model: Any, kept: Mapping[str, Sequence[Any]] | None = None) -> None:
+    def recorded(self, kind: str, record: Record, model: Any, outputs_of: Outputs | None = None) -> None:
         """Write a record.
 
         Args:
             kind: ``run`` or ``architecture``.
             record: The record.
             model: The model.
-            kept: The outputs of the layer of `kept_layer`.
+            outputs_of: Runs the model again, and returns the outputs of a layer.
         """
         self._made += 1
-        self._write(f"{kind} {self._made}", record, model, kept)
+        self._write(f"{kind} {self._made}", record, model, outputs_of)
 
     def watched(self, watch: Any) -> None:
         """Note a watch, whose record is written when the test ends."""
@@ -96,7 +85,7 @@ class Recorder:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
         """Forget what the test recorded, if it runs again."""
-        shutil.rmtree(self._folder / _name(self._test), ignore_errors=True)
+        shutil.rmtree(folder_of(self._folder, self._test), ignore_errors=True)
         self._made = 0
         self._watches.clear()
 
@@ -111,53 +100,68 @@ class Recorder:
 
     # --- files --------------------------------------------------------------------------------------------------------
 
-    def _write(self, key: str, record: Record, model: Any, kept: Mapping[str, Sequence[Any]] | None = None) -> None:
+    def _write(self, key: str, record: Record, model: Any, outputs_of: Outputs | None = None) -> None:
         if not self._test:  # a probe that a plugin made
             return
-        folder = self._folder / _name(self._test)
-        folder.mkdir(parents=True, exist_ok=True)
-        stem = key.replace(" ", "-")
-        if self._evidence:
-            record = self._with_evidence(key, record)
-        data = {"test": self._test, "key": key, "record": record.to_dict(), "sources": dict(_sources(model))}
-        tensors = _tensors(kept) if kept else {}
-        if tensors:
-            import torch
+        plain = Written(self._test, key, record, dict(_sources(model)))
+        written, first = self._completed(plain)
+        is_module = first is not None and not record.layers[first].functional  # a function has no hook that keeps
+        if first is not None and is_module and outputs_of is not None and self._tensors is not None:
+            path = path_of(self._tensors, self._test, key).with_suffix(".pt")
+            written = dataclasses.replace(written, tensors=_saved(outputs_of(first), path))
+        written.write(self._folder)
 
-            torch.save(tensors, folder / f"{stem}.pt")
-        (folder / f"{stem}.json").write_text(json.dumps(data, allow_nan=False), "ascii")
-
-    def _with_evidence(self, key: str, record: Record) -> Record:
-        """Return the record with what a diagnosis needs to tell a cause from what follows it."""
-        live_run = record.live_run
-        if live_run is None:
-            return record
-        if self._like is None:
-            return live_run.measured(live_run.isolated(record, own_arguments=True))
-        other = _read(self._like / _name(self._test) / f"{key.replace(' ', '-')}.json")
-        if other is None:
-            return live_run.isolated(record)
-        found = compare(record, other.record)
-        return live_run.isolated(record, like=found.expected, names=found.names_before)
+    def _completed(self, plain: Written) -> tuple[Written, str | None]:
+        """Return the record with what it needs, and the layer whose output differs first from the other side."""
+        beside, like = (
+            None if folder is None else read_one(folder, plain.test, plain.key) for folder in (self._beside, self._like)
+        )
+        if like is not None:
+            return _with_evidence_like(plain, like)
+        if beside is not None:
+            return _with_evidence_if_differing(plain, beside)
+        return (_with_evidence(plain) if self._evidence else _with_what_zeros_hide(plain)), None
 
 
-def read_written(folder: Path) -> dict[tuple[str, str], Written]:
-    """Return the records in a folder by test and key, in the order in which the tests made them."""
-    found = (_read(path) for path in sorted(folder.glob("*/*.json"), key=lambda path: path.stat().st_mtime_ns))
-    return {(one.test, one.key): one for one in found if one is not None}
+def _with_what_zeros_hide(plain: Written) -> Written:
+    """Return a record with the responses of the layers whose code may change without changing any other number."""
+    live_run, layers = plain.record.live_run, layers_behind_zeros(plain.record)
+    if live_run is None or not layers:
+        return plain
+    return dataclasses.replace(plain, record=live_run.isolated(plain.record, only=layers, own_arguments=True))
 
 
-def _read(path: Path) -> Written | None:
-    if not path.is_file():
-        return None
-    data = json.loads(path.read_text("ascii"))
-    tensors = path.with_suffix(".pt")
-    record = Record.from_dict(data["record"])
-    return Written(data["test"], data["key"], record, data["sources"], tensors if tensors.is_file() else None)
+def _with_evidence(plain: Written) -> Written:
+    """Return a record with what a diagnosis needs to tell a cause from what follows it."""
+    live_run, record = plain.record.live_run, plain.record
+    if live_run is not None:
+        record = live_run.measured(live_run.isolated(record, own_arguments=True))
+    return dataclasses.replace(plain, record=record, evidence=True)
 
 
-def _name(test: str) -> str:
-    return hashlib.sha256(test.encode()).hexdigest()[:20]
+def _with_evidence_if_differing(there: Written, here: Written) -> tuple[Written, str | None]:
+    """Return a record of the side that runs second, and the layer whose output differs first."""
+    live_run, layers = there.record.live_run, layers_behind_zeros(there.record)
+    found = compare_records(here.record, there.record)
+    if found.same and live_run is not None and layers:
+        back = compare_records(there.record, here.record)
+        alone = live_run.isolated(there.record, like=back.expected, names=back.names_before, only=layers)
+        found = compare_records(here.record, alone)
+    if found.same:
+        return there, None
+    first = first_difference(found)
+    return _with_evidence(there), None if first is None else first.name_there
+
+
+def _with_evidence_like(here: Written, there: Written) -> tuple[Written, str | None]:
+    """Return a record with the evidence that that of the other side has, and the layer whose output differs first."""
+    if not there.evidence:
+        return here, None
+    found = compare_records(here.record, there.record)
+    first, live_run, record = first_difference(found), here.record.live_run, here.record
+    if live_run is not None:
+        record = live_run.isolated(record, like=found.expected, names=found.names_before)
+    return dataclasses.replace(here, record=record, evidence=True), None if first is None else first.layer
 
 
 def _sources(model: Any) -> Iterator[tuple[str, str]]:
@@ -169,13 +173,18 @@ def _sources(model: Any) -> Iterator[tuple[str, str]]:
             yield name, str(Path(file).resolve())
 
 
-def _tensors(kept: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """Return the tensors of kept outputs by call and path, on the CPU."""
+def _saved(kept: Mapping[str, Sequence[Any]], path: Path) -> Path:
+    """Write the tensors of kept outputs by call and path, and return the file."""
+    import torch
+
     from pytest_modelprobe.models import flatten
 
-    return {
-        f"{call} {path}": cast(Any, tensor).detach().cpu().clone()
+    tensors = {
+        f"{call} {where}": cast(Any, tensor).detach().cpu().clone()
         for outputs in kept.values()
         for call, output in enumerate(outputs)
-        for path, tensor in flatten("output", output).tensors
+        for where, tensor in flatten("output", output).tensors
     }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(tensors, path)
+    return path

@@ -51,8 +51,9 @@ class Job:
     records: str = ""
     """The folder for the records."""
     evidence: bool = False
+    beside: str | None = None
     like: str | None = None
-    keep: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    tensors: str | None = None
     """As in `Recorder`."""
 
 
@@ -294,8 +295,8 @@ def main(told: str, answer: str) -> None:
     data = json.loads(Path(told).read_text("ascii"))
     job = Job(**{**data, "tests": None if data["tests"] is None else frozenset(data["tests"])})
     config = child.configured(job.options, (*job.plugins, "no:cacheprovider"), job.files)
-    like = None if job.like is None else Path(job.like)
-    recorder = Recorder(Path(job.records), evidence=job.evidence, like=like, keep=job.keep)
+    beside, like, tensors = (None if f is None else Path(f) for f in (job.beside, job.like, job.tensors))
+    recorder = Recorder(Path(job.records), evidence=job.evidence, beside=beside, like=like, tensors=tensors)
     config.pluginmanager.register(recorder, "modelprobe-recorder")
     tests = _Tests(job)
     config.pluginmanager.register(tests, "modelprobe-side")

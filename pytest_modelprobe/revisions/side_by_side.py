@@ -1,7 +1,7 @@
 """The records of a run compared with those that the other side makes of the same tests.
 
-Most models are as they were, so the first run there makes nothing but records. Only the tests whose records differ run
-once more, on both sides, with what a diagnosis needs.
+The other side compares each of its records with that of this side as soon as it is made. Most models are as they were.
+The others get what a diagnosis needs at once there, and this side runs their tests once more for the same.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .pairs import Pair, compare_records, first_difference, is_suspect, judged
-from .recorder import Written, read_written
+from .pairs import Pair, judged
+from .records import Written, read_written
 from .side import Job, Ran, Side
 
 Records = Mapping[tuple[str, str], Written]
@@ -85,47 +85,25 @@ def side_by_side(
         here: The records of this side.
         ours: Where the tests ran.
         theirs: Where they run again.
-        folder: A folder for records.
-        kept: A folder for evidence and tensors, which stays.
+        folder: A folder for records, with those of this side in ``here``.
+        kept: A folder for tensors, which stays.
         check: Raises `SideError` if the records of the other side are not of its own code.
 
     Raises:
         SideError: The other side cannot run.
     """
     tests = {test for test, _ in here}
-    ran = theirs.run(tests, folder / "there")
+    for part in ("here", "there"):
+        shutil.rmtree(kept / part, ignore_errors=True)
+    ran = theirs.run(tests, folder / "there", beside=str(folder / "here"), tensors=str(kept / "there"))
     there = read_written(folder / "there")
     check(there)
     only_here = tests - set(ran.collected)
     both = [key for key in here if key in there]
     unpaired = sum(test not in only_here for test, _ in here.keys() ^ there.keys())
-    suspects = [key for key in both if is_suspect(here[key].record, there[key].record)]
-    now, then = _with_evidence(suspects, here, there, ours, theirs, kept)
-    pairs = [judged(now[key], then[key], (here[key].record, there[key].record)) for key in both]
+    now = here
+    if differing := {test for test, key in both if there[test, key].evidence}:
+        ours.run(differing, folder / "again", like=str(folder / "there"), tensors=str(kept / "here"))
+        now = {**here, **read_written(folder / "again")}
+    pairs = [judged(now[key], there[key], (here[key].record, there[key].record)) for key in both]
     return SideBySide(tests=tests, pairs=pairs, ran=ran, only_here=sorted(only_here), unpaired=unpaired)
-
-
-def _with_evidence(
-    suspects: Sequence[tuple[str, str]], here: Records, there: Records, ours: TestsOn, theirs: TestsOn, kept: Path
-) -> tuple[Records, Records]:
-    """Return the records of both sides, those that differ with evidence.
-
-    The other side is first, because responses are made to what the expected ones were made to.
-    """
-    if not suspects:
-        return here, there
-    keep_here: dict[str, dict[str, str]] = {}
-    keep_there: dict[str, dict[str, str]] = {}
-    for test, key in suspects:
-        first = first_difference(compare_records(here[test, key].record, there[test, key].record))
-        if first is not None:
-            keep_here.setdefault(test, {})[key] = first.layer
-            keep_there.setdefault(test, {})[key] = first.name_there
-    tests = {test for test, _ in suspects}
-    for part in ("here", "there"):
-        shutil.rmtree(kept / part, ignore_errors=True)
-    theirs.run(tests, kept / "there", evidence=True, keep=keep_there)
-    ours.run(tests, kept / "here", evidence=True, keep=keep_here, like=str(kept / "there"))
-    now, then = read_written(kept / "here"), read_written(kept / "there")
-    found = [key for key in suspects if key in now and key in then]
-    return {**here, **{key: now[key] for key in found}}, {**there, **{key: then[key] for key in found}}

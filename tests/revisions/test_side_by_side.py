@@ -1,0 +1,176 @@
+"""Which records get evidence on which side: two sides that are played in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_modelprobe import ModelProbe
+from pytest_modelprobe.revisions import Ran, Recorder, SideBySide, SideError, TestsOn, read_written, side_by_side
+
+
+class Played:
+    """Stands for `TestsOn`: tests that are functions of a probe."""
+
+    def __init__(self, **tests: Callable[[ModelProbe], object]) -> None:
+        self._tests = tests
+        self.ran: list[list[str]] = []
+
+    def run(self, tests: Collection[str], records: Path, **more: Any) -> Ran:
+        self.ran.append(sorted(tests))
+        recorder = Recorder(records, **{name: Path(value) for name, value in more.items()})
+        for test in sorted(tests & self._tests.keys()):
+            protocol = recorder.pytest_runtest_protocol(cast(pytest.Item, SimpleNamespace(nodeid=test)))
+            next(protocol)
+            recorder.pytest_runtest_setup()
+            with ModelProbe(recorder=recorder) as probe:
+                self._tests[test](probe)
+                recorder.pytest_runtest_teardown()
+        return Ran(collected=self._tests)
+
+
+class Net(nn.Module):
+    """A network with a gate, and code of its own at the gate and after it."""
+
+    def __init__(self, gate: float, at_gate: float = 1.0, after: float = 1.0) -> None:
+        super().__init__()
+        self.fc, self.gate, self.after = nn.Linear(4, 4), Times(at_gate, gate), Times(after, 1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.after(self.fc(x) + self.gate(x)))
+
+
+class Times(nn.Module):
+    def __init__(self, factor: float, scale: float) -> None:
+        super().__init__()
+        self.code = lambda x: x * factor  # a plain number would be an attribute of the layer
+        self.scale = nn.Parameter(torch.tensor(scale))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.code(x) * self.scale)
+
+
+def run(*numbers: float) -> Callable[[ModelProbe], object]:
+    def test(probe: ModelProbe) -> None:
+        torch.manual_seed(0)
+        probe.run(Net(*numbers), probe.randn(3, 4))  # a gradient would show what a zero hides
+
+    return test
+
+
+def beside(ours: Played, theirs: Played, folder: Path, check: Callable[[Any], None] = lambda _: None) -> SideBySide:
+    ours.run(ours._tests.keys(), folder / "here")
+    here = read_written(folder / "here")
+    on = cast(TestsOn, ours), cast(TestsOn, theirs)
+    return side_by_side(here, *on, folder=folder, kept=folder / "kept", check=check)
+
+
+def test_what_is_the_same_runs_once_on_each_side(tmp_path: Path) -> None:
+    ours, theirs = (Played(a=run(1.0), b=run(0.0)) for _ in range(2))
+    found = beside(ours, theirs, tmp_path)
+    assert [pair.verdict for pair in found.pairs] == ["unchanged", "unchanged"]
+    assert (ours.ran, theirs.ran) == ([["a", "b"]], [["a", "b"]])
+    assert not any(one.evidence or one.record.noise for pair in found.pairs for one in (pair.here, pair.there))
+
+
+def test_only_tests_that_differ_run_once_more_and_only_here(tmp_path: Path) -> None:
+    ours, theirs = Played(a=run(1.0), b=run(1.0, 1.0, 2.0)), Played(a=run(1.0), b=run(1.0))
+    found = beside(ours, theirs, tmp_path)
+    assert {pair.here.test: pair.verdict for pair in found.pairs} == {"a": "unchanged", "b": "changed"}
+    assert (ours.ran, theirs.ran) == ([["a", "b"], ["b"]], [["a", "b"]])
+    (pair,) = (pair for pair in found.pairs if pair.verdict == "changed")
+    assert [(cause.layer, cause.evidence) for cause in pair.diagnosis.causes] == [("after", "both")]
+    assert (pair.here.evidence, pair.there.evidence, pair.there.record.noise) == (True, True, "measured")
+    assert pair.tensors is not None
+    assert pair.tensors["different"] == pair.tensors["elements"] == 12
+    _, _, now, then = pair.tensors["largest"]["difference"]
+    assert now == pytest.approx(2 * then)  # this side is first
+
+
+def test_code_that_changed_behind_a_zero_is_named(tmp_path: Path) -> None:
+    found = beside(Played(a=run(0.0, 3.0)), Played(a=run(0.0)), tmp_path)
+    (pair,) = found.pairs
+    assert pair.verdict == "changed"
+    assert [cause.layer for cause in pair.diagnosis.causes] == ["gate"]
+    assert pair.first is None  # every output is the same
+
+
+def test_a_test_of_which_one_record_differs_has_evidence_for_that_alone(tmp_path: Path) -> None:
+    def both(*numbers: float) -> Callable[[ModelProbe], None]:
+        def test(probe: ModelProbe) -> None:
+            run(1.0)(probe)
+            run(*numbers)(probe)
+
+        return test
+
+    found = beside(Played(a=both(1.0, 2.0)), Played(a=both(1.0)), tmp_path)
+    assert [(p.here.key, p.verdict, p.here.evidence, p.there.evidence) for p in found.pairs] == [
+        ("run 1", "unchanged", False, False),
+        ("run 2", "changed", True, True),
+    ]
+
+
+def test_a_function_that_differs_first_has_no_tensors(tmp_path: Path) -> None:
+    def scaled(factor: float) -> Callable[[ModelProbe], None]:
+        class Scaled(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return nn.functional.softmax(nn.functional.relu(x * factor), -1)
+
+        return lambda probe: probe.run(Scaled(), probe.randn(3, 4), functionals=True) and None
+
+    (pair,) = beside(Played(a=scaled(2.0)), Played(a=scaled(1.0)), tmp_path).pairs
+    assert pair.verdict == "changed"
+    assert pair.first is not None
+    assert pair.here.record.layers[pair.first.layer].functional
+    assert (pair.here.tensors, pair.there.tensors) == (None, None)
+
+
+def test_tests_and_records_of_one_side_are_counted(tmp_path: Path) -> None:
+    def twice(probe: ModelProbe) -> None:
+        run(1.0)(probe)
+        run(1.0)(probe)
+
+    found = beside(Played(a=twice, b=run(1.0)), Played(a=run(1.0)), tmp_path)
+    assert (found.only_here, found.unpaired, len(found.pairs), found.tests) == (["b"], 1, 1, {"a", "b"})
+
+
+def test_records_of_other_code_than_their_own_stop_the_comparison(tmp_path: Path) -> None:
+    def refuse(there: Any) -> None:
+        assert set(there) == {("a", "run 1")}
+        raise SideError("other code")
+
+    ours = Played(a=run(1.0, 2.0))
+    with pytest.raises(SideError, match="other code"):
+        beside(ours, Played(a=run(1.0)), tmp_path, check=refuse)
+    assert ours.ran == [["a"]]  # there was no second run
+
+
+def test_tensors_of_an_earlier_comparison_go(tmp_path: Path) -> None:
+    for part in ("here", "there"):
+        (tmp_path / "kept" / part).mkdir(parents=True)
+        (tmp_path / "kept" / part / "old.pt").touch()
+    beside(Played(a=run(1.0)), Played(a=run(1.0)), tmp_path)
+    assert not list((tmp_path / "kept").glob("*/*"))
+
+
+def test_a_watch_is_compared_too(tmp_path: Path) -> None:
+    def watched(factor: float) -> Callable[[ModelProbe], None]:
+        def test(probe: ModelProbe) -> None:
+            torch.manual_seed(0)
+            net = Net(0.0, 1.0, factor)
+            probe.watch(net)
+            net(probe.randn(3, 4)).square().mean().backward()
+
+        return test
+
+    (pair,) = beside(Played(a=watched(1.0)), Played(a=watched(1.0)), tmp_path / "same").pairs
+    assert (pair.here.key, pair.verdict, pair.there.evidence) == ("watch 1", "unchanged", False)
+    (pair,) = beside(Played(a=watched(2.0)), Played(a=watched(1.0)), tmp_path / "other").pairs
+    assert (pair.verdict, pair.there.evidence) == ("changed", True)
+    assert "after" in {cause.layer for cause in pair.diagnosis.causes}
