@@ -171,7 +171,7 @@ class Sides:
             self._stopped = str(error)
 
     def _compared(self, stack: contextlib.ExitStack, here: Records) -> SideBySide:
-        from pytest_modelprobe.revisions import Side, SideError, Worktree, import_roots, side_by_side
+        from pytest_modelprobe.revisions import Side, Worktree, import_roots, side_by_side
 
         root, started_in = self._config.rootpath.resolve(), self._config.invocation_params.dir.resolve()
         ours = self._tests_on(Side(sys.executable, started_in, import_roots(root, root)), root)
@@ -181,13 +181,7 @@ class Sides:
         tree = stack.enter_context(Worktree(self._repository, self._commit))
         imports = import_roots(self._repository.root, tree.root)
         theirs = self._tests_on(Side(self._python, tree.folder(started_in), imports), tree.path(root) or tree.root)
-
-        def check(there: Records) -> None:
-            for one in there.values():
-                if (wrong := tree.wrong_source(one.sources)) is not None:
-                    raise SideError(wrong)
-
-        return side_by_side(here, ours, theirs, folder=self._folder, kept=self._kept, check=check)
+        return side_by_side(here, ours, theirs, folder=self._folder, kept=self._kept, check=tree.check)
 
     def _tests_on(self, side: Side, root: Path) -> TestsOn:
         from pytest_modelprobe import child

@@ -211,9 +211,7 @@ class _Search:
         ran = side.run([job], self._folder / "log")
         self.runs += 1
         self.why = _why(ran)
-        for one in read_written(records).values():
-            if (wrong := self._tree.wrong_source(one.sources)) is not None:
-                raise SideError(wrong)
+        self._tree.check(read_written(records))
 
     def _argument(self, argument: str) -> str:
         """Return an argument for the other tree. Files of tests are copied there."""
