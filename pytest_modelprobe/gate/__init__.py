@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from .classes import CLASSES, DEFAULTS, LEVELS, MEANING, Class, Level, class_of, needs_reason
 from .declarations import has_words, superseded
-from .git import Commit, GitError, Repository
+from .git import Commit, GitError, Repository, run_git
 from .removals import declared_removals, removal_path
 from .snapshot_sources import (
     ENDINGS,
@@ -53,6 +53,7 @@ __all__ = [
     "refuse_directory",
     "refuse_links",
     "removal_path",
+    "run_git",
     "scope_in",
     "superseded",
     "without_ending",

@@ -1,4 +1,4 @@
-"""Files in other revisions, read by the command git: no checkout, no shell, and nothing is written.
+"""Files in other revisions, read by the command git: no checkout, no shell, and nothing of the user's is written.
 
 A gate has to read the base of a change without touching the working tree, in which somebody may be at work. Settings of
 the user or of the repository must not change what is read, so the command gets its own.
@@ -23,6 +23,9 @@ _TIMEOUT = 60.0
 # bring settings too, and settings can name commands to run. So git does not take it for a repository.
 _SETTINGS = ["--no-pager", "-c", "core.quotePath=false", "-c", "log.showSignature=false", "-c", "color.ui=false"]
 _SETTINGS += ["-c", "safe.bareRepository=explicit"]
+
+_HOOKLESS = ["-c", f"core.hooksPath={os.devnull}", "-c", "advice.detachedHead=false"]
+"""A hook of the user is for a checkout of the user."""
 
 
 class GitError(ModelProbeError):
@@ -146,6 +149,10 @@ class Repository:
             return True
         return False
 
+    def count(self, since: str, commit: str) -> int:
+        """Return the number of commits in the history of a commit that are not in that of another one."""
+        return int(self._text("rev-list", "--count", f"{since}..{commit}"))
+
     def parents(self, commit: str) -> list[str]:
         """Return the hashes of the parents.
 
@@ -256,27 +263,47 @@ class Repository:
         return os.fsdecode(self._git(*arguments)).strip()
 
     def _git(self, *arguments: str, stdin: bytes = b"") -> bytes:
-        command = ["git", *_SETTINGS, *arguments]
-        # There are no prompts, because nobody may be there, and no locks, because another process may be writing.
-        # Objects are read as they are: a refs/replace that came with a fetch could show a different base.
-        environment = os.environ | {
-            "LC_ALL": "C",
-            "GIT_TERMINAL_PROMPT": "0",
-            "GIT_OPTIONAL_LOCKS": "0",
-            "GIT_NO_REPLACE_OBJECTS": "1",
-        }
-        try:
-            done = subprocess.run(
-                command, cwd=self.root, input=stdin, capture_output=True, timeout=_TIMEOUT, env=environment, check=False
-            )
-        except FileNotFoundError as error:
-            raise GitError("git was not found: install it, or compare two files") from error
-        except subprocess.TimeoutExpired as error:
-            raise GitError(f"git {arguments[0]} took longer than {_TIMEOUT:.0f} s") from error
-        if done.returncode:
-            told = os.fsdecode(done.stderr).strip().splitlines()
-            raise GitError(f"git {arguments[0]}: {told[0] if told else f'exit code {done.returncode}'}")
-        return done.stdout
+        return run_git(self.root, *arguments, stdin=stdin)
+
+
+def run_git(where: Path, *arguments: str, stdin: bytes = b"", apart: bool = False) -> bytes:
+    """Run git in a folder, and return what it printed.
+
+    Args:
+        where: The folder.
+        arguments: The command and its arguments.
+        stdin: What it reads.
+        apart: Whether the folder may be a tree of our own or another repository, and may be written. No hook of the
+            user runs, and it may take any time.
+
+    Raises:
+        GitError: Git cannot be run, or it failed.
+    """
+    # There are no prompts, because nobody may be there, and no locks, because another process may be writing.
+    # Objects are read as they are: a refs/replace that came with a fetch could show a different base.
+    own = {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_REPLACE_OBJECTS": "1"}
+    # In a hook, GIT_DIR and GIT_INDEX_FILE name the tree of the user, which would be written in place of ours.
+    given = {name: value for name, value in os.environ.items() if not (apart and name.startswith("GIT_"))}
+    try:
+        done = subprocess.run(
+            ["git", *_SETTINGS, *(_HOOKLESS if apart else ()), *arguments],
+            cwd=where,
+            input=stdin,
+            capture_output=True,
+            timeout=None if apart else _TIMEOUT,
+            env=given | own,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise GitError("git was not found: install it, or compare two files") from error
+    except subprocess.TimeoutExpired as error:
+        raise GitError(f"git {arguments[0]} took longer than {_TIMEOUT:.0f} s") from error
+    if done.returncode:
+        told = os.fsdecode(done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
+        # Before an error there may be progress, as "Preparing worktree".
+        said = next((line for line in told if line.startswith(("fatal:", "error:"))), told[0])
+        raise GitError(f"git {arguments[0]}: {said}")
+    return done.stdout
 
 
 def _blobs(listing: bytes, start: bytes) -> dict[str, str]:

@@ -1,12 +1,14 @@
-"""Annotations of GitHub Actions for models that differ, at the class of the layer with the first cause.
+"""What GitHub Actions shows of models that differ, so that a reviewer need not read the log of the job.
 
-A reviewer sees the change beside the line that made it, and not only in the log of the job.
+Annotations stand at the class of the layer with the first cause, beside the line that made the change. The summary of
+the job says what was compared with another side.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,19 +36,25 @@ class Annotations:
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print an annotation for each model that differs, if the class of a cause is known."""
-        _, pairs = ({}, {}) if self._base is None else self._base()
-        beside = [{**pair, "test": test} for test, found in pairs.items() for pair in found]
-        unequal = [result for result in (*self._results(), *beside) if result["verdict"] == "changed"]
+        """Print an annotation for each model that differs, if the class of a cause is known, and write the summary."""
+        whole, pairs = (None, {}) if self._base is None else self._base()
+        found = [{**pair, "test": test} for test, of_test in pairs.items() for pair in of_test]
+        unequal = [result for result in (*self._results(), *found) if result["verdict"] == "changed"]
         located = [(result, source) for result in unequal if (source := _source(result)) is not None]
-        if not located:
-            return
-        from pytest_modelprobe.report.github import MOST_ANNOTATIONS, command
+        if located:
+            from pytest_modelprobe.report.github import MOST_ANNOTATIONS, command
 
-        for result, source in located[:MOST_ANNOTATIONS]:
-            title = f"modelprobe: {result['model']} changed"
-            said = f"{result['test']}: {result['first_line']}"
-            terminalreporter.write_line(command("error", said, file=source["file"], line=source["line"], title=title))
+            for result, source in located[:MOST_ANNOTATIONS]:
+                title = f"modelprobe: {result['model']} changed"
+                said = f"{result['test']}: {result['first_line']}"
+                text = command("error", said, file=source["file"], line=source["line"], title=title)
+                terminalreporter.write_line(text)
+        path = os.environ.get("GITHUB_STEP_SUMMARY")
+        if whole is not None and path:
+            from pytest_modelprobe.report.github import write_summary
+            from pytest_modelprobe.report.markdown import beside
+
+            write_summary(Path(path), beside(whole, pairs))
 
 
 def _source(result: dict[str, Any]) -> dict[str, Any] | None:

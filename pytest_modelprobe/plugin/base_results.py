@@ -27,7 +27,7 @@ def pair_data(pair: Pair, side: str, root: Path) -> dict[str, Any]:
     from pytest_modelprobe.snapshot.causes import causes_data
     from pytest_modelprobe.text import json_number
 
-    record, diagnosis, first = pair.here.record, pair.diagnosis, pair.first
+    record, sources, diagnosis, first = pair.here.record, pair.here.sources, pair.diagnosis, pair.first
     changed = pair.verdict == "changed"
     parts = [comparison_text.text(diagnosis)] if changed else []
     if changed and pair.tensors is not None and first is not None:
@@ -41,9 +41,9 @@ def pair_data(pair: Pair, side: str, root: Path) -> dict[str, Any]:
         "model": record.model,
         "layers": len(record.layers),
         "first_line": text.partition("\n")[0],
-        "causes": causes_data(diagnosis.causes, record, root) if changed else [],
-        "possible": causes_data(diagnosis.possible, record, root) if changed else [],
-        "notes": causes_data(diagnosis.notes, record, root),
+        "causes": causes_data(diagnosis.causes, record, root, sources) if changed else [],
+        "possible": causes_data(diagnosis.possible, record, root, sources) if changed else [],
+        "notes": causes_data(diagnosis.notes, record, root, sources),
         "moved": len(diagnosis.moved) if changed else 0,
         "text": text,
         "first": None
@@ -64,6 +64,7 @@ def base_data(
     ref: str | None,
     commit: str,
     python: str | None,
+    said: str,
     stopped: str | None,
     only_there: list[str],
     versions: Mapping[str, tuple[str, str]],
@@ -75,6 +76,7 @@ def base_data(
         ref: The name of the commit as it was given.
         commit: Its hash, or an empty text.
         python: The interpreter as it was given.
+        said: How many models are as they were, or why nothing was compared.
         stopped: Why nothing was compared.
         only_there: Tests that this side does not have.
         versions: The versions here and there, where they differ.
@@ -87,6 +89,7 @@ def base_data(
         "ref": ref,
         "commit": commit or None,
         "python": python,
+        "said": said,
         "stopped": stopped,
         **{name: verdicts[verdict] for verdict, name in _COUNTED.items()},  # type: ignore[index]
         "unpaired": known.unpaired,

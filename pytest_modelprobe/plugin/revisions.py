@@ -25,7 +25,7 @@ _RECORDS = "modelprobe_records"
 """Tells a worker of xdist where to write."""
 
 _MOST = 5
-"""Lines of tests that could not be compared."""
+"""Lines of a kind, but for models that changed."""
 
 
 def add_options(group: pytest.OptionGroup) -> None:
@@ -171,7 +171,7 @@ class Sides:
             self._stopped = str(error)
 
     def _compared(self, stack: contextlib.ExitStack, here: Records) -> SideBySide:
-        from pytest_modelprobe.revisions import Side, SideError, Worktree, import_roots, side_by_side
+        from pytest_modelprobe.revisions import Side, Worktree, import_roots, side_by_side
 
         root, started_in = self._config.rootpath.resolve(), self._config.invocation_params.dir.resolve()
         ours = self._tests_on(Side(sys.executable, started_in, import_roots(root, root)), root)
@@ -181,13 +181,7 @@ class Sides:
         tree = stack.enter_context(Worktree(self._repository, self._commit))
         imports = import_roots(self._repository.root, tree.root)
         theirs = self._tests_on(Side(self._python, tree.folder(started_in), imports), tree.path(root) or tree.root)
-
-        def check(there: Records) -> None:
-            for one in there.values():
-                if (wrong := tree.wrong_source(one.sources)) is not None:
-                    raise SideError(wrong)
-
-        return side_by_side(here, ours, theirs, folder=self._folder, kept=self._kept, check=check)
+        return side_by_side(here, ours, theirs, folder=self._folder, kept=self._kept, check=tree.check)
 
     def _tests_on(self, side: Side, root: Path) -> TestsOn:
         from pytest_modelprobe import child
@@ -224,6 +218,7 @@ class Sides:
             ref=self._ref,
             commit=self._commit,
             python=self._config.option.modelprobe_base_python,
+            said=self._said(),
             stopped=self._stopped,
             only_there=self._only_there,
             versions=self._versions,
@@ -250,6 +245,11 @@ class Sides:
 
         if hasattr(self._config, "workerinput"):
             return
+        changed = [pair.here.test for pair in self._pairs if pair.verdict == "changed"]
+        if changed:
+            # For pytest's last line, which else says that all passed. Other plugins read these as reports of tests.
+            reports = [pytest.TestReport(test, (test, None, test), {}, "passed", None, "call") for test in changed]
+            terminalreporter.stats["model changed" if len(changed) == 1 else "models changed"] = reports
         lines = list(self._lines())
         if lines:
             terminalreporter.section(f"modelprobe: beside {printable(self.name)}")
@@ -260,37 +260,46 @@ class Sides:
     def _pairs(self) -> Sequence[Pair]:
         return () if self._found is None else self._found.pairs
 
-    def _lines(self) -> Iterator[str]:
-        from pytest_modelprobe.comparison.text import percent
-        from pytest_modelprobe.revisions import pair_text, summary
-        from pytest_modelprobe.text import count, printable
+    def _said(self) -> str:
+        """Return how many models are as they were, or why nothing was compared."""
+        from pytest_modelprobe.revisions import summary
+        from pytest_modelprobe.text import count
 
         if self._found is None:
-            yield from [] if self._stopped is None else [printable(self._stopped)]
-            return
-        ran, only_here = self._found.ran, self._found.only_here
+            return self._stopped or ""
         told = (
-            (len(only_here), "test", "only here"),
+            (len(self._found.only_here), "test", "only here"),
             (len(self._only_there), "test", "only there"),
             (self._found.unpaired, "record", "of one side alone"),
             (len(self._recorded - self._found.tests), "test", "not compared, for it runs in several processes"),
         )
-        yield "; ".join([summary(self._pairs), *(f"{count(n, noun)} {what}" for n, noun, what in told if n)])
+        return "; ".join([summary(self._pairs), *(f"{count(n, noun)} {what}" for n, noun, what in told if n)])
+
+    def _lines(self) -> Iterator[str]:
+        from pytest_modelprobe.comparison.text import percent
+        from pytest_modelprobe.revisions import changed_lines
+        from pytest_modelprobe.text import printable
+
+        if self._found is None:
+            yield from [] if self._stopped is None else [printable(self._stopped)]
+            return
+        ran = self._found.ran
+        yield self._said()
         for name, (now, then) in self._versions.items():
             yield printable(f"{name}: {now} here, {then} there")
         failed = [*ran.unread.items(), *((test, why) for test, why in ran.failed.items() if test not in self._failed)]
-        for test, why in failed[:_MOST]:
-            yield printable(f"there {test}: {why}")
-        if len(failed) > _MOST:
-            yield f"... {len(failed) - _MOST} more"
-        for pair in self._pairs:
-            where = printable(f"{pair.here.test}, {pair.here.key}")
-            if pair.verdict == "rounding" and pair.first is not None:
-                yield printable(f"{where}: rounding, first in {pair.first.layer}, by {percent(pair.first.change)}")
-            elif pair.verdict == "not repeatable":
-                yield f"{where}: not compared, for at {self.name} it is not repeatable"
-            elif pair.verdict == "changed":
-                yield from ("", f"{where}:", *pair_text(pair, self._ref or "the other side").splitlines())
+        yield from _first(f"there {test}: {why}" for test, why in failed)
+        yield from _first(
+            f"{pair.here.test}, {pair.here.key}: rounding, first in {pair.first.layer}, by {percent(pair.first.change)}"
+            for pair in self._pairs
+            if pair.verdict == "rounding" and pair.first is not None
+        )
+        yield from _first(
+            f"{pair.here.test}, {pair.here.key}: not compared, for at {self.name} it is not repeatable"
+            for pair in self._pairs
+            if pair.verdict == "not repeatable"
+        )
+        yield from changed_lines(self._pairs, self._ref or "the other side")
 
     @property
     def _only_there(self) -> list[str]:
@@ -298,3 +307,12 @@ class Sides:
         if self._found is None or any("::" in argument for argument in self._config.args):
             return []
         return sorted(set(self._found.ran.with_probe) - self._known)
+
+
+def _first(lines: Iterable[str]) -> Iterator[str]:
+    from pytest_modelprobe.text import printable
+
+    found = list(lines)
+    yield from map(printable, found[:_MOST])
+    if len(found) > _MOST:
+        yield f"... {len(found) - _MOST} more"

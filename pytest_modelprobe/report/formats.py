@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-FORMATS = ("html", "sarif", "gitlab")
+FORMATS = ("html", "markdown", "sarif", "gitlab")
 
 
 def renderer(name: str) -> Callable[[Mapping[str, Any]], str]:

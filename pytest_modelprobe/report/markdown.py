@@ -1,4 +1,4 @@
-"""Changes as GitHub-flavored Markdown: for the summary of a job, or a pull request.
+"""Changes, and the results of a run, as GitHub-flavored Markdown: for the summary of a job, or a pull request.
 
 Names are untrusted: nothing in them may become a link, a tag or a row of a table.
 """
@@ -6,7 +6,8 @@ Names are untrusted: nothing in them may become a link, a tag or a row of a tabl
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from pytest_modelprobe.comparison.rows import CHANGE_COLUMNS
 from pytest_modelprobe.comparison.text import CAUSE_COLUMNS, cause_rows
@@ -27,6 +28,8 @@ from pytest_modelprobe.gate.text import (
 from pytest_modelprobe.text import LONGEST, Cell, count, number, printable
 
 from .mermaid import graph
+from .results.verdict import FAILED, side_name
+from .results.verdict import verdict as run_verdict
 
 MOST_ROWS = 50
 """How many rows of a table are shown; the rest is folded."""
@@ -112,7 +115,9 @@ def _folded(heading: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]
     return [title, "", *table(columns, rows, most=len(rows)), "", "</details>", ""]
 
 
-def bounded(head: Sequence[str], blocks: Sequence[Sequence[str]], tail: Sequence[str], most_bytes: int) -> str:
+def bounded(
+    head: Sequence[str], blocks: Sequence[Sequence[str]], tail: Sequence[str], most_bytes: int, noun: str = "table"
+) -> str:
     """Return the blocks that fit between head and tail, and the number of those left out."""
     bytes_left = most_bytes - _size(head) - _size(tail) - 200
     if bytes_left < 0:
@@ -127,7 +132,7 @@ def bounded(head: Sequence[str], blocks: Sequence[Sequence[str]], tail: Sequence
         else:
             left_out += 1
     if left_out:
-        kept += [f"{count(left_out, 'table')} more do not fit here: run the same command locally.", ""]
+        kept += [f"{count(left_out, noun)} more do not fit here: run the same command locally.", ""]
     return "\n".join([*head, *kept, *tail]).rstrip() + "\n"
 
 
@@ -154,3 +159,54 @@ def diff(verdict: Verdict, most_bytes: int = MOST_SUMMARY_BYTES) -> str:
             lines += ["", *_folded("all that differs", CHANGE_COLUMNS, [row.cells for row in details(change)])]
         blocks.append([*lines, ""])
     return bounded([], blocks, [f"{count(verdict.unchanged, 'snapshot')} unchanged."], most_bytes)
+
+
+def render(results: Mapping[str, Any]) -> str:
+    """Return the results of a run: the tests that failed, and each snapshot and model that changed.
+
+    >>> print(render({"tests": []}), end="")
+    ### modelprobe: No test used a probe.
+    """
+    tests, base = results["tests"], results.get("base")
+    head = [f"### modelprobe: {escaped(run_verdict(results))}", ""]
+    if not results.get("complete", True):
+        head += [escaped(f"Not every test ran to its end: {results['stopped']}"), ""]
+    failed = [[test["id"], test["message"] or test["outcome"]] for test in tests if test["outcome"] in FAILED]
+    head += [*table(["failed test", "message"], failed), ""] if failed else []
+    head += [] if base is None else _beside(base)
+    snapshots = [block for test in tests for block in _changed(test["id"], test["snapshots"])]
+    models = [block for test in tests for block in _changed(test["id"], test.get("base", ()))]
+    return bounded(head, [*snapshots, *models], [], MOST_SUMMARY_BYTES, "text")
+
+
+def beside(base: Mapping[str, Any], pairs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Return what was compared with another side.
+
+    Args:
+        base: As ``base`` in the results of a run.
+        pairs: The ``base`` of each test.
+    """
+    head = [f"### modelprobe: beside {escaped(side_name(base))}", "", *_beside(base)]
+    models = [block for test, found in pairs.items() for block in _changed(test, found)]
+    return bounded(head, models, [], MOST_SUMMARY_BYTES, "text")
+
+
+def _beside(base: Mapping[str, Any]) -> list[str]:
+    versions = [[name, *pair] for name, pair in base["versions"].items()]
+    lines = [escaped(base["said"]), ""]
+    lines += [*table(["package", "here", "there"], versions), ""] if versions else []
+    failed = list(base["failed"].items())
+    return lines + ([*table(["did not run there", "why"], failed), ""] if failed else [])
+
+
+def _changed(test: str, compared: Iterable[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """Yield the text of each snapshot or model of a test that changed, folded under its first line."""
+    for found in compared:
+        if found["verdict"] != "changed":
+            continue
+        name = f"{test}, {found.get('record') or found['snapshot']}: {found['first_line']}"
+        lines = [printable(line) for line in found["text"].split("\n")]
+        # A fence is closed by one of as many backticks.
+        longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
+        fence = "`" * max(3, longest + 1)
+        yield [f"<details><summary>{escaped(name)}</summary>", "", fence, *lines, fence, "", "</details>", ""]

@@ -11,7 +11,7 @@ from .recorder import Recorder
 from .records import Written, read_written
 from .side import Job, Ran, Side, SideError, options_for
 from .side_by_side import Records, SideBySide, TestsOn, side_by_side
-from .text import pair_text, summary, tensors_lines
+from .text import changed_lines, pair_text, summary, tensors_lines
 from .worktree import Worktree, import_roots
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Worktree",
     "Written",
     "bisect",
+    "changed_lines",
     "compare_records",
     "exact_difference",
     "first_difference",

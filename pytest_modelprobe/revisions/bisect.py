@@ -26,7 +26,6 @@ from .side import Job, Ran, Side, SideError
 from .worktree import Worktree, import_roots
 
 _FIRST_BAD = re.compile(r"^([0-9a-f]{40,64}) is the first (?:bad|new) commit", re.MULTILINE)
-_STEPS = re.compile(r"\(roughly (\d+) steps?\)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +110,15 @@ def bisect(
         tell: Is called with what is known of each commit, in words.
 
     Raises:
-        GitError: ``good`` is no ancestor of ``bad``.
+        GitError: ``good`` is no older commit from which ``bad`` comes.
         SideError: The tests record nothing at one of the two, or the two do not differ so.
     """
     first, last = repository.commit(good), repository.commit(bad)
-    if first == last or not repository.is_ancestor(first, last):
+    if first == last:
+        raise GitError(f"{good} and {bad} are the same commit: name an older one first")
+    if repository.is_ancestor(last, first):
+        raise GitError(f"{bad} comes before {good}: name the older commit first, as in {bad} {good}")
+    if not repository.is_ancestor(first, last):
         cut = ", or fetch what is cut off here: git fetch --unshallow" if repository.shallow else ""
         raise GitError(
             f"{good} is no ancestor of {bad}: name a commit from which {bad} comes, such as a merge base{cut}"
@@ -123,7 +126,9 @@ def bisect(
     with tempfile.TemporaryDirectory(prefix="modelprobe-bisect-") as folder, Worktree(repository, first) as tree:
         search = _Search(repository, tree, Path(folder), arguments)
         search.run_good(good)
-        commit, pairs = search.search(first, last, wanted, tell)
+        told = _Progress(tell, repository.count(first, last))
+        told(1, f"good: {good}")
+        commit, pairs = search.search(first, last, wanted, told)
         if pairs is None:
             raise SideError(f"the tests record nothing at {bad}, and nothing changed before it: {search.why}")
         if not any(map(wanted.fits, pairs)):
@@ -131,8 +136,24 @@ def bisect(
                 raise SideError(f"--layer {wanted.layer!r} matches no layer at {good} or {bad}")
             changed = dict.fromkeys(cause.layer for pair in pairs for cause in pair.diagnosis.causes)
             others = f"what changed are {listed(list(changed))}" if changed else "nothing changed"
-            raise SideError(f"{bad} has not {wanted} beside {good}: {others}")
+            raise SideError(
+                f"{bad} has not {wanted} beside {good}, nor has a commit before it that was tried: {others}. If it was "
+                f"taken back, name a commit that had it in place of {bad}; if not, the tests do not reach it"
+            )
         return Bisected(commit=commit, pairs=pairs, runs=search.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """Tells what is known of each commit, and how far the search is."""
+
+    tell: Callable[[str], None]
+    commits: int
+
+    def __call__(self, runs: int, text: str) -> None:
+        # GOOD, and a half of the commits each time. A merge or a commit that cannot be compared leaves more.
+        expected = 1 + max((self.commits - 1).bit_length(), 1)
+        self.tell(f"run {runs} of about {max(runs, expected)}, {text}")
 
 
 class _Search:
@@ -161,27 +182,26 @@ class _Search:
             return None
         return [judged(other[key], one, (other[key].record, one.record)) for key, one in self.good.items()]
 
-    def search(
-        self, first: str, last: str, wanted: Wanted, tell: Callable[[str], None]
-    ) -> tuple[str, list[Pair] | None]:
+    def search(self, first: str, last: str, wanted: Wanted, told: _Progress) -> tuple[str, list[Pair] | None]:
         """Let git choose the commits; return the one that it finds, and its pairs.
 
         The last commit is taken for a bad one. It is looked at if no other is.
         """
         git = self._tree.git
-        found: dict[str, list[Pair]] = {}
+        found: dict[str, list[Pair] | None] = {}
+
+        def verdict_on(commit: str) -> str:
+            found[commit] = now = self.compared(commit)
+            verdict = "skip" if now is None else "bad" if any(map(wanted.fits, now)) else "good"
+            why = f" ({self.why})" if now is None else ""
+            told(self.runs, f"{verdict}: {self._subject(commit)}{why}")
+            return verdict
+
         self._tree.clean()
         said = git("bisect", "start", last, first)
         while (done := _FIRST_BAD.search(said)) is None:
             commit = git("rev-parse", "HEAD").strip()
-            left = _STEPS.search(said)
-            now = self.compared(commit)
-            verdict = "skip" if now is None else "bad" if any(map(wanted.fits, now)) else "good"
-            if now is not None:
-                found[commit] = now
-            subject = git("log", "-1", "--format=%h %s", commit).strip()
-            about = f", about {left[1]} more" if left else ""
-            tell(f"{verdict}: {subject}" + (f" ({self.why})" if verdict == "skip" else "") + about)
+            verdict = verdict_on(commit)
             self._tree.clean()
             try:
                 said = git("bisect", verdict)
@@ -190,9 +210,14 @@ class _Search:
                     raise
                 raise SideError(
                     "only commits that cannot be compared are left, and the first of a change is among them or right "
-                    f"after them. The last that was tried is {subject}"
+                    f"after them. The last that was tried is {self._subject(commit)}"
                 ) from None
-        return done[1], found.get(done[1]) or self.compared(done[1])
+        if done[1] not in found:
+            verdict_on(done[1])
+        return done[1], found[done[1]]
+
+    def _subject(self, commit: str) -> str:
+        return self._tree.git("log", "-1", "--format=%h %s", commit).strip()
 
     def _run(self, name: str, like: Path | None) -> None:
         records = self._folder / name
@@ -211,9 +236,7 @@ class _Search:
         ran = side.run([job], self._folder / "log")
         self.runs += 1
         self.why = _why(ran)
-        for one in read_written(records).values():
-            if (wrong := self._tree.wrong_source(one.sources)) is not None:
-                raise SideError(wrong)
+        self._tree.check(read_written(records))
 
     def _argument(self, argument: str) -> str:
         """Return an argument for the other tree. Files of tests are copied there."""

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pytest_modelprobe.comparison import text as comparison_text
-from pytest_modelprobe.text import count, printable, table
+from pytest_modelprobe.text import count, listed, pattern, printable, table
 
 from .pairs import Pair, Verdict
+
+_MOST_TEXTS = 5
+"""How many changes are told in full."""
+
+_MOST_LINES = 20
+"""How many more have a line."""
 
 _WORDS: dict[Verdict, str] = {
     "unchanged": "unchanged",
@@ -28,6 +34,46 @@ def summary(pairs: Sequence[Pair]) -> str:
     counts = Counter(pair.verdict for pair in pairs)
     told = [f"{counts[verdict]} {words}" for verdict, words in _WORDS.items() if counts[verdict]]
     return count(len(pairs), "model") + (f": {', '.join(told)}" if told else "")
+
+
+def changed_lines(pairs: Sequence[Pair], side: str) -> Iterator[str]:
+    """Yield the models that changed. Those with the same causes are told once, most models first.
+
+    Args:
+        pairs: The pairs.
+        side: The other side in one word, such as ``main``.
+    """
+    alike: dict[Hashable, list[Pair]] = {}
+    for pair in pairs:
+        if pair.verdict == "changed":
+            alike.setdefault(_causes(pair), []).append(pair)
+    groups = sorted(alike.values(), key=len, reverse=True)
+    for first, *others in groups[:_MOST_TEXTS]:
+        yield from ("", f"{_where(first)}:", *pair_text(first, side).splitlines())
+        if others:
+            names = list(dict.fromkeys(printable(pair.here.test) for pair in others))
+            yield from ("", f"{count(len(others), 'other model')} changed alike: {listed(names)}.")
+    rest = groups[_MOST_TEXTS:]
+    if rest:
+        yield ""
+    for first, *others in rest[:_MOST_LINES]:
+        more = f", and {count(len(others), 'other model')} alike" if others else ""
+        yield f"{_where(first)}{more}: {comparison_text.text(first.diagnosis).partition(chr(10))[0]}"
+    if len(rest) > _MOST_LINES:
+        yield f"... {count(sum(map(len, rest[_MOST_LINES:])), 'more model')} changed"
+    if len(groups) < sum(map(len, groups)) or rest:
+        yield from ("", "The text of each model is in the page of --modelprobe-html=PATH.")
+
+
+def _causes(pair: Pair) -> Hashable:
+    """Return what the causes of models that changed alike have in common; repeated layers count as one."""
+    causes = (*pair.diagnosis.causes, *pair.diagnosis.possible)
+    found = {(one.kind, pattern(one.layer), one.what, str(one.actual), str(one.expected)) for one in causes}
+    return frozenset(found) or (pair.here.test, pair.here.key)
+
+
+def _where(pair: Pair) -> str:
+    return printable(f"{pair.here.test}, {pair.here.key}")
 
 
 def pair_text(pair: Pair, side: str) -> str:

@@ -7,20 +7,23 @@ in ``.git/worktrees``, and that entry goes with it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import subprocess
 import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, TracebackType
+from typing import Any
 
-from pytest_modelprobe.gate import GitError, Repository
+from pytest_modelprobe.gate import GitError, Repository, run_git
 from pytest_modelprobe.interrupts import finished
 
-_HOOKLESS = ["-c", "core.hooksPath=/dev/null", "-c", "advice.detachedHead=false"]
-"""A hook of the user is for a checkout of the user."""
+from .records import Written
+from .side import SideError
+
+_git = functools.partial(run_git, apart=True)
 
 
 class Worktree:
@@ -76,22 +79,21 @@ class Worktree:
         """Run a command of git in the worktree, and return what it printed."""
         return os.fsdecode(_git(self.root, *arguments))
 
-    def wrong_source(self, sources: Mapping[str, str]) -> str | None:
-        """Return a message if a module that this tree has was imported from elsewhere.
+    def check(self, records: Mapping[Any, Written]) -> None:
+        """Refuse records of code that this tree has, but that was imported from elsewhere.
 
-        Args:
-            sources: Modules of Python → their files.
+        Raises:
+            SideError: There is such a record.
         """
-        for module, file in sources.items():
+        for module, file in dict.fromkeys(pair for one in records.values() for pair in one.sources.items()):
             place = module.replace(".", "/")
             own = [self.root / top / f"{place}{end}" for top in ("", "src") for end in (".py", "/__init__.py")]
             if not Path(file).is_relative_to(self.root) and any(path.is_file() for path in own):
-                return (
+                raise SideError(
                     f"nothing was compared: {module} was imported from {file}, and not from {self.root}, so both sides "
                     "are the same code. Something puts that folder before PYTHONPATH: look at conftest.py, and at how "
                     "the package is installed"
                 )
-        return None
 
     def path(self, here: Path) -> Path | None:
         """Return where a path of the working tree is in this one, also if nothing is there. None if it is outside."""
@@ -154,20 +156,3 @@ def _below(root: Path, paths: Iterator[Path] | list[Path]) -> Iterator[Path]:
     for path in paths:
         with contextlib.suppress(OSError, ValueError):
             yield path.resolve().relative_to(root)
-
-
-def _git(where: Path, *arguments: str) -> bytes:
-    command = ["git", *_HOOKLESS, *arguments]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    done = subprocess.run(
-        command,
-        cwd=where,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        env=environment | {"LC_ALL": "C"},
-        check=False,
-    )
-    if done.returncode:
-        told = os.fsdecode(done.stderr).strip().splitlines()
-        raise GitError(f"git {arguments[0]}: {told[-1] if told else f'exit code {done.returncode}'}")
-    return done.stdout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,22 @@ from pytest_modelprobe.text import json_number
 from .source import source_of
 
 
-def causes_data(causes: Iterable[Cause], record: Record, root: Path) -> list[dict[str, Any]]:
+def causes_data(
+    causes: Iterable[Cause], record: Record, root: Path, sources: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
     """Return causes in builtin types, equal ones of several layers once, with the place of each layer's class.
 
     Args:
         causes: The causes.
         record: The record that has the layers.
         root: The folder to which the files of classes are relative.
+        sources: The modules of the classes → their files; by default those that this process imported.
 
     >>> causes_data([], Record(model="Net"), Path())
     []
     """
     return [
-        {**_cause_data(cause, layers), "source": source_of(record, cause.layer, root)}
+        {**_cause_data(cause, layers), "source": source_of(record, cause.layer, root, sources)}
         for cause, layers in comparison_text.grouped(causes)
     ]
 

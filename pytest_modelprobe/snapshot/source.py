@@ -1,20 +1,30 @@
-"""Where the class of a layer is written, as far as this process knows it."""
+"""Where the class of a layer is written: read in the file of its module, which another process may have imported."""
 
 from __future__ import annotations
 
-import inspect
+import ast
+import functools
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pytest_modelprobe.record import ROOT, Record, parent
 
 
-def source_of(record: Record, layer: str, root: Path) -> dict[str, Any] | None:
+def source_of(
+    record: Record, layer: str, root: Path, sources: Mapping[str, str] | None = None
+) -> dict[str, Any] | None:
     """Return file and line of the class of a layer, or of the nearest container whose file is in ``root``.
 
-    The file is relative to ``root``. It is ``None`` for classes of installed packages, and for classes that no module
-    holds, such as one that a function made.
+    The file is relative to ``root``. It is ``None`` for classes of installed packages, and for classes that are not
+    written at the top of a module, such as one that a function made.
+
+    Args:
+        record: The record that has the layer.
+        layer: The layer.
+        root: The folder.
+        sources: The modules of the classes → their files; by default those that this process imported.
 
     >>> source_of(Record(model="Net"), "fc", Path()) is None
     True
@@ -22,21 +32,37 @@ def source_of(record: Record, layer: str, root: Path) -> dict[str, Any] | None:
     name = layer
     while True:
         found = record.layers.get(name)
-        where = None if found is None or found.functional else _class_source(found.type, root)
+        where = None if found is None or found.functional else _class_source(found.type, root, sources)
         if where is not None or name == ROOT:
             return where
         name = parent(name)
 
 
-def _class_source(type_name: str, root: Path) -> dict[str, Any] | None:
+def _class_source(type_name: str, root: Path, sources: Mapping[str, str] | None) -> dict[str, Any] | None:
     module, _, name = type_name.rpartition(".")
-    kind = getattr(sys.modules.get(module), name, None)
-    if not isinstance(kind, type):
+    given = getattr(sys.modules.get(module), "__file__", None) if sources is None else sources.get(module)
+    if not isinstance(given, str):
         return None
+    file, root = Path(given).resolve(), root.resolve()
+    if not file.is_relative_to(root) or "site-packages" in file.parts:
+        return None
+    line = _classes(file, file.stat().st_mtime_ns).get(name) if file.is_file() else None
+    return None if line is None else {"file": file.relative_to(root).as_posix(), "line": line}
+
+
+@functools.lru_cache(maxsize=32)
+def _classes(file: Path, changed: int) -> dict[str, int]:
+    """Return the classes of a module → the line of the first decorator, or of ``class``. Outer ones go first.
+
+    A file that changed is read again.
+    """
+    lines: dict[str, int] = {}
     try:
-        file = Path(inspect.getsourcefile(kind) or "").resolve()
-        if not file.is_relative_to(root.resolve()) or "site-packages" in file.parts:
-            return None
-        return {"file": file.relative_to(root.resolve()).as_posix(), "line": inspect.getsourcelines(kind)[1]}
-    except (OSError, TypeError):  # there is no file
-        return None
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # it is compiled
+        return lines
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            first = node.decorator_list[0] if node.decorator_list else node
+            lines.setdefault(node.name, first.lineno)
+    return lines

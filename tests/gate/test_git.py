@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pytest_modelprobe.gate import event as actions
-from pytest_modelprobe.gate.git import GitError, Repository
+from pytest_modelprobe.gate.git import GitError, Repository, run_git
 
 Git = Callable[..., str]
 
@@ -267,6 +267,27 @@ def test_a_base_behind_a_cut_is_not_taken_for_the_newest_in_common(git: Git, tmp
     git("fetch", "-q", "--depth=3", "origin", "main:refs/remotes/origin/main", at="clone")
     with pytest.raises(GitError, match="the history here is cut off before what they have in common"):
         repository.merge_bases("origin/main")
+
+
+def test_in_a_tree_of_our_own_neither_a_hook_nor_the_index_of_the_user_counts(
+    git: Git, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(git, tmp_path, a="1")
+    here, tree = tmp_path / "here", tmp_path / "tree"
+    hook = here / ".git/hooks/post-checkout"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text(f"#!/bin/sh\ntouch {tmp_path}/hooked\n")
+    hook.chmod(0o755)
+    run_git(here, "worktree", "add", "--detach", str(tree), apart=True)
+    monkeypatch.setenv("GIT_DIR", str(here / ".git"))  # as in a hook
+    monkeypatch.setenv("GIT_WORK_TREE", str(here))
+    for file in (here / "a", tree / "a"):
+        file.write_text("2")
+    run_git(tree, "reset", "--hard", apart=True)
+    assert [(folder / "a").read_text() for folder in (here, tree)] == ["2", "1"]
+    assert not (tmp_path / "hooked").exists()
+    with pytest.raises(GitError, match=r"^git worktree: (error|fatal): .*no-such"):
+        run_git(here, "worktree", "add", str(tmp_path / "other"), "no-such", apart=True)
 
 
 def test_unrelated_histories_have_no_base(git: Git, tmp_path: Path) -> None:

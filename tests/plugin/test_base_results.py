@@ -63,9 +63,10 @@ def beside(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_changed_model_is_in_every_report_although_its_test_passed(
-    beside: Any, monkeypatch: pytest.MonkeyPatch
+    beside: Any, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", "summary.md")
     result, results = beside(NET.replace("1e-5", "1e-4"))
     base = results["base"]
     assert (base["ref"], base["python"], base["stopped"], len(base["commit"])) == ("main", None, None, 40)
@@ -81,19 +82,40 @@ def test_a_changed_model_is_in_every_report_although_its_test_passed(
     page = renderer("html")(results)
     assert page.count("norm.eps 1e-05 → 0.0001") > 1
     assert "Beside main (" in page
+    verdict = "1 of 2 models changed beside main, for 1 cause. No test failed: 2 tests."
+    assert verdict in page
+    assert base["said"] == "2 models: 1 unchanged, 1 changed"
     (issue,) = json.loads(renderer("gitlab")(results))
     assert issue["check_name"] == "modelprobe/base/attribute"
     assert "norm.eps" in renderer("sarif")(results)
     result.stdout.fnmatch_lines(
-        ["::error file=a_net.py,line=4,title=modelprobe%3A Net changed::test_a.py::test_net: *"]
+        [
+            "2 models: 1 unchanged, 1 changed",
+            "::error file=a_net.py,line=4,title=modelprobe%3A Net changed::test_a.py::test_net: *",
+            "*2 passed, 1 model changed in *",
+        ]
     )
+    summary = (pytester.path / "summary.md").read_text("utf-8")
+    head, said, block = summary.split("\n\n", 2)
+    assert head == f"### modelprobe: beside main ({base['commit'][:10]})"
+    assert said == base["said"]
+    first, text = pair["first_line"], pair["text"]
+    name = "test&#95;a.py::test&#95;net, run 1"
+    assert block.strip() == f"<details><summary>{name}: {first}</summary>\n\n```\n{text}\n```\n\n</details>"
+    report = renderer("markdown")(results)
+    assert report.startswith(f"### modelprobe: {verdict.replace(', for 1 cause', '')}\n\n{said}\n\n<details>")
+    assert report.rstrip().endswith(block.strip())
 
 
 def test_under_xdist_the_controller_writes_the_same(beside: Any) -> None:
     pytest.importorskip("xdist")
     _, results = beside(NET.replace("1e-5", "1e-4"), "-n", "1")
     assert (results["base"]["changed"], results["base"]["unchanged"]) == (1, 1)
-    assert sum(len(test["base"]) for test in results["tests"]) == 2
+    pairs = [pair for test in results["tests"] for pair in test["base"]]
+    assert len(pairs) == 2
+    # The process that writes imported no model.
+    sources = [cause["source"] for pair in pairs for cause in pair["causes"]]
+    assert sources == [{"file": "a_net.py", "line": 4}]
 
 
 def test_without_a_base_the_results_say_so(pytester: pytest.Pytester) -> None:
@@ -108,4 +130,7 @@ def test_nothing_that_was_compared_has_its_reason(beside: Any) -> None:
     result, results = beside(NET, "-k", "nothing")
     assert result.ret != 0
     assert results["base"]["stopped"] == "no test recorded a model, so nothing was compared"
-    assert "no test recorded a model" in renderer("html")(results)
+    page = renderer("html")(results)
+    assert "no test recorded a model" in page
+    assert "No model was compared with main. No test used a probe." in page
+    assert renderer("markdown")(results).startswith("### modelprobe: No model was compared with main. No test")

@@ -89,3 +89,55 @@ def test_gitlab_gets_path_line_and_fingerprint() -> None:
 @pytest.mark.parametrize("name", ["gitlab", "sarif"])
 def test_results_without_tests_make_an_empty_report(name: str) -> None:
     assert "test" not in json.dumps(json.loads(renderer(name)({"tests": []}))).replace("pytest", "")
+
+
+BASE = {
+    "ref": "main", "commit": "0123456789abcdef", "python": None, "stopped": None, "versions": {"torch": ["2", "1"]},
+    "said": "3 models: 2 unchanged, 1 changed", "unchanged": 2, "rounding": 0, "changed": 1,
+    "failed": {"test_b.py": "no module a|b"},
+}  # fmt: skip
+
+
+def test_markdown_says_what_failed_and_folds_what_changed() -> None:
+    pair = {"record": "run 1", "verdict": "changed", "first_line": "fc: `x`", "text": "fc: `x`\n\n``` <b>\n| a |"}
+    results = case(base=[pair, {"record": "run 2", "verdict": "unchanged"}])
+    said = renderer("markdown")({**results, "base": BASE, "complete": False, "stopped": "-x"})
+    assert (
+        said
+        == """### modelprobe: 1 of 1 test failed, and 1 of 3 models changed beside main.
+
+Not every test ran to its end: -x
+
+| failed test | message |
+|---|---|
+| tests/test&#95;net.py::test&#95;a | it failed |
+
+3 models: 2 unchanged, 1 changed
+
+| package | here | there |
+|---|---|---|
+| torch | 2 | 1 |
+
+| did not run there | why |
+|---|---|
+| test&#95;b.py | no module a&#124;b |
+
+<details><summary>tests/test&#95;net.py::test&#95;a, run 1: fc: &#96;x&#96;</summary>
+
+````
+fc: `x`
+
+``` <b>
+| a |
+````
+
+</details>
+"""
+    )
+
+
+def test_markdown_that_is_too_long_says_how_much_is_left_out() -> None:
+    pair = {"record": "run 1", "verdict": "changed", "first_line": "fc", "text": "x\n" * 150_000}
+    said = renderer("markdown")({**case(base=[pair] * 5), "base": BASE})
+    assert len(said) < 1_000_000
+    assert said.endswith("</details>\n\n3 texts more do not fit here: run the same command locally.\n")

@@ -290,6 +290,30 @@ def test_markdown_shows_names_as_text_in_the_columns_of_tables(form: str) -> Non
         assert [len(row) for row in page.rows] == columns, repr(name)
 
 
+def test_markdown_of_a_run_shows_names_as_text() -> None:
+    for name in NAMES:
+        pair = {"record": name, "verdict": "changed", "first_line": name, "text": f"{name}\n{name}"}
+        test = {"id": name, "outcome": "failed", "message": name, "snapshots": [{**pair, "snapshot": name}]}
+        base = {"ref": name, "commit": name, "python": name, "stopped": None, "failed": {name: name}}
+        base |= {
+            "said": f"nothing: {name}",
+            "unchanged": 0,
+            "rounding": 0,
+            "changed": 1,
+            "versions": {name: [name, name]},
+        }
+        for text in (
+            renderer("markdown")({"tests": [{**test, "base": [pair]}], "base": base}),
+            markdown.beside(base, {name: [pair]}),
+        ):
+            page = rendered(text)
+            assert list(Runner().commands(text)) == [], repr(name)
+            assert page.elements <= OURS, repr(name)
+            assert page.attributes == set(), repr(name)
+            assert [text for text in page.texts if MADE_OF_TEXT.search(text.replace("::", ""))] == [], repr(name)
+            assert [len(row) for row in page.rows] in ([3, 3, 2, 2], [2, 2, 3, 3, 2, 2]), repr(name)
+
+
 def test_a_name_reads_in_markdown_as_in_a_terminal() -> None:
     names = [name for name in NAMES if len(name) < LONGEST]
     page = rendered("\n".join(markdown.table(["name"], [[f"a{name}b"] for name in names], most=len(names))))

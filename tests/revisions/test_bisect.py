@@ -69,6 +69,11 @@ def test_the_commit_that_changed_a_layer_is_found_and_named(project: Project) ->
     assert said.endswith("; 1 cause")
     assert [project.git(*c) for c in (["status", "--porcelain"], ["for-each-ref"], ["ls-files", "-s"])] == before
     assert project.worktrees() == 1
+    told = done.stderr.splitlines()
+    assert told[0] == "run 1 of about 5, good: good"
+    for number, line in enumerate(told, 1):  # a commit that is skipped costs a run more
+        assert re.match(rf"run {number} of about {max(number, 5)}, ", line)
+    assert all(re.match(r"[^,]+, (good|bad|skip): [0-9a-f]{7,} \w", line) for line in told[1:])
 
 
 def test_a_commit_that_cannot_be_imported_is_skipped(project: Project) -> None:
@@ -84,15 +89,21 @@ def test_a_commit_that_cannot_be_imported_is_skipped(project: Project) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["good", "--layer", "fc1"], "HEAD has not a change of fc1 beside good: nothing changed"),
+        (
+            ["good", "--layer", "fc1"],
+            "HEAD has not a change of fc1 beside good, nor has a commit before it that was tried: nothing changed. ",
+        ),
         (["good", "--layer", "typo"], "--layer 'typo' matches no layer at good or HEAD"),
         (["good", "no-such"], "there is no revision 'no-such' here"),
-        (["HEAD", "good"], "HEAD is no ancestor of good: name a commit from which good comes"),
+        (["HEAD", "good"], "good comes before HEAD: name the older commit first, as in good HEAD"),
+        (["good", "good"], "good and good are the same commit: name an older one first"),
+        (["HEAD", "apart"], "HEAD is no ancestor of apart: name a commit from which apart comes"),
     ],
 )
 def test_what_cannot_be_found_is_said(project: Project, arguments: list[str], said: str) -> None:
     project.write("src/other.py", "x = 1")
     project.commit("nothing of the model")
+    project.git("branch", "apart", project.git("commit-tree", "-m", "apart", "HEAD^{tree}").strip())
     project.write("tests/test_today.py", TEST)
     done = bisect(project, *arguments)
     assert done.returncode == 2

@@ -9,8 +9,16 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import ModelProbe
-from pytest_modelprobe.record import Record
-from pytest_modelprobe.revisions import Written, exact_difference, first_difference, judged
+from pytest_modelprobe.record import Layer, Record
+from pytest_modelprobe.revisions import (
+    Pair,
+    Written,
+    changed_lines,
+    exact_difference,
+    first_difference,
+    judged,
+    pair_text,
+)
 from pytest_modelprobe.revisions.pairs import compare_records
 
 
@@ -96,3 +104,45 @@ def test_integers_and_a_nan_on_one_side_differ_too(tmp_path: Path) -> None:
     found = exact_difference(here, there)
     assert found is not None
     assert found["largest"]["difference"][:2] == (float("inf"), [1])
+
+
+# --- in words -----------------------------------------------------------------------------------------------------
+
+
+def changed(test: str, layer: str, attribute: str = "eps") -> Pair:
+    """Return a pair of which an attribute of a layer changed."""
+    now, then = (
+        Record(model="Net", layers={layer: Layer(name=layer, type="LayerNorm", attributes={attribute: value})})
+        for value in (1e-4, 1e-5)
+    )
+    pair = judged(Written(test, "run 1", now), Written(test, "run 1", then), (now, then))
+    assert pair.verdict == "changed"
+    return pair
+
+
+def test_models_that_changed_alike_are_told_once() -> None:
+    pairs = [changed("test_other", "head"), *(changed(f"test_{n}", f"blocks.{n}.norm") for n in range(6))]
+    said = "\n".join(changed_lines(pairs, "main"))
+    assert said.startswith("\ntest_0, run 1:\nblocks.0.norm.eps 1e-05 → 0.0001; 1 cause\n")
+    assert "\n5 other models changed alike: test_1, test_2, test_3 and 2 more.\n\ntest_other, run 1:\nhead.eps " in said
+    assert said.endswith("\n\nThe text of each model is in the page of --modelprobe-html=PATH.")
+    assert said.count("1 cause") == 2
+
+
+def test_one_model_that_changed_has_its_text_alone() -> None:
+    pair = changed("test_a", "fc")
+    assert list(changed_lines([pair], "main")) == ["", "test_a, run 1:", *pair_text(pair, "main").splitlines()]
+
+
+def test_of_many_changes_the_text_is_bounded_and_the_rest_is_counted() -> None:
+    pairs = [changed(f"test_{n}", f"layer{n}") for n in range(200)] + [changed("test_last", "layer7")]
+    lines = list(changed_lines(pairs, "main"))
+    assert len(lines) < 60
+    assert lines[1] == "test_7, run 1:"  # two models
+    assert "1 other model changed alike: test_last." in lines
+    assert lines[-24:-2] == [
+        "",
+        *(f"test_{n}, run 1: layer{n}.eps 1e-05 → 0.0001; 1 cause" for n in (4, 5, 6, *range(8, 25))),
+        "... 175 more models changed",
+    ]
+    assert lines[-2:] == ["", "The text of each model is in the page of --modelprobe-html=PATH."]

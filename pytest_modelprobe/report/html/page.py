@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pytest_modelprobe.report.results.verdict import FAILED, side_name, verdict
 from pytest_modelprobe.text import count
 
 from .charts import activation_scale, attention_entropy, gradient_flow, update_ratios
@@ -35,8 +36,6 @@ _OUTCOMES = {
     "skipped": ("–", "skipped"),
 }
 """Outcome → sign and words, worst first."""
-
-_FAILED = ("failed", "error")
 
 _MOST_CAUSES = 20
 """How many causes are shown; the rest is folded, because a reader starts with the first."""
@@ -115,7 +114,7 @@ def _rank(test: Data) -> tuple[int, bool]:
 
 def _unfolded(tests: Sequence[tuple[int, Data]]) -> Iterator[int]:
     """Yield the numbers of the tests that are unfolded at first."""
-    failed = [(i, test) for i, test in tests if test["outcome"] in _FAILED]
+    failed = [(i, test) for i, test in tests if test["outcome"] in FAILED]
     layers = 0
     for i, test in failed[:_OPEN]:
         if layers >= _OPEN_LAYERS:
@@ -138,13 +137,8 @@ def _head(title: str, facts: Child = None) -> Markup:
 
 def _verdict(results: Data, causes: Sequence[_Cause]) -> Markup:
     tests = results["tests"]
-    failed = sum(test["outcome"] in _FAILED for test in tests)
+    failed = sum(test["outcome"] in FAILED for test in tests)
     models = sum(len(test["runs"]) for test in tests)
-    if failed:
-        because = f", for {count(len(causes), 'cause')}" if causes else ""
-        said = f"{failed} of {count(len(tests), 'test')} failed{because}."
-    else:
-        said = f"No test failed: {count(len(tests), 'test')}." if tests else "No test used a probe."
     changed = sum(len(_changed(test)) for test in tests)
     tiles = [
         ("tests", len(tests), ""),
@@ -158,7 +152,7 @@ def _verdict(results: Data, causes: Sequence[_Cause]) -> Markup:
     if not results["complete"]:
         why = results.get("stopped") or "the run was interrupted"
         warning = tag("p", f"Not every test ran to its end: {why}.", class_="warning")
-    head = tag("p", said, class_="verdict")
+    head = tag("p", verdict(results, len(causes)), class_="verdict")
     return tag("section", head, warning, tag("ul", items, class_="tiles"), aria_label="Verdict")
 
 
@@ -177,7 +171,7 @@ def _causes(tests: Sequence[Data]) -> list[_Cause]:
     """Return each cause once: those that snapshots and the other side name, else the first line of the failure."""
     found: dict[str, _Cause] = {}
     for i, test in enumerate(tests):
-        failed = test["outcome"] in _FAILED
+        failed = test["outcome"] in FAILED
         said = False
         # A test passes on both sides although its model changed.
         for snapshot in [*(test["snapshots"] if failed else ()), *_changed(test)]:
@@ -222,13 +216,7 @@ def _base_section(base: Data | None) -> Markup | None:
     """Return what was compared with the other side as a whole."""
     if not base:
         return None
-    commit = f"{base['ref']} ({base['commit'][:10]})" if base["commit"] else ""
-    name = " under ".join(filter(None, (commit, base["python"])))
-    counted = [f"{base[key]} {key.replace('_', ' ')}" for key in _PAIRS if base[key]]
-    models = count(sum(base[key] for key in _PAIRS), "model")
-    said = base["stopped"] or (f"{models}: {', '.join(counted)}" if counted else "no model was compared")
     versions = [f"{package}: {now} here, {then} there" for package, (now, then) in base["versions"].items()]
-    more = [f"{count(base['unpaired'], 'record')} of one side alone"] if base["unpaired"] else []
     lists = [
         folded(f"{count(len(tests), 'test')} only {where}", bullets(tag("code", test) for test in tests))
         for where, tests in (("here", base["only_here"]), ("there", base["only_there"]))
@@ -236,12 +224,16 @@ def _base_section(base: Data | None) -> Markup | None:
     ]
     failed = [[tag("code", test), f": {why}"] for test, why in base["failed"].items()]
     lists += [folded(f"{len(failed)} did not pass there", bullets(failed))] if failed else []
-    facts = bullets([*versions, *more], class_="facts") if versions or more else None
+    facts = bullets(versions, class_="facts") if versions else None
     warned = "warning" if base["stopped"] else None
-    return tag("section", tag("h2", f"Beside {name}"), tag("p", said, class_=warned), facts, lists, id="base")
-
-
-_PAIRS = ("unchanged", "rounding", "changed", "not_repeatable")
+    return tag(
+        "section",
+        tag("h2", f"Beside {side_name(base)}"),
+        tag("p", base["said"], class_=warned),
+        facts,
+        lists,
+        id="base",
+    )
 
 
 def _notes_section(tests: Sequence[Data]) -> Markup | None:
@@ -287,7 +279,7 @@ def _toolbar(tests: Sequence[Data]) -> Markup:
 
 def _test(i: int, test: Data, unfolded: bool) -> Markup:
     sign, words = _OUTCOMES.get(test["outcome"], ("?", test["outcome"]))
-    bad = test["outcome"] in _FAILED or bool(_changed(test))
+    bad = test["outcome"] in FAILED or bool(_changed(test))
     nouns = {"runs": "model", "snapshots": "snapshot", "figures": "figure"}
     contents = [count(len(test[part]), noun) for part, noun in nouns.items() if test[part]]
     head = [
