@@ -120,7 +120,17 @@ def test_a_test_has_to_be_named(project: Project) -> None:
 
 @pytest.mark.long
 def test_three_changes_among_sixty_commits_are_found_in_seven_runs(project: Project) -> None:
-    history(project, 11)
+    """One run of the good commit, and six that halve the commits. A commit that cannot run would cost one more."""
+    planted = {"tidy the norm": 14, "faster": 14, "a smaller head": 14, "": 15}
+    for subject, before in planted.items():
+        for number in range(before):
+            project.write("src/other.py", f"# {subject} {number}")
+            project.commit(f"refactor before: {subject} {number}")
+        if subject:
+            project.replace("src/net.py", *CHANGES[subject])
+            project.commit(subject)
+    project.write("tests/test_today.py", TEST)  # it is in no commit
+    assert project.git("rev-list", "--count", "good..HEAD").strip() == "60"
     for layer, subject in {"norm": "tidy the norm", "(root)": "faster", "fc2": "a smaller head"}.items():
         done = bisect(project, "good", "--layer", layer)
         assert f"a: {subject}) is the first commit with a change of {layer}" in done.stdout, done.stderr
