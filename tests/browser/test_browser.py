@@ -29,8 +29,8 @@ HERE = Path(__file__).parent
 def test_a_report_works_in_a_browser(tmp_path: Path) -> None:
     made = runpy.run_path(str(HERE.parent / "report" / "html" / "test_page.py"))
     layer, run, checked, snapshot, cause = (made[k] for k in ("layer", "run", "checked", "snapshot", "cause"))
-    layers = [layer("conv"), layer("block.fc", "conv", status=["own code"]), layer("block", leaf=False, parameters=0)]
-    layers += [layer("head", "block", status=["moved"], attention=[0.1, 0.95])]
+    layers = [layer("conv"), layer("block.fc", status=["own code"]), layer("block", leaf=False, parameters=0)]
+    layers += [layer("head", status=["moved"], attention=[0.1, 0.95])]
     layers += [layer(name, status=[word]) for name, word in other_statuses()]
     broken = snapshot(cause("block.fc: own code changed"), text="block.fc\n\nIntended? pytest t.py --snapshot-update")
     taken = [{"step": n, "update_ratios": {"conv": 10.0**-n, "head": 0.01, "gone": 0.0}} for n in range(3)]

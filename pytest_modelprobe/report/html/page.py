@@ -20,7 +20,7 @@ from pytest_modelprobe.text import count
 
 from .charts import activation_scale, attention_entropy, gradient_flow, update_ratios
 from .elements import Child, Markup, bullets, finite, folded, number, preformatted, tag
-from .graph import graph
+from .graph import GUESS, graph
 from .layer_table import layer_table, shown
 from .status import badges, is_cause, legend
 
@@ -399,7 +399,7 @@ def _run(prefix: str, run: Data) -> Markup:
         [tag("p", f"Note: {note}", class_="note") for note in run["notes"]],
     ]
     if layers:
-        drawn = graph(run["layers"], anchors.get)
+        drawn = graph(run["layers"], run["flow"], anchors.get)
         box = tag("div", drawn, class_="scroll", tabindex=0, role="group", aria_label=f"Graph of {run['name']}")
         caption = tag("figcaption", tag("b", "Layers:"), _GRAPH)
         figure = tag("figure", caption, box, legend(words), class_="layers-graph")
@@ -423,7 +423,7 @@ def _offenders(layers: Sequence[Data], link: Callable[[str], Child]) -> Markup |
     return bullets(items, class_="offenders") if items else None
 
 
-_GRAPH = " a solid line is an output that the next takes as it is; dotted, the code in between computes something."
+_GRAPH = f" a solid line is an output that the next takes as it is; a dotted line is {GUESS}."
 
 
 def _linker(anchors: dict[str, str]) -> Callable[[str], Child]:

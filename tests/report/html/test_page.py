@@ -23,7 +23,7 @@ HISTOGRAM = {"exponents": [-12, 1], "negative": [1, 2, 3, 4, 5, 6, 7, 8, 9, 8, 7
              "positive": [1, 2, 3, 5, 6, 8, 9, 12, 14, 13, 9, 5, 2, 1], "per_octave": 2}  # fmt: skip
 
 
-def layer(name: str, *sources: str, **changed: Any) -> dict[str, Any]:
+def layer(name: str, **changed: Any) -> dict[str, Any]:
     value = {
         "path": "output", "shape": [2, 8], "dtype": "float32", "statistics": STATISTICS, "reason": None,
         "histogram": HISTOGRAM, "gradient": STATISTICS, "gradient_histogram": HISTOGRAM,
@@ -31,17 +31,20 @@ def layer(name: str, *sources: str, **changed: Any) -> dict[str, Any]:
     return {
         "name": name, "type": "Linear", "module": "torch.nn.modules.linear", "leaf": True, "functional": False,
         "training": False, "calls": 1, "parameters": 72, "trainable": 72, "attributes": {}, "inputs": [value],
-        "outputs": [value], "sources": list(sources), "status": [], "weights": {"rms": 0.5, "gradient_rms": 0.01},
+        "outputs": [value], "status": [], "weights": {"rms": 0.5, "gradient_rms": 0.01},
         "dead_units": [0, 8], "saturated_units": None, "attention": None, "profile": None,
         "before": None, **changed,
     }  # fmt: skip
 
 
 def run(*layers: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    called = [one["name"] for one in layers if one["calls"]]
+    flow = [{"layer": name, "call": 1, "more": 0, "from": [i - 1] if i else [], "after": None}
+            for i, name in enumerate(called)]  # fmt: skip
     return {
         "name": "Net", "kind": "run", "model": "Net", "device": "cpu", "seed": 0, "loss": None, "forwards": 1,
         "backwards": 1, "parameters": 144, "trainable": 144, "notes": [], "findings": [], "error": None,
-        "versions": {}, "profile": None, "layers": list(layers), **changed,
+        "versions": {}, "profile": None, "layers": list(layers), "flow": flow, **changed,
     }  # fmt: skip
 
 
@@ -54,7 +57,7 @@ def checked(name: str, *runs: dict[str, Any], **changed: Any) -> dict[str, Any]:
 
 def results(*tests: dict[str, Any], **changed: Any) -> dict[str, Any]:
     return {
-        "schema": 2, "complete": True, "exit_status": 0, "versions": {"torch": "2.13.0"}, "commit": None,
+        "schema": 3, "complete": True, "exit_status": 0, "versions": {"torch": "2.13.0"}, "commit": None,
         "root": "project", "seed": 0, "devices": ["cpu"], "tests": list(tests), "unused": [], "deleted": [],
         "kept": {}, **changed,
     }  # fmt: skip
@@ -207,7 +210,7 @@ def steps(*ratios: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_update_ratios_are_a_line_for_each_layer_over_the_steps() -> None:
     taken = steps({"a": 0.1, "b": 0.01}, {"a": 0.1, "b": 0.001}, {"a": 0.0, "b": 1e-3, "gone": "nan"})
-    page = render_run(run(layer("a"), layer("b", "a"), steps=taken))
+    page = render_run(run(layer("a"), layer("b"), steps=taken))
     [drawn] = re.findall(r'class=line d="([^"]*)"', page[page.index("Update ratio") :])
     assert [line.count("L") for line in drawn.split("M")[1:]] == [1, 2]
     said = "of each layer; about 0.001 is usual. In the last step smallest b 0.001, largest b 0.001."
@@ -229,8 +232,8 @@ def test_without_two_steps_that_change_something_there_is_no_chart_of_steps(take
 
 
 def test_links_lead_to_rows_that_exist() -> None:
-    layers = [layer("conv"), layer("block.fc", "conv", status=["dead"]), layer("block", leaf=False, parameters=0)]
-    layers += [layer("head", "block", attention=[0.5, None])]
+    layers = [layer("conv"), layer("block.fc", status=["dead"]), layer("block", leaf=False, parameters=0)]
+    layers += [layer("head", attention=[0.5, None])]
     page = Page(render(results(checked("a", run(*layers), outcome="failed", message="dead"))))
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     links = [str(attrs["href"]) for tag, attrs in page.tags if tag == "a"]
@@ -263,8 +266,8 @@ HOSTILE = ["<img src=x onerror=alert(1)>", "</script><script>alert(1)</script>",
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_name_is_text_wherever_it_stands(name: str) -> None:
     def page(name: str) -> Page:
-        bad = layer(name, "fc", status=["own code"], attention=[0.5], type=name)
-        seen = run(layer("fc", name), bad, name=name, model=name, notes=[name], findings=[name], error=name, loss=name)
+        bad = layer(name, status=["own code"], attention=[0.5], type=name)
+        seen = run(layer("fc"), bad, name=name, model=name, notes=[name], findings=[name], error=name, loss=name)
         shown = snapshot(
             cause(name, hints=[name], layer=name), text=f"{name}\n\n{name}", possible=[cause(name)], notes=[cause(name)]
         )
@@ -296,7 +299,7 @@ def test_the_policy_allows_the_style_and_the_script_of_the_page_alone() -> None:
 
 
 def test_nothing_in_the_page_has_an_address_elsewhere() -> None:
-    page = Page(render(results(checked("a", run(layer("fc"), layer("b", "fc"))))))
+    page = Page(render(results(checked("a", run(layer("fc"), layer("b"))))))
     addresses = [attrs[key] for _, attrs in page.tags for key in ("src", "href", "action", "srcset") if key in attrs]
     assert all(str(address).startswith(("#", "data:image/")) for address in addresses)
     assert not any(name.startswith("on") or name == "style" for _, attrs in page.tags for name in attrs)
@@ -318,7 +321,6 @@ def test_fifty_tests_of_a_hundred_layers_are_less_than_two_megabytes() -> None:
     layers = [
         layer(
             f"backbone.stage{i // 25}.block{i}.conv.{i}",
-            f"backbone.stage{(i - 1) // 25}.block{i - 1}.conv.{i - 1}",
             status=["moved"],
             before={"mean": 0.1, "std": 0.25, "min": -1.0, "max": 1.0},
         )
