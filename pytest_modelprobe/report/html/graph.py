@@ -414,9 +414,11 @@ def _path_text(*parts: str | float) -> str:
 
 
 def _node(box: Box, anchor: Callable[[str], str | None]) -> Markup:
-    word = next(iter(box.status), None)
-    css = [*(["box"] if box.children else []), *([status_of(word).css] if word else [])]
-    sign = [tag("tspan", f" {status_of(word).sign}", class_=status_of(word).css)] if word else []
+    statuses = list(map(status_of, box.status))
+    css = [*(["box"] if box.children else []), *(one.css for one in statuses[:1])]
+    # The color is of the worst; the sign of a layer that the failure names has to be there too.
+    shown = [*statuses[:1], *(one for one in statuses[1:] if one.word == "named")]
+    sign = [tag("tspan", f" {one.sign}", class_=one.css) for one in shown]
     size = {"width": box.width, "height": box.height}
     rect = tag("rect", **size, class_=" ".join(css) or None)
     kind = [tag("tspan", f" {_type(box)}")] if _type(box) else []
@@ -446,7 +448,7 @@ def _type(box: Box) -> str:
 def _title(box: Box) -> str:
     """Return the text of a node or of the head of a box, as long as it is drawn."""
     times = f" ×{box.times}" if box.times > 1 else ""
-    return f"{_shortened(box.label)}{times} {_type(box)}{_inside(box)}".rstrip() + "  " * bool(box.status)
+    return f"{_shortened(box.label)}{times} {_type(box)}{_inside(box)}".rstrip() + "  " * min(2, len(box.status))
 
 
 def _described(box: Box) -> str:

@@ -91,7 +91,7 @@ class Page(html.parser.HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
         assert len({name for name, _ in attrs}) == len(attrs)
-        if tag not in ("meta", "input", "img"):
+        if tag not in ("meta", "input", "img", "wbr"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -150,6 +150,73 @@ def test_a_failure_without_a_cause_is_shown_by_its_first_line() -> None:
     assert text.index("relu is dead") < text.index("What follows: 1 test") < text.index("Tests")
 
 
+def test_that_a_failure_is_one_of_an_assertion_is_not_said() -> None:
+    failed = checked("test_a", outcome="failed", message="AssertionError: relu is dead", failure="E  relu is dead")
+    text = Page(render(results(failed))).text
+    assert "AssertionError" not in text
+    assert "Causes relu is dead What follows: 1 test" in text
+
+
+def test_how_a_cause_was_found_is_said_in_plain_words() -> None:
+    causes = [cause("fc changed"), cause("head changed", evidence="recorded")]
+    text = Page(render(results(checked("test_a", outcome="failed", snapshots=[snapshot(*causes)])))).text
+    assert "fc changed computation · changed by 43 % · found by calling it alone, on synthetic inputs" in text
+    assert "head changed computation · changed by 43 % · found by comparing what was recorded then and now" in text
+
+
+def test_hints_stand_apart_from_findings() -> None:
+    text = Page(render_run(run(layer("fc"), findings=["dead: fc"], hints=["output the same for every row"]))).text
+    assert "Findings dead: fc Hints : a healthy model may have these too output the same for every row" in text
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ("AssertionError: fc output is outside [0, 1]", "fc"),
+        ("AssertionError: fc.weight is not frozen", "fc"),
+        ("AssertionError: fc (call 2) output is outside [0, 1]", "fc"),
+        ("AssertionError: layer '1' (Linear) is saturated", "1"),
+        ("AssertionError: head 2 of fc.attn looks at one key: its entropy is 0 %", "fc.attn"),
+        ("pytest_modelprobe.exceptions.StoppedError: fc: NaN", "fc"),
+        ("AssertionError: assert 0.1 < 0", None),
+        ("TypeError: fc is no layer", None),
+    ],
+)
+def test_the_layer_that_a_failure_names_is_marked_in_graph_charts_and_table(message: str, named: str | None) -> None:
+    layers = [layer("fc"), layer("1"), layer("fc.attn"), layer("head")]
+    page = render(results(checked("a", run(*layers), outcome="failed", message=message, failure="-")))
+    rows = {
+        row.partition("<td>")[0].rpartition(">")[2]: row
+        for row in re.findall("<tr id=[^>]*>(.*)", page.replace("<tr", "\n<tr"))
+    }
+    assert [name for name, row in rows.items() if "◎ named" in row] == ([named] if named else [])
+    titles = re.findall(r"<title>([^<]*)</title>", page[page.index("class=graph") :])
+    assert [title for title in titles if title.endswith("named")] == (
+        [f"{named}, Linear, (2, 8), 72 parameters: named"] if named else []
+    )
+    assert titles.count("named: 1 layer") == (2 if named else 0)  # gradients, and activations
+
+
+def test_a_layer_that_a_test_which_passed_names_is_not_marked() -> None:
+    page = render(results(checked("a", run(layer("fc")), outcome="xfailed", message="AssertionError: fc is dead")))
+    assert "named" not in Page(page).text
+
+
+def test_what_most_is_looked_at_comes_first_in_the_table() -> None:
+    texts = Page(render_run(run(layer("fc", calls=2)))).texts
+    order = ["output", "distribution", "dead", "gradient", "mean", "zeros", "calls", "parameters", "of weights"]
+    assert sorted(order, key=texts.index) == order
+
+
+def test_a_box_of_a_run_with_a_cause_is_as_high_as_what_is_in_it() -> None:
+    runs = {word: render_run(run(layer("fc", status=[word]))) for word in ("dead", "moved")}
+    assert ['class="run caused"' in page for page in runs.values()] == [True, False]
+    limits = re.findall(r"([^{}/]*){ max-height: (?!none)", runs["dead"])
+    assert [limit.strip() for limit in limits] == [
+        ".run:not(.caused) > .scroll, .run:not(.caused) .layers-graph > .scroll", ".charts .scroll",
+    ]  # fmt: skip
+
+
 def test_failed_tests_come_first_and_are_open() -> None:
     tests = [
         tag for tag in Page(render(results(checked("a"), checked("b", outcome="failed")))).tags if "test" in str(tag)
@@ -179,9 +246,11 @@ def test_the_next_steps_of_a_snapshot_stand_apart() -> None:
     )
 
 
-def test_lines_of_a_failure_are_kept() -> None:
-    page = render(results(checked("a", outcome="failed", failure="E  one\nE  two")))
-    assert "<pre tabindex=0>E  one\nE  two</pre>" in page
+def test_lines_of_a_failure_are_kept_and_those_of_a_table_are_not_wrapped() -> None:
+    text = "E       one\nE       layer   zeros\nE       fc         100\nE       two"
+    page = render(results(checked("a", outcome="failed", failure=text)))
+    table = "<span>E       layer   zeros\nE       fc         100</span>"
+    assert f"<pre tabindex=0>E       one\n{table}\nE       two</pre>" in page
 
 
 def test_a_table_leaves_out_empty_columns() -> None:
@@ -281,7 +350,7 @@ def test_a_name_is_text_wherever_it_stands(name: str) -> None:
     def elements(page: Page) -> set[tuple[str, ...]]:
         return {(tag, *sorted(attrs)) for tag, attrs in page.tags}
 
-    assert elements(page(name)) <= elements(page("name")) | {("th", "class")}  # of a long name
+    assert elements(page(name)) <= elements(page("name")) | {("th", "class"), ("wbr",)}  # of a long name
 
 
 # --- nothing is loaded ------------------------------------------------------------------------------------------------
