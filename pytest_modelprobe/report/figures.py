@@ -23,7 +23,7 @@ from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import Layer, Reading, Record, Selector, selected
 from pytest_modelprobe.text import printable
 
-from .html.histogram import QUARTILES, quantiles
+from .html.histogram import QUARTILES, SMALLEST, quantiles
 from .results.values import histogram_data
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def gradients(record: Record) -> Figure:
     axes = figure.subplots()
     boxes = {place: numbers for place, (_, reading) in enumerate(found) if (numbers := _quartiles(reading))}
     if boxes:
-        thick = 6.0 * min(1.0, _WIDEST / (0.32 * len(found) + 1.6))
+        thick = 10.0 * min(1.0, _WIDEST / (0.32 * len(found) + 1.6))
         low, lower, middle, upper, high = zip(*boxes.values(), strict=True)
         axes.vlines(list(boxes), low, high, color=_BLUE, linewidth=min(1.0, thick))
         axes.vlines(list(boxes), lower, upper, color="#9db8de", linewidth=thick)
@@ -316,9 +316,10 @@ def _bins(reading: Reading) -> tuple[Array, Array] | None:
 
 
 def _quartiles(reading: Reading) -> list[float]:
-    """Return the numbers of a box, as the page has them; empty without a histogram."""
+    """Return the numbers of a box, as the page has them; empty without a histogram, or if it cannot tell them."""
     counts = histogram_data(reading.histogram)
-    return quantiles(counts, QUARTILES) if counts else []
+    found = quantiles(counts, QUARTILES) if counts else []
+    return found if found and found[0] > SMALLEST else []
 
 
 def _density(reading: Reading, edges: Array) -> Array:

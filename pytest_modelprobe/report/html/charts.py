@@ -15,7 +15,7 @@ from typing import Any
 from pytest_modelprobe.text import count
 
 from .elements import Child, Markup, coordinate, finite, number, tag
-from .histogram import QUARTILES, quantiles
+from .histogram import QUARTILES, SMALLEST, quantiles
 from .status import STATUSES, is_cause, status_of
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 560.0, 176.0, 46.0, 14.0, 22.0
@@ -141,10 +141,6 @@ def _has_column(layer: Layer) -> bool:
     return bool(layer["leaf"] and layer["outputs"])
 
 
-_SMALLEST = 2.0**-39
-"""The smallest magnitude that histograms tell apart, see `Histogram`. A quantile below it is not known."""
-
-
 def gradient_flow(layers: Sequence[Layer], link: Link) -> Markup | None:
     """Return the gradients of the outputs by depth: boxes where there are histograms, else root mean squares."""
     leaves = _outermost(layers)
@@ -154,7 +150,7 @@ def gradient_flow(layers: Sequence[Layer], link: Link) -> Markup | None:
     boxes = []
     for i, layer in enumerate(leaves):
         histogram = layer["outputs"][0]["gradient_histogram"]
-        if histogram and (found := quantiles(histogram, QUARTILES)) and found[0] > _SMALLEST:
+        if histogram and (found := quantiles(histogram, QUARTILES)) and found[0] > SMALLEST:
             boxes.append((i, found))
     plot = _Plot.of(len(leaves), [*scales.values(), *(q for _, qs in boxes for q in (qs[0], qs[-1]))])
     boxed = {i for i, _ in boxes} if len(leaves) >= _MANY else set()
