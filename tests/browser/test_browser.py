@@ -25,6 +25,11 @@ pytestmark = pytest.mark.skipif(
 
 HERE = Path(__file__).parent
 
+COUNTS = {"unchanged": 1, "rounding": 0, "changed": 1, "not_repeatable": 0, "unpaired": 0}
+
+BASE = {"ref": "main", "commit": "0" * 40, "python": None, "stopped": None, **COUNTS, "only_here": [], "only_there": [],
+        "failed": {}, "versions": {}}  # fmt: skip
+
 PROFILE = {"wall_time": 0.25, "flops": 1_000_000, "activation_bytes": 4096}
 
 FAILURE = "\n".join(
@@ -57,7 +62,7 @@ def test_a_report_works_in_a_browser(tmp_path: Path) -> None:
     tests += [checked(name, run(layer(name))) for name in made["HOSTILE"]]
     tests += [checked("test_c", run(layer("folded.fc")))]
     report = tmp_path / "report.html"
-    report.write_text(render(made["results"](*tests)), "utf-8")
+    report.write_text(render(made["results"](*tests, base=BASE)), "utf-8")
     pictures = Path(os.environ.get("MODELPROBE_PICTURES", tmp_path))
     command = [NODE, HERE / "check.mjs", CHROMIUM, PACKAGES, report, pictures]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
