@@ -137,5 +137,13 @@ def _before_its_inputs(
         if value.is_floating and tree.producer(step, value) is None and given.isdisjoint(_keys(value)):
             taking = [step, *(takers[step.place, key] for key in _keys(value))]
             previous = min(taking, key=lambda one: one.call.started).previous
+            while previous is not None and step.call.grad_enabled and _is_cut_off(previous, value):
+                previous = previous.previous
             if previous is not None:
                 yield previous
+
+
+def _is_cut_off(step: Step, value: Value) -> bool:
+    """Whether autograd knows that a value is not computed from any output of a call."""
+    outputs = [output.requires_grad for output in step.call.outputs if output.is_floating]
+    return not value.requires_grad and bool(outputs) and all(outputs)

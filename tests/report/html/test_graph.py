@@ -69,8 +69,8 @@ def test_layers_that_take_the_input_of_their_module_are_no_chain() -> None:
 
 
 def test_layers_that_take_one_tensor_of_which_the_source_is_not_known_have_the_same_guess() -> None:
-    flow = [call("stem"), call("q", after=0), call("k", after=0), call("out", 1, 2)]
-    assert edges(drawn(layer("stem"), layer("q"), layer("k"), layer("out"), flow=flow)) == (2, 2)
+    flow = [call("a"), call("b"), call("q", after=1), call("k", after=1), call("out", 2, 3)]
+    assert edges(drawn(*map(layer, "abqk"), layer("out"), flow=flow)) == (2, 4)
 
 
 def test_what_takes_the_input_of_the_model_has_no_line() -> None:

@@ -79,6 +79,17 @@ def test_a_parameter_comes_after_no_layer() -> None:
     assert flow(model) == ["a", "b", "(root)"]
 
 
+def test_what_needs_no_gradient_comes_after_no_layer_whose_output_does() -> None:
+    def forward(net: Net, x: Tensor, time: Tensor) -> Tensor:
+        h = net.stem(x)
+        return h + net.of_time(torch.outer(time, torch.linspace(0, 1, 8)).sin())
+
+    model, inputs = Net(forward, stem=fc(), of_time=fc()), (torch.randn(4, 8), torch.arange(1, 5))
+    assert flow(model, *inputs) == ["stem", "of_time", "(root)"]
+    model.stem.requires_grad_(False)
+    assert flow(model, *inputs) == ["stem", "of_time: after stem", "(root)"]
+
+
 def test_each_call_of_a_shared_layer_has_its_own_sources() -> None:
     model = Net(lambda net, x: net.out(net.relu(net.b(net.relu(net.a(x))))), a=fc(), relu=nn.ReLU(), b=fc(), out=fc())
     assert flow(model) == ["a", "relu: a", "b: relu", "relu#2: b", "out: relu#2", "(root)"]
