@@ -132,10 +132,12 @@ def _before_its_inputs(
         return
     if not step.call.inputs_known and step.previous is not None:
         yield step.previous
-    given = {key for outer in around for value in outer.call.inputs for key in _keys(value)} | owned
+    given = {key for outer in around for value in outer.call.inputs for key in _keys(value)}
     for value in step.call.inputs:
-        if value.is_floating and tree.producer(step, value) is None and given.isdisjoint(_keys(value)):
-            taking = [step, *(takers[step.place, key] for key in _keys(value))]
+        keys = list(_keys(value))
+        made = value.is_floating and tree.producer(step, value) is None
+        if made and given.isdisjoint(keys) and owned.isdisjoint(keys):
+            taking = [step, *(takers[step.place, key] for key in keys)]
             previous = min(taking, key=lambda one: one.call.started).previous
             while previous is not None and step.call.grad_enabled and _is_cut_off(previous, value):
                 previous = previous.previous
