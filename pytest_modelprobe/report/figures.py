@@ -23,7 +23,7 @@ from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import Layer, Reading, Record, Selector, selected
 from pytest_modelprobe.text import printable
 
-from .html.histogram import QUARTILES, quantiles
+from .html.histogram import QUARTILES, SMALLEST, quantiles
 from .results.values import histogram_data
 
 if TYPE_CHECKING:
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 _MOST_CHANNELS = 64
 _CHANNELS_OF_LEVEL = 6
 _MOST_IMAGES = 8
-_MOST_LAYERS = 60
 _MOST_PANELS = 24
+# More layers are drawn closer together, and not all are named. None is left out: those at the end are next to the loss.
+_MOST_NAMES, _WIDEST = 60, 20.8
 _BLUE, _ORANGE, _GRAY = "#3b6fb6", "#d9662c", "#6b7280"
 
 
@@ -200,16 +201,16 @@ def gradients(record: Record) -> Figure:
     found = [(layer, reading) for layer in _by_depth(record) if (reading := _gradient(layer)) is not None]
     if not found:
         raise NothingObservedError(f"{record.model} has no gradients to draw: pass run(..., loss=...)")
-    shown = found[:_MOST_LAYERS]
-    figure = _figure(max(5.0, 0.32 * len(shown) + 1.6), 4.2)
+    figure = _figure(min(max(5.0, 0.32 * len(found) + 1.6), _WIDEST), 4.2)
     axes = figure.subplots()
-    boxes = {place: numbers for place, (_, reading) in enumerate(shown) if (numbers := _quartiles(reading))}
+    boxes = {place: numbers for place, (_, reading) in enumerate(found) if (numbers := _quartiles(reading))}
     if boxes:
-        parts = [dict(zip(_BOX, numbers, strict=True), fliers=[]) for numbers in boxes.values()]
-        axes.bxp(parts, positions=list(boxes), widths=0.6, showfliers=False, patch_artist=True,
-                 boxprops={"facecolor": "#cfdcf0", "edgecolor": _BLUE}, medianprops={"color": _BLUE},
-                 whiskerprops={"color": _BLUE}, capprops={"color": _BLUE})  # fmt: skip
-    rms = [reading.statistics.rms if reading.statistics else None for _, reading in shown]
+        thick = 10.0 * min(1.0, _WIDEST / (0.32 * len(found) + 1.6))
+        low, lower, middle, upper, high = zip(*boxes.values(), strict=True)
+        axes.vlines(list(boxes), low, high, color=_BLUE, linewidth=min(1.0, thick))
+        axes.vlines(list(boxes), lower, upper, color="#9db8de", linewidth=thick)
+        axes.scatter(list(boxes), middle, marker="_", s=thick**2, color=_BLUE, zorder=3)
+    rms = [reading.statistics.rms if reading.statistics else None for _, reading in found]
     positive = [(place, value) for place, value in enumerate(rms) if value]
     axes.plot(*zip(*positive, strict=True) if positive else ([], []), color=_ORANGE, marker="o", markersize=3,
               linewidth=1, label="root mean square")  # fmt: skip
@@ -217,16 +218,17 @@ def gradients(record: Record) -> Figure:
     if zero:
         axes.plot(zero, [0.02] * len(zero), "x", color="#b00020", transform=axes.get_xaxis_transform(), label="zero")
     axes.set_yscale("log")
-    names = [_text(f"{layer.name} {layer.type_name}") for layer, _ in shown]
-    axes.set_xticks(range(len(shown)), names, rotation=90, fontsize=7)
-    axes.set_xlim(-0.7, len(shown) - 0.3)
+    every = math.ceil(len(found) / _MOST_NAMES)
+    names = [_text(f"{layer.name} {layer.type_name}") for layer, _ in found]
+    axes.set_xticks(range(0, len(found), every), names[::every], rotation=90, fontsize=7)
+    axes.set_xlim(-0.7, len(found) - 0.3)
     axes.set_ylabel("gradient of the output, magnitude", fontsize=8)
     axes.tick_params(axis="y", labelsize=7)
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=7, frameon=False)
-    hidden = f", the first {len(shown)} of {len(found)} layers" if len(found) > len(shown) else ""
+    hidden = f"; {len(found)} layers, one of {every} is named" if every > 1 else ""
     what = "boxes: quartiles, whiskers: 5 % to 95 %" if boxes else "run with histograms=True to see boxes"
     _head(figure, f"Gradients of {record.model}", f"in order of execution; {what}{hidden}")
     return figure
@@ -313,14 +315,11 @@ def _bins(reading: Reading) -> tuple[Array, Array] | None:
     return numpy.array(edges), numpy.concatenate([[0.0], numpy.cumsum(counts)]) / sum(counts)
 
 
-_BOX = ("whislo", "q1", "med", "q3", "whishi")
-"""What matplotlib calls the numbers of a box, from the lowest."""
-
-
 def _quartiles(reading: Reading) -> list[float]:
-    """Return the numbers of a box, as the page has them; empty without a histogram."""
+    """Return the numbers of a box, as the page has them; empty without a histogram, or if it cannot tell them."""
     counts = histogram_data(reading.histogram)
-    return quantiles(counts, QUARTILES) if counts else []
+    found = quantiles(counts, QUARTILES) if counts else []
+    return found if found and found[0] > SMALLEST else []
 
 
 def _density(reading: Reading, edges: Array) -> Array:

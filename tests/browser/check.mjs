@@ -31,7 +31,7 @@ const open = async (options) => {
 
 // --- appearance, overflow and accessibility ---
 for (const colorScheme of ["light", "dark"]) {
-  for (const width of [1360, 400]) {
+  for (const width of [1280, 390]) {
     const kind = `${colorScheme}-${width}`;
     const { page, milliseconds } = await open({ colorScheme, viewport: { width, height: 900 } });
     console.log(`${kind}: opened in ${milliseconds} ms`);
@@ -40,6 +40,30 @@ for (const colorScheme of ["light", "dark"]) {
     await page.screenshot({ path: path.join(pictures, `${kind}.png`) });
     await page.evaluate(() => document.querySelectorAll(".test").forEach((test, i) => (test.open ||= i < 5)));
     await page.waitForFunction(() => !document.querySelector(".test[open] noscript"));
+    const cut = await page.evaluate(() =>
+      [...document.querySelectorAll("body *:not(.scroll, pre, svg *)")]
+        .filter((e) => e.clientWidth && e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display !== "inline")
+        .filter((e) => !e.parentElement.closest(".scroll, pre") && !e.matches(".skip"))
+        .map((e) => `${e.tagName}.${e.className}`)
+    );
+    expect(!cut.length, `${kind}: cut without a shadow: ${cut}`);
+    const rows = await page.evaluate(() => new Set([...document.querySelectorAll(".tiles li")].map((e) => e.offsetTop)).size);
+    expect(rows === 1, `${kind}: the tiles are in ${rows} rows`);
+    if (width === 1280) {
+      const out = await page.evaluate(() =>
+        [...document.querySelectorAll(".run table.layers thead th")]
+          .filter((e) => /^(dead|gradient)/.test(e.textContent) && e.closest(".scroll").clientWidth)
+          .filter((e) => e.getBoundingClientRect().right > e.closest(".scroll").getBoundingClientRect().right)
+          .map((e) => e.textContent)
+      );
+      expect(!out.length, `${kind}: columns out of sight: ${out}`);
+    }
+    const low = await page.evaluate(() =>
+      [...document.querySelectorAll("pre, .run.caused .scroll:not(.charts *)")]
+        .filter((e) => e.clientHeight && e.scrollHeight > e.clientHeight + 1)
+        .map((e) => e.ariaLabel ?? e.textContent.slice(0, 40))
+    );
+    expect(!low.length, `${kind}: a scroll box cuts ${low}`);
     await page.locator(".test").first().screenshot({ path: path.join(pictures, `${kind}-test.png`) });
     await page.evaluate(axe);
     const found = await page.evaluate(async () => (await window.axe.run()).violations);

@@ -229,6 +229,28 @@ def test_gradients_are_drawn_by_depth(probe: ModelProbe) -> None:
     ]
 
 
+@needs_matplotlib
+def test_the_gradients_of_all_layers_are_drawn_also_of_those_next_to_the_loss(probe: ModelProbe) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(150)))
+    figure = probe.plot_gradients(probe.run(model, torch.ones(2, 4), loss="random", histograms=True))
+    (axes,) = figure.axes
+    names = [tick.get_text() for tick in axes.get_xticklabels()]
+    assert (names[0], names[-1], len(names)) == ("0 Linear", "147 Linear", 50)
+    (rms, *_) = axes.lines
+    assert rms.get_xdata()[-1] == 149
+    assert axes.get_xlim()[1] > 149
+    assert "150 layers, one of 3 is named" in figure.texts[-1].get_text()
+
+
+@needs_matplotlib
+def test_a_gradient_below_what_a_histogram_tells_apart_has_no_box(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    nn.init.constant_(model[1].weight, 1e-20)
+    figure = probe.plot_gradients(probe.run(model, torch.ones(2, 4), loss="random", histograms=True))
+    (whiskers, _, _) = figure.axes[0].collections
+    assert len(whiskers.get_segments()) == 1
+
+
 def test_gradients_of_a_run_without_a_backward_are_refused(probe: ModelProbe) -> None:
     with pytest.raises(NothingObservedError, match=r"Net has no gradients to draw: pass run\(..., loss=...\)"):
         probe.plot_gradients(probe.run(net(), X))

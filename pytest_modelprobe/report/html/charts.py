@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .elements import Child, Markup, coordinate, finite, number, tag
-from .histogram import QUARTILES, quantiles
+from pytest_modelprobe.text import count
 
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 560.0, 170.0, 46.0, 8.0, 22.0
+from .elements import Child, Markup, coordinate, finite, number, tag
+from .histogram import QUARTILES, SMALLEST, quantiles
+from .status import STATUSES, is_cause, status_of
+
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 560.0, 176.0, 46.0, 14.0, 22.0
 
 _MANY = 60
 """With more columns lines have no dots, and the dots of gradients are smaller."""
@@ -34,12 +37,16 @@ class _Plot:
     low: int
     high: int
     """The powers of ten at the ends of the vertical axis."""
+    zero: bool = False
+    """Whether the lower end stands for zero."""
 
     @classmethod
     def of(cls, columns: int, values: Iterable[float]) -> _Plot:
-        exponents = [math.log10(value) for value in values]
+        values = list(values)
+        exponents = [math.log10(value) for value in values if value]
         low, high = math.floor(min(exponents)), math.ceil(max(exponents))
-        return cls(columns, low, max(high, low + 1))
+        zero = 0.0 in values
+        return cls(columns, low - zero, max(high, low + 1), zero)
 
     @property
     def step(self) -> float:
@@ -64,14 +71,51 @@ class _Plot:
         every = max(1, math.ceil((self.high - self.low) / 5))
         ticks = range(self.low, self.high + 1, every)
         grid = "".join(f"M{_LEFT:g} {coordinate(self.y(10.0**tick))}H{_WIDTH:g}" for tick in ticks)
-        labels = [
-            tag("text", f"1e{tick}" if abs(tick) > 2 else f"{10.0**tick:g}", x=_LEFT - 6, y=self.y(10.0**tick) + 4)
-            for tick in ticks
-        ]
+        labels = [tag("text", self._label(tick), x=_LEFT - 6, y=self.y(10.0**tick) + 4) for tick in ticks]
         left = tag("text", below, x=_LEFT, y=_HEIGHT - 5, class_="below")
         content = [tag("path", class_="grid", d=grid), labels, left, parts]
         css = "chart" if self.columns < _MANY else "chart many"
         return tag("svg", content, class_=css, viewBox=f"0 0 {_WIDTH:g} {_HEIGHT:g}", role="img", aria_label=label)
+
+    def _label(self, tick: int) -> str:
+        if self.zero and tick == self.low:
+            return "0"
+        return f"1e{tick}" if abs(tick) > 2 else f"{10.0**tick:g}"
+
+    def crosses(self, columns: Iterable[int]) -> list[Markup]:
+        """Return a cross on the axis for each column whose value is zero, which no dot of a logarithmic axis shows."""
+        y = coordinate(self.y(0.0) - 3)
+        d = "".join(f"M{coordinate(self.x(i) - 3)} {y}l6 6m0-6l-6 6" for i in columns)
+        return [tag("path", class_="zero", d=d)] if d else []
+
+    def marks(self, layers: Sequence[Layer]) -> list[Markup]:
+        """Return a tick above the column of each layer with a cause, or a line down to the axis if they are few."""
+        found = _marked(layers)
+        few = sum(map(len, found.values())) <= _FEW_MARKS
+        drawn = []
+        for word, columns in found.items():
+            end = f"V{coordinate(_HEIGHT - _BOTTOM)}" if few else "v5"
+            lines = "".join(f"M{coordinate(self.x(i))} {coordinate(_TOP - 3)}{end}" for i in columns)
+            said, status = tag("title", f"{word}: {count(len(columns), 'layer')}"), status_of(word)
+            signs = [tag("text", status.sign, x=self.x(i), y=9) for i in columns] if few else []
+            drawn.append(tag("g", said, tag("path", d=lines), signs, class_=f"mark {status.css}"))
+        return drawn
+
+
+_FEW_MARKS = 12
+
+
+def _marked(layers: Sequence[Layer]) -> dict[str, list[int]]:
+    """Return the columns of the layers with a cause, by its word; a module with others in it has that of the last."""
+    by_column: dict[int, str] = {}
+    order, column = [*STATUSES], -1
+    for layer in layers:
+        column += _has_column(layer)
+        words = [by_column.get(column, ""), *filter(is_cause, layer["status"])]
+        known = [word for word in order if word in words]
+        if known and column >= 0:
+            by_column[column] = known[0]
+    return {word: [i for i, one in by_column.items() if one == word] for word in dict.fromkeys(by_column.values())}
 
 
 def _figure(title: str, svg: Child, *said: Child) -> Markup:
@@ -79,52 +123,53 @@ def _figure(title: str, svg: Child, *said: Child) -> Markup:
 
 
 def _scale(statistics: dict[str, Any] | None) -> float | None:
-    """Return the root mean square, or `None` if it is zero, which has no place on a logarithmic axis, or not known."""
+    """Return the root mean square, or `None` if it is not known."""
     if statistics is None:
         return None
     if "rms" in statistics:
-        return finite(statistics["rms"]) or None
+        return finite(statistics["rms"])
     mean, std = finite(statistics["mean"]), finite(statistics["std"])
-    return None if mean is None or std is None else math.hypot(mean, std) or None
+    return None if mean is None or std is None else math.hypot(mean, std)
 
 
 def _outermost(layers: Sequence[Layer]) -> list[Layer]:
     """Return what is looked at by depth: layers without others in them that returned a tensor."""
-    return [layer for layer in layers if layer["leaf"] and layer["outputs"]]
+    return [layer for layer in layers if _has_column(layer)]
 
 
-_SMALLEST = 2.0**-39
-"""The smallest magnitude that histograms tell apart, see `Histogram`. A quantile below it is not known."""
+def _has_column(layer: Layer) -> bool:
+    return bool(layer["leaf"] and layer["outputs"])
 
 
 def gradient_flow(layers: Sequence[Layer], link: Link) -> Markup | None:
     """Return the gradients of the outputs by depth: boxes where there are histograms, else root mean squares."""
     leaves = _outermost(layers)
-    scales = [(i, scale) for i, x in enumerate(leaves) if (scale := _scale(x["outputs"][0]["gradient"]))]
-    if len(scales) < 2:
+    scales = _scales(layer["outputs"][0]["gradient"] for layer in leaves)
+    if len(scales) < 2 or not any(scales.values()):
         return None
     boxes = []
     for i, layer in enumerate(leaves):
         histogram = layer["outputs"][0]["gradient_histogram"]
-        if histogram and (found := quantiles(histogram, QUARTILES)) and found[0] > _SMALLEST:
+        if histogram and (found := quantiles(histogram, QUARTILES)) and found[0] > SMALLEST:
             boxes.append((i, found))
-    plot = _Plot.of(len(leaves), [v for _, v in scales] + [q for _, qs in boxes for q in (qs[0], qs[-1])])
-    how, dots = " root mean square of the gradient of each layer's output.", scales
-    parts: list[Markup] = []
+    plot = _Plot.of(len(leaves), [*scales.values(), *(q for _, qs in boxes for q in (qs[0], qs[-1]))])
+    boxed = {i for i, _ in boxes} if len(leaves) >= _MANY else set()
+    dots = [(i, scale) for i, scale in scales.items() if scale and i not in boxed]
+    how = " root mean square of the gradient of each layer's output."
     if boxes:
         how = " magnitudes of the gradient of each output: median, quartiles, 5 % and 95 %"
-        if len(leaves) < _MANY:
-            how += "; dots: root mean square."
-        else:
-            how, dots = f"{how}.", []
-        parts = _boxes_drawn(plot, boxes)
+        how += "; dots: root mean square." if dots else "."
+    parts = [*plot.marks(layers), *_boxes_drawn(plot, boxes)]
     parts += [tag("path", class_="dots", d=plot.dots(dots))] if dots else []
+    parts += plot.crosses(i for i, scale in scales.items() if not scale)
     said: list[Child] = [how, *_extremes(leaves, scales, link)]
-    gradients = [layer["outputs"][0]["gradient"] for layer in leaves]
-    zero = sum(gradient is not None and gradient["rms"] == 0 for gradient in gradients)
-    said += [f" None arrived at {gradients.count(None)} of {len(leaves)}."] if None in gradients else []
-    said += [f" It is 0 at {zero} of {len(leaves)}."] if zero else []
+    said += [f" None arrived at {len(leaves) - len(scales)} of {len(leaves)}."] if len(scales) < len(leaves) else []
     return _figure("Gradient flow:", plot.drawn(parts, "Gradient by depth", _DEPTH), *said)
+
+
+def _scales(statistics: Iterable[dict[str, Any] | None]) -> dict[int, float]:
+    """Return the root mean squares that are known, by column."""
+    return {i: scale for i, one in enumerate(statistics) if (scale := _scale(one)) is not None}
 
 
 def _boxes_drawn(plot: _Plot, boxes: Iterable[tuple[int, Sequence[float]]]) -> list[Markup]:
@@ -146,26 +191,34 @@ def _boxes_drawn(plot: _Plot, boxes: Iterable[tuple[int, Sequence[float]]]) -> l
 _DEPTH = "layers in order of execution →"
 
 
-def _extremes(layers: Sequence[Layer], points: Sequence[tuple[int, float]], link: Link) -> list[Child]:
-    ordered = sorted(points, key=lambda point: point[1])
-    (least, low), (most, high) = ordered[0], ordered[-1]
-    smallest = [" Smallest ", link(layers[least]["name"]), f" {number(low)}"]
-    return [*smallest, ", largest ", link(layers[most]["name"]), f" {number(high)}."]
+def _extremes(layers: Sequence[Layer], scales: Mapping[int, float], link: Link) -> list[Child]:
+    ordered = sorted((scale, i) for i, scale in scales.items() if scale)
+    (low, least), (high, most) = ordered[0], ordered[-1]
+    said = [" Smallest ", link(layers[least]["name"]), f" {number(low)}"]
+    said += [", largest ", link(layers[most]["name"]), f" {number(high)}."]
+    zero = [i for i, scale in scales.items() if not scale]
+    if zero:
+        more = f" and {count(len(zero) - 1, 'other layer')}" if len(zero) > 1 else ""
+        said += [" It is 0 (×) at ", link(layers[zero[0]]["name"]), f"{more} of {len(layers)}."]
+    return said
 
 
 def activation_scale(layers: Sequence[Layer], link: Link) -> Markup | None:
     """Return the root mean square of the outputs by depth, now and before."""
     leaves = _outermost(layers)
-    now = [(i, scale) for i, x in enumerate(leaves) if (scale := _scale(x["outputs"][0]["statistics"]))]
-    before = [(i, scale) for i, x in enumerate(leaves) if (scale := _scale(x["before"]))]
-    if len(now) < 2:
+    now = _scales(layer["outputs"][0]["statistics"] for layer in leaves)
+    before = _scales(layer["before"] for layer in leaves)
+    if len(now) < 2 or not any(now.values()):
         return None
-    plot = _Plot.of(len(leaves), [value for _, value in now + before])
-    parts = []
-    for css, points in (("was ", before), ("", now)):
+    plot = _Plot.of(len(leaves), [*now.values(), *before.values()])
+    parts = plot.marks(layers)
+    for css, scales in (("was ", before), ("", now)):
+        points = list(scales.items())
         if len(points) > 1:
             parts += [tag("path", class_=f"{css}line", d=plot.line(points))]
-            parts += [tag("path", class_=f"{css}dots", d=plot.dots(points))] if len(leaves) < _MANY else []
+            dots = [point for point in points if point[1]]
+            parts += [tag("path", class_=f"{css}dots", d=plot.dots(dots))] if len(leaves) < _MANY else []
+    parts += plot.crosses(i for i, scale in now.items() if not scale)
     said: list[Child] = [" root mean square of each layer's output"]
     said += ["; in another color, dashed: in the snapshot"] if len(before) > 1 else []
     said += [".", *_extremes(leaves, now, link)]

@@ -6,6 +6,7 @@ functions here return.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable
@@ -45,7 +46,7 @@ _EMPTY = {"path", "rect"}
 """Elements of SVG without content here, which end themselves."""
 
 
-_NO_END = {"input", "img", "meta", "td", "th", "tr"}
+_NO_END = {"input", "img", "meta", "td", "th", "tr", "wbr"}
 """Elements without content, and those of tables, whose end HTML lets a page leave out: a tenth of a large page."""
 
 
@@ -64,9 +65,21 @@ def folded(summary: Child, *children: Child, **attributes: Attribute) -> Markup:
 
 
 def preformatted(text: str) -> Markup:
-    """Return text of several lines as an element that keeps them, and that the keyboard can scroll."""
-    lines = Markup("\n".join(map(html_escaped, text.split("\n"))))
-    return tag("pre", lines, tabindex=0)
+    r"""Return text as an element that keeps its lines, and that the keyboard can scroll.
+
+    A long line is wrapped, so that none is cut; those of a table are not, as their columns would be torn.
+
+    >>> preformatted("fc is dead\n\nlayer   zeros\nfc         100")
+    '<pre tabindex=0>fc is dead\n\n<span>layer   zeros\nfc         100</span></pre>'
+    """
+    blocks = itertools.groupby(text.split("\n"), lambda line: bool(_COLUMNS.search(line)))
+    parts = [(columns, Markup("\n".join(map(html_escaped, lines)))) for columns, lines in blocks]
+    shown = [tag("span", lines) if columns else lines for columns, lines in parts]
+    return tag("pre", Markup("\n".join(shown)), tabindex=0)
+
+
+_COLUMNS = re.compile(r"(?<!^E)(?<!^>)(?<=\S) {3,}\S")
+"""Three spaces between words, as between the columns of a table; pytest puts a sign before the lines of an error."""
 
 
 def _text(child: Child) -> str:

@@ -2,6 +2,7 @@
 
 The tree of module names gives the boxes; each is laid out alone, and then is a node of the box around it. So lines
 never cross a box, and the layout of a large model is many small ones. Siblings that repeat are one box with ``×12``.
+A layer that is called again is a node for each call, as one node would join what its calls keep apart.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,9 @@ _MOST_PARTS = 24
 
 _MOST_CHARACTERS = 26
 
+GUESS = "a guess: code computed the input, from outputs before it that no other layer takes"
+"""What a dotted line is."""
+
 _CHARACTER = 6.63
 """Width of a character of the graph's font, in pixels."""
 
@@ -42,9 +46,13 @@ class Box:
     label: str
     path: tuple[str, ...] = ()
     layer: dict[str, Any] | None = None
+    again: str = ""
+    """Which call of the layer it is, if not the first: ``call 2``."""
     children: dict[str, Box] = field(default_factory=dict)
     links: set[tuple[str, str]] = field(default_factory=set)
     """Names of children: the first feeds the second."""
+    guesses: set[tuple[str, str]] = field(default_factory=set)
+    """Names of children: code computed an input of the second after the first had run."""
     times: int = 1
     hidden: int = 0
     """How many layers in it are not drawn."""
@@ -77,16 +85,18 @@ class Box:
         return sum(child.nodes for child in self.children.values()) or 1
 
 
-def graph(layers: list[dict[str, Any]], anchor: Callable[[str], str | None]) -> Markup:
+def graph(layers: list[dict[str, Any]], flow: list[dict[str, Any]], anchor: Callable[[str], str | None]) -> Markup:
     """Return the graph of layers in order of execution.
 
     Args:
         layers: As in the results.
+        flow: As in the results: the calls, and which feeds which.
         anchor: Name of a layer → the id of its row in the table.
     """
-    root = _tree(layers)
+    root = _tree(layers, flow)
     _close_innocent(root)
     _fold(root)
+    _merge_innocent(root)
     _shrink(root)
     _arrange(root)
     drawn = [tag("g", _drawn(root, anchor, inner=True))]
@@ -98,36 +108,48 @@ def graph(layers: list[dict[str, Any]], anchor: Callable[[str], str | None]) -> 
 # --- the tree and its links ---------------------------------------------------------------------------------------
 
 
-def _tree(layers: list[dict[str, Any]]) -> Box:
-    root = Box("")
-    paths = {layer["name"]: _path(layer["name"]) for layer in layers}
+def _tree(layers: list[dict[str, Any]], flow: list[dict[str, Any]]) -> Box:
+    root, by_name = Box(""), {layer["name"]: layer for layer in layers}
+    paths = {name: _path(name) for name in by_name}
     inside = {path[:n] for path in paths.values() for n in range(len(path))}
-    for layer in layers:
-        box, path = root, paths[layer["name"]]
-        if not (layer["calls"] or layer["parameters"] or layer["status"] or path in inside):
-            continue
-        for part in path:
-            box = box.children.setdefault(part, Box(part, (*box.path, part)))
-        box.layer = layer
-    for layer in layers:
-        to = paths[layer["name"]]
-        for source in layer["sources"]:
-            start = paths.get(source, ())
-            pairs = zip(start, to, strict=False)
-            common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            if common < min(len(start), len(to)):
-                _at(root, to[:common]).links.add((start[common], to[common]))
+    places = []
+    for call in flow:
+        path, again = paths[call["layer"]], _again(call)
+        places.append((*path[:-1], f"{path[-1]} ({again})") if again and path else path)
+        box = _add(root, places[-1])
+        box.layer, box.again = by_name[call["layer"]], again
+    for name, layer in by_name.items():
+        if layer["calls"] or layer["parameters"] or layer["status"] or paths[name] in inside:
+            _add(root, paths[name]).layer = layer
+    for call, to in zip(flow, places, strict=True):
+        for source in call["from"]:
+            _join(root, places[source], to, guessed=False)
+        if call["after"] is not None:
+            _join(root, places[call["after"]], to, guessed=True)
     return root
+
+
+def _again(call: dict[str, Any]) -> str:
+    number, more = call["call"], call["more"]
+    return f"calls {number:,} to {number + more:,}" if more else f"call {number:,}" if number > 1 else ""
+
+
+def _add(root: Box, path: tuple[str, ...]) -> Box:
+    for part in path:
+        root = root.children.setdefault(part, Box(part, (*root.path, part)))
+    return root
+
+
+def _join(root: Box, start: tuple[str, ...], end: tuple[str, ...], *, guessed: bool) -> None:
+    """Link what stands for two calls in the innermost box around both."""
+    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(start, end, strict=False)))
+    if common < min(len(start), len(end)):
+        around = _add(root, start[:common])
+        (around.guesses if guessed else around.links).add((start[common], end[common]))
 
 
 def _path(name: str) -> tuple[str, ...]:
     return () if name == "(root)" else tuple(name.split(".", _MOST_PARTS))
-
-
-def _at(root: Box, path: tuple[str, ...]) -> Box:
-    for part in path:
-        root = root.children[part]
-    return root
 
 
 # --- folding ------------------------------------------------------------------------------------------------------
@@ -173,7 +195,7 @@ def _fold(box: Box) -> None:
         least = 2 if representative.children or representative.hidden else 3
         if len(same) >= least and representative.times == 1:
             representative.times = len(same)
-            representative.label += f" … {same[-1][1].label}"
+            representative.label += f" … {same[-1][1].again or same[-1][1].label}"
             owner |= {name: first for name, _ in same}
             kept[first] = representative
         else:
@@ -190,18 +212,35 @@ def _structure(box: Box) -> object:
     return own, box.times, box.hidden, box.statuses, inside
 
 
+def _merge_innocent(root: Box) -> None:
+    """Draw runs of children without a cause as one node each, if a large model has causes; their neighbors stay."""
+    if root.nodes > _OPEN_NODES and _has_cause(root):
+        for box in [root, *_within(root)]:
+            causes = list(map(_has_cause, box.children.values()))
+            near = [any(causes[max(0, i - 1) : i + 2]) for i in range(len(causes))]
+            _merge_runs(box, len(causes), {name for name, stays in zip(box.children, near, strict=True) if stays})
+
+
 def _shrink(root: Box) -> None:
-    """Draw the innermost boxes as one node each until few enough are left, those with a status last."""
-    for with_status in (False, True):
-        while root.nodes > MOST_NODES:
-            boxes = [b for b in _innermost(root) if with_status or not any(x["status"] for x in b.layers())]
-            if not boxes:
-                break
-            deepest = max(len(box.path) for box in boxes)
-            for box in [box for box in boxes if len(box.path) == deepest]:
-                _close(box)
+    """Draw less until few enough nodes are left: boxes without a status as one node each, then runs, then all boxes."""
+    _close_innermost(root, with_status=False)
+    for box in [root, *_within(root)]:
+        if root.nodes > MOST_NODES:
+            alone = {name for name, child in box.children.items() if _words([child])}
+            _merge_runs(box, max(2, 2 * len(box.children) // MOST_NODES), alone)
+    _close_innermost(root, with_status=True)
     if root.nodes > MOST_NODES:
-        _merge_runs(root)
+        _merge_runs(root, math.ceil(2 * len(root.children) / MOST_NODES), set())
+
+
+def _close_innermost(root: Box, *, with_status: bool) -> None:
+    while root.nodes > MOST_NODES:
+        boxes = [box for box in _innermost(root) if with_status or not _words([box])]
+        if not boxes:
+            break
+        deepest = max(len(box.path) for box in boxes)
+        for box in [box for box in boxes if len(box.path) == deepest]:
+            _close(box)
 
 
 def _innermost(box: Box) -> Iterator[Box]:
@@ -213,20 +252,29 @@ def _innermost(box: Box) -> Iterator[Box]:
 
 
 def _close(box: Box) -> None:
-    inner = [layer for child in box.children.values() for layer in child.layers()]
-    box.hidden = len(inner) + sum(child.hidden for child in box.children.values())
-    box.statuses = {word for layer in box.layers() for word in layer["status"]}
-    box.children, box.links = {}, set()
+    box.hidden, box.statuses = _hidden([*box.children.values()]), _words([box])
+    box.children, box.links, box.guesses = {}, set(), set()
 
 
-def _merge_runs(box: Box) -> None:
-    """Draw runs of children without a status as one node: a long chain of layers that do not repeat."""
+def _hidden(boxes: Sequence[Box]) -> int:
+    """Return how many layers there are, one that is called again counted once."""
+    return len({layer["name"] for box in boxes for layer in box.layers()}) + sum(box.hidden for box in boxes)
+
+
+def _words(boxes: Sequence[Box]) -> set[str]:
+    """Return the words of the status of all layers in boxes, drawn or not."""
+    words = (word for box in boxes for layer in box.layers() for word in layer["status"])
+    return {*words, *(word for box in boxes for word in box.statuses)}
+
+
+def _merge_runs(box: Box, length: int, alone: set[str]) -> None:
+    """Draw runs of up to so many children as one node each: a long chain of layers that do not repeat."""
     children = box.children
-    length = max(2, 2 * len(children) // MOST_NODES)
-    runs: list[list[str]] = []  # of names; a child with a status is alone in its run
+    runs: list[list[str]] = []
     for name, child in children.items():
-        goes_on = runs and not child.status and not children[runs[-1][0]].status and len(runs[-1]) < length
-        if goes_on:
+        last = runs[-1][0] if runs else name
+        same = _is_called(children[last]) == _is_called(child) and not alone & {last, name}
+        if runs and same and len(runs[-1]) < length:
             runs[-1].append(name)
         else:
             runs.append([name])
@@ -236,13 +284,17 @@ def _merge_runs(box: Box) -> None:
 
 def _as_one(run: list[Box]) -> Box:
     first, last = run[0], run[-1]
-    return first if len(run) == 1 else Box(f"{first.label} … {last.label}", first.path, hidden=len(run))
+    if len(run) == 1:
+        return first
+    return Box(f"{first.label} … {last.label}", first.path, hidden=_hidden(run), statuses=_words(run))
 
 
 def _relink(box: Box, owner: dict[str, str]) -> None:
     """Let the links of children be those of the children that stand for them now."""
-    links = {(owner.get(a, a), owner.get(b, b)) for a, b in box.links}
-    box.links = {(a, b) for a, b in links if a != b}
+    box.links, box.guesses = (
+        {(a, b) for x, y in pairs if (a := owner.get(x, x)) != (b := owner.get(y, y))}
+        for pairs in (box.links, box.guesses)
+    )
 
 
 # --- layout -------------------------------------------------------------------------------------------------------
@@ -274,34 +326,28 @@ def _arrange(box: Box, inner: bool = False) -> None:
 
 
 def _edges(box: Box) -> list[tuple[Box, Box, bool]]:
-    """Return the edges between children: the recorded ones, and likely ones where the source is not recorded.
+    """Return the edges between children: the recorded ones, and guesses where code made the input of a child.
 
-    What the code of a module computes between its children is no output of a layer: then the edges come from the
-    children before it whose outputs no other child took.
+    A guess starts at the children that had run by then and whose output no other child takes. Children that take the
+    same tensor start at the same. A child that a recorded edge reaches has no guess.
     """
     order = {name: i for i, name in enumerate(box.children)}
-    links = sorted((order[a], order[b]) for a, b in box.links if a in order and b in order)
+    kinds = (box.links, box.guesses)
+    links, guesses = (sorted((order[a], order[b]) for a, b in kind if a in order and b in order) for kind in kinds)
     children = list(box.children.values())
     edges = [(i, j, True) for i, j in links if i < j]
-    for j, child in enumerate(children):
-        if j and not any(to == j for _, to, _ in edges) and _takes_values(child):
-            used = {i for i, to, _ in edges if to <= j or i < j < to}
-            loose = [i for i in range(j) if i not in used and _is_called(children[i])]
-            edges += [(i, j, False) for i in loose or [j - 1]]
+    fed, used = {j for _, j, _ in edges}, {i for i, _, _ in edges}
+    starts: dict[int, list[int]] = {}
+    for j, last in sorted({j: i for i, j in guesses if i < j and j not in fed}.items()):
+        if last not in starts:
+            starts[last] = [i for i in range(last + 1) if i not in used and _is_called(children[i])] or [last]
+        edges += [(i, j, False) for i in starts[last]]
+        used.update(starts[last])
     return [(children[i], children[j], known) for i, j, known in edges]
 
 
 def _is_called(box: Box) -> bool:
     return any(layer["calls"] for layer in box.layers()) or bool(box.hidden)
-
-
-def _takes_values(box: Box) -> bool:
-    """Whether a box takes floating values of which the source is not the model's input."""
-    first = next((layer for layer in box.layers() if layer["calls"]), None)
-    if first is None:
-        return bool(box.hidden)
-    floating = not first["inputs"] or any("int" not in (value["dtype"] or "") for value in first["inputs"])
-    return floating and "" not in first["sources"]
 
 
 def _levels(children: list[Box], edges: list[tuple[Box, Box, bool]]) -> list[list[Box]]:
@@ -339,9 +385,10 @@ def _drawn(box: Box, anchor: Callable[[str], str | None], *, inner: bool = False
             lane -= _LANE
         else:
             lines[known] += _line(a, b)
-    for known, d in lines.items():
-        if d:
-            yield tag("path", class_="edge" if known else "edge likely", d=d)
+    if lines[True]:
+        yield tag("path", class_="edge", d=lines[True])
+    if lines[False]:
+        yield tag("g", tag("title", GUESS), tag("path", class_="edge likely", d=lines[False]))
     for child in children:
         yield _node(child, anchor)
 
@@ -367,9 +414,11 @@ def _path_text(*parts: str | float) -> str:
 
 
 def _node(box: Box, anchor: Callable[[str], str | None]) -> Markup:
-    word = next(iter(box.status), None)
-    css = [*(["box"] if box.children else []), *([status_of(word).css] if word else [])]
-    sign = [tag("tspan", f" {status_of(word).sign}", class_=status_of(word).css)] if word else []
+    statuses = list(map(status_of, box.status))
+    css = [*(["box"] if box.children else []), *(one.css for one in statuses[:1])]
+    # The color is of the worst; the sign of a layer that the failure names has to be there too.
+    shown = [*statuses[:1], *(one for one in statuses[1:] if one.word == "named")]
+    sign = [tag("tspan", f" {one.sign}", class_=one.css) for one in shown]
     size = {"width": box.width, "height": box.height}
     rect = tag("rect", **size, class_=" ".join(css) or None)
     kind = [tag("tspan", f" {_type(box)}")] if _type(box) else []
@@ -399,7 +448,7 @@ def _type(box: Box) -> str:
 def _title(box: Box) -> str:
     """Return the text of a node or of the head of a box, as long as it is drawn."""
     times = f" ×{box.times}" if box.times > 1 else ""
-    return f"{_shortened(box.label)}{times} {_type(box)}{_inside(box)}".rstrip() + "  " * bool(box.status)
+    return f"{_shortened(box.label)}{times} {_type(box)}{_inside(box)}".rstrip() + "  " * min(2, len(box.status))
 
 
 def _described(box: Box) -> str:
@@ -407,9 +456,11 @@ def _described(box: Box) -> str:
     layer = box.layer
     name = ".".join(box.path) if layer is None else layer["name"]
     facts = [name if box.times == 1 else f"{name}, and {box.times - 1} more like it"]
+    facts += [box.again] if box.again else []
     if layer is not None:
         facts.append(layer["type"])
-        facts += [shape(output["shape"]) for output in layer["outputs"][:1]]
+        # The shape in the results is that of the first call.
+        facts += [shape(output["shape"]) for output in layer["outputs"][:1]] if not box.again else []
         facts += [count(layer["parameters"], "parameter")] if layer["parameters"] else []
         facts += [f"{layer['calls']} calls"] if layer["calls"] > 1 else []
     facts += [f"{count(box.hidden, 'layer')} in it"] if box.hidden else []

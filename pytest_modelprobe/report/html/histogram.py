@@ -19,6 +19,9 @@ Histogram = dict[str, Any]
 QUARTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """What the five lines of a box show: the ends of its whiskers, its edges, and the median."""
 
+SMALLEST = 2.0**-39
+"""The smallest magnitude that a record tells apart. A quantile below it is not known."""
+
 _SIDE = 9
 """Columns on either side of zero."""
 

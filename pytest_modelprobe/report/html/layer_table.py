@@ -1,6 +1,7 @@
 """The table of the layers of one run.
 
 It has a column for each thing that a record may know of a layer, and leaves out the columns that are empty in the run.
+Those of which most is looked at come first: a narrow window shows the first columns.
 """
 
 from __future__ import annotations
@@ -88,23 +89,23 @@ def _calls(layer: Layer) -> Child:
     return number(layer["calls"]) if layer["calls"] != 1 else ""
 
 
-_LONG = 60
-"""A name of more characters may take several lines."""
+_LONG = 28
+"""A name of more characters may take several lines, so that the numbers stay in sight."""
 
 _COLUMNS = (
     _Column("status", None, lambda layer: badges(layer["status"]), css=None),
     _Column("type", "Class of the module", lambda layer: layer["type"], css=None),
     _Column("output", "Shape of the first output", _shape, css=None),
-    _Column("calls", "Calls, where it is not one", _calls),
-    _Column("parameters", "Elements of the layer's own parameters", _parameters),
+    _Column("dead", "Units that are always zero, of all", _units("dead_units")),
+    _Column("gradient", "Root mean square of the gradient of the output", _statistic("rms", of="gradient")),
     _Column("mean", "Mean of the output's finite elements", _statistic("mean")),
     _Column("± std", "Standard deviation of the output", _statistic("std")),
     _Column("range", "Smallest and largest finite element of the output", _range),
     _Column("zeros", "Share of the output's elements that are zero", _zeros),
     _Column("not finite", "Elements of the output that are NaN or infinite", _nonfinite),
-    _Column("dead", "Units that are always zero, of all", _units("dead_units")),
     _Column("saturated", "Units that are always at a limit, of all", _units("saturated_units")),
-    _Column("gradient", "Root mean square of the gradient of the output", _statistic("rms", of="gradient")),
+    _Column("calls", "Calls, where it is not one", _calls),
+    _Column("parameters", "Elements of the layer's own parameters", _parameters),
     _Column("of weights", "Root mean square of the gradient of the parameters", _weights_gradient),
     _Column("time ms", "Wall time, with the layers in it", _profile("wall_time", 1000.0)),
     _Column("FLOPs", "Floating-point operations, with the layers in it", _profile("flops")),
@@ -126,12 +127,20 @@ def layer_table(layers: Sequence[Layer], anchor: Callable[[str], str | None], la
     head += [tag("th", one.heading, scope="col", title=one.title, class_=one.css) for one, _ in filled]
     rows = []
     for i, layer in enumerate(layers):
-        name = tag("th", layer["name"], class_="long" if len(layer["name"]) > _LONG else None)
-        rows.append(tag("tr", name, [tag("td", cells[i]) for _, cells in filled], id=anchor(layer["name"])))
+        rows.append(
+            tag("tr", _name(layer["name"]), [tag("td", cells[i]) for _, cells in filled], id=anchor(layer["name"]))
+        )
     first_of_numbers = 2 + sum(column.css != "n" for column, _ in filled)
     # The alignment of columns is a rule of the style sheet: a class of each cell would be a fifth of the page.
     table = tag("table", tag("thead", tag("tr", head)), tag("tbody", rows), class_=f"layers from{first_of_numbers}")
     return tag("div", table, class_="scroll", tabindex="0", role="group", aria_label=label)
+
+
+def _name(name: str) -> Markup:
+    if len(name) <= _LONG:
+        return tag("th", name)
+    first, *parts = name.split(".")
+    return tag("th", first, [(".", tag("wbr"), part) for part in parts], class_="long")
 
 
 def shown(layers: Sequence[Layer]) -> list[Layer]:

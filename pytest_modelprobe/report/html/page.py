@@ -21,9 +21,9 @@ from pytest_modelprobe.text import count
 
 from .charts import activation_scale, attention_entropy, gradient_flow, update_ratios
 from .elements import Child, Markup, bullets, finite, folded, number, preformatted, tag
-from .graph import graph
+from .graph import GUESS, graph
 from .layer_table import layer_table, shown
-from .status import badges, is_cause, legend
+from .status import badges, is_cause, legend, naming
 
 Data = dict[str, Any]
 
@@ -181,9 +181,14 @@ def _causes(tests: Sequence[Data]) -> list[_Cause]:
                 entry.tests[i] = None
                 entry.moved = max(entry.moved, snapshot["moved"])
         if failed and not said:
-            message = test["message"] or test["outcome"]
-            found.setdefault(f"message|{message}", _Cause(message, "failure")).tests[i] = None
+            message = _said(test) or test["outcome"]
+            found.setdefault(f"message|{message}", _Cause(message, "")).tests[i] = None
     return sorted(found.values(), key=lambda cause: -len(cause.tests))
+
+
+def _said(test: Data) -> str:
+    """Return the message of a test; that it is of an assertion is not worth a word."""
+    return str(test["message"]).removeprefix("AssertionError: ")
 
 
 def _changed(test: Data) -> list[Data]:
@@ -195,8 +200,13 @@ def _facts(cause: Data) -> list[str]:
     facts = [count(cause["layers"], "layer")] if cause["layers"] > 1 else []
     change = finite(cause["change"])
     facts += [f"changed by {_percent(change)}"] if change is not None else []
-    seen = {"isolated": "seen in its code alone", "recorded": "seen in the record"}
-    return facts + [str(seen.get(cause["evidence"], cause["evidence"]))] * bool(cause["evidence"])
+    return facts + [_EVIDENCE.get(cause["evidence"], str(cause["evidence"]))] * bool(cause["evidence"])
+
+
+_EVIDENCE = {
+    "isolated": "found by calling it alone, on synthetic inputs",
+    "recorded": "found by comparing what was recorded then and now",
+}
 
 
 def _percent(share: float) -> str:
@@ -253,11 +263,14 @@ def _note(note: Data) -> str:
 
 def _cause_item(cause: _Cause, tests: Sequence[Data]) -> Markup:
     links = bullets(tag("a", tests[i]["id"], href=f"#t{i}") for i in cause.tests)
-    facts = [tag("span", cause.kind, class_="kind"), [f" · {fact}" for fact in cause.facts]]
+    facts = [
+        [" · "] * bool(i) + [fact] for i, fact in enumerate([tag("span", cause.kind, class_="kind"), *cause.facts])
+    ]
     hints = [tag("p", f"It looks like: {hint}", class_="hint") for hint in cause.hints]
     follows = f"What follows: {count(len(cause.tests), 'test')}"
     follows += f", up to {count(cause.moved, 'layer')} moved" if cause.moved else ""
-    return tag("li", tag("p", cause.said, class_="said"), tag("p", facts), hints, folded(follows, links))
+    kind = tag("p", facts) if cause.kind else None
+    return tag("li", tag("p", cause.said, class_="said"), kind, hints, folded(follows, links))
 
 
 def _toolbar(tests: Sequence[Data]) -> Markup:
@@ -286,9 +299,11 @@ def _test(i: int, test: Data, unfolded: bool) -> Markup:
         tag("span", f"{sign} {words}", class_="outcome"),
         tag("span", test["id"], class_="id"),
         tag("span", " · ".join([*contents, f"{test['duration']:.2f} s"]), class_="contents"),
-        tag("span", test["message"], class_="message") if test["message"] else None,
+        tag("span", _said(test), class_="message") if test["message"] else None,
     ]
-    seen = [[_run(f"{i}.{n}" if n else f"{i}", run) for n, run in enumerate(test["runs"])], _figures(test["figures"])]
+    message = test["message"] if test["outcome"] in FAILED else ""
+    runs = [{**run, "layers": naming(run["layers"], message)} for run in test["runs"]]
+    seen = [[_run(f"{i}.{n}" if n else f"{i}", run) for n, run in enumerate(runs)], _figures(test["figures"])]
     body = [
         [_snapshot(snapshot) for snapshot in test["snapshots"]],
         [_pair(pair) for pair in test.get("base", ()) if pair["verdict"] != "unchanged"],
@@ -297,7 +312,7 @@ def _test(i: int, test: Data, unfolded: bool) -> Markup:
         # A browser with scripts does not build these elements, a million in a large report, before the script asks.
         seen if unfolded or not any(seen) else tag("noscript", seen),
     ]
-    marked = any(layer["status"] for run in test["runs"] for layer in run["layers"])
+    marked = any(layer["status"] for run in runs for layer in run["layers"])
     findings = marked or any(run["findings"] or run["error"] for run in test["runs"])
     css = "test bad" if bad else "test"
     return folded(head, body, id=f"t{i}", class_=css, open=unfolded, data_found=findings)
@@ -383,16 +398,17 @@ def _run(prefix: str, run: Data) -> Markup:
     anchors = {layer["name"]: f"l{prefix}.{n}" for n, layer in enumerate(layers)}
     words = list(dict.fromkeys(word for layer in run["layers"] for word in layer["status"]))
     title = [run["name"], tag("small", f" {run['model']}") if run["model"] != run["name"] else None]
-    said = [*run["findings"], *(f"hint: {one}" for one in run.get("hints", ()))]
+    hints = run.get("hints", ())
     parts: list[Child] = [
         tag("h3", title),
         bullets(_run_facts(run), class_="facts"),
         tag("p", f"No record: {run['error']}", class_="warning") if run["error"] else None,
-        bullets(said, class_="findings") if said else None,
+        [tag("p", tag("b", "Findings")), bullets(run["findings"], class_="findings")] if run["findings"] else None,
+        [tag("p", tag("b", "Hints"), _HINTS), bullets(hints, class_="findings")] if hints else None,
         [tag("p", f"Note: {note}", class_="note") for note in run["notes"]],
     ]
     if layers:
-        drawn = graph(run["layers"], anchors.get)
+        drawn = graph(run["layers"], run["flow"], anchors.get)
         box = tag("div", drawn, class_="scroll", tabindex=0, role="group", aria_label=f"Graph of {run['name']}")
         caption = tag("figcaption", tag("b", "Layers:"), _GRAPH)
         figure = tag("figure", caption, box, legend(words), class_="layers-graph")
@@ -400,8 +416,11 @@ def _run(prefix: str, run: Data) -> Markup:
         charts = _charts(run, layers, link)
         pictures = tag("div", figure, tag("div", charts, class_="charts") if charts else None, class_="pictures")
         parts += [_offenders(layers, link), pictures, layer_table(layers, anchors.get, f"Layers of {run['name']}")]
-    return tag("section", parts, class_="run")
+    caused = any(is_cause(word) for word in words)
+    return tag("section", parts, class_="run caused" if caused else "run")
 
+
+_HINTS = ": a healthy model may have these too"
 
 _MOST_OFFENDERS = 12
 
@@ -416,7 +435,7 @@ def _offenders(layers: Sequence[Data], link: Callable[[str], Child]) -> Markup |
     return bullets(items, class_="offenders") if items else None
 
 
-_GRAPH = " a solid line is an output that the next takes as it is; dotted, the code in between computes something."
+_GRAPH = f" a solid line is an output that the next takes as it is; a dotted line is {GUESS}."
 
 
 def _linker(anchors: dict[str, str]) -> Callable[[str], Child]:

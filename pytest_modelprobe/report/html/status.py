@@ -5,8 +5,10 @@ Each status has a sign of its own beside its color, because not every reader can
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .elements import Markup, bullets, tag
 
@@ -24,6 +26,7 @@ class Status:
 STATUSES = {
     status.word: status
     for status in (
+        Status("named", "named", "◎", "the failure of the test names it"),
         Status("own code", "own", "●", "the layer's own code computes something else"),
         Status("structure", "structure", "▲", "a type, a shape or an attribute changed"),
         Status("weights", "weights", "◆", "the weights changed"),
@@ -35,7 +38,7 @@ STATUSES = {
         Status("not called", "uncalled", "–", "the forward does not call it"),
     )
 }
-"""Word → how it is shown, in the order of the legend."""
+"""Word → how it is shown, in the order of the legend. All are of the results, but ``named``, which the page adds."""
 
 
 def status_of(word: str) -> Status:
@@ -57,3 +60,29 @@ def legend(words: Sequence[str]) -> Markup:
     """Return the list of the words that occur, and what they mean."""
     shown = sorted({status_of(word) for word in words}, key=lambda s: [*STATUSES, s.word].index(s.word))
     return bullets(([badges([s.word]), f" {s.meaning}"] for s in shown), class_="legend") if shown else Markup()
+
+
+def naming(layers: Sequence[dict[str, Any]], message: str) -> list[dict[str, Any]]:
+    """Return layers, the one that the message of a failed assertion begins with marked as named.
+
+    A message begins with the layer, its value or its parameter, or with one of its heads.
+    """
+    names = {layer["name"] for layer in layers}
+    name = next((name for name in _beginnings(message) if name in names), None)
+    if name is None:
+        return list(layers)
+    return [{**x, "status": [*x["status"], "named"]} if x["name"] == name else x for x in layers]
+
+
+def _beginnings(message: str) -> Iterator[str]:
+    assertion = _ASSERTION.match(message)
+    if assertion:
+        said = message[assertion.end() :]
+        number = _NUMBER.match(said)
+        word = said.partition(" ")[0].rstrip(":,;")
+        yield from [number[1]] if number else [word, word.rpartition(".")[0]]
+
+
+_ASSERTION = re.compile(r"(?:AssertionError|pytest_modelprobe\.exceptions\.StoppedError): (?:head \d+ of )?")
+
+_NUMBER = re.compile(r"layer '(\d+)'")

@@ -14,7 +14,7 @@ from pytest_modelprobe.gate import GitError, Repository
 
 from .values import text
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 def document(

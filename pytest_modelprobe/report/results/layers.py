@@ -1,19 +1,18 @@
 """The layers of a record as plain data, in order of execution.
 
-Of a layer that is called several times, the first call is shown. A report draws the graph of the model from `sources`
-and `after`: where an input is from if that is known, and else which layer ran just before.
+Of a layer that is called several times, the first call is shown.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pytest_modelprobe.assertions.activations import Dead
 from pytest_modelprobe.assertions.ranges import MIN_SLOPE
 from pytest_modelprobe.comparison import Diagnosis
-from pytest_modelprobe.record import Call, CallTree, Layer, LayerProfile, Profile, Record, Step, Value, elements
+from pytest_modelprobe.record import Call, CallTree, Layer, LayerProfile, Profile, Record, elements
 
 from .status import statuses
 from .values import number, plain, rms_of, tensor_data, text
@@ -27,31 +26,33 @@ The slope of tanh is 1 - y², and that of a sigmoid y (1 - y): this solves them 
 
 
 def layers_data(
-    record: Record, dead: Sequence[Dead], diagnosis: Diagnosis | None = None, expected: Record | None = None
+    record: Record,
+    tree: CallTree,
+    dead: Sequence[Dead],
+    diagnosis: Diagnosis | None = None,
+    expected: Record | None = None,
 ) -> list[dict[str, Any]]:
     """Return the layers: those that were called in order of execution, then the others.
 
     Args:
         record: The record.
+        tree: Its calls.
         dead: What `find_dead` returned for all of its layers.
         diagnosis: Of its comparison with a snapshot, if they differ.
         expected: The record in that snapshot, with the current names of layers.
     """
-    found, tree = statuses(record, dead, diagnosis), CallTree(record)
+    found = statuses(record, dead, diagnosis)
     first = {step.layer.name: step for step in reversed(tree.started)}
     ended = sorted(first.values(), key=lambda step: step.call.finished if step.call.finished >= 0 else math.inf)
     names = [*(step.layer.name for step in ended), *(name for name in record.layers if name not in first)]
     before = {} if expected is None else expected.layers
     profiles = {} if record.profile is None else record.profile.layers
-    given = _given(tree)
 
     def layer_data(layer: Layer) -> dict[str, Any]:
         module, _, kind = layer.type.rpartition(".")
         step, profile = first.get(layer.name), profiles.get(layer.name)
         not_called = Call(root=layer.name, root_training=False, index=0, training=layer.training)
         call = not_called if step is None else step.call
-        sources = [] if step is None else [_source(tree, step, value, given) for value in call.inputs]
-        behind = step.previous if step is not None and None in sources else None
         return {
             "name": text(layer.name),
             "type": text(kind),
@@ -65,8 +66,6 @@ def layers_data(
             "attributes": {text(name): plain(value) for name, value in layer.attributes.items()},
             "inputs": [tensor_data(value) for value in call.inputs],
             "outputs": [tensor_data(value) for value in call.outputs],
-            "sources": [text(name) for name in dict.fromkeys(sources) if name is not None],
-            "after": None if behind is None else text(behind.layer.name),
             "status": found.get(layer.name, []),
             "weights": _weights(layer),
             "dead_units": _dead_units(call),
@@ -77,23 +76,6 @@ def layers_data(
         }
 
     return [layer_data(record.layers[name]) for name in names]
-
-
-def _given(tree: CallTree) -> dict[tuple[str, bool], set[int]]:
-    """Return the numbers of the tensors that the test gave to the model, by kind of forward."""
-    found: dict[tuple[str, bool], set[int]] = {}
-    for step in tree.started:
-        if step.outermost:
-            found.setdefault(step.place[:2], set()).update(value.tensor for value in step.call.inputs)
-    return found
-
-
-def _source(tree: CallTree, step: Step, value: Value, given: Mapping[tuple[str, bool], set[int]]) -> str | None:
-    """Return the layer whose output an input is: empty for an input of the model, `None` if code made the tensor."""
-    producer = tree.producer(step, value)
-    if producer is not None:
-        return producer[0].layer.name
-    return "" if value.tensor in given.get(step.place[:2], ()) else None
 
 
 def costs(profile: Profile | LayerProfile) -> dict[str, Any]:

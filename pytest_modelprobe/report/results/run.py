@@ -9,8 +9,9 @@ from typing import Any, Literal
 from pytest_modelprobe.assertions.activations import find_dead
 from pytest_modelprobe.assertions.findings import findings, hints
 from pytest_modelprobe.comparison import Diagnosis
-from pytest_modelprobe.record import Layer, Record, elements
+from pytest_modelprobe.record import CallTree, Layer, Record, elements
 
+from .dataflow import dataflow
 from .layers import costs, layers_data
 from .values import number, text
 
@@ -41,7 +42,7 @@ def run_data(
     >>> run_data(Record(model="Net", forwards=1))["name"]
     'Net'
     """
-    dead, profile = find_dead(record, record.layers), record.profile
+    dead, profile, tree = find_dead(record, record.layers), record.profile, CallTree(record)
     return {
         "name": text(name or record.model),
         "kind": kind,
@@ -60,7 +61,8 @@ def run_data(
         "versions": {name: text(version) for name, version in record.versions.items()},
         "profile": None if profile is None else {**costs(profile), "probe_time": profile.probe_time},
         "steps": steps_data(steps),
-        "layers": layers_data(record, dead, diagnosis, expected),
+        "layers": layers_data(record, tree, dead, diagnosis, expected),
+        "flow": dataflow(record, tree),
     }
 
 

@@ -23,7 +23,7 @@ HISTOGRAM = {"exponents": [-12, 1], "negative": [1, 2, 3, 4, 5, 6, 7, 8, 9, 8, 7
              "positive": [1, 2, 3, 5, 6, 8, 9, 12, 14, 13, 9, 5, 2, 1], "per_octave": 2}  # fmt: skip
 
 
-def layer(name: str, *sources: str, **changed: Any) -> dict[str, Any]:
+def layer(name: str, **changed: Any) -> dict[str, Any]:
     value = {
         "path": "output", "shape": [2, 8], "dtype": "float32", "statistics": STATISTICS, "reason": None,
         "histogram": HISTOGRAM, "gradient": STATISTICS, "gradient_histogram": HISTOGRAM,
@@ -31,17 +31,20 @@ def layer(name: str, *sources: str, **changed: Any) -> dict[str, Any]:
     return {
         "name": name, "type": "Linear", "module": "torch.nn.modules.linear", "leaf": True, "functional": False,
         "training": False, "calls": 1, "parameters": 72, "trainable": 72, "attributes": {}, "inputs": [value],
-        "outputs": [value], "sources": list(sources), "status": [], "weights": {"rms": 0.5, "gradient_rms": 0.01},
+        "outputs": [value], "status": [], "weights": {"rms": 0.5, "gradient_rms": 0.01},
         "dead_units": [0, 8], "saturated_units": None, "attention": None, "profile": None,
         "before": None, **changed,
     }  # fmt: skip
 
 
 def run(*layers: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    called = [one["name"] for one in layers if one["calls"]]
+    flow = [{"layer": name, "call": 1, "more": 0, "from": [i - 1] if i else [], "after": None}
+            for i, name in enumerate(called)]  # fmt: skip
     return {
         "name": "Net", "kind": "run", "model": "Net", "device": "cpu", "seed": 0, "loss": None, "forwards": 1,
         "backwards": 1, "parameters": 144, "trainable": 144, "notes": [], "findings": [], "error": None,
-        "versions": {}, "profile": None, "layers": list(layers), **changed,
+        "versions": {}, "profile": None, "layers": list(layers), "flow": flow, **changed,
     }  # fmt: skip
 
 
@@ -54,7 +57,7 @@ def checked(name: str, *runs: dict[str, Any], **changed: Any) -> dict[str, Any]:
 
 def results(*tests: dict[str, Any], **changed: Any) -> dict[str, Any]:
     return {
-        "schema": 2, "complete": True, "exit_status": 0, "versions": {"torch": "2.13.0"}, "commit": None,
+        "schema": 3, "complete": True, "exit_status": 0, "versions": {"torch": "2.13.0"}, "commit": None,
         "root": "project", "seed": 0, "devices": ["cpu"], "tests": list(tests), "unused": [], "deleted": [],
         "kept": {}, **changed,
     }  # fmt: skip
@@ -88,7 +91,7 @@ class Page(html.parser.HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
         assert len({name for name, _ in attrs}) == len(attrs)
-        if tag not in ("meta", "input", "img"):
+        if tag not in ("meta", "input", "img", "wbr"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -147,6 +150,73 @@ def test_a_failure_without_a_cause_is_shown_by_its_first_line() -> None:
     assert text.index("relu is dead") < text.index("What follows: 1 test") < text.index("Tests")
 
 
+def test_that_a_failure_is_one_of_an_assertion_is_not_said() -> None:
+    failed = checked("test_a", outcome="failed", message="AssertionError: relu is dead", failure="E  relu is dead")
+    text = Page(render(results(failed))).text
+    assert "AssertionError" not in text
+    assert "Causes relu is dead What follows: 1 test" in text
+
+
+def test_how_a_cause_was_found_is_said_in_plain_words() -> None:
+    causes = [cause("fc changed"), cause("head changed", evidence="recorded")]
+    text = Page(render(results(checked("test_a", outcome="failed", snapshots=[snapshot(*causes)])))).text
+    assert "fc changed computation · changed by 43 % · found by calling it alone, on synthetic inputs" in text
+    assert "head changed computation · changed by 43 % · found by comparing what was recorded then and now" in text
+
+
+def test_hints_stand_apart_from_findings() -> None:
+    text = Page(render_run(run(layer("fc"), findings=["dead: fc"], hints=["output the same for every row"]))).text
+    assert "Findings dead: fc Hints : a healthy model may have these too output the same for every row" in text
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ("AssertionError: fc output is outside [0, 1]", "fc"),
+        ("AssertionError: fc.weight is not frozen", "fc"),
+        ("AssertionError: fc (call 2) output is outside [0, 1]", "fc"),
+        ("AssertionError: layer '1' (Linear) is saturated", "1"),
+        ("AssertionError: head 2 of fc.attn looks at one key: its entropy is 0 %", "fc.attn"),
+        ("pytest_modelprobe.exceptions.StoppedError: fc: NaN", "fc"),
+        ("AssertionError: assert 0.1 < 0", None),
+        ("TypeError: fc is no layer", None),
+    ],
+)
+def test_the_layer_that_a_failure_names_is_marked_in_graph_charts_and_table(message: str, named: str | None) -> None:
+    layers = [layer("fc"), layer("1"), layer("fc.attn"), layer("head")]
+    page = render(results(checked("a", run(*layers), outcome="failed", message=message, failure="-")))
+    rows = {
+        row.partition("<td>")[0].rpartition(">")[2]: row
+        for row in re.findall("<tr id=[^>]*>(.*)", page.replace("<tr", "\n<tr"))
+    }
+    assert [name for name, row in rows.items() if "◎ named" in row] == ([named] if named else [])
+    titles = re.findall(r"<title>([^<]*)</title>", page[page.index("class=graph") :])
+    assert [title for title in titles if title.endswith("named")] == (
+        [f"{named}, Linear, (2, 8), 72 parameters: named"] if named else []
+    )
+    assert titles.count("named: 1 layer") == (2 if named else 0)  # gradients, and activations
+
+
+def test_a_layer_that_a_test_which_passed_names_is_not_marked() -> None:
+    page = render(results(checked("a", run(layer("fc")), outcome="xfailed", message="AssertionError: fc is dead")))
+    assert "named" not in Page(page).text
+
+
+def test_what_most_is_looked_at_comes_first_in_the_table() -> None:
+    texts = Page(render_run(run(layer("fc", calls=2)))).texts
+    order = ["output", "distribution", "dead", "gradient", "mean", "zeros", "calls", "parameters", "of weights"]
+    assert sorted(order, key=texts.index) == order
+
+
+def test_a_box_of_a_run_with_a_cause_is_as_high_as_what_is_in_it() -> None:
+    runs = {word: render_run(run(layer("fc", status=[word]))) for word in ("dead", "moved")}
+    assert ['class="run caused"' in page for page in runs.values()] == [True, False]
+    limits = re.findall(r"([^{}/]*){ max-height: (?!none)", runs["dead"])
+    assert [limit.strip() for limit in limits] == [
+        ".run:not(.caused) > .scroll, .run:not(.caused) .layers-graph > .scroll", ".charts .scroll",
+    ]  # fmt: skip
+
+
 def test_failed_tests_come_first_and_are_open() -> None:
     tests = [
         tag for tag in Page(render(results(checked("a"), checked("b", outcome="failed")))).tags if "test" in str(tag)
@@ -188,9 +258,11 @@ def test_what_was_compared_with_the_other_side_is_counted_and_what_was_not_is_li
     assert "1 test only here t.py::new 1 did not pass there t.py::broken : failed: ImportError" in said
 
 
-def test_lines_of_a_failure_are_kept() -> None:
-    page = render(results(checked("a", outcome="failed", failure="E  one\nE  two")))
-    assert "<pre tabindex=0>E  one\nE  two</pre>" in page
+def test_lines_of_a_failure_are_kept_and_those_of_a_table_are_not_wrapped() -> None:
+    text = "E       one\nE       layer   zeros\nE       fc         100\nE       two"
+    page = render(results(checked("a", outcome="failed", failure=text)))
+    table = "<span>E       layer   zeros\nE       fc         100</span>"
+    assert f"<pre tabindex=0>E       one\n{table}\nE       two</pre>" in page
 
 
 def test_a_table_leaves_out_empty_columns() -> None:
@@ -219,7 +291,7 @@ def steps(*ratios: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_update_ratios_are_a_line_for_each_layer_over_the_steps() -> None:
     taken = steps({"a": 0.1, "b": 0.01}, {"a": 0.1, "b": 0.001}, {"a": 0.0, "b": 1e-3, "gone": "nan"})
-    page = render_run(run(layer("a"), layer("b", "a"), steps=taken))
+    page = render_run(run(layer("a"), layer("b"), steps=taken))
     [drawn] = re.findall(r'class=line d="([^"]*)"', page[page.index("Update ratio") :])
     assert [line.count("L") for line in drawn.split("M")[1:]] == [1, 2]
     said = "of each layer; about 0.001 is usual. In the last step smallest b 0.001, largest b 0.001."
@@ -241,8 +313,8 @@ def test_without_two_steps_that_change_something_there_is_no_chart_of_steps(take
 
 
 def test_links_lead_to_rows_that_exist() -> None:
-    layers = [layer("conv"), layer("block.fc", "conv", status=["dead"]), layer("block", leaf=False, parameters=0)]
-    layers += [layer("head", "block", attention=[0.5, None])]
+    layers = [layer("conv"), layer("block.fc", status=["dead"]), layer("block", leaf=False, parameters=0)]
+    layers += [layer("head", attention=[0.5, None])]
     page = Page(render(results(checked("a", run(*layers), outcome="failed", message="dead"))))
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     links = [str(attrs["href"]) for tag, attrs in page.tags if tag == "a"]
@@ -275,8 +347,8 @@ HOSTILE = ["<img src=x onerror=alert(1)>", "</script><script>alert(1)</script>",
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_name_is_text_wherever_it_stands(name: str) -> None:
     def page(name: str) -> Page:
-        bad = layer(name, "fc", status=["own code"], attention=[0.5], type=name)
-        seen = run(layer("fc", name), bad, name=name, model=name, notes=[name], findings=[name], error=name, loss=name)
+        bad = layer(name, status=["own code"], attention=[0.5], type=name)
+        seen = run(layer("fc"), bad, name=name, model=name, notes=[name], findings=[name], error=name, loss=name)
         shown = snapshot(
             cause(name, hints=[name], layer=name), text=f"{name}\n\n{name}", possible=[cause(name)], notes=[cause(name)]
         )
@@ -290,7 +362,7 @@ def test_a_name_is_text_wherever_it_stands(name: str) -> None:
     def elements(page: Page) -> set[tuple[str, ...]]:
         return {(tag, *sorted(attrs)) for tag, attrs in page.tags}
 
-    assert elements(page(name)) <= elements(page("name")) | {("th", "class")}  # of a long name
+    assert elements(page(name)) <= elements(page("name")) | {("th", "class"), ("wbr",)}  # of a long name
 
 
 # --- nothing is loaded ------------------------------------------------------------------------------------------------
@@ -308,7 +380,7 @@ def test_the_policy_allows_the_style_and_the_script_of_the_page_alone() -> None:
 
 
 def test_nothing_in_the_page_has_an_address_elsewhere() -> None:
-    page = Page(render(results(checked("a", run(layer("fc"), layer("b", "fc"))))))
+    page = Page(render(results(checked("a", run(layer("fc"), layer("b"))))))
     addresses = [attrs[key] for _, attrs in page.tags for key in ("src", "href", "action", "srcset") if key in attrs]
     assert all(str(address).startswith(("#", "data:image/")) for address in addresses)
     assert not any(name.startswith("on") or name == "style" for _, attrs in page.tags for name in attrs)
@@ -330,7 +402,6 @@ def test_fifty_tests_of_a_hundred_layers_are_less_than_two_megabytes() -> None:
     layers = [
         layer(
             f"backbone.stage{i // 25}.block{i}.conv.{i}",
-            f"backbone.stage{(i - 1) // 25}.block{i - 1}.conv.{i - 1}",
             status=["moved"],
             before={"mean": 0.1, "std": 0.25, "min": -1.0, "max": 1.0},
         )

@@ -53,7 +53,7 @@ def net(mean: float = 0.5, eps: float = 1e-5) -> Record:
     layers = [
         Layer(name="(root)", type="models.Net", leaf=False, calls=(call(0, 5, value("input", 0), value("output", 3)),)),
         Layer(name="head", type="torch.nn.modules.linear.Linear", parameters=(weight,),
-              calls=(call(3, 4, value("input", 2), value("output", 3)),)),
+              calls=(call(3, 4, value("input", 2, 1.0), value("output", 3)),)),
         Layer(name="norm", type="torch.nn.modules.normalization.LayerNorm", attributes={"eps": eps},
               calls=(call(1, 2, value("input", 0), value("output", 1, mean)),)),
         Layer(name="spare", type="torch.nn.modules.linear.Linear", parameters=(weight,)),
@@ -72,10 +72,11 @@ def test_layers_stand_in_order_of_execution_and_those_not_called_last() -> None:
     assert [layer["name"] for layer in run_data(net())["layers"]] == ["norm", "head", "(root)", "spare"]
 
 
-def test_the_source_of_an_input_is_known_or_what_ran_before_is_said() -> None:
-    layers = by_name(run_data(net()))
-    assert (layers["norm"]["sources"], layers["norm"]["after"]) == ([""], None)
-    assert (layers["head"]["sources"], layers["head"]["after"]) == ([], "norm")
+def test_an_input_that_code_made_is_said_to_come_after_the_call_before() -> None:
+    norm, head, root = run_data(net())["flow"]
+    assert (norm["layer"], norm["from"], norm["after"]) == ("norm", [], None)
+    assert (head["layer"], head["from"], head["after"]) == ("head", [], 0)
+    assert root["layer"] == "(root)"
 
 
 def test_a_changed_attribute_is_structure_and_what_follows_has_moved() -> None:
@@ -404,7 +405,7 @@ def results_file(path: Path, schema: int, **more: Any) -> None:
 
 @pytest.mark.parametrize(("kind", "begins"), [("html", "<!doctype html>"), ("sarif", "{"), ("gitlab", "[]")])
 def test_the_command_makes_the_report_of_a_file(tmp_path: Path, kind: str, begins: str) -> None:
-    results_file(tmp_path / "results.json", 2)
+    results_file(tmp_path / "results.json", 3)
     command = ["report", str(tmp_path / "results.json"), "--format", kind, "-o", str(tmp_path / "report")]
     assert cli.main(command) == 0
     assert (tmp_path / "report").read_text().startswith(begins)
@@ -413,9 +414,9 @@ def test_the_command_makes_the_report_of_a_file(tmp_path: Path, kind: str, begin
 @pytest.mark.parametrize(
     ("schema", "tests", "said"),
     [
-        (3, [], "has schema 3, and this version reads 2: write it with pytest"),
-        (2, [3], "is not what pytest --modelprobe-json=PATH writes: "),
-        (2, None, "is not what pytest --modelprobe-json=PATH writes: "),
+        (2, [], "has schema 2, and this version reads 3: write it with pytest"),
+        (3, [3], "is not what pytest --modelprobe-json=PATH writes: "),
+        (3, None, "is not what pytest --modelprobe-json=PATH writes: "),
     ],
 )
 @pytest.mark.parametrize("kind", ["html", "sarif", "gitlab"])
