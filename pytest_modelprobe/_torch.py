@@ -317,14 +317,14 @@ def hook_tensor(tensor: Tensor, hook: Callable[[Tensor], object]) -> weakref.ref
 
     The handle, and what leads to it, takes more than half of the 9 microseconds of `register_hook`.
     """
-    node = tensor.grad_fn
+    node: Any = tensor.grad_fn
     if node is None or type(tensor) is not Tensor or _takes_hooks is None or tensor_hooks(tensor) is not None:
         tensor.register_hook(hook)
         return weakref.ref(cast("dict[int, Callable[..., Any]]", tensor_hooks(tensor)))
     hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
     hooks[id(hook)] = hook  # a key that no handle has: handles count from 0
     tensor._backward_hooks = hooks
-    cast(Any, node)._register_hook_dict(tensor)
+    node._register_hook_dict(tensor)
     return weakref.ref(hooks)
 
 

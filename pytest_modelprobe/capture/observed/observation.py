@@ -93,9 +93,7 @@ class TensorObservation:
         self.requires_grad |= other.requires_grad
 
     def signed(self, sign: Sign) -> TensorObservation:
-        """Return it with the signs that it has in totals."""
-        if not self.whole:
-            return self
+        """Return a whole with the signs that it has in totals. A batch keeps its own."""
         found = self.copy()
         found.forward = sign(self.forward)
         found.backward = None if self.backward is None else sign(self.backward)
@@ -189,10 +187,10 @@ class CallObservation:
             together = itertools.zip_longest(self.attention, other.attention)
             self.attention = [b if a is None else a if b is None else a.merge(b) for a, b in together]
         for mine, theirs in ((self.inputs, other.inputs), (self.outputs, other.outputs)):
-            targets = dict(mine)
-            for path, seen in theirs:
-                target = targets.get(path)
-                found = seen.signed(sign) if number else seen
+            for i, (path, seen) in enumerate(theirs):
+                # It is hardly ever in another place, and then there are other values before it.
+                target = mine[i][1] if i < len(mine) and mine[i][0] == path else dict(mine).get(path)
+                found = seen.signed(sign) if number and seen.whole else seen
                 if target is not None:
                     target.merge_from(found, merge)
                 else:

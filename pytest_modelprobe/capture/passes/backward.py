@@ -92,7 +92,8 @@ class BackwardPasses:
                 self._reached = self._current
                 forward.backwards.add(self._current)
                 forward.trained_by.add(self._current)
-                self.steps.reached(training=forward.kind[1])
+                if not forward.kind[1]:
+                    self.steps.reached_in_evaluation()
         if self.stop is not None:
             self.stop.gradient(observed, reduced)
 

@@ -115,9 +115,9 @@ class Steps:
         elif module.training:
             self._idle |= not _computes_statistics(module)
 
-    def reached(self, *, training: bool) -> None:
-        """Count a backward pass that reached a forward of that mode."""
-        self._in_evaluation |= not training
+    def reached_in_evaluation(self) -> None:
+        """Note that a backward pass reached a forward in evaluation mode."""
+        self._in_evaluation = True
 
     def arrives(self, parameter: nn.Parameter, held: GradientState, task: int) -> bool:
         """Count a gradient that is about to be added to ``.grad``, or to be the result of `torch.autograd.grad`.
