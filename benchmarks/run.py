@@ -18,6 +18,7 @@ import json
 import math
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -455,11 +456,11 @@ def bench_load(rounds: int = 15) -> dict[str, float]:
         environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(Path(folder, "compiled"))}
         for turn in range(-1, rounds):
             for name, arguments in modes.items():
-                before = os.times()
+                before = resource.getrusage(resource.RUSAGE_CHILDREN)
                 subprocess.run([*command, *arguments], cwd=folder, env=environment, check=True, capture_output=True)
-                now = os.times()
+                now = resource.getrusage(resource.RUSAGE_CHILDREN)
                 if turn >= 0:
-                    seconds[name].append(sum(now[2:4]) - sum(before[2:4]))  # of the children: user and system
+                    seconds[name].append(sum(now[:2]) - sum(before[:2]))  # user and system
     least = {name: min(values) * 1e3 for name, values in seconds.items()}
     return least | {"difference": least["with"] - least["without"]}
 
