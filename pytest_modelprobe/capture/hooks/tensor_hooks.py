@@ -90,7 +90,8 @@ class TensorObserver:
         places = hook.observed.get(forward) if hook.observed else None
         before = places[0] if places else None
         if before is not None and hook.version is not None and not view:
-            if not before.has_gradient and before.shape == shape_of(tensor):
+            without = before.backward is None and before.backward_inner is None
+            if without and before.shape == shape_of(tensor):
                 return before  # one observation in both places
             seen = self._seen(forward, tensor, before.number, before.forward)
         else:

@@ -61,11 +61,6 @@ class TensorObservation:
         """Observations into which this one was merged, each with the number that chooses its signs there. A gradient
         that arrives later is added to them too."""
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether a gradient has arrived."""
-        return self.backward is not None or self.backward_inner is not None
-
     def receive(self, gradient: Reduction, *, inner: bool) -> None:
         """Add the gradient of one backward pass."""
         if inner:
@@ -219,10 +214,10 @@ class ParameterGradient:
 
     __slots__ = ("_backward", "_before", "_newest")
 
-    def __init__(self) -> None:
-        self._backward = -1
+    def __init__(self, newest: Reduction | None = None, backward: int = -1) -> None:
+        self._backward = backward
         self._before: Reduction | None = None
-        self._newest: Reduction | None = None
+        self._newest = newest
 
     def receive(self, gradient: Reduction, backward: int) -> None:
         """Take the gradient of a pass as it is now."""

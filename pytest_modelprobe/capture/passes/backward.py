@@ -120,8 +120,9 @@ class BackwardPasses:
             for name in names:
                 held = gradients.get(name)
                 if held is None:
-                    held = gradients[name] = ParameterGradient()
-                held.receive(reduced, self._current)
+                    gradients[name] = ParameterGradient(reduced, self._current)
+                else:
+                    held.receive(reduced, self._current)
         if self.stop is not None:
             self.stop.parameter(names[0], gradient, reduced)
 

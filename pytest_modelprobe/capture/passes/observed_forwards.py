@@ -128,8 +128,8 @@ class ObservedStep:
 
     def has_nonfinite_gradient(self) -> bool:
         """Whether the gradient of a parameter is not finite; this reads it from its device."""
-        reduced = (gradient.reduced for gradient in self.gradients.values())
-        return statistics.any_nonfinite(one for one in reduced if one is not None)
+        reduced = [gradient.reduced for gradient in self.gradients.values()]
+        return statistics.any_nonfinite([one for one in reduced if one is not None])
 
 
 class ObservedForwards:
