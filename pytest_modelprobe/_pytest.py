@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import pickle
-import pkgutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, cast
@@ -53,7 +53,7 @@ def _is_picklable(value: object) -> bool:
 def explain_without_terminal(config: pytest.Config) -> None:
     """Let failed assertions be explained in a run without a terminal: pytest 8.2 asks the terminal for highlighting."""
     with contextlib.suppress(AttributeError):
-        create = pkgutil.resolve_name("_pytest.config.create_terminal_writer")
+        create = importlib.import_module("_pytest.config").create_terminal_writer
         cast(Any, config).get_terminal_writer = functools.partial(create, config)
 
 
@@ -160,7 +160,7 @@ def _warnings_filtered(item: pytest.Item) -> contextlib.AbstractContextManager[o
     if not item.config.pluginmanager.hasplugin("warnings"):
         return contextlib.nullcontext()
     try:
-        caught: Any = pkgutil.resolve_name("_pytest.warnings:catch_warnings_for_item")
+        caught: Any = importlib.import_module("_pytest.warnings").catch_warnings_for_item
     except (ImportError, AttributeError):
         return warnings.catch_warnings()
     context: contextlib.AbstractContextManager[object] = caught(item.config, _Nobody, "runtest", item)

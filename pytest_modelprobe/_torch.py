@@ -317,14 +317,14 @@ def hook_tensor(tensor: Tensor, hook: Callable[[Tensor], object]) -> weakref.ref
 
     The handle, and what leads to it, takes more than half of the 9 microseconds of `register_hook`.
     """
-    node = tensor.grad_fn
+    node: Any = tensor.grad_fn
     if node is None or type(tensor) is not Tensor or _takes_hooks is None or tensor_hooks(tensor) is not None:
         tensor.register_hook(hook)
         return weakref.ref(cast("dict[int, Callable[..., Any]]", tensor_hooks(tensor)))
     hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
     hooks[id(hook)] = hook  # a key that no handle has: handles count from 0
     tensor._backward_hooks = hooks
-    cast(Any, node)._register_hook_dict(tensor)
+    node._register_hook_dict(tensor)
     return weakref.ref(hooks)
 
 
@@ -658,6 +658,25 @@ def run_composite(func: Any, args: Any, kwargs: Any) -> Any:
     if _has_kernel(func.name(), _COMPOSITE):
         return _kernel(func)(_COMPOSITE, *args, **kwargs)
     return func.decompose(*args, **kwargs)
+
+
+_cuda_seeds: Any = _private("torch.cuda._lazy_seed_tracker")
+
+
+def seed_cuda(seed: int) -> None:
+    """Seed all CUDA devices as `torch.cuda.manual_seed_all` does. If CUDA is not in use yet, the seed waits for it.
+
+    For a seed that waits, torch formats the stack of that moment, which takes half a millisecond.
+    """
+    if torch.cuda.is_initialized() or not hasattr(_cuda_seeds, "queue_seed_all"):
+        torch.cuda.manual_seed_all(seed)
+    else:
+        _cuda_seeds.queue_seed_all(functools.partial(_seed_cuda_now, seed), ["a seed of pytest-modelprobe\n"])
+
+
+def _seed_cuda_now(seed: int) -> None:
+    for generator in torch.cuda.default_generators:
+        generator.manual_seed(seed)
 
 
 DYNAMO_PACKAGE = "torch._dynamo"

@@ -57,9 +57,11 @@ def holds_elements(tensor: torch.Tensor) -> bool:
         storage.data_ptr()  # raises if there is a size and no memory
     except RuntimeError:
         return False
-    if not tensor.numel():
+    reached = tensor.numel()
+    if not reached:
         return True
-    reached = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if not tensor.is_contiguous():
+        reached = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return bool((tensor.storage_offset() + reached) * tensor.element_size() <= storage.nbytes())
 
 

@@ -182,7 +182,7 @@ def _set_cuda_states(before: Any) -> None:
     if before is not None:
         torch.cuda.set_rng_state_all(before)
     elif torch.backends.cuda.is_built():  # a seed that was set meanwhile would wait for CUDA's first use
-        torch.cuda.manual_seed_all(torch.initial_seed())
+        _torch.seed_cuda(torch.initial_seed())
 
 
 def _generators() -> Iterator[Setting]:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from pytest_modelprobe._torch import without_torch_function
+from pytest_modelprobe._torch import seed_cuda, without_torch_function
 
 from .memory import as_array
 from .process import GENERATORS
@@ -62,11 +62,13 @@ def forked_rng() -> Iterator[None]:
 
 def seed_everything(seed: int) -> None:
     """Seed torch (all devices, CUDA lazily), numpy's global state and `random`."""
-    if torch.backends.cuda.is_built() or torch.accelerator.current_accelerator() is not None:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type != "cuda":
         torch.manual_seed(seed)
-    # `torch.manual_seed` formats the stack for each kind of device, which takes 1 ms. This build has none of them.
-    else:
+    else:  # `torch.manual_seed` formats the stack for each kind of device, also for those that this build does not have
         torch.default_generator.manual_seed(seed)
+        if torch.backends.cuda.is_built():
+            seed_cuda(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 -- the state that users draw from
     random.seed(seed)
 

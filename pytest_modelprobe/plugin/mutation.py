@@ -6,7 +6,6 @@ It runs tests again, which must change nothing that the run reports: not its res
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -49,7 +48,7 @@ def _unreported(config: pytest.Config, snapshots: SnapshotSession) -> Iterator[N
 
     settings, policy = config.stash[SETTINGS], snapshots.policy
     settings.unreported = True
-    snapshots.policy = dataclasses.replace(policy, output=None, may_write=False)
+    snapshots.policy = policy._replace(output=None, may_write=False)
     try:
         with assertions_forgotten(config):
             yield

@@ -59,7 +59,7 @@ class Samples:
 
         If dimension 0 of the value is the batch, there is one for each sample. Else there is one for the whole value.
         """
-        if self._hashes is None or not self.has_batch(shape):
+        if self._hashes is None or not shape or shape[0] not in self._sizes:  # `has_batch`, without the call
             return _NO_BATCH
         if self._here is None:
             with ambient_modes_disabled():

@@ -23,6 +23,7 @@ COLUMNS = 256  # elements of a row
 MASKS, ORDERS = 8, 256
 ORDER_BITS, SIGN_BITS = 3, 48  # the lowest bits of the order and of the signs; the mask begins at bit 0
 HASHED = 1 << 14  # so many integers of a sample have hashes with one weight
+_TURNS = 64  # so many turns are drawn together
 
 # The salts were chosen for the best estimates of constant shifts over every number of elements up to 2**26. That of
 # turns was chosen for the best estimates of constant values that are equal in two of the first 32 forwards.
@@ -114,11 +115,18 @@ def orders() -> Array:
     return hashes(_ORDER_SALT, K * ORDERS).reshape(ORDERS, K).argsort(1, kind="stable")
 
 
-@functools.cache
 def turn(number: int) -> tuple[Array, Array, int]:
     """Return the signs and the order of the 16 projections of a turned fingerprint, and the factor of its digest."""
-    bits = hashes(_TURN_SALT, 1, number)
-    return highest_bits(bits, K)[0], orders()[bits[0] & np.uint64(ORDERS - 1)], int(bits[0]) | 1
+    signs, order, factors = _turns(number // _TURNS)
+    i = number % _TURNS
+    return signs[i], order[i], factors[i]
+
+
+@functools.lru_cache(8)
+def _turns(block: int) -> tuple[Array, Array, list[int]]:
+    """Return what `turn` returns for each number of a block: a watch asks for one after the other."""
+    bits = hashes(_TURN_SALT, _TURNS, block * _TURNS)
+    return highest_bits(bits, K), orders()[bits & np.uint64(ORDERS - 1)], (bits | np.uint64(1)).tolist()
 
 
 @functools.cache

@@ -95,15 +95,34 @@ def test_saving_the_states_does_not_initialize_cuda(monkeypatch):
 
 
 def test_cuda_that_starts_later_gets_the_seed_from_before(monkeypatch):
-    seeds = []
+    waiting = torch.cuda._lazy_seed_tracker
+    generator = torch.Generator()
+
+    def seed_at_first_use():
+        for begin, _ in filter(None, waiting.get_calls()):
+            begin()
+        return generator.initial_seed()
+
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
     with forked_rng():
-        torch.manual_seed(11)
+        torch.default_generator.manual_seed(11)
         with seeded(22):
-            pass
-    assert seeds[:3] == [11, 22, 11]
+            assert seed_at_first_use() == 22
+        assert seed_at_first_use() == 11
+
+
+def test_cuda_that_is_in_use_is_seeded_at_once(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", list)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda states: None)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    with seeded(22):
+        pass
+    assert seeds == [22]
 
 
 def test_cuda_states_are_put_back_where_cuda_is_in_use(monkeypatch):

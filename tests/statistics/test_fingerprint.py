@@ -642,3 +642,12 @@ def test_an_empty_tensor_has_a_fingerprint_of_zeros():
     assert reading(torch.ones(0)).fingerprint == (0.0,) * K
     assert reading(torch.arange(0)).digest == "0" * 16
     assert read(np.zeros(K)) == ((0.0,) * K, None)
+
+
+@pytest.mark.parametrize("number", [1, 63, 64, 65, 1_000_003])
+def test_a_turn_is_the_same_as_if_it_were_drawn_alone(number):
+    (bits,) = signs.hashes(signs._TURN_SALT, 1, number)
+    plus_or_minus, order, factor = signs.turn(number)
+    assert plus_or_minus.tolist() == [1.0 if int(bits) >> place & 1 else -1.0 for place in range(64 - K, 64)]
+    assert order.tolist() == signs.orders()[int(bits) % signs.ORDERS].tolist()
+    assert factor == int(bits) | 1

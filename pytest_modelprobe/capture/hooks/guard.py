@@ -46,7 +46,7 @@ class HookGuard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if not isinstance(error, Exception):
+        if error is None or not isinstance(error, Exception):  # nearly always None, which is known sooner
             return False
         if error is self.let_through:
             self.let_through = None  # its traceback has frames with the watch, which would never be freed

@@ -81,15 +81,8 @@ class TensorObserver:
 
     def observe(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> TensorObservation:
         """Return the observation of a tensor in a new place. ``axis`` is the axis of its units."""
-        seen = self._observe(forward, tensor, axis)
-        if self.reads_layouts:
-            seen.layout = value_layout(tensor)
-        return seen
-
-    def _observe(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> TensorObservation:
         if not tensor.requires_grad:
-            number, reduced = self._read(forward, tensor, axis)
-            return TensorObservation(tensor, number, reduced, whole=self._is_whole(forward, tensor))
+            return self._seen(forward, tensor, *self._read(forward, tensor, axis))
         hook = self._hook_on(tensor)
         # `.data` may change a leaf, or a parameter of which this is a view, without a new version. So what was read of
         # these before is not used again.
@@ -97,9 +90,10 @@ class TensorObserver:
         places = hook.observed.get(forward) if hook.observed else None
         before = places[0] if places else None
         if before is not None and hook.version is not None and not view:
-            if not before.has_gradient and before.shape == shape_of(tensor):
+            without = before.backward is None and before.backward_inner is None
+            if without and before.shape == shape_of(tensor):
                 return before  # one observation in both places
-            seen = TensorObservation(tensor, before.number, before.forward, whole=before.whole)
+            seen = self._seen(forward, tensor, before.number, before.forward)
         else:
             number, reduced = self._read(forward, tensor, axis)
             if before is not None:
@@ -110,7 +104,7 @@ class TensorObserver:
                 number = forward.next_number()
                 if self.reads_layouts:
                     _renumber(forward, content_key(tensor), number)
-            seen = TensorObservation(tensor, number, reduced, whole=self._is_whole(forward, tensor))
+            seen = self._seen(forward, tensor, number, reduced)
         hook.add(forward, seen)
         if view:
             self.views.add(tensor, seen)
@@ -162,9 +156,16 @@ class TensorObserver:
             forward.reductions[key] = number, reduced, WeakStorage(local.untyped_storage())
         return number, reduced
 
-    def _is_whole(self, forward: Forward, tensor: torch.Tensor) -> bool:
+    def _seen(
+        self, forward: Forward, tensor: torch.Tensor, number: tuple[int, int], reduced: Reduction
+    ) -> TensorObservation:
+        """Return a new observation of a tensor of which the numbers are known."""
         local = local_tensor(tensor) if self.reads_layouts else tensor
-        return local.is_nested or not forward.samples.has_batch(local.shape)
+        whole = local.is_nested or not forward.samples.has_batch(local.shape)
+        seen = TensorObservation(tensor, number, reduced, whole=whole)
+        if self.reads_layouts:
+            seen.layout = value_layout(tensor)
+        return seen
 
     def _hook_on(self, tensor: torch.Tensor) -> _TensorHook:
         """Return our hook on the tensor as it is now. It is made if there is none."""

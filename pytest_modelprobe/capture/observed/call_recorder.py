@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +61,8 @@ class CallRecorder:
             call.autocast = _autocast_dtype(running.inputs)
         # An input that another call inside the same layer returned has the unit axis that it had there.
         axes = self.running.stack[-1].unit_axes if self.running.stack else None
-        for path, tensor in self._looked_at(running, running.inputs):
+        inputs = running.inputs.tensors
+        for path, tensor in inputs if self.last is None else self.last.of(running.name, inputs):
             axis = axes.get(shape_of(tensor)) if axes else None
             call.inputs.append((path, self.tensors.observe(running.forward, tensor, axis)))
         if may_draw:
@@ -87,7 +87,8 @@ class CallRecorder:
         outputs = flatten("output", output)
         if self.profiler is not None:
             self.profiler.finish_call(running, [tensor for _, tensor in outputs.tensors], leaf=leaf)
-        for path, tensor in self._looked_at(running, outputs):
+        found = outputs.tensors
+        for path, tensor in found if self.last is None else self.last.of(running.name, found):
             if module is None or tensor.is_nested:
                 axis = running.inherited_axis(tensor)
             else:
@@ -105,9 +106,6 @@ class CallRecorder:
             call.random = hashlib.blake2b(b"".join(running.random_states), digest_size=8).hexdigest()
         if self.stop is not None:
             self.stop.outputs(call)
-
-    def _looked_at(self, running: RunningCall, values: Flat) -> Iterable[tuple[str, torch.Tensor]]:
-        return values.tensors if self.last is None else self.last.of(running.name, values.tensors)
 
 
 def _autocast_dtype(inputs: Flat) -> str | None:

@@ -61,11 +61,6 @@ class TensorObservation:
         """Observations into which this one was merged, each with the number that chooses its signs there. A gradient
         that arrives later is added to them too."""
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether a gradient has arrived."""
-        return self.backward is not None or self.backward_inner is not None
-
     def receive(self, gradient: Reduction, *, inner: bool) -> None:
         """Add the gradient of one backward pass."""
         if inner:
@@ -93,9 +88,7 @@ class TensorObservation:
         self.requires_grad |= other.requires_grad
 
     def signed(self, sign: Sign) -> TensorObservation:
-        """Return it with the signs that it has in totals."""
-        if not self.whole:
-            return self
+        """Return a whole with the signs that it has in totals. A batch keeps its own."""
         found = self.copy()
         found.forward = sign(self.forward)
         found.backward = None if self.backward is None else sign(self.backward)
@@ -189,10 +182,10 @@ class CallObservation:
             together = itertools.zip_longest(self.attention, other.attention)
             self.attention = [b if a is None else a if b is None else a.merge(b) for a, b in together]
         for mine, theirs in ((self.inputs, other.inputs), (self.outputs, other.outputs)):
-            targets = dict(mine)
-            for path, seen in theirs:
-                target = targets.get(path)
-                found = seen.signed(sign) if number else seen
+            for i, (path, seen) in enumerate(theirs):
+                # It is hardly ever in another place, and then there are other values before it.
+                target = mine[i][1] if i < len(mine) and mine[i][0] == path else dict(mine).get(path)
+                found = seen.signed(sign) if number and seen.whole else seen
                 if target is not None:
                     target.merge_from(found, merge)
                 else:
@@ -221,10 +214,10 @@ class ParameterGradient:
 
     __slots__ = ("_backward", "_before", "_newest")
 
-    def __init__(self) -> None:
-        self._backward = -1
+    def __init__(self, newest: Reduction | None = None, backward: int = -1) -> None:
+        self._backward = backward
         self._before: Reduction | None = None
-        self._newest: Reduction | None = None
+        self._newest = newest
 
     def receive(self, gradient: Reduction, backward: int) -> None:
         """Take the gradient of a pass as it is now."""

@@ -128,7 +128,8 @@ class RunningCalls:
             here: A frame inside all calls that run in this thread. `None` means the frame of the caller.
         """
         stack = self.stack
-        while stack and stack[-1].is_over(self._thread, here or sys._getframe()):
+        here = here or sys._getframe()
+        while stack and not _is_on_stack(stack[-1].frame, here) and stack[-1].is_over(self._thread, here):
             stack.pop()
             if not stack:
                 self._on_abandoned()

@@ -92,7 +92,8 @@ class BackwardPasses:
                 self._reached = self._current
                 forward.backwards.add(self._current)
                 forward.trained_by.add(self._current)
-                self.steps.reached(training=forward.kind[1])
+                if not forward.kind[1]:
+                    self.steps.reached_in_evaluation()
         if self.stop is not None:
             self.stop.gradient(observed, reduced)
 
@@ -119,8 +120,9 @@ class BackwardPasses:
             for name in names:
                 held = gradients.get(name)
                 if held is None:
-                    held = gradients[name] = ParameterGradient()
-                held.receive(reduced, self._current)
+                    gradients[name] = ParameterGradient(reduced, self._current)
+                else:
+                    held.receive(reduced, self._current)
         if self.stop is not None:
             self.stop.parameter(names[0], gradient, reduced)
 

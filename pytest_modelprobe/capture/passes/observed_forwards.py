@@ -119,16 +119,17 @@ class ObservedStep:
 
     def merge_from(self, other: ObservedStep) -> None:
         """Merge the forwards and gradients of another step, or of passes after which none was taken."""
-        other.merge()
         for kind, totals in other.parts.items():
             self.parts.setdefault(kind, Totals()).merge_from(totals, other.number)
+        for forward in other.forwards:  # one, while nothing is merged: its signs are those of the step
+            self.parts.setdefault(forward.kind, Totals()).merge_from(forward, other.number)
         _merge_gradients(self.gradients, other.gradients, other.number)
         self.backwards += other.backwards
 
     def has_nonfinite_gradient(self) -> bool:
         """Whether the gradient of a parameter is not finite; this reads it from its device."""
-        reduced = (gradient.reduced for gradient in self.gradients.values())
-        return statistics.any_nonfinite(one for one in reduced if one is not None)
+        reduced = [gradient.reduced for gradient in self.gradients.values()]
+        return statistics.any_nonfinite([one for one in reduced if one is not None])
 
 
 class ObservedForwards:

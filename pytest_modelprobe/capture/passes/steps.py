@@ -115,9 +115,9 @@ class Steps:
         elif module.training:
             self._idle |= not _computes_statistics(module)
 
-    def reached(self, *, training: bool) -> None:
-        """Count a backward pass that reached a forward of that mode."""
-        self._in_evaluation |= not training
+    def reached_in_evaluation(self) -> None:
+        """Note that a backward pass reached a forward in evaluation mode."""
+        self._in_evaluation = True
 
     def arrives(self, parameter: nn.Parameter, held: GradientState, task: int) -> bool:
         """Count a gradient that is about to be added to ``.grad``, or to be the result of `torch.autograd.grad`.
@@ -133,7 +133,7 @@ class Steps:
             self._passes += self._adds
         if not self._adds:
             return False
-        total = self._total
+        total = self._steps + self._others
         if parameter.grad is None or (held.used and not self._is_kept(parameter.grad)):
             # Discarded, unless another optimizer stepped between: then the loss was that of another model.
             if held.passes and not held.used and held.total == total and task != self._discarded_in:
@@ -211,10 +211,6 @@ class Steps:
     def step_ends(self) -> None:
         """Note that an optimizer has stepped."""
         self._stepping = False
-
-    @property
-    def _total(self) -> int:
-        return self._steps + self._others
 
     def _is_kept(self, gradient: torch.Tensor) -> bool:
         """Whether a gradient with which a step was taken was not reset to zero since.
