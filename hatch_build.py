@@ -1,7 +1,7 @@
 """Compile the kernel into the wheel, or without a compiler leave it out: torch computes the same numbers.
 
 ``python hatch_build.py`` compiles it into the checkout, for runs from there;
-``tox -e kernel-sanitized`` compiles a copy.
+``tox -e kernel-sanitized`` compiles copies.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from typing import Any
 PACKAGE = Path("pytest_modelprobe")
 SOURCE = PACKAGE / "statistics" / "kernel"
 VARIABLE = "MODELPROBE_KERNEL"  # "torch": leave it out; "compiled": fail without a compiler
-SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+SANITIZERS = {
+    "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
+    "thread": ("-fsanitize=thread",),
+}
 
 
-def compile_kernel(root: Path, folder: Path, *, sanitized: bool = False) -> Path:
+def compile_kernel(root: Path, folder: Path, *, sanitizer: str | None = None) -> Path:
     """Return the compiled module, in a folder."""
     from setuptools import Distribution, Extension
     from setuptools.command.build_ext import build_ext
@@ -28,8 +31,9 @@ def compile_kernel(root: Path, folder: Path, *, sanitized: bool = False) -> Path
     arguments, link = ["-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-psabi"], []
     if sysconfig.get_platform().startswith("win"):
         arguments = ["/O2", "/fp:precise"]
-    elif sanitized:
-        arguments, link = [*arguments, *SANITIZED], list(SANITIZED[-2:])
+    elif sanitizer is not None:
+        link = list(SANITIZERS[sanitizer])
+        arguments += ["-O1", "-g", "-fno-omit-frame-pointer", *link]
     extension = Extension(
         "_kernel",
         [str(SOURCE / "kernel.c")],
@@ -89,17 +93,17 @@ else:
 
 
 def main(arguments: list[str]) -> None:
-    """Compile into the checkout, or with ``--sanitized FOLDER`` a copy of the package, checked as it runs."""
+    """Compile into the checkout, or with ``--sanitizer NAME FOLDER`` a copy of the package, checked as it runs."""
     here = Path(__file__).resolve().parent
     if not arguments:
         print(compile_kernel(here, here / PACKAGE))
         return
-    option, folder = arguments
-    if option != "--sanitized":
-        raise SystemExit(f"unknown option {option}")
+    option, name, folder = arguments
+    if option != "--sanitizer" or name not in SANITIZERS:
+        raise SystemExit(f"unknown: {option} {name}")
     leave_out = shutil.ignore_patterns("_kernel.*", "__pycache__")
     shutil.copytree(here / PACKAGE, Path(folder) / PACKAGE, ignore=leave_out, dirs_exist_ok=True)
-    print(compile_kernel(here, Path(folder).absolute() / PACKAGE, sanitized=True))
+    print(compile_kernel(here, Path(folder).absolute() / PACKAGE, sanitizer=name))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import ctypes
 import importlib.util
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -143,22 +144,41 @@ def test_more_elements_than_32_bits_count():
 
 @compiled
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e3])
-def test_every_instruction_set_gives_the_same_bits(kind, scale):
-    stored, _ = drawn(kind, 60_000, 3, scale, special=[0.0] if scale == 1 else ())
-    results = []
+def test_neither_instruction_set_nor_number_of_threads_changes_a_bit(kind):
+    """Of random tensors, in any order of dimensions, with gaps and a broadcast one."""
+    levels, examples = kernel.active.LEVELS, int(os.environ.get("MODELPROBE_EXAMPLES", "200"))
     try:
-        for level in kernel.active.LEVELS:
-            kernel.active.choose(level)
-            results += [
-                [
-                    kernel.active.reduce(stored.ctypes.data, KINDS[kind], shape, strides, -1, 0, HASH, 1)
-                    for shape, strides in [((60_000,), (1,)), ((7, 8571), (8571, 1)), ((19, 50, 61), (1, 20, 900))]
-                ]
-            ]
+        for seed in range(examples // len(KINDS)):
+            arguments, stored = random_view(kind, np.random.default_rng(seed))
+            found = []
+            for level in levels:
+                kernel.active.choose(level)
+                found += [kernel.active.reduce(*arguments, 1, True)]
+                with team_of(3):
+                    found += [kernel.active.reduce(*arguments, threads, True) for threads in (2, 5)]
+            assert found == [found[0]] * len(found), f"seed {seed}"
+            del stored
     finally:
-        kernel.active.choose(kernel.active.LEVELS[-1])
-    assert all(one == results[0] for one in results)
+        kernel.active.choose(levels[-1])
+
+
+def random_view(kind, rng):
+    """Return the arguments of a reduction, and the memory that it reads."""
+    sizes = [int(size) for size in rng.choice([1, 2, 3, 7, 16, 33, 64, 250], rng.integers(1, 5))]
+    while math.prod(sizes) < 200_000 and rng.random() < 0.7:
+        sizes[rng.integers(len(sizes))] *= int(rng.integers(2, 9))
+    while math.prod(sizes) > 300_000:
+        sizes[int(np.argmax(sizes))] //= 3
+    lying, strides, step = rng.permutation(len(sizes)), [0] * len(sizes), int(rng.integers(1, 3))
+    for place in lying:
+        strides[place], step = step, step * sizes[place]
+    if rng.random() < 0.2:
+        strides[int(rng.integers(len(sizes)))] = 0
+    special = [math.nan, math.inf] if rng.random() < 0.2 else [0.0]
+    stored, _ = drawn(kind, step, int(rng.integers(1 << 30)), 10.0 ** int(rng.integers(-12, 4)), special)
+    axis = [None, *range(-len(sizes), 0)][rng.integers(len(sizes) + 1)]
+    signs = HASH * (sizes[0] if rng.random() < 0.5 else 1)
+    return (stored.ctypes.data, KINDS[kind], tuple(sizes), tuple(strides), axis, 0, signs), stored
 
 
 @compiled
@@ -343,6 +363,51 @@ def test_several_threads_of_python_reduce_at_once():
     for thread in threads:
         thread.join()
     assert found == [alone] * 80
+
+
+READ_UNTIL = """
+import signal, sys, threading, time
+import torch
+from pytest_modelprobe.statistics import reduce
+torch.set_num_threads(2)
+x = torch.ones(5_000_000)
+before = reduce(x)
+def read_for_ever():
+    while True:
+        reduce(x)
+"""
+
+
+def run(script):
+    return subprocess.run([sys.executable, "-c", READ_UNTIL + script], capture_output=True, text=True, timeout=120)
+
+
+@compiled
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no such signals")
+def test_a_signal_while_threads_read_is_handled_after():
+    done = run("""
+def stop(*_):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGALRM, stop)
+for _ in range(20):
+    signal.setitimer(signal.ITIMER_REAL, 0.005)
+    try:
+        read_for_ever()
+    except KeyboardInterrupt:
+        pass
+print(reduce(x).row == before.row)
+""")
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
+
+
+@compiled
+def test_a_process_ends_while_a_thread_reads():
+    done = run("""
+threading.Thread(target=read_for_ever, daemon=True).start()
+time.sleep(0.05)
+sys.exit(3)
+""")
+    assert (done.stderr, done.returncode) == ("", 3)
 
 
 @compiled

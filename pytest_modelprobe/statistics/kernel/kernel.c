@@ -22,6 +22,7 @@
 #define INLINE inline __attribute__((always_inline, unused))
 #define APART __attribute__((noinline, unused)) /* inlined into one function, the passes would run out of registers */
 #define UNUSED __attribute__((unused))
+#define FETCH(address) __builtin_prefetch(address)
 #ifndef VECTORS /* -DVECTORS=0 computes without the vectors of these compilers, as others do */
 #define VECTORS 1
 #endif
@@ -29,6 +30,7 @@
 #define INLINE __forceinline
 #define APART __declspec(noinline)
 #define UNUSED
+#define FETCH(address)
 #define VECTORS 0
 #endif
 #if VECTORS && (defined(__x86_64__) || defined(__i386__)) && defined(__SSE2__)
@@ -46,8 +48,9 @@ enum { MOST_DIMS = 64 };
 enum {
     ROW = 1024,       /* so many squares are added in float32, then their sum in float64 */
     BLOCK = 4096,     /* elements of one part, which stay in the first-level cache for all passes */
-    SPAN = 1 << 14,   /* elements that are brought into order at once */
+    SPAN = 4352,      /* elements that are read at once: a block, and a row of a fingerprint that ends after it */
     TURNED = 1 << 14, /* elements that are transposed at once, or those of 32 columns if that is more */
+    FAR = 64,         /* so many rows before they are transposed, they are fetched from memory */
     WIDEST = 1 << 16, /* columns of more elements are not transposed but gathered, and rows of more are no rows */
     LONG = 1 << 10,   /* if so many elements of a unit lie together, blocks end where units do */
     CHUNK = 1 << 16,  /* elements whose parts one thread adds up */
@@ -286,7 +289,7 @@ static int64_t elements_held(const View *view, int64_t most) {
     int64_t span = most < SPAN ? most : SPAN, columns = view->dims > 1 ? view->size[view->dims - 2] : 0;
     if (view->direct) return 0;
     if (!view->turned) return span;
-    return BLOCK + COLUMNS + view->size[view->dims - 1] * (columns < view->turned ? columns : view->turned);
+    return SPAN + view->size[view->dims - 1] * (columns < view->turned ? columns : view->turned);
 }
 
 /* Fills a plan from the sizes and strides of a tensor, in elements. `axis` is that of the units, or negative. */

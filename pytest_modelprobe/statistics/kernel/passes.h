@@ -395,7 +395,10 @@ static INLINE void NAME(fold_blocks)(const T *x, const int blocks, uint64_t bits
     }
 }
 
+/* The row one block further on is fetched from memory meanwhile, for there the first pass of the next block waits for
+   each element. */
 static APART void NAME(fold_row)(const T *x, int blocks, uint64_t bits, T *sums) {
+    if (blocks == 16) for (int i = 0; i < COLUMNS; i += (int)(LINE / sizeof(T))) FETCH(x + BLOCK + i);
     if (blocks == 16) NAME(fold_blocks)(x, 16, bits, sums);
     else if (blocks == 8) NAME(fold_blocks)(x, 8, bits, sums);
     else if (blocks == 4) NAME(fold_blocks)(x, 4, bits, sums);
@@ -577,6 +580,7 @@ static APART void NAME(turn)(const char *from, int64_t stride, int kind, int64_t
             int64_t some_rows = rows - r < 16 ? rows - r : 16, some = columns - c < 16 ? columns - c : 16;
             const char *corner = from + r * stride + c * itemsize;
             const T *tile = direct ? (const T *)(const void *)corner : few;
+            for (int64_t i = 0; i < some_rows; i++) FETCH(corner + (FAR + i) * stride);
             for (int64_t i = 0; !direct && i < some_rows; i++) NAME(copy_run)(corner + i * stride, itemsize, some, kind, few + 16 * i);
             if (some_rows == 16 && some == 16) NAME(transpose_tile)(tile, step, to + c * rows + r, rows);
             else NAME(transpose_rest)(tile, step, some_rows, some, to + c * rows + r, rows);
@@ -603,13 +607,13 @@ static INLINE void NAME(add_turned)(const View *view, int kind, int64_t start, i
 
 /* --- all of it ---------------------------------------------------------------------------------------------------- */
 
-/* Returns the elements of a view from `start` on, and how many they are: BLOCK + COLUMNS at least, or all up to `end`.
-   With so many, a whole block and a whole row are always at hand. */
+/* Returns the elements of a view from `start` on, and how many they are: SPAN at least, or all up to `end`. With so many,
+   a whole block and a whole row are always at hand. */
 static INLINE const T *NAME(span)(const View *view, int kind, int64_t start, int64_t end, T *buffer, Held *held, int64_t *n) {
     int64_t left = end - start, most = left < SPAN ? left : SPAN;
     *n = most;
     if (view->direct) return (const T *)(const void *)view->data + start;
-    while (held->count < left && held->count < BLOCK + COLUMNS) {
+    while (held->count < most) {
         memmove(buffer, buffer + held->first, (size_t)held->count * sizeof(T));
         held->first = 0;
         if (view->turned) NAME(add_turned)(view, kind, start + held->count, end, buffer, held);
@@ -618,7 +622,6 @@ static INLINE const T *NAME(span)(const View *view, int kind, int64_t start, int
             held->count = most;
         }
     }
-    if (held->count < most) *n = held->count;
     return buffer + held->first;
 }
 
