@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -55,6 +55,10 @@ _REMEMBERED = 8  # newest runs and watches, whose inputs are kept for `Record.li
 _FORGOTTEN = (
     f"the probe of the record is closed or gone, or made {_REMEMBERED} runs since: compare the record before that"
 )
+
+
+Checked: TypeAlias = tuple[str, int, str]
+"""A model that a check ran, the number of its layers, and the verdict."""
 
 
 class Recorder(Protocol):
@@ -122,6 +126,9 @@ class ModelProbe:
         self._sources: deque[tuple[str, Watch | Record]] = deque(maxlen=_REMEMBERED)
         self._seen = 0
         self._reported = 0
+        self._checked: list[Checked] = []
+        self.shows_layers = False
+        """Whether the summary shows the table of a run: then standard checks make a run too."""
         self._open: list[Watch] = []
         self._runs: deque[Run] = deque(maxlen=_REMEMBERED)
         self._models: deque[nn.Module] = deque(maxlen=_MODELS)
@@ -619,6 +626,15 @@ class ModelProbe:
         new = list(self._sources)[-(self._seen - self._reported) :] if self._seen > self._reported else []
         self._reported = self._seen
         return new
+
+    def note_check(self, model: str, layers: int, verdict: str) -> None:
+        """Note what a check found of a model, for the summary."""
+        self._checked.append((model, layers, verdict))
+
+    def take_checked(self) -> list[Checked]:
+        """Return what was noted since the last call."""
+        taken, self._checked = self._checked, []
+        return taken
 
     def close(self) -> None:
         """Close all watches, and release the models and inputs of runs. Safe to repeat."""

@@ -466,6 +466,9 @@ def test_an_option_misspelt_is_told_from_the_models_keywords(probe: ModelProbe) 
     with pytest.raises(TypeError) as caught:
         probe.run(nn.Linear(2, 2), torch.ones(1, 2), layer="*")
     assert caught.value.__notes__[-1] == "layer= went to the model: is run's own layers= meant?"
+    with pytest.raises(TypeError) as caught:
+        probe.run(nn.Linear(2, 2), torch.ones(1, 2), stop_on="nonfinite")
+    assert caught.value.__notes__[-1] == ("stop_on= went to the model: it is an option of ModelProbe.watch, not of run")
 
 
 def test_a_selector_that_matches_nothing_is_refused(probe: ModelProbe) -> None:

@@ -6,6 +6,7 @@ themselves.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -15,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from pytest_modelprobe.exceptions import HintWarning, UsageError
+from pytest_modelprobe.exceptions import HintWarning, ModelProbeError, UsageError
 from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.progress import progress
@@ -219,6 +220,9 @@ def standard(
         _check_runs(probe, model, inputs, given, _one_input(inputs))
     if outcomes.broken:
         raise AssertionError(str(outcomes))
+    if probe.shows_layers:
+        with contextlib.suppress(ModelProbeError):
+            probe.run(model, *inputs, kwargs=given)
     if outcomes.hints:
         warnings.warn(HintWarning(str(outcomes)), stacklevel=3)
     return outcomes

@@ -27,6 +27,8 @@ from pytest_modelprobe.text import count
 from . import weights
 from .faults import Swap
 
+__tracebackhide__ = True  # of all functions here: an error is told at the line of the user's own code
+
 Change: TypeAlias = Callable[[Tensor], Tensor | None]
 """A function from a tensor to the one that replaces it. For a gradient it may return `None`, which is no gradient."""
 

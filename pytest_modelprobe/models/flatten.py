@@ -270,8 +270,10 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """
     # By id. The value itself is kept beside its result: as long as it lives, no other object gets its id.
     done: dict[int, tuple[Any, Any]] = {}
+    __tracebackhide__ = True
 
     def visit(value: Any) -> Any:
+        __tracebackhide__ = True
         if id(value) in done:
             return done[id(value)][1]
         if isinstance(value, torch.Tensor):

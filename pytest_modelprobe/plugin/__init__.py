@@ -23,7 +23,7 @@ from .other_plugins import add_checks, told_to_plugins
 from .progress_line import ProgressLine
 from .properties import Properties, is_asked
 from .settings import SETTINGS, add_filter, add_options, settings_of
-from .terminal import Terminal, named_records, summaries
+from .terminal import Terminal, named_records, shows_first_use, summaries
 
 if TYPE_CHECKING:
     from pytest_modelprobe.probe import ModelProbe
@@ -37,6 +37,7 @@ pytest_plugins = ("syrupy",)
 
 _PROBE_FIXTURES = frozenset({"modelprobe", "modelprobe_factory", "modelprobe_device"})
 
+_CHECKED = pytest.StashKey[list[tuple[str, int, str]]]()
 _SUMMARIES = pytest.StashKey[list[dict[str, Any]]]()
 _OBSERVED = pytest.StashKey[list["NamedRecord"]]()
 _FIGURES = pytest.StashKey[list[dict[str, str]]]()
@@ -209,6 +210,7 @@ def modelprobe(request: pytest.FixtureRequest, modelprobe_device: Any) -> Iterat
     options = settings.options_of_probe(modelprobe_device)
     recorder = request.config.pluginmanager.get_plugin(RECORDER)
     with ModelProbe(modelprobe_device, _seed_of(request.node), recorder=recorder, **options) as probe:
+        probe.shows_layers = not settings.has_records and shows_first_use(request.config)
         yield probe
         _keep_observed(request.node, probe)
 
@@ -378,6 +380,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         found = _summaries_of(item)
         if found:
             report.modelprobe = found
+        if checked := item.stash.get(_CHECKED, []):
+            report.modelprobe_checked = checked
+            del item.stash[_CHECKED]  # a test that is run again has others
         if item.config.stash[SETTINGS].reports and (_has_probe(item) or comparer is not None):
             report.modelprobe_results = _results_of(item, comparer)
         if comparer is not None:
@@ -402,7 +407,9 @@ def _keep_observed(item: pytest.Item, probe: ModelProbe) -> None:
     if item.config.stash[SETTINGS].unreported:
         return
     observed = [told_to_plugins(one, item) for one in named_records(probe)]
+    item.stash.setdefault(_CHECKED, []).extend(probe.take_checked())
     if observed:
+        item.config.stash[SETTINGS].has_records = True
         item.stash.setdefault(_SUMMARIES, []).extend(summaries(observed, item.config))
     if item.config.stash[SETTINGS].reports:
         # The steps are made now, because fixtures that are torn down later may still change the model.

@@ -46,6 +46,9 @@ class Settings:
     shared_probes: list[ModelProbe] = dataclasses.field(default_factory=list)
     """Probes that outlive a test. Each of their runs is reported with the test in which it was recorded."""
 
+    has_records: bool = False
+    """Whether a test has recorded something."""
+
     @property
     def reports(self) -> bool:
         """Whether the results of the run are asked for."""

@@ -1,18 +1,21 @@
 """The section "modelprobe" of the terminal summary: what the probes recorded, and the snapshots.
 
-It is quiet until there is something to say: a healthy model has no line. Only the first use in a project shows a table,
-so that a new user sees what the probe records. Summaries come in builtin types with the reports, as xdist needs it.
+It is quiet until there is something to say: a healthy model has no line, and the checks of all models have one. Only
+the first use in a project shows a table, so that a new user sees what the probe records. Summaries come in builtin
+types with the reports, as xdist needs it.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import pytest
 
 from . import properties
+from .revisions import is_asked
 from .settings import SETTINGS
 
 if TYPE_CHECKING:
@@ -87,6 +90,11 @@ def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[di
     return found
 
 
+def shows_first_use(config: pytest.Config) -> bool:
+    """Whether this run shows the table of the first run that a test records. CI keeps no cache, and would always."""
+    return not os.environ.get("CI") and _is_first_use(config) and not is_asked(config)
+
+
 def _is_first_use(config: pytest.Config) -> bool:
     """Whether no run of the project has shown a table yet."""
     cache = getattr(config, "cache", None)
@@ -105,10 +113,14 @@ class Terminal:
         self._config = config
         self._snapshot_lines = snapshot_lines
         self._summaries: list[tuple[str, dict[str, Any]]] = []
+        self._checked: list[tuple[str, str, int, str]] = []
+        """File, model, number of layers and verdict of each check."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect the summaries of a test from its report, under xdist too."""
         self._summaries += [(report.nodeid, summary) for summary in getattr(report, "modelprobe", ())]
+        file = report.nodeid.partition("::")[0]
+        self._checked += [(file, *checked) for checked in getattr(report, "modelprobe_checked", ())]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Write the section."""
@@ -119,7 +131,7 @@ class Terminal:
             shown = [first, *(pair for pair in shown if pair is not first)]
         if self._config.getoption("verbose") < 0 and not verbose:
             shown = []
-        snapshot_lines = [*self._eager_lines(), *self._snapshot_lines()]
+        snapshot_lines = [*self._checks_lines(), *self._eager_lines(), *self._snapshot_lines()]
         if not shown and not snapshot_lines:
             return
         lines = [line for pair in shown for line in _lines(*pair, with_table=verbose or pair is first)]
@@ -128,6 +140,21 @@ class Terminal:
         terminalreporter.section("modelprobe")
         for line in (*lines, *snapshot_lines):
             terminalreporter.write_line(line)
+
+    def _checks_lines(self) -> Iterator[str]:
+        """Say in one line what the checks looked at: three dots would not."""
+        if not self._checked or self._config.getoption("verbose") < 0:
+            return
+        from pytest_modelprobe.text import count
+
+        models = Counter((file, model, layers) for file, model, layers, _ in self._checked)
+        verdicts = Counter(verdict for *_, verdict in self._checked)
+        of_each = set(models.values())
+        is_each = len(of_each) == 1 < len(models)
+        checks = f"{count(of_each.pop(), 'check')} each" if is_each else count(len(self._checked), "check")
+        looked_at = f"{count(len(models), 'model')}, {count(sum(layers for *_, layers in models), 'layer')}, {checks}"
+        said = ("holds", "hold"), ("broken", "broken"), ("hint", "hinted at"), ("not applicable", "not applicable")
+        yield f"{looked_at}: {', '.join(f'{verdicts[verdict]} {word}' for verdict, word in said if verdicts[verdict])}"
 
     def _eager_lines(self) -> Iterator[str]:
         tests = {nodeid for nodeid, summary in self._summaries if summary.get("eager")}
@@ -138,7 +165,7 @@ class Terminal:
 
     def _first_use(self) -> tuple[str, dict[str, Any]] | None:
         """Return the summary whose table is shown on the first use in a project; ``None`` in CI."""
-        if os.environ.get("CI") or not _is_first_use(self._config):
+        if not shows_first_use(self._config):
             return None
         first = next((pair for pair in self._summaries if pair[1]["table"]), None)
         if first is not None and self._config.cache is not None:

@@ -403,12 +403,17 @@ class Run:
         return output
 
     def _note_misspelt(self, error: TypeError) -> None:
-        """Add a note to an error about an unknown keyword that resembles an option of `ModelProbe.run`."""
+        """Add a note to an error about an unknown keyword that is, or resembles, an option of the probe."""
         options = (
             "loss", "mode", "layers", "keep", "functionals", "attention", "profile", "isolate", "histograms", "kwargs",
         )  # fmt: skip
+        of_watch = ("stop_on", "steps", "positions", "compiled")
         for name in self.kwargs:
-            if f"unexpected keyword argument '{name}'" in str(error) and (near := nearest(name, options, n=1)):
+            if f"unexpected keyword argument '{name}'" not in str(error):
+                continue
+            if name in of_watch:
+                error.add_note(f"{name}= went to the model: it is an option of ModelProbe.watch, not of run")
+            elif near := nearest(name, options, n=1):
                 error.add_note(f"{name}= went to the model: is run's own {near[0]}= meant?")
 
     def _step(self, move: noise.Perturbation | None = None) -> None:

@@ -466,3 +466,27 @@ def test_recomputed_calls_that_cannot_be_told_apart_are_refused():
         intervene(model, "fc", output=faults.scale(3), calls=[0]),
     ):
         model(torch.ones(1, 2)).sum().backward()
+
+
+def test_an_error_is_told_at_the_line_of_the_test(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import torch
+        from torch import nn
+        from pytest_modelprobe import faults, intervene
+
+        def test_layer():
+            with intervene(nn.ReLU(), "relu", output=faults.stuck(7)):
+                pass
+
+        def test_change():
+            model = nn.Sequential(nn.ReLU())
+            with intervene(model, "0", output=lambda x: x.no_such):
+                model(torch.ones(1, 2))
+        """
+    )
+    result = pytester.runpytest("-p", "no:cacheprovider", "-p", "no:randomly")
+    result.stdout.fnmatch_lines(["*SelectionError: 'relu' matches none of *", "*AttributeError: *no_such*"])
+    result.stdout.no_fnmatch_line("*raised in repr()*")
+    result.stdout.no_fnmatch_line("*intervention.py:*")
+    result.stdout.no_fnmatch_line("*flatten.py:*")

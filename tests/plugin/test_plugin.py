@@ -530,6 +530,38 @@ def test_the_first_use_shows_the_layers_once(pytester: pytest.Pytester) -> None:
     pytester.runpytest("-p", "no:randomly").stdout.no_fnmatch_line("=* modelprobe =*")
 
 
+CHECKED = """
+    import torch
+    from torch import nn
+    from pytest_modelprobe import checks
+
+    def test_relu(modelprobe):
+        checks.standard(modelprobe, nn.Sequential(nn.Linear(4, 8), nn.ReLU()), modelprobe.randn(5, 4))
+
+    def test_finite(modelprobe):
+        checks.finite(modelprobe, nn.Linear(4, 4), modelprobe.randn(5, 4))
+"""
+
+
+def test_what_the_checks_looked_at_is_said_in_one_line(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(CHECKED)
+    result = pytester.runpytest("-p", "no:randomly")
+    result.stdout.fnmatch_lines(
+        [
+            "=* modelprobe =*",
+            "*::test_relu: Sequential, 3 layers, 3 calls",
+            "  0 * Linear * 1 * (5, 8) *",
+            "This table is shown once; --modelprobe-verbose shows it for every test.",
+            "2 models, 4 layers, 28 checks: * hold, * not applicable",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*::test_finite: *")
+    again = pytester.runpytest("-p", "no:randomly", "-k", "finite")
+    again.stdout.fnmatch_lines(["=* modelprobe =*", "1 model, 1 layer, 1 check: 1 hold"])
+    again.stdout.no_fnmatch_line("*This table*")
+    pytester.runpytest("-p", "no:randomly", "-q").stdout.no_fnmatch_line("*check*")
+
+
 def test_verbose_shows_the_layers_of_every_test(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(PASSING + PASSING[PASSING.index("def ") :].replace("test_tiny_net", "test_other"))
     result = pytester.runpytest(*QUIET, "--modelprobe-verbose")

@@ -140,6 +140,12 @@ class Check:
         model_kwargs = {name: value for name, value in options.items() if name not in self.options}
         self._check_options(own)
         prepared = self._prepared(probe, model, inputs, {**(kwargs or {}), **model_kwargs}, loss=loss)
+        found = self._found(prepared, own)
+        probe.note_check(found.model, len(prepared.layers.modules), found.verdict)
+        return found
+
+    def _found(self, prepared: PreparedModel, own: Mapping[str, Any]) -> Outcome:
+        __tracebackhide__ = True
         try:
             with progress(self.__name__), prepared, interruptible():
                 found = self.function(prepared, **own)

@@ -21,6 +21,9 @@ from .process import Assignment, main
 GRACE = 3.0
 """Seconds that the other ranks have to come to an end by themselves, after one has failed."""
 
+_IMPORTS = 300.0
+"""Seconds that the ranks have to import what they need, before the time of the test begins."""
+
 _PRELOADED = ["torch.distributed", "pytest", "pytest_modelprobe.plugin.ranks.process"]  # torch is imported once
 
 
@@ -31,6 +34,8 @@ class Rank:
         self.number = assignment.rank
         self.assignment = assignment
         self.process, self.connection = child.start(main, assignment, _PRELOADED)
+        self.has_begun = False
+        """Whether it came to the test."""
         self.is_done = False
         """Whether it said that it came to its end."""
         self.is_over = False
@@ -89,20 +94,22 @@ class Ranks:
         self.all: list[Rank] = []
         self.is_late = False
         """Whether the time was up."""
+        self.limit = _IMPORTS + self._assignments[0].timeout
+        """How many seconds they have: until all have come to the test, or from then on."""
 
     def run(self) -> None:
         """Run all to their end, or to the end of one that fails and `GRACE`."""
         try:
             self.all += map(Rank, self._assignments)
-            self._watch(self._assignments[0].timeout)
+            self._watch()
             self._ask_stacks()
         finally:
             for rank in self.all:
                 rank.end()
 
-    def _watch(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        decided = False
+    def _watch(self) -> None:
+        end = time.monotonic() + self.limit
+        decided = have_begun = False
         while running := [rank for rank in self.all if not rank.is_over]:
             by_handle: dict[Any, Rank] = {rank.process.sentinel: rank for rank in running}
             by_handle |= {rank.connection: rank for rank in running if not rank.is_done}
@@ -114,12 +121,16 @@ class Ranks:
                 failed = self._receive(rank, is_over=rank.process.sentinel in ready)
                 if failed and not decided:
                     decided, end = True, min(end, time.monotonic() + GRACE)
+            if not have_begun and all(rank.has_begun for rank in self.all):
+                have_begun, self.limit = True, self._assignments[0].timeout
+                end = min(end, time.monotonic() + self.limit)
 
     def _receive(self, rank: Rank, *, is_over: bool) -> bool:
         """Take what a rank sent; return whether the verdict is known by it."""
         decided = False
         for kind, data in rank.received():
             rank.is_done |= kind == "ended"
+            rank.has_begun |= kind == "began"
             decided |= self._on_message(rank, kind, data)
         if is_over:
             rank.process.join()

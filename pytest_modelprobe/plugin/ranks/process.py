@@ -72,6 +72,7 @@ class RankPlugin:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
         """Join the process group: before any fixture."""
+        self._connection.send(("began", None))
         mine = self._assignment
         on_gpus = torch.cuda.device_count() >= mine.world_size
         if on_gpus:

@@ -49,7 +49,7 @@ def run_in_ranks(item: pytest.Item, nextitem: pytest.Item | None, *, world_size:
         ranks = Ranks(_assignments(item, folder, world_size, timeout), outcome.receive)
         outcome.begin(ranks)
         ranks.run()
-        reports = list(outcome.reports(timeout))
+        reports = list(outcome.reports())
     for warning in dict.fromkeys(outcome.warnings):  # of several ranks, once
         item.ihook.pytest_warning_recorded.call_historic(
             kwargs={
@@ -103,6 +103,8 @@ class _Outcome:
         if kind == "warning":
             self.warnings.append(data)
             return False
+        if kind == "began":
+            return False
         if kind == "broken off":
             self._broken_off.setdefault(rank.number, data)
             return True
@@ -117,9 +119,9 @@ class _Outcome:
             sys.stdout.writelines(_shown(rank, report))
         return not report.passed
 
-    def reports(self, timeout: float) -> Iterator[pytest.TestReport]:
+    def reports(self) -> Iterator[pytest.TestReport]:
         """Yield the report of each phase."""
-        broken = self._broken(timeout)
+        broken = self._broken()
         lost = {id(report) for _, report in self._received if report.failed and _LOST.search(report.longreprtext)}
         has_cause = broken is not None or any(r.failed and id(r) not in lost for _, r in self._received)
         passed = True
@@ -135,7 +137,7 @@ class _Outcome:
                 passed = report.passed
                 yield self._named(rank, report, [other for _, other in found])
 
-    def _broken(self, timeout: float) -> pytest.TestReport | None:
+    def _broken(self) -> pytest.TestReport | None:
         """Return the report of a rank that sent none of its own: it hangs, died, or did not find the test."""
         for number, text in self._broken_off.items():
             began = any(sender.number == number for sender, _ in self._received)
@@ -151,7 +153,8 @@ class _Outcome:
         standing = next((rank for rank in self._ranks.all if rank.stack), None)
         if not self._ranks.is_late or standing is None:
             return None
-        return self._report(standing, "\n".join([f"timed out after {timeout:g} s{self._others()}", *self._hang()]))
+        late = f"timed out after {self._ranks.limit:g} s{self._others()}"
+        return self._report(standing, "\n".join([late, *self._hang()]))
 
     def _hang(self) -> Iterator[str]:
         for rank in self._ranks.all:

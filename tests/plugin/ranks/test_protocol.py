@@ -269,6 +269,20 @@ def test_the_tests_of_a_named_model_do_not_run_in_the_ranks_of_another_test(pyte
 
 
 @slow
+def test_imports_do_not_count_as_time_of_the_test(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester,
+        """
+if "RANK" in __import__("os").environ:
+    time.sleep(5)
+@pytest.mark.modelprobe(world_size=2, timeout=4)
+def test_reduce(modelprobe): dist.all_reduce(torch.ones(1))
+""",
+    )
+    result.assert_outcomes(passed=1)
+
+
+@slow
 def test_a_thread_that_is_left_is_told_from_a_hang(pytester: pytest.Pytester) -> None:
     result = run(
         pytester,
