@@ -87,7 +87,6 @@ class Recorder:
         """Forget what the test recorded, if it runs again."""
         shutil.rmtree(folder_of(self._folder, self._test), ignore_errors=True)
         self._made = 0
-        self._watches.clear()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self) -> None:
