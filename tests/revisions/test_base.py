@@ -8,8 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
+from pathlib import Path
 
 import pytest
+import torch
 
 NET = """
     from torch import nn
@@ -121,8 +124,6 @@ def test_a_change_is_named_as_by_a_snapshot_and_shown_exactly(project: Project) 
     assert re.search(r"difference +0\.0004\d+ +\[\d, \d+\] +-?\d\.\d+ +-?\d\.\d+\n", said)
     assert "tests/test_net.py::test_shapes, architecture 1:\nnorm.eps 1e-05 → 0.0001; 1 cause" in said
     assert "tests/test_net.py::test_step, watch 1:\nnorm.eps 1e-05 → 0.0001" in said
-    import torch
-
     here, there = re.search(r"torch\.load: (\S+) here, (\S+) at main", said).groups()
     now, then = (torch.load(path)["0 output"] for path in (here, there))
     assert now.shape == (4, 16)
@@ -236,11 +237,16 @@ def test_the_other_side_may_have_another_interpreter(
     project: Project, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     python = tmp_path_factory.mktemp("bin") / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    versions = '{"side": true, "pytest-modelprobe": "1", "torch": "9.9"}'
+    python.write_text(f"""#!/bin/sh
+if test "$1" = -c; then echo '{versions}'; else echo ran >> {python}.log; exec "{sys.executable}" "$@"; fi
+""")
     python.chmod(0o755)
     result = project.run("--modelprobe-base=HEAD", f"--modelprobe-base-python={python}")
     assert result.ret == 0
     assert f"beside HEAD (COMMIT) under {python} =" in text_of(result)
+    assert f"torch: {metadata.version('torch')} here, 9.9 there" in result.outlines
+    assert Path(f"{python}.log").read_text("ascii") == "ran\n"  # once, for nothing changed
     assert "3 models: 3 unchanged" in result.outlines
 
 

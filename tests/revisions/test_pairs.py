@@ -93,13 +93,18 @@ def test_tensors_are_compared_element_by_element(tmp_path: Path) -> None:
     assert found["largest"]["relative"] == (1.0, [1, 0], 0.0, 0.25)
 
 
-def test_integers_and_a_nan_on_one_side_differ_too(tmp_path: Path) -> None:
+def test_integers_booleans_and_a_nan_on_one_side_differ_too(tmp_path: Path) -> None:
     here, there = tmp_path / "here.pt", tmp_path / "there.pt"
     torch.save({"0 output": torch.tensor([1, 2])}, here)
     torch.save({"0 output": torch.tensor([1, 5])}, there)
     found = exact_difference(here, there)
     assert found is not None
     assert found["largest"]["difference"] == (3.0, [1], 2, 5)
+    torch.save({"0 output": torch.tensor([True, False])}, here)
+    torch.save({"0 output": torch.tensor([True, True])}, there)
+    found = exact_difference(here, there)
+    assert found is not None
+    assert found["largest"]["difference"] == (1.0, [1], False, True)
     torch.save({"0 output": torch.tensor([1.0, float("nan")])}, here)
     torch.save({"0 output": torch.tensor([1.0, 1.0])}, there)
     found = exact_difference(here, there)

@@ -60,7 +60,7 @@ def test_it_imports_from_its_own_folders_first(python: Python, tmp_path: Path, m
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ("exit 3", "is no Python that runs: it said nothing"),
+        ("exit 0", "is no Python that runs: it said nothing"),
         ("echo no such option >&2; exit 2", "is no Python that runs: no such option"),
         ("""echo '{"side": false, "pytest-modelprobe": null}'""", "has no pytest-modelprobe: install "),
         ("""echo '{"side": false, "pytest-modelprobe": "0.1"}'""", "the pytest-modelprobe 0.1 of .* cannot answer"),
@@ -77,6 +77,18 @@ def test_versions_are_those_of_the_interpreter() -> None:
         "python": sys.version.split()[0],
         **{name: metadata.version(name) for name in ("pytest-modelprobe", "torch", "pytest")},
     }
+
+
+def test_the_other_side_writes_nothing_and_runs_what_this_one_ran(pytester: pytest.Pytester) -> None:
+    written = ["--modelprobe-json=r.json", "--modelprobe-html=r.html", "--junitxml=r.xml", "--cache-clear"]
+    config = pytester.parseconfig(*written, "--modelprobe-base=HEAD", "--maxfail=1", "-k", "a or b", "-m", "not slow")
+    found = options_for(config, rootdir="there")
+    json.dumps(found)
+    silent = ["modelprobe_json", "modelprobe_html", "xmlpath", "modelprobe_base"]
+    assert {name: found[name] for name in silent} == dict.fromkeys(silent)
+    assert (found["cacheclear"], found["maxfail"]) == (False, 0)
+    assert (found["keyword"], found["markexpr"], found["rootdir"]) == ("a or b", "not slow", "there")
+    assert "file_or_dir" not in found
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -120,13 +132,16 @@ def test_it_ends_when_the_process_that_started_it_is_gone(tmp_path: Path, pytest
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    with process:
+    try:
         while not (tmp_path / "started").exists():
             assert process.poll() is None
             time.sleep(0.05)
         assert process.stdin is not None
         process.stdin.close()
-        assert process.wait() != 0
+        assert process.wait(60) != 0
+    finally:
+        process.kill()
+        process.wait()
     assert not (tmp_path / "ran.json").exists()
 
 
