@@ -23,14 +23,19 @@ def test_c(modelprobe): modelprobe.run(torch.nn.Linear(2, 2), torch.ones(1, 2))
 Beside = Callable[..., pytest.RunResult]
 
 
+def git(*commands: str) -> None:
+    for command in commands:
+        user = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        subprocess.run(["git", *user, *command.split()], check=True, capture_output=True)
+
+
 @pytest.fixture
 def beside(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Beside:
     """Runs three tests in this process. The models of the first have these verdicts."""
     for name in [name for name in os.environ if name.startswith("GIT_")]:
         monkeypatch.delenv(name)
     pytester.makepyfile(test_a=TESTS)
-    for command in ("init -q -b main", "add .", "-c user.name=a -c user.email=a@example.org commit -q -m one"):
-        subprocess.run(["git", *command.split()], check=True, capture_output=True)
+    git("init -q -b main", "add .", "commit -q -m one")
 
     def run(*arguments: str, verdicts: str = "unchanged", stopped: str = "", **found: Any) -> pytest.RunResult:
         def played(here: Records, ours: TestsOn, theirs: TestsOn, *, folder: Path, **_: Any) -> SideBySide:
@@ -75,7 +80,7 @@ def test_a_run_fails_if_a_model_changed_or_none_could_be_compared(beside: Beside
 
 
 def test_a_run_that_failed_already_keeps_its_status(beside: Beside) -> None:
-    assert beside("-k", "no_such_test").ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert beside("-k", "no_such_test", "-p", "no:syrupy").ret == pytest.ExitCode.NO_TESTS_COLLECTED
     assert beside("--collect-only").ret == 0
     result = beside(stopped="the other side is on fire")
     assert result.ret == 1
@@ -106,7 +111,7 @@ def test_a_test_that_failed_or_was_not_asked_for_here_is_not_missed_there(
     path.write_text(
         path.read_text("utf-8").replace("torch.ones(1, 2))\ndef test_b", "torch.ones(1, 2)); assert 0\ndef test_b")
     )
-    subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-qam", "two"], check=True)
+    git("commit -qam two")
     everything = [f"test_a.py::test_{name}" for name in "abc"]
     ran = Ran(with_probe=everything, failed={"test_a.py::test_a": "failed: assert 0"})
     said = str(beside("-k", "not test_c", ran=ran).stdout)
@@ -120,3 +125,11 @@ def test_its_records_go_when_the_run_ends(beside: Beside, monkeypatch: pytest.Mo
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     beside()
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("modelprobe-")]
+
+
+def test_a_base_that_is_not_one_commit_is_refused(beside: Beside) -> None:
+    git("switch -q -c other", "commit -q --allow-empty -m other", "switch -q main", "commit -q --allow-empty -m two")
+    git("branch before", "merge -q other", "switch -q other", "merge -q before")
+    result = beside()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "HEAD and main have 2 newest commits in common, as they were merged crosswise" in str(result.stderr)
