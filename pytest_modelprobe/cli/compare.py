@@ -110,10 +110,10 @@ def _show(
         advice = "" if carries else "; --weights=a sets what the pairing maps"
         print(printable(f"  not recognized: {listed(left)}{advice}"))
     message = port_failure(pairing, unknown=left)
+    if told := message or str(pairing):  # nothing if all layers have a partner of the same name
+        print("", *map(printable, told.split("\n")), sep="\n")
     if message:
-        print("", *map(printable, message.split("\n")), sep="\n")
         return DIFFERENT
-    print("", *map(printable, str(pairing).split("\n")), sep="\n")
     print(f"\nSame: {count(len(pairing.steps), 'pair')} of layers")
     return SAME
 

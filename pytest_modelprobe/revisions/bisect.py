@@ -180,7 +180,7 @@ class _Search:
         other = read_written(self._folder / "other")
         if not self.good.keys() <= other.keys():
             return None
-        return [judged(other[key], one, (other[key].record, one.record)) for key, one in self.good.items()]
+        return [judged(other[key], one) for key, one in self.good.items()]
 
     def search(self, first: str, last: str, wanted: Wanted, told: _Progress) -> tuple[str, list[Pair] | None]:
         """Let git choose the commits; return the one that it finds, and its pairs.

@@ -66,17 +66,16 @@ def _compared(actual: Record, expected: Record, precision: Precision) -> Compari
     return compare(actual, expected, parts=parts, precision=precision if same else None)
 
 
-def judged(here: Written, there: Written, before: tuple[Record, Record]) -> Pair:
+def judged(here: Written, there: Written) -> Pair:
     """Return the verdict on two records.
 
     Args:
         here: The record of this side, with evidence if the two differ.
         there: The same of the other side.
-        before: The two records without evidence.
     """
     # The noise of a watch is not measured; most rounding is smaller than what a file can hold.
     found = _compared(here.record, there.record, "exact" if there.record.noise else "measured")
-    diagnosis, first = diagnose(found), first_difference(compare_records(*before))
+    diagnosis, first = diagnose(found), first_difference(found)
     if there.record.noise == "not repeatable":
         verdict: Verdict = "not repeatable"
     elif not diagnosis.same:

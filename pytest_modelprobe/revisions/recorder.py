@@ -87,14 +87,13 @@ class Recorder:
         """Forget what the test recorded, if it runs again."""
         shutil.rmtree(folder_of(self._folder, self._test), ignore_errors=True)
         self._made = 0
-        self._watches.clear()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self) -> None:
         """Write the watches of the test."""
         for number, watch in enumerate(self._watches, 1):
-            with contextlib.suppress(ModelProbeError):  # nothing was observed
-                record = watch.first_step if watch.counts.steps else watch.first
+            with contextlib.suppress(ModelProbeError):  # with compiled="inside" no forward is kept alone
+                record = watch.first_step if watch.steps else watch.first
                 self._write(f"watch {number}", record, watch.model)
         self._watches.clear()
 
@@ -144,8 +143,7 @@ def _with_evidence_if_differing(there: Written, here: Written) -> tuple[Written,
     live_run, layers = there.record.live_run, layers_behind_zeros(there.record)
     found = compare_records(here.record, there.record)
     if found.same and live_run is not None and layers:
-        back = compare_records(there.record, here.record)
-        alone = live_run.isolated(there.record, like=back.expected, names=back.names_before, only=layers)
+        alone = live_run.isolated(there.record, like=here.record, only=layers)  # no layer has another name
         found = compare_records(here.record, alone)
     if found.same:
         return there, None

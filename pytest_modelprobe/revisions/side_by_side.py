@@ -105,5 +105,5 @@ def side_by_side(
     if differing := {test for test, key in both if there[test, key].evidence}:
         ours.run(differing, folder / "again", like=str(folder / "there"), tensors=str(kept / "here"))
         now = {**here, **read_written(folder / "again")}
-    pairs = [judged(now[key], there[key], (here[key].record, there[key].record)) for key in both]
+    pairs = [judged(now[key], there[key]) for key in both]
     return SideBySide(tests=tests, pairs=pairs, ran=ran, only_here=sorted(only_here), unpaired=unpaired)

@@ -117,8 +117,6 @@ class Worktree:
 
     @staticmethod
     def _write(submodule: Path, commit: str, target: Path) -> None:
-        if not (submodule / ".git").exists():
-            return
         with tempfile.TemporaryFile() as archive:
             archive.write(_git(submodule, "archive", "--format=tar", commit))
             archive.seek(0)

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -235,11 +237,16 @@ def test_the_other_side_may_have_another_interpreter(
     project: Project, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     python = tmp_path_factory.mktemp("bin") / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    versions = '{"side": true, "pytest-modelprobe": "1", "torch": "9.9"}'
+    python.write_text(f"""#!/bin/sh
+if test "$1" = -c; then echo '{versions}'; else echo ran >> {python}.log; exec "{sys.executable}" "$@"; fi
+""")
     python.chmod(0o755)
     result = project.run("--modelprobe-base=HEAD", f"--modelprobe-base-python={python}")
     assert result.ret == 0
     assert f"beside HEAD (COMMIT) under {python} =" in text_of(result)
+    assert f"torch: {metadata.version('torch')} here, 9.9 there" in result.outlines
+    assert Path(f"{python}.log").read_text("ascii") == "ran\n"  # once, for nothing changed
     assert "3 models: 3 unchanged" in result.outlines
 
 

@@ -12,7 +12,17 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import ModelProbe
-from pytest_modelprobe.revisions import Ran, Recorder, SideBySide, SideError, TestsOn, read_written, side_by_side
+from pytest_modelprobe.revisions import (
+    Job,
+    Ran,
+    Recorder,
+    Side,
+    SideBySide,
+    SideError,
+    TestsOn,
+    read_written,
+    side_by_side,
+)
 
 
 class Played:
@@ -38,12 +48,15 @@ class Played:
 class Net(nn.Module):
     """A network with a gate, and code of its own at the gate and after it."""
 
-    def __init__(self, gate: float, at_gate: float = 1.0, after: float = 1.0) -> None:
+    def __init__(self, gate: float, at_gate: float = 1.0, after: float = 1.0, prefix: str = "") -> None:
         super().__init__()
-        self.fc, self.gate, self.after = nn.Linear(4, 4), Times(at_gate, gate), Times(after, 1.0)
+        self.fc = nn.Linear(4, 4)
+        self.add_module(f"{prefix}gate", Times(at_gate, gate))
+        self.add_module(f"{prefix}after", Times(after, 1.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, self.after(self.fc(x) + self.gate(x)))
+        fc, gate, after = self.children()
+        return cast(torch.Tensor, after(fc(x) + gate(x)))
 
 
 class Times(nn.Module):
@@ -56,10 +69,10 @@ class Times(nn.Module):
         return cast(torch.Tensor, self.code(x) * self.scale)
 
 
-def run(*numbers: float) -> Callable[[ModelProbe], object]:
+def run(*numbers: float, prefix: str = "") -> Callable[[ModelProbe], object]:
     def test(probe: ModelProbe) -> None:
         torch.manual_seed(0)
-        probe.run(Net(*numbers), probe.randn(3, 4))  # a gradient would show what a zero hides
+        probe.run(Net(*numbers, prefix=prefix), probe.randn(3, 4))  # a gradient would show what a zero hides
 
     return test
 
@@ -136,8 +149,8 @@ def test_tests_and_records_of_one_side_are_counted(tmp_path: Path) -> None:
         run(1.0)(probe)
         run(1.0)(probe)
 
-    found = beside(Played(a=twice, b=run(1.0)), Played(a=run(1.0)), tmp_path)
-    assert (found.only_here, found.unpaired, len(found.pairs), found.tests) == (["b"], 1, 1, {"a", "b"})
+    found = beside(Played(a=twice, b=run(1.0), c=run(1.0)), Played(a=run(1.0), c=twice), tmp_path)
+    assert (found.only_here, found.unpaired, len(found.pairs), found.tests) == (["b"], 2, 2, {"a", "b", "c"})
 
 
 def test_records_of_other_code_than_their_own_stop_the_comparison(tmp_path: Path) -> None:
@@ -174,3 +187,90 @@ def test_a_watch_is_compared_too(tmp_path: Path) -> None:
     (pair,) = beside(Played(a=watched(2.0)), Played(a=watched(1.0)), tmp_path / "other").pairs
     assert (pair.verdict, pair.there.evidence) == ("changed", True)
     assert "after" in {cause.layer for cause in pair.diagnosis.causes}
+
+
+def test_each_side_keeps_the_output_of_a_layer_with_another_name(tmp_path: Path) -> None:
+    (pair,) = beside(Played(a=run(1.0, 1.0, 2.0)), Played(a=run(1.0, prefix="old_")), tmp_path).pairs
+    assert (pair.diagnosis.causes[0].layer, pair.diagnosis.causes[0].evidence) == ("after", "both")
+    assert pair.first is not None
+    assert (pair.first.layer, pair.first.name_there) == ("after", "old_after")
+    assert pair.tensors is not None
+    assert pair.tensors["different"] == 12
+
+
+def test_an_architecture_is_compared_without_numbers(tmp_path: Path) -> None:
+    def shape(width: int) -> Callable[[ModelProbe], object]:
+        return lambda probe: probe.architecture(nn.Sequential(nn.Linear(4, width), nn.ReLU()), torch.ones(2, 4))
+
+    (pair,) = beside(Played(a=shape(3)), Played(a=shape(3)), tmp_path / "same").pairs
+    assert (pair.here.key, pair.verdict) == ("architecture 1", "unchanged")
+    (pair,) = beside(Played(a=shape(5)), Played(a=shape(3)), tmp_path / "other").pairs
+    assert pair.verdict == "changed"
+    assert pair.diagnosis.causes[0].layer == "0"
+
+
+def test_each_process_gets_files_of_its_own_that_are_there(tmp_path: Path) -> None:
+    for name in ("a.py", "b.py", "c.py"):
+        (tmp_path / name).touch()
+    jobs: list[Job] = []
+    side = cast(Side, SimpleNamespace(run=lambda given, log: jobs.extend(given) or Ran()))
+    tests = ["a.py::test_1", "a.py::test_2", "b.py::test_1", "c.py::test_1", "gone.py::test_1"]
+    for processes, told in ((2, [["a.py", "c.py"], ["b.py"]]), (4, [["a.py"], ["b.py"], ["c.py"]])):
+        jobs.clear()
+        on = TestsOn(side=side, root=tmp_path, options={}, plugins=["p"], processes=processes, logs=tmp_path)
+        on.run(tests, tmp_path / "there", like="x")
+        assert [[Path(file).name for file in job.files] for job in jobs] == told
+        assert all((job.tests, job.plugins, job.like) == (tests, ["p"], "x") for job in jobs)
+
+
+def test_a_test_that_runs_again_is_recorded_anew(tmp_path: Path) -> None:
+    recorder, item = Recorder(tmp_path), cast(pytest.Item, SimpleNamespace(nodeid="a"))
+
+    def turn(*models: nn.Module) -> None:  # as pytest-rerunfailures does, in one protocol
+        recorder.pytest_runtest_setup()
+        with ModelProbe(recorder=recorder) as probe:
+            for model in models:
+                probe.watch(model)
+                probe.run(model, torch.ones(2, 4))
+            recorder.pytest_runtest_teardown()
+
+    next(recorder.pytest_runtest_protocol(item))
+    turn(nn.Linear(4, 4), nn.Linear(4, 4))
+    turn(nn.Linear(4, 3))
+    found = read_written(tmp_path)
+    assert [key for _, key in found] == ["run 1", "watch 1"]
+    assert all(one.record.layers["(root)"].parameters[0].shape == (3, 4) for one in found.values())
+
+
+def test_a_watch_without_a_forward_of_its_own_and_a_probe_outside_of_tests_are_no_records(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    with ModelProbe(recorder=recorder) as probe:
+        probe.run(nn.Linear(4, 4), torch.ones(2, 4))
+    next(recorder.pytest_runtest_protocol(cast(pytest.Item, SimpleNamespace(nodeid="a"))))
+    with ModelProbe(recorder=recorder) as probe:
+        probe.watch(nn.Linear(4, 4), compiled="inside")
+        recorder.pytest_runtest_teardown()
+    assert not read_written(tmp_path)
+
+
+def test_a_watch_of_a_training_is_its_first_step_or_forward(tmp_path: Path) -> None:
+    def trained(probe: ModelProbe, **options: int) -> None:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        probe.watch(model, **options)
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+    Played(a=trained, b=lambda probe: trained(probe, steps=0)).run(["a", "b"], tmp_path)
+    step, forward = (one.record for one in read_written(tmp_path).values())
+    assert (step.forwards, forward.forwards) == (1, 1)
+    assert step.layers["(root)"].parameters[0].update is not None
+    assert forward.layers["(root)"].parameters[0].update is None  # no step is kept
+
+
+def test_a_record_names_the_files_of_its_classes(tmp_path: Path) -> None:
+    Played(a=run(1.0)).run(["a"], tmp_path)
+    (one,) = read_written(tmp_path).values()
+    assert one.sources.keys() == {__name__, "torch.nn.modules.linear"}
+    assert Path(one.sources["torch.nn.modules.linear"]).samefile(torch.nn.modules.linear.__file__)

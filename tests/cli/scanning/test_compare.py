@@ -54,6 +54,11 @@ def test_weights_are_carried_into_a_fused_layer_and_the_port_is_the_same(capsys)
     assert "2 layers of A without a partner: q and k" in out
 
 
+def test_a_pairing_that_renames_nothing_leaves_no_blank_lines(capsys):
+    assert cli.main(["compare", "two_nets:A", "two_nets:A", "--input", "4x8"]) == 0
+    assert capsys.readouterr().out == "Weights: 4 parameters of B recognized in A, 0 not\n\nSame: 4 pairs of layers\n"
+
+
 def test_weights_that_are_not_known_are_named_in_the_first_line(capsys):
     assert cli.main(["compare", "two_nets:A", "two_nets:B", "--input", "4x8"]) == 1
     assert "weights inside are not those of the expected: qk.weight and qk.bias" in capsys.readouterr().out
