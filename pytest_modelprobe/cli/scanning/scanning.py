@@ -17,8 +17,9 @@ from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, Record
 from pytest_modelprobe.runs import NoGradientError
 
-from .inputs import Input, arguments, guesses, how_to_name
-from .target import Target
+from .inputs import Input, arguments
+from .search import Search
+from .target import Target, required
 
 
 class ScannedModel:
@@ -28,6 +29,7 @@ class ScannedModel:
         target: Makes the model.
         probe: Gives the device and the seed.
         inputs: The inputs; empty: guessed.
+        command: The command that is run, and the option that gives an input, for the message if none is found.
 
     Raises:
         UsageError: The model cannot be made, or does not run on the inputs, or on none that was guessed; the message
@@ -39,8 +41,15 @@ class ScannedModel:
     (1, ['holds'])
     """
 
-    def __init__(self, target: Target, probe: ModelProbe, inputs: Sequence[Input] = ()) -> None:
-        self.target, self.probe = target, probe
+    def __init__(
+        self,
+        target: Target,
+        probe: ModelProbe,
+        inputs: Sequence[Input] = (),
+        *,
+        command: tuple[str, str] = ("modelprobe scan {}", "--input "),
+    ) -> None:
+        self.target, self.probe, self._command = target, probe, command
         self.model = self._built()
         if len({one.name is None for one in inputs}) > 1:
             raise UsageError(f"{shown(inputs)}: name every input, or none")
@@ -118,19 +127,21 @@ class ScannedModel:
             yield check.outcome(self.probe, self.model, *args, kwargs=kwargs, **options)
 
     def _guessed(self) -> list[Input]:
-        """Return the first inputs that are guessed and on which the model runs."""
-        refused = ""
-        for inputs in guesses(self.model):
-            self.inputs = inputs
+        """Return the first inputs that are found and on which the model runs."""
+        search = Search(self.model)
+        for inputs in search:
+            self.inputs = list(inputs)
             try:
                 self.record  # noqa: B018 - it is kept
             except UsageError as error:
-                refused = refused or f"; {error}"
+                search.refusal = search.refusal or error
             else:
-                return inputs
-        raise UsageError(
-            f"the inputs of {type(self.model).__name__} cannot be guessed: {how_to_name(self.model)}{refused}"
-        )
+                return self.inputs
+        command, option = self._command
+        given = search.best or [f"{name}=SHAPE" for name in required(self.model.forward)] or ["SHAPE"]
+        start = " ".join([command.format(self.target.name), *(f"{option}{one}" for one in given)])
+        why = f" It got furthest on these: {outcome.line_of(search.refusal)}" if search.refusal else ""
+        raise UsageError(f"the inputs of {type(self.model).__name__} cannot be guessed, start from: {start}.{why}")
 
 
 def applicable_assertions(record: Record) -> list[str]:

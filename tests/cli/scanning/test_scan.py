@@ -48,6 +48,10 @@ class Ends(Net):
             raise SystemExit(0)
         return super().forward(x)
 
+class Refuses(Net):
+    def forward(self, x):
+        raise ValueError("no")
+
 class Detached(Net):
     def forward(self, x):
         return super().forward(x).detach()
@@ -140,11 +144,24 @@ def test_scan_of_a_model_without_fault_succeeds(capsys: pytest.CaptureFixture[st
 
 
 def test_scan_says_in_one_sentence_what_is_wrong_with_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["scan", "torch.nn:Flatten"]) == 2
+    assert cli.main(["scan", "small_net:Refuses"]) == 2
     assert capsys.readouterr().err == (
-        "modelprobe: the inputs of Flatten cannot be guessed: give them with --input, such as --input 8x3x32x32, or "
-        "--input 8x16:1000 for integers below 1000\n"
+        "modelprobe: the inputs of Refuses cannot be guessed, start from: modelprobe scan small_net:Refuses "
+        "--input 4x8. It got furthest on these: ValueError: no\n"
     )
+
+
+@pytest.mark.usefixtures("_plugin_alone")
+def test_pytest_tells_the_option_of_its_own_for_inputs_that_cannot_be_guessed(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest("--modelprobe-model=small_net:Refuses", "-k", "assert_finite")
+    told = "start from: pytest --modelprobe-model=small_net:Refuses --modelprobe-input=4x8. It got furthest on these: *"
+    result.stdout.fnmatch_lines([f"*UsageError: the inputs of Refuses cannot be guessed, {told}"])
+    result.stdout.no_fnmatch_line("* --input *")
+
+
+def test_compare_tells_the_command_to_start_from(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compare", "small_net:Refuses", "small_net:Net"]) == 2
+    assert "start from: modelprobe compare small_net:Refuses small_net:Net --input 4x8." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
