@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_modelprobe.text import fitted
+
 from . import hookspecs, revisions
 from .annotations import Annotations
 from .devices import as_list, resolve
@@ -70,6 +72,10 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     from pytest_modelprobe.snapshot.options import read_environment
 
     read_environment(early_config)
+
+
+_INDENT = 8
+"""Characters that pytest writes before a line of a failure."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -140,6 +146,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         load_named(config.stash[SETTINGS])
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Terminal(config, config.stash[_SNAPSHOTS].lines), "modelprobe-terminal")
+    terminal: Any = config.pluginmanager.getplugin("terminalreporter")
+    if terminal is not None and terminal.isatty:
+        stack = contextlib.ExitStack()
+        stack.enter_context(fitted(config.get_terminal_writer().fullwidth - _INDENT))
+        config.add_cleanup(stack.close)
     if ProgressLine.is_wanted(config):
         config.pluginmanager.register(ProgressLine(config), "modelprobe-progress")
     add_checks(config)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -82,3 +84,13 @@ def arguments(inputs: Sequence[Input], probe: ModelProbe) -> tuple[tuple[Tensor,
     """Return positional and keyword arguments."""
     tensors = [(one.name, one.tensor(probe, position)) for position, one in enumerate(inputs)]
     return tuple(x for name, x in tensors if name is None), {name: x for name, x in tensors if name is not None}
+
+
+def required(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments that a function cannot do without.
+
+    >>> required(lambda x, *more, scale=1: x)
+    ['x']
+    """
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

@@ -42,13 +42,17 @@ Move = tuple[int, Guess]
 class Search:
     """The search for inputs of one model.
 
+    Args:
+        model: The model.
+        on_tensors: Whether to yield also what may run although fake tensors cannot tell, at the end.
+
     >>> search = Search(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(2 * 20 * 20, 3)))
     >>> [str(one) for one in next(iter(search))]
     ['4x1x22x22']
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, *, on_tensors: bool = True) -> None:
+        self._model, self._on_tensors = model, on_tensors
         self._first = starts(model)
         self._queue: list[tuple[int, int, int, Guess]] = []  # how far it got, moves that were needed, order
         self._order = itertools.count()
@@ -81,7 +85,7 @@ class Search:
                     [(1, tuple(_shaped(one, one.shape[0] // 2, *one.shape[1:]) for one in guess))],
                 )
                 continue
-            if trial.error is None or (trial.is_undecided and undecided < 3):
+            if trial.error is None or (self._on_tensors and trial.is_undecided and undecided < 3):
                 undecided += trial.error is not None
                 yield _limited(guess, trial)
                 continue
@@ -89,8 +93,8 @@ class Search:
                 furthest, self.best, self.refusal = len(trial.calls), guess, trial.error
             failed.append(guess)
             self._add(len(trial.calls), cost, self._moves(guess, trial, names, known))
-        # Fake tensors do not know every operation.
-        yield from (guess for guess in failed if guess in self._first[:4])
+        if self._on_tensors:  # fake tensors do not know every operation
+            yield from (guess for guess in failed if guess in self._first[:4])
 
     def _add(self, reached: int, cost: int, moves: Iterable[Move]) -> None:
         for rank, guess in moves:

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from .inputs import Input
-from .target import required
+from .inputs import Input, required
 
 BATCH, LENGTH = 4, 16
 SPATIAL = {1: (64, 1024), 2: (32, 64, 224, 28), 3: (16, 32)}
