@@ -271,41 +271,43 @@ def _narrowed(
     columns: Sequence[str], rows: list[list[str]], right: Sequence[bool], width: int
 ) -> tuple[int, list[list[str]]]:
     """Return how many columns fit into a width, and the rows with words shortened for it."""
+    whole = [[row[i] for row in rows] for i in range(len(columns))]
     for kept in range(len(columns), 0, -1):
-        widths = [max(len(cells[i]) for cells in (columns, *rows)) for i in range(kept)]
-        too_wide = sum(widths) + _GAP * (kept - 1) - width
-        cells = [[row[i] for row in rows] for i in range(kept)]
-        while too_wide > 0:
-            able = {i: shorter for i in range(kept) if not right[i]
-                    if (shorter := _shorter(columns[i], cells[i], widths[i], too_wide)) is not None}  # fmt: skip
+        cells = whole[:kept]
+        widths = [max(map(len, (columns[i], *cells[i]))) for i in range(kept)]
+        while (too_wide := sum(widths) + _GAP * (kept - 1) - width) > 0:
+            able = {}
+            for i in range(kept):
+                shorter = None if right[i] else _shorter(columns[i], whole[i], widths[i], too_wide)
+                if shorter is not None:
+                    able[i] = shorter
             if not able:
                 break
             i = max(able, key=lambda one: widths[one])
             cells[i] = able[i]
-            narrower = max(map(len, (columns[i], *cells[i])))
-            too_wide, widths[i] = too_wide - widths[i] + narrower, narrower
-        if too_wide <= 0:
-            return kept, [list(row) for row in zip(*cells, strict=True)] if rows else rows
+            widths[i] = max(map(len, (columns[i], *cells[i])))
+        else:
+            return kept, [list(row) for row in zip(*cells, strict=True)]
     return 1, [[folded(row[0], width)] for row in rows]
 
 
 def _shorter(column: str, cells: Sequence[str], widest: int, too_wide: int) -> list[str] | None:
     """Return a column with its longest cells shortened, or None if it cannot be, or cells would be shown alike."""
     for target in range(max(widest - too_wide, len(column), _NARROWEST), widest):
-        for quarters in (2, 3, 1):
-            shown = [folded(cell, target, quarters) for cell in cells]
+        for eighths in (4, 3, 5, 2, 6, 1):
+            shown = [folded(cell, target, eighths) for cell in cells]
             if len(set(shown)) == len(set(cells)):
                 return shown
     return None
 
 
-def folded(text: str, widest: int, quarters: int = 2) -> str:
-    """Return text of at most ``widest`` characters, without its middle; ``quarters`` of them are of its end.
+def folded(text: str, widest: int, eighths: int = 4) -> str:
+    """Return text of at most ``widest`` characters, without its middle; ``eighths`` of them are of its end.
 
     >>> folded("encoder.layers.0.attention.query", 20)
     'encoder.l…tion.query'
     """
-    end = widest * quarters // 4
+    end = widest * eighths // 8
     return text if len(text) <= widest else f"{text[: widest - end - 1]}…{text[len(text) - end :]}"
 
 

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_modelprobe.text import fitted
-
 from . import hookspecs, revisions
 from .annotations import Annotations
 from .devices import as_list, resolve
@@ -148,6 +146,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         config.pluginmanager.register(Terminal(config, config.stash[_SNAPSHOTS].lines), "modelprobe-terminal")
     terminal: Any = config.pluginmanager.getplugin("terminalreporter")
     if terminal is not None and terminal.isatty:
+        from pytest_modelprobe.text import fitted
+
         stack = contextlib.ExitStack()
         stack.enter_context(fitted(config.get_terminal_writer().fullwidth - _INDENT))
         config.add_cleanup(stack.close)

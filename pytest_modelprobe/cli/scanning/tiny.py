@@ -88,6 +88,7 @@ def _shrunk(config: Any, ways: frozenset[str], tokens: dict[int, int]) -> Any:
     width, heads = _scales(values)
     depth = next((values[name] for name in _LAYERS if type(values.get(name)) is int), None)
     lengths = {len(value) for value in values.values() if isinstance(value, list | tuple)}
+    # A classifier of sequences refuses a batch without it.
     changed: dict[str, Any] = {"pad_token_id": 0} if values.get("pad_token_id", 0) is None else {}
     for name, value in values.items():
         if isinstance(value, list | tuple) and len(value) == depth and "depth" in ways:  # one for each layer
@@ -100,7 +101,7 @@ def _shrunk(config: Any, ways: frozenset[str], tokens: dict[int, int]) -> Any:
         elif isinstance(value, list | tuple) and value and all(type(n) is int for n in value):
             changed[name] = type(value)(_of_list(name, value, ways, width))
         if "words" in ways and _TOKEN.fullmatch(name):
-            changed[name] = _token(value, tokens)
+            changed[name] = _token(changed.get(name, value), tokens)
     kept = {name: changed[name] for name in changed if changed[name] != values[name]}
     return type(config).from_dict({**config.to_diff_dict(), **kept})
 

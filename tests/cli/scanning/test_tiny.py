@@ -21,6 +21,7 @@ from pytest_modelprobe.exceptions import UsageError
         ("ViTForImageClassification", "pixel_values=2x3x64x64"),
         ("T5Model", "input_ids=4x16:128 decoder_input_ids=4x16:128"),
         ("DeepseekV3ForCausalLM", "input_ids=4x16:128"),
+        ("LlamaForSequenceClassification", "input_ids=4x16:128"),
     ],
 )
 def test_a_class_of_transformers_is_made_small_and_runs(name: str, expected: str) -> None:
