@@ -51,9 +51,9 @@ def _run_on_fakes(
     capture: Capture, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cached: bool
 ) -> str | None:
     """Run one watched forward on fakes of the parameters and inputs. Return the reason if that is not possible."""
+    fake = FakeModel(model, cached=cached)
     with capture:
         try:
-            fake = FakeModel(model, cached=cached)
             fake(*fake.fakes_of((args, kwargs)))
         except Exception as error:  # noqa: BLE001 - models may need the contents of tensors
             return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

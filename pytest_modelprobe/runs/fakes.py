@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -28,8 +29,13 @@ class FakeModel:
     def __init__(self, model: nn.Module, *, cached: bool = True) -> None:
         self._model, self._mode = model, FakeTensorMode(allow_non_fake_inputs=True)
         self._mode.cache_enabled = self._mode.cache_enabled and cached
+        self._products = _GroupedProducts()
+
+    @functools.cached_property
+    def _state(self) -> Any:
+        model = self._model
         tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-        self._state = self.fakes_of(dict(tensors))
+        return self.fakes_of(dict(tensors))
 
     def fakes_of(self, values: Any) -> Any:
         """Return nested values with fakes in the place of tensors."""
@@ -37,12 +43,13 @@ class FakeModel:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *inner: TorchDispatchMode) -> None:
         """Run a forward on arguments that are fakes, within other modes; it raises what the model raises."""
+        state = self._state
         with contextlib.ExitStack() as stack:
             # Not interruptible, because torch aborts if a mode raises inside some operations.
-            for mode in (self._mode, _GroupedProducts(), *inner):
+            for mode in (self._mode, self._products, *inner):
                 stack.enter_context(mode)
             # The state has each tied tensor under all its names, so there is nothing left to tie.
-            functional_call(self._model, self._state, args, kwargs, tie_weights=False)
+            functional_call(self._model, state, args, kwargs, tie_weights=False)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:  # it becomes a fake on the CPU, where models create masks and positions
