@@ -1,7 +1,7 @@
 """Which inputs `modelprobe scan` guesses for forty public models. Prints a page of Markdown.
 
     python evidence/guesses > evidence/guesses/RESULTS.md
-    PYTHONPATH=CHECKOUT python evidence/guesses          # the same of another version: the column *before*, put in by hand
+    PYTHONPATH=CHECKOUT python evidence/guesses   # another version: the column *before*, put in by hand
 
 It needs the packages of `PACKAGES`, of which `pip install --no-deps` is enough for most. A package that cannot be
 imported is said in its row.
