@@ -7,13 +7,18 @@ cursor of a terminal or give a command to GitHub Actions.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import math
+import os
 import re
+import shutil
+import textwrap
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, TextIO
 
 MOST_ROWS = 20
 """Rows of a table that are shown. The others are counted."""
@@ -25,6 +30,41 @@ LONGEST = 4096
 """Characters of a word, more than names of layers and commands have. If it has more, its middle is left out."""
 
 Cell = str | int | float | None
+
+_width: ContextVar[int | None] = ContextVar("width", default=None)
+"""Of the terminal that shows what is made now; None: it is whole, as for a file."""
+
+
+def width_of(stream: TextIO) -> int | None:
+    """Return the width of the terminal behind a stream, or None if there is none. ``COLUMNS`` goes before."""
+    if os.environ.get("COLUMNS", "").isdecimal() or stream.isatty():
+        return shutil.get_terminal_size().columns
+    return None
+
+
+@contextlib.contextmanager
+def fitted(width: int | None) -> Iterator[None]:
+    r"""Within this block `table` and `wrapped` return lines of at most so many characters.
+
+    >>> with fitted(24):
+    ...     print(*table(["layer", "zeros"], [["encoder.layers.0.attention", 3]]), sep="\n")
+    layer              zeros
+    encoder…ttention       3
+    """
+    token = _width.set(width)
+    try:
+        yield
+    finally:
+        _width.reset(token)
+
+
+def wrapped(text: str, indent: int = 0) -> str:
+    """Return a line on several lines if it is longer than the terminal is wide, all but the first indented."""
+    width = _width.get()
+    if width is None or len(text) <= width:
+        return text
+    indent = min(indent, width // 2)
+    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def number(value: float | None) -> str:
@@ -191,6 +231,9 @@ def table(
 ) -> list[str]:
     r"""Return the lines of an aligned table, columns of numbers right-aligned; rows beyond ``most`` are counted.
 
+    Where it is shown in a terminal, see `fitted`, the middle of long words is left out until it fits, as far as they
+    still differ, and after that the last columns.
+
     Args:
         columns: The headings.
         rows: The cells.
@@ -208,11 +251,64 @@ def table(
     fitting = [_fitting(column, widest) for column in zip(*whole, strict=True)]
     shown = [[column[cell] for column, cell in zip(fitting, row, strict=True)] for row in whole]
     right = [i > 0 and all(_NUMBER.fullmatch(row[i]) for row in shown) for i in range(len(columns))]
-    widths = [max(len(cells[i]) for cells in (columns, *shown)) for i in range(len(columns))]
-    lines = [_aligned(columns, widths, right), *(_aligned(row, widths, right) for row in shown)]
+    width = _width.get()
+    kept, shown = (len(columns), shown) if width is None else _narrowed(columns, shown, right, width)
+    widths = [max(len(cells[i]) for cells in (columns, *shown)) for i in range(kept)]
+    lines = [_aligned(cells[:kept], widths, right[:kept]) for cells in (columns, *shown)]
+    if kept < len(columns):
+        lines += wrapped(f"not shown: {', '.join(columns[kept:])}; a wider terminal has them").split("\n")
     if len(rows) > most:
         lines.append(f"... {count(len(rows) - most, 'row')} more")
     return lines
+
+
+_GAP = 3
+_NARROWEST = 16
+"""Characters that are left of a word whose middle is left out, if words then still differ."""
+
+
+def _narrowed(
+    columns: Sequence[str], rows: list[list[str]], right: Sequence[bool], width: int
+) -> tuple[int, list[list[str]]]:
+    """Return how many columns fit into a width, and the rows with words shortened for it."""
+    whole = [[row[i] for row in rows] for i in range(len(columns))]
+    for kept in range(len(columns), 0, -1):
+        cells = whole[:kept]
+        widths = [max(map(len, (columns[i], *cells[i]))) for i in range(kept)]
+        while (too_wide := sum(widths) + _GAP * (kept - 1) - width) > 0:
+            able = {}
+            for i in range(kept):
+                shorter = None if right[i] else _shorter(columns[i], whole[i], widths[i], too_wide)
+                if shorter is not None:
+                    able[i] = shorter
+            if not able:
+                break
+            i = max(able, key=lambda one: widths[one])
+            cells[i] = able[i]
+            widths[i] = max(map(len, (columns[i], *cells[i])))
+        else:
+            return kept, [list(row) for row in zip(*cells, strict=True)]
+    return 1, [[folded(row[0], width)] for row in rows]
+
+
+def _shorter(column: str, cells: Sequence[str], widest: int, too_wide: int) -> list[str] | None:
+    """Return a column with its longest cells shortened, or None if it cannot be, or cells would be shown alike."""
+    for target in range(max(widest - too_wide, len(column), _NARROWEST), widest):
+        for eighths in (4, 3, 5, 2, 6, 1):
+            shown = [folded(cell, target, eighths) for cell in cells]
+            if len(set(shown)) == len(set(cells)):
+                return shown
+    return None
+
+
+def folded(text: str, widest: int, eighths: int = 4) -> str:
+    """Return text of at most ``widest`` characters, without its middle; ``eighths`` of them are of its end.
+
+    >>> folded("encoder.layers.0.attention.query", 20)
+    'encoder.l…tion.query'
+    """
+    end = widest * eighths // 8
+    return text if len(text) <= widest else f"{text[: widest - end - 1]}…{text[len(text) - end :]}"
 
 
 def _fitting(column: Sequence[str], widest: int) -> dict[str, str]:

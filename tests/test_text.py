@@ -10,7 +10,7 @@ from torch import nn
 
 from pytest_modelprobe import ModelProbe, Record
 from pytest_modelprobe.record import layer_table
-from pytest_modelprobe.text import count, failure, listed, number, printable, shape, shortened, table
+from pytest_modelprobe.text import count, failure, fitted, listed, number, printable, shape, shortened, table, wrapped
 
 
 @pytest.mark.parametrize(
@@ -251,3 +251,50 @@ def test_where_no_layer_was_called_the_table_is_of_parameters() -> None:
 
 def test_a_record_without_layers_has_no_table() -> None:
     assert layer_table(Record(model="Net")) == ["no layer was recorded"]
+
+
+ROWS = [[f"encoder.layers.{i}.attention.self.query", "Linear", 1234 * i, 0.5, "0%"] for i in range(12)]
+COLUMNS = ["layer", "type", "parameters", "gradient rms", "zeros"]
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100])
+def test_a_table_fits_the_terminal(width: int) -> None:
+    with fitted(width):
+        lines = table(COLUMNS, ROWS)
+    assert max(map(len, lines)) <= width
+
+
+def test_names_are_folded_before_columns_are_dropped_and_stay_different() -> None:
+    with fitted(66):
+        lines = table(COLUMNS, ROWS, most=2)
+    assert lines == [
+        "layer                   type     parameters   gradient rms   zeros",
+        "encoder.layers.0.a…ry   Linear            0            0.5      0%",
+        "encoder.layers.1.a…ry   Linear        1,234            0.5      0%",
+        "... 10 rows more",
+    ]
+
+
+def test_columns_that_do_not_fit_are_named() -> None:
+    with fitted(50):
+        lines = table(COLUMNS, ROWS, most=2)
+    assert lines == [
+        "layer                          type     parameters",
+        "encoder.layers.0.…self.query   Linear            0",
+        "encoder.layers.1.…self.query   Linear        1,234",
+        "not shown: gradient rms, zeros; a wider terminal",
+        "has them",
+        "... 10 rows more",
+    ]
+
+
+def test_a_table_that_no_terminal_shows_is_whole() -> None:
+    assert table(COLUMNS, ROWS)[1].startswith("encoder.layers.0.attention.self.query    Linear")
+
+
+def test_a_long_line_is_continued_below_its_text() -> None:
+    with fitted(30):
+        assert wrapped("  finite    holds   1 output and 6 gradients", 20).split("\n") == [
+            "  finite    holds   1 output",
+            "               and 6 gradients",
+        ]

@@ -17,7 +17,7 @@ from pytest_modelprobe.files import DIRECTORY
 from pytest_modelprobe.gate import CLASSES, DEFAULTS, LEVELS, MEANING
 from pytest_modelprobe.report import github
 from pytest_modelprobe.report.formats import FORMATS
-from pytest_modelprobe.text import printable
+from pytest_modelprobe.text import fitted, printable, width_of
 
 from . import doctor
 from .bisect import run_bisect
@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):  # names may hold what a console cannot show
             stream.reconfigure(errors="backslashreplace")
     try:
-        code: int = options.run(options)
+        with fitted(width_of(sys.stdout)):
+            code: int = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # as in `modelprobe show ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -139,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write a file of results as a page, or for a code host")
     report.add_argument("results", metavar="RESULTS.json", help="what pytest --modelprobe-json=PATH wrote")
     report.add_argument("--format", choices=FORMATS, default="html")
-    report.add_argument("-o", "--output", metavar="PATH", required=True, help="where it is written")
+    report.add_argument("-o", "--output", metavar="PATH", help="where it is written (default: beside RESULTS.json)")
     report.set_defaults(run=run_report)
 
     scan = commands.add_parser(
@@ -147,12 +148,16 @@ def _parser() -> argparse.ArgumentParser:
         help="run a model, and print its layers, what is wrong with them, and the standard checks",
         description="Make a model with random weights, run it, and check it. No file is needed.",
     )
-    scan.add_argument("model", metavar="MODULE:NAME", help="a function or a class that makes the model")
+    told = "a function or a class that makes the model; hf-tiny:CLASS, a small one of transformers; timm:NAME"
+    scan.add_argument("model", metavar="MODULE:NAME", help=told)
     scan.add_argument(
         "--input", action="append", default=[], metavar="[NAME=]SHAPE[:BELOW]",
         help="a tensor that it takes, such as 8x3x32x32, or ids=8x16:1000 for integers below 1000; may be repeated; "
         "guessed by default",
     )  # fmt: skip
+    scan.add_argument(
+        "--layers", action="append", default=[], metavar="GLOB", help="only these layers in the table, '**' for all"
+    )
     scan.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu, cuda, cuda:N or mps (default: cpu)")
     scan.add_argument("--write", metavar="PATH", help="write a file of tests, to be edited")
     scan.set_defaults(run=run_scan)

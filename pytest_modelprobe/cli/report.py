@@ -7,15 +7,17 @@ import json
 from pathlib import Path
 
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.report.formats import renderer
+from pytest_modelprobe.report.formats import ENDINGS, renderer
 from pytest_modelprobe.report.results import SCHEMA, write_text
+from pytest_modelprobe.text import printable
 
 from .common import SAME
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Write the report."""
+    """Write the report, beside the results if no other place is named."""
     path = Path(options.results)
+    output = Path(options.output) if options.output else path.with_name(path.stem + ENDINGS[options.format])
     try:
         results = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -30,5 +32,7 @@ def run_report(options: argparse.Namespace) -> int:
         text = renderer(options.format)(results)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise UsageError(f"{path} is not what pytest --modelprobe-json=PATH writes: {error!r}") from error
-    write_text(Path(options.output), text)
+    write_text(output, text)
+    if not options.output:
+        print(printable(f"Wrote {output}"))
     return SAME

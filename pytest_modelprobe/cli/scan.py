@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_modelprobe.exceptions import ModelProbeError
-from pytest_modelprobe.text import count, printable
+from pytest_modelprobe.text import count, printable, wrapped
 
 from .common import DIFFERENT, SAME
 
@@ -38,14 +38,14 @@ def run_scan(options: argparse.Namespace) -> int:
     with ModelProbe(options.device) as probe:
         try:
             scanned = ScannedModel(load(options.model), probe, inputs)
-            findings = _show_record(scanned)
+            findings = _show_record(scanned, options.layers)
             outcomes = list(_shown(scanned.outcomes()))
         except SystemExit as error:  # with code 0 it would read as a model that was scanned
             raise ModelProbeError(f"{options.model} ends the process: it calls sys.exit({error.code!r})") from error
         broken = [outcome for outcome in outcomes if outcome.verdict == "broken"]
         hints = [outcome for outcome in outcomes if outcome.verdict == "hint"]
         for outcome in (*broken, *hints):
-            print(f"\n--- {outcome.check} ---", *map(printable, str(outcome).split("\n")), sep="\n")
+            print(f"\n--- {outcome.check} ---", *map(_line, str(outcome).split("\n")), sep="\n")
         also = f"; {count(len(hints), 'hint')}" if hints else ""
         print(f"\n{count(len(findings), 'finding')}, {count(len(broken), 'broken check')} of {len(outcomes)}{also}")
         if path is not None:
@@ -55,27 +55,38 @@ def run_scan(options: argparse.Namespace) -> int:
     return DIFFERENT if findings or broken else SAME
 
 
-def _show_record(scanned: ScannedModel) -> Sequence[str]:
+def _show_record(scanned: ScannedModel, layers: Sequence[str]) -> Sequence[str]:
     """Print the inputs, the table of layers and the findings, and return these."""
+    from pytest_modelprobe.record import record_text
+
     given = " ".join(map(str, scanned.inputs))
     guessed = " (guessed; --input gives others)" if scanned.is_guessed and given else ""
-    print(printable(f"Inputs: {given or 'none'}{guessed}") + "\n")
-    print(scanned.record)
+    print(_line(f"Inputs: {given or 'none'}{guessed}") + "\n")
+    if layers:
+        print(scanned.record.table(layers))
+    else:
+        print(record_text(scanned.record, more="--layers '**' shows them all"))
     found = scanned.findings()
-    print("\nFindings:" if found else "\nFindings: none")
-    for finding in found:
-        print(printable(f"  {finding}"))
-    hints = scanned.hints()
-    if hints:
-        print("\nHints:")
-    for hint in hints:
-        print(printable(f"  {hint}"))
+    for heading, lines in (("Findings", found), ("Hints", scanned.hints())):
+        if lines:
+            print(f"\n{heading}:", *(_line(f"  {line}", 4) for line in lines), sep="\n")
+        elif heading == "Findings":
+            print("\nFindings: none")
     return found
+
+
+def _line(text: str, indent: int = 0) -> str:
+    return wrapped(printable(text), indent)
+
+
+_SAID = 46
+"""Where the text of an outcome begins."""
 
 
 def _shown(outcomes: Iterable[Outcome]) -> Iterable[Outcome]:
     """Print each outcome as soon as it is known: some checks take long."""
     print("\nChecks:")
     for outcome in outcomes:
-        print(printable(f"  {outcome.check:<28}{outcome.verdict:<16}{outcome.text.partition(chr(10))[0]}"), flush=True)
+        said = f"  {outcome.check:<28}{outcome.verdict:<16}{outcome.text.partition(chr(10))[0]}"
+        print(_line(said, _SAID), flush=True)
         yield outcome

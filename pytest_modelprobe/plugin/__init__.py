@@ -73,6 +73,10 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     read_environment(early_config)
 
 
+_INDENT = 8
+"""Characters that pytest writes before a line of a failure."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Read the options and register the marker and the snapshots of the run."""
     config.addinivalue_line(
@@ -141,6 +145,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         load_named(config.stash[SETTINGS])
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Terminal(config, config.stash[_SNAPSHOTS].lines), "modelprobe-terminal")
+    terminal: Any = config.pluginmanager.getplugin("terminalreporter")
+    if terminal is not None and terminal.isatty:
+        from pytest_modelprobe.text import fitted
+
+        stack = contextlib.ExitStack()
+        stack.enter_context(fitted(config.get_terminal_writer().fullwidth - _INDENT))
+        config.add_cleanup(stack.close)
     if ProgressLine.is_wanted(config):
         config.pluginmanager.register(ProgressLine(config), "modelprobe-progress")
     add_checks(config)

@@ -54,6 +54,7 @@ from .tensor_statistics import (
     merge_moments,
     proportion,
 )
+from .text import as_text as record_text
 
 __all__ = [
     "AS_THEY_ARRIVED",
@@ -83,6 +84,7 @@ __all__ = [
     "ROOT",
     "Reading",
     "Record",
+    "record_text",
     "LiveRun",
     "IsolatedResponse",
     "Selector",

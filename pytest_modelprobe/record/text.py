@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from pytest_modelprobe.text import Cell, count, html_escaped, listed, number, printable, table
+from pytest_modelprobe.text import Cell, count, html_escaped, listed, number, printable, table, wrapped
 
 from .layer import elements
 from .selection import nearest
@@ -41,20 +41,26 @@ def headline(record: Record) -> str:
     )
 
 
-def as_text(record: Record, names: Iterable[str] | None = None, most: int | None = MOST_LAYERS) -> str:
+def as_text(
+    record: Record,
+    names: Iterable[str] | None = None,
+    most: int | None = MOST_LAYERS,
+    more: str = "record.table() has them all",
+) -> str:
     """Return a record as a table of its layers, see `layer_rows`.
 
     Args:
         record: The record.
         names: The layers to show. By default they are chosen as by `layer_rows`.
         most: How many rows to show, or `None` for all of them.
+        more: How to see the rows that are not shown.
     """
     columns, rows = layer_rows(record, names)
     lines = table(columns, rows, len(rows) if most is None else most)
     if most is not None and len(rows) > most:
-        lines[-1] += ": record.table() has them all"
-    notes = [printable(f"note: {note}") for note in record.notes]
-    return "\n".join([headline(record), *["", *lines] * bool(rows), *["", *notes] * bool(notes)])
+        lines[-1] += f": {more}"
+    notes = [wrapped(printable(f"note: {note}"), 6) for note in record.notes]
+    return "\n".join([wrapped(headline(record)), *["", *lines] * bool(rows), *["", *notes] * bool(notes)])
 
 
 def as_html(record: Record) -> str:

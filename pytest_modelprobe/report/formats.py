@@ -10,7 +10,10 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-FORMATS = ("html", "markdown", "sarif", "gitlab")
+ENDINGS = {"html": ".html", "markdown": ".md", "sarif": ".sarif", "gitlab": ".gitlab.json"}
+"""Each format, and how the name of its file ends where none is given."""
+
+FORMATS = tuple(ENDINGS)
 
 
 def renderer(name: str) -> Callable[[Mapping[str, Any]], str]:

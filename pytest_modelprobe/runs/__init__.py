@@ -17,11 +17,13 @@ from .origin import Source, SourceMode, find_gradient_origin, graph_nodes
 from .ranks import merged
 from .run import Mode, Run, is_same_device
 from .stop import StopOn
+from .trial import Given, Trial, Trials
 from .watch import Watch
 from .watched import watched
 
 __all__ = [
     "Compiled",
+    "Given",
     "Loss",
     "Mode",
     "NoGradientError",
@@ -32,6 +34,8 @@ __all__ = [
     "Source",
     "SourceMode",
     "Target",
+    "Trial",
+    "Trials",
     "Watch",
     "watched",
     "WeakLiveRun",

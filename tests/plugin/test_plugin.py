@@ -736,3 +736,37 @@ def test_an_error_of_use_shows_the_users_line_alone(pytester: pytest.Pytester, l
     result = pytester.runpytest(*QUIET)
     result.stdout.fnmatch_lines([f">       {line}", "E       *NothingObservedError: *"])
     result.stdout.no_fnmatch_line("*pytest_modelprobe/*.py:*")
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_table_of_a_failure_fits_the_terminal(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    pytester.makeconftest("""
+        class Yes(int):
+            def __call__(self):
+                return True
+
+        def pytest_sessionstart(session):
+            session.config.pluginmanager.getplugin("terminalreporter").isatty = Yes(1)
+    """)
+    pytester.makepyfile("""
+        from collections import OrderedDict
+
+        from torch import nn
+
+        from pytest_modelprobe import assert_no_dead_layers
+
+        def test_model(modelprobe):
+            named = [(f"a_layer_with_a_rather_long_name_{i}", nn.Linear(4, 4)) for i in range(2)]
+            model = nn.Sequential(OrderedDict([*named, ("an_activation_with_a_rather_long_name", nn.ReLU())]))
+            nn.init.constant_(model[1].bias, -100.0)
+            assert_no_dead_layers(modelprobe.run(model, modelprobe.randn(2, 4)))
+    """)
+    result = pytester.runpytest()
+    told = [line for line in result.outlines if line.startswith("E ") and "AssertionError" not in line]
+    table = told[: [line.strip() for line in told].index("E", 1)]
+    assert len(table) > 2
+    assert max(map(len, table)) <= width
+    result.stdout.fnmatch_lines(["E *AssertionError: an_activation_with_a_rather_long_name is dead*"])

@@ -36,7 +36,8 @@ class NamedModel(pytest.Module):
     @functools.cache  # noqa: B019 - it lives as long as the session
     def scanned(self, device: torch.device, seed: int) -> ScannedModel:
         """Return the model and its inputs, with one record for all tests."""
-        return ScannedModel(self.target, ModelProbe(device, seed), self.inputs)
+        command = "pytest --modelprobe-model={}", "--modelprobe-input="
+        return ScannedModel(self.target, ModelProbe(device, seed), self.inputs, command=command)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -17,7 +17,8 @@ from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, Record
 from pytest_modelprobe.runs import NoGradientError
 
-from .inputs import Input, arguments, guesses, how_to_name
+from .inputs import Input, arguments, required
+from .search import Search
 from .target import Target
 
 
@@ -28,6 +29,7 @@ class ScannedModel:
         target: Makes the model.
         probe: Gives the device and the seed.
         inputs: The inputs; empty: guessed.
+        command: The command that is run, and the option that gives an input, for the message if none is found.
 
     Raises:
         UsageError: The model cannot be made, or does not run on the inputs, or on none that was guessed; the message
@@ -39,8 +41,15 @@ class ScannedModel:
     (1, ['holds'])
     """
 
-    def __init__(self, target: Target, probe: ModelProbe, inputs: Sequence[Input] = ()) -> None:
-        self.target, self.probe = target, probe
+    def __init__(
+        self,
+        target: Target,
+        probe: ModelProbe,
+        inputs: Sequence[Input] = (),
+        *,
+        command: tuple[str, str] = ("modelprobe scan {}", "--input "),
+    ) -> None:
+        self.target, self.probe, self._command = target, probe, command
         self.model = self._built()
         if len({one.name is None for one in inputs}) > 1:
             raise UsageError(f"{shown(inputs)}: name every input, or none")
@@ -87,26 +96,32 @@ class ScannedModel:
             ) from error
 
     def findings(self) -> list[str]:
-        """Return a line for each thing that is wrong with the record."""
+        """Return a line for each thing that is wrong with the record, and for each assertion that fails beyond them.
+
+        The file of tests expects its assertions to fail for these reasons.
+        """
         found = findings(self.record)
         floating = any(value.is_floating for _, value in self.record[ROOT].outputs)
         trainable = any(parameter.requires_grad for parameter in self.model.parameters())
         if self._no_gradient and trainable and floating:
             found.append(f"no gradient: {self._no_gradient}")
+        for name, line in self.failed_assertions().items():
+            if not any(finding.startswith(_TOLD_BY[name]) for finding in found):
+                found.append(line)
         return found
 
     def hints(self) -> list[str]:
         """Return a line for each thing of the record that is often wrong and may be meant."""
         return hints(self.record)
 
-    def failed_assertions(self) -> list[str]:
-        """Return the first line of each assertion on the record that fails."""
-        found = []
+    def failed_assertions(self) -> dict[str, str]:
+        """Return each assertion on the record that fails, and the first line of what it says."""
+        found = {}
         for name in applicable_assertions(self.record):
             try:
                 getattr(assertions, name)(self.record)
             except AssertionError as error:
-                found.append(str(error).partition("\n")[0])
+                found[name] = str(error).partition("\n")[0]
         return found
 
     def outcomes(self, names: Sequence[str] = tuple(STANDARD)) -> Iterator[Outcome]:
@@ -118,19 +133,30 @@ class ScannedModel:
             yield check.outcome(self.probe, self.model, *args, kwargs=kwargs, **options)
 
     def _guessed(self) -> list[Input]:
-        """Return the first inputs that are guessed and on which the model runs."""
-        refused = ""
-        for inputs in guesses(self.model):
-            self.inputs = inputs
+        """Return the first inputs that are found and on which the model runs."""
+        search = Search(self.model)
+        for inputs in search:
+            self.inputs = list(inputs)
             try:
                 self.record  # noqa: B018 - it is kept
             except UsageError as error:
-                refused = refused or f"; {error}"
+                search.refusal = search.refusal or error
             else:
-                return inputs
-        raise UsageError(
-            f"the inputs of {type(self.model).__name__} cannot be guessed: {how_to_name(self.model)}{refused}"
-        )
+                return self.inputs
+        command, option = self._command
+        given = search.best or [f"{name}=SHAPE" for name in required(self.model.forward)] or ["SHAPE"]
+        start = " ".join([command.format(self.target.name), *(f"{option}{one}" for one in given)])
+        why = f" It got furthest on these: {outcome.line_of(search.refusal)}" if search.refusal else ""
+        raise UsageError(f"the inputs of {type(self.model).__name__} cannot be guessed, start from: {start}.{why}")
+
+
+_TOLD_BY = {
+    "assert_finite": ("not finite",),
+    "assert_no_dead_layers": ("dead",),
+    "assert_grad_finite": ("not finite",),
+    "assert_all_params_have_grad": ("never called", "no gradient"),
+}
+"""Each assertion, and the findings that say the same."""
 
 
 def applicable_assertions(record: Record) -> list[str]:

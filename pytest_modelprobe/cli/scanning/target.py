@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,9 @@ from torch import nn
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.record import nearest
+
+from .inputs import required
+from .tiny import tiny
 
 _MOST = 1_500_000_000
 """Parameters of a model that is made of a default configuration; it takes 6 GB."""
@@ -38,7 +40,8 @@ class Target:
 def load(name: str) -> Target:
     """Return the target of ``module:attribute``: a function without arguments, or a class of models.
 
-    A class of transformers is made of its default configuration, with random weights.
+    A class of transformers is made of its default configuration, with random weights. ``hf-tiny:CLASS`` shrinks this
+    configuration, and ``timm:NAME`` is a model of timm; neither downloads anything.
 
     Raises:
         UsageError: There is no such module or attribute; it makes no model, or not without arguments.
@@ -49,6 +52,11 @@ def load(name: str) -> Target:
     module_name, colon, path = name.partition(":")
     if not (colon and module_name and path):
         raise UsageError(f"{name!r} names no model: write package.module:make_model")
+    make: Callable[[], Any]
+    if module_name in ("hf-tiny", "timm"):
+        make = _tiny(path) if module_name == "hf-tiny" else _of_timm(path)
+        here = __package__ or ""
+        return Target(name, functools.partial(_made, name, make), here, "load", f'load("{name}").make()')
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -58,29 +66,17 @@ def load(name: str) -> Target:
     try:
         made = operator.attrgetter(path)(module)
     except AttributeError:
-        near = nearest(path, dir(module), n=1)
-        hint = f": is {near[0]} meant?" if near else ""
-        raise UsageError(f"{module_name} has no {path}{hint}") from None
+        raise UsageError(f"{module_name} has no {path}{_meant(path, dir(module), n=1)}") from None
     except ImportError as error:  # of a package that imports its parts when they are asked for
         raise UsageError(f"{name} cannot be imported: {error}") from error
     expression = f"{path}()"
     if isinstance(made, type) and hasattr(made, "config_class"):
-        make: Callable[[], Any] = functools.partial(_of_default_config, made)
+        make = functools.partial(_of_default_config, made)
         expression = f"{path}({path}.config_class())"
     else:
         make = made
         _check_callable(name, made)
     return Target(name, functools.partial(_made, name, make), module_name, path.partition(".")[0], expression)
-
-
-def required(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the arguments that a function cannot do without.
-
-    >>> required(lambda x, *more, scale=1: x)
-    ['x']
-    """
-    parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _check_callable(name: str, made: Any) -> None:
@@ -101,6 +97,37 @@ def _made(name: str, make: Callable[[], Any]) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UsageError(f"{name} returned {type(model).__name__}, not a torch.nn.Module")
     return model
+
+
+def _tiny(name: str) -> Callable[[], nn.Module]:
+    transformers = _imported("transformers", f"hf-tiny:{name}")
+    kind = getattr(transformers, name, None) if name in dir(transformers) else None
+    if getattr(kind, "config_class", None) is None:
+        known = (one for one in dir(transformers) if one.endswith("Model") or "For" in one)
+        raise UsageError(f"transformers has no model {name}{_meant(name, known)}")
+    return functools.partial(tiny, kind)
+
+
+def _of_timm(name: str) -> Callable[[], nn.Module]:
+    timm = _imported("timm", f"timm:{name}")
+    if not timm.is_model(name):
+        raise UsageError(f"timm has no model {name}{_meant(name, timm.list_models())}")
+    make: Callable[[], nn.Module] = functools.partial(timm.create_model, name, pretrained=False)
+    return make
+
+
+def _imported(package: str, asked: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise UsageError(f"{asked} needs {package}: pip install {package}") from None
+
+
+def _meant(name: str, known: Iterable[str], n: int = 3) -> str:
+    near = nearest(name, known, n=n)
+    return f": is {' or '.join(near)} meant?" if near else ""
 
 
 def _of_default_config(kind: Any) -> nn.Module:

@@ -19,7 +19,7 @@ def as_test_file(scanned: ScannedModel, outcomes: Sequence[Outcome]) -> str:
     target, inputs = scanned.target, scanned.inputs
     loss = ', loss="random"' if scanned.record.backwards else ""
     assertions = applicable_assertions(scanned.record)
-    failed = "; ".join(scanned.failed_assertions())
+    failed = "; ".join(scanned.findings()) if scanned.failed_assertions() else ""
     expected = f"@pytest.mark.xfail(reason={_quoted(failed)}, strict=True)\n" if failed else ""
     names = ", ".join(sorted([*assertions, "checks"]))
     broken = {outcome.check: outcome.text.partition("\n")[0] for outcome in outcomes if outcome.verdict == "broken"}

@@ -7,12 +7,18 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import ModelProbe
-from pytest_modelprobe.cli.scanning import Input, ScannedModel, Target, guesses, parse_input
+from pytest_modelprobe.cli.scanning import Input, ScannedModel, Target, parse_input
+from pytest_modelprobe.cli.scanning.search import Search
+from pytest_modelprobe.cli.scanning.starts import starts
 from pytest_modelprobe.exceptions import UsageError
 
 
 def shapes(model: nn.Module) -> list[str]:
-    return [" ".join(map(str, inputs)) for inputs in guesses(model)]
+    return [" ".join(map(str, inputs)) for inputs in starts(model)]
+
+
+def found(model: nn.Module) -> str:
+    return " ".join(map(str, next(iter(Search(model)))))
 
 
 def test_a_shape_is_an_input_of_normally_distributed_numbers() -> None:
@@ -59,7 +65,7 @@ def test_no_input_is_guessed_from_a_layer_that_is_lazy() -> None:
 def test_inputs_are_guessed_from_the_configuration_of_a_model_of_timm() -> None:
     model = nn.Conv2d(3, 4, 3)
     model.pretrained_cfg = {"input_size": (3, 96, 96)}  # type: ignore[assignment]
-    assert shapes(model) == ["4x3x96x96"]
+    assert shapes(model)[0] == "4x3x96x96"
 
 
 @pytest.mark.parametrize(
@@ -111,21 +117,148 @@ def test_the_first_guess_on_which_the_model_runs_is_taken() -> None:
     assert [str(one) for one in scanned.inputs] == ["4x1x28x28"]
 
 
-def test_a_model_of_two_inputs_says_how_both_are_given() -> None:
-    class Two(nn.Module):
+class Pixels(nn.Module):
+    """A vision transformer: parameters of its own, another order of layers, positions for one size."""
+
+    def __init__(self, size: int = 48, patch: int = 8, channels: int = 3) -> None:
+        super().__init__()
+        self.patch = patch
+        self.token = nn.Parameter(torch.zeros(1, 1, 16))
+        self.positions = nn.Parameter(torch.zeros(1, (size // patch) ** 2 + 1, 16))
+        self.head, self.embed = nn.Linear(16, 3), nn.Linear(channels * patch**2, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, c, _, _ = x.shape
+        patches = x.unfold(2, self.patch, self.patch).unfold(3, self.patch, self.patch)
+        tokens = self.embed(patches.permute(0, 2, 3, 1, 4, 5).reshape(b, -1, c * self.patch**2))
+        tokens = torch.cat([self.token.expand(b, -1, -1), tokens], 1) + self.positions
+        return self.head(tokens.mean(1))  # type: ignore[no-any-return]
+
+
+class Denoiser(nn.Module):
+    """Inputs that are told apart by what is made of them, and by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time, self.text, self.conv = nn.Embedding(50, 6), nn.Embedding(70, 6), nn.Conv2d(2, 6, 3, padding=1)
+
+    def forward(self, text: torch.Tensor, sample: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        shift = self.time(timestep) + self.text(text).mean(1)
+        return self.conv(sample) + shift[:, :, None, None]  # type: ignore[no-any-return]
+
+
+class Pair(nn.Module):
+    """One of its inputs leads to no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(5, 2)
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return self.fc(image) + text  # type: ignore[no-any-return]
+
+
+class Documented(nn.Module):
+    """Nothing but its documentation tells what it takes."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            states (`torch.Tensor` of shape `(batch, heads, sequence_length, feature)`): What it attends to.
+        """
+        b, heads, length, features = states.shape
+        return states.reshape(b, heads * length, features)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (Pixels(), "4x3x48x48"),
+        (Pixels(size=20, patch=4, channels=2), "4x2x20x20"),
+        (Denoiser(), "text=4x16:70 sample=4x2x32x32 timestep=4:50"),
+        (Pair(), "image=4x5 text=4x2"),
+        (Documented(), "4x64x64x3"),
+        (nn.Transformer(24, 2, 1, 1, 8, batch_first=True), "src=4x16x24 tgt=4x16x24"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_inputs_are_found_by_trying_what_a_failure_asks_for(model: nn.Module, expected: str) -> None:
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
+    assert found(model) == expected
+    after = model.state_dict()
+    assert all(after[name].data_ptr() == at and after[name].equal(bits) for name, (at, bits) in before.items())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_an_argument_of_which_an_error_speaks_is_given_too() -> None:
+    class Needs(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.fc = nn.Linear(2, 2)
+            self.fc = nn.Linear(6, 2)
 
-        def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            return self.fc(image) + text  # type: ignore[no-any-return]
+        def forward(
+            self,
+            one: torch.Tensor | None = None,
+            context: torch.Tensor | None = None,
+            other: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            if one is None or context is None:
+                raise ValueError("one and context are needed")
+            return self.fc(one) + self.fc(context)  # type: ignore[no-any-return]
 
+    model = Needs()
+    model.main_input_name = "one"  # type: ignore[assignment]
+    assert found(model) == "one=4x6 context=4x6"
+
+
+def test_a_model_that_looks_at_contents_is_run_on_tensors() -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(7, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x) if x.sum().item() < 1e9 else x  # type: ignore[no-any-return]
+
+    scanned = ScannedModel(Target("", Looks, "", "", ""), ModelProbe())
+    assert [str(one) for one in scanned.inputs] == ["4x7"]
+
+
+class Levels(nn.Module):
+    """A model that takes no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+
+    def forward(self, levels: list[torch.Tensor], scale: torch.Tensor) -> torch.Tensor:
+        return self.fc(levels[0]) * scale  # type: ignore[no-any-return]
+
+
+class Odd(nn.Module):
+    """A model that runs on nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError(f"no picture: {tuple(self.conv(x).shape)}")
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (Levels, "--input levels=SHAPE --input scale=SHAPE."),
+        (Odd, "--input 4x2x32x32. It got furthest on these: ValueError: no picture: (4, 3, 32, 32)"),
+    ],
+)
+def test_a_model_whose_inputs_are_not_found_tells_the_command_to_start_from(model: type[nn.Module], told: str) -> None:
     with pytest.raises(UsageError) as error:
-        ScannedModel(Target("", Two, "", "", ""), ModelProbe())
-    assert str(error.value) == (
-        "the inputs of Two cannot be guessed: forward takes image, text: give each as --input image=SHAPE "
-        "--input text=SHAPE"
-    )
+        ScannedModel(Target("nets:make", model, "", "", ""), ModelProbe())
+    start = f"the inputs of {model.__name__} cannot be guessed, start from: modelprobe scan nets:make "
+    assert str(error.value) == start + told
 
 
 def test_inputs_that_do_not_fit_are_refused_with_what_the_model_raised() -> None:

@@ -48,6 +48,18 @@ class Ends(Net):
             raise SystemExit(0)
         return super().forward(x)
 
+class Refuses(Net):
+    def forward(self, x):
+        raise ValueError("no")
+
+class Idle(Net):
+    def forward(self, x):
+        return super().forward(x) + 0 * self.unused(x[:, :3]).sum()
+
+class Many(nn.Sequential):
+    def __init__(self):
+        super().__init__(*(nn.Linear(8, 8) for _ in range(64)))
+
 class Detached(Net):
     def forward(self, x):
         return super().forward(x).detach()
@@ -140,11 +152,24 @@ def test_scan_of_a_model_without_fault_succeeds(capsys: pytest.CaptureFixture[st
 
 
 def test_scan_says_in_one_sentence_what_is_wrong_with_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["scan", "torch.nn:Flatten"]) == 2
+    assert cli.main(["scan", "small_net:Refuses"]) == 2
     assert capsys.readouterr().err == (
-        "modelprobe: the inputs of Flatten cannot be guessed: give them with --input, such as --input 8x3x32x32, or "
-        "--input 8x16:1000 for integers below 1000\n"
+        "modelprobe: the inputs of Refuses cannot be guessed, start from: modelprobe scan small_net:Refuses "
+        "--input 4x8. It got furthest on these: ValueError: no\n"
     )
+
+
+@pytest.mark.usefixtures("_plugin_alone")
+def test_pytest_tells_the_option_of_its_own_for_inputs_that_cannot_be_guessed(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest("--modelprobe-model=small_net:Refuses", "-k", "assert_finite")
+    told = "start from: pytest --modelprobe-model=small_net:Refuses --modelprobe-input=4x8. It got furthest on these: *"
+    result.stdout.fnmatch_lines([f"*UsageError: the inputs of Refuses cannot be guessed, {told}"])
+    result.stdout.no_fnmatch_line("* --input *")
+
+
+def test_compare_tells_the_command_to_start_from(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compare", "small_net:Refuses", "small_net:Net"]) == 2
+    assert "start from: modelprobe compare small_net:Refuses small_net:Net --input 4x8." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -176,10 +201,45 @@ def test_the_file_of_tests_that_scan_writes_passes(pytester: pytest.Pytester) ->
     assert cli.main(["scan", "small_net:make_model", "--write", "tests/test_net.py"]) == 1
     written = Path("tests/test_net.py").read_text("utf-8")
     assert "from small_net import make_model" in written
-    assert '@pytest.mark.xfail(reason="unused.weight has no gradient; 2 of 6 parameters looked at have none"' in written
+    assert '@pytest.mark.xfail(reason="never called: unused", strict=True)' in written
     assert '        "batch_independent": "(root) mixes the batch: ' in written
     result = pytester.runpytest("--snapshot-update", "tests/test_net.py")
     result.assert_outcomes(passed=16, skipped=10, xfailed=3)
+
+
+@pytest.mark.usefixtures("_plugin_alone")
+def test_what_scan_prints_is_what_its_file_expects(
+    pytester: pytest.Pytester, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["scan", "small_net:Idle", "--write", "test_idle.py"]) == 1
+    out = capsys.readouterr().out
+    said = (
+        "unused has a zero gradient: all 12 elements of its output's gradient are 0 in 1 backward; "
+        "1 of 4 layers looked at"
+    )
+    assert f"\nFindings:\n  {said}\n\n" in out
+    assert "\n1 finding, " in out
+    assert f'reason="{said}", strict=True)' in Path("test_idle.py").read_text("utf-8")
+    pytester.runpytest("--snapshot-update", "-k", "layers", "test_idle.py").assert_outcomes(xfailed=1)
+
+
+def test_the_layers_that_scan_shows_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["scan", "small_net:Many"])
+    assert "\n... 4 rows more: --layers '**' shows them all\n" in capsys.readouterr().out
+    cli.main(["scan", "small_net:Many", "--layers", "63"])
+    assert "\n63 " in (chosen := capsys.readouterr().out)
+    assert "\n62 " not in chosen
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_what_scan_prints_in_a_terminal_fits_its_width(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    cli.main(["scan", "small_net:make_model"])
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= width
+    assert "\n  batch_independent           broken          (root) " in out
 
 
 def test_scan_overwrites_no_file(pytester: pytest.Pytester, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,86 @@
+"""Which inputs `modelprobe scan` guesses for forty public models. Prints a page of Markdown.
+
+    python evidence/guesses > evidence/guesses/RESULTS.md
+    PYTHONPATH=CHECKOUT python evidence/guesses   # another version: the column *before*, put in by hand
+
+It needs the packages of `PACKAGES`, of which `pip install --no-deps` is enough for most. A package that cannot be
+imported is said in its row.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import sys
+import time
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+PACKAGES = (
+    "vit-pytorch", "x-transformers", "segmentation-models-pytorch", "monai", "efficientnet-pytorch",
+    "pretrainedmodels", "torchvision", "timm", "transformers", "diffusers", "zuko", "conformer", "perceiver-pytorch",
+    "linformer", "rtdl-revisiting-models", "denoising-diffusion-pytorch",
+)  # fmt: skip
+
+
+def define_operators() -> None:
+    """Declare what torchvision imports of its compiled part, where that is made for another build of torch."""
+    import torch
+
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        KEPT.append(library)
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+KEPT: list[object] = []
+
+
+def guessed(name: str) -> tuple[str, float, str]:
+    """Return the inputs, the seconds of the processor that finding them took, and why there are none."""
+    from pytest_modelprobe import ModelProbe
+    from pytest_modelprobe.cli.scanning import ScannedModel, load
+
+    target = load(f"models:{name}")
+    try:
+        target.make()
+    except Exception as error:  # noqa: BLE001 - a package that is not there
+        return "", 0.0, f"not made: {type(error).__name__}: {error}"
+    started = time.process_time()
+    try:
+        scanned = ScannedModel(target, ModelProbe())
+        scanned.record  # noqa: B018 - the model runs on them
+    except Exception as error:  # noqa: BLE001 - whatever a model raises
+        return "", time.process_time() - started, str(error).partition("\n")[0]
+    return " ".join(map(str, scanned.inputs)), time.process_time() - started, ""
+
+
+def main() -> None:
+    """Print the page."""
+    warnings.simplefilter("ignore")
+    define_operators()
+    import models
+
+    names = [name for name, made in vars(models).items() if inspect.isfunction(made) and made.__module__ == "models"]
+    rows = []
+    for name in sys.argv[1:] or names:
+        inputs, seconds, why = guessed(name)
+        rows.append((name, inputs, seconds, why))
+        print(name, inputs or why, file=sys.stderr, flush=True)
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", *PACKAGES))
+    print("# Inputs of public models, guessed\n\nCommand: `python evidence/guesses`. ", end="")
+    print(f"{versions}.\n\n{sum(bool(row[1]) for row in rows)} of {len(rows)} models run on inputs that were guessed.")
+    print("The seconds are those of the processor for guessing and for the run with which the guess ends.\n")
+    print("| model | inputs | s |\n|---|---|---|")
+    for name, inputs, seconds, why in rows:
+        shown = f"`{inputs}`" if inputs else why.replace("|", "\\|")
+        print(f"| `{name.replace('__', ': ')}` | {shown} | {seconds:.1f} |")
+
+
+if __name__ == "__main__":
+    main()

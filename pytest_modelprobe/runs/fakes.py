@@ -1,0 +1,102 @@
+"""A model on fake tensors, which have shapes and no contents: its own code runs, and nothing is computed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from pytest_modelprobe._torch import GROUPED_PRODUCT, FakeTensorMode, TorchDispatchMode
+from pytest_modelprobe.models import map_tensors
+
+
+class FakeModel:
+    """A model with fakes in the place of its parameters and buffers.
+
+    A call runs the code of the model, which may keep fakes on itself: call it where its attributes are restored.
+
+    Args:
+        model: The model, on any device, even the meta device.
+        cached: Whether torch remembers the shapes of operations. Its cache fails on packed weights of quantized models.
+    """
+
+    def __init__(self, model: nn.Module, *, cached: bool = True) -> None:
+        self._model, self._mode = model, FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode.cache_enabled = self._mode.cache_enabled and cached
+        self._products = _GroupedProducts()
+
+    @functools.cached_property
+    def _state(self) -> Any:
+        model = self._model
+        tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        return self.fakes_of(dict(tensors))
+
+    def fakes_of(self, values: Any) -> Any:
+        """Return nested values with fakes in the place of tensors."""
+        return map_tensors(self._fake, values)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *inner: TorchDispatchMode) -> None:
+        """Run a forward on arguments that are fakes, within other modes; it raises what the model raises."""
+        state = self._state
+        with contextlib.ExitStack() as stack:
+            # Not interruptible, because torch aborts if a mode raises inside some operations.
+            for mode in (self._mode, self._products, *inner):
+                stack.enter_context(mode)
+            # The state has each tied tensor under all its names, so there is nothing left to tie.
+            functional_call(self._model, state, args, kwargs, tie_weights=False)
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:  # it becomes a fake on the CPU, where models create masks and positions
+            with self._mode:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        else:
+            made = self._mode.from_tensor(tensor.detach())
+        return made.requires_grad_(tensor.requires_grad)
+
+
+class _GroupedProducts(TorchDispatchMode):  # type: ignore[misc]
+    """Supports grouped matrix products, as of mixtures of experts, in every dtype.
+
+    Torch supports them on the CPU in every floating dtype, but on fake tensors in bfloat16 alone.
+    """
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() == GROUPED_PRODUCT:
+            return _grouped_product(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _grouped_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return an empty product, which has an axis of groups if both or neither of the inputs have one."""
+    shape: tuple[int, ...] = (a.shape[-2], b.shape[-1])
+    if a.dim() == b.dim():
+        shape = (len(a) if offs is None else len(offs), *shape)
+    return a.new_empty(shape, dtype=out_dtype)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence torch's logs of operations that fail on fake tensors. The reason is in what is raised."""
+    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", FakeTensorMode.__module__)]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
