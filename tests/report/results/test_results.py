@@ -412,12 +412,12 @@ def test_the_command_makes_the_report_of_a_file(tmp_path: Path, kind: str, begin
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("html", "results.html"), ("sarif", "results.sarif"), ("gitlab", "results.gitlab.json")]
+    ("kind", "name"), [("html", "results.html"), ("sarif", "results.sarif"), ("gitlab", "results.gitlab.json"), ("markdown", "results.md")]
 )
 def test_the_command_writes_beside_the_file_if_no_place_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, name: str
 ) -> None:
-    results_file(tmp_path / "results.json", 2)
+    results_file(tmp_path / "results.json", 3)
     assert cli.main(["report", str(tmp_path / "results.json"), "--format", kind]) == 0
     assert capsys.readouterr().out == f"Wrote {tmp_path / name}\n"
     assert (tmp_path / name).exists()
