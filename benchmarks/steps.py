@@ -112,11 +112,14 @@ CASES: dict[str, Callable[[], Case]] = {
 def one_sum(model: nn.Module) -> Iterator[Step]:
     """Takes one sum of each output and of its gradient."""
 
+    def add_up(x: torch.Tensor) -> None:
+        x.detach().sum()
+
     def see(module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor):
-            output.detach().sum()
+            add_up(output)
             if output.requires_grad:
-                output.register_hook(lambda gradient: gradient.sum() and None)
+                output.register_hook(add_up)
 
     handles = [module.register_forward_hook(see) for module in model.modules()]
     yield nothing

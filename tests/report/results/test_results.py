@@ -412,7 +412,13 @@ def test_the_command_makes_the_report_of_a_file(tmp_path: Path, kind: str, begin
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("html", "results.html"), ("sarif", "results.sarif"), ("gitlab", "results.gitlab.json"), ("markdown", "results.md")]
+    ("kind", "name"),
+    [
+        ("html", "results.html"),
+        ("sarif", "results.sarif"),
+        ("gitlab", "results.gitlab.json"),
+        ("markdown", "results.md"),
+    ],
 )
 def test_the_command_writes_beside_the_file_if_no_place_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, name: str
