@@ -62,7 +62,10 @@ def forked_rng() -> Iterator[None]:
 
 def seed_everything(seed: int) -> None:
     """Seed torch (all devices, CUDA lazily), numpy's global state and `random`."""
-    accelerator = torch.accelerator.current_accelerator()
+    try:
+        accelerator = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6, where there is none
+        accelerator = None
     if accelerator is not None and accelerator.type != "cuda":
         torch.manual_seed(seed)
     else:  # `torch.manual_seed` formats the stack for each kind of device, also for those that this build does not have
