@@ -95,6 +95,8 @@ def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
     >>> unexpanded(torch.ones(2, 1).expand(2, 3)).shape
     torch.Size([2, 1])
     """
+    if 0 not in tensor.stride():  # older torch cannot slice a tensor that is quantized by channel
+        return tensor
     return tensor[tuple(slice(None, None if stride else 1) for stride in tensor.stride())]
 
 

@@ -15,7 +15,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", reason="needs Triton")
 from pytest_modelprobe.statistics import triton_kernels  # noqa: E402 - it imports Triton
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy computes in the interpreter
+pytestmark = pytest.mark.filterwarnings(  # numpy computes in the interpreter
+    "ignore::RuntimeWarning", "ignore:Conversion of an array with ndim:DeprecationWarning"
+)
 LONG = pytest.mark.long  # the interpreter takes half a second for each
 FLOATS = [
     pytest.param(torch.float32, marks=LONG),
