@@ -16,29 +16,14 @@ import time
 import warnings
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = map(str, (HERE, HERE.parent))
 
 PACKAGES = (
     "vit-pytorch", "x-transformers", "segmentation-models-pytorch", "monai", "efficientnet-pytorch",
     "pretrainedmodels", "torchvision", "timm", "transformers", "diffusers", "zuko", "conformer", "perceiver-pytorch",
     "linformer", "rtdl-revisiting-models", "denoising-diffusion-pytorch",
 )  # fmt: skip
-
-
-def define_operators() -> None:
-    """Declare what torchvision imports of its compiled part, where that is made for another build of torch."""
-    import torch
-
-    try:
-        import torchvision  # noqa: F401
-    except RuntimeError:
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        KEPT.append(library)
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
-
-KEPT: list[object] = []
 
 
 def guessed(name: str) -> tuple[str, float, str]:
@@ -63,8 +48,8 @@ def guessed(name: str) -> tuple[str, float, str]:
 def main() -> None:
     """Print the page."""
     warnings.simplefilter("ignore")
-    define_operators()
-    import models
+    import real_models.conftest  # noqa: F401 - it declares operators that torchvision imports
+    import models  # isort: skip
 
     names = [name for name, made in vars(models).items() if inspect.isfunction(made) and made.__module__ == "models"]
     rows = []
