@@ -35,6 +35,7 @@
 #endif
 #if VECTORS && (defined(__x86_64__) || defined(__i386__)) && defined(__SSE2__)
 #define X86 1
+#include <cpuid.h>
 #include <immintrin.h>
 #else
 #define X86 0
@@ -234,6 +235,15 @@ static INLINE float of_float16(const char *from) {
 #include "level.h"
 #if defined(__clang__)
 #pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx512f,avx512dq,avx2,f16c,fma"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512dq")
+#endif
+#define BYTES 64
+#define SUFFIX _avx512
+#include "level.h"
+#if defined(__clang__)
+#pragma clang attribute pop
 #else
 #pragma GCC pop_options
 #endif
@@ -248,6 +258,7 @@ static const struct {
     {"base", {work_float_base, work_double_base}},
 #if X86
     {"avx2", {work_float_avx2, work_double_avx2}},
+    {"avx512", {work_float_avx512, work_double_avx512}},
 #endif
 };
 static int level = 0, levels = 1;
@@ -758,7 +769,10 @@ static PyMethodDef methods[] = {
 static int fill(PyObject *module) {
 #if X86
     __builtin_cpu_init();
-    levels = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma") ? 2 : 1;
+    unsigned a, b, features = 0, d; /* older versions of clang know no "f16c" */
+    int f16c = __get_cpuid(1, &a, &b, &features, &d) && features & bit_F16C;
+    if (f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) levels = 2;
+    if (levels == 2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) levels = 3;
 #endif
     level = levels - 1;
     PyObject *names = PyTuple_New(levels);

@@ -41,7 +41,14 @@ typedef double D;
 #define LEAST(a, b) ((V)_mm256_min_ps((__m256)(a), (__m256)(b)))
 #define MOST(a, b) ((V)_mm256_max_ps((__m256)(a), (__m256)(b)))
 #define SIGNED_SUM(sum, x, sign) ((V)_mm256_fmadd_ps((__m256)(x), (__m256)(sign), (__m256)(sum)))
+#define HALVES_LEAST(x) ((__m256)(x))
+#elif X86 && BYTES == 64
+#define LEAST(a, b) ((V)_mm512_min_ps((__m512)(a), (__m512)(b)))
+#define MOST(a, b) ((V)_mm512_max_ps((__m512)(a), (__m512)(b)))
+#define SIGNED_SUM(sum, x, sign) ((V)_mm512_fmadd_ps((__m512)(x), (__m512)(sign), (__m512)(sum)))
+#define HALVES_LEAST(x) _mm256_min_ps(_mm512_castps512_ps256((__m512)(x)), _mm512_extractf32x8_ps((__m512)(x), 1))
 #endif
+#define AVX2_FLOATS (X86 && BYTES >= 32)
 #include "passes.h"
 
 #define T double
@@ -74,7 +81,12 @@ typedef double D;
 #define LEAST(a, b) ((V)_mm256_min_pd((__m256d)(a), (__m256d)(b)))
 #define MOST(a, b) ((V)_mm256_max_pd((__m256d)(a), (__m256d)(b)))
 #define SIGNED_SUM(sum, x, sign) ((V)_mm256_fmadd_pd((__m256d)(x), (__m256d)(sign), (__m256d)(sum)))
+#elif X86 && BYTES == 64
+#define LEAST(a, b) ((V)_mm512_min_pd((__m512d)(a), (__m512d)(b)))
+#define MOST(a, b) ((V)_mm512_max_pd((__m512d)(a), (__m512d)(b)))
+#define SIGNED_SUM(sum, x, sign) ((V)_mm512_fmadd_pd((__m512d)(x), (__m512d)(sign), (__m512d)(sum)))
 #endif
+#define AVX2_FLOATS 0
 #include "passes.h"
 
 #undef NAME

@@ -16,10 +16,11 @@
 
 /* Returns the sum of 16 lanes, in a fixed order. */
 static INLINE double NAME(total)(D *lanes) {
-    double four[4];
+    double four[HALF > 4 ? HALF : 4];
     for (int w = DSTEPS / 2; w * HALF >= 4; w /= 2)
         for (int k = 0; k < w; k++) lanes[k] += lanes[k + w];
     for (int k = 0; k * HALF < 4; k++) DSTORE(four + k * HALF, lanes[k]);
+    for (int j = 4; j < HALF; j++) four[j - 4] += four[j];
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
@@ -263,8 +264,9 @@ static APART void NAME(range_of_columns)(const T *x, int64_t place, int64_t n, i
 }
 
 static INLINE T NAME(lowest)(V x) {
-#if X86 && LANES == 8
-    __m128 a = _mm_min_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+#if AVX2_FLOATS
+    __m256 y = HALVES_LEAST(x);
+    __m128 a = _mm_min_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
     a = _mm_min_ps(a, _mm_movehl_ps(a, a));
     return _mm_cvtss_f32(_mm_min_ss(a, _mm_shuffle_ps(a, a, 1)));
 #else
@@ -483,7 +485,7 @@ static INLINE void NAME(copy_run)(const char *from, int64_t stride, int64_t n, i
         else for (int64_t i = 0; i < n; i++) to[i] = of_bfloat16(from + i * stride);
     } else {
         int64_t i = 0;
-#if X86 && LANES == 8
+#if AVX2_FLOATS
         for (; stride == 2 && i + 8 <= n; i += 8)
             _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(from + 2 * i))));
 #endif
@@ -521,7 +523,7 @@ static INLINE void NAME(gather)(const View *view, int kind, int64_t start, int64
 /* Writes the columns of a tile of at most 16 rows of 16 elements as rows. Vectors do so in blocks of 8 and 4 rows. */
 static INLINE void NAME(transpose)(const T *from, int64_t step, int64_t rows, int64_t columns, T *to, int64_t to_step) {
     int64_t done = 0; /* rows that were written */
-#if X86 && LANES == 8
+#if AVX2_FLOATS
     for (; done + 8 <= rows; done += 8) {
         int64_t c = 0;
         for (; c + 4 <= columns; c += 4) {
@@ -725,6 +727,8 @@ UNUSED static void NAME(range_of_units)(const T *columns, int64_t units, int64_t
 #undef HALF
 #undef DLOAD
 #undef SIGNED_SUM
+#undef AVX2_FLOATS
+#undef HALVES_LEAST
 #if X86 && BYTES
 #undef LEAST
 #undef MOST
