@@ -1,5 +1,7 @@
 """Compile the kernel into the wheel, or without a compiler leave it out: torch computes the same numbers.
 
+It also makes the README for the page of a package index.
+
 ``python hatch_build.py`` compiles it into the checkout, for runs from there;
 ``tox -e kernel-sanitized`` compiles copies.
 """
@@ -7,6 +9,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -57,6 +60,7 @@ def compile_kernel(root: Path, folder: Path, *, sanitizer: str | None = None) ->
 
 try:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+    from hatchling.metadata.plugin.interface import MetadataHookInterface
 except ImportError:  # run as a script
     pass
 else:
@@ -90,6 +94,18 @@ else:
             """Remove what was compiled."""
             if hasattr(self, "_folder"):
                 self._folder.cleanup()
+
+    class ReadmeHook(MetadataHookInterface):
+        """Makes the links of the README absolute: on the page of a package index, relative ones lead nowhere."""
+
+        def update(self, metadata: dict[str, Any]) -> None:
+            """Add the README, with links into the repository that ``project.urls`` names as ``Source``, if it does."""
+            text = (Path(self.root) / "README.md").read_text("utf-8")
+            source = metadata.get("urls", {}).get("Source")
+            if source is not None:
+                text = re.sub(r"\]\((?=[\w/-]+\.md\b)", f"]({source}/blob/HEAD/", text)
+                text = re.sub(r"\]\((?=[\w/-]+\.png\b)", f"]({source}/raw/HEAD/", text)
+            metadata["readme"] = {"content-type": "text/markdown", "text": text}
 
 
 def main(arguments: list[str]) -> None:

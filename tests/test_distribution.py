@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -26,7 +27,7 @@ from pytest_modelprobe.cli.check import run_check
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-NOT_IN_THE_SDIST = {".ci"}
+NOT_IN_THE_SDIST = {".ci", ".git_archival.txt"}
 
 
 def called(*command: str | Path, cwd: Path, **environment: str) -> str:
@@ -185,7 +186,7 @@ def test_the_sdist_installs_the_files_of_the_wheel(
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> Path:
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     return tmp_path
 
@@ -200,9 +201,44 @@ def test_the_version_is_that_of_the_tag(scratch: Path) -> None:
     assert re.fullmatch(r"1\.2\.4\.dev0\+\S+", hatchling("version", cwd=scratch).strip())
 
 
-def test_an_archive_without_git_has_a_version(scratch: Path) -> None:
-    ceiling = str(scratch.parent)  # else a repository around the folder for temporary files is taken
-    assert hatchling("version", cwd=scratch, GIT_CEILING_DIRECTORIES=ceiling).strip() == "0.1.0.dev0"
+def without_git(*arguments: str, cwd: Path) -> str:
+    # Else a repository around the folder for temporary files is taken.
+    return hatchling(*arguments, cwd=cwd, GIT_CEILING_DIRECTORIES=str(cwd.parent)).strip()
+
+
+def test_a_folder_without_git_has_a_version(scratch: Path) -> None:
+    assert without_git("version", cwd=scratch) == "0.1.0.dev0"
+
+
+@pytest.mark.skipif(not (ROOT / ".git_archival.txt").exists(), reason="needs a checkout")
+def test_an_archive_of_git_has_the_version_of_the_tag(scratch: Path) -> None:
+    for name in (".git_archival.txt", ".gitattributes"):
+        (scratch / name).write_bytes((ROOT / name).read_bytes())
+    git("init", "-q", cwd=scratch)
+    git("add", "-A", cwd=scratch)
+    git("commit", "-qm", "one", cwd=scratch)
+    for tag, version in [(None, "0.1.0.dev0"), ("v1.2.3", "1.2.3")]:
+        if tag is not None:
+            git("tag", tag, cwd=scratch)
+        git("archive", "--prefix=archive/", "--output=archive.tar", "HEAD", cwd=scratch)
+        with tarfile.open(scratch / "archive.tar") as archive:
+            archive.extractall(scratch / version, filter="data")
+        assert without_git("version", cwd=scratch / version / "archive") == version
+
+
+def test_the_links_of_the_readme_lead_into_the_repository_that_is_named(scratch: Path) -> None:
+    project = scratch / "pyproject.toml"
+    text = re.sub(r"\[project\.urls\]\n(.+\n)*", "", project.read_text("utf-8"))
+    project.write_text(text, "utf-8")
+    readme = (scratch / "README.md").read_text("utf-8")
+    assert json.loads(without_git("metadata", cwd=scratch))["readme"]["text"] == readme
+    project.write_text(text + '[project.urls]\nSource = "https://example.org/a/b"\n', "utf-8")
+    absolute = json.loads(without_git("metadata", cwd=scratch))["readme"]["text"]
+    links = re.findall(r"\]\(([^)\s]+)\)", absolute)
+    assert all(link.startswith("https://example.org/a/b/") for link in links)
+    assert "](https://example.org/a/b/blob/HEAD/docs/start/index.md)" in absolute
+    assert "](https://example.org/a/b/raw/HEAD/docs/how-to/html-report.png)" in absolute
+    assert re.sub(r"https://example\.org/a/b/(blob|raw)/HEAD/", "", absolute) == readme
 
 
 def test_the_versions_of_python_are_the_same_everywhere() -> None:
