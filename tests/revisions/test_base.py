@@ -131,12 +131,7 @@ def test_a_change_is_named_as_by_a_snapshot_and_shown_exactly(project: Project) 
 
 
 def test_a_change_far_below_the_tolerance_of_a_snapshot_is_named(project: Project) -> None:
-    project.replace("src/net.py", "self.fc1(x)", "self.fc1(x * 1.0000003)")
-    result = project.run("--modelprobe-base=HEAD", "-k", "test_run")
-    said = "\n".join(result.outlines)
-    assert "1 model: 1 the same but for rounding" in said or "1 model: 1 changed" in said
-    assert "fc1" in said
-    project.replace("src/net.py", "fc1(x * 1.0000003)).relu()", "fc1(x)).relu() * 1.000002")
+    project.replace("src/net.py", "fc1(x)).relu()", "fc1(x)).relu() * 1.000002")
     result = project.run("--modelprobe-base=HEAD", "-k", "test_run")
     assert result.ret == 1
     assert "(root): own code changed between norm and fc2: by 0.0002 %" in "\n".join(result.outlines)

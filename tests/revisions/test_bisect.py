@@ -98,7 +98,9 @@ def test_a_commit_that_cannot_be_imported_is_skipped(project: Project, bisect: B
             ["good", "--layer", "fc1"],
             "HEAD has not a change of fc1 beside good, nor has a commit before it that was tried: nothing changed. ",
         ),
-        (["good", "--layer", "typo"], "--layer 'typo' matches no layer at good or HEAD"),
+        pytest.param(
+            ["good", "--layer", "typo"], "--layer 'typo' matches no layer at good or HEAD", marks=pytest.mark.long
+        ),
         (["good", "no-such"], "there is no revision 'no-such' here"),
         (["HEAD", "good"], "good comes before HEAD: name the older commit first, as in good HEAD"),
         (["good", "good"], "good and good are the same commit: name an older one first"),
