@@ -10,6 +10,7 @@ under ``if TYPE_CHECKING``, is an arrow between rooms, but closes no circle of m
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import itertools
 import statistics
@@ -48,9 +49,10 @@ def is_for_annotations(node: ast.AST) -> bool:
 
 
 def statements(node: ast.AST, annotations: bool) -> Iterator[ast.AST]:
-    """Yield what is inside a node, with what stands there for annotations alone or without."""
+    """Yield the statements inside a node, with what stands there for annotations alone or without."""
     for child in ast.iter_child_nodes(node):
-        if annotations or not is_for_annotations(child):
+        # No expression has a statement in it.
+        if not isinstance(child, ast.expr) and (annotations or not is_for_annotations(child)):
             yield child
             yield from statements(child, annotations)
 
@@ -184,7 +186,13 @@ class House:
     folders: set[str]
     live: set[str]
     """Rooms that need a live model."""
-    lines: dict[str, Lines]
+    texts: dict[str, str]
+    """Module → its source."""
+
+    @functools.cached_property
+    def lines(self) -> dict[str, Lines]:
+        """Module → its lines."""
+        return {module: lines_of(text, module) for module, text in self.texts.items()}
 
 
 def read(root: Path) -> House:
@@ -196,19 +204,17 @@ def read(root: Path) -> House:
         paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     modules: Graph = {}
     rooms: Graph = {room_of(module): set() for module in paths}
-    lines = {}
+    texts = {module: path.read_text("utf-8") for module, path in paths.items()}
     for module, path in paths.items():
-        text = path.read_text("utf-8")
         inside = module if path.name == "__init__.py" else module.rpartition(".")[0]
-        tree = ast.parse(text)
+        tree = ast.parse(texts[module])
         modules[module] = {name for name in imports(tree, inside, paths, annotations=False) if name in paths} - {module}
         if module != DOOR:
             every = {name for name in imports(tree, inside, paths, annotations=True) if name in paths} - {NAME}
             rooms[room_of(module)] |= {room_of(name) for name in every} - {room_of(module)}
-        lines[module] = lines_of(text, module)
     live = {room for room in rooms if MODELS in _reached(rooms, room)} | {MODELS, "_torch"}
     folders = {path.parent.name for path in package.glob("*/__init__.py")}
-    return House(modules, rooms, folders, live, lines)
+    return House(modules, rooms, folders, live, texts)
 
 
 def figures(house: House) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,7 @@ import runpy
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 PACKAGE = Path(importlib.util.find_spec("pytest_modelprobe").origin).parent
@@ -48,6 +49,7 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"))
 
 
+@functools.cache
 def imports(path: Path, *, top_level: bool = False) -> set[str]:
     """Return the modules and packages that a file imports, outside `if TYPE_CHECKING` too."""
     tree = parsed(path)
@@ -91,9 +93,10 @@ BY_NAME = {
 
 
 def at_run_time(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what is inside a node, less what `if TYPE_CHECKING` has."""
+    """Yield the statements inside a node, less what `if TYPE_CHECKING` has."""
     for child in ast.iter_child_nodes(node):
-        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+        annotations = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        if not annotations and not isinstance(child, ast.expr):
             yield child
             yield from at_run_time(child)
 
@@ -110,10 +113,20 @@ def wrong(files: Iterable[Path], names_of: Callable[[Path], set[str]]) -> dict[s
     return {path.relative_to(PACKAGE).as_posix(): names for path in files if (names := names_of(path))}
 
 
-USED: dict[str, set[str]] = {module_of(path): set() for path in FILES}
-"""What each room imports, but for what the door does."""
-for _path in FILES:
-    USED[module_of(_path)] |= foreign(imports(_path), module_of(_path)) - ({UPSTAIRS} if _path == DOOR else set())
+@pytest.fixture(scope="module")
+def used() -> dict[str, set[str]]:
+    """Return what each room imports, but for what the door does."""
+    rooms: dict[str, set[str]] = {module_of(path): set() for path in FILES}
+    for path in FILES:
+        rooms[module_of(path)] |= foreign(imports(path), module_of(path)) - ({UPSTAIRS} if path == DOOR else set())
+    return rooms
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_the_trees() -> Iterator[None]:
+    """Forget the syntax trees after these tests: the garbage collector would read them in all others."""
+    yield
+    parsed.cache_clear()
 
 
 def test_every_module_is_in_the_table() -> None:
@@ -128,10 +141,10 @@ def test_a_module_imports_only_what_the_table_lists() -> None:
     assert wrong(FILES, more) == {}
 
 
-def test_the_table_lists_only_what_is_imported() -> None:
+def test_the_table_lists_only_what_is_imported(used: dict[str, set[str]]) -> None:
     unused = {
         name: MAY_IMPORT[name] - its - {"exceptions"} - ({"torch"} if "_torch" in its else set())
-        for name, its in USED.items()
+        for name, its in used.items()
     }
     assert {name: modules for name, modules in unused.items() if modules} == {}
 
@@ -145,8 +158,8 @@ def test_a_room_imports_from_lower_floors_alone() -> None:
     assert wrong(FILES, not_lower) == {}
 
 
-def test_a_room_stands_right_above_the_highest_that_it_imports() -> None:
-    below = {room: [FLOORS[name] for name in names if name in FLOORS and name != room] for room, names in USED.items()}
+def test_a_room_stands_right_above_the_highest_that_it_imports(used: dict[str, set[str]]) -> None:
+    below = {room: [FLOORS[name] for name in names if name in FLOORS and name != room] for room, names in used.items()}
     assert {room: 1 + max(floors, default=0) for room, floors in below.items()} == FLOORS
 
 

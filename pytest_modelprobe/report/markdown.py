@@ -140,7 +140,7 @@ def _size(lines: Iterable[str]) -> int:
     return sum(len(line.encode("utf-8", "replace")) + 1 for line in lines)
 
 
-def diff(verdict: Verdict, most_bytes: int = MOST_SUMMARY_BYTES) -> str:
+def diff(verdict: Verdict) -> str:
     """Return the changes and their causes."""
     if not verdict.changes:
         return f"### modelprobe: nothing changed in {count(verdict.unchanged, 'snapshot')}\n"
@@ -158,7 +158,7 @@ def diff(verdict: Verdict, most_bytes: int = MOST_SUMMARY_BYTES) -> str:
             lines += ["", *graph(change)]
             lines += ["", *_folded("all that differs", CHANGE_COLUMNS, [row.cells for row in details(change)])]
         blocks.append([*lines, ""])
-    return bounded([], blocks, [f"{count(verdict.unchanged, 'snapshot')} unchanged."], most_bytes)
+    return bounded([], blocks, [f"{count(verdict.unchanged, 'snapshot')} unchanged."], MOST_SUMMARY_BYTES)
 
 
 def render(results: Mapping[str, Any]) -> str:

@@ -55,7 +55,7 @@ def test_a_fault_that_ends_the_process_or_never_ends_is_noticed_and_all_others_a
 
 def test_workers_of_xdist_give_their_tests_and_no_fault_ends_one(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_it=LAYER + CRASHES, test_other=LAYER + "def test_shape(): assert output().dim() == 2")
-    result = pytester.runpytest_subprocess("--modelprobe-mutate", "-p", "xdist.plugin", "-n2")
+    result = pytester.runpytest_inprocess("--modelprobe-mutate", "-p", "xdist.plugin", "-n2")
     result.assert_outcomes(passed=2)
     result.stdout.re_match_lines([r"test_it\.py +6 +5 +83 %", r"test_other\.py +6 +0 +0 %"])
     result.stdout.fnmatch_lines(["1 fault crashed in test_it.py::test_value"])

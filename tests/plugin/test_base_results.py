@@ -53,7 +53,7 @@ def beside(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def beside(net: str, *options: str) -> tuple[pytest.RunResult, dict[str, Any]]:
         pytester.makepyfile(a_net=net)
-        result = pytester.runpytest_subprocess("--modelprobe-base=main", "--modelprobe-json=r.json", *options)
+        result = pytester.runpytest_inprocess("--modelprobe-base=main", "--modelprobe-json=r.json", *options)
         results = json.loads((pytester.path / "r.json").read_text())
         jsonschema = pytest.importorskip("jsonschema")
         jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text("utf-8"))).validate(results)

@@ -602,7 +602,7 @@ def test_a_finding_nobody_asserted_on_is_reported(pytester: pytest.Pytester) -> 
 
 def test_xdist_brings_the_findings_to_the_controller(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(DEAD.replace("    assert_no_dead_layers(modelprobe)", ""))
-    result = pytester.runpytest_subprocess(*QUIET, "-p", "xdist.plugin", "-n", "1")
+    result = pytester.runpytest_inprocess(*QUIET, "-p", "xdist.plugin", "-n", "1")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*::test_dead: TinyNet, 4 layers, 4 calls", "  dead: relu"])
 

@@ -85,7 +85,7 @@ class Project:
         return self.git("rev-parse", "HEAD").strip()
 
     def run(self, *arguments: str) -> pytest.RunResult:
-        return self._pytester.runpytest_subprocess(*arguments)
+        return self._pytester.runpytest_inprocess(*arguments)
 
     def worktrees(self) -> int:
         return len(self.git("worktree", "list").splitlines())
@@ -131,12 +131,7 @@ def test_a_change_is_named_as_by_a_snapshot_and_shown_exactly(project: Project) 
 
 
 def test_a_change_far_below_the_tolerance_of_a_snapshot_is_named(project: Project) -> None:
-    project.replace("src/net.py", "self.fc1(x)", "self.fc1(x * 1.0000003)")
-    result = project.run("--modelprobe-base=HEAD", "-k", "test_run")
-    said = "\n".join(result.outlines)
-    assert "1 model: 1 the same but for rounding" in said or "1 model: 1 changed" in said
-    assert "fc1" in said
-    project.replace("src/net.py", "fc1(x * 1.0000003)).relu()", "fc1(x)).relu() * 1.000002")
+    project.replace("src/net.py", "fc1(x)).relu()", "fc1(x)).relu() * 1.000002")
     result = project.run("--modelprobe-base=HEAD", "-k", "test_run")
     assert result.ret == 1
     assert "(root): own code changed between norm and fc2: by 0.0002 %" in "\n".join(result.outlines)
@@ -146,7 +141,7 @@ def test_the_user_s_tree_is_as_it_was(project: Project) -> None:
     project.write("ignored.txt", "mine\n")
     project.replace("src/net.py", "16", "32")
     project.git("stash")
-    project.replace("src/net.py", "LayerNorm(16)", "LayerNorm(16, eps=1e-4)")
+    project.replace("src/net.py", "LayerNorm(16)", "LayerNorm(16, eps=1e-5)")
     project.git("add", "-A")
     project.write("src/untracked.py", "x = 1\n")
 
@@ -157,7 +152,7 @@ def test_the_user_s_tree_is_as_it_was(project: Project) -> None:
 
     before = state()
     index = (project.path / ".git/index").read_bytes()
-    project.run("--modelprobe-base=HEAD")
+    assert "3 models: 3 unchanged" in project.run("--modelprobe-base=HEAD").outlines
     assert (project.path / ".git/index").read_bytes() == index
     assert state() == before
     assert not (project.path / ".git/worktrees").exists()
@@ -199,7 +194,7 @@ def test_a_side_that_is_not_there_is_refused_before_the_tests(
 
 
 def test_it_takes_a_repository(pytester: pytest.Pytester) -> None:
-    result = pytester.runpytest_subprocess("--modelprobe-base=main")
+    result = pytester.runpytest_inprocess("--modelprobe-base=main")
     assert result.ret == 4
     assert "is not in a git working tree" in "\n".join(result.errlines)
 
@@ -223,7 +218,7 @@ def test_ctrl_c_leaves_no_worktree(project: Project) -> None:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    while project.worktrees() == 1:
+    while not (project.path / ".git/worktrees").exists():
         assert process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import pytest
+
+from pytest_modelprobe.cli import main
 
 from .test_base import Project
 
@@ -50,18 +49,26 @@ def history(project: Project, between: int) -> None:
     project.write("tests/test_today.py", TEST)  # it is in no commit
 
 
-def bisect(project: Project, *arguments: str) -> subprocess.CompletedProcess[str]:
-    tests = "tests/test_today.py::test_run"
-    command: Sequence[str | Path] = [sys.executable, "-m", "pytest_modelprobe", "bisect", *arguments, "--", tests]
-    return subprocess.run(command, cwd=project.path, capture_output=True, text=True, check=False)
+Bisect = Callable[..., tuple[int, str, str]]
 
 
-def test_the_commit_that_changed_a_layer_is_found_and_named(project: Project) -> None:
+@pytest.fixture
+def bisect(project: Project, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Bisect:
+    """Return what runs the command, and returns its status and what it printed to either stream."""
+    monkeypatch.chdir(project.path)
+
+    def bisect(*arguments: str, tests: Sequence[str] = ("--", "tests/test_today.py::test_run")) -> tuple[int, str, str]:
+        return (main(["bisect", *arguments, *tests]), *capfd.readouterr())
+
+    return bisect
+
+
+def test_the_commit_that_changed_a_layer_is_found_and_named(project: Project, bisect: Bisect) -> None:
     history(project, 1)
     before = [project.git(*command) for command in (["status", "--porcelain"], ["for-each-ref"], ["ls-files", "-s"])]
-    done = bisect(project, "good", "--layer", "(root)")
-    assert done.returncode == 0, done.stderr
-    first, _, where, said, *_ = done.stdout.splitlines()
+    status, out, err = bisect("good", "--layer", "(root)")
+    assert status == 0, err
+    first, _, where, said, *_ = out.splitlines()
     assert first.partition(" ")[2].startswith("(")
     assert re.search(r"a: faster\) is the first commit with a change of \(root\); [3-6] runs of the tests$", first)
     assert where == "tests/test_today.py::test_run, run 1, beside good:"
@@ -69,21 +76,19 @@ def test_the_commit_that_changed_a_layer_is_found_and_named(project: Project) ->
     assert said.endswith("; 1 cause")
     assert [project.git(*c) for c in (["status", "--porcelain"], ["for-each-ref"], ["ls-files", "-s"])] == before
     assert project.worktrees() == 1
-    told = done.stderr.splitlines()
+    told = err.splitlines()
     assert told[0] == "run 1 of about 5, good: good"
     for number, line in enumerate(told, 1):  # a commit that is skipped costs a run more
         assert re.match(rf"run {number} of about {max(number, 5)}, ", line)
     assert all(re.match(r"[^,]+, (good|bad|skip): [0-9a-f]{7,} \w", line) for line in told[1:])
 
 
-def test_a_commit_that_cannot_be_imported_is_skipped(project: Project) -> None:
+def test_a_commit_that_cannot_be_imported_is_skipped(project: Project, bisect: Bisect) -> None:
     history(project, 0)
-    done = bisect(project, "good", "--layer", "fc2")
-    assert "a: a smaller head) is the first commit with a change of fc2" in done.stdout
-    done = bisect(project, "good", "HEAD~2")
-    assert "a: tidy the norm) is the first commit with a change" in done.stdout
-    assert "skip: " in done.stderr
-    assert "ModuleNotFoundError: No module named 'no_such_module'" in done.stderr
+    _, out, err = bisect("good", "HEAD~2")
+    assert "a: tidy the norm) is the first commit with a change" in out
+    assert "skip: " in err
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in err
 
 
 @pytest.mark.parametrize(
@@ -93,33 +98,34 @@ def test_a_commit_that_cannot_be_imported_is_skipped(project: Project) -> None:
             ["good", "--layer", "fc1"],
             "HEAD has not a change of fc1 beside good, nor has a commit before it that was tried: nothing changed. ",
         ),
-        (["good", "--layer", "typo"], "--layer 'typo' matches no layer at good or HEAD"),
+        pytest.param(
+            ["good", "--layer", "typo"], "--layer 'typo' matches no layer at good or HEAD", marks=pytest.mark.long
+        ),
         (["good", "no-such"], "there is no revision 'no-such' here"),
         (["HEAD", "good"], "good comes before HEAD: name the older commit first, as in good HEAD"),
         (["good", "good"], "good and good are the same commit: name an older one first"),
         (["HEAD", "apart"], "HEAD is no ancestor of apart: name a commit from which apart comes"),
     ],
 )
-def test_what_cannot_be_found_is_said(project: Project, arguments: list[str], said: str) -> None:
+def test_what_cannot_be_found_is_said(project: Project, bisect: Bisect, arguments: list[str], said: str) -> None:
     project.write("src/other.py", "x = 1")
     project.commit("nothing of the model")
     project.git("branch", "apart", project.git("commit-tree", "-m", "apart", "HEAD^{tree}").strip())
     project.write("tests/test_today.py", TEST)
-    done = bisect(project, *arguments)
-    assert done.returncode == 2
-    assert f"modelprobe: {said}" in done.stderr
+    status, _, err = bisect(*arguments)
+    assert status == 2
+    assert f"modelprobe: {said}" in err
     assert project.worktrees() == 1
 
 
-def test_a_test_has_to_be_named(project: Project) -> None:
-    command = [sys.executable, "-m", "pytest_modelprobe", "bisect", "good"]
-    done = subprocess.run(command, cwd=project.path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "name a test behind --" in done.stderr
+def test_a_test_has_to_be_named(bisect: Bisect) -> None:
+    status, _, err = bisect("good", tests=())
+    assert status == 2
+    assert "name a test behind --" in err
 
 
 @pytest.mark.long
-def test_three_changes_among_sixty_commits_are_found_in_seven_runs(project: Project) -> None:
+def test_three_changes_among_sixty_commits_are_found_in_seven_runs(project: Project, bisect: Bisect) -> None:
     """One run of the good commit, and six that halve the commits. A commit that cannot run would cost one more."""
     planted = {"tidy the norm": 14, "faster": 14, "a smaller head": 14, "": 15}
     for subject, before in planted.items():
@@ -132,6 +138,6 @@ def test_three_changes_among_sixty_commits_are_found_in_seven_runs(project: Proj
     project.write("tests/test_today.py", TEST)  # it is in no commit
     assert project.git("rev-list", "--count", "good..HEAD").strip() == "60"
     for layer, subject in {"norm": "tidy the norm", "(root)": "faster", "fc2": "a smaller head"}.items():
-        done = bisect(project, "good", "--layer", layer)
-        assert f"a: {subject}) is the first commit with a change of {layer}" in done.stdout, done.stderr
-        assert int(done.stdout.partition(" runs of the tests")[0].rpartition(" ")[2]) <= 7
+        _, out, err = bisect("good", "--layer", layer)
+        assert f"a: {subject}) is the first commit with a change of {layer}" in out, err
+        assert int(out.partition(" runs of the tests")[0].rpartition(" ")[2]) <= 7
