@@ -19,6 +19,7 @@ from pytest_modelprobe.revisions import (
     first_difference,
     judged,
     pair_text,
+    summary,
 )
 from pytest_modelprobe.revisions.pairs import compare_records
 
@@ -49,6 +50,7 @@ def test_a_change_below_the_rounding_of_what_a_file_can_hold_is_no_change_where_
     assert not compare_records(actual, expected).same
     pair = judged(written(actual), written(expected))
     assert (pair.verdict, pair.first and pair.first.layer) == ("rounding", "3")
+    assert summary([pair]) == "1 model: 1 the same but for rounding"
     actual, expected = record_of(scale=1 + 2**-23), record_of()
     assert judged(written(actual), written(expected)).verdict == "changed"
 
