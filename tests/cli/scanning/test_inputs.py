@@ -317,9 +317,7 @@ def test_the_line_of_an_assertion_without_a_text_tells_what_to_try(
     )
     monkeypatch.syspath_prepend(pytester.path)
     assert [str(one) for one in ScannedModel(load("window:Window"), ModelProbe()).inputs] == ["4x21x5"]
-    with pytest.raises(
-        UsageError, match=r"AssertionError: assert x.shape.* == \(self.lookback, self.variates\)$"
-    ):
+    with pytest.raises(UsageError, match=r"AssertionError: assert x.shape.* == \(self.lookback, self.variates\)$"):
         ScannedModel(load("window:Window"), ModelProbe(), [Input((4, 21))]).record  # noqa: B018
 
 
