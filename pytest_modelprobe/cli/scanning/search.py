@@ -83,11 +83,8 @@ class Search:
             trial = trials.run(_tensors(guess))
             operations += trial.operations
             if trial.error is None and trial.elements > _MOST_ELEMENTS:
-                self._add(
-                    len(trial.calls),
-                    cost,
-                    [(1, tuple(_shaped(one, one.shape[0] // 2, *one.shape[1:]) for one in guess))],
-                )
+                halved = tuple(_shaped(one, one.shape[0] // 2, *one.shape[1:]) for one in guess)
+                self._add(len(trial.calls), cost, [(1, halved)])
                 continue
             if trial.error is None:
                 yield _limited(guess, trial)
