@@ -48,6 +48,7 @@ def test_it_has_80_decoder_layers_each_called_once(record):
     decoder_layers = [layer for layer in record.layers.values() if layer.type_name == "LlamaDecoderLayer"]
     assert len(decoder_layers) == LAYERS
     assert_called(record, "model.layers.*", per_forward=1)
+    print("", record.table("model.layers.0.**"), "", sep="\n")
 
 
 def test_eight_heads_of_keys_and_values_serve_64_of_queries(record):

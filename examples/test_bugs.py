@@ -3,6 +3,8 @@
 Each model has one bug. For a subclass in which the bug is fixed, the same assertion passes.
 """
 
+import textwrap
+
 import numpy as np
 import pytest
 import torch
@@ -25,10 +27,10 @@ pytestmark = pytest.mark.modelprobe(seed=0)
 
 
 def said(failure):
-    """Print the text of a failure and return its first line."""
-    text = str(failure.value)
-    print(f"\n\n{text}")
-    return text.splitlines()[0]
+    """Print the text of a failure, at most 100 characters wide, and return its first line."""
+    lines = str(failure.value).splitlines()
+    print("", *(textwrap.fill(line, 100) for line in lines), "", sep="\n")
+    return lines[0]
 
 
 # --- a ReLU without a positive input ------------------------------------------------------------------------------

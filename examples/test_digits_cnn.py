@@ -102,6 +102,7 @@ def test_a_new_model_reads_no_more_than_chance_gives(modelprobe, digits):
 
 def test_no_layer_is_dead(record):
     assert_no_dead_layers(record)
+    print("", record, "", sep="\n")
 
 
 def test_at_most_a_quarter_of_the_units_of_a_layer_are_dead(record):

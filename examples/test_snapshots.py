@@ -83,6 +83,16 @@ def test_architecture(modelprobe, modelprobe_snapshot, factory, config):
     assert modelprobe.architecture(model, ids, use_cache=False) == modelprobe_snapshot
 
 
+def test_a_changed_epsilon_is_named(modelprobe):
+    model, changed = modelprobe.build(Digits).eval(), modelprobe.build(Digits).eval()
+    changed.norm2.eps = 1e-3
+    x = modelprobe.randn(8, 1, 8, 8)
+    with pytest.raises(AssertionError) as failure:
+        assert_same_behavior(modelprobe.run(changed, x), modelprobe.run(model, x))
+    print("", failure.value, "", sep="\n")
+    assert str(failure.value).startswith("norm2.eps 1e-05 → 0.001: its output changed by 0.03")
+
+
 def test_a_port_does_what_its_reference_does(modelprobe):
     """The same layers with different names, called by different code."""
     reference = modelprobe.build(Digits).eval()

@@ -84,6 +84,7 @@ def test_nothing_overflows_or_dies_in_any_step(modelprobe, model, batches):
     assert_finite(watch)
     assert_grad_finite(watch)
     assert_no_dead_layers(watch)
+    print("", watch.record, "", sep="\n")
 
 
 def test_the_gradient_flows_from_the_first_step_to_the_last(modelprobe, model, batches):
@@ -110,7 +111,7 @@ def test_accumulating_gradients_runs_a_backward_for_each_batch(modelprobe, model
     assert_all_params_have_grad(watch)
 
 
-def test_accumulating_two_halves_takes_two_passes_each_with_its_own_gradient(modelprobe, model, batches):
+def test_two_halves_take_two_passes_each_with_its_own_gradient(modelprobe, model, batches):
     pixels, labels = batches[0]
     with modelprobe.watch(model) as watch:
         for half in (slice(0, 16), slice(16, 32)):

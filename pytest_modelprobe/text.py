@@ -227,12 +227,16 @@ _LIST = re.compile(r"(?<![\w.])[^\W\d][\w.]*+(?:, [^\W\d][\w.]*+){4,}")
 
 
 def table(
-    columns: Sequence[str], rows: Iterable[Sequence[Cell]], most: int = MOST_ROWS, widest: int = WIDEST
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Cell]],
+    most: int = MOST_ROWS,
+    widest: int = WIDEST,
+    spare: Sequence[str] = (),
 ) -> list[str]:
     r"""Return the lines of an aligned table, columns of numbers right-aligned; rows beyond ``most`` are counted.
 
     Where it is shown in a terminal, see `fitted`, the middle of long words is left out until it fits, as far as they
-    still differ, and after that the last columns.
+    still differ, and after that columns: the spare ones, then the last.
 
     Args:
         columns: The headings.
@@ -240,6 +244,7 @@ def table(
         most: The number of rows shown.
         widest: Characters of a cell of several words; a single word, such as a path, is shown whole, and so are cells
             that would be shown alike.
+        spare: Headings of the columns that a narrow terminal leaves out first, in this order.
 
     >>> print(*table(["layer", "zeros"], [["fc1", 3], ["relu", 12544]]), sep="\n")
     layer    zeros
@@ -252,11 +257,15 @@ def table(
     shown = [[column[cell] for column, cell in zip(fitting, row, strict=True)] for row in whole]
     right = [i > 0 and all(_NUMBER.fullmatch(row[i]) for row in shown) for i in range(len(columns))]
     width = _width.get()
-    kept, shown = (len(columns), shown) if width is None else _narrowed(columns, shown, right, width)
-    widths = [max(len(cells[i]) for cells in (columns, *shown)) for i in range(kept)]
-    lines = [_aligned(cells[:kept], widths, right[:kept]) for cells in (columns, *shown)]
-    if kept < len(columns):
-        lines += wrapped(f"not shown: {', '.join(columns[kept:])}; a wider terminal has them").split("\n")
+    left_out: list[str] = []
+    if width is not None:
+        kept, shown = _narrowed(columns, shown, right, width, spare)
+        left_out = [column for i, column in enumerate(columns) if i not in kept]
+        columns, right = [columns[i] for i in kept], [right[i] for i in kept]
+    widths = [max(map(len, column)) for column in zip(columns, *shown, strict=True)]
+    lines = [_aligned(cells, widths, right) for cells in (columns, *shown)]
+    if left_out:
+        lines += wrapped(f"not shown: {', '.join(left_out)}; a wider terminal has them").split("\n")
     if len(rows) > most:
         lines.append(f"... {count(len(rows) - most, 'row')} more")
     return lines
@@ -268,16 +277,19 @@ _NARROWEST = 16
 
 
 def _narrowed(
-    columns: Sequence[str], rows: list[list[str]], right: Sequence[bool], width: int
-) -> tuple[int, list[list[str]]]:
-    """Return how many columns fit into a width, and the rows with words shortened for it."""
+    columns: Sequence[str], rows: list[list[str]], right: Sequence[bool], width: int, spare: Sequence[str]
+) -> tuple[list[int], list[list[str]]]:
+    """Return the positions of columns that fit into a width, and their cells, with words shortened for it."""
     whole = [[row[i] for row in rows] for i in range(len(columns))]
-    for kept in range(len(columns), 0, -1):
-        cells = whole[:kept]
-        widths = [max(map(len, (columns[i], *cells[i]))) for i in range(kept)]
-        while (too_wide := sum(widths) + _GAP * (kept - 1) - width) > 0:
+    kept = list(range(len(columns)))
+    dropped = [columns.index(name) for name in spare if name in columns]
+    dropped += [i for i in reversed(kept) if i not in dropped]
+    for next_dropped in dropped:
+        cells = {i: whole[i] for i in kept}
+        widths = {i: max(map(len, (columns[i], *cells[i]))) for i in kept}
+        while (too_wide := sum(widths.values()) + _GAP * (len(kept) - 1) - width) > 0:
             able = {}
-            for i in range(kept):
+            for i in kept:
                 shorter = None if right[i] else _shorter(columns[i], whole[i], widths[i], too_wide)
                 if shorter is not None:
                     able[i] = shorter
@@ -287,8 +299,9 @@ def _narrowed(
             cells[i] = able[i]
             widths[i] = max(map(len, (columns[i], *cells[i])))
         else:
-            return kept, [list(row) for row in zip(*cells, strict=True)]
-    return 1, [[folded(row[0], width)] for row in rows]
+            return kept, [list(row) for row in zip(*cells.values(), strict=True)]
+        kept.remove(next_dropped)
+    return [0], [[folded(row[0], width)] for row in rows]
 
 
 def _shorter(column: str, cells: Sequence[str], widest: int, too_wide: int) -> list[str] | None:

@@ -211,8 +211,11 @@ def test_the_table_of_layers_has_gradients_if_there_are_any() -> None:
 
 def test_the_table_of_layers_tells_why_there_are_no_numbers() -> None:
     lines = layer_table(ModelProbe().architecture(net(), torch.ones(4, 2)))
-    assert lines[0].split()[:4] == ["layer", "type", "parameters", "calls"]
-    assert len(lines) == 3
+    assert [re.split(" {2,}", line) for line in lines] == [
+        ["layer", "type", "parameters", "calls", "output", "no numbers"],
+        ["0", "Linear", "4", "1", "(4, 2)", "fake tensor"],
+        ["1", "ReLU", "-", "1", "(4, 2)", "fake tensor"],
+    ]
 
 
 def test_the_table_of_layers_ends_with_those_that_have_parameters_and_were_not_called() -> None:
@@ -286,6 +289,19 @@ def test_columns_that_do_not_fit_are_named() -> None:
         "has them",
         "... 10 rows more",
     ]
+
+
+def test_columns_to_spare_are_left_out_before_the_last() -> None:
+    with fitted(60):
+        lines = table(COLUMNS, ROWS, most=2, spare=["type", "parameters"])
+    assert re.split(" {2,}", lines[0]) == ["layer", "parameters", "gradient rms", "zeros"]
+    assert lines[3] == "not shown: type; a wider terminal has them"
+
+
+def test_dead_units_and_gradients_are_shown_in_100_columns() -> None:
+    with fitted(92):
+        lines = layer_table(ModelProbe().run(net(), torch.ones(4, 2), loss=lambda out: out.sum()))
+    assert {"dead units", "gradient rms"} <= set(re.split(" {2,}", lines[0]))
 
 
 def test_a_table_that_no_terminal_shows_is_whole() -> None:

@@ -1,14 +1,16 @@
 """Which inputs `modelprobe scan` guesses for forty public models. Prints a page of Markdown.
 
-    python evidence/guesses > evidence/guesses/RESULTS.md
-    PYTHONPATH=CHECKOUT python evidence/guesses   # another version: the column *before*, put in by hand
+    python evidence/guesses models > evidence/guesses/RESULTS.md
+    python evidence/guesses held_out   # forty others, the second table there
+    PYTHONPATH=CHECKOUT python evidence/guesses models   # another version: the column *before*, put in by hand
 
-It needs the packages of `PACKAGES`, of which `pip install --no-deps` is enough for most. A package that cannot be
-imported is said in its row.
+It needs the packages of `PACKAGES` in the module, of which `pip install --no-deps` is enough for most. A package that
+cannot be imported is said in its row.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import inspect
 import sys
@@ -19,19 +21,13 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = map(str, (HERE, HERE.parent))
 
-PACKAGES = (
-    "vit-pytorch", "x-transformers", "segmentation-models-pytorch", "monai", "efficientnet-pytorch",
-    "pretrainedmodels", "torchvision", "timm", "transformers", "diffusers", "zuko", "conformer", "perceiver-pytorch",
-    "linformer", "rtdl-revisiting-models", "denoising-diffusion-pytorch",
-)  # fmt: skip
 
-
-def guessed(name: str) -> tuple[str, float, str]:
+def guessed(module: str, name: str) -> tuple[str, float, str]:
     """Return the inputs, the seconds of the processor that finding them took, and why there are none."""
     from pytest_modelprobe import ModelProbe
     from pytest_modelprobe.cli.scanning import ScannedModel, load
 
-    target = load(f"models:{name}")
+    target = load(f"{module}:{name}")
     try:
         target.make()
     except Exception as error:  # noqa: BLE001 - a package that is not there
@@ -49,16 +45,17 @@ def main() -> None:
     """Print the page."""
     warnings.simplefilter("ignore")
     import real_models.conftest  # noqa: F401 - it declares operators that torchvision imports
-    import models  # isort: skip
 
-    names = [name for name, made in vars(models).items() if inspect.isfunction(made) and made.__module__ == "models"]
+    listed, *asked = sys.argv[1:] or ["models"]
+    made = vars(importlib.import_module(listed))
+    names = [name for name, one in made.items() if inspect.isfunction(one) and one.__module__ == listed]
     rows = []
-    for name in sys.argv[1:] or names:
-        inputs, seconds, why = guessed(name)
+    for name in asked or names:
+        inputs, seconds, why = guessed(listed, name)
         rows.append((name, inputs, seconds, why))
         print(name, inputs or why, file=sys.stderr, flush=True)
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", *PACKAGES))
-    print("# Inputs of public models, guessed\n\nCommand: `python evidence/guesses`. ", end="")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", *made["PACKAGES"]))
+    print(f"# Inputs of public models, guessed\n\nCommand: `python evidence/guesses {listed}`. ", end="")
     print(f"{versions}.\n\n{sum(bool(row[1]) for row in rows)} of {len(rows)} models run on inputs that were guessed.")
     print("The seconds are those of the processor for guessing and for the run with which the guess ends.\n")
     print("| model | inputs | s |\n|---|---|---|")

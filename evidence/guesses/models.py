@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
+PACKAGES = (
+    "vit-pytorch", "x-transformers", "segmentation-models-pytorch", "monai", "efficientnet-pytorch",
+    "pretrainedmodels", "torchvision", "timm", "transformers", "diffusers", "zuko", "conformer", "perceiver-pytorch",
+    "linformer", "rtdl-revisiting-models", "denoising-diffusion-pytorch",
+)  # fmt: skip
+
 VIT = {"image_size": 64, "patch_size": 16, "num_classes": 10, "dim": 32, "heads": 2, "mlp_dim": 64}
 HF = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 BLOCKS = {"block_out_channels": (32, 64), "norm_num_groups": 8, "layers_per_block": 1}

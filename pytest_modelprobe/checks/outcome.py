@@ -6,6 +6,7 @@ that means nothing for a model raises `NotApplicableError`: that is neither a pa
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -118,12 +119,16 @@ class Outcome:
 def line_of(error: BaseException | None) -> str:
     r"""Return the type and the first line of an exception, with the next line if the first ends with a colon.
 
+    Of an exception without a text it is the line of code that raised it: ``assert x.shape[1] == self.length``.
+
     >>> line_of(ValueError("two things:\n  this one\n  and that"))
     'ValueError: two things: this one'
     """
     text, _, rest = str(error).strip().partition("\n")
     if text.endswith(":"):
         text = f"{text} {rest.strip().partition(chr(10))[0]}"
+    if not text and error is not None and error.__traceback__ is not None:
+        text = traceback.extract_tb(error.__traceback__)[-1].line or ""
     return f"{type(error).__name__}{f': {text}' if text else ''}"
 
 

@@ -35,7 +35,7 @@ __all__ = ["GIT_ATTRIBUTES", "main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     tests: list[str] = []
     if given[:1] == ["bisect"] and "--" in given:
         given, tests = given[: given.index("--")], given[given.index("--") + 1 :]

@@ -14,6 +14,7 @@ import json
 import os
 import pkgutil
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -330,7 +331,10 @@ def _unmet_requirements() -> Iterator[str]:
     for one in required:
         version = _version(one.name)
         if version == _NOT_INSTALLED:
-            if one.name != "torch":
+            extra = re.search(r'extra == "(.+?)"', str(one.marker))
+            if extra:
+                yield f"{one.name}: not installed; pip install '{PACKAGE}[{extra[1]}]' brings it"
+            elif one.name != "torch":
                 yield f"{one.name}: not installed; {PACKAGE} needs {one}"
         elif not one.specifier.contains(version, prereleases=True):
             yield f"{one.name} {version}: {PACKAGE} needs {one}"

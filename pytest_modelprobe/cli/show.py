@@ -15,11 +15,11 @@ from typing import Any
 
 from pytest_modelprobe.exceptions import ModelProbeError, SelectionError
 from pytest_modelprobe.gate import SnapshotVersion
-from pytest_modelprobe.record import Record, layer_rows, select
+from pytest_modelprobe.record import Record, layer_rows, layer_table, select
 from pytest_modelprobe.record.text import headline
 from pytest_modelprobe.report import markdown
 from pytest_modelprobe.report.results import write_text
-from pytest_modelprobe.text import listed, printable, table
+from pytest_modelprobe.text import listed, printable
 
 from .common import SAME, as_json, resolve_source
 
@@ -104,8 +104,7 @@ def _only(record: Record, globs: Sequence[str] | None) -> Record:
 def _shown_as_text(snapshot: SnapshotVersion, record: Record) -> str:
     lines = [headline(snapshot.record)]
     lines += [printable(f"Reason: {snapshot.reason}")] if snapshot.reason else []
-    columns, rows = layer_rows(record)
-    return "\n".join([*lines, "", *table(columns, rows, len(rows))])
+    return "\n".join([*lines, "", *layer_table(record, most=None)])
 
 
 def _shown_as_markdown(snapshot: SnapshotVersion, record: Record) -> list[str]:

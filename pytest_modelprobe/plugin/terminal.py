@@ -66,8 +66,9 @@ def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[di
     from pytest_modelprobe.assertions.findings import findings, hints
     from pytest_modelprobe.models import RUN_EAGERLY
     from pytest_modelprobe.record import layer_table
+    from pytest_modelprobe.text import MOST_ROWS
 
-    with_table = config.stash[SETTINGS].verbose or _is_first_use(config)
+    with_table, most = (True, 200) if config.stash[SETTINGS].verbose else (_is_first_use(config), MOST_ROWS)
     found = []
     for name, _, record, error, _, others, forwards in observed:
         if record is None:
@@ -83,7 +84,7 @@ def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[di
                 "forwards": forwards or record.forwards,
                 "findings": said,
                 "eager": any(note.endswith(RUN_EAGERLY) for note in record.notes),
-                "table": layer_table(record) if with_table and record.forwards else [],
+                "table": layer_table(record, most) if with_table and record.forwards else [],
                 **(properties.of_record(record) if properties.is_asked(config) else {}),
             }
         )
@@ -174,7 +175,7 @@ class Terminal:
 
 
 def _lines(nodeid: str, summary: dict[str, Any], *, with_table: bool) -> Iterator[str]:
-    from pytest_modelprobe.text import count, printable
+    from pytest_modelprobe.text import count, printable, wrapped
 
     calls = f"{count(summary['layers'], 'layer')}, {count(summary['calls'], 'call')}"
     forwards = summary.get("forwards", 1)
@@ -182,7 +183,7 @@ def _lines(nodeid: str, summary: dict[str, Any], *, with_table: bool) -> Iterato
         times = f", {forwards}"
     else:
         times = f" in {count(forwards, 'forward')}" if forwards > 1 else ""
-    yield printable(f"{nodeid}: {summary['name']}, {calls}{times}")
-    yield from (f"  {printable(finding)}" for finding in summary["findings"])
+    yield wrapped(printable(f"{nodeid}: {summary['name']}, {calls}{times}"), 4)
+    yield from (wrapped(f"  {printable(finding)}", 4) for finding in summary["findings"])
     if with_table:
         yield from (f"  {line}" for line in summary["table"])

@@ -20,10 +20,14 @@ if TYPE_CHECKING:
     from .record import Record
 
 
-def layer_table(record: Record, most: int = 200) -> list[str]:
-    """Return a table of the layers of a record, see `layer_rows`."""
+SPARE = ("calls", "min", "max", "mean", "zeros")
+"""Columns that a narrow terminal leaves out first: dead units and gradients are looked at more."""
+
+
+def layer_table(record: Record, most: int | None = 200) -> list[str]:
+    """Return a table of the layers of a record, see `layer_rows`; without a limit of its rows if ``most`` is None."""
     columns, rows = layer_rows(record)
-    return table(columns, rows, most) if rows else ["no layer was recorded"]
+    return table(columns, rows, len(rows) if most is None else most, spare=SPARE) if rows else ["no layer was recorded"]
 
 
 def layer_rows(record: Record, names: Iterable[str] | None = None) -> tuple[list[str], list[list[Cell]]]:
@@ -31,7 +35,7 @@ def layer_rows(record: Record, names: Iterable[str] | None = None) -> tuple[list
 
     Containers without parameters whose output is that of a child are left out, and so are layers without calls and
     parameters, and the later calls of a layer that is called more than 8 times. If no layer was called, it is a table
-    of parameters.
+    of parameters. If no output has numbers, as with fake tensors, one column says why in the place of theirs.
 
     Args:
         record: The record.
@@ -58,11 +62,14 @@ def layer_rows(record: Record, names: Iterable[str] | None = None) -> tuple[list
         for layer in record.layers.values()
         if not layer.calls and (layer.parameters if wanted is None else layer.name in wanted)
     ]
+    if all(cells[_MEAN + 1] in ("", "-") for cells in rows):
+        return [*columns[:_MEAN], "no numbers"], [cells[: _MEAN + 1] for cells in rows]
     return [*columns, "gradient rms"] if gradients else columns, rows
 
 
 _MOST_CALLS = 8  # of a shared module, such as the only ReLU of a block; a recurrent cell is called for each token
 _NUMBERS = ("output", "mean", "std", "min", "max", "zeros", "dead units")
+_MEAN = 5  # its column, where a value without statistics has the reason
 
 
 def _structure_rows(record: Record, names: Iterable[str] | None) -> tuple[list[str], list[list[Cell]]]:

@@ -13,7 +13,7 @@ from pytest_modelprobe.text import Cell, count, html_escaped, listed, number, pr
 
 from .layer import elements
 from .selection import nearest
-from .table import layer_rows
+from .table import SPARE, layer_rows
 
 if TYPE_CHECKING:
     from .record import Record
@@ -56,7 +56,7 @@ def as_text(
         more: How to see the rows that are not shown.
     """
     columns, rows = layer_rows(record, names)
-    lines = table(columns, rows, len(rows) if most is None else most)
+    lines = table(columns, rows, len(rows) if most is None else most, spare=SPARE)
     if most is not None and len(rows) > most:
         lines[-1] += f": {more}"
     notes = [wrapped(printable(f"note: {note}"), 6) for note in record.notes]

@@ -48,13 +48,14 @@ class Trial:
     """Of the results of all operations, which is about what a forward keeps for the backward."""
     sources: Sources = frozenset()
     """The inputs of the model that the operation used which raised the error; empty if other code did."""
-    error: Exception | None = None
+    error: BaseException | None = None
     """None: the model runs."""
 
     @property
     def is_undecided(self) -> bool:
-        """Whether it failed because fakes have no contents, so that it may run on tensors."""
-        return type(self.error).__module__ in (FakeTensorMode.__module__, "torch.fx.experimental.symbolic_shapes")
+        """Whether it failed because fakes have no contents or the model moves its parameters: it may run on tensors."""
+        modules = FakeTensorMode.__module__, "torch.fx.experimental.symbolic_shapes"
+        return type(self.error).__module__ in modules or "Couldn't swap" in str(self.error)
 
 
 class Trials:

@@ -296,6 +296,13 @@ def test_versions_that_are_not_supported_are_named(monkeypatch: pytest.MonkeyPat
     ]
 
 
+def test_a_package_of_an_extra_is_named_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: ['matplotlib>=3.8; extra == "plots"'])
+    monkeypatch.delitem(INSTALLED, "matplotlib", raising=False)
+    said = "matplotlib: not installed; pip install 'pytest-modelprobe[plots]' brings it"
+    assert said in doctor.report()["switched off"]
+
+
 def test_a_plugin_that_is_not_loaded_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p no:modelprobe\n", "utf-8")
     monkeypatch.setattr(doctor.metadata, "entry_points", lambda **_: [])

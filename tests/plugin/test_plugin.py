@@ -530,6 +530,18 @@ def test_the_first_use_shows_the_layers_once(pytester: pytest.Pytester) -> None:
     pytester.runpytest("-p", "no:randomly").stdout.no_fnmatch_line("=* modelprobe =*")
 
 
+def test_the_table_of_the_first_use_is_short(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("""
+        from torch import nn
+
+        def test_deep(modelprobe):
+            modelprobe.run(nn.Sequential(*(nn.Linear(2, 2) for _ in range(24))), modelprobe.randn(3, 2))
+    """)
+    result = pytester.runpytest("-p", "no:randomly")
+    result.stdout.fnmatch_lines(["  19 *", "  ... 4 rows more", "This table is shown once;*"])
+    pytester.runpytest("-p", "no:randomly", "--modelprobe-verbose").stdout.fnmatch_lines(["  23 *"])
+
+
 CHECKED = """
     import torch
     from torch import nn

@@ -19,6 +19,7 @@ from pytest_modelprobe.runs import NoGradientError
 
 from .inputs import Input, arguments, required
 from .search import Search
+from .starts import NO_TENSOR, of_argument
 from .target import Target
 
 
@@ -140,9 +141,16 @@ class ScannedModel:
             try:
                 self.record  # noqa: B018 - it is kept
             except UsageError as error:
-                search.refusal = search.refusal or error
+                if inputs == search.best:
+                    search.refusal = error.__cause__
             else:
                 return self.inputs
+        others = [name for name in required(self.model.forward) if of_argument(self.model, name) is NO_TENSOR]
+        if others:
+            name = type(self.model).__name__
+            raise UsageError(
+                f"{name} takes no tensor as {' and '.join(others)}: name a module that calls it with tensors"
+            )
         command, option = self._command
         given = search.best or [f"{name}=SHAPE" for name in required(self.model.forward)] or ["SHAPE"]
         start = " ".join([command.format(self.target.name), *(f"{option}{one}" for one in given)])

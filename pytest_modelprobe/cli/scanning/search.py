@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from pytest_modelprobe.checks import outcome
 from pytest_modelprobe.runs import Given, Trial, Trials
 
 from .inputs import Input
@@ -26,8 +27,14 @@ _MOST_OPERATIONS = 6_000
 
 _MOST_TRIALS = 150
 
+_MOST_UNDECIDED = 8
+"""Guesses that fakes cannot judge and that are run on tensors."""
+
+_FIRST = 4
+"""Guesses that are likely enough to be tried without a reason from a failure."""
+
 _LARGEST = 4096
-"""Of a dimension."""
+"""Of a dimension, unless a first guess has a larger one, as a sound has."""
 
 _MOST_ELEMENTS = 1_000_000_000
 """Elements of what all operations return, 4 GB: the batch is made smaller where there are more."""
@@ -42,28 +49,25 @@ Move = tuple[int, Guess]
 class Search:
     """The search for inputs of one model.
 
-    Args:
-        model: The model.
-        on_tensors: Whether to yield also what may run although fake tensors cannot tell, at the end.
-
     >>> search = Search(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(2 * 20 * 20, 3)))
     >>> [str(one) for one in next(iter(search))]
     ['4x1x22x22']
     """
 
-    def __init__(self, model: nn.Module, *, on_tensors: bool = True) -> None:
-        self._model, self._on_tensors = model, on_tensors
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._first = starts(model)
+        self._largest = max([_LARGEST, *(n for guess in self._first for one in guess for n in one.shape)])
         self._queue: list[tuple[int, int, int, Guess]] = []  # how far it got, moves that were needed, order
         self._order = itertools.count()
         self._tried: set[Guess] = set()
         self.best: Guess = self._first[0] if self._first else ()
         """The inputs that got furthest."""
-        self.refusal: Exception | None = None
+        self.refusal: BaseException | None = None
         """What the model raised on them."""
 
     def __iter__(self) -> Iterator[Guess]:
-        """Yield inputs on which the model runs, as far as fake tensors can tell."""
+        """Yield inputs on which the model runs or may run, as far as fake tensors can tell."""
         if not self._first or self._first == [()]:
             yield from self._first
             return
@@ -76,34 +80,36 @@ class Search:
             if guess in self._tried:
                 continue
             self._tried.add(guess)
-            trial = trials.run({key(one, at): _meta(one) for at, one in enumerate(guess)})
+            trial = trials.run(_tensors(guess))
             operations += trial.operations
             if trial.error is None and trial.elements > _MOST_ELEMENTS:
-                self._add(
-                    len(trial.calls),
-                    cost,
-                    [(1, tuple(_shaped(one, one.shape[0] // 2, *one.shape[1:]) for one in guess))],
-                )
+                halved = tuple(_shaped(one, one.shape[0] // 2, *one.shape[1:]) for one in guess)
+                self._add(len(trial.calls), cost, [(1, halved)])
                 continue
-            if trial.error is None or (self._on_tensors and trial.is_undecided and undecided < 3):
-                undecided += trial.error is not None
+            if trial.error is None:
                 yield _limited(guess, trial)
                 continue
             if len(trial.calls) > furthest:
                 furthest, self.best, self.refusal = len(trial.calls), guess, trial.error
-            failed.append(guess)
+            if trial.is_undecided and undecided < _MOST_UNDECIDED:
+                undecided += 1
+                yield _limited(guess, trial)
+                if guess == self.best:  # tensors tell more than fakes
+                    trial = Trial(trial.calls, error=self.refusal)
+            else:
+                failed.append(guess)
             self._add(len(trial.calls), cost, self._moves(guess, trial, names, known))
-        if self._on_tensors:  # fake tensors do not know every operation
-            yield from (guess for guess in failed if guess in self._first[:4])
+        # Fake tensors do not know every operation.
+        yield from (guess for guess in failed if guess in self._first[:_FIRST])
 
     def _add(self, reached: int, cost: int, moves: Iterable[Move]) -> None:
         for rank, guess in moves:
-            if guess not in self._tried and all(0 < n <= _LARGEST for one in guess for n in one.shape):
+            if guess not in self._tried and all(0 < n <= self._largest for one in guess for n in one.shape):
                 heapq.heappush(self._queue, (-reached, cost + rank, next(self._order), guess))
 
     def _moves(self, guess: Guess, trial: Trial, names: list[str], known: list[int]) -> Iterator[Move]:
         """Yield what to try after a failure."""
-        message = str(trial.error)
+        message = str(trial.error) or outcome.line_of(trial.error)
         for at, one in enumerate(guess):
             source = frozenset({key(one, at)})
             first = next((g for g in trial.calls if g.sources == source and demand(g.layer)), None)
@@ -115,9 +121,9 @@ class Search:
                 yield 1, (*guess, dataclasses.replace(more or Input((BATCH, LENGTH, 8)), name=name))
         affected = [at for at, one in enumerate(guess) if key(one, at) in trial.sources] or list(range(len(guess)))
         at_layer = _mismatch(trial.running[-1]) if trial.running else None
-        named = (getattr(self._model, word, None) for word in re.findall(r"[A-Za-z]\w+", message))
-        numbers = list(dict.fromkeys(n for n in named if type(n) is int and n > 1))
-        numbers += list(dict.fromkeys(int(n) for n in re.findall(r"(?<![\w.])\d{1,5}(?![\w.]*\w)", message)))[:8]
+        attributes = (getattr(self._model, word, None) for word in re.findall(r"[A-Za-z]\w+", message))
+        named = list(dict.fromkeys(n for n in attributes if type(n) is int and n > 1))
+        numbers = list(dict.fromkeys(int(n) for n in re.findall(r"(?<![\w.])\d{1,5}(?![\w.]*\w)", message)))[:8]
         for pair in [at_layer] if at_layer else _broadcast(message):
             yield from _changed(guess, affected, lambda one, pair=pair: _resized(one, *pair), 1)  # type: ignore[misc]
         ranks = _ranks(message)
@@ -127,9 +133,10 @@ class Search:
             yield from _changed(guess, affected, _of_other_kind, 1)
         if ranks and not any(len(guess[at].shape) in ranks for at in affected):
             return
-        for n in (*known, *numbers, *_SIZES):
-            yield from _changed(guess, affected, lambda one, n=n: _with_size(one, n), 2)  # type: ignore[misc]
-        for a, b in itertools.pairwise(n for n in numbers if n > 1 and n != BATCH):
+        for n in (*named, *known, *numbers, *_SIZES):
+            cost = 1 if n in named else 2
+            yield from _changed(guess, affected, lambda one, n=n: _with_size(one, n), cost)  # type: ignore[misc]
+        for a, b in itertools.pairwise(n for n in (*named, *numbers) if n > 1 and n != BATCH):
             for pair in ((a, b), (b, a)):
                 yield from _changed(guess, affected, lambda one, pair=pair: _resized(one, *pair), 3)  # type: ignore[misc]
         for rank in (3, 4, 2, 5):
@@ -139,6 +146,21 @@ class Search:
 def key(one: Input, at: int) -> str | int:
     """Return by what an input is known: its name, or its position."""
     return at if one.name is None else one.name
+
+
+def may_run(model: nn.Module) -> bool:
+    """Whether a model runs on one of the first guesses, or may run as far as fake tensors can tell.
+
+    >>> may_run(nn.Linear(3, 2)), may_run(nn.Sequential(nn.Linear(3, 2), nn.Linear(3, 2)))
+    (True, False)
+    """
+    trials = Trials(model)
+    tried = (trials.run(_tensors(guess)) for guess in starts(model)[:_FIRST])
+    return any(trial.error is None or trial.is_undecided for trial in tried)
+
+
+def _tensors(guess: Guess) -> dict[str | int, Tensor]:
+    return {key(one, at): _meta(one) for at, one in enumerate(guess)}
 
 
 def _meta(one: Input) -> Tensor:
@@ -291,12 +313,15 @@ def _ranks(message: str) -> list[int]:
 def _broadcast(message: str) -> list[tuple[int, int]]:
     """Return the two lengths of a dimension that do not fit each other, in both orders.
 
+    >>> _broadcast("mat1 and mat2 shapes cannot be multiplied (4x8 and 12x16)")
+    [(8, 12), (12, 8)]
     >>> _broadcast("The size of tensor a (65) must match the size of tensor b (37) at non-singleton dimension 1")
     [(65, 37), (37, 65)]
     """
-    found = re.search(r"tensor a \((\d+)\) must match the size of tensor b \((\d+)\)", message)
+    told = r"tensor a \((\d+)\) must match the size of tensor b \((\d+)\)|\(\d+x(\d+) and (\d+)x\d+\)"
+    found = re.search(told, message)
     if found:
-        a, b = int(found[1]), int(found[2])
+        a, b = (int(n) for n in found.groups() if n)
     else:  # as fake tensors say it
         found = re.search(r"of length (\d+) at (-\d+).* to \[([\d, ]+)\]", message)
         if not found:

@@ -73,6 +73,7 @@ NO_TENSOR = Input(())
 
 _TIMES = re.compile(r"t|times?|time_?steps?|sigmas?|noise_levels?|diffusion_steps?")
 _IDS = re.compile(r"(?:.*_)?(?:ids|tokens|idx|indices|index)(?:_.*)?")
+_EDGES = re.compile(r"edge_?ind(?:ex|ices)(?:_.*)?")  # from and to which node of a graph
 _IMAGES = re.compile(r"(?:.*_)?(?:ima?ge?s?|pictures?|pixels?|frames?)\d*(?:_.*)?")
 _OTHER_TYPES = re.compile(
     r"^(?:int|float|bool|str|(?:typing\.)?(?:list|dict|sequence|iterable|tuple)\b.*)$", re.IGNORECASE
@@ -91,6 +92,8 @@ def _of_argument(model: nn.Module, parameter: inspect.Parameter) -> Input | None
         return NO_TENSOR
     if _TIMES.fullmatch(parameter.name):
         return Input((BATCH,), below=1000)
+    if _EDGES.fullmatch(parameter.name):
+        return Input((2, 2 * LENGTH), below=BATCH)
     documented = _documented(model, parameter.name)
     if "Long" in written or _IDS.fullmatch(parameter.name):
         return Input(documented or (BATCH, LENGTH), below=10)
@@ -131,7 +134,7 @@ def sizes_named(model: nn.Module) -> list[int]:
     return list(found)
 
 
-_SIZE = re.compile(r"image|img|sample_size|input_(?:size|shape|resolution)|seq|context|block_size|n_ctx|max_len|length")
+_SIZE = re.compile(r"image|img|sample_size|input_(?:size|shape|resolution)|seq|context|block_size|n_ctx|length|_len\b")
 
 
 def _entries(holder: Any) -> Iterable[tuple[str, Any]]:

@@ -1,11 +1,13 @@
 """Small models of transformers, for which no file is downloaded: configurations shrunk by what their attributes mean.
 
 What has to divide what is kept: heads get fewer together with the widths that they share, and widths are scaled alike.
-If the model does not run so, less is shrunk.
+If the model does not run so on one of the first guesses of its inputs, less is shrunk.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -16,7 +18,7 @@ from torch import nn
 
 from pytest_modelprobe.exceptions import UsageError
 
-from .search import Search
+from .search import may_run
 
 LAYERS, HEADS, HEAD, WORDS, EXPERTS, PIXELS, DIVISOR = 2, 4, 16, 128, 4, 64, 4
 
@@ -53,28 +55,32 @@ def tiny(kind: Any) -> nn.Module:
     Raises:
         UsageError: Its configuration cannot be shrunk so that a model can be made.
     """
+    model: nn.Module = kind(copy.deepcopy(_configuration(kind)))
+    return model
+
+
+@functools.cache
+def _configuration(kind: Any) -> Any:
+    """Return the configuration in which the most is shrunk of those with which a model runs, or else can be made."""
     refused: Exception | None = None
-    made = None
+    made: list[Any] = []
     for ways in _WAYS:
         try:
             config = shrunk(kind.config_class(), frozenset(ways.split()))
+            if any(config.to_dict() == other.to_dict() for other in made):
+                continue
             with torch.device("meta"):
-                model = kind(config)
+                model = kind(copy.deepcopy(config))
             if sum(math.prod(p.shape) for p in model.parameters()) > _MOST:
                 raise UsageError("what can be shrunk leaves it too large")
-            made = made or config
-            if next(iter(Search(model, on_tensors=False)), None) is not None:
-                return _of(kind, config)
+            made.append(config)
+            if may_run(model):
+                return config
         except Exception as error:  # noqa: BLE001 - whatever a class raises on a configuration of which it knows nothing
             refused = refused or error
-    if made is not None:
-        return _of(kind, made)
+    if made:
+        return made[0]
     raise UsageError(f"{kind.__name__} cannot be made of a shrunk configuration: {type(refused).__name__}: {refused}")
-
-
-def _of(kind: Any, config: Any) -> nn.Module:
-    model: nn.Module = kind(config)
-    return model
 
 
 def shrunk(config: Any, ways: frozenset[str]) -> Any:
@@ -103,7 +109,10 @@ def _shrunk(config: Any, ways: frozenset[str], tokens: dict[int, int]) -> Any:
         if "words" in ways and _TOKEN.fullmatch(name):
             changed[name] = _token(changed.get(name, value), tokens)
     kept = {name: changed[name] for name in changed if changed[name] != values[name]}
-    return type(config).from_dict({**config.to_diff_dict(), **kept})
+    written = config.to_diff_dict()
+    if "depth" in ways:  # a backbone gives out its last stage, which is another one then
+        written = {name: value for name, value in written.items() if name not in ("out_features", "out_indices")}
+    return type(config).from_dict({**written, **kept})
 
 
 def _scales(values: Mapping[str, Any]) -> tuple[Callable[[int], int], Callable[[int], int]]:

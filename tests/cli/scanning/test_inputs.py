@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import ModelProbe
-from pytest_modelprobe.cli.scanning import Input, ScannedModel, Target, parse_input
+from pytest_modelprobe.cli.scanning import Input, ScannedModel, Target, load, parse_input
 from pytest_modelprobe.cli.scanning.search import Search
 from pytest_modelprobe.cli.scanning.starts import starts
 from pytest_modelprobe.exceptions import UsageError
@@ -247,18 +247,78 @@ class Odd(nn.Module):
         raise ValueError(f"no picture: {tuple(self.conv(x).shape)}")
 
 
-@pytest.mark.parametrize(
-    ("model", "told"),
-    [
-        (Levels, "--input levels=SHAPE --input scale=SHAPE."),
-        (Odd, "--input 4x2x32x32. It got furthest on these: ValueError: no picture: (4, 3, 32, 32)"),
-    ],
-)
-def test_a_model_whose_inputs_are_not_found_tells_the_command_to_start_from(model: type[nn.Module], told: str) -> None:
+def test_a_model_whose_inputs_are_not_found_tells_the_command_to_start_from() -> None:
     with pytest.raises(UsageError) as error:
-        ScannedModel(Target("nets:make", model, "", "", ""), ModelProbe())
-    start = f"the inputs of {model.__name__} cannot be guessed, start from: modelprobe scan nets:make "
-    assert str(error.value) == start + told
+        ScannedModel(Target("nets:make", Odd, "", "", ""), ModelProbe())
+    assert str(error.value) == (
+        "the inputs of Odd cannot be guessed, start from: modelprobe scan nets:make --input 4x2x32x32. "
+        "It got furthest on these: ValueError: no picture: (4, 3, 32, 32)"
+    )
+
+
+def test_an_argument_that_takes_no_tensor_is_named() -> None:
+    with pytest.raises(UsageError) as error:
+        ScannedModel(Target("nets:make", Levels, "", "", ""), ModelProbe())
+    assert str(error.value) == "Levels takes no tensor as levels: name a module that calls it with tensors"
+
+
+class Graph(nn.Module):
+    """A convolution on a graph: which nodes have edges is known of tensors alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        source, target = edge_index[:, (edge_index[0] != edge_index[1]).nonzero()[:, 0]]
+        return torch.zeros(len(x), 2).index_add(0, target, nn.functional.linear(x, self.fc.weight)[source])
+
+
+class Sound(nn.Module):
+    """It needs more samples than anything else has elements on an axis, and looks at their contents."""
+
+    main_input_name = "input_values"
+    config = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 2, 400, stride=320)
+
+    def forward(self, input_values: torch.Tensor) -> torch.Tensor:
+        frames = self.conv(input_values[:, None])
+        if frames.shape[-1] < 40:
+            raise ValueError("too few frames")
+        return frames if frames.sum().item() < 1e9 else -frames
+
+
+@pytest.mark.parametrize(("model", "expected"), [(Graph, "x=4x6 edge_index=2x32:4"), (Sound, "input_values=2x16000")])
+def test_inputs_are_found_by_what_tensors_tell(model: type[nn.Module], expected: str) -> None:
+    scanned = ScannedModel(Target("", model, "", "", ""), ModelProbe())
+    assert " ".join(map(str, scanned.inputs)) == expected
+
+
+def test_the_line_of_an_assertion_without_a_text_tells_what_to_try(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makepyfile(
+        window="""
+        from torch import nn
+
+        class Window(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.lookback, self.variates = 21, 5
+                self.fc = nn.Linear(21, 2)
+
+            def forward(self, x):
+                assert x.shape[1:] == (self.lookback, self.variates)
+                return self.fc(x.transpose(1, 2))
+    """
+    )
+    monkeypatch.syspath_prepend(pytester.path)
+    assert [str(one) for one in ScannedModel(load("window:Window"), ModelProbe()).inputs] == ["4x21x5"]
+    with pytest.raises(UsageError, match=r"AssertionError: assert x.shape.* == \(self.lookback, self.variates\)$"):
+        ScannedModel(load("window:Window"), ModelProbe(), [Input((4, 21))]).record  # noqa: B018
 
 
 def test_inputs_that_do_not_fit_are_refused_with_what_the_model_raised() -> None:

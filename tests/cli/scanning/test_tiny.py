@@ -11,6 +11,7 @@ from torch import nn
 from pytest_modelprobe import ModelProbe, cli
 from pytest_modelprobe.cli.scanning import ScannedModel, load
 from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.runs import Trials
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,22 @@ def test_a_class_of_transformers_is_made_small_and_runs(name: str, expected: str
     assert " ".join(map(str, scanned.inputs)) == expected
     assert scanned.record.forwards == 1
     assert sum(p.numel() for p in scanned.model.parameters()) < 1_000_000
+
+
+def test_a_class_that_does_not_run_is_tried_a_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    trials = []
+    run = Trials.run
+    monkeypatch.setattr(Trials, "run", lambda self, inputs: trials.append(inputs) or run(self, inputs))
+    model = load("hf-tiny:RagModel").make()
+    assert sum(p.numel() for p in model.parameters()) < 1_000_000
+    assert 0 < len(trials) <= 24
+    made = len(trials)
+    load("hf-tiny:RagModel").make()  # what was found is kept
+    assert len(trials) == made
+    assert isinstance(model, transformers.RagModel)
 
 
 def test_what_has_to_divide_what_still_does() -> None:
