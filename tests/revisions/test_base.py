@@ -304,12 +304,15 @@ def test_a_model_that_does_not_repeat_is_not_called_changed(
 
 
 def test_a_watched_model_that_never_ran_is_not_called_unchanged(project: Project) -> None:
-    project.write("tests/test_idle.py", """
+    project.write(
+        "tests/test_idle.py",
+        """
         from net import Net
 
         def test_idle(modelprobe):
             modelprobe.watch(Net())
-    """)
+    """,
+    )
     project.commit("idle")
     result = project.run("--modelprobe-base=HEAD", "tests/test_idle.py")
     assert "1 model: 1 never ran" in result.outlines
