@@ -28,6 +28,8 @@ SANITIZERS = {
 
 def compile_kernel(root: Path, folder: Path, *, sanitizer: str | None = None) -> Path:
     """Return the compiled module, in a folder."""
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise RuntimeError("it is of the stable ABI, which this Python, without a GIL, does not load")
     from setuptools import Distribution, Extension
     from setuptools.command.build_ext import build_ext
 

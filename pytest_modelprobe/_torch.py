@@ -186,7 +186,9 @@ def set_function_modes(before: tuple[Any, ModeStack]) -> None:
         # torch's own function first, which also tells the compiler. It makes a new mode, and the old one is wanted.
         torch.set_default_device(None if default is None else default.device)
         if _DEFAULT_DEVICE is not None:
-            _DEFAULT_DEVICE.device_context = default
+            vars(_DEFAULT_DEVICE).clear()  # torch 2.6 cannot be asked for the device where None stands
+            if default is not None:
+                _DEFAULT_DEVICE.device_context = default
     _set_stack(modes, count_function_modes, pop_function_mode, push_function_mode)
 
 

@@ -124,7 +124,8 @@ def _end_with_parent() -> None:
 def configured(options: Mapping[str, Any], plugins: Iterable[str], arguments: Iterable[str]) -> pytest.Config:
     """Return the configuration of a child."""
     given = [*(f"-p{name}" for name in (*plugins, "no:terminal")), *arguments]
-    config = pytest.Config.fromdictargs(dict(options), given)
+    # An option of the terminal, which pytest 8 asks for where a file cannot be imported.
+    config = pytest.Config.fromdictargs({"verbose": 0, **options}, given)
     explain_without_terminal(config)
     return config
 

@@ -128,6 +128,18 @@ def test_without_a_compiler_the_wheel_is_of_python_alone(tmp_path: Path) -> None
         assert not any("_kernel." in name for name in archive.namelist())
 
 
+def test_for_a_python_without_a_gil_the_wheel_is_of_python_alone(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sysconfig\nsysconfig.get_config_vars()['Py_GIL_DISABLED'] = 1\n", "utf-8"
+    )
+    build = functools.partial(hatchling, "build", "-t", "wheel", "-d", tmp_path, PYTHONPATH=str(tmp_path))
+    build()
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with pytest.raises(AssertionError, match="it is of the stable ABI, which this Python, without a GIL, does not"):
+        build(MODELPROBE_KERNEL="compiled")
+
+
 def test_where_the_kernel_is_asked_for_a_build_without_a_compiler_fails(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="/nowhere/cc"):
         hatchling("build", "-t", "wheel", "-d", tmp_path, CC="/nowhere/cc", MODELPROBE_KERNEL="compiled")

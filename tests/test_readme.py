@@ -28,6 +28,7 @@ from math import isclose
 from pathlib import Path
 
 import pytest
+import torch
 
 import pytest_modelprobe
 from pytest_modelprobe import _torch, checks, cli, gate
@@ -90,6 +91,8 @@ def test_the_code_of_a_page_does_what_it_says(
 ) -> None:
     if any('compiled="inside"' in block.text for block in RUN[name]) and not compiles_hooks():
         pytest.skip("this torch compiles no hooks on tensors")
+    if name in OF_DROPOUT and not draws_dropout_as_pinned():
+        pytest.skip("this torch draws another dropout than the pinned one, so other numbers are printed")
     shell = Shell(pytester, monkeypatch)
     for block in RUN[name]:
         if block.language == "python" and block.title is None:
@@ -105,6 +108,17 @@ def test_the_code_of_a_page_does_what_it_says(
             assert block.language == "console", block
             for command, text in commands(block.text):
                 assert_shown(text, shell.run(command, fails=None))
+
+
+OF_DROPOUT = {"docs/how-to/resume.md"}
+"""Pages that show numbers which depend on what dropout draws."""
+
+
+def draws_dropout_as_pinned() -> bool:
+    """Whether dropout draws what it draws in the torch of ``constraints.txt``: in torch 2.6 it drew otherwise."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return int(torch.nn.functional.dropout(torch.ones(32, 16), 0.1).count_nonzero()) == 463
 
 
 def commands(text: str) -> Iterator[tuple[str, str]]:

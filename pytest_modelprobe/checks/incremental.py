@@ -25,7 +25,15 @@ from pytest_modelprobe.text import count, listed
 
 from .machinery.agreement import changed, disagreements, limit, relative_error
 from .machinery.check import check
-from .machinery.evidence import CACHES, STATES, attended, check_attended, sequence_alone, state_of
+from .machinery.evidence import (
+    STATES,
+    attended,
+    check_attended,
+    is_cache,
+    is_recurrent,
+    sequence_alone,
+    state_of,
+)
 from .machinery.masking import MaskedOut, masked_out, pad_id_of
 from .machinery.pieces import Layout, Pieces
 from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary, copy_of, plain
@@ -59,16 +67,16 @@ def incremental(
     """Check that a model with a state returns the same chunk by chunk as in one forward.
 
     The state is a cache of keys and values, or a hidden state. A forward is known to take one that has an argument
-    ``past_key_values`` or ``cache_params`` and an output of that name, as models of transformers have, or an argument
-    such as ``hx``, ``state``, ``hidden`` or ``cache`` and returns a pair of its output and the state, as `nn.LSTM`
-    does. The first half of the positions is given at once, then one, then the others in two chunks: offsets are
-    often right in the second chunk alone. State space models of transformers, with ``cache_params``, take one
+    ``cache``, ``past_key_values`` or ``cache_params`` and an output of that name, as models of transformers have, or an
+    argument such as ``hx``, ``state``, ``hidden`` or ``cache`` and returns a pair of its output and the state, as
+    `nn.LSTM` does. The first half of the positions is given at once, then one, then the others in two chunks: offsets
+    are often right in the second chunk alone. State space models of transformers, whose cache has no keys, take one
     position at a time after the first chunk. Layers are compared along the axis that grows with the sequence.
 
     Args:
         prepared: The model and its inputs. The first input, or ``decoder_input_ids``, is split into chunks, and so are
-            other inputs of this length; masks of this length are given up to the end of each chunk, beside
-            ``cache_params`` as the others. Positions that a mask leaves out are not compared.
+            other inputs of this length; masks of this length are given up to the end of each chunk, and to state
+            space models as the others. Positions that a mask leaves out are not compared.
         step: Takes the model, a chunk of the first input, and the state, at first None; returns the output and the
             state. By default the forward is called, as above.
         chunks: The lengths of the chunks; they add up to the sequence.
@@ -92,25 +100,28 @@ def incremental(
     name = _taking_a_state(prepared) if step is None else ""
     path, tensor = _input(prepared, axis, of_decoder=step is None and "decoder_input_ids" in prepared.parameters)
     length = tensor.shape[axis]
-    sizes = _sizes(length, chunks, alone=name == "cache_params")
+    alone = name == "cache_params"
     if step is None:
-        call = _by_forward(prepared, name, _cut(prepared, path, length, axis, name))
+        call = _by_forward(prepared, name, _cut(prepared, path, length, axis, alone=alone))
         (one,), state = _chunk_by_chunk(prepared, call, (length,))
         if one.error is not None:
             raise NotApplicableError(f"it returns no {name} to continue from: {one.failure}")
         if state is None:
             raise NotApplicableError(f"it returns no {name} to continue from")
+        alone = alone or is_recurrent(state)
+        call = _by_forward(prepared, name, _cut(prepared, path, length, axis, alone=alone))
     else:
         call = _by_step(prepared, step, tensor, axis)
+    sizes = _sizes(length, chunks, alone=alone)
     excluded = masked_out(prepared, path, axis)
     unseen = functools.partial(later_unseen, prepared, path, axis, tolerance)
     found = _Attempt(prepared, one, call, sizes, tolerance, excluded, unseen)
     if found.ok or chunks is not None or max(sizes[1:]) == 1:
         return found.verdict(name)
     single = _Attempt(prepared, one, call, (sizes[0], *[1] * (length - sizes[0])), tolerance, excluded, unseen)
-    alone = f"chunks=({sizes[0]}, 1, ...)"
+    given = f"chunks=({sizes[0]}, 1, ...)"
     note = (
-        f"One position at a time it is right: if longer chunks are not supported, pass {alone}. " if single.ok else ""
+        f"One position at a time it is right: if longer chunks are not supported, pass {given}. " if single.ok else ""
     )
     return (single if found.raised and not single.ok else found).verdict(name, note)
 
@@ -175,7 +186,7 @@ class _Attempt:
         """
         told = f"chunks of {listed([str(n) for n in self.sizes], len(self.sizes))} positions"
         if self.raised:
-            if name and name not in CACHES and not note:
+            if name and not is_cache(self.one.output, name) and not note:
                 raise NotApplicableError(f"it does not continue from what it returns for {name}: {self.raised}")
             return Violation.at(
                 self._raised_in, f"cannot continue from its state, in {told}: {self.raised}", advice=f"{note}{_ADVICE}"
@@ -369,7 +380,7 @@ def _by_forward(prepared: PreparedModel, name: str, cut: Callable[[int, int], Va
     return call
 
 
-def _cut(prepared: PreparedModel, path: str, length: int, axis: int, state: str) -> Callable[[int, int], Vary]:
+def _cut(prepared: PreparedModel, path: str, length: int, axis: int, *, alone: bool) -> Callable[[int, int], Vary]:
     """Return a function that cuts a chunk out of each input, and masks up to its end."""
     beside = path.startswith("decoder_")  # what goes to the encoder stays whole
 
@@ -378,7 +389,7 @@ def _cut(prepared: PreparedModel, path: str, length: int, axis: int, state: str)
             other = not -x.dim() <= axis < x.dim() or x.shape[axis] != length
             if other or (beside and not where.startswith("decoder_")):
                 return x
-            if prepared.argument(where).endswith("mask") and state != "cache_params":  # where padding is in no state
+            if prepared.argument(where).endswith("mask") and not alone:  # where padding is in no state
                 return x.narrow(axis, 0, start + n)
             return x.narrow(axis, start, n)
 

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pytest_modelprobe.revisions import Pair, SideBySide
 
-_COUNTED = {"unchanged": "unchanged", "rounding": "rounding", "changed": "changed", "not repeatable": "not_repeatable"}
+_COUNTED = {
+    "unchanged": "unchanged",
+    "rounding": "rounding",
+    "changed": "changed",
+    "not repeatable": "not_repeatable",
+    "not run": "not_run",
+}
 """Verdict → the name of the number of its pairs."""
 
 

@@ -234,7 +234,7 @@ class Sides:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Fail the run if a model changed, or nothing could be compared."""
-        compared = [pair for pair in self._pairs if pair.verdict != "not repeatable"]
+        compared = [pair for pair in self._pairs if pair.verdict not in ("not repeatable", "not run")]
         bad = any(pair.verdict == "changed" for pair in compared) or (self._is_asked and not compared)
         if bad and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -295,9 +295,15 @@ class Sides:
             if pair.verdict == "rounding" and pair.first is not None
         )
         yield from _first(
-            f"{pair.here.test}, {pair.here.key}: not compared, for at {self.name} it is not repeatable"
+            f"{pair.here.test}, {pair.here.key}: not compared, for it is not repeatable "
+            + " and ".join("here" if one is pair.here else f"at {self.name}" for one in pair.unrepeatable)
             for pair in self._pairs
             if pair.verdict == "not repeatable"
+        )
+        yield from _first(
+            f"{pair.here.test}, {pair.here.key}: never ran, so only its architecture was compared"
+            for pair in self._pairs
+            if pair.verdict == "not run"
         )
         yield from changed_lines(self._pairs, self._ref or "the other side")
 

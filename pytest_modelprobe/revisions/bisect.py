@@ -50,7 +50,8 @@ class Wanted:
 
     def fits(self, pair: Pair) -> bool:
         """Whether a pair differs in the way that is looked for."""
-        if pair.verdict != "changed":
+        # A commit after which the model does not repeat, as it did before, changed it.
+        if pair.diagnosis.same or pair.there.record.noise == "not repeatable":
             return False
         if self.layer is None and self.kind is None:
             return True

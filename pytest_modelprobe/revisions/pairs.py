@@ -21,7 +21,7 @@ from pytest_modelprobe.record import Record, has_numbers
 
 from .records import Written
 
-Verdict = Literal["unchanged", "rounding", "changed", "not repeatable"]
+Verdict = Literal["unchanged", "rounding", "changed", "not repeatable", "not run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,11 @@ class Pair:
     tensors: Mapping[str, Any] | None = None
     """How the outputs of that layer differ, exactly."""
 
+    @property
+    def unrepeatable(self) -> list[Written]:
+        """Those of the two that came out otherwise when they were run again."""
+        return [one for one in (self.here, self.there) if one.record.noise == "not repeatable"]
+
 
 def compare_records(actual: Record, expected: Record) -> Comparison:
     """Return what differs between the records of two sides, to the bit, or beyond measured noise.
@@ -75,14 +80,16 @@ def judged(here: Written, there: Written) -> Pair:
     """
     # The noise of a watch is not measured; most rounding is smaller than what a file can hold.
     found = _compared(here.record, there.record, "exact" if there.record.noise else "measured")
-    diagnosis, first = diagnose(found), first_difference(found)
-    if there.record.noise == "not repeatable":
+    pair = Pair(here, there, "unchanged", diagnose(found), first_difference(found))
+    if pair.unrepeatable:
         verdict: Verdict = "not repeatable"
-    elif not diagnosis.same:
+    elif not pair.diagnosis.same:
         verdict = "changed"
+    elif not (here.record.forwards or there.record.forwards):
+        verdict = "not run"  # a watch that saw no forward
     else:
-        verdict = "unchanged" if first is None else "rounding"
-    return _with_tensors(Pair(here, there, verdict, diagnosis, first))
+        verdict = "unchanged" if pair.first is None else "rounding"
+    return _with_tensors(dataclasses.replace(pair, verdict=verdict))
 
 
 def first_difference(comparison: Comparison) -> Place | None:

@@ -22,6 +22,7 @@ _WORDS: dict[Verdict, str] = {
     "rounding": "the same but for rounding",
     "changed": "changed",
     "not repeatable": "not repeatable",
+    "not run": "never ran",
 }
 
 

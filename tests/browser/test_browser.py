@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 HERE = Path(__file__).parent
 
-COUNTS = {"unchanged": 1, "rounding": 0, "changed": 1, "not_repeatable": 0, "unpaired": 0}
+COUNTS = {"unchanged": 1, "rounding": 0, "changed": 1, "not_repeatable": 0, "not_run": 0, "unpaired": 0}
 
 BASE = {"ref": "main", "commit": "0" * 40, "python": None, "stopped": None, **COUNTS, "only_here": [], "only_there": [],
         "failed": {}, "versions": {}}  # fmt: skip

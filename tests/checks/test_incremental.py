@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -21,6 +22,9 @@ COMMON = {
     "vocab_size": WORDS,
     "max_position_embeddings": 24,
 }
+
+CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaModel.forward).parameters else "past_key_values"
+"""The argument of models of transformers: ``cache`` since 5.24."""
 
 
 def named(outcome: Outcome) -> str | None:
@@ -169,6 +173,24 @@ def test_a_mask_that_does_not_fit_is_told_with_what_goes(probe: ModelProbe, deco
     assert checks.incremental(probe, decoder, ids, chunks=(5, 1, 1, 1, 1, 1)).verdict == "holds"
 
 
+@pytest.mark.parametrize(("returned", "verdict"), [("cache", "broken"), ("other", "not applicable")])
+def test_a_state_that_is_returned_by_name_has_to_be_taken(
+    probe: ModelProbe, decoder: Any, ids: Tensor, returned: str, verdict: str
+) -> None:
+    class WithoutPast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = decoder
+
+        def forward(self, ids: Tensor, cache: Any = None) -> Any:
+            if cache is not None:
+                raise ValueError("no past is supported")
+            output = self.decoder(ids)
+            return output if returned == "other" else {"logits": output[0], "cache": output[1]}
+
+    assert checks.incremental.outcome(probe, WithoutPast(), ids).verdict == verdict
+
+
 # --- models of transformers ---------------------------------------------------------------------------------------
 
 
@@ -250,13 +272,11 @@ def test_a_cache_that_is_overwritten_is_named_in_llama(probe: ModelProbe, ids: T
     class Forgetful:
         """A cache that gives back what it just got."""
 
-        def update(self, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        def update(self, k: Tensor, v: Tensor, *_: Any, **_options: Any) -> tuple[Tensor, Tensor]:
             return k, v
 
-    def newest_alone(
-        self: Any, *args: Any, past_key_values: Any = None, attention_mask: Any = None, **more: Any
-    ) -> Any:
-        return forward(self, *args, past_key_values=Forgetful(), attention_mask=None, **more)
+    def newest_alone(self: Any, *args: Any, **more: Any) -> Any:
+        return forward(self, *args, **more | {CACHE: Forgetful(), "attention_mask": None})
 
     planted(attn, forward=newest_alone)
     assert named(checks.incremental.outcome(probe, model, ids)) == "model.layers.1.self_attn"
@@ -385,7 +405,7 @@ def test_a_model_that_takes_no_state_has_no_such_property(probe: ModelProbe) -> 
 
 def test_an_encoder_that_gives_out_no_cache_has_no_such_property(probe: ModelProbe, ids: Tensor) -> None:
     model = probe.build(lambda: transformers.BertModel(transformers.BertConfig(**COMMON)))  # type: ignore[arg-type]
-    assert checks.incremental.outcome(probe, model, ids).text == "it returns no past_key_values to continue from"
+    assert checks.incremental.outcome(probe, model, ids).text == f"it returns no {CACHE} to continue from"
 
 
 def test_a_model_that_is_not_causal_has_no_such_property(probe: ModelProbe) -> None:

@@ -71,6 +71,8 @@ def beside(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Beside
         ("unchanged, changed", 1),
         ("not repeatable, unchanged", 0),
         ("not repeatable", 1),  # nothing was compared
+        ("not run, unchanged", 0),
+        ("not run", 1),
     ],
 )
 def test_a_run_fails_if_a_model_changed_or_none_could_be_compared(beside: Beside, verdicts: str, status: int) -> None:

@@ -272,15 +272,45 @@ def test_the_files_of_submodules_are_there(project: Project, tmp_path_factory: p
     assert "3 models: 3 unchanged" in result.outlines
 
 
-@pytest.mark.long
-def test_a_model_that_does_not_repeat_is_not_called_changed(project: Project) -> None:
-    project.replace(
-        "src/net.py",
-        "self.norm(self.fc1(x)).relu()",
-        "self.norm(self.fc1(x)).relu() + __import__('os').urandom(1)[0] * 1e-3",
-    )
-    project.commit("random")
+RANDOM = ("self.norm(self.fc1(x)).relu()", "self.norm(self.fc1(x)).relu() + __import__('os').urandom(1)[0] * 1e-3")
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "where"),
+    [
+        (True, False, r"at HEAD \(\w+\)"),
+        (False, True, "here"),
+        pytest.param(True, True, r"here and at HEAD \(\w+\)", marks=pytest.mark.long),
+    ],
+)
+def test_a_model_that_does_not_repeat_is_not_called_changed(
+    project: Project, there: bool, here: bool, where: str
+) -> None:
+    project.replace("src/net.py", *RANDOM)
+    if there:
+        project.commit("random")
+    if not here:
+        project.replace("src/net.py", *reversed(RANDOM))
     result = project.run("--modelprobe-base=HEAD", "-k", "test_run")
-    said = "\n".join(result.outlines)
-    assert "not repeatable" in said
-    assert "1 model: 1 not repeatable" in said
+    assert "1 model: 1 not repeatable" in result.outlines
+    told = rf"tests/test_net\.py::test_run, run 1: not compared, for it is not repeatable {where}"
+    assert [line for line in result.outlines if re.fullmatch(told, line)]
+    assert result.ret == pytest.ExitCode.TESTS_FAILED  # nothing was compared
+
+
+def test_a_watched_model_that_never_ran_is_not_called_unchanged(project: Project) -> None:
+    project.write(
+        "tests/test_idle.py",
+        """
+        from net import Net
+
+        def test_idle(modelprobe):
+            modelprobe.watch(Net())
+    """,
+    )
+    project.commit("idle")
+    result = project.run("--modelprobe-base=HEAD", "tests/test_idle.py")
+    assert "1 model: 1 never ran" in result.outlines
+    told = "tests/test_idle.py::test_idle, watch 1: never ran, so only its architecture was compared"
+    assert told in result.outlines
+    assert result.ret == pytest.ExitCode.TESTS_FAILED  # nothing was compared

@@ -68,9 +68,20 @@ def test_other_versions_round_otherwise() -> None:
     assert compare_records(actual, expected).same
 
 
-def test_what_does_not_repeat_is_not_judged() -> None:
-    actual, expected = record_of(scale=2.0), dataclasses.replace(record_of(), noise="not repeatable")
-    assert judged(written(actual), written(expected)).verdict == "not repeatable"
+def test_what_does_not_repeat_on_one_side_is_not_judged() -> None:
+    actual, expected = record_of(scale=2.0), record_of()
+    random = dataclasses.replace(expected, noise="not repeatable")
+    assert judged(written(actual), written(random)).verdict == "not repeatable"
+    assert judged(written(random), written(actual)).verdict == "not repeatable"
+
+
+def test_a_watch_that_saw_no_forward_is_not_called_unchanged() -> None:
+    probe = ModelProbe()
+    small, large = (probe.watch(nn.Linear(4, width)).first for width in (2, 3))
+    assert judged(written(small), written(small)).verdict == "not run"
+    assert judged(written(large), written(small)).verdict == "changed"
+    architecture = probe.architecture(nn.Linear(4, 2), torch.ones(1, 4))
+    assert judged(written(architecture), written(architecture)).verdict == "unchanged"
 
 
 def test_the_first_output_that_differs_is_that_of_the_innermost_layer() -> None:

@@ -242,10 +242,16 @@ def test_a_test_that_runs_again_is_recorded_anew(tmp_path: Path) -> None:
     assert all(one.record.layers["(root)"].parameters[0].shape == (3, 4) for one in found.values())
 
 
-def test_a_watch_without_a_forward_of_its_own_and_a_probe_outside_of_tests_are_no_records(tmp_path: Path) -> None:
+def test_a_probe_outside_of_tests_has_no_records(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     with ModelProbe(recorder=recorder) as probe:
         probe.run(nn.Linear(4, 4), torch.ones(2, 4))
+    assert not read_written(tmp_path)
+
+
+@pytest.mark.usefixtures("_traced_hooks")
+def test_a_watch_without_a_forward_of_its_own_is_no_record(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
     next(recorder.pytest_runtest_protocol(cast(pytest.Item, SimpleNamespace(nodeid="a"))))
     with ModelProbe(recorder=recorder) as probe:
         probe.watch(nn.Linear(4, 4), compiled="inside")

@@ -1,6 +1,7 @@
 """`watch(positions="last")`: one forward over a sequence beside the newest step of decoding, in two processes."""
 
 import copy
+import inspect
 import subprocess
 import sys
 
@@ -44,11 +45,12 @@ def trained(probe, model, ids):
 
 def decoded(probe, model, ids, drop=False):
     """Return the record of the last step of decoding."""
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     past = None
     with torch.no_grad(), probe.watch(model, positions="last") as watch:
         for position in range(ids.shape[1]):
             step = {"position_ids": torch.tensor([[position]])} if drop else {}
-            past = model(ids[:, position : position + 1], past_key_values=past, use_cache=True, **step).past_key_values
+            past = model(ids[:, position : position + 1], **{name: past}, use_cache=True, **step)[name]
             if drop and position == 3:
                 past.crop(-1)  # the newest entry is lost
     return watch.last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 from typing import Any
 
 import pytest
@@ -107,9 +108,10 @@ def gpt2(by: float = 1.0) -> nn.Module:
 def decode_with_a_cache(probe: ModelProbe, model: nn.Module) -> Watch:
     watch = probe.watch(model.eval())
     ids, cache = probe.randint(0, 50, (2, 6)), transformers.DynamicCache()
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     with torch.no_grad():
         for _ in range(4):
-            logits = model(ids, past_key_values=cache, use_cache=True).logits
+            logits = model(ids, **{name: cache}, use_cache=True).logits
             ids = logits[:, -1:].argmax(-1)
     return watch
 

@@ -613,7 +613,10 @@ def differing():
 """
 
 
-@pytest.mark.parametrize("body", EXPECTED)
+CALLED = pytest.mark.skipif(not hasattr(pytest, "RaisesExc"), reason="pytest before 8.4 calls it without an object")
+
+
+@pytest.mark.parametrize("body", [EXPECTED[0], pytest.param(EXPECTED[1], marks=CALLED), *EXPECTED[2:]])
 def test_a_failure_that_a_test_expects_fails_nothing(project: Project, body: str) -> None:
     project.update(test=SAME)
     assert project.run(test=one(body, before=DIFFERING)).ret == pytest.ExitCode.OK

@@ -41,7 +41,7 @@ _SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
 
 
 CACHES = ("past_key_values", "cache_params")
-"""Names of caches in transformers, as an argument and in the output."""
+"""Names of caches in transformers up to 5.23, as an argument and in the output. Since 5.24 both are ``cache``."""
 
 KEYS_AND_VALUES = ("past_key_values", "kv_cache", "cache", "past")
 """Names of arguments for keys and values of earlier positions."""
@@ -61,6 +61,17 @@ def state_of(output: Any, name: str) -> Any:
     if hasattr(output, name):
         return getattr(output, name)
     return output[1] if isinstance(output, tuple) and len(output) == 2 and name not in CACHES else None
+
+
+def is_cache(output: Any, name: str) -> bool:
+    """Whether a forward returned its state by name, as models of transformers return their cache."""
+    return name in CACHES or (name == "cache" and isinstance(output, Mapping) and name in output)
+
+
+def is_recurrent(state: Any) -> bool:
+    """Whether a cache of transformers keeps the state of a recurrence in each layer, and no keys and values."""
+    layers = getattr(state, "layers", None) or ()
+    return bool(layers) and all(hasattr(one, "conv_states") and not hasattr(one, "keys") for one in layers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,7 +251,7 @@ def test_what_was_compared_with_the_other_side_is_counted_and_what_was_not_is_li
         "ref": "main", "commit": "e4798012e1b5", "python": None, "stopped": None,
         "versions": {"torch": ["2.15", "2.6"]}, "unchanged": 4, "rounding": 0, "changed": 3, "not_repeatable": 1,
         "said": "8 models: 4 unchanged, 3 changed, 1 not repeatable; 1 record of one side alone", "unpaired": 1,
-        "only_here": ["t.py::new"], "only_there": [], "failed": {"t.py::broken": "failed: ImportError"},
+        "not_run": 0, "only_here": ["t.py::new"], "only_there": [], "failed": {"t.py::broken": "failed: ImportError"},
     }  # fmt: skip
     said = Page(render(results(base=base))).text
     assert f"Beside main (e4798012e1) {base['said']} torch: 2.15 here, 2.6 there" in said
