@@ -206,7 +206,7 @@ class ModelProbe:
         all_kwargs = {**(kwargs or {}), **model_kwargs}
         run = Run(model, args, all_kwargs, options, loss, mode, device=self.device, seed=self.seed, isolate=isolate)
         record, self.kept = run.record()
-        with_live_run(record, WeakLiveRun(run, _FORGOTTEN, Run.isolated, Run.measured, Run.varied))
+        with_live_run(record, WeakLiveRun(run, _FORGOTTEN, Run.isolated, Run.measured, Run.repeats, Run.varied))
         self._runs.append(run)
         self._models.append(model)
         self._remember(record.model, record)

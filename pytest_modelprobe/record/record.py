@@ -112,7 +112,7 @@ class NamesBefore:
 
 
 class LiveRun(Protocol):
-    """Runs the model of a record again. Each method returns the record with more filled in."""
+    """Runs the model of a record again."""
 
     def isolated(
         self,
@@ -135,6 +135,9 @@ class LiveRun(Protocol):
 
     def measured(self, record: Record) -> Record:
         """Fill in the noise of each reading and response."""
+
+    def repeats(self, record: Record) -> bool:
+        """Return whether the same numbers come out once more. True where that cannot be tried."""
 
     def varied(self, record: Record) -> Record | None:
         """Return the record of the same run with other random numbers, or `None` if it cannot be repeated.

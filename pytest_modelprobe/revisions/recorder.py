@@ -159,7 +159,7 @@ def _with_evidence_like(here: Written, there: Written) -> tuple[Written, str | N
     first, live_run, record = first_difference(found), here.record.live_run, here.record
     if live_run is not None:
         record = live_run.isolated(record, like=found.expected, names=found.names_before)
-        if live_run.measured(here.record).noise == "not repeatable":  # the noise itself is asked of the other side
+        if not live_run.repeats(here.record):
             record = dataclasses.replace(record, noise="not repeatable")
     return dataclasses.replace(here, record=record, evidence=True), None if first is None else first.layer
 

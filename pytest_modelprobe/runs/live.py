@@ -40,6 +40,8 @@ class WeakLiveRun(Generic[S]):
         gone: The note for a record whose source does not exist any more.
         isolated: Takes the source, a record and a request, and returns the record with isolated responses.
         measured: Takes the source and a record, and returns the record with noise. `None` if noise cannot be measured.
+        repeats: Takes the source and a record, and returns whether the same numbers come out once more. `None` if that
+            cannot be tried.
         varied: Takes the source and a record, and returns the record of a run with other random numbers and without
             parameters that are zero. `None` if there is no such run.
     """
@@ -50,11 +52,12 @@ class WeakLiveRun(Generic[S]):
         gone: str,
         isolated: Callable[[S, Record, IsolationRequest], Record],
         measured: Callable[[S, Record], Record] | None = None,
+        repeats: Callable[[S, Record], bool] | None = None,
         varied: Callable[[S, Record], Record | None] | None = None,
     ) -> None:
         self._source = weakref.ref(source)
         self._gone = gone
-        self._isolated, self._measured, self._varied = isolated, measured, varied
+        self._isolated, self._measured, self._repeats, self._varied = isolated, measured, repeats, varied
 
     def isolated(
         self,
@@ -80,6 +83,11 @@ class WeakLiveRun(Generic[S]):
         if source is None:
             return with_live_run(with_note(record, f"no noise was measured: {self._gone}"), self)
         return with_live_run(self._measured(source, record), self)
+
+    def repeats(self, record: Record) -> bool:
+        """Return whether the same numbers come out once more."""
+        source = self._source()
+        return self._repeats is None or source is None or self._repeats(source, record)
 
     def varied(self, record: Record) -> Record | None:
         """Return the record of the run with other random numbers, and without parameters that are zero."""

@@ -160,6 +160,14 @@ class Run:
                     reason = f"a repeat raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return with_note(record, f"no noise was measured: {reason}")
 
+    def repeats(self, record: Record) -> bool:
+        """Return whether the same numbers come out once more; see `LiveRun`."""
+        with self._started(record) as start:
+            return (
+                start.obstacle is not None
+                or noise.first_difference(record, self._repeated(repeat=1, start=start)) is None
+            )
+
     def varied(self, record: Record) -> Record | None:
         """Return the record of the step with other random numbers, and numbers for parameters that are zero.
 
