@@ -7,6 +7,7 @@ so. An option of the command line wins over the ini file.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import sys
@@ -208,6 +209,8 @@ def _path(config: pytest.Config, option: str) -> Path | None:
 def _why_unwritable(path: Path) -> str | None:
     """Return why no file can be written at a path; ``None`` if one can. Missing folders are made later."""
     try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()  # From Python 3.14 on is_dir() and exists() are False of a name that is too long.
         if path.is_dir():
             return "it is a directory; name a file"
         folder = next(parent for parent in path.parents if parent.exists())
