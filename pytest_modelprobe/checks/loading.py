@@ -54,7 +54,8 @@ def workers_differ(loader: DataLoader[Any], *, index: int = 0) -> Outcome:
     ...
     ...     def __getitem__(self, index):
     ...         return index + torch.rand(3)
-    >>> print(checks.workers_differ(DataLoader(Noisy(), num_workers=2)))
+    >>> loader = DataLoader(Noisy(), num_workers=2, multiprocessing_context="fork")
+    >>> print(checks.workers_differ(loader))
     workers_differ holds for Noisy: 2 workers, 16 draws of sample 0 each
     """
     __tracebackhide__ = True

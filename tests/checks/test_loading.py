@@ -13,6 +13,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pytest_modelprobe import UsageError, checks
 
+TWO: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
+"""Two workers as most versions of Python on Linux start them: where they are not forked, they import this file."""
+
 
 class Augmented(Dataset[Any]):
     def __init__(self, draw: Callable[[], Any]) -> None:
@@ -55,7 +58,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("source", DRAWS)
 def test_a_constant_seed_of_each_worker_is_named(source: str) -> None:
-    loader = DataLoader(Augmented(DRAWS[source]), num_workers=2, worker_init_fn=constant_seed)
+    loader = DataLoader(Augmented(DRAWS[source]), **TWO, worker_init_fn=constant_seed)
     with pytest.raises(AssertionError) as error:
         checks.workers_differ(loader)
     first, _, advice = str(error.value).split("\n\n")
@@ -67,29 +70,29 @@ def test_a_constant_seed_of_each_worker_is_named(source: str) -> None:
 
 @pytest.mark.parametrize("source", DRAWS)
 def test_workers_as_torch_seeds_them_differ(source: str) -> None:
-    found = checks.workers_differ(DataLoader(Augmented(DRAWS[source]), num_workers=2))
+    found = checks.workers_differ(DataLoader(Augmented(DRAWS[source]), **TWO))
     assert str(found) == "workers_differ holds for Augmented: 2 workers, 16 draws of sample 0 each"
 
 
 def test_a_generator_that_the_dataset_keeps_is_named() -> None:
     with pytest.raises(AssertionError) as error:
-        checks.workers_differ(DataLoader(OwnGenerator(), num_workers=2))
+        checks.workers_differ(DataLoader(OwnGenerator(), **TWO))
     assert "dataset.rng       yes          same" in str(error.value)
     assert "dataset.rng begins alike in each worker: a generator that the dataset keeps is copied." in str(error.value)
 
 
 def test_a_generator_that_each_worker_seeds_differs() -> None:
-    loader = DataLoader(OwnGenerator(), num_workers=2, worker_init_fn=seeds_own_generator)
+    loader = DataLoader(OwnGenerator(), **TWO, worker_init_fn=seeds_own_generator)
     assert checks.workers_differ(loader).verdict == "holds"
 
 
 def test_flips_at_random_may_agree_by_chance() -> None:
-    loader = DataLoader(Augmented(lambda: random.random() < 0.5), num_workers=2)
+    loader = DataLoader(Augmented(lambda: random.random() < 0.5), **TWO)
     assert checks.workers_differ(loader).verdict == "holds"
 
 
 def test_the_states_of_this_process_and_of_the_loader_stay() -> None:
-    loader = DataLoader(Augmented(random.random), num_workers=2, generator=torch.Generator())
+    loader = DataLoader(Augmented(random.random), **TWO, generator=torch.Generator())
     before = torch.get_rng_state(), loader.generator.get_state(), random.getstate()
     checks.workers_differ(loader)
     assert torch.equal(torch.get_rng_state(), before[0])
@@ -106,8 +109,8 @@ class Stream(IterableDataset[int]):
     ("loader", "said"),
     [
         (DataLoader(Augmented(random.random)), "the loader has 0 workers: two or more can draw alike"),
-        (DataLoader(Augmented(int), num_workers=2), "sample 0 of Augmented is the same in 16 draws"),
-        (DataLoader(Stream(), num_workers=2), "an iterable dataset has no sample that several workers could make"),
+        (DataLoader(Augmented(int), **TWO), "sample 0 of Augmented is the same in 16 draws"),
+        (DataLoader(Stream(), **TWO), "an iterable dataset has no sample that several workers could make"),
         ([1, 2], r"workers_differ takes a torch.utils.data.DataLoader; got list"),
     ],
     ids=["no workers", "nothing random", "a stream", "no loader"],
