@@ -163,10 +163,13 @@ class Run:
     def repeats(self, record: Record) -> bool:
         """Return whether the same numbers come out once more; see `LiveRun`."""
         with self._started(record) as start:
-            return (
-                start.obstacle is not None
-                or noise.first_difference(record, self._repeated(repeat=1, start=start)) is None
-            )
+            if start.obstacle is not None:
+                return True
+            try:
+                again = self._repeated(repeat=1, start=start)
+            except Exception:  # noqa: BLE001 - whatever a model raises that counts its forwards
+                return True
+        return noise.first_difference(record, again) is None
 
     def varied(self, record: Record) -> Record | None:
         """Return the record of the step with other random numbers, and numbers for parameters that are zero.

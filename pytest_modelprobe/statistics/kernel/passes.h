@@ -2,7 +2,8 @@
 
    These are defined before: NAME(x), a name with the suffix of the pair; T, the type of the elements; WIDE, 1 if T is
    double; V, I and LANES, a vector of T, one of as many integers, and how many; D and HALF, a vector of doubles, and
-   how many. U, IU and DU are the same vectors in memory at any address.
+   how many. U, IU and DU are the same vectors in memory at any address. AVX2_FLOATS is 1 for floats where there is AVX2;
+   HALVES_LEAST(x) then has the least of both halves of a vector twice as wide as those of AVX2, or is x.
 
    Sums have 16 lanes whatever the width of a vector, so that every instruction set adds in the same order. */
 
