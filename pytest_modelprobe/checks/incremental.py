@@ -100,7 +100,7 @@ def incremental(
     name = _taking_a_state(prepared) if step is None else ""
     path, tensor = _input(prepared, axis, of_decoder=step is None and "decoder_input_ids" in prepared.parameters)
     length = tensor.shape[axis]
-    alone = name == "cache_params"
+    alone = False  # whether a position comes alone after the first chunk
     if step is None:
         call = _by_forward(prepared, name, _cut(prepared, path, length, axis, alone=alone))
         (one,), state = _chunk_by_chunk(prepared, call, (length,))
@@ -108,7 +108,7 @@ def incremental(
             raise NotApplicableError(f"it returns no {name} to continue from: {one.failure}")
         if state is None:
             raise NotApplicableError(f"it returns no {name} to continue from")
-        alone = alone or is_recurrent(state)
+        alone = name == "cache_params" or is_recurrent(state)
         call = _by_forward(prepared, name, _cut(prepared, path, length, axis, alone=alone))
     else:
         call = _by_step(prepared, step, tensor, axis)
