@@ -33,6 +33,13 @@
 #define FETCH(address)
 #define VECTORS 0
 #endif
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#elif defined(__GNUC__)
+#define UNROLL _Pragma("GCC unroll 16")
+#else
+#define UNROLL
+#endif
 #if VECTORS && (defined(__x86_64__) || defined(__i386__)) && defined(__SSE2__)
 #define X86 1
 #include <cpuid.h>

@@ -48,6 +48,7 @@ static APART void NAME(sum_in_float)(const T *x, int64_t n, T shift, NAME(Sums) 
         T part[16];
         EACH { s[k] = SPLAT(0); q[k] = SPLAT(0); }
         for (; i + 32 <= stop; i += 32) {
+            FETCH(x + i + BLOCK);
             EACH {
                 V a = LOAD(x + i + k * LANES), b = LOAD(x + i + 16 + k * LANES);
                 lows[k] = LEAST(LEAST(a, b), lows[k]);
@@ -104,6 +105,7 @@ static APART void NAME(sum_in_double)(const T *x, int64_t n, NAME(Sums) *out) {
             COUNTER counts[16];
             EACH none[k] = NO_INTEGERS;
             for (; i + 16 <= stop; i += 16) {
+                FETCH(x + i + BLOCK);
                 EACH {
                     V a = LOAD(x + i + k * LANES);
                     lows[k] = LEAST(a, lows[k]);
@@ -379,7 +381,7 @@ static INLINE void NAME(fold_blocks)(const T *x, const int blocks, uint64_t bits
         a[j + (w)] = p - q;                                 \
     }
         BUTTERFLIES(8, 0, blocks)
-        for (int turn = 0; turn < 16; turn += 8) { /* in halves, because all of it does not fit the registers */
+        UNROLL for (int turn = 0; turn < 16; turn += 8) { /* in halves, because all of it does not fit the registers */
             const T *lanes = JOIN(LANE_SIGNS, TYPE)[0][turn] + lane;
             const uint16_t *signed_lanes = SIGNED_LANES[(bits >> (SIGN_BITS + turn)) & 255];
             const int first = blocks == 16 ? turn : 0, some = blocks < 8 ? blocks : 8;
@@ -398,10 +400,11 @@ static INLINE void NAME(fold_blocks)(const T *x, const int blocks, uint64_t bits
     }
 }
 
-/* The row one block further on is fetched from memory meanwhile, for there the first pass of the next block waits for
-   each element. */
-static APART void NAME(fold_row)(const T *x, int blocks, uint64_t bits, T *sums) {
-    if (blocks == 16) for (int i = 0; i < COLUMNS; i += (int)(LINE / sizeof(T))) FETCH(x + BLOCK + i);
+/* The row one block further on is fetched from memory meanwhile, where the elements are read from there: every second
+   line of it, and the others while the statistics are taken. Else the first pass of the next block waits for each. */
+static APART void NAME(fold_row)(const T *x, int blocks, uint64_t bits, T *sums, int direct) {
+    const int line = (int)(LINE / sizeof(T));
+    if (blocks == 16 && direct) for (int i = line; i < COLUMNS; i += 2 * line) FETCH(x + i + BLOCK);
     if (blocks == 16) NAME(fold_blocks)(x, 16, bits, sums);
     else if (blocks == 8) NAME(fold_blocks)(x, 8, bits, sums);
     else if (blocks == 4) NAME(fold_blocks)(x, 4, bits, sums);
@@ -426,7 +429,7 @@ static APART void NAME(flush)(Fold *fold, T *sums) {
 }
 
 /* Adds elements, of which the first is number `place`. */
-static APART void NAME(fold_span)(Fold *fold, T *sums, const T *x, int64_t place, int64_t n) {
+static APART void NAME(fold_span)(Fold *fold, T *sums, const T *x, int64_t place, int64_t n, int direct) {
     const uint64_t length = (uint64_t)fold->length;
     uint64_t sample = (uint64_t)place / length, within = (uint64_t)place % length, some;
     for (uint64_t left = (uint64_t)n; left; left -= some, x += some) {
@@ -435,12 +438,12 @@ static APART void NAME(fold_span)(Fold *fold, T *sums, const T *x, int64_t place
         some = some < left ? some : left;
         int blocks = 16;
         while (blocks > 1 && before + some <= (uint64_t)(8 * blocks)) blocks /= 2;
-        if (some == (uint64_t)(16 * blocks)) NAME(fold_row)(x, blocks, bits, sums);
+        if (some == (uint64_t)(16 * blocks)) NAME(fold_row)(x, blocks, bits, sums, direct);
         else {
             T padded[COLUMNS];
             for (int b = 0; b < blocks; b++) EACH STORE(padded + 16 * b + k * LANES, SPLAT(0));
             for (uint64_t i = 0; i < some; i++) padded[before + i] = x[i];
-            NAME(fold_row)(padded, blocks, bits, sums);
+            NAME(fold_row)(padded, blocks, bits, sums, 0);
         }
         if (++fold->rows == FLUSHED) NAME(flush)(fold, sums);
         within += some;
@@ -564,8 +567,8 @@ static INLINE void NAME(transpose)(const T *from, int64_t step, int64_t rows, in
 }
 
 static APART void NAME(transpose_tile)(const T *from, int64_t step, T *to, int64_t to_step) {
-    NAME(transpose)(from, step, 8, 16, to, to_step);
-    NAME(transpose)(from + 8 * step, step, 8, 16, to + 8, to_step);
+    for (int c = 0; c < 16; c += 4) /* where all 16 fall on the same places of the cache, it holds less than 16 lines */
+        for (int r = 0; r < 16; r += 8) NAME(transpose)(from + r * step + c, step, 8, 4, to + c * to_step + r, to_step);
 }
 
 static APART void NAME(transpose_rest)(const T *from, int64_t step, int64_t rows, int64_t columns, T *to, int64_t to_step) {
@@ -597,7 +600,7 @@ static INLINE void NAME(add_turned)(const View *view, int kind, int64_t start, i
     int64_t at = start / rows, column = at % columns, needed = (end - 1) / rows + 1 - at;
     int64_t some = columns - column < view->turned ? columns - column : view->turned;
     const char *from = view->data + column * itemsize;
-    if (some > needed) some = needed;
+    if (some > (needed + 3) / 4 * 4) some = (needed + 3) / 4 * 4; /* vectors transpose four columns */
     at /= columns;
     for (int d = last - 2; d >= 0; d--) {
         from += at % view->size[d] * view->stride[d];
@@ -672,7 +675,7 @@ static void NAME(work)(const Plan *plan, int64_t item, Fold *fold, Part *parts, 
             if (folded < stop) {
                 n = stop - folded;
                 if (stop < end) n -= stop % fold->length % COLUMNS;
-                NAME(fold_span)(fold, sums, x + (folded - start), folded, n);
+                NAME(fold_span)(fold, sums, x + (folded - start), folded, n, view->direct);
                 folded += n;
             }
             stop = counted < folded ? counted : folded;
