@@ -295,7 +295,8 @@ def _narrowed(
                     able[i] = shorter
             if not able:
                 break
-            i = max(able, key=lambda one: widths[one])
+            # Names and paths are shortened before sentences, whose middle is missed more.
+            i = max(able, key=lambda one: (not any(" " in cell for cell in whole[one]), widths[one]))
             cells[i] = able[i]
             widths[i] = max(map(len, (columns[i], *cells[i])))
         else:

@@ -291,6 +291,13 @@ def test_columns_that_do_not_fit_are_named() -> None:
     ]
 
 
+def test_paths_are_folded_before_sentences() -> None:
+    rows = [["snapshots/encoder/test_net.json", "its output moved by 52 % where the input is the same"]]
+    with fitted(74):
+        lines = table(["file", "what changed"], rows)
+    assert lines[1] == "snapshots…_net.json   its output moved by 52 % where the input is the same"
+
+
 def test_columns_to_spare_are_left_out_before_the_last() -> None:
     with fitted(60):
         lines = table(COLUMNS, ROWS, most=2, spare=["type", "parameters"])
