@@ -216,14 +216,9 @@ class Run:
         if not responses:
             return {}
         # Calls of one class with equal responses have equal noise, because a synthetic tensor does not depend on the
-        # layer. But a layer that may have written to a buffer inside it is always called, as other layers read it.
-        written = [name for name, layer in record.layers.items() if any(b.after is not None for b in layer.buffers)]
-        around = {name[:at] for name in written for at, letter in enumerate(name) if letter == "."}
+        # layer.
         first: dict[tuple[object, ...], Key] = {}
-        alike = {
-            key: first.setdefault((record.layers[key[0]].type, repr(r), key if key[0] in around else None), key)
-            for key, r in responses.items()
-        }
+        alike = {key: first.setdefault((record.layers[key[0]].type, repr(r)), key) for key, r in responses.items()}
         distinct = {key: responses[key] for key in first.values()}
         request = IsolationRequest(record, only={layer for layer, _ in distinct})
         alone: list[Repeat] = [(move.in_place, "outputs") for move in near]

@@ -152,6 +152,26 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x)[0][:, -1])
 
 
+class Quantizer(nn.Module):
+    """Replaces vectors by the nearest of its own, which move to the mean of what they replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("vectors", torch.linspace(-2, 2, 16 * 12).view(12, 16).t().contiguous())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nearest = torch.cdist(x, self.vectors).argmin(-1)
+        chosen = self.vectors[nearest]
+        found = nn.functional.one_hot(nearest, len(self.vectors)).to(x.dtype)
+        means = found.t() @ x.detach() / found.sum(0).clamp(min=1)[:, None]
+        self.vectors.lerp_(means, 0.1)
+        return x + (chosen - x).detach()
+
+
+def quantized() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 12), nn.LayerNorm(12), Quantizer(), nn.Linear(12, 4))
+
+
 class Shared(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -171,6 +191,7 @@ INPUTS: dict[Callable[[], nn.Module], torch.Tensor] = {
     Two: PROBE.randn(2, 8),
     Dead: PROBE.randn(2, 8),
     Looped: PROBE.randn(2, 8),
+    quantized: PROBE.randn(32, 12),
     Shared: PROBE.randn(2, 8),
     Recurrent: PROBE.randn(2, 5, 4),
     Routed: PROBE.randn(2, 8),
@@ -461,6 +482,19 @@ def test_a_buffer_is_told_as_one() -> None:
     expected = recorded(old, IMAGES)
     diagnosis = diagnose(compare(recorded(new, IMAGES, like=expected), expected))
     assert causes(diagnosis) == [("buffers", "1", "running_mean")]
+
+
+@pytest.mark.parametrize("layers", [["1"], ["2"], ["1", "2"]], ids=" and ".join)
+def test_a_quantizer_is_named_for_its_own_code_alone(layers: list[str]) -> None:
+    def edit(model: Any) -> None:
+        if "1" in layers:
+            model[1].forward = lambda x: 1.5 * nn.LayerNorm.forward(model[1], x)
+        if "2" in layers:
+            model[2].forward = lambda x: Quantizer.forward(model[2], x.tanh())
+
+    diagnosis = diagnosed(edit, quantized)
+    assert [layer for _, layer, _ in causes(diagnosis)] == layers
+    assert diagnosis.possible == ()
 
 
 def test_what_a_batch_norm_leaves_is_its_own_doing() -> None:

@@ -1199,12 +1199,42 @@ class Reads(nn.Module):
         return x * self.table
 
 
-def test_a_layer_that_is_skipped_does_not_write_to_the_buffers_of_others() -> None:
-    def alone(model: nn.Module, child: str, only: list[str] | None = None) -> IsolatedResponse:
-        return isolate(model, lambda: model(torch.ones(2, 8)), IsolationOptions(only=only))[child, 0]
+def test_what_a_layer_writes_to_a_buffer_inside_is_part_of_its_response_alone() -> None:
+    def alone(model: nn.Module, only: list[str] | None = None) -> Responses:
+        return isolate(model, lambda: model(torch.linspace(0, 1, 16).view(2, 8)), IsolationOptions(only=only))
 
-    assert alone(Writes(), "child") != alone(Writes(), "child", only=["child"])
-    assert alone(nn.Sequential(Reads()), "0") == alone(nn.Sequential(Reads()), "0", only=["0"])
+    model = Writes()
+    responses = alone(model)
+    assert [h.where for h in responses["(root)", 0].handed] == ["child input", "child.table after", "output"]
+    assert responses["child", 0] == alone(model, only=["child"])["child", 0]
+    assert [h.passed for h in responses["child", 0].handed] == ["input"]  # the table is of ones, as before the run
+
+
+class Averages(nn.Module):
+    """Keeps averages of its inputs, as a vector quantizer does of the vectors that are nearest to each of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("written", torch.zeros(8))
+        self.register_buffer("replaced", torch.zeros(8))
+        self.tensor, self.number = torch.zeros(8), 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.detach().mean(0)
+        self.written.lerp_(mean, 0.1)
+        self.replaced = self.replaced.lerp(mean, 0.1)
+        self.tensor.lerp_(mean, 0.1)
+        self.number += mean.sum().item()
+        return x + self.written + self.replaced + self.tensor + self.number
+
+
+def test_averages_of_what_comes_from_upstream_do_not_count() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), Averages()), torch.randn(4, 8)
+    expected = respond(model, x)
+    nn.init.normal_(model[0].weight)
+    actual = respond(model, x, like=expected)
+    assert actual == expected
+    assert [h.where for h in actual["1", 0].handed] == ["written after", "replaced after", "output"]
 
 
 def test_the_memory_of_large_weights_is_used_again_for_the_next_repeat() -> None:

@@ -85,10 +85,8 @@ class WritesToChild(nn.Module):
         return self.norm(self.scaled(x))
 
 
-def test_a_layer_that_writes_to_a_buffer_inside_is_called_for_the_noise_of_its_readers(
-    probe: ModelProbe,
-) -> None:
-    model = nn.Sequential(*(WritesToChild(float(i)) for i in range(4)))
+def test_what_a_layer_writes_to_a_buffer_inside_is_no_noise_of_the_layer_there(probe: ModelProbe) -> None:
+    model = nn.Sequential(*(WritesToChild(i + 2.0) for i in range(4)))
     record = probe.run(model, probe.randn(2, 4))
     assert record.live_run is not None
     record = measured(record.live_run.isolated(record))

@@ -30,7 +30,7 @@ from pytest_modelprobe.record import IsolatedResponse, Reading
 from pytest_modelprobe.runs.noise import relative_change
 
 from .alone import IsolationOptions, Key, Perturb, Repeat, Session
-from .contexts import is_ours, without_hooks, without_warnings
+from .contexts import StateBefore, is_ours, without_hooks, without_warnings
 from .forwards import KeptForward, KeptForwards, merged, recipes_of
 from .recipes import Draws, fits, kind_of, synthetic
 from .tracing import Tracer
@@ -111,15 +111,17 @@ def isolate_repeatedly(
         stack.enter_context(without_hooks(model.modules(), is_ours))
         stack.enter_context(run_eagerly(found))
         traced = stack.enter_context(Tracer(found, options.layers, options.only))
+        before = StateBefore(model)
         with torch.set_grad_enabled(options.gradient), interruptible():
             forward()
         calls = [call for call in traced.finish() if call.alone]
+        before.restore()
         # A single repeat is followed by no other, and the caller restores the model.
         state = stack.enter_context(preserved(model)) if len(repeats) > 1 else None
         stack.enter_context(without_warnings(options.gradient))
         taken, draws = [], Draws()
         for perturb, of in each(repeats):
-            session = Session(found, traced, calls, options, perturb, of, draws)
+            session = Session(found, traced, calls, options, before, perturb, of, draws)
             responses: dict[Key, IsolatedResponse] = {}
             with settings_preserved(), session, progress("isolated call", len(calls)) as shown:
                 for call in shown(calls):

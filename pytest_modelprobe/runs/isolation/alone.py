@@ -38,6 +38,7 @@ from .alike import is_plain, likeness
 from .arguments import with_arguments
 from .contexts import (
     ATOMIC,
+    StateBefore,
     attributes_restored,
     buffers_of,
     fixed_seed,
@@ -69,10 +70,7 @@ class IsolationOptions:
     layers: Collection[str] | None = None
     """Names of the layers to call, or `None` for all."""
     only: Collection[str] | None = None
-    """Names of some of these, to skip the others.
-
-    The responses are the same, except where a skipped layer writes to a buffer of one that is not skipped.
-    """
+    """Names of some of these, to skip the others. The responses are the same."""
     recipes: Mapping[Key, Mapping[str, str]] = dataclasses.field(default_factory=dict)
     """The `IsolatedResponse.recipes` of other responses. They are used where shape and dtype allow it."""
     expected: Mapping[Key, Call] = dataclasses.field(default_factory=dict)
@@ -91,6 +89,7 @@ class Session:
     traced: Tracer
     calls: Iterable[TracedCall]
     options: IsolationOptions
+    before: StateBefore
     perturb: Perturb | None
     of: Part
     draws: Draws
@@ -178,6 +177,8 @@ class Session:
                 return alone.run()
         finally:
             self.current = None
+            for one in self.before.written(alone.call.module).values():
+                one.restore()
 
     def synthetic(self, kind: str, shape: Sequence[int], name: str, dtype: torch.dtype, terms: int = 1) -> Tensor:
         """Return the tensor of a recipe, on the CPU."""
@@ -476,12 +477,15 @@ class _IsolatedCall:
     def _emit_state(
         self, buffers: Mapping[str, Tensor], inputs: Iterable[tuple[Tensor, str, int]], returned: Flat
     ) -> None:
-        """Emit the buffers and inputs that the code wrote to."""
+        """Emit the buffers and inputs that the code wrote to, and the buffers of layers inside."""
         for name, buffer in buffers_of(self.call.module):
             before = buffers.get(name)
             # The elements are compared, because batch_norm does not increase the version of what it writes to.
             if before is not None and not is_equal(as_bits(buffer), before):
                 self._computed(f"{name} after", buffer)
+        for name, one in self.session.before.written(self.call.module).items():
+            if name not in buffers and has_dense_storage(one.now):
+                self._computed(f"{name} after", one.now)
         seen = self._seen | {id(tensor) for _, tensor in returned.tensors}
         for tensor, label, version in inputs:
             if tensor._version != version and id(tensor) not in seen:

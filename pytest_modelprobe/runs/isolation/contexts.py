@@ -6,14 +6,16 @@ Each call begins in the same state. Otherwise its response would depend on the c
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from pytest_modelprobe._torch import BatchOrInstanceNorm
 from pytest_modelprobe.models import GENERATORS, as_bits, has_dense_storage, holds_elements, own_buffers, seeding
 
 ATOMIC = (nn.MultiheadAttention, nn.RNNBase)
@@ -82,6 +84,80 @@ def without_warnings(gradient: bool) -> Iterator[None]:
         yield
 
 
+class StateBefore:
+    """Buffers, and the tensors and numbers among the attributes, of all layers, as they were before the run.
+
+    Isolated calls begin with them, because what the run writes there depends on other layers, as an average of inputs
+    does. Left out are the buffers of norms, which are synthetic in an isolated call. What was `None` keeps what it got.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers: dict[int, list[_KeptTensor]] = {}
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._tensors: list[_KeptTensor] = []
+        for module in model.modules():
+            attributes = vars(module)
+            kept = {key: v for key, v in attributes.items() if isinstance(v, int | float) or _can_be_kept(v)}
+            self._attributes.append((attributes, kept))
+            self._tensors += [_KeptTensor(attributes, key) for key, v in kept.items() if isinstance(v, Tensor)]
+            if not isinstance(module, BatchOrInstanceNorm):
+                names = [name for name, buffer in module._buffers.items() if _can_be_kept(buffer)]
+                self._buffers[id(module)] = [_KeptTensor(module._buffers, name) for name in names]
+
+    def restore(self) -> None:
+        """Put everything back after the run."""
+        for attributes, kept in self._attributes:
+            attributes.update(kept)
+        for tensor in (*self._tensors, *itertools.chain.from_iterable(self._buffers.values())):
+            tensor.restore()
+
+    def written(self, module: nn.Module) -> dict[str, _KeptTensor]:
+        """Return the buffers of a layer, and of those inside it, that an isolated call wrote to, by path."""
+        return {
+            f"{path}.{one.name}" if path else one.name: one
+            for path, inner in module.named_modules()
+            for one in self._buffers.get(id(inner), ())
+            if one.is_written
+        }
+
+
+class _KeptTensor:
+    """A tensor in a dict, its elements, and how often it was written to."""
+
+    def __init__(self, owner: dict[str, Any], name: str) -> None:
+        self.name, self._owner = name, owner
+        self._tensor: Tensor = owner[name]
+        self._elements, self._version = as_bits(self._tensor).clone(), self._tensor._version
+
+    @property
+    def now(self) -> Any:
+        """What is at its place now."""
+        return self._owner.get(self.name)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it was written to or replaced since."""
+        return self.now is not self._tensor or self._tensor._version != self._version
+
+    def restore(self) -> None:
+        """Put it back with its elements, in the same memory."""
+        self._owner[self.name] = self._tensor
+        _put_back(self._tensor, self._elements)
+        self._version = self._tensor._version
+
+
+def _can_be_kept(value: object) -> TypeGuard[Tensor]:
+    return has_dense_storage(value) and not value.is_inference()
+
+
+def _put_back(tensor: Tensor, elements: Tensor) -> None:
+    """Write elements back to a tensor if they changed."""
+    here = as_bits(tensor)
+    if holds_elements(here) and not is_equal(here, elements):
+        here.copy_(elements)
+        torch.autograd.graph.increment_version(tensor)
+
+
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
 
 
@@ -99,7 +175,7 @@ def attributes_restored(module: nn.Module) -> Iterator[None]:
     tensors = [tensor for tensor in own if not tensor.is_inference()]
     if getattr(module, "max_norm", None) is not None:  # an embedding, which renormalizes its weight as it is called
         tensors += [p for _, p in weights_of(module)]
-    bits = [(tensor, as_bits(tensor), as_bits(tensor).clone()) for tensor in tensors]
+    bits = [(tensor, as_bits(tensor).clone()) for tensor in tensors]
     try:
         yield
     finally:
@@ -109,10 +185,8 @@ def attributes_restored(module: nn.Module) -> Iterator[None]:
         for container, content in contents:
             container.clear()
             (container.extend if isinstance(container, (list, deque)) else container.update)(content)
-        for tensor, here, content in bits:
-            if holds_elements(here) and not is_equal(here, content):
-                here.copy_(content)
-                torch.autograd.graph.increment_version(tensor)
+        for tensor, elements in bits:
+            _put_back(tensor, elements)
 
 
 def fixed_seed() -> Callable[[], None]:
