@@ -168,7 +168,7 @@ def verdict(pair: str, row: Row) -> str:
     """Return what became of one model, a column of the table."""
     if "error" in row or (changed(row) and _lost(row)):
         return "not run"
-    unchanged = row["first_line"].startswith("output unchanged;")
+    unchanged = row["first_line"].startswith("output unchanged")
     if not changed(row):
         if row["passed"]:
             return "passes"

@@ -36,9 +36,11 @@ def first_line(diagnosis: Diagnosis) -> str:
         return printable(f"every value is the same; calls are written otherwise in {places}")
     sure = bool(diagnosis.causes) and not _only_possible_moved_it(diagnosis)
     found = grouped(diagnosis.causes if sure else diagnosis.possible)
-    unchanged = "output unchanged; " if diagnosis.unchanged else ""
+    within = f" within {percent(diagnosis.within)}" if diagnosis.within else ""
+    unchanged = f"output unchanged{within}; " if diagnosis.unchanged else ""
     if unchanged and found and all(cause.change is None and cause.kind not in _OF_STEP for cause, _ in found):
-        return printable(f"{unchanged}structure differs in {_places(found, diagnosis)}")
+        what = "code" if all(cause.changes_code and not cause.is_call_count for cause, _ in found) else "structure"
+        return printable(f"{unchanged}{what} differs in {_places(found, diagnosis)}")
     if not found:
         worst = max(diagnosis.comparison.differences, key=lambda d: d.change or 0.0, default=None)
         if worst is None:

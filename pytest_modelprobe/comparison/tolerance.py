@@ -87,6 +87,11 @@ class ValueChange(NamedTuple):
         return self.change is not None and self.change <= self.limit
 
     @property
+    def is_resolved(self) -> bool:
+        """Whether the change is more than the digits in a file may be the reason of."""
+        return self.change is not None and self.change > _FLOOR["forward"]
+
+    @property
     def units(self) -> float:
         """The change in units of the tolerance."""
         if self.change is None or self.change == 0:

@@ -126,6 +126,28 @@ def test_a_tolerance_allows_more() -> None:
     assert_same_behavior(run(model), run(reference()), tolerance={"**": 1000})
 
 
+class Doubled(nn.Module):
+    """Multiplies inside by a power of two, which the output is divided by."""
+
+    def __init__(self, inside: float, outside: float) -> None:
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(8), nn.Linear(8, 4, bias=False)
+        self._factors = [inside, outside]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.norm(x) * self._factors[0]) * self._factors[1]
+
+
+@pytest.mark.parametrize(
+    ("outside", "said"), [(0.5, "output unchanged"), (0.500005, r"output unchanged within 0\.0\d+ %")]
+)
+def test_code_that_makes_up_for_itself_is_not_called_structure(outside: float, said: str) -> None:
+    old, new = (run(PROBE.build(lambda f=factors: Doubled(*f))) for factors in ((1.0, 1.0), (2.0, outside)))
+    match = rf"^{said}; code differs in 1 place: \(root\): own code changed between norm and fc\n"
+    with pytest.raises(AssertionError, match=match):
+        assert_same_behavior(new, old, tolerance=10)
+
+
 def test_records_that_came_from_nowhere_are_compared_by_fixed_tolerances() -> None:
     model = reference()
     model.norm.eps = 1e-2

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 
 from pytest_modelprobe.comparison.differences import Comparison, Difference, DifferenceKind
+from pytest_modelprobe.comparison.tolerance import ValueChange
 from pytest_modelprobe.record import Record
 
 from .backward import gradient_causes
@@ -95,6 +96,7 @@ def diagnose(comparison: Comparison) -> Diagnosis:
         possible=tuple(_still_possible(causes, possible)),
         notes=tuple(notes),
         unchanged=unchanged,
+        within=max((c.limit for c in _output_changes(comparison) if unchanged and c.is_resolved), default=0.0),
         output=max((d.change or 0.0 for d in _changed_outputs(comparison)), default=None),
         moved=moved,
         not_judged=tuple(name for name in moved if not index.can_be_judged(name)),
@@ -193,20 +195,24 @@ def _is_unchanged(comparison: Comparison) -> bool:
     Values between layers may differ where all gradients are the same: a factor may have moved from one layer into the
     next. Without gradients, a difference inside may be multiplied by zero.
     """
-    places = [
-        (pair.layer, pair.key, "output", value.path)
-        for pair in comparison.calls
-        if pair.outermost
-        for value in pair.actual.outputs
-    ]
-    # An output that only one record has is a difference of structure.
-    compared = [comparison.changes[place] for place in places if place in comparison.changes]
+    compared = _output_changes(comparison)
     if not compared or not all(change.same for change in compared):
         return False
     # Inputs are not looked at: a mask may have another dtype and mean the same.
     kinds = {d.kind for d in comparison.found}
     moved_inside = not kinds.isdisjoint({"output", *_GRADIENTS})
     return kinds.isdisjoint({"state", *_OTHER_RUN}) and (not moved_inside or _has_same_gradients(comparison))
+
+
+def _output_changes(comparison: Comparison) -> list[ValueChange]:
+    """Return the changes of the model's outputs. One that only one record has is a difference of structure."""
+    places = [
+        (pair.layer, pair.key, "output", value.path)
+        for pair in comparison.calls
+        if pair.outermost
+        for value in pair.actual.outputs
+    ]
+    return [comparison.changes[place] for place in places if place in comparison.changes]
 
 
 def _has_same_gradients(comparison: Comparison) -> bool:

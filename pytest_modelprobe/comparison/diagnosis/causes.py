@@ -129,6 +129,8 @@ class Diagnosis:
     """Calls that are written otherwise, where every value is the same."""
     unchanged: bool = False
     """Whether the outputs of the model were compared and none differs."""
+    within: float = 0.0
+    """The largest tolerance of an unchanged output that moved within it, or 0 if none moved measurably."""
     output: float | None = None
     """The largest relative change among the model's outputs, or `None` if none differs."""
     moved: tuple[str, ...] = ()
