@@ -639,6 +639,47 @@ def test_a_branch_cut_off_is_seen_in_the_run_too() -> None:
     assert cause_text(diagnosis.causes[0]) == "blocks.1: gradient cut after down"
 
 
+class Heads(nn.Module):
+    """Returns two outputs, one of which goes into the other."""
+
+    def __init__(self, cut: str = "") -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), Head(cut == "head")
+        self._cut = [cut == "root"]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.body(x)
+        head = self.head(x)
+        return x, head.detach() if self._cut[0] else head
+
+
+class Head(nn.Module):
+    def __init__(self, cut: bool) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self._cut = [cut]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x).detach() if self._cut[0] else self.fc(x)
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "expected"),
+    [
+        (Heads("root"), Heads(), "(root): no gradient for output[1] any more"),
+        (Heads("head"), Heads(), "head: no gradient for output any more"),
+        (Heads(), Heads("root"), "(root): gradient of output[1] changed"),
+    ],
+    ids=["detached", "detached inside", "not detached"],
+)
+def test_a_gradient_that_the_model_changes_is_not_blamed_on_a_random_loss(
+    new: nn.Module, old: nn.Module, expected: str
+) -> None:
+    new.load_state_dict(old.state_dict())
+    diagnosis = diagnose(compare(*(recorded(model, INPUTS[Two], alone=False) for model in (new, old))))
+    assert [cause_text(cause) for cause in diagnosis.causes] == [expected]
+
+
 @isolated_and_not
 def test_gradients_switched_off_are_told_as_that(alone: bool) -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:

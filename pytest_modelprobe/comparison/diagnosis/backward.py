@@ -8,11 +8,11 @@ first place on that way that differs is the cause, and all behind it follows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pytest_modelprobe.comparison.differences import CallPair, Difference, DifferenceKind
 from pytest_modelprobe.comparison.pairing import child_of
-from pytest_modelprobe.comparison.tolerance import GONE, ValueChange
+from pytest_modelprobe.comparison.tolerance import CAME, GONE, ValueChange
 from pytest_modelprobe.record import Step, Value, relative_name
 
 from .causes import Cause, between, cause_of, in_layer_order, worst_first
@@ -94,6 +94,8 @@ def _first_on_the_way_back(index: ComparisonIndex, *, lost: bool = False) -> Cau
     values: tuple[DifferenceKind, ...] = () if lost else ("input", "output", "weights", "buffer", "state")
     if any(index.differences("parameter trainable", "context", *values)):
         return None
+    if (cut := next(_cut_outputs(index, lost=lost), None)) is not None:
+        return cut
     places: list[tuple[int, int, Step, str, str]] = []
     for step in index.steps:
         places += [(step.call.finished, 1, step, "gradient", v.path) for v in _computed_here(index, step)]
@@ -108,10 +110,41 @@ def _first_on_the_way_back(index: ComparisonIndex, *, lost: bool = False) -> Cau
     return None
 
 
+def _cut_outputs(index: ComparisonIndex, *, lost: bool) -> Iterator[Cause]:
+    """Yield a cause for each output of the model that gets no gradient any more, or only now, from a random loss."""
+    called = [pair for pair in index.comparison.calls if pair.outermost and _has_random_loss(index)]
+    for pair, value in ((one, value) for one in called for value in one.actual.outputs):
+        change = index.change(pair, "gradient", value.path)
+        if change == GONE:
+            maker, path = _maker(index, index.step_of(pair), value)
+            what = f"no gradient for {path}"
+            yield Cause(kind="gradient", layer=maker.layer.name, what=what, evidence="propagation", gradient="lost")
+        elif change == CAME and not lost:
+            yield _seen_at(index, index.step_of(pair), "gradient", value.path, change)
+
+
+def _maker(index: ComparisonIndex, step: Step, value: Value) -> tuple[Step, str]:
+    """Return the innermost call that gives out a tensor, and its path there."""
+    for child in _paired_children(index, step):
+        for own in child.call.outputs:
+            if own.tensor == value.tensor:
+                return _maker(index, child, own)
+    return step, value.path
+
+
+def _has_random_loss(index: ComparisonIndex) -> bool:
+    """Whether the loss is the random projection, the same for all models: it gives each output the same gradient."""
+    return index.comparison.actual.loss == index.comparison.expected.loss == "random"
+
+
+def _paired_children(index: ComparisonIndex, step: Step) -> list[Step]:
+    return [child for child in index.child_steps(step) if index.pair_of(child)]
+
+
 def _computed_here(index: ComparisonIndex, step: Step) -> list[Value]:
-    """Return the outputs of a call that are not seen at a child already; all of the model's, which the loss gets."""
-    children = [] if step.outermost else [child for child in index.child_steps(step) if index.pair_of(child)]
-    inner = {value.tensor for child in children for value in child.call.outputs}
+    """Return the outputs of a call that are not seen at a child already; all of the model's if the loss may differ."""
+    loss = step.outermost and not _has_random_loss(index)
+    inner = {value.tensor for child in _paired_children(index, step) * (not loss) for value in child.call.outputs}
     return [value for value in step.call.outputs if value.tensor not in inner]
 
 
@@ -127,7 +160,7 @@ def _seen_at(index: ComparisonIndex, step: Step, side: str, path: str, change: V
         gradient="of value",
         hints=("no gradient arrives any more",) if change == GONE else (),
     )
-    if side == "gradient" and step.outermost:
+    if side == "gradient" and step.outermost and not _has_random_loss(index):
         return dataclasses.replace(cause, what="the loss", gradient="of loss")
     if side == "parameter gradient" or step.parent is None:
         return cause
