@@ -304,7 +304,7 @@ def _gradient(cause: Cause, label: str) -> str:
     if cause.gradient == "of loss":
         return "the loss changed: another gradient arrives at the output"
     if cause.gradient == "lost":
-        return f"{label}: {cause.what} any more"
+        return f"{label}: no gradient any more for {cause.what}"
     if cause.gradient == "switched":
         child = cause.what.removesuffix(" grad_enabled")
         return f"{label}: own code calls {child} with gradients {'on' if cause.actual else 'off'}"

@@ -628,9 +628,28 @@ def detached(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 def test_a_branch_cut_off_is_named_with_what_gets_no_gradient() -> None:
     diagnosis = diagnosed(with_forward("blocks.1", detached))
-    assert causes(diagnosis) == [("gradient", "blocks.1", "no gradient for down output")]
+    assert causes(diagnosis) == [("gradient", "blocks.1", "down output")]
     assert diagnosis.causes[0].evidence == "both"
-    assert cause_text(diagnosis.causes[0]) == "blocks.1: no gradient for down output any more"
+    assert cause_text(diagnosis.causes[0]) == "blocks.1: no gradient any more for down output"
+
+
+def test_of_many_branches_cut_off_three_are_named() -> None:
+    class Branches(nn.Module):
+        def __init__(self, cut: bool) -> None:
+            super().__init__()
+            self.fcs = nn.ModuleList(nn.Linear(8, 8) for _ in range(9))
+            self._cut = {"all": cut}
+
+        def forward(self, x: torch.Tensor) -> Any:
+            found = [fc(x) for fc in self.fcs]
+            return x + sum(branch.detach() if self._cut["all"] else branch for branch in found)
+
+    x = INPUTS[Two].clone().requires_grad_()
+    expected = recorded(PROBE.build(lambda: Branches(False)), x)
+    diagnosis = diagnose(compare(recorded(PROBE.build(lambda: Branches(True)), x, like=expected), expected))
+    said = "(root): no gradient any more for fcs.0 output, fcs.1 output, fcs.2 output and 6 more"
+    assert [cause_text(cause) for cause in diagnosis.causes] == [said]
+    assert len(diagnosis.causes[0].differences) == 9
 
 
 def test_a_branch_cut_off_is_seen_in_the_run_too() -> None:
@@ -666,8 +685,8 @@ class Head(nn.Module):
 @pytest.mark.parametrize(
     ("new", "old", "expected"),
     [
-        (Heads("root"), Heads(), "(root): no gradient for output[1] any more"),
-        (Heads("head"), Heads(), "head: no gradient for output any more"),
+        (Heads("root"), Heads(), "(root): no gradient any more for output[1]"),
+        (Heads("head"), Heads(), "head: no gradient any more for output"),
         (Heads(), Heads("root"), "(root): gradient of output[1] changed"),
     ],
     ids=["detached", "detached inside", "not detached"],
@@ -1273,7 +1292,7 @@ def test_a_value_that_is_detached_on_the_way_is_named() -> None:
 
     old, new = (like(Dictionary, forward=forward) for forward in (attached, detached))
     found = rewritten(old, new, PROBE.randn(4, 8))
-    assert [cause_text(cause) for cause in found.causes] == ["(root): no gradient for b input any more"]
+    assert [cause_text(cause) for cause in found.causes] == ["(root): no gradient any more for b input"]
 
 
 def test_a_momentum_changes_the_statistics_and_no_output() -> None:

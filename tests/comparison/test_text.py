@@ -212,8 +212,8 @@ def recorded(difference: Any, what: str, **fields: Any) -> Cause:
             "the loss changed: another gradient arrives at the output",
         ),
         (
-            Cause(kind="gradient", layer="block", what="no gradient for fc output", gradient="lost"),
-            "block: no gradient for fc output any more",
+            Cause(kind="gradient", layer="block", what="fc output", gradient="lost"),
+            "block: no gradient any more for fc output",
         ),
         (
             Cause(kind="gradient", layer="block", what="norm grad_enabled", actual=False, gradient="switched"),

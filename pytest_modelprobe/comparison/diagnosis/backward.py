@@ -15,7 +15,7 @@ from pytest_modelprobe.comparison.pairing import child_of
 from pytest_modelprobe.comparison.tolerance import CAME, GONE, ValueChange
 from pytest_modelprobe.record import Step, Value, relative_name
 
-from .causes import Cause, between, cause_of, in_layer_order, worst_first
+from .causes import Cause, between, cause_of, in_layer_order, names_of, worst_first
 from .index import ComparisonIndex
 
 
@@ -32,11 +32,11 @@ def gradient_causes(index: ComparisonIndex, causes: Sequence[Cause], explained: 
     for pair in index.comparison.calls:
         here = [] if pair.layer in explained or pair.layer in found else _backward_differences(index, pair)
         if here:
-            lost = [d.what for d in here if d.what and d.expected]
+            lost = [d for d in here if d.what and d.expected]
             found[pair.layer] = cause_of(
                 "gradient",
                 worst_first(here),
-                what=f"no gradient for {', '.join(lost)}" if lost else "",
+                what=names_of(lost),
                 actual=None,
                 expected=None,
                 evidence="isolated",
@@ -117,8 +117,7 @@ def _cut_outputs(index: ComparisonIndex, *, lost: bool) -> Iterator[Cause]:
         change = index.change(pair, "gradient", value.path)
         if change == GONE:
             maker, path = _maker(index, index.step_of(pair), value)
-            what = f"no gradient for {path}"
-            yield Cause(kind="gradient", layer=maker.layer.name, what=what, evidence="propagation", gradient="lost")
+            yield Cause(kind="gradient", layer=maker.layer.name, what=path, evidence="propagation", gradient="lost")
         elif change == CAME and not lost:
             yield _seen_at(index, index.step_of(pair), "gradient", value.path, change)
 

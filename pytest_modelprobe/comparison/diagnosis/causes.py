@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pytest_modelprobe.comparison.differences import Comparison, Difference
 from pytest_modelprobe.comparison.tolerance import ValueChange
 from pytest_modelprobe.record import Plain, label_of
+from pytest_modelprobe.text import listed
 
 CauseKind = Literal[
     "input", "seed", "architecture", "attribute", "weights", "buffers", "computation", "gradient", "optimizer",
@@ -171,8 +172,17 @@ def cause_of(kind: CauseKind, found: Sequence[Difference], **fields: Any) -> Cau
 
 def cause_of_all(kind: CauseKind, found: Sequence[Difference], **fields: Any) -> Cause:
     """Return one cause for some differences, with the largest change and the names of all."""
-    names = ", ".join(dict.fromkeys(d.what for d in found))
-    return cause_of(kind, worst_first(found), what=names, **fields)
+    return cause_of(kind, worst_first(found), what=names_of(found), **fields)
+
+
+def names_of(found: Iterable[Difference]) -> str:
+    """Return the names of what differs: ``a, b, c and 4 more`` where there are many, for a line holds no more.
+
+    >>> names_of(Difference(layer="fc", kind="weights", what=name) for name in "abcde")
+    'a, b, c and 2 more'
+    """
+    names = list(dict.fromkeys(d.what for d in found))
+    return listed(names) if len(names) > 3 else ", ".join(names)
 
 
 def worst_first(found: Sequence[Difference]) -> list[Difference]:
