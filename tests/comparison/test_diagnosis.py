@@ -2032,6 +2032,39 @@ class Listed(nn.Module):
         return x + out
 
 
+class Projections(nn.Module):
+    """Of queries and keys; what both are made of is computed once, or for each by itself."""
+
+    def __init__(self, scale: float, shared: bool) -> None:
+        super().__init__()
+        self.queries, self.keys, self.out = Projection(scale), nn.Linear(8, 8), nn.Linear(8, 8)
+        self._shared = [shared]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = x + 1
+        queries = self.queries(given)
+        keys = self.keys(given if self._shared[0] else x + 1)
+        return self.out(queries * keys)
+
+
+class Projection(nn.Linear):
+    def __init__(self, scale: float) -> None:
+        super().__init__(8, 8)
+        self._scale = {"of outputs": scale}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self._scale["of outputs"]
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["the same input", "another input"])
+def test_a_layer_beside_gets_the_same_and_makes_up_for_nothing(shared: bool) -> None:
+    def model(scale: float) -> nn.Module:
+        return nn.Sequential(Projections(scale, shared), nn.Linear(8, 8))
+
+    found = rewritten(lambda: model(1.0), lambda: model(2.0), INPUTS[Two])
+    assert [(cause.layer, cause.hints) for cause in found.causes] == [("0.queries", ("scaled by 2",))]
+
+
 def test_an_attribute_that_lists_other_children_has_no_effect_that_is_made_up() -> None:
     old, new = (
         functools.partial(lambda eps, order: nn.Sequential(nn.LayerNorm(8, eps=eps), Listed(*order)), *of)

@@ -83,29 +83,47 @@ def with_same_elements(index: ComparisonIndex, cause: Cause) -> Cause:
 
 
 def _hands_on_the_same(index: ComparisonIndex, cause: Cause, pair: CallPair) -> bool:
-    """Whether code hands a child something else, alone, and in the run the same."""
+    """Whether code hands a child something else, alone, and in the run the same, as all else that differs alone."""
     if cause.kind != "computation" or cause.evidence != "isolated" or cause.is_call_change:
         return False
-    child, path = split_place(cause.differences[0].what)
-    called = index.child_call(pair, child) if child else None
-    return called is not None and index.change(called, "input", path).same
+    handed = bool(split_place(cause.differences[0].what)[0])
+    return handed and all(_is_same_in_run(index, pair, difference) for difference in cause.differences)
+
+
+def _is_same_in_run(index: ComparisonIndex, pair: CallPair, response: Difference) -> bool:
+    """Whether a value that differs in an isolated response is the same in the run."""
+    child, path = split_place(response.what)
+    called = index.child_call(pair, child) if child else pair
+    return called is not None and index.change(called, "input" if child else "output", path).same
 
 
 def _is_made_up_for(index: ComparisonIndex, pair: CallPair) -> bool:
-    """Whether the first later layer that may take the output of a call takes the same as before."""
+    """Whether a layer takes the same that may be made of the output of a call, and all that may be made of it is.
+
+    What was there before the call is not made of its output, as the input that the keys share with the queries.
+    """
     step = index.step_of(pair)
     siblings = index.child_steps(step.parent)
-    for later in siblings[siblings.index(step) + 1 :]:
+    at, above = siblings.index(step), index.pair_of(step.parent)
+    known = [value for one in siblings[:at] for value in (*one.call.inputs, *one.call.outputs)]
+    known += [*step.call.inputs, *(() if step.parent is None else step.parent.call.inputs)]
+    before = {value.tensor for value in known}
+    made_up = False
+    for later in siblings[at + 1 :]:
         taken = index.pair_of(later)
         if taken is None or taken.layer == pair.layer:
             return False
         for value in taken.actual.inputs:
-            if is_quantity(value) and (value.source is None or value.source.startswith(f"{step.name} ")):
+            of_it = value.source is not None and value.source.startswith(f"{step.name} ")
+            computed = value.source is None and (value.tensor not in before or value.tensor < 0)
+            if is_quantity(value) and (of_it or computed):
                 if index.change(taken, "input", value.path).same:
-                    return True
-                if index.largest_change(taken, "output") is not None:  # else it does not matter there
+                    made_up = True
+                elif index.largest_change(taken, "output") is not None:  # else it does not matter there
                     return False
-    return False
+    after = {value.tensor for one in siblings[at + 1 :] for value in one.call.outputs}
+    returned = [] if above is None else [v.path for v in above.actual.outputs if v.tensor not in after or v.tensor < 0]
+    return made_up and not any(above and index.change(above, "output", path).differs for path in returned)
 
 
 def _has_no_effect_alone(index: ComparisonIndex, cause: Cause) -> bool:
