@@ -107,7 +107,7 @@ def incremental(
         if one.error is not None:
             raise NotApplicableError(f"it returns no {name} to continue from: {one.failure}")
         if state is None:
-            raise NotApplicableError(f"it returns no {name} to continue from")
+            raise NotApplicableError(f"it returns no {name} to continue from: for a state in another form, give step=")
         alone = name == "cache_params" or is_recurrent(state)
         call = _by_forward(prepared, name, _cut(prepared, path, length, axis, alone=alone))
     else:
