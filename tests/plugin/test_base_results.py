@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def git(*arguments: str) -> None:
 @pytest.fixture
 def beside(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Commit the network, change it, and return what runs the tests beside the commit."""
-    monkeypatch.setenv("PYTHONPATH", f"{pytester.path}:{Path(__file__).parents[2]}")
+    monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=os.pathsep)
     pytester.makepyfile(a_net=NET, test_a=TESTS)
     git("init", "-q")
     git("add", ".")
