@@ -29,7 +29,7 @@ class FakeModel:
     def __init__(self, model: nn.Module, *, cached: bool = True) -> None:
         self._model, self._mode = model, FakeTensorMode(allow_non_fake_inputs=True)
         self._mode.cache_enabled = self._mode.cache_enabled and cached
-        self._products = _GroupedProducts()
+        self._like_tensors = _LikeTensors()
 
     @functools.cached_property
     def _state(self) -> Any:
@@ -46,7 +46,7 @@ class FakeModel:
         state = self._state
         with contextlib.ExitStack() as stack:
             # Not interruptible, because torch aborts if a mode raises inside some operations.
-            for mode in (self._mode, self._products, *inner):
+            for mode in (self._mode, self._like_tensors, *inner):
                 stack.enter_context(mode)
             # The state has each tied tensor under all its names, so there is nothing left to tie.
             functional_call(self._model, state, args, kwargs, tie_weights=False)
@@ -60,10 +60,12 @@ class FakeModel:
         return made.requires_grad_(tensor.requires_grad)
 
 
-class _GroupedProducts(TorchDispatchMode):  # type: ignore[misc]
-    """Supports grouped matrix products, as of mixtures of experts, in every dtype.
+class _LikeTensors(TorchDispatchMode):  # type: ignore[misc]
+    """Supports what torch supports of tensors, where fake tensors differ.
 
-    Torch supports them on the CPU in every floating dtype, but on fake tensors in bfloat16 alone.
+    Grouped matrix products, as of mixtures of experts, are supported on the CPU in every floating dtype, but on fake
+    tensors in bfloat16 alone. The indices of an embedding are integers, which fake tensors do not ask for in torch
+    2.11.
     """
 
     supports_higher_order_operators = True
@@ -71,6 +73,8 @@ class _GroupedProducts(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name() == GROUPED_PRODUCT:
             return _grouped_product(*args, **(kwargs or {}))
+        if func.name() == "aten::embedding" and args[1].is_floating_point():
+            raise RuntimeError(f"Expected indices to have one of the scalar types Long, Int; got {args[1].dtype}")
         return func(*args, **(kwargs or {}))
 
 
