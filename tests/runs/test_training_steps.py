@@ -334,9 +334,9 @@ def test_a_step_whose_optimizer_holds_copies_is_found_by_the_change_of_contents(
     assert after == pytest.approx(before, abs=1e-7)
 
 
-def train_with_a_skipped_step(*, skipped: int, steps: int) -> ModelProbe:
+def train_with_a_skipped_step(*, skipped: int, steps: int, fused: bool = False) -> ModelProbe:
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     probe = ModelProbe()
     probe.watch(model)
@@ -349,9 +349,11 @@ def train_with_a_skipped_step(*, skipped: int, steps: int) -> ModelProbe:
     return probe
 
 
-def test_a_step_that_a_scaler_skips_is_no_step_and_has_no_bad_gradients() -> None:
-    probe = train_with_a_skipped_step(skipped=1, steps=2)
+@pytest.mark.parametrize("fused", [True, False])  # of a fused optimizer the step is called, and does nothing
+def test_a_step_that_a_scaler_skips_is_no_step_and_has_no_bad_gradients(fused: bool) -> None:
+    probe = train_with_a_skipped_step(skipped=1, steps=2, fused=fused)
     watch = probe.source
+    assert watch.record.training.steps == 2
     assert_grad_finite(watch)
     assert_grad_finite(watch.first_step)
     assert watch.record.forwards == 3

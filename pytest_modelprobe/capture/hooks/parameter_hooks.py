@@ -22,7 +22,7 @@ from pytest_modelprobe._torch import graph_task, not_compiled, tensor_hooks
 from pytest_modelprobe.capture.observed.units import stacked_axis
 from pytest_modelprobe.capture.passes.backward import BackwardPasses
 from pytest_modelprobe.capture.passes.steps import GradientState, Steps
-from pytest_modelprobe.capture.passes.training_steps import TrainingSteps, computes_gradients
+from pytest_modelprobe.capture.passes.training_steps import TrainingSteps, computes_gradients, is_skipped
 from pytest_modelprobe.models import Layers, sharded_parameters
 from pytest_modelprobe.record import ROOT
 
@@ -105,6 +105,8 @@ class ParameterHooks:
         if _is_inside_step(optimizer):
             return
         with self.guard.lock, self.guard, hidden():
+            if is_skipped(optimizer):
+                return
             hooks = self._hooks_of(optimizer)
             early = computes_gradients(optimizer, args, kwargs)
             has_gradients = early or any(parameter.grad is not None for _, parameter in hooks)
@@ -123,6 +125,8 @@ class ParameterHooks:
         if _is_inside_step(optimizer):
             return
         with self.guard.lock, self.guard, hidden():
+            if is_skipped(optimizer):
+                return
             self.steps.step_ends()
             hooks = self._hooks_of(optimizer)
             if hooks:

@@ -169,6 +169,11 @@ def computes_gradients(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], 
     return closure is not None or getattr(optimizer, "grad_scale", None) is not None
 
 
+def is_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a fused step does nothing, as gradients are not finite. A scaler leaves out other steps by itself."""
+    return bool(getattr(optimizer, "found_inf", False))
+
+
 def _differ(before: dict[str, Reduction], now: dict[str, Reduction], names: list[str]) -> bool:
     """Whether a parameter has other elements; this reads from the device."""
     both = [name for name in names if name in before and name in now]
