@@ -461,7 +461,7 @@ def test_training_after_an_evaluation_without_train_is_said(kind: dict[str, floa
 def test_an_evaluation_without_eval_is_said(kind: dict[str, float]) -> None:
     name = "1" if "norm" in kind else "2"
     text = failure_of(lambda model: epochs(model, out=False), net(**kind))
-    assert text.startswith(f"{name} is evaluated in training mode: 2 of 7 times")
+    assert text.startswith(f"{name} is evaluated in training mode: 3 of 7 times")
 
 
 def test_an_evaluation_after_a_single_step_is_seen_too() -> None:

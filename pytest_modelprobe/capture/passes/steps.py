@@ -90,7 +90,7 @@ class Steps:
         if not (self._steps or self._others or self._discarded):
             return None
         irregular = sum(r.idle for r in self._optimizer_steps if r.idle < r.taken)
-        if self._idle and not any(r.idle for r in self._optimizer_steps):
+        if self._idle and not any(0 < r.idle == r.taken for r in self._optimizer_steps):
             irregular += 1
         return Training(
             steps=self._steps,
