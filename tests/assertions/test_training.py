@@ -77,17 +77,42 @@ def test_gradients_that_are_never_reset_are_said() -> None:
     )
 
 
-def test_gradients_that_are_reset_before_the_step_are_said() -> None:
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_are_reset_before_the_step_are_said(to_none: bool) -> None:
     probe = ModelProbe()
     model = probe.build(lambda: nn.Linear(3, 1))
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
     watch = probe.watch(model)
     for _ in range(3):
         model(probe.randn(4, 3)).mean().backward()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=to_none)
         optimizer.step()
     with pytest.raises(AssertionError, match=r"^gradients were reset between the backward and the step: 3 of 3 times"):
         assert_training_loop(watch)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_that_are_reset_before_a_scaler_steps_are_said(fused: bool) -> None:
+    def loop(model: nn.Module) -> None:
+        optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1, fused=fused), torch.amp.GradScaler("cpu")
+        for _ in range(STEPS):
+            scaler.scale(loss(model)).backward()
+            optimizer.zero_grad(set_to_none=False)
+            scaler.step(optimizer)
+            scaler.update()
+
+    text = failure_of(loop, net())
+    assert text.startswith("gradients were reset between the backward and the step: 3 of 3 times")
+
+
+def test_gradients_that_arrive_as_zeros_are_not_taken_for_reset() -> None:
+    model = net()
+    optimizer = sgd(model)
+    with watched(model):
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            (loss(model) * 0.0).backward()
+            optimizer.step()
 
 
 def test_a_reset_that_comes_every_other_step_is_too_seldom() -> None:

@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from pytest_modelprobe._torch import graph_task, not_compiled, tensor_hooks
 from pytest_modelprobe.capture.observed.units import stacked_axis
 from pytest_modelprobe.capture.passes.backward import BackwardPasses
-from pytest_modelprobe.capture.passes.steps import GradientState, Steps
-from pytest_modelprobe.capture.passes.training_steps import TrainingSteps, computes_gradients, is_skipped
+from pytest_modelprobe.capture.passes.steps import GradientState, Steps, is_zero
+from pytest_modelprobe.capture.passes.training_steps import TrainingSteps, computes_gradients, has_closure, is_skipped
 from pytest_modelprobe.models import Layers, sharded_parameters
 from pytest_modelprobe.record import ROOT
 
@@ -109,9 +109,9 @@ class ParameterHooks:
                 return
             hooks = self._hooks_of(optimizer)
             early = computes_gradients(optimizer, args, kwargs)
-            has_gradients = early or any(parameter.grad is not None for _, parameter in hooks)
             held = [hook.held for hook, _ in hooks]
-            self.steps.step_begins(optimizer, held, self._hooked.values(), has_gradients=has_gradients)
+            emptied = not has_closure(args, kwargs) and self._are_emptied(hooks)
+            self.steps.step_begins(optimizer, held, self._hooked.values(), emptied=emptied)
             if hooks:
                 self.training.step_begins(optimizer, _named(hooks), early=early)
                 if _is_stepped_by_scaler():  # gradients were seen before it took its factor out
@@ -131,6 +131,14 @@ class ParameterHooks:
             hooks = self._hooks_of(optimizer)
             if hooks:
                 self.training.step_ends(_named(hooks), early=computes_gradients(optimizer, args, kwargs))
+
+    def _are_emptied(self, hooks: list[tuple[_ParameterHook, torch.Tensor]]) -> bool:
+        """Whether gradients have arrived, and all of them are None or zero now."""
+        left = [parameter.grad for _, parameter in hooks if parameter.grad is not None]
+        if not any(hook.held.passes for hook, _ in hooks) or not all(map(is_zero, left)):
+            return False
+        names = (name for name, _ in _named(hooks))
+        return not left or self.training.forwards.step.has_gradient_other_than_zero(names)
 
     def _hooks_of(self, optimizer: torch.optim.Optimizer) -> list[tuple[_ParameterHook, torch.Tensor]]:
         """Return our hooks on the parameters of an optimizer, each with its parameter."""

@@ -126,6 +126,12 @@ class ObservedStep:
         _merge_gradients(self.gradients, other.gradients, other.number)
         self.backwards += other.backwards
 
+    def has_gradient_other_than_zero(self, names: Iterable[str]) -> bool:
+        """Whether the gradient of one of the parameters is known and not zero; this reads it from its device."""
+        reduced = [self.gradients[name].reduced for name in names if name in self.gradients]
+        readings = statistics.collect([one for one in reduced if one is not None])
+        return any(one.statistics is not None and not one.statistics.all_zero for one in readings)
+
     def has_nonfinite_gradient(self) -> bool:
         """Whether the gradient of a parameter is not finite; this reads it from its device."""
         reduced = [gradient.reduced for gradient in self.gradients.values()]

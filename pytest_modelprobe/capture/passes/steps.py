@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from pytest_modelprobe._torch import accumulates
 from pytest_modelprobe.record import Training
-from pytest_modelprobe.statistics import ambient_modes_disabled
+from pytest_modelprobe.statistics import ambient_modes_disabled, as_plain_tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -174,7 +174,7 @@ class Steps:
         held: Collection[GradientState],
         parameters: Collection[nn.Parameter],
         *,
-        has_gradients: bool = True,
+        emptied: bool,
     ) -> None:
         """Count a step that an optimizer is about to take.
 
@@ -182,14 +182,14 @@ class Steps:
             optimizer: The optimizer.
             held: The gradients of those of its parameters that are hooked.
             parameters: All hooked parameters of the model.
-            has_gradients: Whether one of its parameters has a gradient, or will get one in the step.
+            emptied: Whether all gradients that had arrived are gone.
         """
         if not held:
             self._others += 1
             self._lookalikes += self._has_same_shapes(optimizer, parameters)
         else:
             self._steps += 1
-            self._emptied += not has_gradients and any(one.passes for one in held)
+            self._emptied += emptied
             self._stale += any(one.stale for one in held)
             self._mixed += any(one.mixed for one in held)
             self._accumulated += self._forwards > 1 and any(one.passes > 1 for one in held)
@@ -218,9 +218,7 @@ class Steps:
         One gradient of each pass is read, as reading synchronizes on CUDA.
         """
         if self._kept is None:
-            self._kept = False
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # of a kind that cannot be read
-                self._kept = bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())
+            self._kept = is_zero(gradient) is False
         return self._kept
 
     def _has_same_shapes(self, optimizer: Optimizer, parameters: Collection[nn.Parameter]) -> bool:
@@ -229,6 +227,15 @@ class Steps:
             shapes = Counter(p.shape for group in optimizer.param_groups for p in group["params"])
             self._optimizers[optimizer] = shapes <= Counter(p.shape for p in parameters)
         return self._optimizers[optimizer]
+
+
+def is_zero(gradient: torch.Tensor) -> bool | None:
+    """Whether a gradient is zero everywhere, on this rank; None if that is not known. Reading synchronizes on CUDA."""
+    with ambient_modes_disabled(), contextlib.suppress(RuntimeError, NotImplementedError):  # of a kind without `any`
+        plain, reason = as_plain_tensor(gradient.coalesce().values() if gradient.is_sparse else gradient)
+        if reason is None and not (plain.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return not plain.any()
+    return None
 
 
 def _computes_statistics(module: nn.Module) -> bool:

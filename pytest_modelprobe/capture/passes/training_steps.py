@@ -20,6 +20,7 @@ from pytest_modelprobe.record import OptimizerGroup
 from pytest_modelprobe.statistics import Reduced, Reduction, SmallTensors
 
 from .observed_forwards import ObservedForwards
+from .steps import is_zero
 
 Named = Iterable[tuple[str, torch.Tensor]]
 """Parameters with their full names; of a tied one all."""
@@ -165,13 +166,18 @@ class TrainingSteps:
 
 def computes_gradients(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether gradients are known only after a step: a closure computes them, or a fused kernel unscales them."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    return closure is not None or getattr(optimizer, "grad_scale", None) is not None
+    return has_closure(args, kwargs) or getattr(optimizer, "grad_scale", None) is not None
+
+
+def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether gradients are computed in the step."""
+    return kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
 
 
 def is_skipped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a fused step does nothing, as gradients are not finite. A scaler leaves out other steps by itself."""
-    return bool(getattr(optimizer, "found_inf", False))
+    found_inf = getattr(optimizer, "found_inf", None)
+    return isinstance(found_inf, torch.Tensor) and is_zero(found_inf) is False
 
 
 def _differ(before: dict[str, Reduction], now: dict[str, Reduction], names: list[str]) -> bool:
