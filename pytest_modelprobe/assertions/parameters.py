@@ -330,11 +330,11 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: 
     found = _finite(_trained(subject, layers, ignore))
     unchanged = [one for one in found if one.change == 0 and 0 not in one.own.shape]
     if unchanged:
-        is_zero = any(_why_unchanged(one) == _ZERO for one in unchanged)
-        explained = excuse_gradients(record_of(subject)) if is_zero else ""
+        reasons = {one.name: _why_unchanged(one, subject) for one in unchanged}
+        explained = excuse_gradients(record_of(subject)) if _ZERO in reasons.values() else ""
         harmless = (_CANCELED, _ZERO) if explained else (_CANCELED,)
-        unchanged.sort(key=lambda one: _why_unchanged(one) in harmless)
-        first, why = unchanged[0], _why_unchanged(unchanged[0])
+        unchanged.sort(key=lambda one: reasons[one.name] in harmless)
+        first, why = unchanged[0], reasons[unchanged[0].name]
         text = failure(
             f"{first.name} was not updated; {out_of(len(unchanged), len(found), 'parameter')}",
             ["parameter", "shape", "gradient rms"],
@@ -346,7 +346,7 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: 
     _reject_unknown(found)
 
 
-def _why_unchanged(one: _Change) -> str:
+def _why_unchanged(one: _Change, subject: Subject) -> str:
     gradient = one.own.gradient
     if gradient is None:
         return "It has no gradient: it is detached, unused, or the watch began too late."
@@ -356,7 +356,35 @@ def _why_unchanged(one: _Change) -> str:
         return _ZERO
     if _is_rounding(one):
         return _CANCELED
-    return "It has a gradient: it is in no group of the optimizer, the step is too small, or was never taken."
+    return _why_without_effect(one, subject) or (
+        "It has a gradient: it is in no group of the optimizer, the step is too small, or was never taken."
+    )
+
+
+def _why_without_effect(one: _Change, subject: Subject) -> str | None:
+    """Return why the steps that are kept could not change a parameter with a gradient; None: they could have."""
+    source = source_of(subject)
+    steps = [source] if isinstance(source, Record) else source.steps
+    held = [
+        (own, step.optimizers[own.group])
+        for step in steps
+        if one.layer.name in step.layers
+        for own in step[one.layer.name].parameters
+        if own.name == one.own.name and own.group is not None
+    ]
+    if held and all(group.options.get("lr") == 0 for _, group in held):
+        name = held[0][1].optimizer
+        return f"Its group of {name} has lr 0 in every step that is kept: raise it, or train longer if it is a warmup."
+    if held and all(_is_emptied(own) for own, _ in held):
+        return f"{held[0][1].optimizer} had none of its gradient: call zero_grad() after step() or before backward()."
+    return None
+
+
+def _is_emptied(own: Parameter) -> bool:
+    """Whether a gradient arrived that is not zero, and the optimizer had none or zeros."""
+    arrived, applied = (None if one is None else one.statistics for one in (own.gradient, own.applied))
+    gone = own.applied is None or (applied is not None and applied.all_zero)
+    return gone and arrived is not None and not arrived.all_zero
 
 
 def assert_update_ratio(
@@ -432,7 +460,7 @@ def assert_update_ratio(
             f"{number(high)}; {out_of(len(names), len({one.name for _, one in found}), 'parameter')}{of}",
             ["parameter", "shape", *(["step"] if numbers else []), "ratio", "gradient rms"],
             rows,
-            _NEVER_UPDATED if numbers and step is None else _why_outside(first, large=large),
+            _NEVER_UPDATED if numbers and step is None else _why_outside(first, subject, large=large),
         )
         fail_or_hint(text, hint=_is_canceled(first, low))
     _reject_unknown(trained)
@@ -524,10 +552,13 @@ def _bad_counts(reading: Reading | None) -> str:
     return nonfinite_counts(statistics) if statistics.nonfinite else "none"
 
 
-def _why_outside(one: _Change, *, large: bool) -> str:
+def _why_outside(one: _Change, subject: Subject, *, large: bool) -> str:
     if not large and has_nonfinite(one.own.gradient):
         return f"Its gradient is not finite, and such steps are skipped. {_ORIGIN}"
-    return _CANCELED if not large and _is_rounding(one) else _LEARNING_RATE.format("large" if large else "small")
+    if not large and _is_rounding(one):
+        return _CANCELED
+    why = None if one.change else _why_without_effect(one, subject)
+    return why or _LEARNING_RATE.format("large" if large else "small")
 
 
 def _is_canceled(one: _Change, low: float) -> bool:

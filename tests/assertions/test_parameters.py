@@ -292,6 +292,34 @@ def test_one_that_is_not_updated_is_named_with_the_reason(edit: Callable[[nn.Mod
     assert handle is None or handle.remove() is None
 
 
+@pytest.mark.parametrize("assertion", [assert_params_updated, assert_update_ratio])
+def test_a_group_without_a_learning_rate_is_the_reason(assertion: Callable[..., None]) -> None:
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}], 0.01)
+
+    with pytest.raises(AssertionError, match=r"^0.weight .*; 2 of 4 parameters looked at") as error:
+        assertion(trained(normless(), optimizer))
+    assert str(error.value).endswith(
+        "Its group of SGD has lr 0 in every step that is kept: raise it, or train longer if it is a warmup."
+    )
+
+
+@pytest.mark.parametrize("assertion", [assert_params_updated, assert_update_ratio])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_gradient_that_was_reset_before_the_step_is_the_reason(to_none: bool, assertion: Callable[..., None]) -> None:
+    model = normless()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with ModelProbe() as probe, probe.watch(model) as watch:
+        model(X).square().mean().backward()
+        optimizer.zero_grad(set_to_none=to_none)
+        optimizer.step()
+    with pytest.raises(AssertionError, match=r"^0.weight .*; 4 of 4 parameters looked at") as error:
+        assertion(watch)
+    assert str(error.value).endswith(
+        "SGD had none of its gradient: call zero_grad() after step() or before backward()."
+    )
+
+
 def test_a_step_of_usual_size_passes() -> None:
     assert_update_ratio(trained(normless(), lambda m: torch.optim.SGD(m.parameters(), 0.01)))
 
