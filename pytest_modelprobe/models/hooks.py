@@ -8,16 +8,26 @@ into something inert when they are copied or pickled.
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 from weakref import ref
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from pytest_modelprobe._torch import hook_tables
 
-_NOTHING = getattr, (contextlib.nullcontext(), "__exit__")
-"""What a hook is pickled as: it takes any arguments, returns `None`, and exists without this package."""
+
+def _nothing(key: int) -> tuple[Any, ...]:
+    """Return what a hook is pickled as: it takes any arguments, returns `None`, and exists without this package.
+
+    Its handle goes with it, since torch, as it loads one, gives no hook that is registered later the same number. That
+    hook would be called with keyword arguments, as ours was.
+    """
+    handle = RemovableHandle(OrderedDict())
+    handle.id = key
+    return getattr, (contextlib.nullcontext(handle), "__exit__")
 
 
 class ModuleHook:
@@ -29,10 +39,16 @@ class ModuleHook:
         self._module = ref(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _NOTHING
+        return _nothing(self._key())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
-        return _Inert()
+        return _Inert(self._key())
+
+    def _key(self) -> int:
+        """Return the number of the hook, or -1 if it is on its module no more."""
+        module = self._module()
+        tables = [] if module is None else hook_tables(module)
+        return next((key for table in tables for key, hook in table.items() if hook is self), -1)
 
 
 class ChangingHook(ModuleHook):
@@ -44,14 +60,17 @@ class ChangingHook(ModuleHook):
 class _Inert:
     """What a hook becomes in a copy of its module. It does nothing, and removes itself at the copy's first call."""
 
-    __slots__ = ()
+    __slots__ = ("_key",)
     is_modelprobe = True
 
+    def __init__(self, key: int) -> None:
+        self._key = key
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _NOTHING
+        return _nothing(self._key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
-        return _Inert()
+        return self
 
     def __call__(self, module: nn.Module, *given: Any) -> None:
         tables = hook_tables(module)

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
-from pytest_modelprobe import statistics
+from pytest_modelprobe import assert_no_leftover_hooks, statistics
 from pytest_modelprobe.capture import Capture, Options
 from pytest_modelprobe.capture.hooks import module_hooks
 from pytest_modelprobe.capture.passes import backward
@@ -631,6 +632,27 @@ def test_a_model_saved_while_it_is_watched_loads_where_this_package_is_not_insta
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     loaded = [torch.load(path, weights_only=False) for path in paths]
     assert [one(torch.ones(1, 2)).tolist() for one in loaded] == [[[2.0, 2.0]]] * 3
+
+
+@pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
+def test_what_a_copy_keeps_of_our_hooks_is_not_left_over(make):
+    with Watch(model := Net()):
+        other = make(model)
+    assert_no_leftover_hooks(other)
+
+
+def test_a_hook_that_is_registered_where_a_pickle_is_loaded_is_called_as_usual(monkeypatch):
+    with Watch(model := Net()):
+        numbers = [*model._forward_pre_hooks, *model._forward_hooks]
+        pickles = [pickle.dumps(one) for one in (model, copy.deepcopy(model))]
+    for given in pickles:
+        called = []
+        monkeypatch.setattr(RemovableHandle, "next_id", min(numbers))  # as in another process
+        loaded = pickle.loads(given)
+        loaded.register_forward_pre_hook(lambda module, args, called=called: called.append(len(args)))
+        loaded.register_forward_hook(lambda module, args, output, called=called: called.append(len(args)))
+        loaded(torch.randn(3, 4))
+        assert called == [1, 1]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
