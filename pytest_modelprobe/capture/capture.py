@@ -42,6 +42,7 @@ from pytest_modelprobe.models import (
 )
 from pytest_modelprobe.record import ForwardKind, gc_paused, select
 from pytest_modelprobe.statistics import SmallTensors
+from pytest_modelprobe.text import listed
 
 from .hooks.function_modes import ForwardMode, enter, leave
 from .hooks.guard import HookGuard
@@ -136,6 +137,8 @@ class Capture:
             self._backward.on_pass = self._forwards.pass_begins
         self._unhooked: list[str] = []
         self._unseen_thread = False
+        self._changed: dict[str, None] = {}
+        """Names of layers that were replaced, added or removed before the end of a forward."""
         self._abstract = 0
         """Forwards that returned nothing but meta or fake tensors."""
         self._exit = contextlib.ExitStack()
@@ -184,8 +187,20 @@ class Capture:
             functional_types=self._functionals.types,
             replaced=self._parameters.replaced,
             training=self._steps.training,
-            notes=(*self.notes, *self._abstract_forwards(), *(self._last.notes(self.forwards) if self._last else ())),
+            notes=(
+                *self.notes,
+                *self._changed_layers(),
+                *self._abstract_forwards(),
+                *(self._last.notes(self.forwards) if self._last else ()),
+            ),
         )
+
+    def _changed_layers(self) -> Iterator[str]:
+        if self._changed:
+            yield (
+                f"{listed([*self._changed])}: replaced, added or removed while the model was watched; the record has "
+                "the modules from before, so watch the model again after such a change"
+            )
 
     def _abstract_forwards(self) -> Iterator[str]:
         if 0 < self._abstract < self.forwards:
@@ -361,6 +376,8 @@ class Capture:
                 self._keep(name, output)
         finally:
             if not self._running.stack:
+                changed = self.layers.changed()
+                self._changed.update((child, None) for parent, child in changed if self.selected & {parent, child})
                 self._abstract += _is_abstract(output)
                 self._leave_forward()
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from pytest_modelprobe._torch import checkpointed, compiled, compiled_call, left_out
 from pytest_modelprobe.exceptions import UnsupportedModelError
-from pytest_modelprobe.record import ROOT, Plain
+from pytest_modelprobe.record import ROOT, Plain, qualified
 
 from .distribution import DDP, notes_on, original_class
 
@@ -66,6 +66,7 @@ class Layers:
         self._plain: set[type] = set()
         """Classes that need no special treatment. Most modules are of a few of them, so each is looked at once."""
         self._walk("", model)
+        self._children = {name: module._modules.copy() for name, module in self.modules.items()}
         self.notes += notes_on(self.modules.values())
 
     def _walk(self, name: str, module: nn.Module) -> None:
@@ -117,6 +118,16 @@ class Layers:
 
     def _note_compiled(self, name: str) -> None:
         self.notes.append(f"{name or ROOT} {RUN_EAGERLY}")
+
+    def changed(self) -> list[tuple[str, str]]:
+        """Return the names of children that were replaced, added or removed since, each after that of its parent."""
+        return [
+            (name, qualified(name, key))
+            for name, module in self.modules.items()
+            if module._modules != (then := self._children[name])  # quick, as no module compares its contents
+            for key in {**then, **module._modules}
+            if module._modules.get(key) is not then.get(key)
+        ]
 
     def is_leaf(self, name: str) -> bool:
         """Whether the layer has no child with calls of its own to record."""

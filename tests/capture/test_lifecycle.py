@@ -577,6 +577,57 @@ def test_hooks_taken_off_after_closing_are_not_missed():
     assert watch.record.forwards == 1
 
 
+class Growing(nn.Module):
+    def forward(self, x):
+        if not hasattr(self, "head"):
+            self.head = nn.Linear(4, 2)
+        return self.head(x)
+
+
+def other_head(model):
+    model[2] = nn.Linear(4, 3)
+
+
+def no_activation(model):
+    del model[1]
+
+
+CHANGES = {
+    "replaced": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), other_head, "2"),
+    "removed": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), no_activation, "1 and 2"),
+    "added": (lambda: nn.Sequential(nn.Linear(4, 4)), lambda model: model.append(nn.ReLU()), "1"),
+    "made in the first forward": (Growing, lambda model: None, "head"),
+}
+
+
+@pytest.mark.parametrize(("make", "change", "names"), CHANGES.values(), ids=CHANGES)
+def test_layers_that_are_replaced_added_or_removed_are_noted(make, change, names):
+    model, x = make(), torch.randn(3, 4)
+    with Watch(model) as watch:
+        if not isinstance(model, Growing):
+            model(x)
+            assert watch.record.notes == ()
+        change(model)
+        model(x)
+    (note,) = watch.record.notes
+    assert note == (
+        f"{names}: replaced, added or removed while the model was watched; the record has the modules from before, so "
+        "watch the model again after such a change"
+    )
+
+
+@pytest.mark.parametrize("layers", ["**", "0"])
+def test_a_layer_that_is_replaced_where_nobody_looks_needs_no_note(layers):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4)
+    with Watch(model, layers=layers) as watch:
+        model(x)
+        model[1] = nn.Tanh()
+        if layers == "0":
+            model(x)
+    model(x)
+    assert watch.record.notes == ()
+
+
 # --- copies ---------------------------------------------------------------------------------------------------------
 
 
