@@ -110,7 +110,7 @@ class Capture:
         if isinstance(self.guard, TimedGuard):
             self._profiler = self.guard.profiler = Profiler(self._running, on_cuda=_is_on_cuda(layers))
         self._views = HookedViews()
-        self._steps = Steps()
+        self._steps = Steps(self._forwards)
         self._backward = BackwardPasses(
             self._forwards, self._running, self._views, self._steps, small, stop, histograms=options.histograms
         )
@@ -156,6 +156,7 @@ class Capture:
     @property
     def counts(self) -> ForwardCounts:
         """How many forwards are part of what."""
+        self._steps.settle()
         self._forwards.take_traced()
         return self._forwards.counts
 
@@ -174,6 +175,7 @@ class Capture:
             ModelProbeError: A hook failed, or was removed.
         """
         self.check()
+        self._steps.settle()
         self._forwards.take_traced()
         if self._traced is not None:
             self.notes.update(dict.fromkeys(self._traced.notes()))
@@ -397,6 +399,7 @@ class Capture:
 
     def _begin_forward(self, name: str, module: nn.Module, inputs: Flat) -> None:
         kind = name, module.training
+        self._steps.settle()
         self._training.forward_begins()
         tensors = [tensor for _, tensor in (self.sample_inputs or inputs).tensors]
         if self._last is not None:

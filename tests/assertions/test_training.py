@@ -297,25 +297,25 @@ def test_passes_that_are_thrown_away_because_they_are_not_finite_are_sound() -> 
 # --- two models ---------------------------------------------------------------------------------------------------
 
 
-def adversaries(*, reset: str, detach: bool, watch: str, steps: int = STEPS) -> Watch:
+def adversaries(*, reset: str, detach: bool, watch: str, to_none: bool = True) -> Watch:
     """Train a generator and a discriminator; ``reset`` says whether each is reset before its own backward."""
     generator, discriminator = net(norm=True), PROBE.build(lambda: nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1)))
     both = nn.ModuleList([generator, discriminator])
     of_generator, of_discriminator = sgd(generator), sgd(discriminator)
     with ModelProbe() as probe:
         seen = probe.watch({"generator": generator, "discriminator": discriminator, "both": both}[watch])
-        for _ in range(steps):
+        for _ in range(STEPS):
             if reset == "first":
-                of_generator.zero_grad()
-                of_discriminator.zero_grad()
+                of_generator.zero_grad(set_to_none=to_none)
+                of_discriminator.zero_grad(set_to_none=to_none)
             made = generator(X)
             if reset == "own":
-                of_discriminator.zero_grad()
+                of_discriminator.zero_grad(set_to_none=to_none)
             discriminator(X[:, :2]).mean().backward()
             discriminator(made.detach() if detach else made).mean().backward(retain_graph=not detach)
             of_discriminator.step()
             if reset == "own":
-                of_generator.zero_grad()
+                of_generator.zero_grad(set_to_none=to_none)
             discriminator(generator(X)).mean().backward()
             of_generator.step()
         assert seen.record.training is not None
@@ -331,10 +331,11 @@ def test_a_generator_trained_by_the_loss_of_the_discriminator_is_said(watch: str
 
 @pytest.mark.parametrize("watch", ["generator", "discriminator", "both"])
 @pytest.mark.parametrize(("reset", "detach"), [("own", True), ("own", False), ("first", True)])
-def test_adversaries_that_are_reset_or_detached_are_sound(reset: str, detach: bool, watch: str) -> None:
+@pytest.mark.parametrize("to_none", [True, False])
+def test_adversaries_that_are_reset_or_detached_are_sound(reset: str, detach: bool, watch: str, to_none: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert_training_loop(adversaries(reset=reset, detach=detach, watch=watch))
+        assert_training_loop(adversaries(reset=reset, detach=detach, watch=watch, to_none=to_none))
 
 
 @pytest.mark.parametrize("watch", ["generator", "discriminator", "both"])

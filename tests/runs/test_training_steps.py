@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from pytest_modelprobe import (
     assert_finite,
     assert_grad_finite,
     assert_same_behavior,
+    assert_training_loop,
     assert_update_ratio,
 )
 from pytest_modelprobe.record import Parameter
@@ -284,7 +287,7 @@ def test_weights_that_are_clamped_after_a_step_are_no_step_of_another_optimizer(
         optimizers[0].zero_grad()
         critic(fake).mean().backward()
         optimizers[0].step()
-    assert [(r.forwards, r.backwards) for r in watch.steps] == [(2, 1), (3, 2), (3, 2)]
+    assert [(r.forwards, r.backwards) for r in watch.steps] == [(2, 1)] * 3
 
 
 def test_gradients_that_are_reset_after_the_step_of_another_optimizer_end_no_step() -> None:
@@ -334,14 +337,14 @@ def test_a_step_whose_optimizer_holds_copies_is_found_by_the_change_of_contents(
     assert after == pytest.approx(before, abs=1e-7)
 
 
-def train_with_a_skipped_step(*, skipped: int, steps: int, fused: bool = False) -> ModelProbe:
+def train_with_a_skipped_step(*, skipped: int, steps: int, fused: bool = False, to_none: bool = True) -> ModelProbe:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 1e-2, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     probe = ModelProbe()
     probe.watch(model)
     for step in range(skipped + steps):
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=to_none)
         loss = model(x(step)).square().sum() * (float("inf") if step < skipped else 1.0)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -349,9 +352,10 @@ def train_with_a_skipped_step(*, skipped: int, steps: int, fused: bool = False) 
     return probe
 
 
+@pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("fused", [True, False])  # of a fused optimizer the step is called, and does nothing
-def test_a_step_that_a_scaler_skips_is_no_step_and_has_no_bad_gradients(fused: bool) -> None:
-    probe = train_with_a_skipped_step(skipped=1, steps=2, fused=fused)
+def test_a_step_that_a_scaler_skips_is_no_step_and_has_no_bad_gradients(fused: bool, to_none: bool) -> None:
+    probe = train_with_a_skipped_step(skipped=1, steps=2, fused=fused, to_none=to_none)
     watch = probe.source
     assert watch.record.training.steps == 2
     assert_grad_finite(watch)
@@ -403,8 +407,9 @@ def counted(watch: Watch) -> tuple[int, int, int, int]:
     return counts.steps, counts.in_steps, counts.evaluations, counts.others
 
 
+@pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("steps", [0, 1, 9])
-def test_the_first_of_two_passes_of_sam_is_part_of_no_step(steps: int) -> None:
+def test_the_first_of_two_passes_of_sam_is_part_of_no_step(steps: int, to_none: bool) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     watch = ModelProbe().watch(model, steps=steps)
@@ -414,13 +419,13 @@ def test_the_first_of_two_passes_of_sam_is_part_of_no_step(steps: int) -> None:
             moves = [0.05 * p.grad for p in model.parameters() if p.grad is not None]
             for parameter, move in zip(model.parameters(), moves, strict=True):
                 parameter.add_(move)
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=to_none)
         model(x(seed)).square().mean().backward()
         with torch.no_grad():
             for parameter, move in zip(model.parameters(), moves, strict=True):
                 parameter.sub_(move)
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=to_none)
     assert counted(watch) == (3, 3, 0, 3)
     assert watch.others.backwards == 3
     assert watch.record.notes == ("3 forwards in 3 steps, 3 with gradients that no step used",)
@@ -429,6 +434,110 @@ def test_the_first_of_two_passes_of_sam_is_part_of_no_step(steps: int) -> None:
         assert watch.first.notes == (
             "the first forward is part of no step of training: first_step and steps are those that are",
         )
+
+
+def gan() -> tuple[nn.Module, nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4))
+    critic = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+    return generator, critic, nn.ModuleList([generator, critic])
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_pass_of_the_generator_is_part_of_no_step_of_the_critic(to_none: bool) -> None:
+    generator, critic, _ = gan()
+    of_generator, of_critic = (torch.optim.SGD(m.parameters(), 0.1) for m in (generator, critic))
+    watch = ModelProbe().watch(critic, steps=9)
+    for seed in range(3):
+        of_critic.zero_grad(set_to_none=to_none)
+        critic(x(seed)).mean().backward()
+        critic(generator(x(seed)).detach()).mean().backward()
+        of_critic.step()
+        of_generator.zero_grad(set_to_none=to_none)
+        critic(generator(x(seed))).mean().backward()
+        of_generator.step()
+    assert counted(watch) == (3, 6, 0, 3)
+    assert [(step.forwards, step.backwards) for step in watch.steps] == [(2, 2)] * 3
+    assert watch.others.backwards == 3
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_pass_belongs_to_the_step_of_the_optimizer_that_kept_its_gradients(to_none: bool) -> None:
+    generator, critic, both = gan()
+    of_generator, of_critic = (torch.optim.SGD(m.parameters(), 0.1) for m in (generator, critic))
+    watch = ModelProbe().watch(both, steps=9)
+    for seed in range(3):
+        of_generator.zero_grad(set_to_none=to_none)
+        critic(generator(x(seed))).mean().backward()
+        of_critic.zero_grad(set_to_none=to_none)
+        critic(x(seed)).mean().backward()
+        of_generator.step()
+        of_critic.step()
+    assert counted(watch) == (3, 9, 0, 0)
+    for step in watch.steps[1:]:  # before the first, nothing tells which gradients an optimizer resets to zero
+        for name in ("0.0", "1.0"):
+            weight = step[name].parameters[0]
+            assert weight.gradient.statistics.norm == pytest.approx(weight.applied.statistics.norm)
+    assert_training_loop(watch)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("skipped", ["generator", "critic", "both"])
+@pytest.mark.parametrize("watched", ["critic", "both"])
+def test_what_a_scaler_skips_for_one_optimizer_is_in_no_step_of_the_other(
+    watched: str, skipped: str, to_none: bool
+) -> None:
+    generator, critic, both = gan()
+    of_generator, of_critic = (torch.optim.SGD(m.parameters(), 0.01) for m in (generator, critic))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    watch = ModelProbe().watch(both if watched == "both" else critic, steps=9)
+    for seed in range(4):
+        bad = math.inf if seed == 1 else 1.0
+        of_critic.zero_grad(set_to_none=to_none)
+        scaler.scale(critic(x(seed)).square().mean() * (1.0 if skipped == "generator" else bad)).backward()
+        scaler.step(of_critic)
+        of_generator.zero_grad(set_to_none=to_none)
+        scaler.scale(critic(generator(x(seed))).mean() * (1.0 if skipped == "critic" else bad)).backward()
+        scaler.step(of_generator)
+        scaler.update()
+    assert_training_loop(watch)
+    assert_grad_finite(watch)
+    for step in watch.steps:
+        assert_grad_finite(step)
+    steps = 4 - (skipped != "generator") + (4 - (skipped != "critic") if watched == "both" else 0)
+    assert len(watch.steps) == watch.counts.steps == steps
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_one_optimizer_accumulates_over_steps_of_another_are_in_its_own_step(to_none: bool) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 1), "b": nn.Linear(4, 1)})
+    first, second = (torch.optim.SGD(model[name].parameters(), 0.1) for name in "ab")
+    watch = ModelProbe().watch(model, steps=9)
+    for seed in range(4):
+        model["a"](x(seed)).sum().backward()
+        model["b"](x(seed)).square().sum().backward()
+        second.step()
+        second.zero_grad(set_to_none=to_none)
+        if seed % 2:
+            first.step()
+            first.zero_grad(set_to_none=to_none)
+    assert [(step.forwards, step.backwards) for step in watch.steps] == [(1, 1), (3, 3)] * 2
+    assert [step["a"].parameters[0].gradient is None for step in watch.steps] == [True, False] * 2
+    assert watch.steps[1]["a"].parameters[0].gradient.tensors == 2
+    assert_training_loop(watch)
+
+
+def test_passes_that_each_reach_other_parameters_are_kept_together() -> None:
+    experts = nn.ModuleList(nn.Linear(4, 1) for _ in range(6))
+    optimizer = torch.optim.SGD(experts.parameters(), 0.1)
+    watch = ModelProbe().watch(experts)
+    chosen = [some for size in (1, 2, 3) for some in itertools.combinations(experts, size)]
+    for some in chosen:
+        sum(expert(x(0)).sum() for expert in some).backward()
+    assert len(watch._capture._forwards.pending) <= 16
+    optimizer.step()
+    assert watch.counts.in_steps == sum(map(len, chosen))
+    assert watch.first_step.backwards == len(chosen)
 
 
 @pytest.mark.parametrize("reset", [True, False])

@@ -21,7 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from pytest_modelprobe._torch import graph_task, not_compiled, tensor_hooks
 from pytest_modelprobe.capture.observed.units import stacked_axis
 from pytest_modelprobe.capture.passes.backward import BackwardPasses
-from pytest_modelprobe.capture.passes.steps import GradientState, Steps, is_zero
+from pytest_modelprobe.capture.passes.observed_forwards import GradientState
+from pytest_modelprobe.capture.passes.steps import Steps, is_zero
 from pytest_modelprobe.capture.passes.training_steps import TrainingSteps, computes_gradients, has_closure, is_skipped
 from pytest_modelprobe.models import Layers, sharded_parameters
 from pytest_modelprobe.record import ROOT
@@ -107,6 +108,7 @@ class ParameterHooks:
         with self.guard.lock, self.guard, hidden():
             if is_skipped(optimizer):
                 return
+            self.steps.settle()
             hooks = self._hooks_of(optimizer)
             early = computes_gradients(optimizer, args, kwargs)
             held = [hook.held for hook, _ in hooks]
@@ -137,8 +139,9 @@ class ParameterHooks:
         left = [parameter.grad for _, parameter in hooks if parameter.grad is not None]
         if not any(hook.held.passes for hook, _ in hooks) or not all(map(is_zero, left)):
             return False
-        names = (name for name, _ in _named(hooks))
-        return not left or self.training.forwards.step.has_gradient_other_than_zero(names)
+        pending = {passes: None for hook, _ in hooks for passes in hook.held.pending}
+        names = [name for name, _ in _named(hooks)]
+        return not left or any(passes.has_gradient_other_than_zero(names) for passes in pending)
 
     def _hooks_of(self, optimizer: torch.optim.Optimizer) -> list[tuple[_ParameterHook, torch.Tensor]]:
         """Return our hooks on the parameters of an optimizer, each with its parameter."""
@@ -163,9 +166,9 @@ class _ParameterHook:
     def __init__(self, owner: ParameterHooks, parameter: nn.Parameter, axis: int | None) -> None:
         self.owner = owner
         self._axis = axis
-        self.held = GradientState()
         self._parameter = ref(parameter)
         self.names: list[str] = []
+        self.held = GradientState(self._parameter, self.names)
         self._arrived = -1
         self._parts = 0
         self.sees_accumulated = False
@@ -182,9 +185,9 @@ class _ParameterHook:
                         owner.see_accumulated(self, parameter)
                     return
                 self._arrived, self._parts = backward, 1
-                if parameter is not None and owner.steps.arrives(parameter, self.held, backward):
-                    owner.steps.skipped(owner.backward.discard_step())
-                owner.backward.receive_parameter(self.names, gradient, self._axis)
+                if parameter is not None:
+                    into = owner.steps.arrives(parameter, self.held, backward)
+                    owner.backward.receive_parameter(self.names, gradient, into, self._axis)
 
     def take_accumulated(self, parameter: nn.Parameter) -> None:
         """Take ``.grad`` if the hook could not see the gradient.
@@ -196,8 +199,10 @@ class _ParameterHook:
                 if self._parts == 1 and graph_task() == self._arrived:
                     return
                 gradient = parameter.grad
-                if gradient is not None and (self._parts > 1 or self.owner.backward.current() != self._arrived):
-                    self.owner.backward.receive_parameter(self.names, gradient, self._axis)
+                backward = self.owner.backward.current()
+                if gradient is not None and (self._parts > 1 or backward != self._arrived):
+                    into = self.owner.steps.running(backward)
+                    self.owner.backward.receive_parameter(self.names, gradient, into, self._axis)
 
 
 class _AccumulatedHook:

@@ -23,7 +23,7 @@ from pytest_modelprobe.capture.observed.tensors import ContentKey, content_key
 from pytest_modelprobe.capture.special.stop import StopCheck
 from pytest_modelprobe.statistics import WHOLE, Reduction, Samples, SmallTensors
 
-from .observed_forwards import ObservedForwards
+from .observed_forwards import ObservedForwards, ObservedPasses
 from .steps import Steps
 
 _index = operator.attrgetter("index")
@@ -97,15 +97,16 @@ class BackwardPasses:
         if self.stop is not None:
             self.stop.gradient(observed, reduced)
 
-    def receive_parameter(self, names: list[str], gradient: torch.Tensor, axis: int | None = None) -> None:
+    def receive_parameter(
+        self, names: list[str], gradient: torch.Tensor, into: ObservedPasses, axis: int | None = None
+    ) -> None:
         """Take the gradient of a parameter, before it is added to ``.grad``; ``axis`` is that of its units."""
         first, newest = self.forwards.first, self.forwards.newest
         if self.forwards.take is not None and not self.forwards.keeps_step:
             return  # reading every parameter would cost more than all that is traced
         reduced = self._reduced(gradient, 0 if newest is None else newest.index, WHOLE, axis)
-        step = self.forwards.step
-        step.reached_by(self._current)
-        receiving = [step.gradients]
+        into.reached_by(self._current)
+        receiving = [into.gradients]
         # The first and the newest forward have records of their own: those that the pass reached. It may have reached
         # no hooked value.
         if newest is not None and self._reached != self._current:
@@ -125,10 +126,6 @@ class BackwardPasses:
                     held.receive(reduced, self._current)
         if self.stop is not None:
             self.stop.parameter(names[0], gradient, reduced)
-
-    def discard_step(self) -> int:
-        """Note that the gradients of earlier passes were reset before a step was taken; see `ObservedForwards`."""
-        return self.forwards.discard_step(self._current)
 
     def clear(self) -> None:
         """Forget the gradients of the newest pass, which are kept to be recognized."""

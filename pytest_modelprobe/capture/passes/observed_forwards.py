@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -59,12 +59,12 @@ class ForwardCounts(NamedTuple):
         return ", ".join([first, *(f"{number:,} {what}" for number, what in more)])
 
 
-class ObservedStep:
-    """The forwards and gradients since the step before, and how a step of an optimizer changed the parameters."""
+class ObservedPasses:
+    """Forwards, and the gradients of the backward passes that reached them."""
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
-        """How many steps, taken or thrown away, there were before."""
+        """Chooses the signs with which it is merged into others."""
         self.forwards: list[DoneForward] = []
         """Those not merged yet: the first, which has nothing to be merged with."""
         self.parts: Parts = {}
@@ -74,6 +74,113 @@ class ObservedStep:
         """Number of its first forward in the watch; None: that is not over."""
         self.backwards = 0
         """Backward passes that reached a parameter."""
+        self.passes: set[int] = set()
+        """Numbers of the passes that were put here as a whole."""
+        self._newest_pass = -1
+
+    @property
+    def count(self) -> int:
+        """Forwards added."""
+        return _count(self.parts) + len(self.forwards)
+
+    def add(self, forward: DoneForward) -> None:
+        """Add a forward."""
+        self.first = forward.index if self.first is None else min(self.first, forward.index)
+        self.forwards.append(forward)
+        if self.parts or len(self.forwards) > 1:
+            self.merge()
+
+    def reached_by(self, backward: int) -> None:
+        """Count a backward pass that reached a parameter."""
+        self.backwards += backward != self._newest_pass
+        self._newest_pass = backward
+
+    def merge(self) -> None:
+        """Merge the forwards, so that memory does not grow with their number."""
+        for forward in self.forwards:
+            merge_into(self.parts, forward)
+        self.forwards.clear()
+
+    def merge_from(self, other: ObservedPasses) -> None:
+        """Merge the forwards and gradients of another step, or of passes after which none was taken."""
+        for kind, totals in other.parts.items():
+            self.parts.setdefault(kind, Totals()).merge_from(totals, other.number)
+        for forward in other.forwards:  # one, while nothing is merged: its signs are those of the step
+            self.parts.setdefault(forward.kind, Totals()).merge_from(forward, other.number)
+        _merge_gradients(self.gradients, other.gradients, other.number)
+        self.backwards += other.backwards
+
+    def join(self, other: ObservedPasses) -> None:
+        """Add passes to those of the same step."""
+        for kind, totals in other.parts.items():
+            if kind in self.parts:
+                self.parts[kind].merge_from(totals)
+            else:
+                self.parts[kind] = totals
+        for forward in other.forwards:
+            self.add(forward)
+        for name, gradient in other.gradients.items():
+            if name not in self.gradients:
+                self.gradients[name] = gradient
+            elif gradient.reduced is not None:
+                self.gradients[name].receive(gradient.reduced, other._newest_pass)
+        if other.first is not None:
+            self.first = other.first if self.first is None else min(self.first, other.first)
+        self.backwards += other.backwards
+        self.passes |= other.passes
+        self._newest_pass = max(self._newest_pass, other._newest_pass)
+
+    def has_gradient_other_than_zero(self, names: Iterable[str]) -> bool:
+        """Whether the gradient of one of the parameters is known and not zero; this reads it from its device."""
+        reduced = [self.gradients[name].reduced for name in names if name in self.gradients]
+        readings = statistics.collect([one for one in reduced if one is not None])
+        return any(one.statistics is not None and not one.statistics.all_zero for one in readings)
+
+    def has_nonfinite_gradient(self) -> bool:
+        """Whether the gradient of a parameter is not finite; this reads it from its device."""
+        reduced = [gradient.reduced for gradient in self.gradients.values()]
+        return statistics.any_nonfinite([one for one in reduced if one is not None])
+
+
+class PendingPasses(ObservedPasses):
+    """Passes that reached the same parameters, and whose gradients no step has used yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holders: dict[GradientState, None] = {}
+        """The gradients to which they were added, less those that were reset since."""
+
+
+@dataclass(slots=True, eq=False)
+class GradientState:
+    """What the ``.grad`` of one parameter consists of."""
+
+    parameter: ref[torch.nn.Parameter]
+    names: list[str]
+    """Full names of the parameter."""
+    passes: int = 0
+    """Backward passes added up since a reset or a step."""
+    used: int = 0
+    """Number of the newest step that was taken with these gradients, from 1; 0: there was none."""
+    owner: int = 0
+    """Number of the optimizer that stepped with the parameter, from 1; 0: none did."""
+    stale: bool = False
+    """Whether a pass was added to gradients with which a step had been taken."""
+    mixed: bool = False
+    """Whether passes before and after a step of another optimizer, which may have used them, were added up."""
+    total: int = 0
+    """Steps of all optimizers when the newest pass arrived."""
+    others: int = 0
+    """Those of optimizers that have no parameter of the model."""
+    pending: list[PendingPasses] = field(default_factory=list)
+    """The passes since a reset or a step, until a step uses one of their gradients."""
+
+
+class ObservedStep(ObservedPasses):
+    """The forwards and gradients since the step before, and how a step of an optimizer changed the parameters."""
+
+    def __init__(self, number: int = 0) -> None:
+        super().__init__(number)  # how many steps, taken or thrown away, there were before
         self.taken = False
         """Whether an optimizer has stepped."""
         self.applied: dict[str, Reduction] = {}
@@ -91,59 +198,14 @@ class ObservedStep:
         """Whether each layer was in training mode as the optimizer stepped."""
         self.seen: defaultdict[ForwardKind, SeenSamples] = defaultdict(SeenSamples)
         """Samples of its forwards."""
-        self._newest_pass = -1
-
-    @property
-    def count(self) -> int:
-        """Forwards added."""
-        return _count(self.parts) + len(self.forwards)
-
-    def add(self, forward: DoneForward) -> None:
-        """Add a forward."""
-        self.first = forward.index if self.first is None else min(self.first, forward.index)
-        self.seen[forward.kind].add(forward.samples)
-        self.forwards.append(forward)
-        if self.parts or len(self.forwards) > 1:
-            self.merge()
-
-    def reached_by(self, backward: int) -> None:
-        """Count a backward pass that reached a parameter."""
-        self.backwards += backward != self._newest_pass
-        self._newest_pass = backward
-
-    def merge(self) -> None:
-        """Merge the forwards, so that memory does not grow with their number."""
-        for forward in self.forwards:
-            merge_into(self.parts, forward)
-        self.forwards.clear()
-
-    def merge_from(self, other: ObservedStep) -> None:
-        """Merge the forwards and gradients of another step, or of passes after which none was taken."""
-        for kind, totals in other.parts.items():
-            self.parts.setdefault(kind, Totals()).merge_from(totals, other.number)
-        for forward in other.forwards:  # one, while nothing is merged: its signs are those of the step
-            self.parts.setdefault(forward.kind, Totals()).merge_from(forward, other.number)
-        _merge_gradients(self.gradients, other.gradients, other.number)
-        self.backwards += other.backwards
-
-    def has_gradient_other_than_zero(self, names: Iterable[str]) -> bool:
-        """Whether the gradient of one of the parameters is known and not zero; this reads it from its device."""
-        reduced = [self.gradients[name].reduced for name in names if name in self.gradients]
-        readings = statistics.collect([one for one in reduced if one is not None])
-        return any(one.statistics is not None and not one.statistics.all_zero for one in readings)
-
-    def has_nonfinite_gradient(self) -> bool:
-        """Whether the gradient of a parameter is not finite; this reads it from its device."""
-        reduced = [gradient.reduced for gradient in self.gradients.values()]
-        return statistics.any_nonfinite([one for one in reduced if one is not None])
 
 
 class ObservedForwards:
     """The first forward, the newest, and all that are over merged, each with what it is part of.
 
-    A forward that a backward pass reached is part of the step that an optimizer takes next. If its gradients are reset
-    before that, or if no optimizer has stepped yet, it is one of the others. One that no pass can reach any more is an
-    evaluation, or the call of a part of the model.
+    A forward that a backward pass reached is part of the step that an optimizer takes with a gradient of that pass. If
+    all of them are reset before that, or if no such step was taken yet, it is one of the others. One that no pass can
+    reach any more is an evaluation, or the call of a part of the model.
 
     Args:
         most_steps: How many steps are kept; those after them are merged.
@@ -159,6 +221,8 @@ class ObservedForwards:
         """The first steps, less the newest."""
         self.step = ObservedStep()
         """The step that is not over."""
+        self.pending: list[PendingPasses] = []
+        """The passes whose gradients no step has used yet."""
         self.skipped = 0
         """Passes with gradients that were not finite, and that were reset before a step was taken."""
         self.take: Callable[[int], list[Forward]] | None = None
@@ -169,11 +233,11 @@ class ObservedForwards:
         """Whether the gradients of the first forward were reset before a step was taken."""
         self._most_steps = most_steps
         self._later_steps = 0
-        self._later = ObservedStep()
+        self._later = ObservedPasses()
         """The steps that were taken and are not kept, merged."""
-        self._unused = ObservedStep()
+        self._unused = ObservedPasses()
         """Passes with finite gradients that were reset before a step was taken, merged."""
-        self._skipped = ObservedStep()
+        self._skipped = ObservedPasses()
         """The same with gradients that were not finite: a step was skipped for them."""
         self._evaluations: Parts = {}
         self._undecided: list[DoneForward] = []
@@ -192,9 +256,9 @@ class ObservedForwards:
     @property
     def counts(self) -> ForwardCounts:
         """How many forwards are part of what, so far."""
-        reached = sum(bool(forward.trained_by) for forward in self._unmerged)
-        evaluations = _count(self._evaluations) + len(self._unmerged) - reached
-        others = sum(step.count for step in self._without_step) + (0 if self.step.taken else reached)
+        reached = [self._owner(forward) for forward in self._unmerged if forward.trained_by]
+        evaluations = _count(self._evaluations) + len(self._unmerged) - len(reached)
+        others = sum(one.count + reached.count(one) for one in self._without_step)
         steps = len(self.steps) + self._later_steps + self.step.taken
         return ForwardCounts(self.count - evaluations - others, evaluations, others, steps)
 
@@ -241,30 +305,47 @@ class ObservedForwards:
         """Whether no forward before the newest is of that kind."""
         return self._kinds[kind] < 2
 
-    def discard_step(self, backward: int) -> int:
-        """Note that the gradients of all passes before the one that runs were reset before a step was taken.
+    def use(self, passes: PendingPasses) -> None:
+        """Note that the step that begins is taken with a gradient of passes."""
+        self._decide_on(passes)
+        self.step.join(passes)
 
-        Return how many passes these were if the gradients are not finite, and 0 otherwise.
-
-        Args:
-            backward: Number of the pass that runs.
-        """
-        if self.step.taken:  # by another optimizer, with part of them
-            return 0
-        reached = [one for one in self._undecided if one.trained_by and backward not in one.trained_by]
-        self._undecided = [one for one in self._undecided if one not in reached]
-        for forward in reached:
-            self.step.add(forward)
-        discarded, self.step = self.step, ObservedStep(self.step.number + 1)
-        self.first_is_unused |= discarded.first == 0
-        skipped = discarded.has_nonfinite_gradient()
+    def discard(self, passes: PendingPasses) -> bool:
+        """Note that all gradients of passes were reset before a step was taken; return whether they are finite."""
+        for forward in [one for one in self._undecided if one.trained_by and one.trained_by <= passes.passes]:
+            self._undecided.remove(forward)
+            passes.add(forward)
+        self._decide_on(passes)
+        self.first_is_unused |= passes.first == 0
+        skipped = self._throw_away(passes)
         self.skipped += skipped
-        (self._skipped if skipped else self._unused).merge_from(discarded)
-        return discarded.backwards if skipped else 0
+        return not skipped
 
-    def parts_of_step(self, step: ObservedStep) -> Parts:
+    def discard_gradient(self, passes: PendingPasses, held: GradientState) -> None:
+        """Note that one gradient of passes was reset before a step was taken, and not those of others."""
+        del passes.holders[held]
+        held.pending.remove(passes)
+        thrown = ObservedPasses()
+        thrown.gradients = {name: passes.gradients.pop(name) for name in held.names if name in passes.gradients}
+        self._throw_away(thrown)
+
+    def _decide_on(self, passes: PendingPasses) -> None:
+        if passes in self.pending:
+            self.pending.remove(passes)
+        for held in passes.holders:
+            if passes in held.pending:
+                held.pending.remove(passes)
+
+    def _throw_away(self, passes: ObservedPasses) -> bool:
+        passes.number = self.step.number
+        self.step.number += not self.step.taken
+        skipped = passes.has_nonfinite_gradient()
+        (self._skipped if skipped else self._unused).merge_from(passes)
+        return skipped
+
+    def parts_of_step(self, step: ObservedPasses) -> Parts:
         """Return the forwards of a step, merged into copies."""
-        alone = [*step.forwards, *(f for f in self._unmerged if step is self.step and f.trained_by)]
+        alone = [*step.forwards, *(f for f in self._unmerged if f.trained_by and self._owner(f) is step)]
         return _merged(step.parts, alone)
 
     def evaluated_parts(self) -> Parts:
@@ -273,8 +354,9 @@ class ObservedForwards:
 
     def unused_parts(self) -> Parts:
         """Return the forwards that a backward pass reached, and whose gradients no step used, merged into copies."""
-        pending = [] if self.step.taken else [(self.step.number, self.parts_of_step(self.step))]
-        return _together([(0, self._unused.parts), (0, self._skipped.parts), *pending])
+        _, _, *pending = self._without_step
+        parts = [(self.step.number, self.parts_of_step(one)) for one in pending]
+        return _together([(0, self._unused.parts), (0, self._skipped.parts), *parts])
 
     def unused_gradients(self) -> Mapping[str, ParameterGradient]:
         """Return the gradients of parameters by full name that no step used."""
@@ -297,18 +379,30 @@ class ObservedForwards:
             for totals in skipped.values():
                 totals.drop_gradients()
         steps = [(step.number, self.parts_of_step(step)) for step in (*self.steps, self.step)]
+        steps += [(self.step.number, self.parts_of_step(passes)) for passes in self.pending]
         signed = self._later.parts, self._unused.parts, skipped, self.evaluated_parts()
         return _together([*steps, *((0, parts) for parts in signed)])
 
     def all_gradients(self, *, with_skipped: bool) -> Mapping[str, ParameterGradient]:
         """Return the gradients of parameters by full name, of all passes; see `all_parts`."""
         skipped = [self._skipped] if with_skipped else []
-        return _gradients_of([*self.steps, self._later, self._unused, self.step, *skipped])
+        return _gradients_of([*self.steps, self._later, self._unused, self.step, *self.pending, *skipped])
 
     @property
-    def _without_step(self) -> list[ObservedStep]:
+    def gradients(self) -> Mapping[str, ParameterGradient]:
+        """The gradients of parameters by full name that have arrived for the step that is not over."""
+        return _gradients_of([self.step, *self.pending])
+
+    @property
+    def _without_step(self) -> list[ObservedPasses]:
         """Passes after which no step was taken, so far."""
-        return [self._unused, self._skipped, *([] if self.step.taken else [self.step])]
+        return [self._unused, self._skipped, *self.pending, *([] if self.step.taken else [self.step])]
+
+    def _owner(self, forward: Forward | DoneForward) -> ObservedPasses:
+        """Return what a forward that was reached is part of: the step that is not over, or passes without one."""
+        if forward.trained_by & self.step.passes:
+            return self.step
+        return next((one for one in self.pending if forward.trained_by & one.passes), self.step)
 
     @property
     def _unmerged(self) -> list[Forward | DoneForward]:
@@ -319,7 +413,8 @@ class ObservedForwards:
         self._undecided = []
         for forward in undecided:
             if forward.trained_by:
-                self.step.add(forward)
+                self.step.seen[forward.kind].add(forward.samples)
+                self._owner(forward).add(forward)
             elif forward.may_be_trained:
                 self._undecided.append(forward)
             else:
@@ -339,7 +434,7 @@ def _count(parts: Parts) -> int:
     return sum(totals.forwards for totals in parts.values())
 
 
-def _gradients_of(steps: Iterable[ObservedStep]) -> Mapping[str, ParameterGradient]:
+def _gradients_of(steps: Iterable[ObservedPasses]) -> Mapping[str, ParameterGradient]:
     found: dict[str, ParameterGradient] = {}
     for step in steps:
         _merge_gradients(found, step.gradients, step.number)

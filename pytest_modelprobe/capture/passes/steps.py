@@ -20,34 +20,7 @@ from pytest_modelprobe._torch import accumulates
 from pytest_modelprobe.record import Training
 from pytest_modelprobe.statistics import ambient_modes_disabled, as_plain_tensor
 
-
-@dataclass(slots=True, eq=False)
-class _Passes:
-    """Backward passes of which the gradients of some parameters consist: the first of them was the same."""
-
-    count: int = 0
-    held: int = 0
-    """Parameters whose gradients are not reset."""
-    used: bool = False
-    """Whether a step was taken with the gradient of one of these parameters."""
-
-
-@dataclass(slots=True, eq=False)
-class GradientState:
-    """What the ``.grad`` of one parameter consists of."""
-
-    passes: int = 0
-    """Backward passes added up since a reset or a step."""
-    used: bool = False
-    """Whether a step was taken with these gradients."""
-    stale: bool = False
-    """Whether a pass was added to gradients with which a step had been taken."""
-    mixed: bool = False
-    """Whether passes before and after a step of another optimizer were added up."""
-    total: int = 0
-    """Steps of all optimizers when the newest pass arrived."""
-    began: _Passes | None = None
-    """The passes since the newest reset, with those of other parameters that were reset then."""
+from .observed_forwards import GradientState, ObservedForwards, ObservedPasses, PendingPasses
 
 
 @dataclass(slots=True, eq=False)
@@ -60,14 +33,18 @@ class _OptimizerSteps:
 
 
 class Steps:
-    """Counts what optimizers do while a model is observed.
+    """Counts what optimizers do while a model is observed, and says which passes each step uses.
 
-    >>> steps = Steps()
+    Passes that reached the same parameters stay together until one of their gradients is used by a step, or all are
+    reset. Each optimizer resets its own parameters, so this tells whose passes are thrown away.
+
+    >>> steps = Steps(ObservedForwards())
     >>> steps.training is None
     True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, forwards: ObservedForwards) -> None:
+        self._all = forwards
         self._steps = self._others = self._lookalikes = self._passes = 0
         self._stale = self._mixed = self._accumulated = self._evaluating = self._discarded = self._emptied = 0
         self._by_optimizer: WeakKeyDictionary[Optimizer, _OptimizerSteps] = WeakKeyDictionary()
@@ -75,10 +52,11 @@ class Steps:
         self._optimizers: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._stepping = False
         self._lost = 0
-        self._began = _Passes()  # those of gradients that begin in the newest pass
+        self._running: PendingPasses | None = None  # the newest pass, until it is known which parameters it reaches
         self._task = self._discarded_in = -1
         self._adds = True  # whether the newest pass adds to ``.grad``
-        self._kept: bool | None = None  # whether gradients of the last step were kept in the newest pass
+        # Of steps and of passes, whether their gradients were there as the newest pass began.
+        self._kept: dict[object, bool] = {}
         # Since the last step of an optimizer:
         self._forwards = 0
         self._idle = False
@@ -105,7 +83,7 @@ class Steps:
             idle=irregular,
             emptied=self._emptied,
             discarded=self._discarded,
-            lost=max(0, self._lost),
+            lost=self._lost,
         )
 
     def forward_begins(self, module: nn.Module) -> None:
@@ -119,54 +97,84 @@ class Steps:
         """Note that a backward pass reached a forward in evaluation mode."""
         self._in_evaluation = True
 
-    def arrives(self, parameter: nn.Parameter, held: GradientState, task: int) -> bool:
+    def arrives(self, parameter: nn.Parameter, held: GradientState, task: int) -> ObservedPasses:
         """Count a gradient that is about to be added to ``.grad``, or to be the result of `torch.autograd.grad`.
 
-        Return whether it is the first that shows that those of earlier passes were discarded.
+        Return what it is part of.
         """
-        discarded = False
-        is_new = task != self._task
-        if is_new:
-            self._task, self._kept, self._began = task, None, _Passes()
+        if task != self._task:
+            self.settle()
+            self._task, self._kept = task, {}
             with ambient_modes_disabled():  # the node of a leaf is that of a view of it, and there is none in inference
                 self._adds = accumulates(parameter)
             self._passes += self._adds
         if not self._adds:
-            return False
+            return self._all.step
         total = self._steps + self._others
-        if parameter.grad is None or (held.used and not self._is_kept(parameter.grad)):
-            # Discarded, unless another optimizer stepped between: then the loss was that of another model.
-            if held.passes and not held.used and held.total == total and task != self._discarded_in:
-                self._discarded += 1
-                self._discarded_in = task
-                discarded = True
-            held.passes, held.used, held.stale, held.mixed = 0, False, False, False
-            self._reset(held)
+        reset = [passes for passes in held.pending if parameter.grad is None or not self._is_there(passes, held.owner)]
+        for passes in reset:
+            self._discard(passes, held, total)
+        # Whether another optimizer stepped since earlier passes, and may have used them.
+        between = held.passes > 0 and (held.others != self._others or not held.pending)
+        if (
+            reset
+            or parameter.grad is None
+            or ((held.used or between) and not self._is_kept((held.used, held.owner), parameter.grad))
+        ):
+            held.passes, held.used, held.stale, held.mixed = 0, 0, False, False
         elif held.used:
             held.stale = True
-        elif held.passes and held.total != total:
+        elif between:
             held.mixed = True
         held.passes += 1
-        held.total = total
-        if held.began is None:
-            held.began = self._began
-            held.began.held += 1
-        held.began.count += is_new
+        held.total, held.others = total, self._others
         if self._stepping:  # in the closure of a step, which uses it
-            held.used = held.began.used = True
-        return discarded
+            held.used = self._steps
+        if self._running is None:
+            self._running = PendingPasses()
+            self._running.passes.add(task)
+        self._running.holders[held] = None
+        return self._running
 
-    def skipped(self, passes: int) -> None:
-        """Note that gradients of passes were not finite, and rightly thrown away."""
-        self._lost -= passes
+    def running(self, task: int) -> ObservedPasses:
+        """Return what a gradient that has been added to ``.grad`` is part of."""
+        return self._running if self._running is not None and task == self._task else self._all.step
 
-    def _reset(self, held: GradientState) -> None:
-        """Note that a gradient was reset: if those of all others were, its passes are lost, unless a step used them."""
-        if held.began is not None:
-            held.began.held -= 1
-            if not (held.began.held or held.began.used):
-                self._lost += held.began.count
-            held.began = None
+    def settle(self) -> None:
+        """Put the newest pass to pending ones that reached the same parameters, or to the step that runs."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        if self._stepping:
+            self._all.use(running)
+            return
+        pending = self._all.pending
+        same = next((one for one in pending if one.holders.keys() == running.holders.keys()), None)
+        if same is None and len(pending) >= _MOST_PENDING:
+            same = pending[-1]
+        if same is None:
+            pending.append(running)
+        else:
+            same.join(running)
+        into = same or running
+        for held in running.holders:
+            if held not in into.holders or into is running:
+                into.holders[held] = None
+                held.pending.append(into)
+
+    def _discard(self, passes: PendingPasses, held: GradientState, total: int) -> None:
+        """Note that a gradient was reset before a step was taken, and all others of the passes if none is there."""
+        if self._is_there(passes, None):
+            self._all.discard_gradient(passes, held)
+            return
+        if held.total == total and self._discarded_in != self._task:
+            self._discarded += 1
+            self._discarded_in = self._task
+        if self._all.discard(passes):
+            self._lost += len(passes.passes)
+        for one in passes.holders:
+            if not one.pending:
+                one.passes, one.stale, one.mixed = 0, False, False
 
     def step_begins(
         self,
@@ -196,13 +204,16 @@ class Steps:
             self._evaluating += self._in_evaluation
             self._in_evaluation = False
             for one in held:
-                one.used, one.stale, one.mixed, one.passes = True, False, False, 0
-                if one.began is not None:
-                    one.began.used = True
+                one.used, one.stale, one.mixed, one.passes = self._steps, False, False, 0
+                while one.pending:
+                    self._all.use(one.pending[0])
             counts = self._by_optimizer.get(optimizer)
             if counts is None:
                 counts = self._by_optimizer[optimizer] = _OptimizerSteps()
                 self._optimizer_steps.append(counts)
+            owner = self._optimizer_steps.index(counts) + 1
+            for one in held:
+                one.owner = owner
             counts.taken += bool(self._forwards or self._idle)
             counts.idle += self._idle
             self._stepping = True
@@ -210,16 +221,34 @@ class Steps:
 
     def step_ends(self) -> None:
         """Note that an optimizer has stepped."""
+        self.settle()
         self._stepping = False
 
-    def _is_kept(self, gradient: torch.Tensor) -> bool:
+    def _is_kept(self, step: tuple[int, int], gradient: torch.Tensor) -> bool:
         """Whether a gradient with which a step was taken was not reset to zero since.
 
-        One gradient of each pass is read, as reading synchronizes on CUDA.
+        One gradient of each step and optimizer is read in a pass, as reading synchronizes on CUDA.
         """
-        if self._kept is None:
-            self._kept = is_zero(gradient) is False
-        return self._kept
+        if step not in self._kept:
+            self._kept[step] = is_zero(gradient) is False
+        return self._kept[step]
+
+    def _is_there(self, passes: PendingPasses, owner: int | None) -> bool:
+        """Whether a gradient of pending passes was not reset to None or zero since; of one optimizer, or of all.
+
+        The first that is there is read.
+        """
+        if (passes, owner) not in self._kept:
+            if owner is None:
+                there = any(self._is_there(passes, one) for one in {held.owner for held in passes.holders})
+            else:
+                holders = [held for held in passes.holders if held.owner == owner]
+                found = [p.grad for held in holders if (p := held.parameter()) is not None and p.grad is not None]
+                names = [name for held in holders for name in held.names]
+                zero = all(map(is_zero, found))
+                there = not zero or (bool(found) and not passes.has_gradient_other_than_zero(names))
+            self._kept[passes, owner] = there
+        return self._kept[passes, owner]
 
     def _has_same_shapes(self, optimizer: Optimizer, parameters: Collection[nn.Parameter]) -> bool:
         """Whether the parameters of an optimizer have the shapes of parameters of the model."""
@@ -227,6 +256,10 @@ class Steps:
             shapes = Counter(p.shape for group in optimizer.param_groups for p in group["params"])
             self._optimizers[optimizer] = shapes <= Counter(p.shape for p in parameters)
         return self._optimizers[optimizer]
+
+
+_MOST_PENDING = 16
+"""How many pending passes are told apart: in a mixture of experts each may reach other parameters."""
 
 
 def is_zero(gradient: torch.Tensor) -> bool | None:

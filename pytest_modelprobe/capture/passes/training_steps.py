@@ -57,7 +57,9 @@ class TrainingSteps:
         self._before_other = {}
         if before and not step.taken:
             now = self._read()
-            if _differ(before, now, list(step.gradients)):
+            if _differ(before, now, list(self.forwards.gradients)):
+                for passes in list(self.forwards.pending):
+                    self.forwards.use(passes)
                 step.taken, step.before, step.buffers = True, before, {name: now[name] for name, _ in self._buffers()}
                 self._read_updates(self._parameters())
         if not self._running:
@@ -66,7 +68,7 @@ class TrainingSteps:
     def other_step_begins(self) -> None:
         """Read parameters before an optimizer that holds none of them steps, as it may hold copies of them."""
         step = self.forwards.step
-        if self.forwards.keeps_step and step.gradients and not (step.taken or self._before_other):
+        if self.forwards.keeps_step and self.forwards.gradients and not (step.taken or self._before_other):
             self._before_other = self._read()
             self._copy(self._parameters())
             step.modes = self._modes()
