@@ -94,7 +94,10 @@ class Training:
     """Steps before which a forward in training mode ran without gradients, although none did before other steps of the
     same optimizer. One more if such a forward ran after the last step."""
     emptied: int = 0
-    """Steps before which all gradients of the optimizer were set to None or zero after they had arrived."""
+    """Steps before which all gradients of the optimizer were set to None or zero after they had arrived.
+
+    Beside the CPU, zeros are looked for in the steps that are kept alone.
+    """
     discarded: int = 0
     """How often gradients were reset before any step was taken."""
     lost: int = 0

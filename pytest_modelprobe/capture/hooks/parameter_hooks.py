@@ -135,13 +135,20 @@ class ParameterHooks:
                 self.training.step_ends(_named(hooks), early=computes_gradients(optimizer, args, kwargs))
 
     def _are_emptied(self, hooks: list[tuple[_ParameterHook, torch.Tensor]]) -> bool:
-        """Whether gradients have arrived, and all of them are None or zero now."""
+        """Whether gradients have arrived, and all of them are None or zero now.
+
+        To look at a gradient waits for the device, so beside the CPU it is done only in steps that are kept.
+        """
+        if not any(hook.held.passes for hook, _ in hooks):
+            return False
         left = [parameter.grad for _, parameter in hooks if parameter.grad is not None]
-        if not any(hook.held.passes for hook, _ in hooks) or not all(map(is_zero, left)):
+        if not left:
+            return True
+        if not (left[0].is_cpu or self.training.forwards.keeps_step) or not all(map(is_zero, left)):
             return False
         pending = {passes: None for hook, _ in hooks for passes in hook.held.pending}
         names = [name for name, _ in _named(hooks)]
-        return not left or any(passes.has_gradient_other_than_zero(names) for passes in pending)
+        return any(passes.has_gradient_other_than_zero(names) for passes in pending)
 
     def _hooks_of(self, optimizer: torch.optim.Optimizer) -> list[tuple[_ParameterHook, torch.Tensor]]:
         """Return our hooks on the parameters of an optimizer, each with its parameter."""
