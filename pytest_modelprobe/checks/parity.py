@@ -242,7 +242,7 @@ def checkpoint_parity(prepared: PreparedModel, *, tolerance: float | None = None
         how = "reentrant" if reentrant else "not reentrant"
         again = copy.deepcopy(model)
         for name in parts:
-            module = again.get_submodule(name)
+            module = Layers(again).modules[ROOT].get_submodule(name)
             module.forward = functools.partial(_checkpointed, module.forward, use_reentrant=reentrant)
         with warnings.catch_warnings(action="ignore"):
             try:
@@ -523,11 +523,12 @@ def _parts(prepared: PreparedModel, model: nn.Module) -> list[str]:
         children = ((f"{name}.{key}" if name else key, child) for key, child in module.named_children())
         return [part for key, child in children for part in parts(key, child, single=single)]
 
-    if found := parts("", model, single=False):
+    root = modules[ROOT]  # without a wrapper, as of torch.compile
+    if found := parts("", root, single=False):
         return found
     if in_place:  # the output of a checkpointed layer may not be written to
-        return [""] if simple.get(modules[ROOT]) else []
-    return parts("", model, single=True)
+        return [""] if simple.get(root) else []
+    return parts("", root, single=True)
 
 
 def _strided(_: str, x: Tensor) -> Tensor:

@@ -258,6 +258,22 @@ def test_a_compiled_model_is_told_under_its_own_names(probe: ModelProbe, rows: T
     assert named(checks.batch_independent.outcome(probe, model, rows)) == "1"
 
 
+def refusing(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    raise NotImplementedError("this backend compiles nothing")
+
+
+@pytest.mark.parametrize("name", ["state_dict_round_trip", "copy_and_pickle", "dtype_parity", "checkpoint_parity"])
+def test_a_copy_of_a_compiled_model_runs_eagerly_too(probe: ModelProbe, rows: Tensor, name: str) -> None:
+    eager = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Dropout(0.3), nn.Linear(6, 2))
+    model = torch.compile(eager, backend=refusing)
+    assert ALL[name].outcome(probe, model, rows) == ALL[name](probe, eager, rows)
+
+
+def test_a_compiled_model_whose_output_is_not_finite_is_told_so(probe: ModelProbe, rows: Tensor) -> None:
+    model = torch.compile(nn.Sequential(nn.Linear(6, 2), nn.Threshold(9.0, float("nan"))), backend=refusing)
+    assert checks.checkpoint_parity.outcome(probe, model, rows).text == "not finite at 1"
+
+
 def test_a_compiled_model_that_writes_in_place_is_deterministic(probe: ModelProbe, rows: Tensor) -> None:
     torch.compiler.reset()  # the fault was of the first compilations
     model = torch.compile(nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6)), backend="aot_eager")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe.checks.outcome import NotApplicableError, Violation
-from pytest_modelprobe.models import CallTracer, Layers, ModuleCall, flatten
+from pytest_modelprobe.models import CallTracer, Layers, ModuleCall, flatten, run_eagerly
 from pytest_modelprobe.record import ROOT, parent
 from pytest_modelprobe.runs import Source, SourceMode
 from pytest_modelprobe.text import Cell, listed
@@ -85,10 +85,11 @@ _UNKNOWN = Source("", "")
 
 def _sources(prepared: PreparedModel, trace: Trace, options: Mapping[str, Any]) -> dict[str, Source | None]:
     """Return which kinds are in the output, each with its source, by repeating the run."""
-    model = options.get("model") or prepared.model
-    calls = CallTracer(Layers(model).modules, ModuleCall)
+    model = options.get("model", prepared.model)
+    layers = Layers(model)
+    calls = CallTracer(layers.modules, ModuleCall)
     mode = SourceMode(_held(prepared, model), lambda: calls.innermost)
-    with calls, mode:
+    with run_eagerly(layers), calls, mode:
         again = prepared.run(**{**options, "backward": False, "traced": False})
     found: dict[str, Source | None] = {}
     for tensor in _tensors(trace.output):

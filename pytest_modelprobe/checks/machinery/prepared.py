@@ -273,13 +273,15 @@ class PreparedModel:
         assert self._state is not None, "a prepared model is a context: with PreparedModel(...) as prepared"
         seeds = seeding.seeded(seeding.derive(self.probe.seed, f"check {seed}"))
         try:
-            with seeds, settings_preserved(), torch.set_grad_enabled(backward or self._graph):
+            layers = self.layers if model is None else Layers(model)
+            eager = run_eagerly(layers) if traced else nullcontext()  # a copy has compiled code of its own
+            with seeds, settings_preserved(), torch.set_grad_enabled(backward or self._graph), eager:
                 args, kwargs = self.copied_inputs(vary, requires_grad=input_gradients)
                 run = self.model if model is None else model
                 if mode is not None:
                     run.train(mode == "train")
                 torch.clear_autocast_cache()  # it holds copies, in another dtype, of weights as they were before
-                with _traced(trace, (self.layers if model is None else Layers(model)).modules if traced else {}):
+                with _traced(trace, layers.modules if traced else {}):
                     try:
                         trace.output = run(*args, **kwargs)
                     except Exception as error:  # noqa: BLE001 - the trace reports it
