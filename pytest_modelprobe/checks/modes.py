@@ -190,7 +190,9 @@ def _differences(
         layer = key[0]
         if layer in excluded or calls[layer] != others_calls[layer] or not _same(one.inputs[key], other.inputs[key]):
             continue
-        before, now = (dict(flatten("output", given).tensors) for given in (one.outputs[key], output))
+        before, now = (
+            {path: plain(x) for path, x in flatten("output", given).tensors} for given in (one.outputs[key], output)
+        )
         common = [path for path in before if path in now and now[path].is_floating_point()]
         if not common or any(before[path].shape != now[path].shape for path in common):
             continue

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe._torch import BatchNorm, Dropout
-from pytest_modelprobe.models import CallTracer, ModuleCall, seeding
+from pytest_modelprobe.models import CallTracer, ModuleCall, has_dense_storage, seeding
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.runs import Mode
 from pytest_modelprobe.text import count, listed
@@ -247,7 +247,7 @@ def _followed(
 
     def end(call: ModuleCall, args: Any, output: Any) -> None:
         states.append((call.layer, seeding.generator_states(prepared.probe.device)))
-        if isinstance(call.module, nn.Dropout) and args and _drops(call.module):
+        if isinstance(call.module, nn.Dropout) and args and _drops(call.module) and has_dense_storage(args[0]):
             dropped[call.layer] = args[0] != 0, output == 0
 
     with CallTracer(prepared.layers.modules, ModuleCall, before=begin, after=end):

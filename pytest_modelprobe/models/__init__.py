@@ -6,7 +6,7 @@ restoring its state. Capture, checks, interventions and mutation all use these, 
 
 from __future__ import annotations
 
-from .calls import CallTracer, ModuleCall
+from .calls import CallTracer, ModuleCall, raised_in_hook
 from .carrying import carry, recognized
 from .distribution import (
     TENSOR_PARALLEL,
@@ -90,6 +90,7 @@ __all__ = [
     "own_parameters",
     "parts",
     "preserved",
+    "raised_in_hook",
     "run_eagerly",
     "seeded",
     "settings_preserved",

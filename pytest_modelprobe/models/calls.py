@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -149,3 +150,25 @@ class CallTracer(Generic[C]):
         while error is not None and error is not self._error:
             error = error.__context__
         return error is not None
+
+
+_HOOKS = (CallTracer._begin.__code__, CallTracer._end.__code__)
+
+
+def raised_in_hook(error: BaseException | None) -> bool:
+    """Whether an exception, or one that it was raised in place of, is of what a `CallTracer` calls: not of the model.
+
+    >>> def refuse(*call):
+    ...     raise NotImplementedError
+    >>> try:
+    ...     with CallTracer({"": (model := nn.ReLU())}, ModuleCall, before=refuse):
+    ...         _ = model(1)
+    ... except NotImplementedError as error:
+    ...     raised_in_hook(error)
+    True
+    """
+    while error is not None:
+        if any(frame.f_code in _HOOKS for frame, _ in traceback.walk_tb(error.__traceback__)):
+            return True
+        error = error.__context__
+    return False

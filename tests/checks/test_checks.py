@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from pytest_modelprobe import ModelProbe, UsageError, assert_no_dead_layers, checks
 from pytest_modelprobe.checks import Check, Outcome, battery
 from pytest_modelprobe.checks.machinery.check import StateCheck
+from pytest_modelprobe.checks.machinery.prepared import PreparedModel
+from pytest_modelprobe.models import CallTracer, ModuleCall
 
 WIDTH, HEADS, WORDS, LENGTH, BATCH = 8, 2, 11, 6, 4
 ALL: dict[str, Check] = {name: one for name in checks.__all__ if isinstance(one := getattr(checks, name), Check)}
@@ -476,6 +478,25 @@ def test_a_path_that_is_rarely_dropped_in_evaluation_is_random(probe: ModelProbe
     assert named(checks.eval_stable.outcome(probe, model, probe.randn(1, 4))) == "1"
     unused = nn.Sequential(nn.Linear(4, 4), Layer(lambda x: (torch.rand(1), x)[1]))
     assert checks.eval_stable(probe, unused, probe.randn(1, 4)).text.startswith("3 outputs in 53 runs")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("name", ["eval_stable", "seeded", "train_eval_differ", "modes_agree"])
+def test_an_encoder_that_nests_its_padded_rows_is_healthy(probe: ModelProbe, name: str) -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.3, batch_first=True), 2)
+    padded = torch.tensor([[False, False, False], [False, False, True]])
+    assert ALL[name](probe, model, probe.randn(2, 3, WIDTH), src_key_padding_mask=padded).verdict == "holds"
+
+
+def test_an_error_of_what_follows_the_layers_is_not_the_models(probe: ModelProbe, rows: Tensor) -> None:
+    def before(call: ModuleCall, args: Any, kwargs: Any) -> None:
+        raise NotImplementedError("no such operation")
+
+    with PreparedModel(probe, nn.Linear(6, 2), (rows,)) as prepared:
+        tracer = CallTracer(prepared.layers.modules, ModuleCall, before=before)
+        said = r"^the layers cannot be followed: NotImplementedError: no such operation$"
+        with tracer, pytest.raises(checks.NotApplicableError, match=said):
+            prepared.reference()
 
 
 def test_dropout_that_is_always_on_is_no_other_in_training(probe: ModelProbe, net: Any, ids: Tensor) -> None:

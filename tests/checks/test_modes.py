@@ -202,6 +202,13 @@ def test_attention_that_drops_agrees_with_itself_in_evaluation(probe: ModelProbe
     assert "left out" not in found.text
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_between_layers_are_compared(probe: ModelProbe, rows: Tensor) -> None:
+    nested = Own(lambda self, x: torch.nested.as_nested_tensor(list(x), layout=torch.strided))
+    padded = Own(lambda self, x: x.to_padded_tensor(0.0))
+    assert checks.modes_agree(probe, nn.Sequential(nested, nn.Linear(8, 8), padded), rows[None]).text == "6 layers"
+
+
 def test_further_heads_in_training_are_left_out(probe: ModelProbe, rows: Tensor) -> None:
     model = Own(lambda self, x: (x, x) if self.training else x)
     assert checks.modes_agree(probe, model, rows).text == (

@@ -33,6 +33,7 @@ from pytest_modelprobe.models import (
     has_dense_storage,
     lacks_memory,
     map_tensors,
+    raised_in_hook,
     run_eagerly,
     seeding,
     settings_preserved,
@@ -285,7 +286,7 @@ class PreparedModel:
                     try:
                         trace.output = run(*args, **kwargs)
                     except Exception as error:  # noqa: BLE001 - the trace reports it
-                        trace.error = error
+                        trace.error = _of_model(error)
                         return trace
                 self._check_output(trace)
                 if backward:
@@ -317,7 +318,7 @@ class PreparedModel:
             except (NotApplicableError, UsageError):
                 raise
             except Exception as error:  # noqa: BLE001 - the trace reports it
-                trace.error = error
+                trace.error = _of_model(error)
         return trace
 
     def reference(self, **options: Any) -> Trace:
@@ -467,7 +468,7 @@ class PreparedModel:
             with _measured(trace, loss) if traced else nullcontext():
                 loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
         except Exception as error:  # noqa: BLE001 - the trace reports it
-            trace.error, trace.in_backward = error, True
+            trace.error, trace.in_backward = _of_model(error), True
             return
         trace.gradients = {name: _taken(p) for name, p in parameters.items()}
         floating = {path: x for path, x in inputs.items() if x.requires_grad and x.is_leaf}
@@ -525,6 +526,19 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 def _is_unreadable(tensor: Tensor) -> bool:
     return is_wrapped(tensor) or lacks_memory(tensor)
+
+
+def _of_model(error: Exception) -> Exception:
+    """Return an exception that the model raised, for the trace.
+
+    Raises:
+        NotApplicableError: What follows the layers raised it.
+    """
+    if isinstance(error, NotApplicableError):
+        raise error
+    if raised_in_hook(error):
+        raise NotApplicableError(f"the layers cannot be followed: {line_of(error)}") from error
+    return error
 
 
 @contextmanager
