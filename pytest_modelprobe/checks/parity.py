@@ -24,7 +24,7 @@ from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import CallTracer, Layers, ModuleCall, flatten, flatten_call
 from pytest_modelprobe.record import ROOT, Layer, Record, Statistics
 from pytest_modelprobe.runs import Watch, compiles_hooks
-from pytest_modelprobe.text import count
+from pytest_modelprobe.text import count, listed
 
 from .machinery.agreement import (
     TOLERANCE,
@@ -215,7 +215,9 @@ def checkpoint_parity(prepared: PreparedModel, *, tolerance: float | None = None
     support, its own children. If there are none, single layers are checkpointed, or the whole model if one of them
     works in place. They run again in the backward and write to their state twice. Therefore a model of transformers
     runs without its cache of keys and values, as when it checkpoints itself, unless ``use_cache=True`` is given, and
-    the power iteration of `torch.nn.utils.spectral_norm`, which advances in each training forward, is stopped.
+    the power iteration of `torch.nn.utils.spectral_norm`, which advances in each training forward, is stopped. A layer
+    that takes tensors inside a tuple, as an `LSTMCell` does, is not checkpointed in the reentrant way, which does not
+    see these; the outcome names it.
 
     A model that checkpoints itself in training is looked at first: what runs again in its backward has to draw the same
     random numbers. The message names the layer that returns something else. What no layer takes or returns is not seen.
@@ -238,12 +240,14 @@ def checkpoint_parity(prepared: PreparedModel, *, tolerance: float | None = None
     parts = _parts(prepared, copy.deepcopy(model))
     if not parts:
         raise NotApplicableError("the model has no children that could be checkpointed")
+    nested: dict[str, None] = {}
     for reentrant in (False, True):
         how = "reentrant" if reentrant else "not reentrant"
         again = copy.deepcopy(model)
         for name in parts:
             module = Layers(again).modules[ROOT].get_submodule(name)
-            module.forward = functools.partial(_checkpointed, module.forward, use_reentrant=reentrant)
+            note = functools.partial(nested.setdefault, name)
+            module.forward = functools.partial(_checkpointed, module.forward, note, use_reentrant=reentrant)
         with warnings.catch_warnings(action="ignore"):
             try:
                 two = prepared.run(backward=True, input_gradients=wanted, model=again)
@@ -264,9 +268,10 @@ def checkpoint_parity(prepared: PreparedModel, *, tolerance: float | None = None
         if isinstance(found, Violation):
             return found
     else:
-        how = "reentrant and not"
+        how = "not reentrant" if {*parts} <= {*nested} else "reentrant and not"
     told = f"{count(len(one.gradients), 'parameter')}, {count(len(parts), 'module')} checkpointed, {how}"
-    return "; ".join([told, *stopped])
+    left = [f"not reentrant: {listed(list(nested))}, given tensors inside a tuple or the like"] if nested else []
+    return "; ".join([told, *stopped, *left])
 
 
 def _stopped(prepared: PreparedModel) -> tuple[nn.Module, list[str]]:
@@ -290,14 +295,18 @@ def _stopped(prepared: PreparedModel) -> tuple[nn.Module, list[str]]:
     return model, [*told, *([f"{count(len(norms), 'spectral norm')} standing still"] if norms else [])]
 
 
-def _checkpointed(forward: Any, *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:
+def _checkpointed(forward: Any, note: Callable[[], object], *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:
     given = (*args, *kwargs.values())  # reentrant checkpoints see gradients of positional arguments alone
 
     def call(*again: Any) -> Any:
         return forward(*again[: len(args)], **dict(zip(kwargs, again[len(args) :], strict=True)))
 
-    if use_reentrant and not any(isinstance(x, Tensor) and x.requires_grad for x in given):
+    trained = [x for _, x in flatten_call(args, kwargs, objects=True).tensors if x.requires_grad]
+    if use_reentrant and not trained:
         return forward(*args, **kwargs)  # an embedding, which is never checkpointed: its ids have no gradient
+    if use_reentrant and not {id(x) for x in trained} <= {id(x) for x in given}:
+        note()
+        return forward(*args, **kwargs)  # such a checkpoint does not see what is inside a tuple
     return checkpoint(call, *given, use_reentrant=use_reentrant)
 
 

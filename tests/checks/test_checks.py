@@ -1081,6 +1081,37 @@ def test_a_counter_that_a_checkpoint_counts_twice_is_named(probe: ModelProbe, ro
     assert named(checks.checkpoint_parity.outcome(probe, between(Counter(6, 6)), rows)) == "2.weight"
 
 
+class Stepwise(nn.Module):
+    """A decoder that calls its cell for each position, with the state of the position before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.LSTMCell(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = (x.new_zeros(len(x), 8),) * 2
+        outputs = []
+        for one in x.unbind(1):
+            state = self.cell(one, state)
+            outputs.append(self.out(state[0]))
+        return torch.stack(outputs, 1)
+
+
+def test_what_takes_its_state_in_a_tuple_is_not_checkpointed_reentrant(probe: ModelProbe) -> None:
+    x = probe.randn(3, 5, 4)
+    assert checks.checkpoint_parity(probe, Stepwise(), x).text == (
+        "6 parameters, 2 modules checkpointed, reentrant and not; "
+        "not reentrant: cell, given tensors inside a tuple or the like"
+    )
+    model = Stepwise()
+    del model.out
+    model.out = torch.relu
+    assert checks.checkpoint_parity(probe, model, x).text == (
+        "4 parameters, 1 module checkpointed, not reentrant; "
+        "not reentrant: cell, given tensors inside a tuple or the like"
+    )
+
+
 @pytest.mark.parametrize("name", ["compile_parity", "checkpoint_parity", "device_parity"])
 def test_rounding_of_bfloat16_is_no_change(name: str, probe: ModelProbe, rows: Tensor) -> None:
     class Otherwise(nn.Module):
