@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -61,7 +62,9 @@ def batch_independent(prepared: PreparedModel, *, axis: int = 0, tolerance: floa
     one = prepared.reference(mode="eval")
     resized = _resized(prepared, size, axis, (size + 1, 2 * size))
     rows = _as_long(prepared, one, size, axis) if resized is None else _following(one, resized, size)
-    if resized is not None and (collapse := _collapse(prepared, one, resized, rows, axis)):
+    if resized is None:
+        _check_items_are_no_rows(prepared)
+    elif collapse := _collapse(prepared, one, resized, rows, axis):
         return collapse
     rows.check_known()
     inside = None
@@ -167,11 +170,13 @@ def size_of(prepared: PreparedModel, axis: int) -> int:
 
 
 def check_rows_go_together(prepared: PreparedModel, axis: int) -> None:
-    """Check that inputs of another size than the batch, such as offsets or edges of a graph, do not index its rows.
+    """Check that the rows are along the axis: that none are items of a list, and none belong to inputs of another size.
 
     Raises:
-        NotApplicableError: Such inputs differ in size along the axis.
+        NotApplicableError: The items of a list are the rows; or inputs, such as offsets or edges of a graph, differ in
+            size along the axis.
     """
+    _check_items_are_no_rows(prepared)
     inputs = [(path, x) for path, x in prepared.dense if x.dim() > axis and not path.endswith("mask")]
     sizes = {path: x.shape[axis] for path, x in inputs if x.shape[axis] != 1}
     if len(set(sizes.values())) > 1 and not all(x.is_floating_point() for _, x in inputs):
@@ -179,6 +184,32 @@ def check_rows_go_together(prepared: PreparedModel, axis: int) -> None:
         raise NotApplicableError(
             f"the inputs differ in size along axis {axis}: {told}; which rows belong together is unknown"
         )
+
+
+def _check_items_are_no_rows(prepared: PreparedModel) -> None:
+    """Raise `NotApplicableError` if the model returns more for one more item in a list, as a detector for an image."""
+
+    def is_list(value: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:
+        return type(value) in (list, tuple)
+
+    lists = [value for value in (*prepared.args, *prepared.kwargs.values()) if is_list(value)]
+    n = next((len(value) for value in lists if any(isinstance(x, Tensor) for x in value)), None)
+    if n is None:
+        return
+
+    def longer(value: object) -> object:  # targets may be in a list beside the images
+        return type(value)([*value, value[-1]]) if is_list(value) and len(value) == n else value
+
+    one = prepared.reference(mode="eval")
+    args, kwargs = prepared.args, prepared.kwargs
+    prepared.args, prepared.kwargs = tuple(map(longer, args)), {name: longer(x) for name, x in kwargs.items()}
+    try:
+        two = prepared.run(mode="eval")
+    finally:
+        prepared.args, prepared.kwargs = args, kwargs
+    shapes = [{path: x.shape for path, x in trace.final.items()} for trace in (one, two)]
+    if two.error is None and shapes[0] != shapes[1]:
+        raise NotApplicableError("the inputs are lists with an item for each row, and have no axis of a batch")
 
 
 def _no_batch(axis: int) -> NotApplicableError:

@@ -86,6 +86,30 @@ def test_nodes_that_edges_point_to_are_no_batch(probe: ModelProbe, check: checks
     assert found.text.startswith("the inputs differ in size along axis 0: input[0] has 4 and input[1] has 2")
 
 
+@pytest.mark.parametrize("check", [checks.batch_independent, checks.any_batch_size])
+@pytest.mark.parametrize(
+    ("size", "code"),
+    [
+        ((3, 8, 8), lambda self, images: [self.conv(image).amax((1, 2)) for image in images]),
+        ((5, 4), lambda self, sequences: [x.softmax(0) for x in sequences]),
+    ],
+    ids=["images", "sequences"],
+)
+def test_items_of_a_list_that_are_the_rows_have_no_batch(
+    probe: ModelProbe, check: checks.Check, size: tuple[int, ...], code: Any
+) -> None:
+    items = [probe.randn(*size), probe.randn(*size, name="second")]
+    found = check.outcome(probe, Code(code, conv=nn.Conv2d(3, 6, 3)), items)
+    assert found.text == "the inputs are lists with an item for each row, and have no axis of a batch"
+
+
+def test_a_list_of_features_hides_no_fault(probe: ModelProbe) -> None:
+    features = [probe.randn(4, 3), probe.randn(4, 3, name="second")]
+    model = Code(lambda self, given: given[0] + given[1].mean(0))
+    assert checks.batch_independent.outcome(probe, model, features).verdict == "broken"
+    assert checks.any_batch_size.outcome(probe, model, features).verdict == "broken"
+
+
 def test_words_of_bags_that_offsets_point_to_are_no_batch(probe: ModelProbe) -> None:
     words, offsets = probe.randint(0, 9, (10,)), torch.tensor([0, 4, 7])
     assert checks.any_batch_size.outcome(probe, nn.EmbeddingBag(9, 4), words, offsets).verdict == "not applicable"
