@@ -201,7 +201,8 @@ def standard(
 
     Raises:
         AssertionError: Properties are broken; the message has each with the first layer where it is broken.
-        UsageError: The model does not run on these inputs; a name is no check, or no check is left.
+        UsageError: The model does not run on these inputs, or returns no tensor; a name is no check, or no check is
+            left.
 
     >>> import torch
     >>> from pytest_modelprobe import checks
@@ -217,7 +218,7 @@ def standard(
             STANDARD[name].outcome(probe, model, *inputs, loss=loss, kwargs=given) for name in each(names)
         )
     if any(outcome.verdict == "not applicable" for outcome in outcomes):
-        _check_runs(probe, model, inputs, given, _one_input(inputs))
+        check_runs(probe, model, inputs, given, _one_input(inputs))
     if outcomes.broken:
         raise AssertionError(str(outcomes))
     if probe.shows_layers:
@@ -295,7 +296,7 @@ class CaseCheck:
         options = {"factory": self.case.factory} if "factory" in check.options else {}
         outcome = check.outcome(probe, model, *args, loss=self.case.loss, kwargs=kwargs, **options)
         if outcome.verdict == "not applicable":
-            _check_runs(probe, model, args, kwargs, _one_argument(inputs))
+            check_runs(probe, model, args, kwargs, _one_argument(inputs))
             pytest.skip(str(outcome))
         if outcome.verdict == "broken":
             raise AssertionError(str(outcome))
@@ -369,15 +370,18 @@ def _check_name(name: str, what: str) -> None:
     raise UsageError(f"{what} names a check {name!r} that there is not: {hint}")
 
 
-def _check_runs(
-    probe: ModelProbe, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], hint: str
+def check_runs(
+    probe: ModelProbe, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], hint: str = ""
 ) -> None:
-    """Raise if the model runs on the inputs as they are in neither mode: no check could say anything of it."""
+    """Raise `UsageError` if the model returns a tensor for these inputs in neither mode: no check can judge it."""
     __tracebackhide__ = True
     try:
         with PreparedModel(probe, model, args, kwargs) as prepared, interruptible():
-            if prepared.run(mode="train").error is not None:
-                prepared.reference(mode="eval")
+            with contextlib.suppress(NotApplicableError):
+                train = prepared.run(mode="train")
+                if train.error is None and train.final:
+                    return
+            prepared.reference(mode="eval")
     except NotApplicableError as reason:
         raise UsageError(f"{reason}{hint}") from reason
 

@@ -36,7 +36,7 @@ from .machinery.evidence import (
 )
 from .machinery.masking import MaskedOut, masked_out, pad_id_of
 from .machinery.pieces import Layout, Pieces
-from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary, copy_of, plain
+from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary, copy_of, plain, set_mode
 from .outcome import NotApplicableError, Violation
 from .sequence import later_unseen, sequence
 
@@ -403,7 +403,7 @@ def _chunk_by_chunk(prepared: PreparedModel, call: _Call, sizes: Sequence[int]) 
     traces: list[Trace] = []
     state = None
     with prepared.keep_changes():
-        prepared.model.eval()
+        set_mode(prepared.model, "eval")
         for start, n in zip([0, *accumulate(sizes)], sizes, strict=False):
             trace = prepared.trace_call(functools.partial(call, start, n, state))
             traces.append(trace)

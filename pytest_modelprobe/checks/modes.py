@@ -37,7 +37,7 @@ from pytest_modelprobe.text import count, listed, number
 
 from .machinery.agreement import changed, limit, relative_error
 from .machinery.check import check
-from .machinery.prepared import PreparedModel, copy_of, plain
+from .machinery.prepared import PreparedModel, copy_of, plain, set_mode
 from .outcome import NotApplicableError, Violation
 
 _ADVICE = (
@@ -142,7 +142,7 @@ def modes_agree(prepared: PreparedModel, *, tolerance: float | None = None) -> V
     for modes, before in orders:
         with prepared.keep_changes():
             for mode in modes[:-1]:
-                prepared.model.train(mode == "train")
+                set_mode(prepared.model, mode)
             again = _run(prepared, modes[-1], stand_in=evaluated)
         found, _, _ = _differences(before, again, tolerance)
         if found:
@@ -442,7 +442,7 @@ def _drawing(prepared: PreparedModel) -> dict[_Place, _Arguments | None]:
             prepared.model(*args, **kwargs)
 
     with prepared.keep_changes():
-        prepared.model.train()
+        set_mode(prepared.model, "train")
         prepared.trace_call(run)
     return places
 

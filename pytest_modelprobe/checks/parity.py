@@ -38,7 +38,7 @@ from .machinery.agreement import (
     violation_of,
 )
 from .machinery.check import check
-from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary, is_rounded
+from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary, is_rounded, set_mode
 from .outcome import NotApplicableError, Violation, line_of
 from .recomputation import other_recomputation
 
@@ -420,7 +420,8 @@ def export_parity(prepared: PreparedModel, *, tolerance: float | None = None) ->
     export_parity holds for Linear: 1 output
     """
     one = prepared.reference(mode="eval")
-    other = prepared.copied().eval()
+    other = prepared.copied()
+    set_mode(other, "eval")
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):
         args, kwargs = prepared.copied_inputs()
         try:

@@ -20,7 +20,7 @@ from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, flatten_ca
 from pytest_modelprobe.record import ROOT
 
 from .machinery.agreement import Disagreement, limit, relative_error, violation_of
-from .machinery.prepared import LayerTensor, PreparedModel, copy_of, is_rounded, plain
+from .machinery.prepared import LayerTensor, PreparedModel, copy_of, is_rounded, plain, set_mode
 from .outcome import NotApplicableError, Violation
 
 
@@ -47,7 +47,7 @@ def other_recomputation(prepared: PreparedModel) -> Violation | None:
             step()
 
     with prepared.keep_changes():
-        prepared.model.train()
+        set_mode(prepared.model, "train")
         try:
             failed = prepared.trace_call(run).error is not None
         except (NotApplicableError, UsageError):  # of the loss in training mode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -349,11 +349,39 @@ def test_the_probe_comes_first(name: str, given: tuple[Any, ...], said: str) -> 
 
 # --- the battery --------------------------------------------------------------------------------------------------
 
+
+class OfOneMode(nn.Linear):
+    """Its `train` lacks an argument: `eval()` raises."""
+
+    def train(self) -> Self:
+        return super().train()
+
+
+def exported() -> nn.Module:
+    return torch.export.export(nn.Linear(3, 2), (X,)).module()
+
+
 DOES_NOT_RUN: list[tuple[Callable[[], nn.Module], tuple[Any, ...], str]] = [
     (lambda: nn.Linear(4, 2), (X,), "the model does not run on these inputs: (root) raised RuntimeError: "),
     (lambda: nn.Linear(3, 2), (), "missing 1 required positional argument"),
     (lambda: nn.LazyLinear(2), (X,), "the model is lazy and has seen no input: call it once before, model(...)"),
     (lambda: nn.Linear(3, 2, device="meta"), (X,), "the model is on the meta device"),
+    (lambda: Calling(lambda linear, x: None), (X,), "the model returns None: is a return missing at the end of its fo"),
+    (
+        lambda: Calling(lambda linear, x: linear(x).tolist()),
+        (X,),
+        "the model returns no tensor with elements: there is",
+    ),
+    (
+        lambda: OfOneMode(3, 2),
+        (X,),
+        "the mode of the model cannot be set: train(False) raised TypeError: OfOneMode.tra",
+    ),
+    (
+        exported,
+        (X,),
+        "the mode of the model cannot be set: train(False) raised NotImplementedError: Calling train() is",
+    ),
 ]
 IN_CONTAINERS: list[tuple[Callable[[], nn.Module], Any, str]] = [
     (lambda: nn.Bilinear(3, 3, 2), [X, X], "; a list is one input: if the model takes its items, give *inputs"),
@@ -384,13 +412,27 @@ def test_a_case_that_does_not_run_fails_and_is_not_skipped(
 ) -> None:
     case = checks.Case(name="one", factory=factory, inputs=lambda probe: inputs)
     with pytest.raises(UsageError, match=re.escape(said)):
-        CaseCheck(case, "deterministic")(modelprobe)
+        CaseCheck(case, "eval_stable")(modelprobe)
 
 
 def test_a_model_that_refuses_other_inputs_is_fit_for_the_battery(modelprobe: ModelProbe) -> None:
     model = Calling(four_rows_only)
     outcome = checks.standard(modelprobe, model, X, only="gradient_accumulation", loss=lambda y: y.square().mean())[0]
     assert outcome.verdict == "not applicable"
+
+
+def test_a_model_without_a_training_mode_is_fit_for_the_battery(modelprobe: ModelProbe) -> None:
+    class Evaluated(nn.Linear):
+        def train(self, mode: bool = True) -> Self:
+            assert not mode
+            return super().train(mode)
+
+    outcomes = checks.standard(modelprobe, Evaluated(3, 2), X, only=["modes_agree", "checkpoint_parity", "eval_stable"])
+    assert {outcome.check: outcome.verdict for outcome in outcomes} == {
+        "modes_agree": "not applicable",
+        "checkpoint_parity": "not applicable",
+        "eval_stable": "holds",
+    }
 
 
 def test_a_model_that_runs_in_training_alone_is_fit_for_the_battery(modelprobe: ModelProbe) -> None:

@@ -457,13 +457,21 @@ def test_what_differs_inside_does_not_agree(probe: ModelProbe, check: checks.Che
 @pytest.mark.parametrize(
     "check", [checks.finite, checks.deterministic, checks.permutation_invariant, checks.dtype_parity, checks.causal]
 )
-@pytest.mark.parametrize("give", [lambda o: None, lambda o: 5, lambda o: o[:0]], ids=["None", "a number", "no rows"])
+@pytest.mark.parametrize(
+    ("give", "said"),
+    [
+        (lambda o: None, "None: is a return missing at the end of its forward?"),
+        (lambda o: 5, "no tensor with elements: there is nothing to compare"),
+        (lambda o: o[:0], "no tensor with elements: there is nothing to compare"),
+    ],
+    ids=["None", "a number", "no rows"],
+)
 def test_where_nothing_is_given_out_nothing_holds(
-    probe: ModelProbe, check: checks.Check, give: Callable[[Tensor], Any]
+    probe: ModelProbe, check: checks.Check, give: Callable[[Tensor], Any], said: str
 ) -> None:
     found = check.outcome(probe, Model(lambda model, x: give(model.fc(x)), fc=nn.Linear(4, 3)), probe.randn(2, 6, 4))
     assert found.verdict == "not applicable"
-    assert found.text == "the model returns no tensor with elements: there is nothing to compare"
+    assert found.text == f"the model returns {said}"
 
 
 def test_an_object_that_computes_what_it_gives_later_is_refused(probe: ModelProbe) -> None:

@@ -280,7 +280,7 @@ class PreparedModel:
                 args, kwargs = self.copied_inputs(vary, requires_grad=input_gradients)
                 run = self.model if model is None else model
                 if mode is not None:
-                    run.train(mode == "train")
+                    set_mode(run, mode)
                 torch.clear_autocast_cache()  # it holds copies, in another dtype, of weights as they were before
                 with _traced(trace, layers.modules if traced else {}):
                     try:
@@ -336,6 +336,8 @@ class PreparedModel:
             trace = again if self._graph else trace
         if trace.error is not None:
             raise NotApplicableError(f"the model does not run on these inputs: {trace.failure}") from trace.error
+        if trace.output is None:
+            raise NotApplicableError("the model returns None: is a return missing at the end of its forward?")
         if not any(tensor.numel() for _, tensor in flatten("output", trace.output).tensors):
             raise NotApplicableError("the model returns no tensor with elements: there is nothing to compare")
         self.check_reference(trace, **options)
@@ -473,6 +475,19 @@ class PreparedModel:
         trace.gradients = {name: _taken(p) for name, p in parameters.items()}
         floating = {path: x for path, x in inputs.items() if x.requires_grad and x.is_leaf}
         trace.input_gradients = {path: _taken(x) for path, x in floating.items()}
+
+
+def set_mode(model: nn.Module, mode: Mode) -> None:
+    """Set the mode of a model.
+
+    Raises:
+        NotApplicableError: It does not let itself be set, as that of an exported program.
+    """
+    on = mode == "train"
+    try:
+        model.train(on)
+    except Exception as error:
+        raise NotApplicableError(f"the mode of the model cannot be set: train({on}) raised {line_of(error)}") from error
 
 
 def plain(tensor: Tensor) -> Tensor:

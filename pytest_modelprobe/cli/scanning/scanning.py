@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pytest_modelprobe import assertions
 from pytest_modelprobe.assertions.findings import findings, hints
-from pytest_modelprobe.checks import STANDARD, Outcome, outcome
+from pytest_modelprobe.checks import STANDARD, Outcome, battery, outcome
 from pytest_modelprobe.exceptions import ModelProbeError, UsageError
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, Record
@@ -126,12 +126,21 @@ class ScannedModel:
         return found
 
     def outcomes(self, names: Sequence[str] = tuple(STANDARD)) -> Iterator[Outcome]:
-        """Yield the outcome of each standard check, as soon as it is known."""
+        """Yield the outcome of each standard check, as soon as it is known.
+
+        Raises:
+            UsageError: At the end, if the model returns tensors in neither mode.
+        """
         args, kwargs = self.arguments
+        skipped = False
         for name in names:
             check = STANDARD[name]
             options: Mapping[str, Any] = {"factory": self.target.make} if "factory" in check.options else {}
-            yield check.outcome(self.probe, self.model, *args, kwargs=kwargs, **options)
+            found = check.outcome(self.probe, self.model, *args, kwargs=kwargs, **options)
+            skipped |= found.verdict == "not applicable"
+            yield found
+        if skipped:
+            battery.check_runs(self.probe, self.model, args, kwargs)
 
     def _guessed(self) -> list[Input]:
         """Return the first inputs that are found and on which the model runs."""

@@ -68,6 +68,14 @@ class Chosen(Net):
     def forward(self, x):
         return super().forward(x).argmax(-1)
 
+class Forgetful(Net):
+    def forward(self, x):
+        super().forward(x)
+
+class OfOneMode(Net):
+    def train(self):
+        return super().train()
+
 class Prototypes(nn.Module):
     def __init__(self):
         super().__init__()
@@ -184,6 +192,23 @@ def test_compare_tells_the_command_to_start_from(capsys: pytest.CaptureFixture[s
 def test_what_ends_a_scan_is_no_success(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["scan", f"small_net:{name}"]) == 2
     assert fnmatch.fnmatchcase(capsys.readouterr().err, f"modelprobe: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Forgetful", "the model returns None: is a return missing at the end of its forward?"),
+        ("OfOneMode", "the mode of the model cannot be set: train(False) raised TypeError: OfOneMode.train() takes *"),
+    ],
+)
+@pytest.mark.usefixtures("_plugin_alone")
+def test_a_scan_that_can_compare_nothing_is_no_success(
+    name: str, message: str, pytester: pytest.Pytester, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["scan", f"small_net:{name}", "--input", "4x8"]) == 2
+    assert fnmatch.fnmatchcase(capsys.readouterr().err, f"modelprobe: {message}\n")
+    options = f"--modelprobe-model=small_net:{name}", "--modelprobe-input=4x8", "-k", "eval_stable"
+    pytester.runpytest(*options).stdout.fnmatch_lines([f"*UsageError: {message}"])
 
 
 @pytest.mark.usefixtures("_plugin_alone")
