@@ -347,7 +347,8 @@ def overfits_batch(
     Args:
         prepared: The model and its inputs, with a loss.
         steps: Number of steps; one or more.
-        optimizer: Takes the parameters, ``lambda p: torch.optim.SGD(p, 0.1)``; None: Adam with a learning rate of 1e-2.
+        optimizer: Takes the parameters, ``lambda p: torch.optim.SGD(p, 0.1)``; None: Adam with a learning rate of 1e-2,
+            and in float16 a larger ``eps``.
         below: Fraction of the first loss to reach, between 0 and 1.
 
     Raises:
@@ -374,7 +375,7 @@ def overfits_batch(
     if not parameters:
         raise NotApplicableError("no parameter requires a gradient")
     with prepared.keep_changes(), progress("step", steps) as each:
-        taken = _made(optimizer or (lambda given: torch.optim.Adam(given, 1e-2)), parameters)
+        taken = _made(optimizer or _adam, parameters)
         before = {name: p.detach().clone() for name, p in prepared.model.named_parameters() if p.requires_grad}
         for done in each(range(steps + 1)):
             trace = _with_gradients(prepared, done)
@@ -434,6 +435,11 @@ def _loss_of_equal_guesses(trace: Trace) -> float | None:
     assert loss is not None
     is_sum = 0.5 * guesses <= loss.item() / len(output) <= 1.5 * guesses
     return None if is_sum else guesses
+
+
+def _adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return Adam with an ``eps`` that is not 0 in the dtypes of the parameters, as its default is in float16."""
+    return torch.optim.Adam(parameters, 1e-2, eps=max(1e-8, *(torch.finfo(p.dtype).tiny for p in parameters)))
 
 
 def _made(optimizer: Callable[[Any], torch.optim.Optimizer], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -1294,6 +1294,13 @@ def test_under_autocast_the_weights_of_the_last_step_are_trained(probe: ModelPro
     assert found.verdict == "holds"
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_of_a_narrow_dtype_is_trained(probe: ModelProbe, rows: Tensor, dtype: torch.dtype) -> None:
+    model = probe.build(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)).to(dtype))
+    found = checks.overfits_batch.outcome(probe, model, rows.to(dtype), loss=lambda y: y.float().square().mean())
+    assert found.verdict == "holds", found.text
+
+
 def test_a_graph_that_is_made_once_cannot_be_trained(probe: ModelProbe, rows: Tensor) -> None:
     class Once(nn.Module):
         def __init__(self) -> None:
