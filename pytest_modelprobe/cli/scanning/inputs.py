@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pytest_modelprobe.checks import outcome
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.probe import ModelProbe
 
@@ -37,11 +38,18 @@ class Input:
         return f"{name or ''}{'x'.join(map(str, self.shape))}{below or ''}"
 
     def tensor(self, probe: ModelProbe, position: int) -> Tensor:
-        """Return the tensor, drawn from the seed of a probe."""
+        """Return the tensor, drawn from the seed of a probe.
+
+        Raises:
+            UsageError: There is no such tensor, as one that does not fit into memory.
+        """
         name = self._drawn_as(position)
-        if self.below is None:
-            return probe.randn(*self.shape, **name)
-        return probe.randint(0, self.below, self.shape, **name)
+        try:
+            if self.below is None:
+                return probe.randn(*self.shape, **name)
+            return probe.randint(0, self.below, self.shape, **name)
+        except Exception as error:
+            raise UsageError(f"no tensor of {self} can be made: {outcome.line_of(error)}") from error
 
     def code(self, position: int) -> str:
         """Return the call that draws the tensor, for a test.

@@ -58,6 +58,8 @@ def load(name: str) -> Target:
         here = __package__ or ""
         return Target(name, functools.partial(_made, name, make), here, "load", f'load("{name}").make()')
     try:
+        if module_name.startswith("."):  # a path, as ./module.py, which Python takes for a name inside a package
+            raise ModuleNotFoundError(name=module_name)
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):

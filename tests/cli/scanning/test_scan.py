@@ -99,6 +99,8 @@ def _module(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("small_net", "'small_net' names no model: write package.module:make_model"),
         ("small_nets:make_model", "there is no module 'small_nets': is it installed, or below the current folder?"),
+        ("./small_net.py:Net", "there is no module './small_net.py': is it installed, or below the current folder?"),
+        (".small_net:Net", "there is no module '.small_net': is it installed, or below the current folder?"),
         ("small_net:make_mode", "small_net has no make_mode: is make_model meant?"),
         (
             "small_net:needs_width",
@@ -165,6 +167,13 @@ def test_scan_says_in_one_sentence_what_is_wrong_with_its_arguments(capsys: pyte
         "modelprobe: the inputs of Refuses cannot be guessed, start from: modelprobe scan small_net:Refuses "
         "--input 4x8. It got furthest on these: ValueError: no\n"
     )
+
+
+@pytest.mark.parametrize("arguments", [["scan", "small_net:Net"], ["compare", "small_net:Net", "small_net:Net"]])
+def test_an_input_that_cannot_be_made_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*arguments, "--input", "99999999999x99999999999"]) == 2
+    said = "modelprobe: no tensor of 99999999999x99999999999 can be made: RuntimeError: Storage size calculation overfl"
+    assert capsys.readouterr().err.startswith(said)
 
 
 @pytest.mark.usefixtures("_plugin_alone")
