@@ -73,6 +73,7 @@ def batch_independent(prepared: PreparedModel, *, axis: int = 0, tolerance: floa
         if found:
             if resized is None:
                 raise _no_batch(axis)
+            check_not_random(prepared)
             check_rows_go_together(prepared, axis)
             return violation_of(
                 found,
@@ -540,6 +541,7 @@ def _collapse(prepared: PreparedModel, one: Trace, resized: _Resized, rows: _Row
     }
     if not any(given.is_final and given.where in changed for given in one.tensors):
         return None
+    check_not_random(prepared)
     check_rows_go_together(prepared, axis)
     last = max((i for i, given in enumerate(one.tensors) if given.where in rows.axes), default=-1)
     first = next((given for given in one.tensors[last + 1 :] if given.where in changed), one.tensors[-1])

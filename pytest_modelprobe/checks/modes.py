@@ -35,7 +35,7 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.runs import Mode
 from pytest_modelprobe.text import count, listed, number
 
-from .machinery.agreement import changed, limit, relative_error
+from .machinery.agreement import changed, check_repeats, limit, relative_error
 from .machinery.check import check
 from .machinery.prepared import PreparedModel, copy_of, plain, set_mode
 from .outcome import NotApplicableError, Violation
@@ -133,7 +133,7 @@ def modes_agree(prepared: PreparedModel, *, tolerance: float | None = None) -> V
     train = _run(prepared, "train", stand_in=evaluated)
     found, looked_at, inside = _differences(evaluated, train, tolerance)
     if found:
-        return _broken(found, "in training mode than in evaluation mode, without randomness")
+        return _broken(prepared, found, "in training mode than in evaluation mode, without randomness")
     if not looked_at:
         raise NotApplicableError(
             f"{listed(sorted(train.excluded)) or 'each layer'} cannot be compared between the modes"
@@ -146,7 +146,8 @@ def modes_agree(prepared: PreparedModel, *, tolerance: float | None = None) -> V
             again = _run(prepared, modes[-1], stand_in=evaluated)
         found, _, _ = _differences(before, again, tolerance)
         if found:
-            return _broken(found, f"after {', '.join(f'{mode}()' for mode in modes)} than after {modes[-1]}() alone")
+            order = ", ".join(f"{mode}()" for mode in modes)
+            return _broken(prepared, found, f"after {order} than after {modes[-1]}() alone")
     excluded = sorted(train.excluded & {name for name, _ in train.outputs})
     left = f"; left out: {listed(excluded)}, random or with statistics of their own" if excluded else ""
     called = dict.fromkeys(name for name, _ in train.outputs)
@@ -167,7 +168,9 @@ _Difference = tuple[str, str, float]
 """A layer, the path of an output, and its relative error."""
 
 
-def _broken(found: list[_Difference], when: str) -> Violation:
+def _broken(prepared: PreparedModel, found: list[_Difference], when: str) -> Violation:
+    for mode in ("eval", "train"):
+        check_repeats(prepared, mode)
     layer, path, far = found[0]
     return Violation.at(
         layer,

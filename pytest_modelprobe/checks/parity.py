@@ -30,6 +30,7 @@ from .machinery.agreement import (
     TOLERANCE,
     changed,
     check_not_random,
+    check_repeats,
     disagreements,
     in_backward_order,
     limit,
@@ -266,6 +267,7 @@ def checkpoint_parity(prepared: PreparedModel, *, tolerance: float | None = None
         if not isinstance(found, Violation):
             found = _gradients(one, two, tolerance, under, _CHECKPOINT)
         if isinstance(found, Violation):
+            check_repeats(prepared)
             return found
     else:
         how = "not reentrant" if {*parts} <= {*nested} else "reentrant and not"

@@ -35,7 +35,7 @@ from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.runs import Mode, graph_nodes
 from pytest_modelprobe.text import count, listed, number, pattern
 
-from .machinery.agreement import disagreements, violation_of
+from .machinery.agreement import check_repeats, disagreements, violation_of
 from .machinery.check import check_unmodified
 from .machinery.prepared import PreparedModel, Trace, as_double, is_rounded, plain
 from .outcome import NotApplicableError, Violation, line_of
@@ -478,7 +478,7 @@ def state_dict_round_trip(
             columns=("parameter", "was tied to"),
             advice="Tie the parameters again after loading, or keep one module for both.",
         )
-    found = _compared(one, prepared.run(mode="eval", model=other), "a state_dict", f"{count(len(state), 'key')}, ")
+    found = _of_copy(prepared, one, other, "a state_dict", f"{count(len(state), 'key')}, ")
     if isinstance(found, Violation):
         return found
     return _lost_of_training(prepared, _another(prepared, factory)) or found
@@ -534,7 +534,11 @@ def _lost_of_training(prepared: PreparedModel, other: nn.Module) -> Violation | 
             one = prepared.run(mode=mode, seed="loaded")
             two = prepared.run(mode=mode, seed="loaded", model=other)
             found = found or (None if one.error else _lost(prepared, other, (one, two), written))
-    return found if found and _repeats(prepared) else None
+    if found:
+        with contextlib.suppress(NotApplicableError):
+            check_repeats(prepared, "train", tolerance=0.0)
+            return found
+    return None
 
 
 def _lost(prepared: PreparedModel, other: nn.Module, runs: tuple[Trace, Trace], written: list[str]) -> Violation | None:
@@ -555,12 +559,6 @@ def _lost(prepared: PreparedModel, other: nn.Module, runs: tuple[Trace, Trace], 
         return None
     advice = "A forward in training mode wrote what is not in the state_dict: a counter, statistics, a hidden state"
     return dataclasses.replace(found, advice=f"{advice}{setting}.", level="hint")
-
-
-def _repeats(prepared: PreparedModel) -> bool:
-    """Whether training draws from nothing but the seeded random generators."""
-    one, two = (prepared.run(mode="train") for _ in range(2))
-    return not disagreements(one, two, tolerance=0.0, integers=True)
 
 
 @check_unmodified
@@ -584,7 +582,7 @@ def copy_and_pickle(prepared: PreparedModel) -> Violation | str:
             advice="Look for a tensor with a graph among its attributes, for an open file or a lock, and for a "
             "__deepcopy__ of its own.",
         )
-    found = _compared(one, prepared.run(mode="eval", model=copied), "copy.deepcopy", "")
+    found = _of_copy(prepared, one, copied, "copy.deepcopy")
     if isinstance(found, Violation):
         return found
     if any(hasattr(module, "parametrizations") for module in prepared.model.modules()):
@@ -598,7 +596,16 @@ def copy_and_pickle(prepared: PreparedModel) -> Violation | str:
             f"cannot be pickled: {line_of(error)}",
             advice="Look for a lambda, a local class or an open file among its attributes.",
         )
-    return _compared(one, prepared.run(mode="eval", model=again), "pickle", "")
+    return _of_copy(prepared, one, again, "pickle")
+
+
+def _of_copy(prepared: PreparedModel, one: Trace, other: nn.Module, by: str, said: str = "") -> Violation | str:
+    """Return where a copy differs from the model, or a summary."""
+    two = prepared.run(mode="eval", model=other)
+    found = _compared(one, two, by, said)
+    if isinstance(found, Violation) and two.error is None:
+        check_repeats(prepared, "eval", tolerance=0.0)
+    return found
 
 
 def _compared(one: Trace, two: Trace, by: str, said: str) -> Violation | str:

@@ -121,6 +121,7 @@ def later_unseen(prepared: PreparedModel, path: str, axis: int, tolerance: float
         found, hidden = compare_runs(prepared, (one, two), (keep_input, vary), pairs_of, tolerance, exact=True)
         inside = inside or hidden
         if found:
+            check_not_random(prepared)
             return violation_of(
                 found,
                 f"is not causal: the first {before} of {length} positions {{changed}} when later ones were replaced",
@@ -247,6 +248,7 @@ def padding_invariant(
     unused = [parameter for parameter in prepared.parameters if parameter.endswith("mask")]
     if unused and name is None and pad_id is None:
         raise NotApplicableError(f"the model detects no padding without {listed(unused)}: give it, or pad_id=")
+    check_not_random(prepared, masked)
     return violation_of(
         found,
         f"depends on masked positions: the first {kept} of {length} positions {{changed}} when {others}, were {how}",
@@ -421,6 +423,7 @@ def _seen_between(prepared: PreparedModel, path: str, axis: int, name: str, padd
     )
     if not found:
         return None
+    check_not_random(prepared, masked)
     said = f"depends on masked positions: others {{changed}} when positions 1 to {last} of {length}, masked in {name}, "
     return violation_of(found, said + "were replaced", "Check that the mask reaches the attention of each layer.")
 

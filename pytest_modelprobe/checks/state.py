@@ -16,7 +16,7 @@ from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, flatten_ca
 from pytest_modelprobe.record import qualified
 from pytest_modelprobe.text import count, listed
 
-from .machinery.agreement import disagreements, violation_of
+from .machinery.agreement import check_repeats, disagreements, violation_of
 from .machinery.check import check
 from .machinery.prepared import PreparedModel, plain
 from .outcome import Violation
@@ -60,6 +60,7 @@ def state_unchanged_by_forward(prepared: PreparedModel) -> Violation | str:
             found = disagreements(fresh, prepared.run(mode="eval", vary=rolled), tolerance=0.0, integers=True)
     changed = changed_attributes(kept, now)
     if found:
+        check_repeats(prepared, "eval", tolerance=0.0)
         what = f"; attributes that it set: {', '.join(changed)}" if changed else ""
         return violation_of(
             found,

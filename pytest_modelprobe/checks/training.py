@@ -278,6 +278,7 @@ def gradcheck(prepared: PreparedModel, *, tolerance: float = 1e-3, step: float =
         raise NotApplicableError("nothing has a gradient")
     if not found:
         return count(looked_at, "gradient")
+    check_not_random(prepared)
     found = in_backward_order(found, one)
     _, exact_said, near_said = found[0]
     return Violation.first_of(

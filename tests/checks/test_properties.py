@@ -674,6 +674,53 @@ def test_what_a_reversal_a_turn_or_an_exchange_alone_leaves_is_no_set(
     assert found.text.startswith("(root) depends on the order of its elements: output changed by ")
 
 
+class Drawing(nn.Module):
+    """Draws from a generator that no seed and no copy resets."""
+
+    generator = np.random.default_rng(0)
+
+    def __init__(self, always: bool = True, pooled: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.always, self.pooled = always, pooled
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.training or self.always:
+            x = x + torch.from_numpy(self.generator.standard_normal(x.shape)).to(x.dtype)
+        x = self.last(x)
+        return x.mean(0, keepdim=True) if self.pooled else x
+
+
+@pytest.mark.parametrize("check", [
+    checks.modes_agree, checks.batch_independent, checks.causal, checks.state_unchanged_by_forward,
+    checks.state_dict_round_trip, checks.copy_and_pickle, checks.checkpoint_parity, checks.gradcheck,
+])  # fmt: skip
+def test_what_does_not_repeat_is_a_fault_of_that_alone(probe: ModelProbe, check: checks.Check) -> None:
+    found = check.outcome(probe, Drawing(), probe.randn(3, 6, 4))
+    assert found.verdict == "not applicable"
+    assert found.text in (
+        "random in evaluation: another seed changes what (root) returns",
+        "its runs do not repeat: with the same seed (root) returns something else",
+    )
+
+
+@pytest.mark.parametrize("check", [checks.batch_independent, checks.any_batch_size])
+def test_an_output_that_is_random_does_not_lose_the_batch(probe: ModelProbe, check: checks.Check) -> None:
+    assert check.outcome(probe, Drawing(pooled=True), probe.randn(3, 4)).text.startswith("random in evaluation: ")
+
+
+def test_what_does_not_repeat_in_training_is_no_other_mode(probe: ModelProbe) -> None:
+    found = checks.modes_agree.outcome(probe, Drawing(always=False), probe.randn(3, 4))
+    assert found.text == "its runs do not repeat: with the same seed (root) returns something else"
+
+
+def test_masked_positions_do_not_explain_what_is_random(probe: ModelProbe) -> None:
+    model = Code(lambda self, x, mask: self.drawing(x), drawing=Drawing())
+    found = checks.padding_invariant.outcome(probe, model, probe.randn(3, 8, 4), mask=torch.ones(3, 8))
+    assert found.text == "random in evaluation: another seed changes what drawing returns"
+
+
 # --- elsewhere and otherwise --------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from pytest_modelprobe.checks.outcome import NotApplicableError, Violation
 from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.models import as_bits
-from pytest_modelprobe.record import ROOT
+from pytest_modelprobe.record import ROOT, label_of
+from pytest_modelprobe.runs import Mode
 from pytest_modelprobe.text import Cell
 
 from .prepared import LayerTensor, PreparedModel, Trace, Vary, as_double, is_rounded, plain
@@ -157,19 +158,31 @@ def negligible(trace: Trace) -> float:
     return _NEGLIGIBLE * max([trace.largest_gradient, *norms])
 
 
-def check_not_random(prepared: PreparedModel) -> None:
-    """Check that the output in evaluation mode does not depend on the seed.
+def check_not_random(prepared: PreparedModel, vary: Vary | None = None) -> None:
+    """Check that the output in evaluation mode does not depend on the seed, with the inputs as they are or varied.
 
     Raises:
         NotApplicableError: In evaluation mode another seed gives another output, beyond rounding.
     """
-    one = prepared.reference(mode="eval")
+    one = prepared.reference(mode="eval", vary=vary)
     for seed in ("second", "third"):
-        found = disagreements(one, prepared.variation(mode="eval", seed=seed), integers=True)
+        found = disagreements(one, prepared.variation(mode="eval", seed=seed, vary=vary), integers=True)
         if found:
             raise NotApplicableError(
                 f"random in evaluation: another seed changes what {found[0].layer_tensor.layer} returns"
             )
+
+
+def check_repeats(prepared: PreparedModel, mode: Mode | None = None, *, tolerance: float | None = None) -> None:
+    """Check that two runs with the same seed agree.
+
+    Raises:
+        NotApplicableError: They do not, as with a random generator of the model's own.
+    """
+    one, two = (prepared.run(mode=mode) for _ in range(2))
+    if found := disagreements(one, two, tolerance=tolerance, integers=True):
+        layer = label_of(found[0].layer_tensor.layer)
+        raise NotApplicableError(f"its runs do not repeat: with the same seed {layer} returns something else")
 
 
 def compare_runs(
