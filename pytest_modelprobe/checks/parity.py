@@ -53,6 +53,7 @@ _MOMENTS = 1.0
 
 _DEVICE = "Look for code that depends on the device, and for tensors that are created without device=."
 _DTYPE = "Look for what amplifies rounding: a difference of large numbers, a division by a small one, an exp."
+_HARD_CODED = "Look for a hard-coded dtype, and for tensors that are created without dtype=."
 _LAYOUT = "Look for as_strided, .storage() and other code that depends on strides; call .contiguous() before it."
 _VIEW = "Look for a view that should be a reshape, and for code that depends on strides."
 _CHECKPOINT = (
@@ -132,11 +133,12 @@ def dtype_parity(
             f"returns {_name(first.tensor.dtype)} in a model of {name}",
             columns=("tensor", "dtype"),
             rows=tuple((given.where, _name(given.tensor.dtype)) for given in _kept(one, two, dtype)),
-            advice="Look for a hard-coded dtype, and for tensors that are created without dtype=.",
+            advice=_HARD_CODED,
         )
     floating = [given.tensor for given in (*one.tensors, *two.tensors) if given.tensor.is_floating_point()]
     widest = max((limit(x, tolerance, least=_ELSEWHERE) for x in floating), default=_ELSEWHERE)
-    return _not_by_chance(prepared, two, _parity(one, two, f"in {name}", widest, _DTYPE))
+    advice = _DTYPE if two.error is None else _HARD_CODED
+    return _not_by_chance(prepared, two, _parity(one, two, f"in {name}", widest, advice))
 
 
 def _kept(one: Trace, two: Trace, dtype: torch.dtype) -> list[LayerTensor]:

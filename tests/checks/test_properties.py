@@ -806,6 +806,7 @@ def test_a_reshape_takes_any_strides(probe: ModelProbe) -> None:
     ("name", "code", "advice"),
     [
         ("dtype_parity", lambda self, x: (1 + 1e-9 * self.fc(x)) - 1, "Look for what amplifies rounding"),
+        ("dtype_parity", lambda self, x: self.fc(x) @ torch.eye(3), "Look for a hard-coded dtype, and for"),
         ("layout_parity", lambda self, x: x.as_strided((2, 3), (3, 1)), "Look for as_strided"),
         (
             "compile_parity",
