@@ -40,7 +40,7 @@ def spectral_norms_settled(prepared: PreparedModel) -> Violation | str:
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
     >>> probe = ModelProbe()
-    >>> model = nn.utils.spectral_norm(nn.Linear(6, 8)).eval()
+    >>> model = probe.build(lambda: nn.utils.spectral_norm(nn.Linear(6, 8))).eval()
     >>> checks.spectral_norms_settled.outcome(probe, model, probe.randn(4, 6)).verdict
     'broken'
     >>> _ = model.train()(probe.randn(4, 6))
