@@ -256,7 +256,7 @@ static INLINE float of_float16(const char *from) {
 #endif
 #endif
 
-typedef void (*Work)(const Plan *, int64_t, Fold *, Part *, double *, void *, int64_t *, void *);
+typedef void (*Work)(const Plan *, int64_t, int64_t, Fold *, Part *, double *, void *, int64_t *, void *, Held *);
 
 static const struct {
     const char *name;
@@ -456,7 +456,7 @@ typedef struct {
     int folded, binned;
     int64_t length; /* elements of a sample */
     const uint64_t *hashes;
-    int64_t items, next;
+    int64_t items, next, run; /* `run` items, one after another, are worked off by one thread */
     size_t buffer; /* bytes in which a thread brings elements into order */
     int threads, joined; /* how many have something of their own, and how many are at work or were */
     Own *own;
@@ -505,9 +505,14 @@ static void work_off(void *pointer) {
     Fold fold; /* its totals are set only when they are needed */
     fold.length = job->length;
     fold.hashes = job->hashes;
-    for (int64_t item; (item = ADDED(job->next)) < job->items;)
-        LEVELS[level].work[wide](
-            plan, item, job->folded ? &fold : NULL, job->parts, job->numbers, own->ranges, job->binned ? own->bins : NULL, own->buffer);
+    for (int64_t item; (item = ADDED(job->next) * job->run) < job->items;) {
+        Held held = {0, 0};
+        int64_t after = item + job->run < job->items ? item + job->run : job->items;
+        for (; item < after; item++)
+            LEVELS[level].work[wide](
+                plan, item, after, job->folded ? &fold : NULL, job->parts, job->numbers, own->ranges,
+                job->binned ? own->bins : NULL, own->buffer, &held);
+    }
 }
 
 /* Calls a function with its data on each thread of a team: the interface that compilers call for `#pragma omp parallel`.
@@ -562,6 +567,13 @@ static int work_off_together(Job *job, Own *first) {
     }
     if (job->own != first) free(job->own);
     return 0;
+}
+
+/* Returns how many chunks, one after another, a thread takes together: what is transposed at once has parts of all. */
+static int64_t together_of(const Plan *plan, int64_t chunks, int threads) {
+    const View *view = &plan->memory;
+    int64_t some = view->turned ? view->turned * view->size[view->dims - 1] / CHUNK : 0, share = chunks / threads;
+    return some < 1 ? 1 : some < share ? some : share;
 }
 
 /* reduce(address, kind, sizes, strides, axis, index, hashes, threads, histogram=False) returns the numbers, as bytes of
@@ -636,6 +648,7 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     /* If there were as many units as elements, the ranges of each thread would take longer to merge than to find. */
     int together = team && job.items > 1 && threads > 1 && plan->ranges <= plan->count / 16;
     job.threads = !together ? 1 : threads < job.items ? (int)threads : (int)job.items;
+    job.run = job.threads == 1 ? job.items : together_of(plan, job.items, job.threads);
     if (work_off_together(&job, &own)) goto done;
 
     Part all = job.parts[0];

@@ -614,15 +614,16 @@ static INLINE void NAME(add_turned)(const View *view, int kind, int64_t start, i
 /* --- all of it ---------------------------------------------------------------------------------------------------- */
 
 /* Returns the elements of a view from `start` on, and how many they are: SPAN at least, or all up to `end`. With so many,
-   a whole block and a whole row are always at hand. */
-static INLINE const T *NAME(span)(const View *view, int kind, int64_t start, int64_t end, T *buffer, Held *held, int64_t *n) {
+   a whole block and a whole row are always at hand. What is held after `end` is for the chunks up to `last`. */
+static INLINE const T *NAME(span)(
+    const View *view, int kind, int64_t start, int64_t end, int64_t last, T *buffer, Held *held, int64_t *n) {
     int64_t left = end - start, most = left < SPAN ? left : SPAN;
     *n = most;
     if (view->direct) return (const T *)(const void *)view->data + start;
     while (held->count < most) {
         memmove(buffer, buffer + held->first, (size_t)held->count * sizeof(T));
         held->first = 0;
-        if (view->turned) NAME(add_turned)(view, kind, start + held->count, end, buffer, held);
+        if (view->turned) NAME(add_turned)(view, kind, start + held->count, last, buffer, held);
         else {
             NAME(gather)(view, kind, start + held->count, most - held->count, buffer + held->count);
             held->count = most;
@@ -651,7 +652,9 @@ static INLINE void NAME(count_block)(
 
 /* Takes the numbers of one chunk, and the range of each column or unit in it. Neither blocks nor rows depend on the
    spans in which elements are brought into order, so that numbers have the same bits however a tensor lies in memory. */
-static void NAME(work)(const Plan *plan, int64_t item, Fold *fold, Part *parts, double *numbers, void *ranges, int64_t *bins, void *buffer) {
+static void NAME(work)(
+    const Plan *plan, int64_t item, int64_t after, Fold *fold, Part *parts, double *numbers, void *ranges, int64_t *bins, void *buffer,
+    Held *held) {
     T sums[NUMBERS * 16], shift = 0;
     Part all = NOTHING;
     if (fold) NAME(begin)(fold, sums);
@@ -659,10 +662,11 @@ static void NAME(work)(const Plan *plan, int64_t item, Fold *fold, Part *parts, 
         const View *view = pass ? &plan->logical : &plan->memory;
         int64_t first = item * CHUNK, most = pass ? plan->elements : plan->count, end = first + CHUNK < most ? first + CHUNK : most;
         int64_t counted = pass ? end : first, folded = fold && pass == !plan->in_order ? first : end;
-        Held held = {0, 0};
+        int64_t last = after * CHUNK < most ? after * CHUNK : most;
+        if (fold && !plan->in_order) *held = (Held){0, 0}; /* both passes use the buffer */
         for (int64_t start = first; start < end;) {
             int64_t n;
-            const T *x = NAME(span)(view, plan->kind, start, end, buffer, &held, &n);
+            const T *x = NAME(span)(view, plan->kind, start, end, last, buffer, held, &n);
             int64_t stop = start + n;
             while (counted < stop) {
                 int64_t left = plan->inner - counted % plan->inner;
@@ -679,8 +683,8 @@ static void NAME(work)(const Plan *plan, int64_t item, Fold *fold, Part *parts, 
                 folded += n;
             }
             stop = counted < folded ? counted : folded;
-            held.first += stop - start;
-            held.count -= stop - start;
+            held->first += stop - start;
+            held->count -= stop - start;
             start = stop;
         }
     }
