@@ -137,6 +137,7 @@ class Capture:
             self._backward.on_pass = self._forwards.pass_begins
         self._unhooked: list[str] = []
         self._unseen_thread = False
+        self._children = layers.children()
         self._changed: dict[str, None] = {}
         """Names of layers that were replaced, added or removed before the end of a forward."""
         self._abstract = 0
@@ -378,7 +379,7 @@ class Capture:
                 self._keep(name, output)
         finally:
             if not self._running.stack:
-                changed = self.layers.changed()
+                changed = self.layers.changed(self._children)
                 self._changed.update((child, None) for parent, child in changed if self.selected & {parent, child})
                 self._abstract += _is_abstract(output)
                 self._leave_forward()

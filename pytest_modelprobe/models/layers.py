@@ -39,6 +39,9 @@ _PLAIN = frozenset({bool, int, float, str})
 _SEQUENCES = frozenset({tuple, list, torch.Size})
 _MOST_ITEMS = 16
 
+Children = dict[str, dict[str, nn.Module | None]]
+"""The children of layers by name, each by its name there."""
+
 
 class Layers:
     """The layers of a model, found once, before anything is attached.
@@ -66,7 +69,6 @@ class Layers:
         self._plain: set[type] = set()
         """Classes that need no special treatment. Most modules are of a few of them, so each is looked at once."""
         self._walk("", model)
-        self._children = {name: module._modules.copy() for name, module in self.modules.items()}
         self.notes += notes_on(self.modules.values())
 
     def _walk(self, name: str, module: nn.Module) -> None:
@@ -119,12 +121,16 @@ class Layers:
     def _note_compiled(self, name: str) -> None:
         self.notes.append(f"{name or ROOT} {RUN_EAGERLY}")
 
-    def changed(self) -> list[tuple[str, str]]:
+    def children(self) -> Children:
+        """Return the children of each layer as they are now, for `changed`."""
+        return {name: module._modules.copy() for name, module in self.modules.items()}
+
+    def changed(self, before: Children) -> list[tuple[str, str]]:
         """Return the names of children that were replaced, added or removed since, each after that of its parent."""
         return [
             (name, qualified(name, key))
             for name, module in self.modules.items()
-            if module._modules != (then := self._children[name])  # quick, as no module compares its contents
+            if module._modules != (then := before[name])  # quick, as no module compares its contents
             for key in {**then, **module._modules}
             if module._modules.get(key) is not then.get(key)
         ]
