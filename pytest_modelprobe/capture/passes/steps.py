@@ -203,17 +203,15 @@ class Steps:
             self._accumulated += self._forwards > 1 and any(one.passes > 1 for one in held)
             self._evaluating += self._in_evaluation
             self._in_evaluation = False
-            for one in held:
-                one.used, one.stale, one.mixed, one.passes = self._steps, False, False, 0
-                while one.pending:
-                    self._all.use(one.pending[0])
             counts = self._by_optimizer.get(optimizer)
             if counts is None:
                 counts = self._by_optimizer[optimizer] = _OptimizerSteps()
                 self._optimizer_steps.append(counts)
             owner = self._optimizer_steps.index(counts) + 1
             for one in held:
-                one.owner = owner
+                one.used, one.owner, one.stale, one.mixed, one.passes = self._steps, owner, False, False, 0
+                while one.pending:
+                    self._all.use(one.pending[0])
             counts.taken += bool(self._forwards or self._idle)
             counts.idle += self._idle
             self._stepping = True
