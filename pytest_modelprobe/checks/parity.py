@@ -247,8 +247,9 @@ def checkpoint_parity(prepared: PreparedModel, *, tolerance: float | None = None
     for reentrant in (False, True):
         how = "reentrant" if reentrant else "not reentrant"
         again = copy.deepcopy(model)
+        root = Layers(again).modules[ROOT]
         for name in parts:
-            module = Layers(again).modules[ROOT].get_submodule(name)
+            module = root.get_submodule(name)
             note = functools.partial(nested.setdefault, name)
             module.forward = functools.partial(_checkpointed, module.forward, note, use_reentrant=reentrant)
         with warnings.catch_warnings(action="ignore"):
