@@ -64,7 +64,7 @@ def compare(
         tolerance: Factor of the tolerance of each value: one number, or a number for each glob of layers.
         parts: Compare everything, the architecture alone, or the values alone.
         nondeterministic: Do not compare values whose noise is above a hundredth; they are counted.
-        strict: Whether it differs how a call is written, where every value is the same.
+        strict: Whether a refactoring differs, where every value is the same.
         precision: What is known of the expected values. By default it is whether their noise was measured.
 
     Raises:
@@ -160,7 +160,22 @@ class _Comparer:
         for name, layer in self.actual.layers.items():
             if name in self.expected.layers:
                 yield from self._layer(layer, self.expected.layers[name])
+        yield from self._order()
         self.pairs.sort(key=lambda pair: pair.actual.started)
+
+    def _order(self) -> Iterator[Difference]:
+        """Yield the first parameter that is at another position, among those of both records, than it was."""
+        mine, theirs = (
+            [(layer.name, p.name) for layer in record.layers.values() for p in layer.parameters if p.tied_to is None]
+            for record in (self.actual, self.expected)
+        )
+        both = {*mine} & {*theirs}
+        now, then = ([place for place in order if place in both] for order in (mine, theirs))
+        moved = next(((i, place) for i, place in enumerate(now) if place != then[i]), None)
+        if moved is not None:
+            position, (layer, name) = moved
+            was = then.index((layer, name))
+            yield Difference(layer=layer, kind="parameter order", what=name, actual=position, expected=was)
 
     def _run(self) -> Iterator[Difference]:
         """Yield what differs in how the model was run."""

@@ -17,9 +17,9 @@ from .tolerance import UNKNOWN, ValueChange
 DifferenceKind = Literal[
     "layer added", "layer removed", "layer renamed", "type", "attribute", "mode", "name",
     "parameter added", "parameter removed", "parameter shape", "parameter dtype", "parameter trainable",
-    "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
-    "buffer persistent", "calls", "source", "interface", "path", "input added", "input removed", "argument", "context",
-    "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
+    "parameter tied", "parameter order", "buffer added", "buffer removed", "buffer shape", "buffer dtype",
+    "buffer tied", "buffer persistent", "calls", "source", "interface", "path", "input added", "input removed",
+    "argument", "context", "seed", "loss", "forwards", "input", "weights", "buffer", "output", "state", "response",
     "gradient", "gradient presence", "parameter gradient", "response gradient", "update presence",
     "optimizer", "update", "noise", "run",
 ]  # fmt: skip
@@ -95,7 +95,7 @@ class Comparison:
     notes: tuple[Difference, ...] = ()
     """Attributes that only one record has, and values of other names: an effect of theirs is a difference itself."""
     strict: bool = False
-    """Whether it differs how a call is written, where every value is the same; else it is noted."""
+    """Whether a refactoring differs, where every value is the same; else it is noted."""
     looser: tuple[Difference, ...] = ()
     """Values whose noise grew tenfold: an update would tolerate larger changes."""
     wanted: frozenset[str] | None = None

@@ -24,7 +24,8 @@ from .specs import DTYPE, Defaults, FormatError, ParsedSpec, name_of, parse_para
 _HEADER = {
     "modelprobe": int, "model": str, "root": str, "mode": str, "seed": int, "loss": str, "forwards": int,
     "backwards": int, "dtype": str, "requires_grad": bool, "grad_enabled": bool, "autocast": str, "attributes": dict,
-    "optimizers": list, "numbers": bool, "notes": list, "order": list, "reason": str, "supersedes": str, LAYERS: dict,
+    "optimizers": list, "numbers": bool, "notes": list, "order": list, "parameter order": list,
+    "reason": str, "supersedes": str, LAYERS: dict,
 }  # fmt: skip
 _LAYER = {
     "type": str, "functional": bool, "leaf": bool, "training": bool, "aliases": list, "attributes": dict,

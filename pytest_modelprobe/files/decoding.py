@@ -17,6 +17,7 @@ from pytest_modelprobe.record import Record, gc_paused, has_numbers
 from .architecture_file import Structure
 from .layout import ComparedParts, digest_of
 from .numbers_file import RecordBuilder, check_numbers, operation_from
+from .order import in_model_order
 from .parsing import RESTORE, parsed, string_dict, string_tuple
 from .specs import FormatError
 
@@ -131,9 +132,10 @@ def _snapshot(structure: Structure, numbers: Mapping[str, Any]) -> StoredSnapsho
     """Return the record and its declaration. ``numbers`` is empty if the structure alone is wanted."""
     data = structure.data
     fill = RecordBuilder(structure, numbers)
+    layers = {line.name: fill.layer(i, line) for i, line in enumerate(structure.lines)}
     record = Record(
         model=data["model"],
-        layers={line.name: fill.layer(i, line) for i, line in enumerate(structure.lines)},
+        layers=in_model_order(layers, data["parameter order"]) if "parameter order" in data else layers,
         forwards=data.get("forwards", 0),
         backwards=data.get("backwards", 0),
         device=fill.device,

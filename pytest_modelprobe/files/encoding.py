@@ -35,7 +35,16 @@ from pytest_modelprobe.record import (
 
 from . import layout
 from .layout import ComparedParts, Texts, digest_of, laid_out, usual_call, usual_layer
-from .order import all_events, containers, events, forward_kind_of, forward_order, implied_timelines, timelines
+from .order import (
+    all_events,
+    containers,
+    events,
+    forward_kind_of,
+    forward_order,
+    implied_timelines,
+    parameter_order,
+    timelines,
+)
 from .readings import reading_text
 from .recipe_text import Outline, Recipes
 from .specs import DTYPE, Defaults, floating, keys, parameter_text, relative, value_text
@@ -111,6 +120,7 @@ def _header(record: Record, lines: Sequence[LayerCalls], numbers: bool) -> tuple
         "numbers": None if numbers else False,
         "notes": None if numbers else record.notes or None,
         "order": order if order != implied_timelines([name for name, _, _ in lines], calls) else None,
+        "parameter order": parameter_order(record, lines),
     }
     return _given(header), Defaults(dtype, requires_grad)
 
@@ -361,6 +371,8 @@ class _Numbers:
             parts.append((layout.UNREACHED, _COMPACT(response.without_gradient)))
         if response.reason is not None:
             parts.append((layout.REASON, quoted(response.reason)))
+        if response.mode_matters:
+            parts.append((layout.BY_MODE, "true"))
         text = _object(parts)
         digest = hashlib.sha256(text.encode()).hexdigest()
         length = next(n for n in range(8, len(digest)) if self.responses.get(digest[:n], text) == text)

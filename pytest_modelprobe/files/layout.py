@@ -31,7 +31,7 @@ GRADIENT_COLUMNS = ["rms", "fingerprint", "noise", "zeros"]
 OWN, INPUT, OUTPUT = ".", "<", ">"
 ALONE, RANDOM = "alone", "random"
 HANDED = "~"
-RECIPES, GRADIENT, UNREACHED, REASON = "given", "gradient", "unreached", "reason"
+RECIPES, GRADIENT, UNREACHED, REASON, BY_MODE = "given", "gradient", "unreached", "reason", "by mode"
 KEYS = {
     ".": "own parameter or buffer: numbers, gradient, what the run left, what the optimizer added",
     "<": "input: numbers and gradient, or which value it is",

@@ -276,7 +276,7 @@ class RecordBuilder:
                 passed = value if type(value) is str else None
                 reading = None if value is None or passed is not None else self._reading(value, None, "response")
                 handed.append(EmittedTensor(where=name_of(key[1:]), passed=passed, reading=reading))
-            elif key not in (layout.RECIPES, layout.GRADIENT, layout.UNREACHED, layout.REASON):
+            elif key not in (layout.RECIPES, layout.GRADIENT, layout.UNREACHED, layout.REASON, layout.BY_MODE):
                 raise FormatError(f"it has an unknown field {excerpt(key)}")
         reason = data.get(layout.REASON)
         if type(reason) not in (str, type(None)):
@@ -289,4 +289,5 @@ class RecordBuilder:
             gradient=gradient,
             without_gradient=string_tuple(data.get(layout.UNREACHED, []), layout.UNREACHED),
             reason=reason,
+            mode_matters=data.get(layout.BY_MODE, False) is True,
         )

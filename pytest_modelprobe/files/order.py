@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from pytest_modelprobe.record import ROOT, Call, ForwardKind, Layer, Record
@@ -50,6 +50,26 @@ def forward_order(record: Record) -> list[tuple[str, Layer, list[Call]]]:
 
     layers = sorted(record.layers.items(), key=lambda item: first_call(item[1]))
     return [(name, layer, sorted(layer.calls, key=number)) for name, layer in layers]
+
+
+def parameter_order(record: Record, lines: Iterable[tuple[str, Layer, list[Call]]]) -> list[int] | None:
+    """Return the layers with parameters in the order of the model, as their places among the lines with some.
+
+    Returns None if the lines are in this order. The order counts: optimizers know parameters by their position.
+    """
+    places = {name: i for i, name in enumerate(name for name, layer, _ in lines if layer.parameters)}
+    found = [places[name] for name, layer in record.layers.items() if layer.parameters]
+    return found if found != sorted(found) else None
+
+
+def in_model_order(layers: Mapping[str, Layer], order: Sequence[int]) -> dict[str, Layer]:
+    """Return the layers with those that have parameters in the order of the model, as `parameter_order` tells it."""
+    own = [name for name, layer in layers.items() if layer.parameters]
+    if not all(type(place) is int for place in order) or sorted(order) != [*range(len(own))]:
+        raise FormatError(f"the order of parameters is no order of {len(own):,} layers")
+    following = iter(order)
+    names = [own[next(following)] if layer.parameters else name for name, layer in layers.items()]
+    return {name: layers[name] for name in names}
 
 
 def containers(names: Collection[str]) -> set[str]:

@@ -23,8 +23,8 @@ from .same_elements import has_same_elements
 
 STRUCTURE: frozenset[DifferenceKind] = frozenset({
     "parameter added", "parameter removed", "parameter shape", "parameter dtype", "parameter trainable",
-    "parameter tied", "buffer added", "buffer removed", "buffer shape", "buffer dtype", "buffer tied",
-    "buffer persistent",
+    "parameter tied", "parameter order", "buffer added", "buffer removed", "buffer shape", "buffer dtype",
+    "buffer tied", "buffer persistent",
 })  # fmt: skip
 """Parameters and buffers of a layer, without their values."""
 

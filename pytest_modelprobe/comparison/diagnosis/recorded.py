@@ -17,7 +17,7 @@ from .causes import Cause, cause_of, cause_of_all
 from .index import STRUCTURE, ComparisonIndex
 from .weights import redrawn_by_name, weight_causes
 
-_ASPECTS = {"shape": "", "trainable": "requires_grad", "tied": "tied to"}
+_ASPECTS = {"shape": "", "trainable": "requires_grad", "tied": "tied to", "order": "position"}
 
 
 def recorded_causes(index: ComparisonIndex) -> list[Cause]:

@@ -159,14 +159,32 @@ class Session:
 
     def _response_to(self, call: TracedCall, expected: Call | None) -> IsolatedResponse:
         alone = _IsolatedCall(self, call, expected)
-        found = self._response(alone)
+        found = self._in_both_modes(alone)
         if not alone.has_other_arguments:
             return found
-        own = self._response(_IsolatedCall(self, call))
+        own = self._in_both_modes(_IsolatedCall(self, call))
         if found.reason is not None:
             return own  # code may raise for arguments that it was not called with in the run
-        defaults = _defaults_of(call.module.forward)
-        return dataclasses.replace(found, arguments_matter=_tensors_differ(own, found), defaults=defaults)
+        return dataclasses.replace(
+            found,
+            arguments_matter=_tensors_differ(own, found),
+            mode_matters=found.mode_matters or own.mode_matters,
+            defaults=_defaults_of(call.module.forward),
+        )
+
+    def _in_both_modes(self, alone: _IsolatedCall) -> IsolatedResponse:
+        """Return the response in the mode of the run, and whether that in the other mode is different."""
+        found, module = self._response(alone), alone.call.module
+        if self.perturb is not None or found.reason is not None:
+            return found
+        of, self.of = self.of, "outputs"
+        module.training = not module.training
+        try:
+            other = self._response(_IsolatedCall(self, alone.call, alone.expected))
+        finally:
+            module.training = not module.training
+            self.of = of
+        return dataclasses.replace(found, mode_matters=(other.handed, other.reason) != (found.handed, None))
 
     def _response(self, alone: _IsolatedCall) -> IsolatedResponse:
         self.current = alone
