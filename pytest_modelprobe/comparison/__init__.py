@@ -13,7 +13,7 @@ from .diagnosis import (
     diagnose,
     layers_behind_zeros,
 )
-from .differences import BEHAVIOR, CallPair, Comparison, Difference, Parts, Tolerance
+from .differences import BEHAVIOR, CallPair, Comparison, Difference, DifferenceKind, Parts, Tolerance
 from .pairing import is_drawn_otherwise
 from .ports import Pairing, pair, port_failure
 from .tolerance import LARGEST_TOLERANCE, Precision, is_rounding, largest_gradient
@@ -27,6 +27,7 @@ __all__ = [
     "Comparison",
     "Diagnosis",
     "Difference",
+    "DifferenceKind",
     "LARGEST_TOLERANCE",
     "NO_EFFECT",
     "Pairing",

@@ -16,6 +16,7 @@ from pytest_modelprobe.record import (
     Record,
     Value,
     qualified,
+    relative_name,
 )
 
 from .differences import CallPair
@@ -39,10 +40,12 @@ def _made(recipe: str) -> str:
 
 def is_drawn_otherwise(layer: str, a: IsolatedResponse | None, names: NamesBefore) -> bool:
     """Whether the synthetic tensors of a response were drawn by other names than those of the expected one."""
-    if a is None or a.by_names_before or not names.paths:
+    if a is None or a.by_names_before:
         return False
-    called = (qualified(layer, child.partition(" ")[0]) for child in children(a))
-    return any(name in names.paths for name in (layer, *called))
+    called = [qualified(layer, child.partition(" ")[0]) for child in children(a) if child]
+    before = names.layers.get(layer, layer)
+    renamed = (relative_name(names.layers.get(name, name), before) != relative_name(name, layer) for name in called)
+    return any(name in names.paths for name in (layer, *called)) or any(renamed)
 
 
 def emitted(response: IsolatedResponse | None) -> Sequence[EmittedTensor]:

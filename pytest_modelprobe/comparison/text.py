@@ -33,7 +33,7 @@ def first_line(diagnosis: Diagnosis) -> str:
     """
     if diagnosis.same and diagnosis.notes:
         places = _places(grouped(diagnosis.notes), diagnosis)
-        return printable(f"every value is the same; calls are written otherwise in {places}")
+        return printable(f"same function; written otherwise in {places}")
     sure = bool(diagnosis.causes) and not _only_possible_moved_it(diagnosis)
     found = grouped(diagnosis.causes if sure else diagnosis.possible)
     within = f" within {percent(diagnosis.within)}" if diagnosis.within else ""
@@ -155,13 +155,13 @@ def noted(notes: Iterable[Difference]) -> list[str]:
 
 
 def noted_calls(notes: Iterable[Cause]) -> list[str]:
-    """Return one sentence on calls that are written otherwise, which fail no test by themselves.
+    """Return one sentence on what is written otherwise, which fails no test by itself.
 
     >>> noted_calls(
     ...     Cause(kind="architecture", layer=f"{i}.attn", what="path", expected="input[1]", actual="mask")
     ...     for i in range(6)
     ... )
-    ['Calls that are written otherwise: input[1] renamed to mask in *.attn x6.']
+    ['Written otherwise: input[1] renamed to mask in *.attn x6.']
     """
     layers: dict[str, list[str]] = {}
     for note in notes:
@@ -417,7 +417,7 @@ _REDRAWN = (
 
 _POSSIBLE = "Possible (an input is unknown, or only one of two kinds of evidence shows it):"
 
-_NOTES = "Calls that are written otherwise"
+_NOTES = "Written otherwise"
 
 _SEEN = {
     "recorded": "in the record",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Literal, get_args
 
-from pytest_modelprobe.comparison import BEHAVIOR, Cause, Comparison, Diagnosis, Difference
+from pytest_modelprobe.comparison import BEHAVIOR, Cause, Comparison, Diagnosis, Difference, DifferenceKind
 
 from .checkpoints import Effect, effect_on_checkpoints
 
@@ -54,7 +54,7 @@ MEANING: Mapping[Class, str] = {
     "weights": "weights or buffers have other values, and nothing else that could be compared differs",
     "renamed": "a snapshot has another name, or layers do that are otherwise built as before",
     "new": "a snapshot was added",
-    "calls": "calls are written differently, or layers that compute nothing came or went; every value is the same",
+    "calls": "calls are written differently, or layers that are never called came or went; every value is the same",
     "format": "the text of a file changed, but not its meaning",
 }
 
@@ -65,10 +65,12 @@ def differences_by_class(diagnosis: Diagnosis, effect: Effect) -> dict[Class, li
     of_numbers = _class_of_numbers(diagnosis)
     found: dict[Class, list[Difference]] = {}
     for difference in comparison.differences:
-        kind = "calls" if diagnosis.same else _class_of_difference(difference, comparison)
+        of = _class_where_same if diagnosis.same else _class_of_difference
+        kind = of(difference, comparison)
         found.setdefault(of_numbers if kind == "behavior" else kind, []).append(difference)
-    if names := [note for note in comparison.notes if note.kind == "name"]:
-        found.setdefault("calls", []).extend(names)
+    for note in comparison.notes:
+        if note.kind == "name":
+            found.setdefault(_class_where_same(note, comparison), []).append(note)
     if not effect.none:  # The parameters of a layer that was added, for example, are no differences of their own.
         found.setdefault("checkpoint", [])
     return found
@@ -98,10 +100,16 @@ def class_of(cause: Cause, diagnosis: Diagnosis) -> Class:
     return "structure" if diagnosis.unchanged and cause.change is None else "behavior"
 
 
+def class_of_note(note: Cause, comparison: Comparison) -> Class:
+    """Return the class of what is written otherwise, where every value is the same."""
+    return min((_class_where_same(difference, comparison) for difference in note.differences), key=CLASSES.index)
+
+
 def causes_of(kind: Class, diagnosis: Diagnosis) -> Iterator[Cause]:
     """Yield the causes of a class. To behavior belong also the causes of other classes that have a measured effect."""
-    if kind == "calls":
-        yield from diagnosis.notes
+    for note in diagnosis.notes:
+        if class_of_note(note, diagnosis.comparison) == kind:
+            yield note
     for cause in (*diagnosis.causes, *diagnosis.possible):
         own = class_of(cause, diagnosis)
         if own == kind or (kind == "behavior" and own not in ("weights", "renamed") and cause.change is not None):
@@ -121,6 +129,23 @@ def _class_of_numbers(diagnosis: Diagnosis) -> Class:
     # Weights of `build` are drawn by the names of parameters, so a renamed layer has other ones.
     drawn = any(d.kind == "weights" for d in diagnosis.comparison.found)
     return "renamed" if found == {"renamed"} and drawn else "behavior"
+
+
+_OF_CALLS: frozenset[DifferenceKind] = BEHAVIOR | {
+    "calls", "source", "interface", "input added", "input removed", "argument", "context", "name",
+}  # fmt: skip
+"""Kinds of differences of how calls are written, where every value is the same."""
+
+
+def _class_where_same(difference: Difference, comparison: Comparison) -> Class:
+    """Return the class of a difference where every value is the same, and nothing that fails a test differs."""
+    kind, name = difference.kind, difference.layer
+    if kind == "name" and difference.what.startswith("output"):
+        return "interface"
+    if kind in ("layer added", "layer removed"):
+        layers = (comparison.actual if kind == "layer added" else comparison.expected).layers
+        return "structure" if (layers.get(f"{name} (removed)") or layers[name]).calls else "calls"
+    return "calls" if kind in _OF_CALLS else _class_of_difference(difference, comparison)
 
 
 def _class_of_difference(difference: Difference, comparison: Comparison) -> Class:

@@ -18,7 +18,7 @@ from pytest_modelprobe.comparison.text import text as diagnosis_text
 from pytest_modelprobe.text import Cell, collapsed, count, failure, listed, printable, table
 
 from .checkpoints import Effect
-from .classes import Class, class_of
+from .classes import Class, class_of, class_of_note
 from .verdict import Finding, SnapshotChange, Verdict, part_not_compared
 
 _MANY = 8
@@ -116,7 +116,7 @@ def _causes_text(finding: Finding, change: SnapshotChange) -> str:
     diagnosis = change.diagnosis
     if diagnosis is None:
         return told
-    if set(finding.causes).isdisjoint(diagnosis.causes):
+    if set(finding.causes) <= set(diagnosis.possible):
         told = f"possibly {told}"
     same = diagnosis.unchanged and all(other.kind != "behavior" for other in change.findings)
     if same and finding.kind in ("structure", "renamed"):
@@ -318,8 +318,11 @@ def shared_cause_rows(verdict: Verdict, *, notes: bool = False) -> list[list[Cel
                 models = alike.setdefault((said, class_of(cause, diagnosis)), {})
                 models[change.model] = _largest([models.get(change.model), known_change(cause)])
     for change in verdict.changes if notes else ():
-        for note, times in grouped(change.diagnosis.notes if change.diagnosis else ()):
-            alike.setdefault((_repeated_cause_text(note, times), "calls"), {})[change.model] = None
+        if change.diagnosis is None:
+            continue
+        for note, times in grouped(change.diagnosis.notes):
+            kind = class_of_note(note, change.diagnosis.comparison)
+            alike.setdefault((_repeated_cause_text(note, times), kind), {})[change.model] = None
     return [
         [said, kind, percent(_largest(models.values())), listed(list(models))] for (said, kind), models in alike.items()
     ]
@@ -329,7 +332,7 @@ def _largest(sizes: Iterable[float | None]) -> float | None:
     return max(sizes, key=lambda size: size or 0.0)
 
 
-NOTE_COLUMNS = ("call that is written otherwise", "layers")
+NOTE_COLUMNS = ("written otherwise", "layers")
 
 
 def note_rows(notes: Iterable[Cause]) -> list[list[Cell]]:

@@ -339,7 +339,7 @@ def _change(
     connected = tuple(outlines.of_connections(snapshot.record) for snapshot in (new, old))
     old, new = outlines.of_snapshot(old), outlines.of_snapshot(new)
     effect = effect_on_checkpoints(comparison) if architecture else Effect()
-    diagnosis = _diagnosis(comparison)
+    diagnosis = diagnose(comparison)
     by_class = _differences(diagnosis, effect, architecture=architecture)
     if gone or part_not_compared(new, old):
         by_class["removed"] = []
@@ -377,18 +377,6 @@ def _change(
         connections=connected[0],
         connections_before=connected[1],
     )
-
-
-def _diagnosis(comparison: Comparison) -> Diagnosis:
-    """Return the causes.
-
-    If a layer, run alone, answers differently, then no difference is excused as only another way to write calls. A test
-    does not ask for that answer if the run shows no change, but the files have it.
-    """
-    diagnosis = diagnose(comparison)
-    if any(note.changes_code and note.evidence != "recorded" for note in diagnosis.notes):
-        return diagnose(dataclasses.replace(comparison, strict=True))
-    return diagnosis
 
 
 def _differences(diagnosis: Diagnosis, effect: Effect, *, architecture: bool) -> dict[Class, list[Difference]]:

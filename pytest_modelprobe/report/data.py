@@ -63,6 +63,6 @@ def _causes(change: SnapshotChange) -> list[dict[str, str]]:
 
 
 def _notes(change: SnapshotChange) -> list[dict[str, str]]:
-    """Return the calls that are written differently."""
+    """Return what is written otherwise."""
     notes = () if change.diagnosis is None else change.diagnosis.notes
     return [{"kind": note.kind, "layer": note.layer, "said": cause_text(note)} for note in notes]

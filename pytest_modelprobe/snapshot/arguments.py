@@ -28,7 +28,7 @@ class Arguments:
     tolerance: Tolerance = None
     compare: Parts = "all"
     strict: bool = False
-    """Whether the test gives ``compare="all"``. Then it also fails if only calls are written in another way."""
+    """Whether the test gives ``compare="all"``. Then a refactoring fails it too."""
     allow: tuple[Allowed, ...] = ()
     rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

@@ -210,7 +210,8 @@ class Comparer:
             outcome.values_not_compared = diagnosis.comparison.unknown
             outcome.expected = diagnosis.comparison.expected
             outcome.notes = diagnosis.notes
-            if not diagnosis.same or self._updates_notes(outcome, arguments, diagnosis):
+            stale_fails = bool(diagnosis.notes) and self._policy.stale_fails and not self._updates
+            if not diagnosis.same or stale_fails or self._updates_notes(outcome, arguments, diagnosis):
                 outcome.diagnosis = diagnosis
         outcome.scope_message = self._scope_message(outcome, stored.texts)
         if stored.texts is not None and stored.complete and outcome.diagnosis is None and not outcome.scope_message:

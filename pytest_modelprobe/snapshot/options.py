@@ -59,7 +59,9 @@ class Policy(NamedTuple):
 
     compare: Parts = "all"
     strict: bool = False
-    """Whether an option asks for all. Then tests also fail if only calls inside a model are written in another way."""
+    """Whether an option asks for all. Then a refactoring fails tests too."""
+    stale_fails: bool = False
+    """Whether a test fails whose file is stale: the model computes the same, and is written otherwise."""
     compare_from: str = ""
     """The option or ini line from which ``compare`` is, as it was written."""
     for_this_run: bool = False
@@ -77,8 +79,7 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
     group.addoption(
         "--modelprobe-compare",
         choices=get_args(Parts),
-        help="what snapshots compare: the architecture alone, the behavior alone, or all, which fails too where calls "
-        "are written otherwise and every value is the same",
+        help="what snapshots compare: the architecture or the behavior alone, or all, which a refactoring fails too",
     )
     group.addoption("--modelprobe-reason", metavar="TEXT", help="written beside each architecture that is updated")
     group.addoption(
@@ -99,6 +100,9 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
         help="let --snapshot-update write model snapshots although CI is set; on the command line only",
     )
     parser.addini("modelprobe_compare", "what snapshots compare: all, architecture or behavior", default="")
+    parser.addini(
+        "modelprobe_stale", "whether tests pass or fail where a model is only written otherwise", default="pass"
+    )
 
 
 _IN_CI = pytest.StashKey[bool]()
@@ -114,6 +118,9 @@ def policy_of(config: pytest.Config) -> Policy:
     option, ini = config.getoption("--modelprobe-compare"), config.getini("modelprobe_compare")
     if ini not in ("", *get_args(Parts)):
         raise pytest.UsageError(f"modelprobe_compare is all, architecture or behavior; the ini file has {ini!r}")
+    stale = config.getini("modelprobe_stale")
+    if stale not in ("pass", "fail"):
+        raise pytest.UsageError(f"modelprobe_stale is pass or fail; the ini file has {stale!r}")
     reason, accept = config.getoption("--modelprobe-reason"), config.getoption("--modelprobe-accept") or ()
     updating, output = getattr(config.option, "update_snapshots", False), config.getoption("--modelprobe-output")
     if reason is not None and not reason.strip():
@@ -124,6 +131,7 @@ def policy_of(config: pytest.Config) -> Policy:
     return Policy(
         compare=option or ini or "all",
         strict=(option or ini) == "all",
+        stale_fails=stale == "fail",
         for_this_run=_of_command_line(config, "--modelprobe-compare"),
         compare_from=f"--modelprobe-compare={option}" if option else f"modelprobe_compare = {ini}",
         reason=reason,

@@ -53,7 +53,7 @@ class Outcome:
     diagnosis: Diagnosis | None = None
     """Why the record differs; ``None`` if it does not, or if there is no snapshot."""
     notes: Sequence[Cause] = ()
-    """Calls whose code was written in another way although every value is the same."""
+    """What is written otherwise although every value is the same. The file is *stale*."""
     given: Record = dataclasses.field(init=False)
     """The record as the test gave it."""
     expected: Record | None = None

@@ -21,7 +21,7 @@ import pytest
 from pytest_modelprobe.exceptions import UsageError
 
 from .options import DIRECTORY, Policy
-from .summary import UnusedFiles, lines, shown_path
+from .summary import UnusedFiles, lines, shown_path, stale_of
 
 if TYPE_CHECKING:
     from .unused import Module, Test
@@ -219,7 +219,7 @@ class SnapshotSession:
             return
         written = [one for one in self.results if one["verdict"] in ("created", "updated")]
         left_out = [one for one in self.results if one["not_compared"]]
-        for done, found in (("written", written), ("not compared", left_out)):
+        for done, found in (("written", written), ("not compared", left_out), ("stale", stale_of(self.results))):
             if found:
                 # Other plugins read the attributes of what they find there, which are reports.
                 reporter.stats[f"snapshot{'s' * (len(found) > 1)} {done}"] = [SimpleNamespace(**one) for one in found]

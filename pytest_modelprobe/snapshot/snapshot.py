@@ -52,7 +52,7 @@ class ModelProbeSnapshot:
             tolerance: Factor by which the tolerance of every value is multiplied: a number, or a dict of glob of
                 layers → number.
             compare: ``architecture`` (names, types, shapes, attributes), ``behavior`` (the numbers), or ``all``, with
-                which it fails too if only calls inside the model are written otherwise. Both are compared by default.
+                which a refactoring fails too. Both are compared by default.
             allow: What may be recorded although it differs between runs or platforms: active ``dropout``,
                 ``nonfinite`` values, or ``nondeterministic`` values, which are then not compared.
             rename: Dict of glob of layers → glob of their names in the snapshot; layers inside them are included.

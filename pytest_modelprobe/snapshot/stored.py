@@ -89,10 +89,11 @@ def texts_to_write(outcome: Outcome, record: Record, old: Texts | None, reason: 
 def _changed_layers(found: Comparison) -> set[str]:
     """Return the layers whose lines are written anew.
 
-    Layers that call one whose arguments have other names are among them: their responses name these arguments.
+    Layers that call one which has another name, or whose arguments have, are among them: their responses name these.
     """
     names = found.names_before
-    calling = (step.parent for step in CallTree(found.actual).started if step.layer.name in names.paths)
+    renamed = {*names.paths, *names.layers}
+    calling = (step.parent for step in CallTree(found.actual).started if step.layer.name in renamed)
     return {
         *(difference.layer for difference in (*found.differences, *found.notes)),
         *names.layers,

@@ -57,7 +57,7 @@ def lines(
         _caught(caught),
         _written(results),
         _shared_causes(results),
-        _other_calls(results, details=details),
+        _stale(results, details=details),
         _not_compared(results, policy),
         _unused_lines(unused, len(unused.unused) if details else _MOST),
         _unused_reason(results, policy),
@@ -148,17 +148,23 @@ def _for_pull_request(results: Results, unused: UnusedFiles, policy: Policy) -> 
     yield f"  Model snapshots: {what}.{because}{f' {policy.reason}' if policy.reason else ''}"
 
 
-def _other_calls(results: Results, *, details: bool) -> Iterator[str]:
-    """Yield how many tests pass although calls in their models are written in another way; as details, each call."""
+def stale_of(results: Results) -> Results:
+    """Return the comparisons that passed with a stale file: one of the same function, written otherwise."""
+    return [result for result in results if result["verdict"] == "same" and result["notes"]]
+
+
+def _stale(results: Results, *, details: bool) -> Iterator[str]:
+    """Yield how many files are stale, and in how many places their models are written otherwise; as details, each."""
     from pytest_modelprobe.text import count
 
-    passed = [result for result in results if result["verdict"] == "same" and result["notes"]]
-    if not passed:
+    stale = stale_of(results)
+    if not stale:
         return
-    seen = f"{count(len(passed), 'model')} {'passes' if len(passed) == 1 else 'pass'} with other calls inside"
-    yield f"{seen}:" if details else f"{seen}: --snapshot-details lists them, --snapshot-update writes them"
+    places = sum(note["layers"] for result in stale for note in result["notes"])
+    seen = f"{count(len(stale), 'snapshot')} stale: same function, written otherwise in {count(places, 'place')}"
+    yield f"{seen}:" if details else f"{seen}; --snapshot-details lists them, --snapshot-update writes them"
     if details:
-        said = Counter((note["said"], note["layers"]) for result in passed for note in result["notes"])
+        said = Counter((note["said"], note["layers"]) for result in stale for note in result["notes"])
         for (text, layers), models in said.items():
             yield f"  {text}{f' x{layers}' if layers > 1 else ''}{f' in {models} models' if models > 1 else ''}"
 

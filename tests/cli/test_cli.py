@@ -766,7 +766,7 @@ def test_a_diff_names_the_cause(modelprobe: Run, tmp_path: Path, monkeypatch: py
     write(net(act="GELU"), "new/__modelprobe__/m/t")
     code, out, _ = modelprobe("diff", "old/__modelprobe__/m/t.arch.json", "new/__modelprobe__/m/t.probe.json")
     assert code == 1
-    assert "output unchanged; structure differs in 1 place: act: ReLU → GELU" in out
+    assert "same function; written otherwise in 1 place: act: ReLU → GELU" in out
 
 
 def test_a_diff_has_the_calls_that_are_written_otherwise(by_keyword: None, modelprobe: Run) -> None:
@@ -776,10 +776,10 @@ def test_a_diff_has_the_calls_that_are_written_otherwise(by_keyword: None, model
         out
         == f"""\
 Net ({PATH}.arch.json)
-every value is the same; calls are written otherwise in 1 place: fc: input renamed to x
+same function; written otherwise in 1 place: fc: input renamed to x
 
-call that is written otherwise   layers
-fc: input renamed to x                1
+written otherwise        layers
+fc: input renamed to x        1
 """
     )
     _, out, _ = modelprobe("diff", "--base", "main", "--format", "markdown")
@@ -833,7 +833,7 @@ def test_a_diff_with_a_base_is_of_the_working_tree(branch: str, modelprobe: Run)
     write(net(act="GELU"))
     code, out, _ = modelprobe("diff", "--base", "main")
     assert code == 1
-    assert "output unchanged; structure differs in 1 place: act: ReLU → GELU" in out
+    assert "same function; written otherwise in 1 place: act: ReLU → GELU" in out
 
 
 def test_a_diff_may_be_of_two_revisions(git: Git, branch: str, modelprobe: Run) -> None:

@@ -334,8 +334,7 @@ def test_beside_causes_calls_that_are_written_otherwise_are_one_sentence() -> No
     notes = [renamed(f"h.{i}.attn") for i in range(12)] + [renamed("head"), renamed("head", "scale")]
     lines = text(beside(*notes)).splitlines()
     assert lines[-1] == (
-        "Calls that are written otherwise: input[1] renamed to mask in h.*.attn x12 and head and input[1] renamed to "
-        "scale in head."
+        "Written otherwise: input[1] renamed to mask in h.*.attn x12 and head and input[1] renamed to scale in head."
     )
     many = text(beside(*(renamed("head", f"a{i}") for i in range(60)))).splitlines()
     assert many[-1].endswith("input[1] renamed to a7 in head and 52 more.")
@@ -344,7 +343,7 @@ def test_beside_causes_calls_that_are_written_otherwise_are_one_sentence() -> No
 
 def test_calls_that_are_written_otherwise_alone_are_the_first_line() -> None:
     assert text(of(notes=(renamed("h.0.attn"), renamed("h.1.attn"), renamed("head")))) == (
-        "every value is the same; calls are written otherwise in 3 places: h.*.attn: input[1] renamed to mask x2; "
+        "same function; written otherwise in 3 places: h.*.attn: input[1] renamed to mask x2; "
         "head: input[1] renamed to mask"
     )
 

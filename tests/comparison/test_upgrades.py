@@ -99,7 +99,7 @@ def test_arguments_by_keyword_alone_fail_nothing() -> None:
     found = upgraded(Convolution(), Convolution(keyword=True), *GRAPH)
     assert found.same
     assert "aggregate: input[1] renamed to index" in map(cause_text, found.notes)
-    assert first_line(found).startswith("every value is the same; calls are written otherwise in ")
+    assert first_line(found).startswith("same function; written otherwise in ")
 
 
 class Norm(nn.Module):

@@ -1321,21 +1321,22 @@ def test_a_call_that_is_written_otherwise_fails_nothing_until_an_update_writes_i
     project.models(BY_KEYWORD)
     passed = project.run()
     passed.assert_outcomes(passed=2)
-    line = "2 models pass with other calls inside: --snapshot-details lists them, --snapshot-update writes them"
-    passed.stdout.fnmatch_lines([line])
+    seen = "2 snapshots stale: same function, written otherwise in 8 places"
+    passed.stdout.fnmatch_lines([f"{seen}; --snapshot-details lists them, --snapshot-update writes them"])
+    passed.stdout.fnmatch_lines(["=* 2 passed, 2 snapshots stale in *"])
     assert project.contents() == before
     listed = project.run("--snapshot-details")
-    listed.stdout.fnmatch_lines(["2 models pass with other calls inside:", *LISTED], consecutive=True)
+    listed.stdout.fnmatch_lines([f"{seen}:", *LISTED], consecutive=True)
     updated = project.update()
     updated.assert_outcomes(passed=2)
-    said = "every value is the same; calls are written otherwise in 4 places"
+    said = "same function; written otherwise in 4 places"
     updated.stdout.fnmatch_lines([f"updated *x.arch.json: {said}: blocks.*.attn: input[[]0] renamed to input x2; *"])
     written = project.contents()
     assert all(written[name] != before[name] for name in before)
     assert b'"mask' in written["test_net/test_x.arch.json"]
     quiet = project.run()
     quiet.assert_outcomes(passed=2)
-    quiet.stdout.no_fnmatch_line("*other calls inside*")
+    quiet.stdout.no_fnmatch_line("*stale*")
 
 
 def test_the_results_have_the_calls_that_are_written_otherwise(project: Project) -> None:
@@ -1350,7 +1351,7 @@ def test_the_results_have_the_calls_that_are_written_otherwise(project: Project)
         ("blocks.*.attn: input[0] renamed to input", 2), ("blocks.*.attn: input[1] renamed to mask", 2),
     ]  # fmt: skip
     page = (project.pytester.path / "page.html").read_text("utf-8")
-    assert "Calls inside 2 models are written otherwise, which alone fails no test" in page
+    assert "2 models written otherwise, which alone fails no test" in page
     assert "blocks.*.attn: input[1] renamed to mask x2, in 2 models" in page
 
 
@@ -1429,7 +1430,7 @@ def test_beside_a_change_calls_that_are_written_otherwise_are_one_sentence(proje
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines([
         "*structure differs in 2 places: blocks.*.attn.drop.p 0.1 → 0.3 x2",
-        "*Calls that are written otherwise: input[[]0] renamed to input in blocks.*.attn x2 and input[[]1] renamed *",
+        "*Written otherwise: input[[]0] renamed to input in blocks.*.attn x2 and input[[]1] renamed *",
     ])  # fmt: skip
 
 

@@ -31,8 +31,8 @@ from .causes import (
     changes_code,
 )
 from .computation import computation_causes
+from .decisive import is_decisive, of_cause
 from .effects import explained_by, with_absorbed, with_same_elements, with_size_of_effect
-from .harmless import in_run, is_harmless
 from .hints import hints
 from .index import ComparisonIndex
 from .recorded import path_cause, recorded_causes, update_causes
@@ -78,12 +78,12 @@ def diagnose(comparison: Comparison) -> Diagnosis:
     causes, possible = _all_causes(index)
     unchanged = _is_unchanged(comparison)
     if unchanged and not comparison.strict:
-        harmless = _harmless_causes(index, (*causes, *possible))
-        others = len(harmless) < len(causes) + len(possible)
-        nothing_else = not others and all(is_harmless(index, d) for d in comparison.differences)
+        indecisive = [c for c in (*causes, *possible) if not any(is_decisive(index, d) for d in of_cause(index, c))]
+        others = len(indecisive) < len(causes) + len(possible)
+        nothing_else = not others and not any(is_decisive(index, d) for d in comparison.differences)
         if others or nothing_else:  # else they are all that is known of what differs
-            notes += map(_without_effect, harmless)
-            causes, possible = ([cause for cause in found if cause not in harmless] for found in (causes, possible))
+            notes += map(_without_effect, indecisive)
+            causes, possible = ([cause for cause in found if cause not in indecisive] for found in (causes, possible))
         if nothing_else:
             return Diagnosis(comparison=comparison, notes=tuple(notes), unchanged=True)
     if unchanged and _has_same_gradients(comparison):
@@ -165,17 +165,6 @@ def _why_unknown(expected: Record) -> str:
 
 
 # --- what becomes a note ----------------------------------------------------------------------------------------------
-
-
-def _harmless_causes(index: ComparisonIndex, causes: Iterable[Cause]) -> list[Cause]:
-    """Return the causes that fail no test by themselves where every value is the same."""
-    hidden = set(layers_behind_zeros(index.comparison.actual))
-    return [
-        cause
-        for cause in causes
-        if all(is_harmless(index, difference) for difference in in_run(index, cause))
-        and not (cause.changes_code and cause.layer in hidden and not cause.is_call_count)
-    ]
 
 
 def _without_effect(cause: Cause) -> Cause:

@@ -30,7 +30,7 @@ def gradient_causes(index: ComparisonIndex, causes: Sequence[Cause], explained: 
     found: dict[str, Cause] = {}
     explained = explained | {cause.layer for cause in causes}
     for pair in index.comparison.calls:
-        here = [] if pair.layer in explained or pair.layer in found else _backward_differences(index, pair)
+        here = [] if pair.layer in explained or pair.layer in found else gradient_differences(index, pair)
         if here:
             lost = [d for d in here if d.what and d.expected]
             found[pair.layer] = cause_of(
@@ -71,7 +71,7 @@ def _cuts_no_gradient(cause: Cause) -> bool:
     return cause.kind in ("weights", "buffers") or (cause.kind == "architecture" and cause.what in ("added", "removed"))
 
 
-def _backward_differences(index: ComparisonIndex, pair: CallPair) -> list[Difference]:
+def gradient_differences(index: ComparisonIndex, pair: CallPair) -> list[Difference]:
     """Return the gradient differences of a call's isolated response, without those of children that changed."""
     if not index.is_response_conclusive(pair) or index.other_explanation(pair) is not None:
         return []

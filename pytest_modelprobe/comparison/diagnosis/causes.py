@@ -127,7 +127,7 @@ class Diagnosis:
     possible: tuple[Cause, ...] = ()
     """Causes of which not all inputs are known, or that only one of two kinds of evidence shows."""
     notes: tuple[Cause, ...] = ()
-    """Calls that are written otherwise, where every value is the same."""
+    """What is written otherwise, where every value is the same."""
     unchanged: bool = False
     """Whether the outputs of the model were compared and none differs."""
     within: float = 0.0

@@ -76,7 +76,7 @@ def _add_other_responses(index: ComparisonIndex, explained: Collection[str], cer
     """Add the layers whose isolated response differs; only possible where something else may explain it."""
     around = {index.caller(name) for name in (*index.added, *index.removed)}
     for pair in index.comparison.calls:
-        found = _response_differences(index, pair)
+        found = response_differences(index, pair)
         if pair.layer in explained:  # an added or removed child does not change masks and positions
             found = [d for d in found if pair.layer in around and generated_input(index, pair, d) is not None]
         if not found:
@@ -288,7 +288,7 @@ def _is_routed(index: ComparisonIndex, above: CallPair, calls: Difference) -> bo
 # --- alone ------------------------------------------------------------------------------------------------------------
 
 
-def _response_differences(index: ComparisonIndex, pair: CallPair) -> list[Difference]:
+def response_differences(index: ComparisonIndex, pair: CallPair) -> list[Difference]:
     """Return the differences of a call's isolated response, without those that other differences report."""
     came_or_went = {d.what for d in index.of_call(pair, "path") if None in (d.actual, d.expected)}
     # An input that the container no longer gets cannot be passed on.

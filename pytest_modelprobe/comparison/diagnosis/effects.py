@@ -14,8 +14,8 @@ from pytest_modelprobe.comparison.differences import CallPair, Difference
 from pytest_modelprobe.comparison.pairing import children, split_place
 
 from .causes import ABSORBED, SAME_ELEMENTS, Cause, worst_first
-from .harmless import is_harmless
 from .index import ComparisonIndex
+from .same_elements import has_same_elements
 
 _OF_THE_WHOLE = ("added", "removed", "renamed", "path", "training")
 """Changes of a layer as a whole, which need not be the cause of its changed outputs."""
@@ -79,7 +79,11 @@ def with_absorbed(index: ComparisonIndex, cause: Cause) -> Cause:
 
 def with_same_elements(index: ComparisonIndex, cause: Cause) -> Cause:
     """Add the hint `SAME_ELEMENTS` to a shape or dtype that changes nothing by itself."""
-    return cause.with_hints(SAME_ELEMENTS) if cause.is_exact and is_harmless(index, cause.differences[0]) else cause
+    first = cause.differences[0] if cause.is_exact else None
+    pair = None if first is None else index.pair_at(first)
+    if first is None or pair is None or pair.outermost or not has_same_elements(index, pair, first):
+        return cause
+    return cause.with_hints(SAME_ELEMENTS)
 
 
 def _hands_on_the_same(index: ComparisonIndex, cause: Cause, pair: CallPair) -> bool:

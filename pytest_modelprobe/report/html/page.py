@@ -247,13 +247,13 @@ def _base_section(base: Data | None) -> Markup | None:
 
 
 def _notes_section(tests: Sequence[Data]) -> Markup | None:
-    """Return the calls that are written differently, each once, with the number of its models."""
+    """Return what is written otherwise, each once, with the number of its models."""
     noted = [snapshot["notes"] for test in tests for snapshot in test["snapshots"] if snapshot.get("notes")]
     if not noted:
         return None
     models = Counter(_note(note) for notes in noted for note in notes)
     said = bullets(f"{note}, in {count(n, 'model')}" for note, n in models.most_common())
-    summary = f"Calls inside {count(len(noted), 'model')} are written otherwise, which alone fails no test"
+    summary = f"{count(len(noted), 'model')} written otherwise, which alone fails no test"
     return tag("section", folded(summary, said), id="notes")
 
 
@@ -343,7 +343,7 @@ def _snapshot(snapshot: Data) -> Markup:
         parts.append(folded(count(len(possible), "possible cause"), bullets(possible)))
     notes = [_note(note) for note in snapshot.get("notes", ())]
     if notes:
-        parts.append(folded("Calls that are written otherwise", bullets(notes)))
+        parts.append(folded("Written otherwise", bullets(notes)))
     if verdict in _FINE:
         return tag("section", parts, class_="snapshot")
     if steps:

@@ -1,0 +1,164 @@
+"""Which edits of a model fail a snapshot, which make its file stale, and of which class the gate says they are.
+
+One model, one edit a row: the table of the how-to page on snapshots.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import pytest_modelprobe.snapshot.comparer
+import pytest_modelprobe.snapshot.snapshot  # noqa: F401 - pytester forgets what its runs import
+from pytest_modelprobe.cli import main
+
+MODEL = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Mix(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    def forward(self, x):
+        return {"mixed": self.a(x) + self.b(x)}
+
+class Masking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+    def forward(self, x):
+        return F.dropout(x * self.scale, 0.2, self.training)
+
+class Attention(nn.Module):
+    eager = False
+    def forward(self, q, k, v):
+        if self.eager:
+            return torch.softmax(q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5, -1) @ v
+        return F.scaled_dot_product_attention(q, k, v)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.ones(8))
+        self.mix, self.masking, self.attend, self.act = Mix(), Masking(), Attention(), nn.ReLU()
+        self.drop, self.head = nn.Dropout(0.1), nn.Linear(8, 2)
+    def forward(self, x):
+        h = self.act(self.mix(x * self.table)["mixed"])
+        h = self.masking(h + self.attend(h, h, h))
+        return {"logits": self.head(self.drop(h))}
+"""
+
+EDITS = {
+    "dropout added": [("h))}", "self.more(h)))}"), ("self.drop, self", "self.more, self.drop, self"),
+                      ("= nn.Dropout", "= nn.Dropout(0.1), nn.Dropout")],
+    "dropout of another class": [("nn.Dropout(0.1)", "nn.AlphaDropout(0.1)")],
+    "dropout no longer called": [("self.head(self.drop(h))", "self.head(h)")],
+    "dropout of nothing added": [("h))}", "self.more(h)))}"), ("self.drop, self", "self.more, self.drop, self"),
+                                 ("= nn.Dropout", "= nn.Dropout(0.0), nn.Dropout")],
+    "a module becomes a function": [("self.act(", "F.relu("), (", self.act =", " ="), (", nn.ReLU()", "")],
+    "a class renamed": [("class Mix", "class Mixer"), ("= Mix()", "= Mixer()")],
+    "a class renamed that depends on the mode": [("class Masking", "class Noise"), ("Masking()", "Noise()")],
+    "a module without parameters renamed": [("self.act", "self.activation")],
+    "a module that is never called added": [("self.register", "self.spare = nn.ReLU(); self.register")],
+    "attention by other operations": [("eager = False", "eager = True")],
+    "a key of the model's output renamed": [('{"logits":', '{"scores":')],
+    "a key of an inner output renamed": [('{"mixed":', '{"sum":'), ('["mixed"]', '["sum"]')],
+    "a buffer made non-persistent": [('"table", torch.ones(8)', '"table", torch.ones(8), persistent=False')],
+    "two parameters in another order": [("self.a, self.b =", "self.b, self.a =")],
+}  # fmt: skip
+
+# Edit → whether the test passes by default, whether it does with compare="architecture", the class of the gate.
+TABLE = {
+    "dropout added": ("failed", "failed", "structure"),
+    "dropout of another class": ("failed", "failed", "structure"),
+    "dropout no longer called": ("failed", "failed", "structure"),
+    "dropout of nothing added": ("stale", "failed", "structure"),
+    "a module becomes a function": ("stale", "failed", "structure"),
+    "a class renamed": ("stale", "failed", "structure"),
+    "a class renamed that depends on the mode": ("failed", "failed", "structure"),
+    "a module without parameters renamed": ("stale", "failed", "renamed"),
+    "a module that is never called added": ("stale", "failed", "calls"),
+    "attention by other operations": ("passed", "passed", None),
+    "a key of the model's output renamed": ("failed", "failed", "interface"),
+    "a key of an inner output renamed": ("stale", "failed", "interface"),
+    "a buffer made non-persistent": ("failed", "failed", "checkpoint"),
+    "two parameters in another order": ("failed", "failed", "checkpoint"),
+}
+
+
+def source(edit: str) -> str:
+    text = MODEL
+    for old, new in EDITS.get(edit, []):
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+TEST = """
+import pytest
+
+EDITS = {edits!r}
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_x(edit, modelprobe, modelprobe_snapshot):
+    space = {{"__name__": "models"}}
+    exec(EDITS[edit], space)
+    model = modelprobe.build(space["Net"]).eval()
+    assert modelprobe.run(model, modelprobe.randn(4, 5, 8), loss="random") == modelprobe_snapshot
+"""
+
+
+@pytest.fixture
+def edited(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A project with a snapshot of the model for each edit, after the edits."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    pytester.makepyfile(test_net=TEST.format(edits=dict.fromkeys(EDITS, MODEL)))
+    run(pytester, "--snapshot-update").assert_outcomes(passed=len(EDITS))
+    pytester.makepyfile(test_net=TEST.format(edits={edit: source(edit) for edit in EDITS}))
+    return pytester
+
+
+def run(project: pytest.Pytester, *args: str) -> pytest.RunResult:
+    plugins = ("-p", "pytest_modelprobe.plugin", "-p", "no:cacheprovider")
+    return project.runpytest_inprocess(*plugins, "--modelprobe-json=results.json", *args)
+
+
+def outcomes(project: pytest.Pytester) -> dict[str, str]:
+    """Return edit → outcome of the run: a test that passes with a stale file is ``stale``."""
+    data = json.loads((project.path / "results.json").read_text())
+    found = {}
+    for test in data["tests"]:
+        (compared,) = test["snapshots"]
+        outcome = {"same": "stale" if compared["notes"] else "passed"}.get(compared["verdict"], "failed")
+        found[compared["test"].partition("[")[2].removesuffix("]")] = outcome
+    return found
+
+
+def test_a_refactoring_passes_and_its_file_is_stale(edited: pytest.Pytester, tmp_path: Path, capsys) -> None:
+    by_default = run(edited)
+    assert outcomes(edited) == {edit: default for edit, (default, *_) in TABLE.items()}
+    by_default.stdout.fnmatch_lines([
+        "6 snapshots stale: same function, written otherwise in * places; --snapshot-details lists them, *",
+        "=* 6 snapshots stale *=",
+    ])  # fmt: skip
+    run(edited, "--modelprobe-compare=architecture")
+    assert outcomes(edited) == {edit: strict for edit, (_, strict, _) in TABLE.items()}
+    run(edited, "-o", "modelprobe_stale=fail")
+    assert "stale" not in outcomes(edited).values()
+    old = tmp_path / "old"
+    shutil.copytree(edited.path / "__modelprobe__", old / "__modelprobe__")
+    run(edited, "--snapshot-update").assert_outcomes(passed=len(EDITS))
+    capsys.readouterr()
+    main(["diff", str(old), str(edited.path), "--format=json"])
+    changes = json.loads(capsys.readouterr().out)["changes"]
+    found = {
+        Path(change["snapshot"]).name.partition("[")[2].partition("]")[0]: change["findings"][0]["class"]
+        for change in changes
+    }
+    by_gate = {edit: of_gate for edit, (_, _, of_gate) in TABLE.items() if of_gate is not None}
+    assert found == by_gate
