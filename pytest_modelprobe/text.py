@@ -235,8 +235,9 @@ def table(
 ) -> list[str]:
     r"""Return the lines of an aligned table, columns of numbers right-aligned; rows beyond ``most`` are counted.
 
-    Where it is shown in a terminal, see `fitted`, the middle of long words is left out until it fits, as far as they
-    still differ, and after that columns: the spare ones, then the last.
+    Where it is shown in a terminal, see `fitted`, columns are left out, the spare ones and then the last, until the
+    first is whole or takes half of the width. Then the middle of long words is left out, as far as they still differ.
+    A wider terminal never shows less of the first column.
 
     Args:
         columns: The headings.
@@ -273,46 +274,48 @@ def table(
 
 _GAP = 3
 _NARROWEST = 16
-"""Characters that are left of a word whose middle is left out, if words then still differ."""
+"""Characters that are left at least of a cell whose middle is left out."""
 
 
 def _narrowed(
     columns: Sequence[str], rows: list[list[str]], right: Sequence[bool], width: int, spare: Sequence[str]
 ) -> tuple[list[int], list[list[str]]]:
-    """Return the positions of columns that fit into a width, and their cells, with words shortened for it."""
+    """Return the positions of the columns that fit into a width, and their cells, shortened for it."""
     whole = [[row[i] for row in rows] for i in range(len(columns))]
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    least = list(widths)
+    for i in (i for i in range(len(columns)) if not right[i]):
+        lowest = min(max(len(columns[i]), _NARROWEST), widths[i])
+        least[i] = max(map(len, (columns[i], *_shorter(whole[i], range(lowest, widths[i] + 1)))))
     kept = list(range(len(columns)))
     dropped = [columns.index(name) for name in spare if name in columns]
-    dropped += [i for i in reversed(kept) if i not in dropped]
+    dropped += [i for i in reversed(kept[1:]) if i not in dropped]
+    others = sum(least[i] + _GAP for i in kept[1:])
+    most = max(others, width - sum(widths[i] + _GAP for i in kept[1:]))
     for next_dropped in dropped:
-        cells = {i: whole[i] for i in kept}
-        widths = {i: max(map(len, (columns[i], *cells[i]))) for i in kept}
-        while (too_wide := sum(widths.values()) + _GAP * (len(kept) - 1) - width) > 0:
-            able = {}
-            for i in kept:
-                shorter = None if right[i] else _shorter(columns[i], whole[i], widths[i], too_wide)
-                if shorter is not None:
-                    able[i] = shorter
-            if not able:
-                break
-            # Names and paths are shortened before sentences, whose middle is missed more.
-            i = max(able, key=lambda one: (not any(" " in cell for cell in whole[one]), widths[one]))
-            cells[i] = able[i]
-            widths[i] = max(map(len, (columns[i], *cells[i])))
-        else:
-            return kept, [list(row) for row in zip(*cells.values(), strict=True)]
+        if width - others >= min(widths[0], max(others, least[0])):
+            break
         kept.remove(next_dropped)
-    return [0], [[folded(row[0], width)] for row in rows]
+        most, others = others, others - least[next_dropped] - _GAP
+    # What is to spare is for the others if the first one would have to give it back to the next column.
+    first = min(widths[0], width - others, max(most, least[0]))
+    left = width - first - others
+    cells = [_shorter(whole[0], range(first, least[0] - 1, -1)) or [folded(cell, width) for cell in whole[0]]]
+    for i in kept[1:]:
+        wider = min(widths[i], least[i] + left)
+        left -= wider - least[i]
+        cells.append(_shorter(whole[i], range(wider, least[i] - 1, -1)))
+    return kept, [list(row) for row in zip(*cells, strict=True)]
 
 
-def _shorter(column: str, cells: Sequence[str], widest: int, too_wide: int) -> list[str] | None:
-    """Return a column with its longest cells shortened, or None if it cannot be, or cells would be shown alike."""
-    for target in range(max(widest - too_wide, len(column), _NARROWEST), widest):
+def _shorter(cells: Sequence[str], widths: Iterable[int]) -> list[str]:
+    """Return the cells of a column, shortened to the first of the widths at which they differ as before."""
+    for width in widths:
         for eighths in (4, 3, 5, 2, 6, 1):
-            shown = [folded(cell, target, eighths) for cell in cells]
+            shown = [folded(cell, width, eighths) for cell in cells]
             if len(set(shown)) == len(set(cells)):
                 return shown
-    return None
+    return []
 
 
 def folded(text: str, widest: int, eighths: int = 4) -> str:

@@ -6,6 +6,8 @@ import re
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from pytest_modelprobe import ModelProbe, Record
@@ -267,14 +269,56 @@ def test_a_table_fits_the_terminal(width: int) -> None:
     assert max(map(len, lines)) <= width
 
 
-def test_names_are_folded_before_columns_are_dropped_and_stay_different() -> None:
-    with fitted(66):
-        lines = table(COLUMNS, ROWS, most=2)
+CELLS = st.one_of(
+    st.from_regex(r"(encoder|blocks|head)(\.[a-z0-9]{1,9}){0,9}", fullmatch=True),
+    st.from_regex(r"fc[0-9]: [a-z]{1,9}( [a-z]{1,9}){0,12}", fullmatch=True),
+    st.integers(0, 10**9),
+)
+
+
+@given(data=st.data())
+def test_a_wider_terminal_never_shows_less_of_the_first_column(data: st.DataObject) -> None:
+    columns = ["cause", *data.draw(st.lists(st.sampled_from(COLUMNS[1:]), unique=True))]
+    row = st.tuples(CELLS.filter(lambda cell: isinstance(cell, str)), *[CELLS] * (len(columns) - 1))
+    rows = data.draw(st.lists(row, min_size=1, max_size=5))
+    shown = [0] * len(rows)
+    for width in range(data.draw(st.integers(8, 12)), 200, 5):
+        with fitted(width):
+            lines = table(columns, rows, spare=columns[2:3])
+        assert max(map(len, lines[: len(rows) + 1])) <= width
+        before, shown = shown, [len(re.split(" {3,}", line)[0]) for line in lines[1 : len(rows) + 1]]
+        assert all(now >= then for now, then in zip(shown, before, strict=True)), lines
+
+
+def test_columns_are_dropped_before_the_first_has_less_than_half_of_the_width() -> None:
+    causes = [
+        ["encoder.*.self_attn: own code changed between norm and attn", "computation", "5.1 %", "alone and in the run"],
+        ["head.fc: weights changed by 0.08 % (weight, bias)", "weights", "0.08 %", "in the record"],
+    ]
+    with fitted(80):
+        narrow = table(["cause", "class", "changed by", "seen"], causes)
+    with fitted(96):
+        wider = table(["cause", "class", "changed by", "seen"], causes)
+    assert narrow == [
+        "cause                                            class         changed by",
+        "encoder.*.self_attn: o…d between norm and attn   computation   5.1 %",
+        "head.fc: weights chang…y 0.08 % (weight, bias)   weights       0.08 %",
+        "not shown: seen; a wider terminal has them",
+    ]
+    assert wider == [
+        "cause                                            class         changed by   seen",
+        "encoder.*.self_attn: o…d between norm and attn   computation   5.1 %        alone and in the run",
+        "head.fc: weights chang…y 0.08 % (weight, bias)   weights       0.08 %       in the record",
+    ]
+
+
+def test_names_are_shortened_so_that_they_stay_different() -> None:
+    with fitted(36):
+        lines = table(COLUMNS[:2], [[f"encoder.layers.{i}.attention.query", "Linear"] for i in range(2)])
     assert lines == [
-        "layer                   type     parameters   gradient rms   zeros",
-        "encoder.layers.0.a…ry   Linear            0            0.5      0%",
-        "encoder.layers.1.a…ry   Linear        1,234            0.5      0%",
-        "... 10 rows more",
+        "layer                         type",
+        "encoder.layers.0…tion.query   Linear",
+        "encoder.layers.1…tion.query   Linear",
     ]
 
 
@@ -299,7 +343,7 @@ def test_paths_are_folded_before_sentences() -> None:
 
 
 def test_columns_to_spare_are_left_out_before_the_last() -> None:
-    with fitted(60):
+    with fitted(80):
         lines = table(COLUMNS, ROWS, most=2, spare=["type", "parameters"])
     assert re.split(" {2,}", lines[0]) == ["layer", "parameters", "gradient rms", "zeros"]
     assert lines[3] == "not shown: type; a wider terminal has them"
