@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import html
+import itertools
 import math
+import operator
 import os
 import re
 import shutil
@@ -326,6 +328,31 @@ def folded(text: str, widest: int, eighths: int = 4) -> str:
     """
     end = widest * eighths // 8
     return text if len(text) <= widest else f"{text[: widest - end - 1]}…{text[len(text) - end :]}"
+
+
+def differing_part(text: str, other: str, widest: int = 60) -> str:
+    """Return text of at most ``widest`` characters: of longer text the part in which it differs from another.
+
+    >>> a, b = (f"({', '.join(f'layers.{i}.attention.query' for i in range(n))})" for n in (3, 4))
+    >>> differing_part(a, b), differing_part(b, a)
+    ('…attention.query)', '…attention.query, layers.3.attention.query)')
+    """
+    if len(text) <= widest:
+        return text
+    start = _alike(text, other)
+    end = len(text) - _alike(text[start:][::-1], other[start:][::-1])
+    before = text[:start] if start <= _AROUND else f"…{text[start - _AROUND : start]}"
+    after = text[end:] if len(text) - end <= _AROUND else f"{text[end : end + _AROUND]}…"
+    return f"{before}{folded(text[start:end], widest - len(before) - len(after))}{after}"
+
+
+def _alike(a: str, b: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    return sum(1 for _ in itertools.takewhile(bool, map(operator.eq, a, b)))
+
+
+_AROUND = 15
+"""Characters that are shown before and after the part in which two texts differ."""
 
 
 def _fitting(column: Sequence[str], widest: int) -> dict[str, str]:

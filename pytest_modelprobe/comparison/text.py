@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from pytest_modelprobe.record import AS_THEY_ARRIVED, NOT_DEFAULT, RESET, ROOT, Plain, Record, label_of, qualified
-from pytest_modelprobe.text import Cell, collapsed, count, listed, pattern, printable, table
+from pytest_modelprobe.text import Cell, collapsed, count, differing_part, listed, pattern, printable, table
 
 from .diagnosis import ABSORBED, GRADIENTS, NO_EFFECT, Cause, Diagnosis
 from .differences import Difference
@@ -214,7 +214,8 @@ def cause_text(cause: Cause, label: str | None = None) -> str:
     'act: ReLU → GELU'
     """
     layer, what = cause.layer, cause.what
-    arrow = f"{_value_text(cause.expected)} → {_value_text(cause.actual)}"
+    now, then = _value_text(cause.actual, cause.expected), _value_text(cause.expected, cause.actual)
+    arrow = f"{then} → {now}"
     label = label or layer
     if cause.kind == "seed":
         return f"seed {arrow}"
@@ -251,7 +252,7 @@ def _architecture(cause: Cause, label: str, arrow: str) -> str:
             return f"{label}: {cause.actual or cause.expected} {'removed' if cause.actual is None else 'added'}"
         return f"{label}: {cause.expected} renamed to {cause.actual}"
     if what == "renamed":
-        return f"{label_of(_value_text(cause.expected))} renamed to {label}"
+        return f"{label_of(str(cause.expected))} renamed to {label}"
     if what == "type":
         return f"{label}: {arrow}"
     name, _, aspect = what.partition(" ")
@@ -263,7 +264,7 @@ def _architecture(cause: Cause, label: str, arrow: str) -> str:
 
 def _computation(cause: Cause, label: str) -> str:
     own, what = f"{label}: own code", cause.what
-    now, then = _value_text(cause.actual), _value_text(cause.expected)
+    now, then = _value_text(cause.actual, cause.expected), _value_text(cause.expected, cause.actual)
     first = cause.differences[0] if cause.differences else None
     if cause.share_method:
         about = "about " if cause.share_method == "estimated" else ""
@@ -400,8 +401,10 @@ def _by(change: float | None) -> str:
     return "" if change is None or math.isinf(change) else f" by {percent(change)}"
 
 
-def _value_text(value: Plain) -> str:
-    return "none" if value is None else str(value)
+def _value_text(value: Plain, other: Plain = None) -> str:
+    """Return a value; of a long one the part in which it differs from the other."""
+    shown, beside = ("none" if one is None else str(one) for one in (value, other))
+    return differing_part(shown, beside)
 
 
 def _names(names: Sequence[str]) -> str:

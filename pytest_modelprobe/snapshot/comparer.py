@@ -8,6 +8,7 @@ written is read back first: a file that the next run would refuse is never writt
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from pathlib import Path
 from types import CodeType, FrameType
@@ -120,9 +121,10 @@ class Comparer:
         text = self.failure(call.excinfo.traceback[-1].frame.code.raw)  # else the error is of another assertion
         if text is None:
             return
-        own, found, _ = str(error).partition(f"assert {text.splitlines()[0]}")
-        if found or not str(error):
-            error.args = (own + text,)
+        shown = re.finditer(r"^assert (.*?)(\.\.\.)?$", str(error), re.MULTILINE)
+        at = next((line.start() for line in shown if text.startswith(line[1])), None if str(error) else 0)
+        if at is not None:
+            error.args = (str(error)[:at] + text,)
             call.excinfo = pytest.ExceptionInfo.from_exception(error)  # the old one has cached how the text began
 
     def results(self) -> list[dict[str, Any]]:

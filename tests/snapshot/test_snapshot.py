@@ -48,12 +48,12 @@ RECORDS = """
 import pytest
 from pytest_modelprobe.record import Call, Layer, Reading, Record, Statistics, Value
 
-def record(eps=1e-5, mean=0.5, device="cpu", **more):
+def record(eps=1e-5, mean=0.5, device="cpu", name="norm", **more):
     reading = Reading(statistics=Statistics(count=8, min=-1.0, max=2.0, mean=mean, deviations=8.0))
     output = Value(path="output", shape=(4, 2), dtype="float32", device=device, forward=reading)
-    call = Call(root="norm", root_training=False, index=0, started=0, finished=1, outputs=(output,), **more)
-    norm = Layer(name="norm", type="LayerNorm", attributes={"eps": eps}, calls=(call,))
-    return Record(model="Net", layers={"norm": norm}, forwards=1, device=device)
+    call = Call(root=name, root_training=False, index=0, started=0, finished=1, outputs=(output,), **more)
+    norm = Layer(name=name, type="LayerNorm", attributes={"eps": eps}, calls=(call,))
+    return Record(model="Net", layers={name: norm}, forwards=1, device=device)
 """
 
 TWO = """
@@ -678,6 +678,53 @@ def test_the_text_is_there_for_those_who_catch_the_error(project: Project) -> No
     project.update(test=SAME)
     body = "with pytest.raises(AssertionError, match='norm.eps 1e-05 → 0.001'):\n    "
     project.run(test=one(body + "assert record(eps=1e-3) == modelprobe_snapshot")).assert_outcomes(passed=1)
+
+
+# As adapters have it in peft 0.21, where they got one more kind of a layer.
+LONG_VALUES = one(
+    """
+class Linear(nn.Linear):
+    adapter_layer_names = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+
+    def __init__(self, *more):
+        super().__init__(8, 8)
+        self.adapter_layer_names += more
+
+model = modelprobe.build(lambda: nn.Sequential(OrderedDict(q=Linear(), v=Linear(), fc2=Linear())))
+assert modelprobe.run(model, modelprobe.randn(2, 8)) == modelprobe_snapshot""",
+    "modelprobe, modelprobe_snapshot",
+    "from collections import OrderedDict\nfrom torch import nn\n",
+)
+
+
+def test_of_long_values_the_first_line_has_the_part_that_differs(project: Project) -> None:
+    project.update(test=LONG_VALUES)
+    result = project.run(test=LONG_VALUES.replace("=Linear()", "=Linear('lora_magnitude_vector')"))
+    arrow = "…gnitude_vector') → …gnitude_vector', 'lora_magnitude_vector')"
+    places = "; ".join(f"{name}.adapter_layer_names {arrow}" for name in ("q", "v", "fc2"))
+    result.stdout.fnmatch_lines(
+        [
+            f"E       AssertionError: output unchanged; structure differs in 3 places: {places}",
+            "E       ",
+            "E       cause   *   class       changed by   x noise   seen            looks like",
+            f"E       q.adapter_layer_names {arrow}     attribute   *-   *-   in the record            -",
+            f"E       v.adapter_layer_names {arrow}     attribute   *-   *-   in the record            -",
+            f"E       fc2.adapter_layer_names {arrow}   attribute   *-   *-   in the record            -",
+        ],
+        consecutive=True,
+    )
+
+
+@pytest.mark.parametrize("own", ["", ", 'as ever'"])
+def test_below_a_first_line_that_pytest_truncates_is_the_table(project: Project, own: str) -> None:
+    name = "norm_" * 200
+    body = f"record(name={name!r}) == modelprobe_snapshot{own}"
+    project.update(test=one(f"assert {body}"))
+    result = project.run(test=one(f"assert {body.replace('record(', 'record(eps=1e-3, ')}"))
+    said = f"output unchanged; structure differs in 1 place: {name}.eps 1e-05 → 0.001"
+    first = ["AssertionError: as ever", said] if own else [f"AssertionError: {said}"]
+    result.stdout.fnmatch_lines([*(f"E       {line}" for line in first), "E       cause *"])
+    result.stdout.no_fnmatch_line("*Full output truncated*")
 
 
 def test_a_message_of_the_users_own_stays(project: Project) -> None:
