@@ -272,6 +272,13 @@ def test_the_wheel_says_what_it_needs(wheel: Path) -> None:
     assert metadata["Description-Content-Type"] == "text/markdown"
 
 
+def test_the_command_has_two_names(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
+        commands = archive.read(name).decode().partition("[console_scripts]\n")[2].partition("\n\n")[0].split("\n")
+    assert commands == [f"{name} = pytest_modelprobe.cli:main" for name in ("modelprobe", "pytest-modelprobe")]
+
+
 # --- the changelog ----------------------------------------------------------------------------------------------------
 
 CHANGELOG = """\
@@ -356,6 +363,19 @@ def test_only_the_job_that_publishes_has_an_identity() -> None:
     assert asked == {"publish": {"id-token": "write"}, "announce": {"contents": "write"}}
     assert not any("checkout" in step.get("uses", "") for name in asked for step in release["jobs"][name]["steps"])
     assert set(release["jobs"]["publish"]["needs"]) == {"test-wheel", "test-sdist"}
+
+
+def test_actions_are_pinned_by_hash_and_to_the_same_everywhere() -> None:
+    paths = [*(ROOT / ".github").rglob("*.yml"), *(ROOT / "examples").rglob("*.yml"), *(ROOT / "docs").rglob("*.md")]
+    used = [used for path in paths for used in re.findall(r"uses: ([^.\s].*)", path.read_text("utf-8"))]
+    assert len(used) > 20
+    pinned = {match[1]: match[0] for one in used if (match := re.fullmatch(r"(\S+)@[0-9a-f]{40} # v[\d.]+", one))}
+    assert set(used) == {*pinned.values()}
+
+
+def test_ruff_has_one_version() -> None:
+    (rev,) = (one["rev"] for one in read(".pre-commit-config.yaml")["repos"] if "ruff" in one["repo"])
+    assert f"ruff=={rev.removeprefix('v')}\n" in (ROOT / "constraints.txt").read_text("utf-8")
 
 
 def test_the_hook_of_pre_commit_is_a_command_that_exists() -> None:
