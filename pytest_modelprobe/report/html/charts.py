@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_modelprobe.text import count
+from pytest_modelprobe.text import count, folded
 
 from .elements import Child, Markup, coordinate, finite, number, tag
 from .histogram import QUARTILES, SMALLEST, quantiles
@@ -22,6 +22,9 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 560.0, 176.0, 46.0, 14.0, 22.0
 
 _MANY = 60
 """With more columns lines have no dots, and the dots of gradients are smaller."""
+
+_LONGEST, _SIGN = 18, 10.2
+"""Characters of a name below the axis, and the width of one in a narrow window, where they are larger."""
 
 Layer = dict[str, Any]
 
@@ -67,13 +70,27 @@ class _Plot:
         pairs = (f"{coordinate(self.x(i))} {coordinate(self.y(value))}" for i, value in points)
         return "M" + "L".join(pairs)
 
-    def drawn(self, parts: Child, label: str, below: str) -> Markup:
+    def below(self, text: str, x: float = _LEFT, title: str | None = None) -> Markup:
+        return tag("text", tag("title", title) if title else None, text, x=x, y=_HEIGHT - 5, class_="below")
+
+    def names(self, layers: Sequence[Layer]) -> list[Markup]:
+        """Return the names of layers below the axis, each from where its column is, as many as have place."""
+        drawn, free, ticks = [], 0.0, ""
+        for i, layer in enumerate(layers):
+            x, name = self.x(i), folded(layer["name"], _LONGEST)
+            end = x + _SIGN * len(name)
+            if free <= x and end <= _WIDTH:
+                drawn.append(self.below(name, x, layer["name"]))
+                ticks += f"M{coordinate(x)} {coordinate(_HEIGHT - _BOTTOM)}v4"
+                free = end + _SIGN
+        return [tag("path", class_="tick", d=ticks), *drawn]
+
+    def drawn(self, parts: Child, label: str, below: Child) -> Markup:
         every = max(1, math.ceil((self.high - self.low) / 5))
         ticks = range(self.low, self.high + 1, every)
         grid = "".join(f"M{_LEFT:g} {coordinate(self.y(10.0**tick))}H{_WIDTH:g}" for tick in ticks)
         labels = [tag("text", self._label(tick), x=_LEFT - 6, y=self.y(10.0**tick) + 4) for tick in ticks]
-        left = tag("text", below, x=_LEFT, y=_HEIGHT - 5, class_="below")
-        content = [tag("path", class_="grid", d=grid), labels, left, parts]
+        content = [tag("path", class_="grid", d=grid), labels, below, parts]
         css = "chart" if self.columns < _MANY else "chart many"
         return tag("svg", content, class_=css, viewBox=f"0 0 {_WIDTH:g} {_HEIGHT:g}", role="img", aria_label=label)
 
@@ -155,16 +172,16 @@ def gradient_flow(layers: Sequence[Layer], link: Link) -> Markup | None:
     plot = _Plot.of(len(leaves), [*scales.values(), *(q for _, qs in boxes for q in (qs[0], qs[-1]))])
     boxed = {i for i, _ in boxes} if len(leaves) >= _MANY else set()
     dots = [(i, scale) for i, scale in scales.items() if scale and i not in boxed]
-    how = " root mean square of the gradient of each layer's output."
+    how = f" root mean square of the gradient of each layer's output, {_DEPTH}."
     if boxes:
-        how = " magnitudes of the gradient of each output: median, quartiles, 5 % and 95 %"
+        how = f" magnitudes of the gradient of each output, {_DEPTH}: median, quartiles, 5 % and 95 %"
         how += "; dots: root mean square." if dots else "."
     parts = [*plot.marks(layers), *_boxes_drawn(plot, boxes)]
     parts += [tag("path", class_="dots", d=plot.dots(dots))] if dots else []
     parts += plot.crosses(i for i, scale in scales.items() if not scale)
     said: list[Child] = [how, *_extremes(leaves, scales, link)]
     said += [f" None arrived at {len(leaves) - len(scales)} of {len(leaves)}."] if len(scales) < len(leaves) else []
-    return _figure("Gradient flow:", plot.drawn(parts, "Gradient by depth", _DEPTH), *said)
+    return _figure("Gradient flow:", plot.drawn(parts, "Gradient by depth", plot.names(leaves)), *said)
 
 
 def _scales(statistics: Iterable[dict[str, Any] | None]) -> dict[int, float]:
@@ -188,7 +205,7 @@ def _boxes_drawn(plot: _Plot, boxes: Iterable[tuple[int, Sequence[float]]]) -> l
     ]
 
 
-_DEPTH = "layers in order of execution →"
+_DEPTH = "in order of execution"
 
 
 def _extremes(layers: Sequence[Layer], scales: Mapping[int, float], link: Link) -> list[Child]:
@@ -219,10 +236,11 @@ def activation_scale(layers: Sequence[Layer], link: Link) -> Markup | None:
             dots = [point for point in points if point[1]]
             parts += [tag("path", class_=f"{css}dots", d=plot.dots(dots))] if len(leaves) < _MANY else []
     parts += plot.crosses(i for i, scale in now.items() if not scale)
-    said: list[Child] = [" root mean square of each layer's output"]
+    said: list[Child] = [f" root mean square of each layer's output, {_DEPTH}"]
     said += ["; in another color, dashed: in the snapshot"] if len(before) > 1 else []
     said += [".", *_extremes(leaves, now, link)]
-    return _figure("Scale of activations:", plot.drawn(parts, "Scale of activations by depth", _DEPTH), *said)
+    svg = plot.drawn(parts, "Scale of activations by depth", plot.names(leaves))
+    return _figure("Scale of activations:", svg, *said)
 
 
 _MOST_POINTS = 1500
@@ -255,7 +273,7 @@ def update_ratios(steps: Sequence[dict[str, Any]], link: Link) -> Markup | None:
         parts.append(tag("path", class_="dots", d="".join(map(plot.dots, drawn))))
     (low, least), (high, most) = ranges[max(ranges)][0], ranges[max(ranges)][-1]
     extremes: list[Child] = [" smallest ", link(least), f" {number(low)}, largest ", link(most), f" {number(high)}."]
-    svg = plot.drawn(parts, "Update ratio by step", "steps of training →")
+    svg = plot.drawn(parts, "Update ratio by step", plot.below("steps of training →"))
     how = f" relative change of the parameters in a step, of {said}; about 0.001 is usual. In the last step"
     return _figure("Update ratio:", svg, how, *extremes)
 

@@ -34,6 +34,23 @@ def test_the_line_goes_on_at_a_dead_layer_and_marks_it() -> None:
     assert ">0</text>" in chart
 
 
+def names(chart: str) -> dict[str, tuple[str, int]]:
+    """Return what stands below the axis: whole name → what is shown, and where it begins."""
+    found = re.findall(r"<text x=(\d+) y=171 class=below><title>(.*?)</title>(.*?)</text>", chart)
+    return {whole: (shown, int(x)) for x, whole, shown in found}
+
+
+def test_layers_are_named_below_the_axis_where_there_is_place() -> None:
+    layers = [layer(f"encoder.layers.{i}.self_attention") for i in range(12)]
+    charts = [scale(*layers), str(gradient_flow(layers, lambda name: name))]
+    columns = [x for x, _ in points(charts[0], "line")]
+    for chart in charts:
+        assert names(chart) == {layers[i]["name"]: ("encoder.…attention", columns[i]) for i in (0, 5)}
+        assert "in order of execution" in chart
+    few = [layer("fc1"), layer("relu"), layer("fc2")]
+    assert list(names(scale(*few))) == ["fc1", "relu", "fc2"]
+
+
 def test_several_dead_layers_are_counted() -> None:
     assert "It is 0 (×) at a and 2 other layers of 5." in scale(
         *(layer(name, 0.0) for name in "abc"), layer("d"), layer("e")

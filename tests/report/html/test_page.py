@@ -213,7 +213,8 @@ def test_a_box_of_a_run_with_a_cause_is_as_high_as_what_is_in_it() -> None:
     assert ['class="run caused"' in page for page in runs.values()] == [True, False]
     limits = re.findall(r"([^{}/]*){ max-height: (?!none)", runs["dead"])
     assert [limit.strip() for limit in limits] == [
-        ".run:not(.caused) > .scroll, .run:not(.caused) .layers-graph > .scroll", ".charts .scroll",
+        ".run:not(.caused) > .scroll, .run:not(.caused) .layers-graph > .scroll",
+        ".run:not(.caused) .layers-graph:has(+ .charts) > .scroll", ".charts .scroll",
     ]  # fmt: skip
 
 
