@@ -281,5 +281,6 @@ class SnapshotSession:
         """Yield the lines of the terminal summary; none if every snapshot was equal."""
         if self._runs_no_test:
             return
-        details = getattr(self._config.option, "include_snapshot_details", False)
+        option = self._config.option
+        details = getattr(option, "include_snapshot_details", False) or option.modelprobe_verbose
         yield from lines(self.results, self.unused, self.policy, self._caught, details=details)
