@@ -504,7 +504,7 @@ def next_hook() -> int | None:
 
 
 def _convert_in_place(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    for tensor in (*module.parameters(), *module.buffers()):
+    for tensor in (*nn.Module.parameters(module), *nn.Module.buffers(module)):
         gradient, tensor.grad = tensor.grad, None  # torch refuses data whose dtype is not that of the gradient
         tensor.data = function(tensor.data)
         tensor.grad = None if gradient is None else function(gradient)

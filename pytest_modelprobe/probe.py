@@ -538,7 +538,7 @@ class ModelProbe:
             rename: Glob of layers → glob of their former names, by which their weights are drawn.
         """
         model = initialization.build(factory, seed=self.seed, rename=rename)
-        if not any(p.is_meta for p in model.parameters()):
+        if not any(p.is_meta for p in nn.Module.parameters(model)):
             model = model.to(self.device)
         tensors = (*model.named_parameters(), *model.named_buffers())
         self.built[model] = Built(factory, {name: version(tensor) for name, tensor in tensors})
@@ -663,7 +663,7 @@ class ModelProbe:
     def _check_device(self, model: nn.Module) -> None:
         if not self._device_required:
             return
-        elsewhere = {str(p.device) for p in model.parameters() if not is_same_device(p.device, self.device)}
+        elsewhere = {str(p.device) for p in nn.Module.parameters(model) if not is_same_device(p.device, self.device)}
         if elsewhere:
             raise UsageError(
                 f"{self.device} was asked for, but the model is on {', '.join(sorted(elsewhere))}, and a watch does "

@@ -178,7 +178,7 @@ def _chosen(observed: Observations, which: Which) -> _Chosen:
 
 def _device(model: nn.Module, parts: Iterable[Totals]) -> str:
     """Return the device of the first parameter; of one that is offloaded between calls, that of the values."""
-    device = next((str(p.device) for p in model.parameters()), "cpu")
+    device = next((str(p.device) for p in nn.Module.parameters(model)), "cpu")
     calls = (call for part in parts for call in part.calls.values()) if device == "meta" else ()
     return next((seen.device for call in calls for _, seen in call.outputs), device)
 
@@ -215,7 +215,7 @@ def _profile(observed: Observations, parts: Iterable[Totals]) -> Profile | None:
 
 
 def _elements(module: nn.Module | None) -> int:
-    parameters = () if module is None else module.parameters()
+    parameters = () if module is None else nn.Module.parameters(module)
     return sum(parameter.numel() for parameter in parameters if not is_lazy(parameter))
 
 

@@ -452,7 +452,7 @@ def _is_abstract(output: Any) -> bool:
 
 def _is_on_cuda(layers: Layers) -> bool:
     root = next(iter(layers.modules.values()))
-    return any(parameter.is_cuda for parameter in root.parameters())
+    return any(parameter.is_cuda for parameter in nn.Module.parameters(root))
 
 
 def _note_raising_layer(error: BaseException, name: str, module: nn.Module, inputs: Flat) -> None:
@@ -461,7 +461,7 @@ def _note_raising_layer(error: BaseException, name: str, module: nn.Module, inpu
         return
     shown = ", ".join(describe(tensor) for _, tensor in inputs.tensors) or "none"
     error.add_note(f"raised in {name} ({type(module).__name__}), inputs {shown}")
-    devices = {str(p.device) for p in module.parameters()}
+    devices = {str(p.device) for p in nn.Module.parameters(module)}
     for path, tensor in inputs.tensors:
         if len(devices) == 1 and str(tensor.device) not in devices and tensor.ndim > 0:
             here = devices.pop()

@@ -292,7 +292,7 @@ class _DrawDetector:
 
     def note_versions(self, model: nn.Module) -> None:
         """Note the versions of the tensors of a model before its forward."""
-        self._versions = {id(t): t._version for t in (*model.parameters(), *model.buffers())}
+        self._versions = {id(t): t._version for t in (*nn.Module.parameters(model), *nn.Module.buffers(model))}
 
     def written(self, module: nn.Module) -> bool:
         """Whether one of the module's own floating parameters and buffers was written to since."""

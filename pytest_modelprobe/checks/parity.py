@@ -116,7 +116,7 @@ def dtype_parity(
     """
     if dtype not in TOLERANCE:
         raise UsageError(f"dtype= is {', '.join(map(str, TOLERANCE))}; got {dtype}")
-    if any(x.is_complex() for x in (*prepared.model.parameters(), *prepared.model.buffers())):
+    if any(x.is_complex() for x in (*nn.Module.parameters(prepared.model), *nn.Module.buffers(prepared.model))):
         raise NotApplicableError("the model has complex parameters or buffers, which Module.to makes real")
     one = prepared.reference(mode="eval")
     if one.quantized:

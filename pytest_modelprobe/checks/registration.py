@@ -27,6 +27,7 @@ from pytest_modelprobe.models import (
     detached_copy,
     has_dense_storage,
     is_persistent,
+    own_parameters,
     seeding,
     unexpanded,
     version,
@@ -90,7 +91,7 @@ def registered(prepared: PreparedModel) -> Violation | str:
 def _all_unregistered(prepared: PreparedModel) -> dict[str, Any]:
     """Return the modules, parameters and tensors that the model has not registered, by their paths."""
     known = {id(m) for m in prepared.model.modules()}
-    known |= {id(t) for t in (*prepared.model.parameters(), *prepared.model.buffers())}
+    known |= {id(t) for t in (*nn.Module.parameters(prepared.model), *nn.Module.buffers(prepared.model))}
     return {
         where: value
         for name, module in prepared.layers.modules.items()
@@ -251,7 +252,7 @@ def _padding_rows(model: nn.Module) -> list[tuple[str, int, Tensor]]:
     """Return the rows of embeddings for padding that are never trained: name of the weight, index, row."""
     homes: dict[int, set[int | None]] = {}
     for module in model.modules():
-        for parameter in module.parameters(recurse=False):
+        for _, parameter in own_parameters(module, atomic=False):
             homes.setdefault(id(parameter), set()).add(getattr(module, "padding_idx", None))
     rows, known = [], set()
     for name, module in model.named_modules():
@@ -355,7 +356,7 @@ def _of_one_scale(model: nn.Module) -> Violation | None:
 
     Buffers may hold any number, as masks do. Zeros have no scale.
     """
-    trained = {id(t) for t in model.parameters()}
+    trained = {id(t) for t in nn.Module.parameters(model)}
     sizes = {name: _rms(t) for name, t in _numbers(model, integers=False) if id(t) in trained}
     sizes = {name: size for name, size in sizes.items() if size}
     usual = max(statistics.median_low(sizes.values()), _SMALL) if len(sizes) > 1 else 1.0

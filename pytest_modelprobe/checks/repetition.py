@@ -161,7 +161,7 @@ def _gathers(module: nn.Module) -> bool:
 
 
 def _is_frozen(module: nn.Module) -> bool:
-    parameters = list(module.parameters())
+    parameters = list(nn.Module.parameters(module))
     return bool(parameters) and not any(p.requires_grad for p in parameters)
 
 

@@ -366,7 +366,7 @@ def _names_of(found: Layers) -> Record:
 
 def _in_dtype_of(model: nn.Module, reference: nn.Module, inputs: Any) -> Any:
     """Return the inputs for a model whose parameters have one dtype, if those of the reference have another."""
-    mine, theirs = ({p.dtype for p in one.parameters() if p.is_floating_point()} for one in (model, reference))
+    mine, theirs = ({p.dtype for p in nn.Module.parameters(one) if p.is_floating_point()} for one in (model, reference))
     if len(mine) != 1 or len(theirs) != 1:
         return inputs
     (new,), (old,) = mine, theirs

@@ -203,7 +203,11 @@ def attributes(module: nn.Module) -> dict[str, Plain]:
 
 
 def own_parameters(module: nn.Module, *, atomic: bool) -> Iterable[tuple[str, nn.Parameter]]:
-    """Return the parameters of the module itself, and those of its children too if it is atomic."""
+    """Return the parameters of the module itself, and those of its children too if it is atomic.
+
+    ``module.parameters()`` may be the model's own, without arguments: what it hands to the optimizer, as the DPO of
+    x-transformers does. What a module holds is therefore asked of `nn.Module` everywhere in this package.
+    """
     if atomic and module._modules:
         return module.named_parameters(remove_duplicate=False)
     return [(name, own) for name, own in module._parameters.items() if own is not None]

@@ -99,7 +99,7 @@ class Run:
         isolate: bool = False,
     ) -> None:
         offloaded = Offloaded(model.modules())
-        if any(parameter.is_meta and parameter not in offloaded for parameter in model.parameters()):
+        if any(parameter.is_meta and parameter not in offloaded for parameter in nn.Module.parameters(model)):
             raise UnsupportedModelError(
                 "the model is on the meta device and has no numbers: use modelprobe.architecture(model, ...), or "
                 "give it memory with model.to_empty(device=...) and weights"
@@ -276,7 +276,7 @@ class Run:
         return [
             [(id(tensor), content_key(tensor)) for _, tensor in inputs],
             [(id(m), type(m), self.mode is None and m.training, attributes(m)) for m in self.model.modules()],
-            [(id(p), p.requires_grad) for p in self.model.parameters()],
+            [(id(p), p.requires_grad) for p in nn.Module.parameters(self.model)],
             changing_hooks(self.model.modules()),
         ]
 
@@ -363,11 +363,11 @@ class Run:
                 contexts.enter_context(torch.autocast(*autocast))
             if self.mode is not None:
                 self.model.train(self.mode == "train")
-            if any(not (p.is_meta or is_same_device(p.device, self.device)) for p in self.model.parameters()):
+            if any(not (p.is_meta or is_same_device(p.device, self.device)) for p in nn.Module.parameters(self.model)):
                 self.model.to(self.device)
             if has_lazy(self.model):
                 self._give_shapes()
-            for parameter in self.model.parameters():
+            for parameter in nn.Module.parameters(self.model):
                 parameter.grad = None
             yield state
 

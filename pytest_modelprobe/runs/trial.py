@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe._torch import FakeTensorMode, TorchDispatchMode
-from pytest_modelprobe.models import preserved, seeding
+from pytest_modelprobe.models import own_parameters, preserved, seeding
 
 from .fakes import FakeModel, quiet
 
@@ -72,7 +72,7 @@ class Trials:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._fake = FakeModel(model)
-        self._layers = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
+        self._layers = [m for m in model.modules() if any(own_parameters(m, atomic=False))]
 
     def run(self, inputs: Mapping[str | int, Tensor]) -> Trial:
         """Run a forward on fakes of the inputs, which may be on the meta device."""

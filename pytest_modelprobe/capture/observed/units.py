@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from pytest_modelprobe.models import own_parameters
+
 _LAST = -1
 _SECOND = "axis 1 of the output"
 _INHERITED = "that of the input"
@@ -102,7 +104,7 @@ def _axis(module: nn.Module, rule: str | None, shape: Sequence[int], inherited: 
         return _LAST if module.start_dim in (0, 1) and module.end_dim in (-1, len(shape)) else inherited
     if rule == _INHERITED:
         return inherited
-    own = [tuple(p.shape) for p in module.parameters(recurse=False) if not (is_lazy(p) or p.is_nested)]
+    own = [tuple(p.shape) for _, p in own_parameters(module, atomic=False) if not (is_lazy(p) or p.is_nested)]
     if all(math.prod(size) == 1 for size in own) or any(module.children()):
         return inherited
     # A norm of the model's own, like LlamaRMSNorm, has vectors of one size. Its axis is known if they fit only one.

@@ -44,7 +44,7 @@ class TracedHooks:
 
     def __init__(self, layers: Layers, selected: Collection[str]) -> None:
         self._root_name, root = next(iter(layers.modules.items()))
-        devices = dict.fromkeys(tensor.device for tensor in (*root.parameters(), *root.buffers()))
+        devices = dict.fromkeys(tensor.device for tensor in (*nn.Module.parameters(root), *nn.Module.buffers(root)))
         if len(devices) > 1:
             raise UsageError(
                 f'the model is on {" and ".join(map(str, devices))}, and compiled="inside" adds up on one device: '

@@ -205,7 +205,7 @@ class PreparedModel:
         return callable(self._loss)
 
     def __enter__(self) -> PreparedModel:
-        tensors = (*self.model.parameters(), *self.model.buffers())
+        tensors = (*nn.Module.parameters(self.model), *nn.Module.buffers(self.model))
         if any(t.is_meta for t in tensors):
             raise NotApplicableError("the model is on the meta device and has no numbers")
         if any(x.is_meta for _, x in self.inputs):
@@ -225,7 +225,7 @@ class PreparedModel:
             stack.enter_context(seeding.forked_rng())
             stack.enter_context(run_eagerly(self.layers))
             stack.enter_context(torch.enable_grad())
-            for parameter in self.model.parameters():
+            for parameter in nn.Module.parameters(self.model):
                 parameter.grad = None
             try:
                 self.model.to(self.probe.device)

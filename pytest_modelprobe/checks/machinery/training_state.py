@@ -121,7 +121,7 @@ class TrainingState:
     def models(self) -> list[Part]:
         """The modules that hold tensors, without those that are inside others."""
         found = [part for part in self.parts if isinstance(part.value, nn.Module)]
-        full = [part for part in found if any(True for _ in (*part.value.parameters(), *part.value.buffers()))] or found
+        full = [part for part in found if [*nn.Module.parameters(part.value), *nn.Module.buffers(part.value)]] or found
         inner = {id(child) for part in full for child in part.value.modules() if child is not part.value}
         return [part for part in full if id(part.value) not in inner]
 
@@ -141,7 +141,7 @@ class TrainingState:
         held = {
             id(p) for part in self.parts for group in _groups(part.value) for p in group["params"]
         }  # an average and a teacher are in no optimizer
-        trained = [part for part in models if any(id(p) in held for p in part.value.parameters())] or models
+        trained = [part for part in models if any(id(p) in held for p in nn.Module.parameters(part.value))] or models
         named = [part for part in trained if part.name == "model"] if len(trained) > 1 else trained
         if len(named) != 1:
             names = listed([f"{part.name} ({type(part.value).__name__})" for part in trained])

@@ -103,7 +103,7 @@ class ScannedModel:
         """
         found = findings(self.record)
         floating = any(value.is_floating for _, value in self.record[ROOT].outputs)
-        trainable = any(parameter.requires_grad for parameter in self.model.parameters())
+        trainable = any(parameter.requires_grad for parameter in nn.Module.parameters(self.model))
         if self._no_gradient and trainable and floating:
             found.append(f"no gradient: {self._no_gradient}")
         for name, line in self.failed_assertions().items():

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from pytest_modelprobe.models import own_parameters
+
 from .inputs import Input, required
 
 BATCH, LENGTH = 4, 16
@@ -31,7 +33,7 @@ def starts(model: nn.Module) -> list[Guess]:
     parameters = inspect.signature(model.forward).parameters
     if not parameters:
         return [()]
-    if any(map(nn.parameter.is_lazy, model.parameters())):
+    if any(map(nn.parameter.is_lazy, nn.Module.parameters(model))):
         return []
     names = required(model.forward)
     found = [tuple(inputs) for inputs in _of_transformers(model)] if hasattr(model, "config") else []
@@ -39,7 +41,7 @@ def starts(model: nn.Module) -> list[Guess]:
     size = shipped.get("input_size") if isinstance(shipped, dict) else None
     if size:
         found.append((Input((BATCH, *size)),))
-    first = next((m for m in model.modules() if next(m.parameters(recurse=False), None) is not None), None)
+    first = next((m for m in model.modules() if any(own_parameters(m, atomic=False))), None)
     if first is not None and len(names) < 2:
         found += [(one,) for one in of_layer(first)]
     main: Any = getattr(model, "main_input_name", None)

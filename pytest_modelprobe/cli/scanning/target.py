@@ -135,7 +135,7 @@ def _meant(name: str, known: Iterable[str], n: int = 3) -> str:
 def _of_default_config(kind: Any) -> nn.Module:
     config = kind.config_class()
     with torch.device("meta"):
-        parameters = sum(math.prod(p.shape) for p in kind(config).parameters())
+        parameters = sum(math.prod(p.shape) for p in nn.Module.parameters(kind(config)))
     if parameters > _MOST:
         raise UsageError(
             f"{kind.__name__} has {parameters:,} parameters by its default configuration: name a function that makes "

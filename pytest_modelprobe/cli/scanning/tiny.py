@@ -71,7 +71,7 @@ def _configuration(kind: Any) -> Any:
                 continue
             with torch.device("meta"):
                 model = kind(copy.deepcopy(config))
-            if sum(math.prod(p.shape) for p in model.parameters()) > _MOST:
+            if sum(p.numel() for p in nn.Module.parameters(model)) > _MOST:
                 raise UsageError("what can be shrunk leaves it too large")
             made.append(config)
             if may_run(model):

@@ -110,7 +110,7 @@ class Session:
         """The responses, by the `likeness` of the calls."""
         # The weights that a call may use, even those of a layer inside that it does not call.
         modules = {id(call.module): call.module for call in self.calls}.values()
-        self._used = {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
+        self._used = {id(t) for m in modules for t in (*nn.Module.parameters(m), *nn.Module.buffers(m))}
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Session:

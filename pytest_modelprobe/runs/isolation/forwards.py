@@ -134,7 +134,7 @@ class KeptForwards:
             stack.enter_context(seeding.seeded(0))
             for module, training in zip(self._layers.modules.values(), again.modes, strict=True):
                 module.training = training
-            for parameter in model.parameters():
+            for parameter in nn.Module.parameters(model):
                 parameter.grad = None
             for owner, name, buffer in self._buffers:
                 if name in owner._buffers:
