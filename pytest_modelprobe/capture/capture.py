@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -430,18 +431,28 @@ class Capture:
             self.read_parameters()
 
     def _keep(self, name: str, output: Any) -> None:
-        def copied(tensor: torch.Tensor) -> torch.Tensor | None:
+        def copied(tensor: torch.Tensor) -> torch.Tensor | NotKept:
             wrapped = is_wrapped(tensor)
             copy = None if wrapped else detached_copy(tensor)
-            if wrapped:
-                note = f"outputs of {name} inside a torch.func transform are not kept: they are nothing outside"
-                self.notes[note] = None
-            elif copy is None:
-                self.notes[f"outputs of {name} are not kept, as their memory is gone or torch cannot copy them"] = None
-            return copy
+            if copy is not None:
+                return copy
+            why = NotKept(
+                "a tensor inside a torch.func transform such as vmap is nothing outside of it"
+                if wrapped
+                else "its memory is gone, or torch cannot copy it"
+            )
+            self.notes[f"outputs of {name} are not kept: {why.reason}"] = None
+            return why
 
         with statistics.ambient_modes_disabled():
             self.kept.setdefault(name, []).append(map_tensors(copied, output))
+
+
+@dataclass(frozen=True, slots=True)
+class NotKept:
+    """Stands among the outputs that are kept for a tensor of which there is no copy."""
+
+    reason: str
 
 
 def _is_abstract(output: Any) -> bool:

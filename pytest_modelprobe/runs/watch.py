@@ -217,7 +217,8 @@ class Watch:
     def kept(self) -> Mapping[str, list[Any]]:
         """Outputs of the layers in ``keep=`` in the newest forward, one entry a call; detached copies.
 
-        None stands for tensors inside a `torch.func` transform, and for those that torch cannot copy.
+        For a tensor inside a `torch.func` transform such as ``vmap``, and for one that torch cannot copy, there is a
+        ``NotKept`` with the reason.
         """
         return self._capture.kept
 
