@@ -18,7 +18,7 @@ from .constant import find_constant
 from .experts import find_unreached
 from .gradients import find_lost_calls
 from .sources import full_name
-from .structure import taken_for_another, uncalled, weights_in_use
+from .structure import of_unknown_use, taken_for_another, uncalled, weights_in_use
 from .zeros import returns_drawn_zeros
 
 
@@ -42,10 +42,10 @@ def findings(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
     origin = find_nonfinite(record, record.layers)
     if origin is not None:
         found.append(f"not finite: {origin.step.label} {origin.value.path}, {origin.counts}")
-    in_use = weights_in_use(record)
+    in_use, unknown = weights_in_use(record), of_unknown_use(record)
     unused = {layer.name: layer.label for layer in uncalled(record) if layer.parameters and layer.name not in in_use}
-    if unused:
-        found.append(f"never called: {listed(list(unused.values()))}")
+    if certain := [label for name, label in unused.items() if name not in unknown]:
+        found.append(f"never called: {listed(certain)}")
     without = [
         full_name(layer, p.name)
         for layer in record.layers.values()
@@ -89,6 +89,8 @@ def hints(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
     if lost:
         found.append(f"no gradient at the output of {count(len(lost), 'call')}: {listed(lost)}, but at other calls")
     found += [f"never called: {idle.label}; {step.label} in its place?" for idle, step in taken_for_another(record)]
+    if unknown := [record.layers[name].label for name in of_unknown_use(record)]:
+        found.append(f"never called, and no gradient can tell whether its weights are used: {listed(unknown)}")
     constant = find_constant(record)
     if constant is not None:
         forward, since = constant

@@ -24,6 +24,7 @@ from pytest_modelprobe.record import (
     Step,
     Value,
     address,
+    containers,
     label_of,
     parent,
     select,
@@ -43,7 +44,7 @@ from pytest_modelprobe.text import (
 )
 
 from .shapes import Bindings, Mismatch, ShapeSpec, Size, Spec, match, parse
-from .sources import Subject, by_selector, called, full_name, is_watch, record_of, source_of
+from .sources import Subject, by_selector, called, fail_or_hint, full_name, is_watch, record_of, source_of
 
 __tracebackhide__ = True  # a traceback ends at the line of the test
 
@@ -228,7 +229,8 @@ def assert_called(subject: Subject, layers: Selector | None = None, *, per_forwa
             By default one call in one forward is enough.
 
     Raises:
-        AssertionError: A layer was not called, or a different number of times.
+        AssertionError: A layer was not called, or a different number of times. It is a `HintWarning` if its weights
+            are frozen, or if the code around it runs under ``no_grad``: no gradient tells whether that uses them.
         NothingObservedError: The model was never run.
         UsageError: ``per_forward`` is not an int of 0 or more.
 
@@ -259,7 +261,9 @@ def assert_called(subject: Subject, layers: Selector | None = None, *, per_forwa
         elif per_forward is None and not most:
             rows.append([layer.name, layer.type_name, actual, "1 or more"])
     if rows:
-        raise AssertionError(_called_text(record, rows, looked_at, harmless))
+        unknown = [] if layers is not None else of_unknown_use(record)
+        rows.sort(key=lambda row: row[0] in unknown)
+        fail_or_hint(_called_text(record, rows, looked_at, harmless), hint=rows[0][0] in unknown)
 
 
 def _uncalled_harmless(record: Record) -> list[Layer]:
@@ -319,6 +323,22 @@ def weights_in_use(record: Record) -> set[str]:
         if layer.parameters and not layer.calls
         if any(p.gradient for p in layer.parameters) or active.issuperset(storage(layer, p) for p in layer.parameters)
     }
+
+
+def of_unknown_use(record: Record) -> list[str]:
+    """Return the uncalled layers whose parameters may be used: no gradient could arrive at them if they were.
+
+    They are frozen, or the code around them ran under ``no_grad``. Without a backward nothing is said to be unknown.
+    """
+    in_use = weights_in_use(record)
+    idle = [layer for layer in uncalled(record) if layer.parameters and layer.name not in in_use]
+    return [layer.name for layer in idle if record.backwards and not _may_get_gradient(record, layer)]
+
+
+def _may_get_gradient(record: Record, layer: Layer) -> bool:
+    around = [record.layers[name].calls for name in containers(layer.name) if name in record.layers]
+    calls = next(filter(None, reversed(around)), ())
+    return any(p.requires_grad for p in layer.parameters) and any(call.grad_enabled for call in calls)
 
 
 def forwards_of(calls: Iterable[Call]) -> dict[ForwardKind, int]:

@@ -6,7 +6,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_modelprobe import (
+    HintWarning,
     ModelProbe,
     Record,
     assert_all_params_have_grad,
@@ -64,6 +65,45 @@ def test_weights_that_are_tied_or_used_by_themselves_are_not_called_unused() -> 
 
 def test_layers_and_parameters_without_use_are_counted_once_each() -> None:
     assert said(Shared(spare=True), loss="random") == ["never called: spare", "no gradient: 1 parameter, token"]
+
+
+class Holding(nn.Module):
+    """A module that holds a weight and is never called, as those of tensorly-torch in UQNO of neuraloperator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holder = nn.Module()
+        self.holder.tensor = nn.Parameter(torch.ones(6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ cast(torch.Tensor, self.holder.tensor)
+
+
+class Corrected(nn.Module):
+    def __init__(self, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.base, self.residual = Holding().requires_grad_(not frozen), Holding()
+        self.frozen = frozen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(self.frozen):
+            base = self.base(x)
+        return base + self.residual(x)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_weights_that_no_gradient_could_show_to_be_used_are_a_hint(frozen: bool) -> None:
+    record = ModelProbe().run(Corrected(frozen=frozen), X, loss="random")
+    assert findings(record) == []
+    assert hints(record) == ["never called, and no gradient can tell whether its weights are used: base.holder"]
+    with pytest.warns(HintWarning, match=r"^base.holder was never called in 1 forward; 1 of 4 layers looked at"):
+        assert_called(record)
+    with pytest.raises(AssertionError, match=r"^base.holder was never called in 1 forward; 2 of 5 layers looked at"):
+        assert_called(record, "**")
+
+
+def test_without_a_backward_a_layer_that_is_never_called_stays_a_finding() -> None:
+    assert said(Corrected()) == ["never called: base.holder and residual.holder"]
 
 
 def test_what_is_dead_is_named() -> None:
