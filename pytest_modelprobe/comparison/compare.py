@@ -33,6 +33,7 @@ from pytest_modelprobe.record import (
     renamed,
     resolve_rename,
 )
+from pytest_modelprobe.text import count
 
 from . import tolerance as _tolerance
 from .call_syntax import with_current_paths
@@ -131,7 +132,7 @@ def _tolerance_factor(tolerance: Tolerance, record: Record) -> Callable[[str], f
         if type(times) not in (int, float) or not times > 0 or math.isinf(times):
             raise UsageError(f"a tolerance multiplies the measured noise and is a positive number; got {times!r}")
         if not any(map(Glob(glob).matches, record.layers)):
-            raise SelectionError(f"tolerance: {glob!r} matches none of {len(record.layers)} layers")
+            raise SelectionError(f"tolerance: {glob!r} matches none of {count(len(record.layers), 'layer')}")
     globs = [(Glob(glob), float(times)) for glob, times in list(given.items())[::-1]]
     return lambda layer: next((times for glob, times in globs if glob.matches(layer)), 1.0)
 

@@ -52,7 +52,9 @@ def effect_text(effect: Effect) -> str:
     more = effect.parameters - effect.parameters_before
     if more:
         before = effect.parameters_before
-        parts.append(f"{more:+,} parameters" + (f" ({100 * more / before:+.3g} %)" if before else ""))
+        parts.append(
+            "-+"[more > 0] + count(abs(more), "parameter") + (f" ({100 * more / before:+.3g} %)" if before else "")
+        )
     return "; ".join(parts)
 
 

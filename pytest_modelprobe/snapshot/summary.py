@@ -136,6 +136,8 @@ def _unused_reason(results: Results, policy: Policy) -> Iterator[str]:
 
 def _for_pull_request(results: Results, unused: UnusedFiles, policy: Policy) -> Iterator[str]:
     """Yield a paragraph on what an update wrote, for the description of a pull request."""
+    from pytest_modelprobe.text import count
+
     verdicts = Counter(result["verdict"] for result in results)
     counts = {verb: verdicts[verb] for verb in ("updated", "created")} | {"deleted": len(unused.deleted)}
     what = ", ".join(f"{n} {verb}" for verb, n in counts.items() if n)
@@ -143,7 +145,7 @@ def _for_pull_request(results: Results, unused: UnusedFiles, policy: Policy) -> 
         return
     causes = {c["key"]: c["said"] for r in results if r["verdict"] == "updated" for c in r["causes"]}
     because = f" {'; '.join(list(causes.values())[:_MOST])}." if causes else ""
-    because += f" And {len(causes) - _MOST} more causes." if len(causes) > _MOST else ""
+    because += f" And {count(len(causes) - _MOST, 'more cause')}." if len(causes) > _MOST else ""
     yield "for the pull request:"
     yield f"  Model snapshots: {what}.{because}{f' {policy.reason}' if policy.reason else ''}"
 

@@ -141,13 +141,14 @@ def _verdict(results: Data, causes: Sequence[_Cause]) -> Markup:
     models = sum(len(test["runs"]) for test in tests)
     changed = sum(len(_changed(test)) for test in tests)
     tiles = [
-        ("tests", len(tests), ""),
-        ("failed", failed, "bad" if failed else ""),
-        ("causes", len(causes), "bad" if causes else ""),
-        ("models", models, ""),
-        *([("changed", changed, "bad" if changed else "")] if results.get("base") else []),
+        (count(len(tests), "test"), False),
+        (f"{failed:,} failed", failed),
+        (count(len(causes), "cause"), causes),
+        (count(models, "model"), False),
+        *([(f"{changed:,} changed", changed)] if results.get("base") else []),
     ]
-    items = [tag("li", tag("b", f"{n:,}"), f" {what}", class_=css or None) for what, n, css in tiles]
+    parts = ((*said.split(" "), "bad" if bad else None) for said, bad in tiles)
+    items = [tag("li", tag("b", n), f" {what}", class_=css) for n, what, css in parts]
     warning = None
     if not results["complete"]:
         why = results.get("stopped") or "the run was interrupted"

@@ -119,6 +119,11 @@ def test_the_verdict_says_how_many_tests_failed_and_for_how_many_causes() -> Non
     assert "1 of 2 tests failed, for 1 cause." in Page(render(results(failed, checked("test_b")))).text
 
 
+def test_one_of_a_kind_is_counted_in_the_singular() -> None:
+    failed = checked("test_a", run(layer("fc")), outcome="failed", snapshots=[snapshot(cause("fc: own code changed"))])
+    assert "1 test 1 failed 1 cause 1 model" in Page(render(results(failed))).text
+
+
 def test_a_run_without_failures_says_so() -> None:
     assert "No test failed: 1 test." in Page(render(results(checked("test_a")))).text
 
