@@ -106,7 +106,7 @@ def assert_no_dead_layers(subject: Subject, *, layers: Selector = "**", max_dead
         record,
         lambda one: [] if dead else find_zero_gradients(one, names),
         lambda found: found[0].name,
-        lambda _: excuse_gradients(record),
+        lambda _: excuse_gradients(subject),
     )
     if without_gradient:
         fail_or_hint(_zero_gradient_text(without_gradient, record, looked_at), why)

@@ -34,8 +34,18 @@ from pytest_modelprobe.text import shape as shape_text
 
 from .activations import find_nonfinite, from_forward, nonfinite_counts
 from .experts import Unreached, find_unreached
-from .sources import LEAVE_OUT, Subject, backward_of, called, fail_or_hint, full_name, not_ignored
-from .zeros import excuse_gradients, has_zero_parameters, second_look
+from .sources import (
+    LEAVE_OUT,
+    Subject,
+    backward_of,
+    called,
+    fail_or_hint,
+    full_name,
+    not_ignored,
+    start_of,
+    wider_globs,
+)
+from .zeros import excuse_gradients, excuse_small_gradients, has_zero_parameters, second_look
 
 __tracebackhide__ = True  # a traceback ends at the line of the test
 
@@ -205,7 +215,7 @@ def assert_all_params_have_grad(subject: Subject, *, layers: Selector = "**", ig
     Args:
         subject: A probe with one run or watch, a watch, or a record.
         layers: Layers whose parameters are checked.
-        ignore: Globs of full names of parameters to exclude, such as ``"*.mask_token"``.
+        ignore: Globs of full names of parameters to exclude, such as ``"**.mask_token"``.
 
     Raises:
         AssertionError: A parameter has no gradient.
@@ -221,7 +231,7 @@ def assert_all_params_have_grad(subject: Subject, *, layers: Selector = "**", ig
     wanted = _trainable(record, layers, ignore)
     missing = [(layer, p) for layer, p in wanted if p.gradient is None]
     if missing:
-        raise AssertionError(_missing_text(record, missing, wanted))
+        raise AssertionError(_missing_text(record, missing, wanted, ignore))
     for layer, p in wanted:
         if p.gradient is not None and not p.gradient.tensors:
             raise NothingObservedError(
@@ -239,7 +249,12 @@ def _trainable(record: Record, layers: Selector, ignore: str | Iterable[str]) ->
     return [(layer, p) for layer, p in every if full_name(layer, p.name) in left]
 
 
-def _missing_text(record: Record, missing: list[tuple[Layer, Parameter]], wanted: list[tuple[Layer, Parameter]]) -> str:
+def _missing_text(
+    record: Record,
+    missing: list[tuple[Layer, Parameter]],
+    wanted: list[tuple[Layer, Parameter]],
+    ignore: str | Iterable[str] = (),
+) -> str:
     layer, parameter = missing[0]
     name = full_name(layer, parameter.name)
     return failure(
@@ -250,6 +265,7 @@ def _missing_text(record: Record, missing: list[tuple[Layer, Parameter]], wanted
             for found, p in missing
         ],
         _missing_hint(record, layer, name),
+        wider_globs(ignore, (full_name(found, p.name) for found, p in missing)),
     )
 
 
@@ -348,7 +364,7 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
             explode. Zeros are looked at twice, and may be a `HintWarning`, see `assert_no_dead_layers`. Experts in one
             parameter of which some get no gradient in several backwards fail where there were 16 tokens or more for
             each; else they are a `HintWarning`. So is a call at whose output no gradient arrives, though one does at
-            another call of the same layer.
+            another call of the same layer, and a parameter that has none, though others of its layer have.
         NothingObservedError: No backward was seen, no selected layer takes part in it, or no gradient can be read.
         UsageError: ``max_ratio`` is not above 1.
 
@@ -377,11 +393,22 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
     def out_of_bounds(one: Record) -> list[_LayerGradient]:
         return _out_of_bounds(flow if one is record else _known(_layer_gradients(called(one, layers))), max_ratio)
 
+    def excuse(found: list[_LayerGradient]) -> str:
+        zero, small = [f for f in found if f.rms == 0], [f for f in found if f.known]
+        if len(zero) + len(small) < len(found):  # there is none, or it is not finite
+            return ""
+        why = excuse_gradients(subject) if zero else ""
+        if small and (why or not zero):
+            share = max_ratio * min(f.known for f in small) / max(f.known for f in flow)
+            start = start_of(subject)
+            why = excuse_small_gradients(subject, (p for f in small for p in start[f.layer.name].parameters), share)
+        return why
+
     bad, why = second_look(
         record,
         out_of_bounds,
         lambda found: found.layer.name,
-        lambda found: excuse_gradients(record) if all(f.rms == 0 for f in found) else "",
+        excuse,
     )
     if bad:
         fail_or_hint(_flow_text(record, bad, flow, max_ratio), why)
@@ -392,10 +419,17 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
     lost = [step for step in find_lost_calls(record) if step.layer in looked_at]
     if lost:
         fail_or_hint(_lost_text(lost), hint=True)
+    trained = [(layer, p) for layer in looked_at for p in layer.parameters if p.requires_grad]
+    without = [(layer, p) for layer, p in trained if p.gradient is None and any(o.gradient for o in layer.parameters)]
+    if without:
+        fail_or_hint(_missing_text(record, without, trained), _OTHERS_HAVE_ONE)
     growth = _growth_of_calls(record, {layer.name for layer in looked_at})
     exploding = [g for g in growth if g.times > _GROWTH_FACTOR * max_ratio]
     if exploding:
         raise AssertionError(_growth_text(exploding, looked_at, max_ratio))
+
+
+_OTHERS_HAVE_ONE = "A hint, as other parameters of its layer have one: assert_all_params_have_grad fails here."
 
 
 def _unreached_text(unreached: list[Unreached], record: Record) -> str:

@@ -12,10 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pytest_modelprobe.comparison import tolerance
 from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import (
     COMPILED_INSIDE,
+    CallTree,
     Layer,
     Parameter,
     Reading,
@@ -45,8 +47,10 @@ from .sources import (
     not_ignored,
     record_of,
     source_of,
+    start_of,
+    wider_globs,
 )
-from .zeros import excuse_gradients
+from .zeros import excuse_gradients, excuse_small_gradients
 
 __tracebackhide__ = True  # a traceback ends at the line of the test
 
@@ -96,7 +100,7 @@ def assert_param_count(
         by_layer[owner] = by_layer.get(owner, 0) + fact.elements
     rows: list[list[Cell]] = [[name, n] for name, n in sorted(by_layer.items(), key=lambda item: -item[1])]
     owner = "the model has" if layers == "**" else "the selected layers have"
-    first = f"{owner} {total:,} {kind}parameters, {deviation(total, low, high)}"
+    first = f"{owner} {count(total, f'{kind}parameter')}, {deviation(total, low, high)}"
     raise failed(first, ["layer", "parameters"], rows)
 
 
@@ -202,12 +206,8 @@ def _parameter_infos(subject: Subject | Any, layers: Selector) -> Iterator[_Para
 # --- what training does -------------------------------------------------------------------------------------------
 
 
-_ROUNDING = 1e-5
-"""A gradient that is smaller than this share of the largest of its layer is zero in exact arithmetic."""
-_CANCELED = (
-    "Its gradient is rounding error: the norm after it cancels it. A bias there has no effect: remove it from the "
-    "model, or exclude it here with ignore=."
-)
+_NEGLIGIBLE = 1e-5
+"""A gradient below this share of the largest of its layer may be too small for any step that suits the others."""
 _ZERO = "Its gradient is all zero: the layers after it are dead or zero-initialized."
 _ORIGIN = "assert_grad_finite names where that began."
 _NEVER_UPDATED = "No optimizer has updated it: assert_params_updated says why."
@@ -310,8 +310,8 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: 
 
     Raises:
         AssertionError: A parameter is unchanged since the first forward, or is not finite. If it is unchanged because
-            its gradient is only rounding, is zero by chance in the only step, or comes through a layer initialized to
-            zero, that is a `HintWarning`.
+            its gradient is only rounding, is 100,000 times smaller than the largest of its layer, is zero by chance in
+            the only step, or comes through weights initialized to zero, that is a `HintWarning`.
         SelectionError: ``ignore`` matches no parameter.
         NothingObservedError: The model was not called, or the layers have no parameters that require a gradient.
         UsageError: The subject is a record, and not that of a step of training.
@@ -330,48 +330,120 @@ def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: 
     found = _finite(_trained(subject, layers, ignore))
     unchanged = [one for one in found if one.change == 0 and 0 not in one.own.shape]
     if unchanged:
-        reasons = {one.name: _why_unchanged(one, subject) for one in unchanged}
-        explained = excuse_gradients(record_of(subject)) if _ZERO in reasons.values() else ""
-        harmless = (_CANCELED, _ZERO) if explained else (_CANCELED,)
-        unchanged.sort(key=lambda one: reasons[one.name] in harmless)
-        first, why = unchanged[0], reasons[unchanged[0].name]
+        why = {one.name: _why_unchanged(one, subject) for one in unchanged}
+        unchanged.sort(key=lambda one: why[one.name][1])
+        first = unchanged[0]
+        reason, healthy = why[first.name]
         text = failure(
             f"{first.name} was not updated; {out_of(len(unchanged), len(found), 'parameter')}",
             ["parameter", "shape", "gradient rms"],
             [[one.name, str(one.own.shape), _rms(one.own.gradient)] for one in unchanged],
-            why,
-            explained,
+            reason,
+            wider_globs(ignore, (one.name for one in unchanged)),
         )
-        fail_or_hint(text, hint=why in harmless)
+        fail_or_hint(text, hint=healthy)
     _reject_unknown(found)
 
 
-def _why_unchanged(one: _Change, subject: Subject) -> str:
+def _why_unchanged(one: _Change, subject: Subject) -> tuple[str, bool]:
+    """Return why a parameter did not change, and whether a healthy model may look so."""
     gradient = one.own.gradient
     if gradient is None:
-        return "It has no gradient: it is detached, unused, or the watch began too late."
+        return "It has no gradient: it is detached, unused, or the watch began too late.", False
     if has_nonfinite(gradient):
-        return f"Its gradient is not finite, and such steps are skipped. {_ORIGIN}"
+        return f"Its gradient is not finite, and such steps are skipped. {_ORIGIN}", False
+    healthy = _why_small(one, subject)
+    if healthy:
+        return healthy, True
     if gradient.statistics is not None and gradient.statistics.all_zero:
-        return _ZERO
-    if _is_rounding(one):
-        return _CANCELED
+        return _ZERO, False
     return _why_without_effect(one, subject) or (
         "It has a gradient: it is in no group of the optimizer, the step is too small, or was never taken."
+    ), False
+
+
+def _why_small(one: _Change, subject: Subject, low: float = 0.0) -> str:
+    """Return why a parameter of a healthy model changes by less than a share; an empty text: no known reason.
+
+    The steps that are kept tell it. In all passes together there are also those whose gradients were thrown away.
+    """
+    steps = _steps_with(one, subject)
+    seen = [(layer, own) for _, layer, own in steps] or [(one.layer, one.own)]
+    if all(_cancels(layer, own) for layer, own in seen):
+        by = (
+            "the norm after it" if _feeds_norm(one.layer, subject) else "what the model or the loss makes of its output"
+        )
+        return (
+            f"Its gradient is rounding error: {by} cancels it. A bias there has no effect: remove it from the model, "
+            "or exclude it here with ignore=."
+        )
+    shares = [_share_of_layer(layer, own) for layer, own in seen]
+    if all(0 < share < _NEGLIGIBLE for share in shares):
+        times = number(1 / max(shares))
+        return f"Its gradient is {times} times smaller than the largest of its layer, too small for steps that suit it."
+    if not any(_rms(own.gradient) for _, own in seen):
+        explained = excuse_gradients(subject)
+        if explained:
+            return f"{_ZERO} {explained}"
+    began, merged = (
+        next((p for p in record[one.layer.name].parameters if p.name == one.own.name), one.own)
+        for record in (start_of(subject), record_of(subject))
     )
+    if not steps or not _rms(merged.gradient) or _why_without_effect(one, subject):
+        return ""
+    share = one.change / low if one.change and low else math.inf
+    return excuse_small_gradients(subject, [began], share)
+
+
+def _feeds_norm(layer: Layer, subject: Subject) -> bool:
+    outputs = {value.tensor for _, value in layer.outputs}
+    steps = CallTree(record_of(subject)).started
+    return any("Norm" in s.layer.type_name and any(v.tensor in outputs for v in s.call.inputs) for s in steps)
+
+
+def _steps_with(one: _Change, subject: Subject) -> list[tuple[Record, Layer, Parameter]]:
+    """Return the steps that are kept in which an optimizer holds a parameter, with its layer and itself there."""
+    source = source_of(subject)
+    return [
+        (step, layer, own)
+        for step in ([source] if isinstance(source, Record) else source.steps)
+        for layer in step.layers.values()
+        if layer.name == one.layer.name
+        for own in layer.parameters
+        if own.name == one.own.name and own.group is not None
+    ]
+
+
+def _cancels(layer: Layer, own: Parameter) -> bool:
+    """Whether the gradient of a bias is zero but for rounding.
+
+    It is the sum of the gradients of the layer's output over all but the units, and these are not as small as it is.
+    """
+    gradient = None if own.gradient is None else own.gradient.statistics
+    terms = [value.backward.statistics for _, value in layer.outputs if value.backward is not None]
+    units = math.prod(own.shape)
+    if own.name != "bias" or own.gradient is None or gradient is None or not units:
+        return False
+    n = norm = 0.0
+    for one in terms:
+        if one is None or one.rms is None or one.count % units:
+            return False
+        n += one.count / units / own.gradient.tensors
+        norm += one.count / units / own.gradient.tensors * one.rms
+    # The terms are rounded one by one, and their sums too; terms that do not cancel add up to the square root of n.
+    rounding = max([tolerance.epsilon(own.dtype), *(tolerance.epsilon(v.dtype) for _, v in layer.outputs)])
+    return norm > 0 and (gradient.rms or 0.0) <= norm * min(4 * rounding, 0.03 / math.sqrt(n))
+
+
+def _share_of_layer(layer: Layer, own: Parameter) -> float:
+    """Return the gradient of a parameter beside the largest of its layer; 0 if there is none."""
+    largest = max(_rms(p.gradient) or 0.0 for p in layer.parameters)
+    return (_rms(own.gradient) or 0.0) / largest if largest else 0.0
 
 
 def _why_without_effect(one: _Change, subject: Subject) -> str | None:
     """Return why the steps that are kept could not change a parameter with a gradient; None: they could have."""
-    source = source_of(subject)
-    steps = [source] if isinstance(source, Record) else source.steps
-    held = [
-        (own, step.optimizers[own.group])
-        for step in steps
-        if one.layer.name in step.layers
-        for own in step[one.layer.name].parameters
-        if own.name == one.own.name and own.group is not None
-    ]
+    held = [(own, step.optimizers[own.group]) for step, _, own in _steps_with(one, subject) if own.group is not None]
     if held and all(group.options.get("lr") == 0 for _, group in held):
         name = held[0][1].optimizer
         return f"Its group of {name} has lr 0 in every step that is kept: raise it, or train longer if it is a warmup."
@@ -411,7 +483,7 @@ def assert_update_ratio(
 
     Raises:
         AssertionError: The ratio of a parameter is out of range, or a parameter is not finite. A ratio that is too
-            small because the gradient is only rounding is a `HintWarning`.
+            small for a reason that `assert_params_updated` takes for healthy is a `HintWarning`.
         SelectionError: ``ignore`` matches no parameter.
         NothingObservedError: The model was not called, or the layers have no parameters that require a gradient.
         UsageError: The subject is a record, and not that of a step of training; ``low`` is above ``high``.
@@ -437,7 +509,8 @@ def assert_update_ratio(
         raise NothingObservedError("the selected layers have no parameters that require a gradient and were not zero")
     bad = [(n, one) for n, one in found if not low <= (one.change or 0.0) <= high]
     bad.sort(key=lambda pair: -_times_outside(pair[1].change or 0.0, low, high))
-    bad.sort(key=lambda pair: _is_canceled(pair[1], low))
+    small = {one.name: _why_too_small(one, subject, low) for _, one in bad}
+    bad.sort(key=lambda pair: bool(small[pair[1].name]))
     if bad:
         step, first = bad[0]
         names = {one.name for _, one in bad}
@@ -460,9 +533,11 @@ def assert_update_ratio(
             f"{number(high)}; {out_of(len(names), len({one.name for _, one in found}), 'parameter')}{of}",
             ["parameter", "shape", *(["step"] if numbers else []), "ratio", "gradient rms"],
             rows,
-            _NEVER_UPDATED if numbers and step is None else _why_outside(first, subject, large=large),
+            small[first.name]
+            or (_NEVER_UPDATED if numbers and step is None else _why_outside(first, subject, large=large)),
+            wider_globs(ignore, names),
         )
-        fail_or_hint(text, hint=_is_canceled(first, low))
+        fail_or_hint(text, hint=bool(small[first.name]))
     _reject_unknown(trained)
 
 
@@ -555,26 +630,19 @@ def _bad_counts(reading: Reading | None) -> str:
 def _why_outside(one: _Change, subject: Subject, *, large: bool) -> str:
     if not large and has_nonfinite(one.own.gradient):
         return f"Its gradient is not finite, and such steps are skipped. {_ORIGIN}"
-    if not large and _is_rounding(one):
-        return _CANCELED
     why = None if one.change else _why_without_effect(one, subject)
     return why or _LEARNING_RATE.format("large" if large else "small")
 
 
-def _is_canceled(one: _Change, low: float) -> bool:
-    """Whether a parameter changes too little because its gradient is only rounding."""
-    return (one.change or 0.0) < low and not has_nonfinite(one.own.gradient) and _is_rounding(one)
+def _why_too_small(one: _Change, subject: Subject, low: float) -> str:
+    """Return why a parameter changes by less than ``low``, if it does and a healthy model may; else an empty text."""
+    too_small = (one.change or 0.0) < low and not has_nonfinite(one.own.gradient)
+    return _why_small(one, subject, low) if too_small else ""
 
 
 def _times_outside(ratio: float, low: float, high: float) -> float:
     """Return the factor by which a ratio is out of range; inf for a ratio of 0 and an unknown one."""
     return ratio / high if ratio > high > 0 else low / ratio if 0 < ratio <= high else math.inf
-
-
-def _is_rounding(one: _Change) -> bool:
-    """Whether a gradient is negligible relative to the largest of the layer."""
-    rms = _rms(one.own.gradient)
-    return rms is not None and rms < _ROUNDING * max(_rms(p.gradient) or 0.0 for p in one.layer.parameters)
 
 
 def _changes(subject: Subject, layers: Selector, *, may_be_unchanged: bool = False) -> list[_Change]:

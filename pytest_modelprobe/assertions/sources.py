@@ -70,6 +70,12 @@ def record_of(subject: Subject) -> Record:
     return record
 
 
+def start_of(subject: Subject) -> Record:
+    """Return the record with the parameters before training: that of the first step; if no step is kept, of all."""
+    source = source_of(subject)
+    return source if isinstance(source, Record) else source.steps[0] if source.steps else record_of(source)
+
+
 def newest_of(subject: Subject) -> Record:
     """Return the record of the newest forward alone; of a record, the record."""
     source = source_of(subject)
@@ -211,15 +217,34 @@ def full_name(layer: Layer, parameter: str) -> str:
 def not_ignored(names: Sequence[str], ignore: str | Iterable[str]) -> set[str]:
     """Return the names of parameters that no glob in ``ignore`` matches; SelectionError if a glob matches none."""
     left = set(names)
-    for glob in [ignore] if isinstance(ignore, str) else ignore:
+    for glob in _globs(ignore):
         matched = {name for name in names if Glob(glob).matches(name)}
         if not matched:
-            near = listed(nearest(glob, names)) or "none"
-            raise SelectionError(f"ignore={glob!r} matches none of {len(names)} parameters; nearest: {near}")
+            hint = wider_globs(glob, names) or f"nearest: {listed(nearest(glob, names)) or 'none'}"
+            raise SelectionError(f"ignore={glob!r} matches none of {count(len(names), 'parameter')}; {hint}")
         left -= matched
     if not left:
         raise NothingObservedError(f"no parameter is left to look at: ignore= names all {len(names):,} of them")
     return left
+
+
+def wider_globs(ignore: str | Iterable[str], names: Iterable[str]) -> str:
+    """Return a sentence if a glob would match one of ``names`` with ``**`` in place of ``*``; else an empty text.
+
+    >>> wider_globs("*.bias", ["blocks.0.fc.bias"])
+    "ignore='**.bias' matches blocks.0.fc.bias: * is one segment of a name, ** any number of them."
+    """
+    left = [*names]
+    for glob in _globs(ignore):
+        wider = Glob(".".join("**" if segment == "*" else segment for segment in glob.split(".")))
+        found = next(filter(wider.matches, left), None)
+        if found is not None:
+            return f"ignore={wider.text!r} matches {found}: * is one segment of a name, ** any number of them."
+    return ""
+
+
+def _globs(ignore: str | Iterable[str]) -> Iterable[str]:
+    return [ignore] if isinstance(ignore, str) else ignore
 
 
 def bounds(expected: int | tuple[int, int], noun: str) -> tuple[int, int]:

@@ -7,13 +7,14 @@ where it cannot be, what is found is a hint.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from pytest_modelprobe.record import Call, Layer, Record
+from pytest_modelprobe.record import Call, Layer, Parameter, Record
 from pytest_modelprobe.text import listed
 
-from .sources import is_zero, numbers
+from .sources import Subject, is_zero, numbers, record_of, start_of
 
 T = TypeVar("T")
 
@@ -32,8 +33,12 @@ def has_zero_parameters(layer: Layer) -> bool:
 
 def _learns(layer: Layer) -> bool:
     """Whether a parameter of a layer has a gradient that is not zero."""
-    gradients = [p.gradient.statistics for p in layer.parameters if p.gradient is not None]
-    return any(s is not None and s.rms for s in gradients)
+    return any(map(_learns_in, layer.parameters))
+
+
+def _learns_in(own: Parameter) -> bool:
+    statistics = None if own.gradient is None else own.gradient.statistics
+    return statistics is not None and bool(statistics.rms)
 
 
 def second_look(
@@ -61,12 +66,50 @@ def second_look(
     return found, _said(_zero_initialized(record))
 
 
-def excuse_gradients(record: Record) -> str:
+def excuse_gradients(subject: Subject) -> str:
     """Return why gradients of a step may be zero in a healthy model; an empty text: nothing known explains them."""
+    record = record_of(subject)
     zero = [layer for layer in _zero_initialized(record) if _learns(layer)]
+    if not zero and record.training is not None:
+        woken, sizes = _woken(subject)
+        zero = woken if record.training.steps <= len(sizes) else []  # each step wakes those that had a gradient
     if zero:
         return _said(zero)
     return BY_CHANCE if any(returns_drawn_zeros(call) for _, call in record.calls) else ""
+
+
+def excuse_small_gradients(subject: Subject, began: Iterable[Parameter], share: float) -> str:
+    """Return why gradients may be small in a healthy model; an empty text: nothing known explains them.
+
+    They pass through weights that were zero as training began, and are small as long as these are.
+
+    Args:
+        subject: What was looked at.
+        began: Those with small gradients, as they were in the first step.
+        share: By which factor the smallest is below what is allowed.
+    """
+    woken, sizes = _woken(subject)
+    through = woken and not any(map(_learns_in, began)) and math.prod(sizes.values()) <= share
+    return _said(woken) if through else ""
+
+
+def _woken(subject: Subject) -> tuple[list[Layer], dict[bool, float]]:
+    """Return the layers with weights that were zero as training began and are not any more, and how large these are.
+
+    That is the rms of the smallest: of those that had a gradient in the first step, and of those that had none, as they
+    are behind others.
+    """
+    layers: dict[str, Layer] = {}
+    sizes: dict[bool, float] = {}
+    now = record_of(subject).layers
+    for layer in start_of(subject).layers.values():
+        for own, later in zip(layer.parameters, now[layer.name].parameters, strict=False):
+            was, size = own.reading.statistics, later.reading.statistics
+            hides = not own.name.endswith("bias") or has_zero_parameters(layer)  # as `wake_zeros` has it
+            if layer.calls and hides and was is not None and was.all_zero and size is not None and size.rms:
+                layers[layer.name] = layer
+                sizes[_learns_in(own)] = min(sizes.get(_learns_in(own), 1.0), size.rms)
+    return [*layers.values()], sizes
 
 
 BY_CHANCE = "A hint: a layer that draws random numbers returned only zeros, as a drop path does. Watch several steps."

@@ -28,6 +28,7 @@ from pytest_modelprobe import (
     assert_grad_flow,
     assert_no_dead_layers,
     assert_params_updated,
+    assert_update_ratio,
 )
 from pytest_modelprobe.models import seeded
 
@@ -267,6 +268,16 @@ def test_a_glob_that_ignores_nothing_is_an_error() -> None:
         assert_all_params_have_grad(run(nn.Sequential(linear())), ignore="0.wieght")
 
 
+def test_a_glob_of_one_segment_too_few_is_told_what_would_match() -> None:
+    model = nn.Sequential(linear(), nn.Sequential(linear()))
+    more = "ignore='**.bias' matches 1.0.bias: * is one segment of a name, ** any number of them."
+    with pytest.raises(AssertionError, match=f"(?s)^1.0.bias changed by .*{re.escape(more)}$"):
+        assert_update_ratio(steps(model, 1, rate=0.1), low=1e-9, high=1e-2, ignore=["**.weight", "*.bias"])
+    with pytest.raises(SelectionError) as error:
+        assert_update_ratio(steps(model[1:], 1), ignore="*.bias")
+    assert str(error.value) == f"ignore='*.bias' matches none of 2 parameters; {more}"
+
+
 def test_ignoring_all_is_an_error() -> None:
     with pytest.raises(NothingObservedError, match="no parameter is left to look at"):
         assert_all_params_have_grad(run(linear()), ignore="**")
@@ -495,6 +506,86 @@ def test_zero_gradients_behind_zero_initialized_projections_are_a_hint() -> None
             assert_grad_flow(record)
         with pytest.raises(AssertionError, match=r"^modulation input is dead: "):
             assert_no_dead_layers(record)
+
+
+class Gains(nn.Module):
+    """The gains of an embedding and the output are zero at first, as in KarrasUnet of denoising-diffusion-pytorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.emb, self.out = linear(), linear(), linear()
+        self.gain_emb, self.gain_out = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        return self.gain_out * self.out(x * (1 + self.gain_emb * self.emb(x)))
+
+
+def steps(model: nn.Module, number: int, parameters: Any = None, rate: float = 1e-4, **options: Any) -> Watch:
+    watch = ModelProbe().watch(model, **options)
+    optimizer = torch.optim.SGD(parameters or model.parameters(), rate)
+    for _ in range(number):
+        optimizer.zero_grad()
+        (watch.model(X) - 0.5).square().mean().backward()
+        optimizer.step()
+    return watch
+
+
+@pytest.mark.parametrize("assertion", [assert_grad_flow, assert_params_updated, assert_update_ratio])
+@pytest.mark.parametrize("number", [1, 2, 3, 10])
+def test_what_passes_through_gains_that_were_zero_at_first_is_a_hint(
+    number: int, assertion: Callable[..., None]
+) -> None:
+    with pytest.warns(HintWarning) as said:
+        assertion(steps(Gains(), number))
+    assert [str(one.message).rpartition("A hint, ")[2] for one in said] == [
+        "because of what is zero-initialized: (root). Other layers get a gradient after its first step."
+    ]
+
+
+def test_a_gradient_that_vanishes_behind_what_was_zero_at_first_is_no_hint() -> None:
+    def small(m: Net, x: torch.Tensor) -> torch.Tensor:
+        return m.head(m.b(m.a(x) * 1e-12))
+
+    with pytest.raises(
+        AssertionError, match=r"^a gets a gradient .* times smaller than head, 1e\+06 is allowed; 1 of 3"
+    ):
+        assert_grad_flow(steps(Net(small, a=linear(), b=linear(), head=linear(weight=0.0)), 3, rate=0.1))
+
+
+def test_a_layer_that_a_zero_head_hides_in_the_first_step_alone_is_dead_after_it() -> None:
+    model = Net(lambda m, x: m.head(m.b(m.a(x) * 0.0)), a=linear(), b=linear(), head=linear(weight=0.0))
+    with pytest.raises(AssertionError, match=r"^a gets a zero gradient; 1 of 3 layers looked at"):
+        assert_grad_flow(steps(model, 3))
+
+
+def test_a_layer_that_is_not_in_the_optimizer_is_no_hint_though_it_is_behind_what_was_zero() -> None:
+    model = Net(lambda m, x: m.head(m.a(x)), a=linear(), head=linear(weight=0.0))
+    with pytest.raises(
+        AssertionError, match=r"(?s)^a.weight was not updated; 2 of 4 .* it is in no group of the optim"
+    ):
+        assert_params_updated(steps(model, 3, model.head.parameters()))
+
+
+def test_one_parameter_without_a_gradient_in_a_layer_that_has_others_is_a_hint() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.r = nn.Parameter(torch.ones(2, 6)), nn.Parameter(torch.ones(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.r.detach()) @ self.weight.T
+
+    with pytest.warns(HintWarning) as said:
+        assert_grad_flow(run(nn.Sequential(linear(), nn.Tanh(), Scaled())))
+    assert [str(one.message).split("\n\n") for one in said] == [
+        [
+            "2.r has no gradient; 1 of 4 parameters looked at have none",
+            "parameter   layer type   shape   layer called\n2.r         Scaled       (6,)    yes",
+            "The output of layer '2' (Scaled) has a gradient: does its forward use 2.r, and not a detached copy?",
+            "A hint, as other parameters of its layer have one: assert_all_params_have_grad fails here.",
+        ]
+    ]
 
 
 class DropPath(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -262,8 +263,87 @@ def test_all_parameters_are_updated() -> None:
 
 
 def test_a_bias_before_a_norm_has_no_effect() -> None:
-    with pytest.warns(HintWarning, match=r"(?s)^0.bias was not updated; 1 of 6 .* is rounding error"):
+    with pytest.warns(
+        HintWarning, match=r"(?s)^0.bias was not updated; 1 of 6 .* is rounding error: the norm after it"
+    ):
         assert_params_updated(trained(net()))
+
+
+def critic(*, discarded: bool) -> Watch:
+    model = PROBE.build(lambda: nn.Sequential(nn.Linear(2, 8), nn.LeakyReLU(), nn.Linear(8, 1)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    watch = ModelProbe().watch(model)
+    for i in range(4):
+        real, fake = PROBE.randn(8, 2, name=f"real{i}"), PROBE.randn(8, 2, name=f"fake{i}") + 1
+        if discarded:  # the step of a generator
+            model(fake).mean().backward()
+        optimizer.zero_grad()
+        (model(fake).mean() - model(real).mean()).backward()
+        optimizer.step()
+    return watch
+
+
+@pytest.mark.parametrize("discarded", [False, True])
+def test_a_bias_that_the_loss_of_a_critic_cancels_is_a_hint_whatever_passes_were_thrown_away(discarded: bool) -> None:
+    with pytest.warns(HintWarning) as said:
+        assert_params_updated(critic(discarded=discarded))
+    (text,) = (str(one.message) for one in said)
+    assert text.startswith("2.bias was not updated; 1 of 4 parameters looked at\n")
+    assert text.endswith(
+        "\n\nIts gradient is rounding error: what the model or the loss makes of its output cancels it. A bias there "
+        "has no effect: remove it from the model, or exclude it here with ignore=."
+    )
+
+
+class Schedule(nn.Module):
+    """The learned noise schedule of denoising-diffusion-pytorch: a share of a difference, so that a bias cancels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 32), nn.Sigmoid(), nn.Linear(32, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        zero, one = self.net(torch.zeros_like(x)), self.net(torch.ones_like(x))
+        return (self.net(x) - zero) / (one - zero)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_bias_that_the_model_cancels_is_a_hint(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = Schedule()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-9)  # so that the bias moves with no seed
+    with ModelProbe() as probe:
+        watch = probe.watch(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(torch.rand(4, 1)) - 0.5).square().mean().backward()
+            optimizer.step()
+    with pytest.warns(
+        HintWarning, match="Its gradient is rounding error: what the model or the loss makes of its outp"
+    ):
+        assert_params_updated(watch, ignore=["net.0.*", "net.2.weight"])
+
+
+class Mixer(nn.Module):
+    """As `dt_bias` of Zamba2 in transformers, a parameter has an effect that is small and exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.dt_bias = nn.Parameter(torch.eye(8)), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + 1e-7 * torch.nn.functional.softplus(self.dt_bias)
+
+
+@pytest.mark.parametrize("assertion", [assert_params_updated, assert_update_ratio])
+def test_a_small_gradient_that_is_exact_is_not_called_rounding(assertion: Callable[..., None]) -> None:
+    watch = trained(Mixer(), lambda m: torch.optim.SGD(m.parameters(), 1e-2))
+    with pytest.warns(HintWarning) as said:
+        assertion(watch)
+    (text,) = (str(one.message) for one in said)
+    assert text.startswith("dt_bias ")
+    why = r"\nIts gradient is [\d.e+]+ times smaller than the largest of its layer, too small for steps that suit it\.$"
+    assert re.search(why, text)
 
 
 def test_a_parameter_may_be_ignored() -> None:
