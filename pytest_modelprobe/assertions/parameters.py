@@ -43,11 +43,11 @@ from .sources import (
     deviation,
     fail_or_hint,
     full_name,
+    gradient_of,
     is_watch,
     not_ignored,
     record_of,
     source_of,
-    start_of,
     wider_globs,
 )
 from .zeros import excuse_gradients, excuse_small_gradients
@@ -208,6 +208,10 @@ def _parameter_infos(subject: Subject | Any, layers: Selector) -> Iterator[_Para
 
 _NEGLIGIBLE = 1e-5
 """A gradient below this share of the largest of its layer may be too small for any step that suits the others."""
+_CANCELED = (
+    "Its gradient is rounding error: the {} cancels it. A bias there has no effect: remove it from the model, or "
+    "exclude it here with ignore=."
+)
 _ZERO = "Its gradient is all zero: the layers after it are dead or zero-initialized."
 _ORIGIN = "assert_grad_finite names where that began."
 _NEVER_UPDATED = "No optimizer has updated it: assert_params_updated says why."
@@ -367,16 +371,10 @@ def _why_small(one: _Change, subject: Subject, low: float = 0.0) -> str:
 
     The steps that are kept tell it. In all passes together there are also those whose gradients were thrown away.
     """
-    steps = _steps_with(one, subject)
-    seen = [(layer, own) for _, layer, own in steps] or [(one.layer, one.own)]
+    seen = [(layer, own) for _, layer, own in _steps_with(one, subject)] or [(one.layer, one.own)]
     if all(_cancels(layer, own) for layer, own in seen):
-        by = (
-            "the norm after it" if _feeds_norm(one.layer, subject) else "what the model or the loss makes of its output"
-        )
-        return (
-            f"Its gradient is rounding error: {by} cancels it. A bias there has no effect: remove it from the model, "
-            "or exclude it here with ignore=."
-        )
+        by = "norm after it" if _feeds_norm(one.layer, subject) else "rest of the model, or the loss,"
+        return _CANCELED.format(by)
     shares = [_share_of_layer(layer, own) for layer, own in seen]
     if all(0 < share < _NEGLIGIBLE for share in shares):
         times = number(1 / max(shares))
@@ -385,14 +383,11 @@ def _why_small(one: _Change, subject: Subject, low: float = 0.0) -> str:
         explained = excuse_gradients(subject)
         if explained:
             return f"{_ZERO} {explained}"
-    began, merged = (
-        next((p for p in record[one.layer.name].parameters if p.name == one.own.name), one.own)
-        for record in (start_of(subject), record_of(subject))
-    )
-    if not steps or not _rms(merged.gradient) or _why_without_effect(one, subject):
+    merged = record_of(subject)[one.layer.name].parameters
+    arrived = any(_rms(own.gradient) for own in merged if own.name == one.own.name)
+    if not arrived or _why_without_effect(one, subject):
         return ""
-    share = one.change / low if one.change and low else math.inf
-    return excuse_small_gradients(subject, [began], share)
+    return excuse_small_gradients(subject, [seen[0][1]], one.change / low if one.change and low else math.inf)
 
 
 def _feeds_norm(layer: Layer, subject: Subject) -> bool:
@@ -419,20 +414,16 @@ def _cancels(layer: Layer, own: Parameter) -> bool:
 
     It is the sum of the gradients of the layer's output over all but the units, and these are not as small as it is.
     """
-    gradient = None if own.gradient is None else own.gradient.statistics
-    terms = [value.backward.statistics for _, value in layer.outputs if value.backward is not None]
-    units = math.prod(own.shape)
+    gradient, units = _rms(own.gradient), math.prod(own.shape)
     if own.name != "bias" or own.gradient is None or gradient is None or not units:
         return False
-    n = norm = 0.0
-    for one in terms:
-        if one is None or one.rms is None or one.count % units:
-            return False
-        n += one.count / units / own.gradient.tensors
-        norm += one.count / units / own.gradient.tensors * one.rms
+    terms = [gradient_of(value) for _, value in layer.outputs if value.backward is not None]
+    known = [one for one in terms if one is not None and one.rms is not None and one.count % units == 0]
+    n = sum(one.count for one in known) / units / own.gradient.tensors
+    norm = sum(one.count * (one.rms or 0.0) for one in known) / units / own.gradient.tensors
     # The terms are rounded one by one, and their sums too; terms that do not cancel add up to the square root of n.
-    rounding = max([tolerance.epsilon(own.dtype), *(tolerance.epsilon(v.dtype) for _, v in layer.outputs)])
-    return norm > 0 and (gradient.rms or 0.0) <= norm * min(4 * rounding, 0.03 / math.sqrt(n))
+    rounding = max(tolerance.epsilon(dtype) for dtype in [own.dtype, *(value.dtype for _, value in layer.outputs)])
+    return 0 < len(known) == len(terms) and gradient < norm * min(4 * rounding, 0.03 / math.sqrt(n))
 
 
 def _share_of_layer(layer: Layer, own: Parameter) -> float:

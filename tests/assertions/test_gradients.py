@@ -555,8 +555,13 @@ def test_a_gradient_that_vanishes_behind_what_was_zero_at_first_is_no_hint() -> 
 
 def test_a_layer_that_a_zero_head_hides_in_the_first_step_alone_is_dead_after_it() -> None:
     model = Net(lambda m, x: m.head(m.b(m.a(x) * 0.0)), a=linear(), b=linear(), head=linear(weight=0.0))
+    watch = steps(model, 3, rate=0.1)
     with pytest.raises(AssertionError, match=r"^a gets a zero gradient; 1 of 3 layers looked at"):
-        assert_grad_flow(steps(model, 3))
+        assert_grad_flow(watch)
+    with pytest.raises(
+        AssertionError, match=r"(?s)^a.weight was not updated; 3 of 6 .*\n\nIts gradient is all zero: [^.]*.$"
+    ):
+        assert_params_updated(watch)
 
 
 def test_a_layer_that_is_not_in_the_optimizer_is_no_hint_though_it_is_behind_what_was_zero() -> None:

@@ -290,8 +290,8 @@ def test_a_bias_that_the_loss_of_a_critic_cancels_is_a_hint_whatever_passes_were
     (text,) = (str(one.message) for one in said)
     assert text.startswith("2.bias was not updated; 1 of 4 parameters looked at\n")
     assert text.endswith(
-        "\n\nIts gradient is rounding error: what the model or the loss makes of its output cancels it. A bias there "
-        "has no effect: remove it from the model, or exclude it here with ignore=."
+        "\n\nIts gradient is rounding error: the rest of the model, or the loss, cancels it. A bias there has no "
+        "effect: remove it from the model, or exclude it here with ignore=."
     )
 
 
@@ -319,7 +319,7 @@ def test_a_bias_that_the_model_cancels_is_a_hint(seed: int) -> None:
             (model(torch.rand(4, 1)) - 0.5).square().mean().backward()
             optimizer.step()
     with pytest.warns(
-        HintWarning, match="Its gradient is rounding error: what the model or the loss makes of its outp"
+        HintWarning, match="Its gradient is rounding error: the rest of the model, or the loss, cancels "
     ):
         assert_params_updated(watch, ignore=["net.0.*", "net.2.weight"])
 
