@@ -25,7 +25,7 @@ from .invariants import Invariants, learned
 from .layer import Layer, Parameter, elements
 from .naming import NOT_DEFAULT, ROOT, address, call_name, containers, label_of, parent, qualified, relative_name
 from .profile import LayerProfile, Profile
-from .ranks import process_group, this_rank
+from .ranks import process_group, this_rank, writing_rank
 from .record import (
     COMPILED_INSIDE,
     LAST_POSITION,
@@ -131,4 +131,5 @@ __all__ = [
     "with_applied_gradients",
     "with_paths",
     "with_live_run",
+    "writing_rank",
 ]

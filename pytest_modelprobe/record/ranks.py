@@ -20,18 +20,24 @@ class Rank(NamedTuple):
 
 
 def this_rank() -> Rank:
-    """Return the rank of this process in its process group, else the one that ``torchrun`` gave it.
+    """Return the rank of this process in its process group. Without a group a process stands alone.
 
     >>> this_rank()
     Rank(rank=0, world_size=1)
     """
     distributed = process_group()
-    if distributed is not None:
-        return Rank(distributed.get_rank(), distributed.get_world_size())
-    # torchrun sets this. A process that it started may ask before its process group is there.
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    return Rank(0, 1) if distributed is None else Rank(distributed.get_rank(), distributed.get_world_size())
+
+
+def writing_rank() -> Rank:
+    """Return the rank of this process for what writes files: without a group, the one that ``torchrun`` gave it.
+
+    Processes that ``torchrun`` started may write before their group is there. Anything can set the variables that say
+    so, and thus no verdict depends on them.
+    """
+    if process_group() is None and "TORCHELASTIC_RUN_ID" in os.environ:
         return Rank(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
-    return Rank(0, 1)
+    return this_rank()
 
 
 def process_group() -> Any:

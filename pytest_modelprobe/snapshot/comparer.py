@@ -30,7 +30,7 @@ from pytest_modelprobe.comparison import text as comparison_text
 from pytest_modelprobe.comparison.rows import rows
 from pytest_modelprobe.exceptions import NothingObservedError, SnapshotError, UsageError
 from pytest_modelprobe.files import ARCH, PROBE, RESTORE, Texts, decode, file_name, parsed, read, write
-from pytest_modelprobe.record import Record, applicable_rename, has_numbers, this_rank
+from pytest_modelprobe.record import Record, applicable_rename, has_numbers, this_rank, writing_rank
 from pytest_modelprobe.text import listed, printable
 
 from . import messages, preconditions
@@ -140,6 +140,8 @@ class Comparer:
         place = self._place(record, arguments)
         outcome = Outcome(place, record, record.live_run, caller.f_code, caller.f_lineno, arguments.compare)
         mine = this_rank()
+        # The record is the same in every rank, and the file too: each compares, and the first alone writes.
+        is_written_elsewhere = mine.rank and (self._updates or self._updates_new) and not self._why_not_written
         parts, outcome.not_compared = _compared_parts(arguments.compare, self._policy.compare)
         # What the file says that its test compares: an option for one run is no property of the test.
         always = arguments.compare if self._policy.for_this_run else parts
@@ -148,7 +150,7 @@ class Comparer:
         elif mine.world_size > 1 and record.ranks is None:
             outcome.verdict = "unreadable"
             outcome.text = messages.one_rank(self.name, mine.rank, mine.world_size)
-        elif parts is None or mine.rank:  # the record is the same in every rank, and the file too
+        elif parts is None or is_written_elsewhere:
             outcome.verdict = "not compared"
         else:
             try:
@@ -170,15 +172,25 @@ class Comparer:
         __tracebackhide__ = True
         name = "" if arguments.name is None else f".{file_name(arguments.name)}"
         path = folder_of(self._item.path) / f"{stem_of(self._item)}{name}{TRAINING}"
-        first = not this_rank().rank  # what is learned is the same in every rank, and the file too
         return TrainingFile(
             path=path,
             shown=shown_path(path, self._item.config),
             test=self.name,
-            updates=self._updates and first,
-            creates=self._updates_new and first,
-            may_write=self._policy.may_write,
+            updates=self._updates,
+            creates=self._updates_new,
+            writes=not writing_rank().rank,  # what is learned is the same in every rank, and the file too
+            why_not_written=self._why_not_written,
         )
+
+    @property
+    def _why_not_written(self) -> Refusal | None:
+        """Why an update must not write in this process, whatever the record; ``None`` if it may."""
+        if not self._policy.may_write:
+            return preconditions.UPDATE_IN_CI
+        processes = writing_rank().world_size
+        if processes > this_rank().world_size:
+            return preconditions.without_process_group(processes)
+        return None
 
     def _place(self, record: Record, arguments: Arguments) -> SnapshotFiles:
         __tracebackhide__ = True
@@ -255,15 +267,15 @@ class Comparer:
             new = self._texts_read_back(outcome, arguments, record, stored)
             outcome.verdict = "updated" if is_known else "created"
             outcome.declared = bool(self._policy.reason) and stored.texts is not None
-        elif self._policy.output:
+        elif self._policy.output and not writing_rank().rank:
             self._write_output(outcome, arguments, stored, self._policy.output)
         outcome.text = self._text(outcome, refusal)
         self._count(outcome, new)
 
     def _refusal(self, outcome: Outcome, arguments: Arguments) -> Refusal | None:
         """Return why an update must not write the record; ``None`` if it may."""
-        if not self._policy.may_write:
-            return preconditions.UPDATE_IN_CI
+        if (refusal := self._why_not_written) is not None:
+            return refusal
         if any(other.place == outcome.place and other.verdict in ("created", "updated") for other in self.outcomes):
             return preconditions.WRITTEN_TWICE
         refusal = preconditions.refuse_record(outcome.record, arguments)

@@ -14,6 +14,8 @@ from pytest_modelprobe.exceptions import SnapshotError
 from pytest_modelprobe.files import read_text, write_text
 from pytest_modelprobe.record import Invariants, invariants
 
+from .preconditions import Refusal
+
 TRAINING = ".training.json"
 
 
@@ -30,8 +32,10 @@ class TrainingFile:
     """Whether an update writes them also if there are others."""
     creates: bool
     """Whether an update writes them if there is no file."""
-    may_write: bool
-    """False in CI."""
+    writes: bool
+    """Whether this process writes: of several ranks the first does."""
+    why_not_written: Refusal | None
+    """Why an update must not write here."""
 
     def invariants(self, learn: Callable[[], Invariants], fits: Callable[[Invariants], bool]) -> Invariants:
         """Return the invariants with which to judge this run. An update writes what it learns if they do not fit.
@@ -53,13 +57,11 @@ class TrainingFile:
                 f"{self.test} has no invariants of a healthy training yet: `pytest --snapshot-update` learns them from "
                 f"this one, and writes {self.shown}"
             )
-        if not self.may_write:
-            raise SnapshotError(
-                f"{self.shown} is not written, because CI is set: run the update on your machine and commit the file, "
-                "or pass --modelprobe-allow-update-in-ci on the command line"
-            )
+        if self.why_not_written is not None:
+            raise SnapshotError(f"{self.shown} is {self.why_not_written.message}")
         found = learn()
-        write_text(self.path, invariants.as_json(found))
+        if self.writes:
+            write_text(self.path, invariants.as_json(found))
         return found
 
     def _read(self) -> Invariants | None:

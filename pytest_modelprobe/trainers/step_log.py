@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.record import Record, Selector, this_rank
+from pytest_modelprobe.record import Record, Selector, writing_rank
 from pytest_modelprobe.report.exporters import Exporter, exporter
 from pytest_modelprobe.runs import Watch
 
@@ -74,7 +74,7 @@ class StepLog:
 
     def begin(self, model: nn.Module, step: int) -> None:
         """Watch the model if the step, counted from 0, is one of those that are written. Safe to repeat."""
-        if self._watch is None and step % self._every == 0 and this_rank().rank == 0:
+        if self._watch is None and step % self._every == 0 and writing_rank().rank == 0:
             self._watch = Watch(model, layers=self._layers, isolate=False)
             self._step = step
 

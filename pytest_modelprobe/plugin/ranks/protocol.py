@@ -133,6 +133,7 @@ class _Outcome:
                 yield broken
                 passed = False
             elif found and (passed or when == "teardown"):
+                found.sort(key=lambda pair: pair[1].passed and pair[0].number)  # rank 0 knows what was written
                 rank, report = max(found, key=lambda pair: _weight(pair[1]))  # the first of the worst
                 passed = report.passed
                 yield self._named(rank, report, [other for _, other in found])
