@@ -92,25 +92,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
     snapshots = SnapshotSession(config, policy_of(config), lambda: resolve(config.stash[SETTINGS].devices[0])[0])
     config.stash[_SNAPSHOTS] = snapshots
-    config.pluginmanager.register(snapshots, "modelprobe-snapshots")
+    _register(config, snapshots, "modelprobe-snapshots")
     sides = revisions.Sides(config) if revisions.is_asked(config) else None
+    base = None if sides is None else sides.results
     if config.stash[SETTINGS].reports:
         from .results import ResultsWriter
 
-        base = None if sides is None else sides.results
-        config.pluginmanager.register(ResultsWriter(config, lambda: snapshots.unused, base), "modelprobe-results")
+        _register(config, ResultsWriter(config, lambda: snapshots.unused, base), "modelprobe-results")
     if Annotations.is_wanted(config):
-        base = None if sides is None else sides.results
-        config.pluginmanager.register(Annotations(lambda: snapshots.results, base), "modelprobe-annotations")
+        _register(config, Annotations(lambda: snapshots.results, base), "modelprobe-annotations")
     if is_asked(config):
-        config.pluginmanager.register(Properties(), "modelprobe-properties")
+        _register(config, Properties(), "modelprobe-properties")
     if sides is not None:
-        config.pluginmanager.register(sides, "modelprobe-base")
-        config.pluginmanager.register(sides.recorder(), RECORDER)
+        _register(config, sides, "modelprobe-base")
+        _register(config, sides.recorder(), RECORDER)
     if config.option.modelprobe_mutate is not None:
         from .mutation import mutation_session
 
-        config.pluginmanager.register(mutation_session(config, snapshots), "modelprobe-mutation")
+        _register(config, mutation_session(config, snapshots), "modelprobe-mutation")
+
+
+def _register(config: pytest.Config, part: object, name: str) -> None:
+    if config.pluginmanager.register(part, name) is None:
+        # The tests would go on without what fails a run: swallowed comparisons, unused files, models that changed.
+        raise pytest.UsageError(f"-p no:{name} takes away a part of pytest-modelprobe; -p no:modelprobe is all of it")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -144,7 +149,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
         load_named(config.stash[SETTINGS])
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Terminal(config, config.stash[_SNAPSHOTS].lines), "modelprobe-terminal")
+        _register(config, Terminal(config, config.stash[_SNAPSHOTS].lines), "modelprobe-terminal")
     terminal: Any = config.pluginmanager.getplugin("terminalreporter")
     if terminal is not None and terminal.isatty:
         from pytest_modelprobe.text import fitted

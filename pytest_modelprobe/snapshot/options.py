@@ -151,6 +151,12 @@ def _may_write(config: pytest.Config) -> bool:
     return not config.option.modelprobe_in_ci or _of_command_line(config, "--modelprobe-allow-update-in-ci")
 
 
+def keeps_unused(config: pytest.Config, option: str) -> bool:
+    """Whether an option of syrupy lets unused files be. In CI it has to stand on the command line."""
+    given = bool(config.getoption(option, False))
+    return given and (not config.option.modelprobe_in_ci or _of_command_line(config, option))
+
+
 def _of_command_line(config: pytest.Config, option: str) -> bool:
     """Whether an option was given where pytest was called, and not in ``addopts`` or ``PYTEST_ADDOPTS``."""
     known: dict[str, bool] = config.option.__dict__.setdefault("modelprobe_of_command_line", {})

@@ -115,19 +115,21 @@ class Outcome:
         }
 
 
-class Unequal:
-    """A false value that notes whether it was evaluated.
+class Answer:
+    """The value of ``==`` or ``!=`` where a record differs. It notes whether it was evaluated.
 
     `bool` has no subclasses, so it is an object of its own. Nobody evaluates a comparison that stands without `assert`,
     and a test that only looks like one has to fail.
     """
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: Outcome, *, unequal: bool) -> None:
         self._outcome = outcome
+        self._unequal = unequal
 
     def __bool__(self) -> bool:
         self._outcome.was_read = True
-        return False
+        self._outcome.asked_unequal |= self._unequal
+        return self._unequal
 
     def __eq__(self, other: object) -> bool:
         return bool(self) == other

@@ -20,7 +20,7 @@ import pytest
 
 from pytest_modelprobe.exceptions import UsageError
 
-from .options import DIRECTORY, Policy
+from .options import DIRECTORY, Policy, keeps_unused
 from .summary import UnusedFiles, lines, shown_path, stale_of
 
 if TYPE_CHECKING:
@@ -173,16 +173,20 @@ class SnapshotSession:
 
     @property
     def _caught(self) -> list[dict[str, Any]]:
-        """Comparisons that were not equal although their tests passed, without `pytest.raises` or ``!=``.
+        """Comparisons that were not equal although their tests did not fail, without `pytest.raises` or ``!=``.
 
-        A test that catches the `AssertionError` would hide a change of its model.
+        A test that catches the `AssertionError`, or skips itself for it, would hide a change of its model.
         """
         if not self._results:
             return []
         from .outcome import UNEQUAL
 
         unequal = [one for one in self.results if one["verdict"] in UNEQUAL and not one["expected"]]
-        return [one for one in unequal if self._passed(one["test"]) and one["test"] not in self._expected_to_fail]
+        return [
+            one
+            for one in unequal
+            if "failed" not in self._phases[one["test"]].values() and one["test"] not in self._expected_to_fail
+        ]
 
     def _tests_of(self, module: Path) -> list[Test]:
         from .unused import Test
@@ -201,13 +205,13 @@ class SnapshotSession:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Generator[None, Any, Any]:
         """Find unused files before the terminal summary lists them, and fail the run if there are any."""
-        config, option = self._config, self._config.option
+        config = self._config
         if hasattr(config, "workerinput"):
             config.workeroutput["modelprobe"] = dataclasses.asdict(self._collected)  # type: ignore[attr-defined]
             return (yield)
-        if not self._runs_no_test and not getattr(option, "disable_unused_snapshots", False):
+        if not self._runs_no_test and not keeps_unused(config, "--snapshot-disable-unused"):
             self._handle_unused(self._reason_to_keep(session, exitstatus))
-        unused_fails = self.unused.unused and not getattr(option, "warn_unused_snapshots", False)
+        unused_fails = self.unused.unused and not keeps_unused(config, "--snapshot-warn-unused")
         if (unused_fails or self._caught) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         self._count_in_last_line(config.pluginmanager.get_plugin("terminalreporter"))
@@ -218,7 +222,7 @@ class SnapshotSession:
         if reporter is None:  # as with -p no:terminal
             return
         written = [one for one in self.results if one["verdict"] in ("created", "updated")]
-        left_out = [one for one in self.results if one["not_compared"]]
+        left_out = [one for one in self.results if one["not_compared"] or one["verdict"] == "not compared"]
         for done, found in (("written", written), ("not compared", left_out), ("stale", stale_of(self.results))):
             if found:
                 # Other plugins read the attributes of what they find there, which are reports.

@@ -17,7 +17,7 @@ from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.record import COMPILED_INSIDE, Invariants, Record, with_applied_gradients
 
 from .arguments import Allowed, Arguments
-from .outcome import Outcome, Unequal
+from .outcome import Answer, Outcome
 from .preconditions import is_training
 
 if TYPE_CHECKING:
@@ -76,14 +76,13 @@ class ModelProbeSnapshot:
         """
         __tracebackhide__ = True
         outcome = self._outcome(other, sys._getframe(1))
-        return outcome.passed or cast(bool, Unequal(outcome))
+        return outcome.passed or cast(bool, Answer(outcome, unequal=False))
 
     def __ne__(self, other: object) -> bool:
         """Whether a record differs from the one on disk. A difference is no failure then."""
         __tracebackhide__ = True
         outcome = self._outcome(other, sys._getframe(1))
-        outcome.asked_unequal = outcome.was_read = True
-        return not outcome.passed
+        return not outcome.passed and cast(bool, Answer(outcome, unequal=True))
 
     def _outcome(self, other: object, caller: FrameType) -> Outcome:
         __tracebackhide__ = True

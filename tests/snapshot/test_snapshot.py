@@ -547,6 +547,15 @@ def test_a_comparison_that_fails_and_is_not_asserted_fails_the_test(project: Pro
     )
 
 
+def test_a_bare_comparison_with_unequal_fails_the_test(project: Project) -> None:
+    project.update(test=SAME)
+    result = project.run(test=one("record(eps=1e-3) != modelprobe_snapshot"))
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["compared in line 4 but not asserted: write assert ... == modelprobe_snapshot", "", "*norm.eps 1e-05 → 0.001"]
+    )
+
+
 def test_all_comparisons_that_were_not_asserted_are_reported(project: Project) -> None:
     result = project.run(test=one("record() == modelprobe_snapshot\nrecord() == modelprobe_snapshot"))
     result.stdout.fnmatch_lines(["compared in line 4 and line 5 but not asserted*", "*for test_x:*", "*for test_x.2:*"])
@@ -585,6 +594,16 @@ CAUGHT = [
 ]
 
 
+@pytest.mark.parametrize("skip", ["pytest.skip('flaky')", "pytest.importorskip('nothing_of_this_name')"])
+def test_a_test_that_skips_itself_because_a_record_differs_fails_the_run(project: Project, skip: str) -> None:
+    project.update(test=SAME)
+    body = f"if not record(eps=1e-3) == modelprobe_snapshot:\n    {skip}"
+    result = project.run(test=one(body))
+    result.assert_outcomes(skipped=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*test_x.arch.json differs, and test_net.py::test_x did not fail, so the run does: *"])
+
+
 @pytest.mark.parametrize("body", CAUGHT)
 def test_a_failure_that_a_test_catches_fails_the_run(project: Project, body: str) -> None:
     project.update(test=SAME)
@@ -592,7 +611,7 @@ def test_a_failure_that_a_test_catches_fails_the_run(project: Project, body: str
     result.assert_outcomes(passed=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
-        ["*test_x.arch.json differs, and test_net.py::test_x passed, so the run fails: *norm.eps 1e-05 → 0.001. If *"]
+        ["*test_x.arch.json differs, and test_net.py::test_x did not fail, so the run does: *norm.eps 1e-05 → 0.001. If *"]
     )
 
 
@@ -997,6 +1016,58 @@ def test_no_file_of_the_repository_lets_an_update_write_in_ci(
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*AssertionError: not written, because CI is set: *"])
     assert project.contents() == before
+
+
+@pytest.mark.parametrize("option", ["--snapshot-warn-unused", "--snapshot-disable-unused"])
+def test_no_file_of_the_repository_hides_in_ci_that_a_test_compares_no_more(
+    project: Project, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    project.update(test=SAME)
+    project.pytester.makeini(f"[pytest]\naddopts = {option}")
+    without = one("record()")
+    assert project.run(test=without).ret == pytest.ExitCode.OK
+    monkeypatch.setenv("CI", "true")
+    result = project.run(test=without)
+    result.assert_outcomes(passed=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["2 snapshot files unused, --snapshot-update deletes them:", "  *test_x.probe.json"])
+    assert project.run(option).ret == pytest.ExitCode.OK
+
+
+@pytest.mark.parametrize("name", ["snapshots", "terminal"])
+def test_no_part_of_the_plugin_can_be_taken_away_alone(project: Project, name: str) -> None:
+    project.update(test=SAME)
+    project.pytester.makeini(f"[pytest]\naddopts = -p no:modelprobe-{name}")
+    result = project.run(test=one(CAUGHT[0]))
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    told = f"-p no:modelprobe-{name} takes away a part of pytest-modelprobe; -p no:modelprobe is all of it"
+    assert told in f"{result.stdout}{result.stderr}"
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2"}
+
+
+def test_a_rank_that_only_the_environment_claims_is_not_believed(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project.update(test=SAME)
+    before = project.contents()
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    result = project.run("--modelprobe-output=now", test=CHANGED)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"E  {FAILURE}"])
+    result = project.update(test=CHANGED)
+    result.assert_outcomes(failed=1)
+    step = "let a fixture call torch.distributed.init_process_group(), and rank 0 writes; or run pytest without torchrun"
+    result.stdout.fnmatch_lines(
+        [
+            "E*AssertionError: not written, because torchrun started 2 processes, and this one has no process group: "
+            f"{step}",
+            f"E*L{step[1:]}.",
+        ]
+    )
+    assert (project.contents(), (project.pytester.path / "now").exists()) == (before, False)
 
 
 def test_what_was_written_or_left_out_is_counted_in_the_last_line(project: Project) -> None:

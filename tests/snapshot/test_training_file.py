@@ -73,6 +73,21 @@ def test_in_ci_no_file_is_written(pytester: pytest.Pytester, monkeypatch: pytest
     assert not list(pytester.path.rglob("*.training.json"))
 
 
+def test_processes_of_torchrun_without_a_group_write_no_file(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    pytester.makepyfile(test_it=TEST.replace("RATE", "0.1"))
+    result = pytester.runpytest_inprocess("--snapshot-update")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["*test_training.training.json is not written, because torchrun started 2 processes, and this one has no *"]
+    )
+    assert not list(pytester.path.rglob("*.training.json"))
+
+
 def test_a_file_of_something_else_is_refused(written: pytest.Pytester) -> None:
     path = written.path / "__modelprobe__" / "test_it" / "test_training.training.json"
     path.write_text('{"model": 3}')

@@ -148,7 +148,9 @@ def test_step(modelprobe, modelprobe_snapshot):
     assert merged == modelprobe_snapshot
 """
     )
-    pytester.runpytest(*QUIET, "--snapshot-update").assert_outcomes(passed=1)
+    result = pytester.runpytest(*QUIET, "--snapshot-update")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["created __modelprobe__/*.arch.json: *", "*1 passed, 1 snapshot written in *"])
     for world_size in ("1", "4"):
         monkeypatch.setenv("RANKS", world_size)
         pytester.runpytest(*QUIET).assert_outcomes(passed=1)
@@ -249,3 +251,6 @@ def test_step(modelprobe, modelprobe_snapshot):
     result = pytester.run(*torchrun, "-m", "pytest", *QUIET, "--snapshot-update")
     assert result.ret == 0
     assert str(result.stdout).count("created __modelprobe__") == 1
+    assert str(result.stdout).count("1 passed, 1 snapshot not compared in ") == 1
+    compared = pytester.run(*torchrun, "-m", "pytest", *QUIET)
+    assert (compared.ret, str(compared.stdout).count("1 passed in ")) == (0, 2), "every rank compares"
