@@ -8,8 +8,10 @@ kept, also of those that are the same, because a diagnosis asks what did not cha
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import operator
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from pytest_modelprobe.exceptions import NothingObservedError, SelectionError, UsageError
@@ -151,6 +153,8 @@ class _Comparer:
         self.precision: Precision = "measured" if expected.noise == "measured" else "unmeasured"
         self.leaves_out_noisy = False
         """Whether values that do not repeat are not compared."""
+        self.is_same_torch = expected.versions.get("torch") in (None, actual.versions.get("torch"))
+        """Whether the same version of torch made both, as far as is recorded."""
         self.both_read = has_numbers(actual) and has_numbers(expected)
         self.rounding = _largest_epsilon(expected)
         self.has_both_modes = has_both_modes(actual) or has_both_modes(expected)
@@ -218,8 +222,11 @@ class _Comparer:
         if a.type_name != e.type_name:
             yield Difference(layer=a.name, kind="type", actual=a.type_name, expected=e.type_name)
         for name, mine, theirs in _unequal(a.attributes, e.attributes):
-            found = Difference(layer=a.name, kind="attribute", what=name, actual=mine, expected=theirs)
-            if name in a.attributes and name in e.attributes:
+            # Versions of libraries add attributes. Of the same torch its own are there, or were cut out of the file.
+            is_cut_out = name not in e.attributes and self.is_same_torch and _is_given_to_torch(a.type, name)
+            then = "not in the file" if is_cut_out else theirs
+            found = Difference(layer=a.name, kind="attribute", what=name, actual=mine, expected=then)
+            if is_cut_out or (name in a.attributes and name in e.attributes):
                 yield found
             else:
                 self.notes.append(found)
@@ -519,6 +526,17 @@ def _outputs(record: Record) -> Mapping[_Place, Value]:
 
 def _place(call: Call, source: str | None) -> _Place:
     return call.root, call.root_training, source or ""
+
+
+def _is_given_to_torch(kind: str, name: str) -> bool:
+    """Whether an attribute is an argument of a class of torch's own. What a user sets on a layer is none.
+
+    >>> _is_given_to_torch("torch.nn.modules.dropout.Dropout", "p"), _is_given_to_torch("net.Dropout", "p")
+    (True, False)
+    """
+    module, _, name_of_class = kind.rpartition(".")
+    found = getattr(sys.modules.get(module), name_of_class, None) if module.startswith("torch.nn.") else None
+    return isinstance(found, type) and name in inspect.signature(found).parameters
 
 
 def _unequal(actual: Mapping[str, Plain], expected: Mapping[str, Plain]) -> Iterator[tuple[str, Plain, Plain]]:

@@ -291,6 +291,35 @@ def test_an_attribute_that_only_one_has_is_a_note() -> None:
         assert what in ("new", "old")
 
 
+LAYER_NORM = "torch.nn.modules.normalization.LayerNorm"
+
+
+@pytest.mark.parametrize(
+    ("written_by", "kind", "name", "fails"),
+    [
+        ("2.6.0", LAYER_NORM, "eps", True),
+        (None, LAYER_NORM, "eps", True),
+        ("2.5.0", LAYER_NORM, "eps", False),
+        (None, "net.LayerNorm", "eps", False),
+        ("2.6.0", LAYER_NORM, "set_by_a_user", False),
+        ("2.6.0", LAYER_NORM, "_set_by_a_framework", False),
+    ],
+)
+def test_an_attribute_of_torchs_own_that_the_file_lacks_differs(
+    written_by: str | None, kind: str, name: str, fails: bool
+) -> None:
+    new = dataclasses.replace(
+        changed("norm", type=kind, attributes={"n": 1, name: 0.5}), versions={"torch": "2.6.0", "numpy": "2"}
+    )
+    old = dataclasses.replace(
+        changed("norm", type="LayerNorm", attributes={"n": 1}), versions={"torch": written_by} if written_by else {}
+    )
+    found = compare(new, old)
+    expected = [("norm", "attribute", name, 0.5, "not in the file" if fails else None)]
+    assert [(d.layer, d.kind, d.what, d.actual, d.expected) for d in (found.differences or found.notes)] == expected
+    assert found.same == (not fails)
+
+
 def test_an_attribute_that_is_nan_is_the_same_as_nan() -> None:
     old, new = (changed("fc", attributes={"n": float("nan")}) for _ in range(2))
     assert compare(new, old).same

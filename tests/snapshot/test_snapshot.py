@@ -14,6 +14,7 @@ import pytest_modelprobe.probe
 import pytest_modelprobe.report.results  # pytester forgets what its runs import
 import pytest_modelprobe.snapshot.comparer
 import pytest_modelprobe.snapshot.snapshot  # noqa: F401 - pytester forgets what its runs import
+from pytest_modelprobe.files import architecture_digest
 from pytest_modelprobe.record import Call, Layer, Reading, Record, Statistics, Value
 from pytest_modelprobe.snapshot.options import Accepted
 from pytest_modelprobe.snapshot.preconditions import active_dropout, is_training, nonfinite
@@ -46,6 +47,7 @@ def test_x(modelprobe, modelprobe_snapshot):
 # Records by hand, for what is not about models.
 RECORDS = """
 import pytest
+from pytest_modelprobe.files import architecture_digest
 from pytest_modelprobe.record import Call, Layer, Reading, Record, Statistics, Value
 
 def record(eps=1e-5, mean=0.5, device="cpu", name="norm", **more):
@@ -1126,6 +1128,29 @@ def test_an_update_accepts_only_some_causes(project: Project) -> None:
     assert project.contents() == before
     project.update("--modelprobe-accept=computation<1e-3", "--modelprobe-accept=attribute").assert_outcomes(passed=2)
     assert project.contents() != before
+
+
+WHOLE_RUN = 'run(model, modelprobe.randn(4, 8), loss="random")'
+CUT_OUT = {
+    WHOLE_RUN: "output unchanged; structure differs in 1 place: drop.p not in the file → 0.9",
+    "architecture(model, modelprobe.randn(4, 8))": "drop.p not in the file → 0.9; 1 cause",
+}
+
+
+@pytest.mark.parametrize("how", CUT_OUT)
+def test_an_attribute_cut_out_of_the_file_by_hand_fails_the_test(project: Project, how: str) -> None:
+    project.change("Dropout(0.0)", "Dropout(0.1)")
+    test = TEST.replace(WHOLE_RUN, how).replace("(TinyNet)", "(TinyNet).eval()")
+    project.update(test=test).assert_outcomes(passed=1)
+    before = {path: path.read_text() for path in project.snapshots.rglob("*.json")}
+    (arch,) = (text for text in before.values() if '"p": 0.1, ' in text)
+    cut = arch.replace('"p": 0.1, ', "")
+    for path, text in before.items():  # the numbers name the digest of the architecture
+        path.write_text(cut if text == arch else text.replace(architecture_digest(arch), architecture_digest(cut)))
+    project.change("Dropout(0.0)", "Dropout(0.9)")
+    result = project.run()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"E *AssertionError: {CUT_OUT[how]}"])
 
 
 INERT = MODELS.replace("self.drop =", "self.norm.added = 3; self.drop =")
