@@ -52,8 +52,9 @@ def changed_lines(pairs: Sequence[Pair], side: str) -> Iterator[str]:
     for first, *others in groups[:_MOST_TEXTS]:
         yield from ("", f"{_where(first)}:", *pair_text(first, side).splitlines())
         if others:
-            names = list(dict.fromkeys(printable(pair.here.test) for pair in others))
-            yield from ("", f"{count(len(others), 'other model')} changed alike: {listed(names)}.")
+            models = Counter(pair.here.test for pair in (first, *others))
+            names = [p.here.test if models[p.here.test] == 1 else f"{p.here.test} ({p.here.key})" for p in others]
+            yield from ("", printable(f"{count(len(others), 'other model')} changed alike: {listed(names)}."))
     rest = groups[_MOST_TEXTS:]
     if rest:
         yield ""

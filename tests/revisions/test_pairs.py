@@ -148,13 +148,13 @@ def test_files_below_the_current_folder_are_named_from_there(tmp_path: Path, mon
 # --- in words -----------------------------------------------------------------------------------------------------
 
 
-def changed(test: str, layer: str, attribute: str = "eps") -> Pair:
+def changed(test: str, layer: str, attribute: str = "eps", key: str = "run 1") -> Pair:
     """Return a pair of which an attribute of a layer changed."""
     now, then = (
         Record(model="Net", layers={layer: Layer(name=layer, type="LayerNorm", attributes={attribute: value})})
         for value in (1e-4, 1e-5)
     )
-    pair = judged(Written(test, "run 1", now), Written(test, "run 1", then))
+    pair = judged(Written(test, key, now), Written(test, key, then))
     assert pair.verdict == "changed"
     return pair
 
@@ -166,6 +166,12 @@ def test_models_that_changed_alike_are_told_once() -> None:
     assert "\n5 other models changed alike: test_1, test_2, test_3 and 2 more.\n\ntest_other, run 1:\nhead.eps " in said
     assert said.endswith("\n\nThe text of each model is in the page of --modelprobe-html=PATH.")
     assert said.count("1 cause") == 2
+
+
+def test_of_models_that_changed_alike_each_is_named_or_counted() -> None:
+    runs = [("test_a", "run 1"), ("test_a", "run 2"), ("test_b", "run 1"), ("test_c", "run 1"), ("test_c", "run 2")]
+    said = "\n".join(changed_lines([changed(test, "fc", key=key) for test, key in runs], "main"))
+    assert "\n4 other models changed alike: test_a (run 2), test_b, test_c (run 1) and 1 more.\n" in said
 
 
 def test_one_model_that_changed_has_its_text_alone() -> None:
