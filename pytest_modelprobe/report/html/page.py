@@ -207,6 +207,8 @@ def _facts(cause: Data) -> list[str]:
 _EVIDENCE = {
     "isolated": "found by calling it alone, on synthetic inputs",
     "recorded": "found by comparing what was recorded then and now",
+    "propagation": "found in the run, where a change first shows",
+    "both": "found in the run, and by calling it alone",
 }
 
 

@@ -9,10 +9,11 @@ import html.parser
 import re
 import subprocess
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from pytest_modelprobe.comparison.diagnosis.causes import Evidence
 from pytest_modelprobe.report.html import render, render_run
 
 # --- results written by hand ------------------------------------------------------------------------------------------
@@ -167,6 +168,13 @@ def test_how_a_cause_was_found_is_said_in_plain_words() -> None:
     text = Page(render(results(checked("test_a", outcome="failed", snapshots=[snapshot(*causes)])))).text
     assert "fc changed computation · changed by 43 % · found by calling it alone, on synthetic inputs" in text
     assert "head changed computation · changed by 43 % · found by comparing what was recorded then and now" in text
+
+
+def test_no_way_of_finding_a_cause_is_left_without_words() -> None:
+    causes = [cause(f"{found} changed", evidence=found) for found in get_args(Evidence)]
+    text = Page(render(results(checked("test_a", outcome="failed", snapshots=[snapshot(*causes)])))).text
+    assert text.count("computation · changed by 43 % · found ") == len(causes) == 4
+    assert "both changed computation · changed by 43 % · found in the run, and by calling it alone" in text
 
 
 def test_hints_stand_apart_from_findings() -> None:
