@@ -45,7 +45,9 @@ WRITTEN_TWICE = Refusal(
 
 def without_process_group(processes: int) -> Refusal:
     """Return why nothing is written where ``torchrun`` started processes that do not know of each other."""
-    step = "let a fixture call torch.distributed.init_process_group(), and rank 0 writes; or run pytest without torchrun"
+    step = (
+        "let a fixture call torch.distributed.init_process_group(), and rank 0 writes; or run pytest without torchrun"
+    )
     return Refusal(
         f"not written, because torchrun started {processes} processes, and this one has no process group: {step}",
         f"{step[0].upper()}{step[1:]}.",

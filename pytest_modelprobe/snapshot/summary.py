@@ -70,8 +70,8 @@ def _caught(results: Results) -> Iterator[str]:
     """Yield each failure that a test has caught or skipped."""
     for result in results:
         yield (
-            f"{result['snapshot']} differs, and {result['test']} did not fail, so the run does: {result['first_line']}. If "
-            "the record is to differ, write pytest.raises around the assertion, or assert ... != modelprobe_snapshot"
+            f"{result['snapshot']} differs, and {result['test']} did not fail, so the run does: {result['first_line']}"
+            ". If it is to differ, write pytest.raises around the assertion, or assert ... != modelprobe_snapshot"
         )
 
 
