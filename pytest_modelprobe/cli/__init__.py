@@ -102,8 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("paths", nargs="*", metavar="PATH", help=f"what to look at; all by default: {path}")
     _add_base(check)
     for level in LEVELS:
-        told = f"{level} changes of this class; may be repeated"
-        check.add_argument(f"--{level}", action="append", choices=CLASSES, default=[], metavar="CLASS", help=told)
+        _add_level(check, level, f"{level} changes of this class; may be repeated")
     _add_format(check, "text", "markdown", "json", "github")
     check.set_defaults(run=run_check)
 
@@ -117,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     declare.add_argument(
         "--base", metavar="REF", default="HEAD", help="compare with the merge base of HEAD and REF (default: HEAD)"
     )
+    _add_level(declare, "deny", "changes of this class too, which `check` denies with the same option; may be repeated")
     declare.set_defaults(run=run_declare)
 
     bisect = commands.add_parser(
@@ -190,6 +190,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_format(parser: argparse.ArgumentParser, *formats: str) -> None:
     parser.add_argument("--format", choices=formats, default="text")
+
+
+def _add_level(command: argparse.ArgumentParser, level: str, told: str) -> None:
+    command.add_argument(f"--{level}", action="append", choices=CLASSES, default=[], metavar="CLASS", help=told)
 
 
 def _add_base(parser: argparse.ArgumentParser) -> None:

@@ -175,7 +175,7 @@ def run_declare(options: argparse.Namespace) -> int:
     if not has_words(options.reason):
         raise UsageError("the reason is empty: say why the snapshots changed")
     root = Repository(Path.cwd()).root
-    verdict = _since_base(options, DEFAULTS, differences=False)
+    verdict = _since_base(options, {**DEFAULTS, **dict.fromkeys(options.deny, "deny")}, differences=False)
     written: dict[str, str] = {}
     for change in verdict.denied:
         if change.now is None:

@@ -40,4 +40,4 @@ _AFTER_INIT = f"""
 Next, to have every change of an architecture reviewed, a line in .github/CODEOWNERS:
   **/{DIRECTORY}/**/*.arch.json @your-organization/model-owners
 and in a workflow of pull requests, after a checkout with fetch-depth: 0:
-  modelprobe check --format github"""
+  modelprobe check --format github --deny behavior"""

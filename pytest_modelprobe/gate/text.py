@@ -7,8 +7,6 @@ repeated layers are one line, and equal findings of several snapshots are one ro
 from __future__ import annotations
 
 import dataclasses
-import os
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_modelprobe.comparison import Cause
@@ -18,11 +16,8 @@ from pytest_modelprobe.comparison.text import text as diagnosis_text
 from pytest_modelprobe.text import Cell, collapsed, count, failure, listed, printable, table
 
 from .checkpoints import Effect
-from .classes import Class, class_of, class_of_note
+from .classes import DEFAULTS, Class, class_of, class_of_note
 from .verdict import Finding, SnapshotChange, Verdict, part_not_compared
-
-_MANY = 8
-"""If a command would name more files of one folder than this, it names the folder, so that it stays one line."""
 
 _EACH_WHOLE = 4
 """If more snapshots changed than this, their causes are in one table: nobody reads so many texts one by one."""
@@ -32,9 +27,9 @@ def effect_text(effect: Effect) -> str:
     """Return the effect on old checkpoints, and on the number of parameters.
 
     >>> effect_text(Effect(reshaped=("fc.weight", "fc.bias"), parameters=150, parameters_before=100))
-    'old checkpoints will not load: 2 keys reshaped; +50 parameters (+50 %)'
+    '2 keys reshaped: old checkpoints will not load; +50 parameters (+50 %)'
     >>> effect_text(Effect(renamed={"fc.weight": "head.weight"}, parameters=100, parameters_before=100))
-    'old checkpoints need a key mapping: 1 key renamed, fc.weight is head.weight now'
+    '1 key renamed, fc.weight is head.weight now: old checkpoints need a key mapping'
     """
     parts = []
     counts = {"reshaped": effect.reshaped, "new": effect.added, "gone": effect.removed}
@@ -44,9 +39,10 @@ def effect_text(effect: Effect) -> str:
         old, new = next(iter(effect.renamed.items()))
         told.append(f"{count(len(effect.renamed), 'key')} renamed, {old} is {new} now")
     if told:
-        parts.append(f"old checkpoints {'will not load' if fatal else 'need a key mapping'}: {', '.join(told)}")
+        # The keys come first: a narrow table leaves out the middle.
+        parts.append(f"{', '.join(told)}: old checkpoints {'will not load' if fatal else 'need a key mapping'}")
     if effect.cast:
-        parts.append(f"{'' if told else 'old checkpoints load, '}{count(len(effect.cast), 'key')} cast")
+        parts.append(f"{count(len(effect.cast), 'key')} cast{'' if told else ': old checkpoints load'}")
     if effect.tied:
         parts.append(f"{count(len(effect.tied), 'key')} tied to others than before")
     more = effect.parameters - effect.parameters_before
@@ -81,7 +77,8 @@ def finding_text(finding: Finding, change: SnapshotChange) -> str:
         return _calls_text(finding, change)
     if change.comparison is None or finding.kind == "format":
         notes = () if change.comparison is None else change.comparison.notes
-        return " ".join(["the same architecture, and numbers within tolerance", *(f"({n})" for n in noted(notes))])
+        same = f"the same architecture{', and numbers within tolerance' * bool(change.either.numbers)}"
+        return " ".join([same, *(f"({n})" for n in noted(notes))])
     if finding.causes:
         return _causes_text(finding, change)
     if finding.differences and all(d.kind == "noise" for d in finding.differences):
@@ -152,7 +149,9 @@ def verdict_line(verdict: Verdict) -> str:
     >>> verdict_line(Verdict(unchanged=12))
     'no model changed; 12 unchanged'
     """
-    changed = f"{count(len(verdict.changes), 'model')} changed, {verdict.unchanged:,} unchanged"
+    otherwise = [(f, change) for change in verdict.changes for f in change.findings if f.kind == "behavior"]
+    changed = f"{count(len(verdict.changes), 'model')} changed{f', {len(otherwise)} in behavior' * bool(otherwise)}"
+    changed += f", {verdict.unchanged:,} unchanged"
     unknown = sum(values_not_compared(change) for change in verdict.changes)
     changed += f", {count(unknown, 'value')} could not be compared" if unknown else ""
     if verdict.denied:
@@ -163,6 +162,10 @@ def verdict_line(verdict: Verdict) -> str:
         return f"{worst.model}: {what} is not declared{more}; {changed}"
     if not verdict.changes:
         return f"no model changed; {verdict.unchanged:,} unchanged"
+    without_reason = sum(f.level == "warn" and not change.reason for f, change in otherwise)
+    if without_reason:
+        have = "has" if without_reason == 1 else "have"
+        return f"nothing is denied, but {count(without_reason, 'behavior change')} {have} no reason: {changed}"
     return f"nothing to object: {changed}"
 
 
@@ -203,66 +206,16 @@ VERDICT_COLUMNS = ("model", "class", "verdict", "snapshot", "what changed")
 
 
 def next_steps(verdict: Verdict) -> list[str]:
-    """Return the commands that declare the denied changes: an update of the tests, or `modelprobe declare`."""
+    """Return the command that declares the denied changes."""
     if not verdict.denied:
         return []
-    there = [change for change in verdict.denied if change.now is not None]
-    steps = []
-    if there:
-        tests = dict.fromkeys(test_file(change.path) for change in there)
-        command = " ".join(["pytest --snapshot-update", *map(_quoted, tests)]) + ' --modelprobe-reason="..."'
-        # The update starts from the files of the base, so that one reason is valid for the whole branch.
-        files = _files_then(there, verdict) if verdict.base else []
-        # The paths are literal, because ids of tests have brackets, which git would take for a pattern.
-        back = " ".join(["git --literal-pathspecs checkout", verdict.base[:12], "--", *map(_quoted, files)])
-        commands = [back, command] if files else [command]
-        said = "If it is meant, give the reason, and commit the .arch.json files that this writes:"
-        steps.append("\n  ".join([said, *commands]))
-        stale = [change for change in there if change.now is not None and change.now.reason]
-        if stale:
-            paths = listed([change.path for change in stale])
-            steps.append(f"The reason in {paths} was given for another change than this one.")
-    where = "For a deleted snapshot" if len(there) < len(verdict.denied) else "Where no test can be run"
+    stale = [change.path for change in verdict.denied if change.now is not None and change.now.reason]
+    steps = [f"The reason in {listed(stale)} was given for another change than this one."] if stale else []
     base = f" --base {verdict.base[:12]}" if verdict.base else ""
-    return [*steps, f'{where} this writes the reason into a file to be committed:\n  modelprobe declare "..."{base}']
-
-
-def _files_then(changes: Sequence[SnapshotChange], verdict: Verdict) -> list[str]:
-    """Return the files in the base of snapshots that kept their path. If there are many, the folder stands for them."""
-    folders: dict[str, dict[str, None]] = {}
-    for change in changes:
-        if change.before is not None and change.before.path == change.path:
-            both = (change.before.path, change.before.numbers)
-            folders.setdefault(change.path.rpartition("/")[0], {}).update(dict.fromkeys(filter(None, both)))
-    meant = {id(change) for change in changes}
-    others = {change.path.rpartition("/")[0] for change in verdict.changes if id(change) not in meant}
-    whole = {folder for folder, files in folders.items() if len(files) > _MANY and folder not in others}
-    return [path for folder, files in folders.items() for path in ([folder] if folder in whole else files)]
-
-
-def _quoted(word: str) -> str:
-    r"""Return a word quoted for a shell, in printable characters.
-
-    >>> print(_quoted("test_a[2].arch.json"), _quoted("a" + chr(27)))
-    'test_a[2].arch.json' $'a\x1b'
-    """
-    if printable(word) == word:
-        return shlex.quote(word)
-    plain = (chr(b) if 32 <= b < 127 and chr(b) not in "'\\" else f"\\x{b:02x}" for b in os.fsencode(word))
-    return f"$'{''.join(plain)}'"
-
-
-def test_file(path: str) -> str:
-    """Return the test module that a snapshot belongs to.
-
-    >>> test_file("tests/__modelprobe__/test_gpt/test_tiny.arch.json")
-    'tests/test_gpt.py'
-    """
-    folder, _, rest = path.rpartition("__modelprobe__/")
-    return f"{folder}{rest.partition('/')[0]}.py"
-
-
-test_file.__test__ = False  # type: ignore[attr-defined]  # to pytest it is called like a test
+    kinds = dict.fromkeys(f.kind for change in verdict.denied for f in change.denied if DEFAULTS[f.kind] != "deny")
+    denied = "".join(f" --deny {kind}" for kind in kinds)
+    said = "If it is meant, this writes the reason into files, which are to be committed:"
+    return [*steps, f'{said}\n  modelprobe declare "..."{base}{denied}']
 
 
 def reasons(verdict: Verdict) -> list[str]:

@@ -167,7 +167,7 @@ def test_a_change_without_a_declaration_is_denied(branch: str, modelprobe: Run) 
     code, out, _ = modelprobe("check", "--base", "main")
     assert code == 1
     assert out.startswith("Net: checkpoint change is not declared; 1 model changed, 0 unchanged\n")
-    assert "old checkpoints will not load: 1 key reshaped; +4 parameters (+50 %)" in out
+    assert "1 key reshaped: old checkpoints will not load; +4 parameters (+50 %)" in out
 
 
 def test_a_declared_change_passes(branch: str, modelprobe: Run) -> None:
@@ -590,54 +590,20 @@ def test_an_event_that_is_none_is_told(
 # --- the way out that a check prints ------------------------------------------------------------------------------
 
 
-def commands_in(out: str) -> list[str]:
-    return re.findall("^  (git .*|pytest .*)$", out, re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    "name", ["test_two[2]", "test_two[*]", "test a$(touch x)", "it's", ":(top)t", "größe", "\x1b[31m\nred", "long" * 55]
-)
-def test_the_way_back_to_the_base_runs_whatever_the_name_is(git: Git, modelprobe: Run, name: str) -> None:
-    path = f"tests/__modelprobe__/test_net/{name}"
-    write(net(), path)
-    write(net(), f"{path}.wide")
-    commit(git)
-    git("switch", "-q", "-c", "branch")
-    write(net(3), path)
-    write(net(mean=3.0), f"{path}.wide")
-    commit(git)
-    back, update = commands_in(modelprobe("check", "--base", "main")[1])
-    assert update == 'pytest --snapshot-update tests/test_net.py --modelprobe-reason="..."'
-    subprocess.run(["bash", "-c", back], check=True)
-    assert len(git("diff", "--name-only", "-z", "main").strip("\0").split("\0")) == 1  # the other one's numbers
-
-
-def test_the_way_back_names_only_files_that_were_there(git: Git, modelprobe: Run) -> None:
-    write(structure_of(net()))
-    base = commit(git)
-    write(net(3))
-    assert commands_in(modelprobe("check", "--base", "main")[1])[0] == (
-        f"git --literal-pathspecs checkout {base[:12]} -- {PATH}.arch.json"
-    )
-
-
-def test_of_many_files_their_folder_is_named_unless_another_change_is_in_it(git: Git, modelprobe: Run) -> None:
-    for i in range(9):
-        write(net(), f"{PATH}{i}")
-    base = commit(git)
-    for i in range(8):
-        write(net(3), f"{PATH}{i}")
-    back = commands_in(modelprobe("check", "--base", "main")[1])[0]
-    assert back == f"git --literal-pathspecs checkout {base[:12]} -- tests/__modelprobe__/test_net"
-    git(*shlex.split(back)[1:])
-    assert modelprobe("check", "--base", "main")[0] == 0
-    for i in range(8):
-        write(net(3), f"{PATH}{i}")
-    write(net(mean=3.0), f"{PATH}8")
-    back = commands_in(modelprobe("check", "--base", "main")[1])[0]
-    assert [f"{PATH}{i}{ending}" in back for i in (0, 7, 8) for ending in (".arch.json", ".probe.json")] == (
-        [True] * 4 + [False] * 2
-    )
+@pytest.mark.parametrize("options", [(), ("--deny", "behavior")])
+def test_the_command_that_a_denial_prints_declares_it(
+    git: Git, branch: str, modelprobe: Run, options: tuple[str, ...]
+) -> None:
+    write(net(mean=3.0) if options else net(3))
+    base = git("rev-parse", "--short=12", "main")
+    code, out, _ = modelprobe("check", "--base", "main", *options)
+    denied = "".join(f" {option}" for option in options)
+    assert (code, out.splitlines()[-1]) == (1, f'  modelprobe declare "..." --base {base}{denied}')
+    assert modelprobe(*shlex.split(out.splitlines()[-1].replace("...", "meant"))[1:]) == (
+        0, f"declared in {PATH}.arch.json\n", "",
+    )  # fmt: skip
+    code, out, _ = modelprobe("check", "--base", "main", *options)
+    assert (code, out.splitlines()[-1]) == (0, "Declared for Net: meant")
 
 
 # --- check in GitHub Actions --------------------------------------------------------------------------------------
@@ -1275,7 +1241,7 @@ def test_of_the_records_only_those_of_one_snapshot_are_held_at_once(
     write(net(act="GELU"), f"{PATH}_new")
     code, out, _ = modelprobe("check", "--base", "main")
     assert code == 1
-    assert out.startswith("Net: checkpoint change is not declared; 6 models changed, 0 unchanged")
+    assert out.startswith("Net: checkpoint change is not declared; 6 models changed, 4 in behavior, 0 unchanged")
     assert (held.read, held.most) == (11, 2)
 
 
@@ -1298,7 +1264,9 @@ def test_what_did_not_change_is_not_read_and_what_changed_is_read_in_parts(
         return dataclasses.replace(found, load=lambda paths: (held.append([*paths]), found.load(paths))[1])
 
     monkeypatch.setattr(snapshot_sources, "_of_files", counted)
-    assert modelprobe("check", "--base", "main")[1].startswith("nothing to object: 4 models changed, 2 unchanged")
+    assert modelprobe("check", "--base", "main")[1].startswith(
+        "nothing is denied, but 4 behavior changes have no reason: 4 models changed, 4 in behavior, 2 unchanged"
+    )
     assert [len(paths) for paths in held] == [4, 4]
 
 

@@ -10,8 +10,8 @@ import pytest
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.comparison.text import cause_text
 from pytest_modelprobe.gate.checkpoints import effect_on_checkpoints
-from pytest_modelprobe.gate.classes import DEFAULTS
-from pytest_modelprobe.gate.text import diff_text, finding_text, note_rows, verdict_text
+from pytest_modelprobe.gate.classes import DEFAULTS, Level
+from pytest_modelprobe.gate.text import diff_text, finding_text, note_rows, verdict_line, verdict_text
 from pytest_modelprobe.gate.verdict import SnapshotChange, SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record import (
     Call,
@@ -135,6 +135,33 @@ def test_numbers_that_moved_for_another_attribute_are_behavior_and_structure() -
     was = dataclasses.replace(before.layers["act"], attributes={"slope": 1})
     before, now = (dataclasses.replace(r, layers={**r.layers, "act": a}) for r, a in ((before, was), (now, act)))
     assert classes(before, now) == ["structure", "behavior"]
+
+
+@pytest.mark.parametrize(
+    ("level", "declared", "said"),
+    [
+        ("warn", {}, "nothing is denied, but 1 behavior change has no reason: "),
+        ("warn", {"reason": "another scale"}, "nothing to object: "),
+        ("allow", {}, "nothing to object: "),
+        ("deny", {}, "Net: behavior change is not declared; "),
+    ],
+)
+def test_the_verdict_counts_the_changes_of_behavior_and_those_without_a_reason(
+    level: Level, declared: dict[str, str], said: str
+) -> None:
+    now = {"a": snapshot(numbers(3.0), **declared), "b": snapshot(record(), "b")}
+    verdict = judge({"a": snapshot(numbers(1.0))}, now, unchanged=3, levels={**DEFAULTS, "behavior": level})
+    assert verdict_line(verdict) == f"{said}2 models changed, 1 in behavior, 3 unchanged"
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("a.probe.json", "the same architecture, and numbers within tolerance"), (None, "the same architecture")],
+)
+def test_numbers_are_only_spoken_of_where_there_are_some(path: str | None, said: str) -> None:
+    before = snapshot(numbers(1.0) if path else record(), numbers=path)
+    found = judge({"a": before}, {"a": dataclasses.replace(before, read_text=lambda: "otherwise")}).changes[0]
+    assert [finding_text(finding, found) for finding in found.findings] == [said]
 
 
 def weighed(*values: float, names: tuple[str, ...] = ("a", "b", "c"), output: float = 1.0, **other: object) -> Record:

@@ -46,7 +46,7 @@ def test_the_gate_says_what_is_denied_what_changed_and_what_to_do() -> None:
         "\n"
         f"model   class        verdict   snapshot{' ' * 41}what changed\n"
         "Net     checkpoint   denied    tests/__modelprobe__/test_net/test_a.arch.json   "
-        "old checkpoints will not load: 2 keys reshaped; +8 parameters (+50 %)\n"
+        "2 keys reshaped: old checkpoints will not load; +8 parameters (+50 %)\n"
         "Net     structure    denied    tests/__modelprobe__/test_net/test_a.arch.json   "
         "blocks.*.act: ReLU → GELU x2\n"
         "\n"
@@ -54,10 +54,7 @@ def test_the_gate_says_what_is_denied_what_changed_and_what_to_do() -> None:
         "blocks.*.fc.weight (2, 4) → (3, 4) x2   checkpoint            -   Net\n"
         "blocks.*.act: ReLU → GELU x2            structure             -   Net\n"
         "\n"
-        "If it is meant, give the reason, and commit the .arch.json files that this writes:\n"
-        '  pytest --snapshot-update tests/test_net.py --modelprobe-reason="..."\n'
-        "\n"
-        "Where no test can be run this writes the reason into a file to be committed:\n"
+        "If it is meant, this writes the reason into files, which are to be committed:\n"
         '  modelprobe declare "..."'
     )
 
@@ -97,7 +94,7 @@ def test_a_deleted_snapshot_is_declared_by_the_command_alone() -> None:
     said = changes.verdict_text(judge({"a": snapshot(net(2))}, {}))
     assert "pytest" not in said.replace("pytest_", "")
     assert said.endswith(
-        'For a deleted snapshot this writes the reason into a file to be committed:\n  modelprobe declare "..."'
+        'If it is meant, this writes the reason into files, which are to be committed:\n  modelprobe declare "..."'
     )
 
 
@@ -113,23 +110,6 @@ def with_block(name: str) -> Record:
     return Record(model="Net", layers={**net(2).layers, **{layer.name: layer for layer in layers}})
 
 
-@pytest.mark.parametrize(
-    ("path", "test"),
-    [
-        ("tests/__modelprobe__/test_gpt/test_a.arch.json", "tests/test_gpt.py"),
-        ("__modelprobe__/test_gpt/test_a[x].arch.json", "test_gpt.py"),
-    ],
-)
-def test_a_snapshot_lies_beside_its_tests(path: str, test: str) -> None:
-    assert changes.test_file(path) == test
-
-
-def test_the_command_can_be_pasted_whatever_the_path_is() -> None:
-    path = "a b/__modelprobe__/$(touch x)/test.arch.json"
-    steps = changes.next_steps(judge({"a": snapshot(net(2), path)}, {"a": snapshot(net(3), path)}))
-    assert "pytest --snapshot-update 'a b/$(touch x).py' --modelprobe-reason" in steps[0]
-
-
 # --- Markdown -----------------------------------------------------------------------------------------------------
 
 
@@ -142,7 +122,7 @@ def test_the_summary_is_a_table_with_the_details_folded_away() -> None:
         "| model | class | verdict | snapshot | what changed |\n"
         "|---|---|---|---|---|\n"
         f"| Net | checkpoint | denied | {path}"
-        " | old checkpoints will not load: 2 keys reshaped; +8 parameters (+50 %) |\n"
+        " | 2 keys reshaped: old checkpoints will not load; +8 parameters (+50 %) |\n"
         f"| Net | structure | denied | {path} | blocks.&#42;.act: ReLU → GELU x2 |\n"
         "\n"
         "<details><summary>2 causes</summary>\n"
@@ -154,13 +134,7 @@ def test_the_summary_is_a_table_with_the_details_folded_away() -> None:
         "\n"
         "</details>\n"
         "\n"
-        "If it is meant, give the reason, and commit the .arch.json files that this writes:\n"
-        "\n"
-        "```\n"
-        'pytest --snapshot-update tests/test_net.py --modelprobe-reason="..."\n'
-        "```\n"
-        "\n"
-        "Where no test can be run this writes the reason into a file to be committed:\n"
+        "If it is meant, this writes the reason into files, which are to be committed:\n"
         "\n"
         "```\n"
         'modelprobe declare "..."\n'
@@ -208,7 +182,7 @@ def test_what_changed_alike_in_several_snapshots_is_said_once() -> None:
     before, now = ({str(i): snapshot(net(width), f"{i:03}") for i in range(5)} for width in (2, 3))
     text = markdown.verdict(judge(before, now))
     assert text.count("| blocks.&#42;.fc.weight (2, 4) → (3, 4) x2 | checkpoint | - | Net |") == 1
-    assert text.count("| Net | checkpoint | denied | 000, 001 and 3 more | old checkpoints will not load") == 1
+    assert text.count("| Net | checkpoint | denied | 000, 001 and 3 more | 2 keys reshaped") == 1
 
 
 def test_rows_beyond_the_most_are_folded_away() -> None:
