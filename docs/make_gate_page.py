@@ -61,18 +61,26 @@ were. A folder of the tree that looks like a repository is not used as one.
 ## What it cannot know
 
 - **Whether the files are true.** The tests say that, so require both jobs. A test that was deleted, skipped or marked
-  to fail leaves its snapshot as it is, and the gate reports nothing. `pytest --snapshot-update` deletes snapshots that
-  no test uses; that is `removed`.
+  to fail leaves its snapshot as it is, and the gate reports nothing. pytest fails if no test uses a snapshot any more;
+  `pytest --snapshot-update` deletes it, and that is `removed`. But it passes a test that is skipped before it compares,
+  or marked to fail: neither says whether the model is the same, and both are ordinary. Review them.
 - **How pytest is called.** What a test compares can be limited by `compare=`, by a marker, or by `modelprobe_compare`
   in an ini file. A limit has to be recorded beside the numbers: a test that compares less than the snapshot says fails.
   So does a test that compares nothing, such as the behavior of a structure without numbers. A test that catches the
-  failure of a snapshot fails the run. In CI an update writes only if the command line itself allows it; pytest's last
-  line and the results count what was written or left out. But `--modelprobe-compare` and `-k` in a workflow are
-  recorded in no file, so protect the workflow. A plugin or a `conftest.py` that replaces the fixture is not recorded
-  either.
+  failure of a snapshot, or skips itself for it, fails the run. So does a comparison that nobody looks at, with `==` or
+  with `!=`. What says that a process is a rank is believed of its process group alone, and each rank compares. No `-p`
+  takes away a part of the plugin. In CI an update writes, and unused files are let be, only if the command line itself
+  allows it; pytest's last line and the results count what was written or left out. But `--modelprobe-compare` and `-k`
+  in a workflow are recorded in no file, so protect the workflow. A plugin or a `conftest.py` that replaces the fixture
+  is not recorded either.
+- **What a test expects.** `assert record != modelprobe_snapshot` and `pytest.raises` around a comparison say that the
+  record is to differ, and then a difference is no failure. Tests of tests need that. It is in the test, so review it.
 - **How wide a tolerance is.** `tolerance=` and `allow=` are in the test, not in the files.
 - **The value of an attribute that is no longer written.** If only one side has an attribute, that is a note, because
-  versions of libraries add and drop attributes. If it changes what a run computes, the numbers show it.
+  versions of libraries add and drop attributes. The verdict names it. A test fails if the file lacks what a class of
+  torch's own is given, such as `eps`, and the same version of torch wrote the file, or none is recorded. Of another
+  class, or another version, the numbers show it if it changes what the run computes: not the rate of a dropout in
+  evaluation mode, for example.
 - **What a layer does alone, if its arguments were renamed.** It is then called with different synthetic tensors, so its
   answers in the two files cannot be compared. The verdict counts these layers. Their code is judged by the values of
   the run; if zeros may hide it there, that is `behavior`. `--deny interface` denies `calls` too.
@@ -82,7 +90,8 @@ were. A folder of the tree that looks like a repository is not used as one.
 - **What is in a submodule,** or is fetched by Git LFS.
 - **What a damaged base contained.** If its numbers cannot be read, only the structure is compared. If that cannot be
   read either, the snapshot counts as new, because otherwise no change could repair it. In both cases a message says so.
-- **Which levels apply.** `--allow` is in the workflow.
+- **Which levels apply.** `--deny` and `--allow` are in the workflow. By default a change of behavior is a warning that
+  the verdict counts. The sample workflow denies it.
 
 ## Pull requests that were tried
 """

@@ -187,6 +187,12 @@ def in_numbers(*pairs: tuple[str, str]) -> Edit:
     return lambda now: now.edit(PROBE, *pairs)
 
 
+def of_another_torch(now: Files) -> None:
+    """Have the numbers say that another version of torch made them."""
+    written = json.loads(now[PROBE])["versions"]["torch"]
+    now.edit(PROBE, (json.dumps(written), '"2.5.0"'))
+
+
 def noise(of: str) -> Edit:
     """Give the output of the linear layer another noise."""
 
@@ -278,6 +284,11 @@ def both(*edits: Edit) -> Edit:
     return lambda now: [edit(now) for edit in edits] and None
 
 
+def in_test(*pairs: tuple[str, str]) -> Edit:
+    """Edit the test."""
+    return lambda now: now.edit(TEST, *pairs)
+
+
 def swallowed(now: Files) -> None:
     """Swallow the failure of the comparison."""
     now.edit(TEST, ("    assert", "    try:\n        assert"))
@@ -324,6 +335,14 @@ def pytest_collection_modifyitems(items):
         item.add_marker(pytest.mark.modelprobe(compare="behavior"))
 """
 MARKED = ("def test_a", '@__import__("pytest").mark.modelprobe(compare="behavior")\ndef test_a')
+
+
+NOT_COMPARED = in_test((" == modelprobe_snapshot", ""))
+SKIPPED = in_test(
+    ("    assert ", "    same = "),
+    ("== modelprobe_snapshot\n", '== modelprobe_snapshot\n    same or __import__("pytest").skip("flaky")\n'),
+)
+BARE = in_test(("    assert ", "    "), ("== modelprobe_snapshot", "!= modelprobe_snapshot"))
 
 
 def ini(line: str) -> Edit:
@@ -400,8 +419,12 @@ FAMILIES: dict[str, list[Attack]] = {
         Attack(what="the same, where a parameter of the layer is zero", before="gated", check="warning: behavior",
                edit=update("gated, by keyword"), pytest="passed",
                why="its code may not show, and what it does alone cannot be compared"),
-        Attack(what="an attribute that is not written any more", edit=in_architecture(('"p": 0.1, ', "")),
-               check="allowed: format", pytest="passed", harmless=True,
+        Attack(what="an attribute of a class of torch's that is not written any more, and another one in the model",
+               edit=both(change("with another rate"), in_architecture(('"p": 0.1, ', ""))), check="allowed: format",
+               pytest="failed", why="the same version of torch wrote the file, and its class has the attribute"),
+        Attack(what="an attribute that is not written any more, and the file is said to be of another version of torch",
+               edit=both(in_architecture(('"p": 0.1, ', "")), of_another_torch), check="allowed: format",
+               pytest="passed", harmless=True,
                why="attributes come and go with versions of libraries; it is named in the table"),
     ],
     "Numbers": [
@@ -473,6 +496,19 @@ FAMILIES: dict[str, list[Attack]] = {
         Attack(what="the same, with the failure swallowed in the test", edit=both(change("wider"), swallowed),
                check="no change", pytest="failed", alone=True,
                why="a comparison that failed fails the run, whatever the test does with it"),
+        Attack(what="the same, and an ini file with `-p no:modelprobe-snapshots`", check="no change", pytest="failed",
+               edit=both(change("wider"), swallowed, ini("addopts = '-p no:modelprobe-snapshots'")), alone=True,
+               why="no part of the plugin can be taken away alone"),
+        Attack(what="another model, and a test that skips itself because of it", edit=both(change("wider"), SKIPPED),
+               check="no change", pytest="failed", alone=True, why="as above: the comparison failed"),
+        Attack(what="another model, and a bare `record != modelprobe_snapshot`", edit=both(change("wider"), BARE),
+               check="no change", pytest="failed", alone=True, why="nobody looks at what comes of it"),
+        Attack(what="another model, and `addopts` that let unused files be, for a test that compares nothing",
+               edit=both(change("wider"), NOT_COMPARED, ini("addopts = '--snapshot-warn-unused'")), alone=True,
+               check="no change", pytest="failed", why="in CI the option counts on the command line alone"),
+        Attack(what="another model, in a process that is said to be rank 1 of 2", edit=change("wider"),
+               check="no change", pytest="failed", alone=True, why="a rank is believed of its process group alone",
+               environment={"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2"}),
         *(
             Attack(what=f"another model, and {what}", edit=both(change("wider"), edit), check="no change",
                    pytest="failed", alone=True, why=why)
