@@ -17,40 +17,44 @@ from pytest_modelprobe.exceptions import NothingObservedError
 from pytest_modelprobe.record import Call, Layer, Reading, Record, address, has_numbers
 from pytest_modelprobe.text import listed
 
-from .arguments import Arguments
+from .arguments import Allowed, Arguments
 from .options import Policy
 
 
 class Refusal(NamedTuple):
     """Why an update wrote nothing."""
 
-    message: str
-    """One sentence, with the next step."""
-    next_step: str = ""
+    why: str
+    step: str = ""
     """What to do before the update is run again; empty if other options are enough."""
+
+    @property
+    def message(self) -> str:
+        """One sentence, with the next step."""
+        return f"{self.why}: {self.step}" if self.step else self.why
+
+    @property
+    def next_step(self) -> str:
+        """The next step as a sentence."""
+        return f"{self.step[:1].upper()}{self.step[1:]}." if self.step else ""
 
 
 UPDATE_IN_CI = Refusal(
-    "not written, because CI is set: run the update on your machine and commit the files, or pass "
-    "--modelprobe-allow-update-in-ci on the command line",
-    "Run the update on your machine and commit the files, or pass --modelprobe-allow-update-in-ci on the command line.",
+    "not written, because CI is set",
+    "run the update on your machine and commit the files, or pass --modelprobe-allow-update-in-ci on the command line",
+)
+WRITTEN_TWICE = Refusal(
+    "not written again, because the test compares two different records under one name=",
+    "give each record its own name=, and run the update again",
 )
 _RELEVANT = 1e-3  # of the largest norm of a gradient at the same call
-
-WRITTEN_TWICE = Refusal(
-    "not written again: the test compares two different records under one name=; give each its own",
-    "Give each record its own name=, and run the update again.",
-)
 
 
 def without_process_group(processes: int) -> Refusal:
     """Return why nothing is written where ``torchrun`` started processes that do not know of each other."""
-    step = (
-        "let a fixture call torch.distributed.init_process_group(), and rank 0 writes; or run pytest without torchrun"
-    )
     return Refusal(
-        f"not written, because torchrun started {processes} processes, and this one has no process group: {step}",
-        f"{step[0].upper()}{step[1:]}.",
+        f"not written, because torchrun started {processes} processes, and this one has no process group",
+        "let a fixture call torch.distributed.init_process_group(), and rank 0 writes; or run pytest without torchrun",
     )
 
 
@@ -58,17 +62,11 @@ def refuse_record(record: Record, arguments: Arguments) -> Refusal | None:
     """Return why a record is not written as a snapshot; ``None`` if it may be."""
     where = None if "nonfinite" in arguments.allow else nonfinite(record)
     if where:
-        return Refusal(
-            f'not written, because {where}; fix it, or pass modelprobe_snapshot(allow="nonfinite")',
-            'Fix it, or pass modelprobe_snapshot(allow="nonfinite"), and run the update again.',
-        )
+        return _refusal(where, "fix it", "nonfinite")
     dropped = None if "dropout" in arguments.allow else active_dropout(record)
     if dropped and arguments.compare != "architecture" and has_numbers(record):
-        return Refusal(
-            f"not written, because dropout was active: {dropped}; its masks differ between platforms. Run in eval "
-            'mode, set p to 0, or pass modelprobe_snapshot(allow="dropout")',
-            'Run in eval mode, set p to 0, or pass modelprobe_snapshot(allow="dropout"), and run the update again.',
-        )
+        why = f"dropout was active: {dropped}, whose masks differ between platforms"
+        return _refusal(why, "run in eval mode, set p to 0", "dropout")
     return None
 
 
@@ -77,13 +75,14 @@ def refuse_nondeterministic(record: Record, arguments: Arguments) -> Refusal | N
     where = None if "nondeterministic" in arguments.allow else nondeterministic(record)
     if where is None:
         return None
-    return Refusal(
-        f"not written, because the run is not repeatable: {where} differs when it is run again from the same seed. "
-        "Draw random numbers from the global generators of torch, numpy or random, which are seeded, or pass "
-        'modelprobe_snapshot(allow="nondeterministic")',
-        'Draw random numbers from the global generators, or pass modelprobe_snapshot(allow="nondeterministic"), and '
-        "run the update again.",
-    )
+    why = f"the run is not repeatable: {where} differs when it is run again from the same seed"
+    step = "draw random numbers from the global generators of torch, numpy or random, which are seeded"
+    return _refusal(why, step, "nondeterministic")
+
+
+def _refusal(why: str, step: str, allow: Allowed) -> Refusal:
+    step = f'{step}, or pass modelprobe_snapshot(allow="{allow}"), and run the update again'
+    return Refusal(f"not written, because {why}", step)
 
 
 def refuse_causes(diagnosis: Diagnosis, policy: Policy) -> Refusal | None:
