@@ -212,7 +212,7 @@ _CANCELED = (
     "Its gradient is rounding error: the {} cancels it. A bias there has no effect: remove it from the model, or "
     "exclude it here with ignore=."
 )
-_ZERO = "Its gradient is all zero: the layers after it are dead or zero-initialized."
+_ZERO = "Its gradient is all zero: {}."
 _ORIGIN = "assert_grad_finite names where that began."
 _NEVER_UPDATED = "No optimizer has updated it: assert_params_updated says why."
 _NO_BUFFERS = "the record of a step has buffers as the step left them, and not before it; give the watch"
@@ -360,7 +360,7 @@ def _why_unchanged(one: _Change, subject: Subject) -> tuple[str, bool]:
     if healthy:
         return healthy, True
     if gradient.statistics is not None and gradient.statistics.all_zero:
-        return _ZERO, False
+        return _ZERO.format(_why_zero(one.layer)), False
     return _why_without_effect(one, subject) or (
         "It has a gradient: it is in no group of the optimizer, the step is too small, or was never taken."
     ), False
@@ -382,12 +382,23 @@ def _why_small(one: _Change, subject: Subject, low: float = 0.0) -> str:
     if not any(_rms(own.gradient) for _, own in seen):
         explained = excuse_gradients(subject)
         if explained:
-            return f"{_ZERO} {explained}"
+            return f"{_ZERO.format(_why_zero(one.layer))} {explained}"
     merged = record_of(subject)[one.layer.name].parameters
     arrived = any(_rms(own.gradient) for own in merged if own.name == one.own.name)
     if not arrived or _why_without_effect(one, subject):
         return ""
     return excuse_small_gradients(subject, [seen[0][1]], one.change / low if one.change and low else math.inf)
+
+
+def _why_zero(layer: Layer) -> str:
+    """Return why no gradient comes from a layer: nothing but zeros comes in, or back, or it cancels."""
+    given = [value.forward.statistics for _, value in layer.inputs if value.is_floating]
+    if given and all(numbers is not None and numbers.all_zero for numbers in given):
+        return "all that its layer is given is zero"
+    arrived = [numbers for _, value in layer.outputs if (numbers := gradient_of(value)) is not None]
+    if any(not numbers.all_zero for numbers in arrived):
+        return "a gradient arrives at its layer, and its part in it is zero or cancels"
+    return "the layers after it are dead or zero-initialized"
 
 
 def _feeds_norm(layer: Layer, subject: Subject) -> bool:

@@ -262,6 +262,31 @@ def test_all_parameters_are_updated() -> None:
     assert_params_updated(trained(normless()))
 
 
+class Rounding(nn.Module):
+    """Decodes what is rounded, as a codec does: at first that is all zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode, self.head = nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.encode(x)
+        return self.head(x + self.decode(z + (z.round() - z).detach()))
+
+
+def test_where_a_layer_is_given_zeros_the_layers_after_it_are_not_blamed() -> None:
+    model = ModelProbe().build(Rounding)
+    nn.init.zeros_(model.encode.bias)
+    x, optimizer = 0.1 * PROBE.randn(4, 8), torch.optim.SGD(model.parameters(), 1e-3)
+    watch = ModelProbe().watch(model)
+    optimizer.zero_grad()
+    (model(x) - 1).square().mean().backward()
+    optimizer.step()
+    reason = r"\n\nIts gradient is all zero: all that its layer is given is zero\.$"
+    with pytest.raises(AssertionError, match=rf"(?s)^decode\.weight was not updated; .*{reason}"):
+        assert_params_updated(watch)
+
+
 def test_a_bias_before_a_norm_has_no_effect() -> None:
     with pytest.warns(
         HintWarning, match=r"(?s)^0.bias was not updated; 1 of 6 .* is rounding error: the norm after it"
