@@ -133,8 +133,9 @@ class IsolatedResponse:
     """Whether the plain arguments of the call change the response. The response here is to the plain arguments of the
     expected call; True if that to the call's own arguments is different. `None` if this is the response to the call's
     own arguments. Not stored in files."""
-    defaults: Mapping[str, object] = field(default_factory=dict, repr=False, compare=False)
-    """The parameters of the code and their defaults, if its plain arguments are not the expected ones. Not stored."""
+    defaults: Mapping[str, tuple[Plain, ...]] = field(default_factory=dict, repr=False, compare=False)
+    """The parameters of the code, if its plain arguments are not the expected ones: each with its default, or with
+    nothing if it has no plain one. Not stored in files."""
     by_names_before: bool = field(default=False, repr=False, compare=False)
     """Whether its synthetic tensors were drawn by the names of the expected call. Not stored in files."""
 

@@ -103,7 +103,15 @@ def side_by_side(
     unpaired = sum(test not in only_here for test, _ in here.keys() ^ there.keys())
     now = here
     if differing := {test for test, key in both if there[test, key].evidence}:
-        ours.run(differing, folder / "again", like=str(folder / "there"), tensors=str(kept / "here"))
+        again = ours.run(differing, folder / "again", like=str(folder / "there"), tensors=str(kept / "here"))
         now = {**here, **read_written(folder / "again")}
+        for key in (key for key in both if there[key].evidence and not now[key].evidence):
+            now[key] = _without_evidence(now[key], again.failed.get(key[0], "it made other records"))
     pairs = [judged(now[key], there[key]) for key in both]
     return SideBySide(tests=tests, pairs=pairs, ran=ran, only_here=sorted(only_here), unpaired=unpaired)
+
+
+def _without_evidence(one: Written, why: str) -> Written:
+    """Return a record with the note why there is nothing to tell a cause from what follows it."""
+    note = f"no layer was called alone: the test did not run again as it had run ({why})"
+    return dataclasses.replace(one, record=dataclasses.replace(one.record, notes=(*one.record.notes, note)))

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import ModelProbe
+from pytest_modelprobe.comparison.text import text
 from pytest_modelprobe.revisions import (
     Job,
     Ran,
@@ -112,6 +113,15 @@ def test_code_that_changed_behind_a_zero_is_named(tmp_path: Path) -> None:
     assert pair.verdict == "changed"
     assert [cause.layer for cause in pair.diagnosis.causes] == ["gate"]
     assert pair.first is None  # every output is the same
+
+
+def test_a_test_that_makes_no_record_when_it_runs_again_is_said(tmp_path: Path) -> None:
+    times = iter([run(1.0, 1.0, 2.0), lambda probe: None])
+    (pair,) = beside(Played(a=lambda probe: next(times)(probe)), Played(a=run(1.0)), tmp_path).pairs
+    assert (pair.here.evidence, pair.there.evidence) == (False, True)
+    assert "No layer was called alone: the test did not run again as it had run (it made other records)." in text(
+        pair.diagnosis
+    )
 
 
 def test_a_test_of_which_one_record_differs_has_evidence_for_that_alone(tmp_path: Path) -> None:

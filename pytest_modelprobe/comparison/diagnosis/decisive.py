@@ -82,7 +82,7 @@ def _may_matter(pair: CallPair, argument: Difference) -> bool:
     if response is None or response.arguments_matter:
         return response is not None
     given = argument.expected if argument.actual is None else argument.actual
-    is_default = None in (argument.actual, argument.expected) and response.defaults.get(argument.what, given) == given
+    is_default = None in (argument.actual, argument.expected) and response.defaults.get(argument.what, (given,)) == (given,)
     return response.mode_matters and not is_default
 
 

@@ -29,6 +29,7 @@ from pytest_modelprobe.record import (
     EmittedTensor,
     IsolatedResponse,
     NamesBefore,
+    Plain,
     containers,
     relative_name,
 )
@@ -58,6 +59,8 @@ Perturb = Callable[[Tensor, str, int], Tensor]
 
 Part = Literal["all", "outputs", "gradients"]
 """What is read of each response."""
+
+Defaults = Mapping[str, tuple[Plain, ...]]
 
 Repeat = tuple[Perturb | None, Part]
 """How the synthetic tensors of a repeat are perturbed, and what is read of its responses."""
@@ -458,9 +461,7 @@ class _IsolatedCall:
 
     # --- what comes out -------------------------------------------------------------------------------------------
 
-    def _emit(
-        self, layer: str, label: str, role: str, flat: Flat, defaults: Mapping[str, object] = MappingProxyType({})
-    ) -> None:
+    def _emit(self, layer: str, label: str, role: str, flat: Flat, defaults: Defaults = MappingProxyType({})) -> None:
         for path, tensor in flat.tensors:
             self._seen.add(id(tensor))
             name = self._passed(tensor)
@@ -473,7 +474,8 @@ class _IsolatedCall:
             self._add_term(role + self.session.path_before(layer, path), tensor)
         for path, value in flat.plain.items():
             if value is not None:
-                other = NOT_DEFAULT if value is False and defaults.get(path, False) is not False else ""
+                is_default = any(default is False for default in defaults.get(path, (False,)))
+                other = NOT_DEFAULT if value is False and not is_default else ""
                 self._emitted.append((label + path, f"={value!r}"[:80] + other))
 
     def _passed(self, tensor: Tensor) -> str | None:
@@ -608,14 +610,15 @@ def _laid_out(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
     return torch.empty_strided(tensor.shape, kept, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _defaults_of(function: Callable[..., Any]) -> Mapping[str, object]:
-    """Return the parameters of a function and their defaults, which are `inspect.Parameter.empty` if there is none.
+def _defaults_of(function: Callable[..., Any]) -> Defaults:
+    """Return the parameters of a function, each with its default, or with nothing if it has no plain one.
 
     >>> _defaults_of(lambda x, is_causal=True: x)
-    {'x': <class 'inspect._empty'>, 'is_causal': True}
+    {'x': (), 'is_causal': (True,)}
     """
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
-    return {name: p.default for name, p in parameters.items()}
+    plain = (bool, int, float, str, type(None))
+    return {name: (p.default,) if type(p.default) in plain else () for name, p in parameters.items()}
