@@ -9,13 +9,14 @@ doubt.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 
 from pytest_modelprobe.comparison.differences import CallPair, Difference
 from pytest_modelprobe.comparison.pairing import child_of, children, emitted, split_place
 from pytest_modelprobe.comparison.tolerance import ValueChange
-from pytest_modelprobe.record import ROOT, Plain, Step, parent, relative_name
+from pytest_modelprobe.record import ROOT, Plain, Step, containers, parent, relative_name
 
 from .causes import DRIFT, NO_EFFECT, Cause, between, cause_of, in_layer_order
 from .generated_inputs import generated_in_run, generated_input
@@ -58,7 +59,8 @@ def computation_causes(
     _add_other_calls(index, recorded, explained, certain, possible)
     _add_other_responses(index, explained, certain, possible)
     _add_seen_in_run(index, explained, certain, possible)
-    told = [_with_attributes(index, _with_effect_of_call(index, cause, possible)) for cause in certain.values()]
+    changed = {cause.layer for cause in recorded if cause.what not in ("renamed", "path")} | {*certain, *possible}
+    told = [_with_attributes(index, _with_effect_of_call(index, cause, changed)) for cause in certain.values()]
     return in_layer_order(told, index.executed_layers), in_layer_order(possible.values(), index.executed_layers)
 
 
@@ -131,7 +133,7 @@ def _merged(first: Cause, second: Cause) -> Cause:
     )
 
 
-def _with_effect_of_call(index: ComparisonIndex, cause: Cause, possible: Collection[str]) -> Cause:
+def _with_effect_of_call(index: ComparisonIndex, cause: Cause, changed: Collection[str]) -> Cause:
     """Add to a cause without a size what it changed in the run: the output of a child that else gets the same."""
     pair = index.first_calls.get(cause.layer)
     if pair is None or cause.kind != "computation" or cause.change is not None or cause.is_exact:
@@ -139,8 +141,9 @@ def _with_effect_of_call(index: ComparisonIndex, cause: Cause, possible: Collect
     places = [d.what for d in cause.differences if d.kind == "response"] or [cause.what]
     for child in dict.fromkeys(split_place(place)[0] for place in places):
         called = index.child_call(pair, child) if child else None
-        # A child that may have changed itself is told beside it.
-        moved = None if called is None or called.layer in possible else index.change_by_call(called)
+        # A child that may have changed itself, or something in it, is told beside it.
+        itself = called is not None and any(called.layer in (name, *containers(name)) for name in changed)
+        moved = None if called is None or itself else index.change_by_call(called)
         if moved is not None:
             return cause.with_size(moved, effect=f"output of {child}")
     return cause
@@ -322,6 +325,8 @@ def _isolated_cause(index: ComparisonIndex, pair: CallPair, found: list[Differen
     if made is not None:
         cause = cause_of("computation", [first, *found], what=made.what, evidence="isolated", share_method=made.how)
         return dataclasses.replace(cause, change=made.share, noise=None)
+    before = _before_other_children(pair)
+    sized = [d for d in found if d.change is not None and d.what in before]
     times = _changed_call_count(index, pair)
     child = "" if times is None else relative_name(times.layer, pair.layer)
     if times is not None and 0 not in (times.actual, times.expected):
@@ -331,9 +336,20 @@ def _isolated_cause(index: ComparisonIndex, pair: CallPair, found: list[Differen
         cause = Cause(kind="computation", layer=pair.layer, what=what, differences=tuple(found))
         if times is not None:  # it may have no effect on what is computed
             cause = cause.with_hints(f"no longer calls {child}" if times.actual == 0 else f"calls {child} now")
-        cause = cause.with_hints(*_value_hints(index, pair, [d.what for d in found]))
-    worst = max((d for d in found if d.change is not None), key=lambda d: d.change or 0.0, default=None)
+        cause = cause.with_hints(*_value_hints(index, pair, [d.what for d in sized]))
+    worst = max(sized, key=lambda d: d.change or 0.0, default=None)
     return cause.with_size(worst, evidence="isolated")
+
+
+def _before_other_children(pair: CallPair) -> set[str]:
+    """Return what both responses emit before a child that only one of them calls.
+
+    Such a child returns a synthetic tensor, so what follows it differs, whatever the code computes in its place.
+    """
+    both = children(pair.actual.response).keys() & children(pair.expected.response).keys()
+    places = ([h.where for h in emitted(response)] for response in (pair.actual.response, pair.expected.response))
+    now, then = ({*itertools.takewhile(lambda place: split_place(place)[0] in both, of)} for of in places)
+    return now & then
 
 
 def _is_argument(difference: Difference) -> bool:
