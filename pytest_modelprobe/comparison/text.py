@@ -55,8 +55,9 @@ def first_line(diagnosis: Diagnosis) -> str:
     if diagnosis.moved:
         counts.append(f"{count(len(diagnosis.moved), 'layer')} after {'it' if len(found) == 1 else 'them'} moved")
     effect = _effect(first)
-    retrained = any(cause.is_retraining for cause in diagnosis.causes)  # then that is what changed the output
-    if (first.change is None or first.share_method) and diagnosis.output is not None and not retrained:
+    given = first.kind in ("input", "seed")  # the rest may follow from it
+    sized = not given and any(cause.is_measured and not cause.share_method for cause in diagnosis.causes)
+    if (first.change is None or first.share_method) and not sized and diagnosis.output is not None:
         alone = len(found) == 1 or sum(_may_move(cause) for cause, _ in found) == 1
         credited = alone and not first.share_method
         effect = f"{':' if credited else ';'} the model's output changed{_by(diagnosis.output)}"

@@ -2537,7 +2537,11 @@ def test_what_a_container_hands_on_in_another_shape_is_its_own_code(
     expected = recorded(old, x)
     new.load_state_dict({k: v.flip(0) * 1.1 if trained else v for k, v in old.state_dict().items()})
     diagnosis = diagnose(compare(recorded(new, x, like=expected), expected))
-    assert line in first_line(diagnosis)
+    if trained and "gives out" not in line:  # the size of weights is known, and that of another call is not
+        assert first_line(diagnosis).startswith("a: weights changed by 144 % (weight, bias); ")
+        assert line in text(diagnosis)
+    else:
+        assert line in first_line(diagnosis)
     assert not diagnosis.redrawn
     assert "built outside the seed" not in text(diagnosis)
     assert "∞" not in first_line(diagnosis)

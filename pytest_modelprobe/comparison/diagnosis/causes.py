@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pytest_modelprobe.comparison.differences import Comparison, Difference
 from pytest_modelprobe.comparison.tolerance import ValueChange
-from pytest_modelprobe.record import Plain, label_of
+from pytest_modelprobe.record import Plain, containers, label_of
 from pytest_modelprobe.text import listed
 
 CauseKind = Literal[
@@ -72,6 +72,11 @@ class Cause:
     hints: tuple[str, ...] = ()
     """What the change looks like: ``a permutation``, ``scaled by 2``, ``shifted``."""
     differences: tuple[Difference, ...] = ()
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it is known how much the cause changed, and nothing makes up for it."""
+        return self.change is not None and ABSORBED not in self.hints
 
     @property
     def is_call_change(self) -> bool:
@@ -198,11 +203,11 @@ _WEIGHT: Mapping[CauseKind, int] = {
 
 
 def by_importance(causes: Iterable[Cause], roots: Collection[str]) -> list[Cause]:
-    """Return causes with an effect, then outputs of the model that came or went, then other code, then the others.
+    """Return causes with a measured effect, then those that always have one, then the others.
 
-    Of those with an effect, code comes before structure before weights. Changes of the test's own inputs come first:
-    the rest may follow from them. So may new weights of a layer from its structure, as those of an embedding with
-    another ``padding_idx``.
+    Among equals, code comes before structure before weights. Changes of the test's own inputs come first: the rest may
+    follow from them. So may new weights of a layer from its structure, as those of an embedding with another
+    ``padding_idx``, and other buffers from a mode: what they may follow from comes right before them.
 
     Args:
         causes: The causes.
@@ -210,34 +215,40 @@ def by_importance(causes: Iterable[Cause], roots: Collection[str]) -> list[Cause
     """
     causes = list(causes)
     trained = any(cause.is_retraining for cause in causes)
-    reweighted = {cause.layer for cause in causes if cause.kind in ("weights", "buffers")}
+    moved = {cause.layer for cause in causes if cause.kind in ("weights", "buffers")}
+    around = moved | {container for name in moved for container in containers(name)}
 
-    def has_effect(cause: Cause) -> bool:
-        """Whether an effect was measured, or a change of this kind always has one."""
-        if cause.kind in ("input", "seed", "gradient", "optimizer", "update") or cause.what.endswith(" requires_grad"):
+    def may_move(cause: Cause) -> bool:
+        """Whether weights or buffers of the layer may be others because of what it is made of, or of its mode."""
+        return cause.kind in ("attribute", "architecture") and (
+            cause.layer in (around if cause.what == "training" else moved)
+        )
+
+    def always_has_effect(cause: Cause) -> bool:
+        if cause.kind in ("gradient", "optimizer", "update") or cause.what.endswith(" requires_grad"):
             return True
-        if cause.kind in ("attribute", "architecture") and cause.layer in reweighted:
-            return True
-        if cause.change is not None or ABSORBED in cause.hints:
-            return ABSORBED not in cause.hints
         if cause.is_exact:
             return SAME_ELEMENTS not in cause.hints
         # Other arguments or numbers of calls may have no effect; other computations have one.
         return cause.kind == "computation" and cause.evidence != "recorded" and not cause.is_call_change
 
     def group(cause: Cause) -> int:
-        if has_effect(cause):
-            return 0
         at_root = bool(cause.differences) and cause.differences[0].layer in roots
-        if at_root and (cause.is_exact or cause.is_output_path):
+        if cause.is_measured or (at_root and cause.is_exact):
+            return 0
+        if ABSORBED not in cause.hints and always_has_effect(cause):
             return 1
-        return 2 if cause.kind == "computation" and NO_EFFECT not in cause.hints else 3
+        if at_root and cause.is_output_path:
+            return 2
+        return 3 if cause.kind == "computation" and NO_EFFECT not in cause.hints else 4
 
-    def place(cause: Cause) -> tuple[bool, bool, int, int, bool]:
+    def place(cause: Cause) -> tuple[bool, bool, int, int]:
         given = cause.kind in ("input", "seed")
+        if may_move(cause) and not cause.is_measured:
+            return not given, False, 0, _WEIGHT["update"]
         # A model that was trained again explains every number, so that comes last, with its running statistics.
         last = trained and cause.kind in ("weights", "buffers")
-        return not given, last, group(cause), _WEIGHT[cause.kind], cause.change is None or ABSORBED in cause.hints
+        return not given, last, group(cause), _WEIGHT[cause.kind]
 
     return sorted(causes, key=place)
 
