@@ -271,8 +271,8 @@ class _Comparer:
             rounding = self.rounding * _rounding_growth(self.expected.layers[layer], e)
             yield from self._gradient(place, "parameter gradient", a.gradient, e.gradient, e.dtype, e.reading, rounding)
         if a.requires_grad and e.requires_grad and a.left_out != e.left_out:
-            held = {"actual": not a.left_out, "expected": not e.left_out}
-            yield Difference(layer=layer, kind="update presence", what=a.name, **held)
+            at = functools.partial(Difference, layer=layer, kind="update presence", what=a.name)
+            yield at(actual=not a.left_out, expected=not e.left_out)
         elif a.group != e.group and len(self.actual.optimizers) == len(self.expected.optimizers):
             yield Difference(layer=layer, kind="optimizer", what=f"{a.name} group", actual=a.group, expected=e.group)
         if a.update is not None and e.update is not None:
@@ -448,7 +448,9 @@ class _Comparer:
         at = functools.partial(Difference, layer=layer, what=path, call=0 if key is None else key[-1])
         if a.noise and allows_more(a, e, direction=direction, dtype=dtype, precision=self.precision):
             self.looser.append(at(kind="noise", actual=a.noise, expected=e.noise))
-        return (at(kind=kind, change=found.change, noise=found.noise, limit=found.limit),) if found.differs else ()
+        if not found.differs:
+            return ()
+        return (at(kind=kind, change=found.change, noise=found.noise, limit=found.limit, sizes=found.sizes),)
 
     def _gradient(
         self,

@@ -66,6 +66,8 @@ class Difference:
     """Measured noise of the expected value, or `None` if it was not measured."""
     limit: float | None = None
     """Tolerance of the change."""
+    sizes: str = ""
+    """Both values of an infinite change; see `ValueChange.sizes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

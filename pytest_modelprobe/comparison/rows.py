@@ -12,7 +12,7 @@ from pytest_modelprobe.record import Plain, Record, containers
 from pytest_modelprobe.text import listed, number, pattern
 
 from .differences import Difference
-from .text import percent
+from .text import moved_by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +64,8 @@ def _row(shown: str, what: str, now: str, was: str, names: Iterable[str]) -> Row
 
 
 def _moved(shown: str, differences: Sequence[Difference]) -> Row:
-    changes = [d.change for d in differences if d.change is not None]
-    by = f"moved by {'up to ' if len(changes) > 1 else ''}{percent(max(changes))}"
     what = listed(list(dict.fromkeys(_label(d) for d in differences)))
+    by = moved_by(differences, "up to " if len(differences) > 1 else "")
     return _row(shown, what, by, "", (d.layer for d in differences))
 
 

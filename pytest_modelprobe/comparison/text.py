@@ -45,7 +45,7 @@ def first_line(diagnosis: Diagnosis) -> str:
         worst = max(diagnosis.comparison.differences, key=lambda d: d.change or 0.0, default=None)
         if worst is None:
             return printable(_other_names(diagnosis.comparison.renamed) or "nothing changed")
-        moved = f"{_label(worst.layer, diagnosis)} {worst.what or worst.kind} changed{_by(worst.change)}"
+        moved = f"{_label(worst.layer, diagnosis)} {worst.what or worst.kind} changed{by(worst.change, worst.sizes)}"
         return printable(f"{moved}; cannot tell why: {diagnosis.unknown}")
     first, times = found[0]
     repeated = f" x{times}" if times > 1 else ""
@@ -60,7 +60,7 @@ def first_line(diagnosis: Diagnosis) -> str:
     if (first.change is None or first.share_method) and not sized and diagnosis.output is not None:
         alone = len(found) == 1 or sum(_may_move(cause) for cause, _ in found) == 1
         credited = alone and not first.share_method
-        effect = f"{':' if credited else ';'} the model's output changed{_by(diagnosis.output)}"
+        effect = f"{':' if credited else ';'} the model's output changed{by(diagnosis.output)}"
     shown = cause_text(first, _label(first.layer, diagnosis))
     return printable(f"{unchanged}{'' if sure else 'possibly '}{shown}{repeated}{effect}; {', '.join(counts)}")
 
@@ -191,7 +191,7 @@ def cause_rows(causes: Iterable[Cause]) -> list[list[Cell]]:
         [
             _repeated(cause_text(cause), times),
             cause.kind,
-            percent(known_change(cause)),
+            _changed_by(cause),
             _times_noise(cause) or "-",
             _SEEN[cause.evidence],
             "; ".join(cause.hints) or "-",
@@ -223,21 +223,21 @@ def cause_text(cause: Cause, label: str | None = None) -> str:
     if cause.kind == "input":
         if cause.differences and cause.differences[0].kind in ("loss", "forwards", "argument", "interface"):
             return f"{what} {arrow}"
-        return f"{what or 'input'} changed{_by(cause.change)}"
+        return f"{what or 'input'} changed{by(cause.change, cause.sizes)}"
     if cause.kind == "architecture":
         return _architecture(cause, label, arrow)
     if cause.kind == "attribute":
         return f"{qualified(layer, what)} {arrow}"
     if cause.is_retraining:
-        return f"all weights changed{_by(cause.change)} ({what.removeprefix('all ')})"
+        return f"all weights changed{by(cause.change, cause.sizes)} ({what.removeprefix('all ')})"
     if cause.kind in ("weights", "buffers"):
-        return f"{label}: {cause.kind} changed{_by(cause.change)} ({what})"
+        return f"{label}: {cause.kind} changed{by(cause.change, cause.sizes)} ({what})"
     if cause.kind == "gradient":
         return _gradient(cause, label)
     if cause.kind == "optimizer":
         return _optimizer(cause, label, arrow)
     if cause.kind == "update":
-        manner = cause.hints[0] if cause.hints else f"changed{_by(cause.change)}"
+        manner = cause.hints[0] if cause.hints else f"changed{by(cause.change, cause.sizes)}"
         return f"updates of {what} {manner}" if layer == ROOT else f"{label}: updates {manner} ({what})"
     return _computation(cause, label)
 
@@ -304,7 +304,8 @@ def _handed(difference: Difference) -> str:
 
 def _gradient(cause: Cause, label: str) -> str:
     if cause.gradient == "of loss":
-        return "the loss changed: another gradient arrives at the output"
+        arrives = "another gradient arrives at the output" if cause.what == "the loss" else cause.what
+        return f"the loss changed: {arrives}"
     if cause.gradient == "lost":
         return f"{label}: no gradient any more for {cause.what}"
     if cause.gradient == "switched":
@@ -385,11 +386,13 @@ def _effect(cause: Cause) -> str:
         return ""
     if cause.kind in ("weights", "buffers", "input", "seed") or cause.change is None or cause.share_method:
         return ""
-    noise = _times_noise(cause)
     what = f"{'its ' if cause.effect == 'output' else ''}{cause.effect} changed " if cause.effect else ""
+    if math.isinf(cause.change):
+        told = ", ".join(filter(None, (what.strip(), cause.sizes, *cause.hints)))
+        return f": {told}" if told else ""
+    noise = _times_noise(cause)
     times = f", {noise} x its noise" if noise else ""
-    why = f", {listed(cause.hints)}" if math.isinf(cause.change) and cause.hints else ""
-    return f": {what}by {percent(cause.change)}{times}{why}"
+    return f": {what}by {percent(cause.change)}{times}"
 
 
 def _times_noise(cause: Cause) -> str:
@@ -398,8 +401,26 @@ def _times_noise(cause: Cause) -> str:
     return f"{float(f'{cause.change / cause.noise:.2g}'):,.10g}"
 
 
-def _by(change: float | None) -> str:
-    return "" if change is None or math.isinf(change) else f" by {percent(change)}"
+def _changed_by(cause: Cause) -> str:
+    change = known_change(cause)
+    return cause.sizes or "-" if change == math.inf else percent(change)
+
+
+def by(change: float | None, sizes: str = "") -> str:
+    """Return by how much something changed, for a sentence; both sizes where the change has no percentage.
+
+    >>> by(0.03), by(math.inf, "rms 0 → 0.31"), by(math.inf), by(None)
+    (' by 3 %', ', rms 0 → 0.31', '', '')
+    """
+    if change is None or math.isinf(change):
+        return f", {sizes}" if sizes and change else ""
+    return f" by {percent(change)}"
+
+
+def moved_by(differences: Sequence[Difference], up_to: str = "") -> str:
+    """Return how far values moved at most: ``moved by 3 %``."""
+    worst = max(differences, key=lambda difference: difference.change or 0.0)
+    return f"moved{by(worst.change, worst.sizes)}".replace(" by ", f" by {up_to}")
 
 
 def _value_text(value: Plain, other: Plain = None) -> str:

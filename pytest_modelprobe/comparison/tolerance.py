@@ -70,6 +70,8 @@ class ValueChange(NamedTuple):
     """
     noise: float | None = None
     limit: float = 0.0
+    sizes: str = ""
+    """Of an infinite change, which has no percentage: both values, as ``rms 0 → 0.31`` or ``0 → 12 not finite``."""
 
     @property
     def known(self) -> bool:
@@ -136,6 +138,20 @@ def change(
     >>> round(found.change, 6), found.limit, found.differs
     (0.007071, 0.0001, True)
     """
+    found = _change(actual, expected, direction, dtype, precision, scale, times, rounding)
+    return found._replace(sizes=_sizes(actual, expected)) if found.change == math.inf else found
+
+
+def _change(
+    actual: Reading,
+    expected: Reading,
+    direction: Direction,
+    dtype: str,
+    precision: Precision,
+    scale: Callable[[], float],
+    times: float,
+    rounding: float,
+) -> ValueChange:
     if direction == "state" and actual.reason is not None:
         return UNKNOWN  # the weights changed after the forward
     if direction == "backward" and is_rounding(expected, scale):
@@ -177,6 +193,17 @@ def change(
             limit = max(floor, min(resolved + noise, max(most, nothing))) * times
         moments = 0.0 if found > limit else _moments_change(a, e, least)
     return ValueChange(moments if moments > _MOMENTS_FACTOR * limit else found, expected.noise, limit)
+
+
+def _sizes(actual: Reading, expected: Reading) -> str:
+    a, e = actual.statistics, expected.statistics
+    if a is None or e is None:
+        return ""
+    if a.count != e.count:
+        return f"{e.count:,} → {a.count:,} elements"
+    if a.nonfinite != e.nonfinite:
+        return f"{e.nonfinite:,} → {a.nonfinite:,} not finite"
+    return "" if a.rms == e.rms else f"rms {e.rms or 0.0:.3g} → {a.rms or 0.0:.3g}"
 
 
 def allows_more(actual: Reading, expected: Reading, *, direction: Direction, dtype: str, precision: Precision) -> bool:

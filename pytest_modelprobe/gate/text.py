@@ -7,11 +7,13 @@ repeated layers are one line, and equal findings of several snapshots are one ro
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_modelprobe.comparison import Cause
 from pytest_modelprobe.comparison.rows import Row, rows
-from pytest_modelprobe.comparison.text import cause_text, first_line, grouped, known_change, noted, percent
+from pytest_modelprobe.comparison.text import by as changed_by
+from pytest_modelprobe.comparison.text import cause_text, first_line, grouped, known_change, moved_by, noted, percent
 from pytest_modelprobe.comparison.text import text as diagnosis_text
 from pytest_modelprobe.text import Cell, collapsed, count, failure, listed, printable, table
 
@@ -83,9 +85,9 @@ def finding_text(finding: Finding, change: SnapshotChange) -> str:
         return _causes_text(finding, change)
     if finding.differences and all(d.kind == "noise" for d in finding.differences):
         return f"the noise grew, so that more passes, in {_layers_text(finding)}"
-    moved = [d.change for d in finding.differences if d.change is not None]
+    moved = [d for d in finding.differences if d.change is not None]
     if moved:
-        return _layers_text(finding, f" moved by up to {percent(max(moved))}")
+        return _layers_text(finding, f" {moved_by(moved, 'up to ')}")
     found = rows(finding.differences, change.comparison.actual, change.comparison.expected)
     return listed([_row_text(row) for row in found], most=2)
 
@@ -121,7 +123,7 @@ def _causes_text(finding: Finding, change: SnapshotChange) -> str:
     if same and finding.kind in ("structure", "renamed"):
         return f"{told}; behavior unchanged"
     by = diagnosis.output if finding.kind == "behavior" else None
-    return told if by is None else f"{told}; the model's output changed by {percent(by)}"
+    return told if by is None else f"{told}; the model's output changed{changed_by(by)}"
 
 
 def _repeated_cause_text(cause: Cause, times: int) -> str:
@@ -284,7 +286,8 @@ def shared_cause_rows(verdict: Verdict, *, notes: bool = False) -> list[list[Cel
 
 
 def _largest(sizes: Iterable[float | None]) -> float | None:
-    return max(sizes, key=lambda size: size or 0.0)
+    largest = max(sizes, key=lambda size: size or 0.0)
+    return None if largest == math.inf else largest
 
 
 NOTE_COLUMNS = ("written otherwise", "layers")

@@ -101,11 +101,7 @@ def refuse_causes(diagnosis: Diagnosis, policy: Policy) -> Refusal | None:
         return None
     more = f" and {len(others) - 1} more" if len(others) > 1 else ""
     first = f"{comparison_text.cause_text(others[0])} ({others[0].kind})"
-    why = (
-        ""
-        if diagnosis.output is None
-        else f": the model's output changed by {comparison_text.percent(diagnosis.output)}"
-    )
+    why = "" if diagnosis.output is None else f": the model's output changed{comparison_text.by(diagnosis.output)}"
     return Refusal(f"not written: {first}{more} is not covered by {policy.accept_from}{why}")
 
 

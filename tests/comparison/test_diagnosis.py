@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 import sys
 import types
 from collections import OrderedDict
@@ -288,6 +289,74 @@ def test_a_loss_of_the_same_name_that_computes_otherwise_is_seen_in_the_gradient
     diagnosis = diagnose(compare(new, old))
     assert causes(diagnosis) == [("gradient", "(root)", "the loss")]
     assert cause_text(diagnosis.causes[0]) == "the loss changed: another gradient arrives at the output"
+
+
+def diagnosed_step(factory: Callable[[], nn.Module], *losses: Callable[[ModelProbe, Any], torch.Tensor]) -> Diagnosis:
+    """Return the diagnosis of a step of training with one loss beside that with another."""
+    with ModelProbe(seed=0) as probe:
+        models = [probe.build(factory) for _ in losses]
+        watches = [probe.watch(model) for model in models]
+        for model, loss in zip(models, losses, strict=True):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            loss(probe, model).backward()
+            optimizer.step()
+        new, old = (watch.first_step for watch in watches)
+        assert new.live_run is not None
+        assert old.live_run is not None
+        old = old.live_run.isolated(old)
+        return diagnose(compare(new.live_run.isolated(new, like=old), old))
+
+
+def test_a_gradient_penalty_without_a_graph_is_the_loss_and_not_the_last_layer() -> None:
+    def critic() -> nn.Module:
+        return nn.Sequential(OrderedDict(fc1=nn.Linear(4, 16), act=nn.Tanh(), fc2=nn.Linear(16, 1)))
+
+    def loss(probe: ModelProbe, model: Any, *, graph: bool) -> torch.Tensor:
+        real, fake = (probe.randn(6, 4, name=name) for name in ("real", "fake"))
+        mixed = (0.3 * real + 0.7 * fake).requires_grad_()
+        (slope,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=graph)
+        return model(fake).mean() - model(real).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
+
+    found = diagnosed_step(critic, functools.partial(loss, graph=False), functools.partial(loss, graph=True))
+    line = "the loss changed: act output gets 3 gradients, not 4; 1 cause, 3 layers after it moved"
+    assert first_line(found) == line
+
+
+class Values(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.norm, self.fc2 = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.norm(self.fc1(x)).relu())
+
+
+class Agent(nn.Module):
+    """Learns from the values of a copy that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.target = Values(), Values()
+        self.target.requires_grad_(requires_grad=False)
+
+    def forward(self, x: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            best = self.target(after).amax(1)
+        return (self.own(x).amax(1) - 1 - 0.9 * best).square().mean()
+
+
+def test_a_mode_is_named_before_the_buffers_that_it_moved_and_these_with_both_sizes() -> None:
+    """A target network left in training mode: its running mean is no longer 0, of which there is no percentage."""
+
+    def loss(probe: ModelProbe, agent: Any, *, training: bool) -> torch.Tensor:
+        agent.target.train(training)
+        return agent(probe.randn(8, 4), probe.randn(8, 4, name="after") + 3)
+
+    found = diagnosed_step(Agent, functools.partial(loss, training=True), functools.partial(loss, training=False))
+    assert first_line(found).startswith("target.training False → True; 2 causes, ")
+    said = text(found)
+    assert re.search(r"target\.norm: buffers changed, rms 0 → 0\.\d+ \(running_mean, ", said)
+    assert "∞" not in said
 
 
 def test_another_seed_is_the_first_cause() -> None:

@@ -13,10 +13,12 @@ from collections.abc import Iterator, Sequence
 from pytest_modelprobe.comparison.differences import CallPair, Difference, DifferenceKind
 from pytest_modelprobe.comparison.pairing import child_of
 from pytest_modelprobe.comparison.tolerance import CAME, GONE, ValueChange
-from pytest_modelprobe.record import Step, Value, relative_name
+from pytest_modelprobe.record import Step, Value, address, label_of, relative_name
+from pytest_modelprobe.text import count
 
 from .causes import Cause, between, cause_of, in_layer_order, names_of, worst_first
 from .index import ComparisonIndex
+from .same_elements import value_at
 
 
 def gradient_causes(index: ComparisonIndex, causes: Sequence[Cause], explained: set[str]) -> list[Cause]:
@@ -155,12 +157,15 @@ def _seen_at(index: ComparisonIndex, step: Step, side: str, path: str, change: V
         what=path,
         change=change.change,
         noise=change.noise,
+        sizes=change.sizes,
         evidence="propagation",
         gradient="of value",
         hints=("no gradient arrives any more",) if change == GONE else (),
     )
     if side == "gradient" and step.outermost and not _has_random_loss(index):
         return dataclasses.replace(cause, what="the loss", gradient="of loss")
+    if (elsewhere := _arriving_otherwise(index)) is not None:
+        return Cause(kind="gradient", layer=step.call.root, what=elsewhere, evidence="propagation", gradient="of loss")
     if side == "parameter gradient" or step.parent is None:
         return cause
     layer = step.parent.layer.name
@@ -169,3 +174,21 @@ def _seen_at(index: ComparisonIndex, step: Step, side: str, path: str, change: V
     named = (step.previous, step) if side == "input gradient" else (step, later[0] if later else None)
     what = between(*(None if s is None else relative_name(s.name, layer) for s in named))
     return dataclasses.replace(cause, layer=layer, what=what, gradient="cut" if change == GONE else None)
+
+
+def _arriving_otherwise(index: ComparisonIndex) -> str | None:
+    """Return where more or fewer gradients arrive than before, if all code, alone, has the same ones.
+
+    Then they come from the loss. A penalty on a gradient sends some through the backward of the layers, and none to
+    the output.
+    """
+    if not all(map(index.is_response_conclusive, index.first_calls.values())):
+        return None
+    for pair in sorted(index.comparison.calls, key=lambda pair: pair.actual.finished, reverse=True):
+        for value in pair.actual.outputs:
+            now, then = value.backward, value_at(pair.expected.outputs, value.path)
+            was = None if then is None else then.backward
+            if now is not None and was is not None and now.tensors != was.tensors:
+                place = label_of(address(pair.layer, pair.actual, value.path))
+                return f"{place} gets {count(now.tensors, 'gradient')}, not {was.tensors}"
+    return None

@@ -54,6 +54,8 @@ class Cause:
     change: float | None = None
     """Relative change of the layer's output, or of the weight itself."""
     noise: float | None = None
+    sizes: str = ""
+    """Both values, where the change is infinite; see `ValueChange.sizes`."""
     effect: str = ""
     """Of a cause that the records show: what it changed, ``output``, its ``shape``, or a buffer."""
     evidence: Evidence = "recorded"
@@ -119,8 +121,8 @@ class Cause:
 
     def with_size(self, found: Difference | ValueChange | None, **fields: Any) -> Cause:
         """Return the cause with another change and its noise, and with other fields if given."""
-        change, noise = (None, None) if found is None else (found.change, found.noise)
-        return dataclasses.replace(self, change=change, noise=noise, **fields)
+        change, noise, sizes = (None, None, "") if found is None else (found.change, found.noise, found.sizes)
+        return dataclasses.replace(self, change=change, noise=noise, sizes=sizes, **fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +172,7 @@ def cause_of(kind: CauseKind, found: Sequence[Difference], **fields: Any) -> Cau
         expected=first.expected,
         change=first.change,
         noise=first.noise,
+        sizes=first.sizes,
         differences=tuple(dict.fromkeys(found)),
     )
     return dataclasses.replace(cause, **fields)

@@ -128,6 +128,7 @@ def _merged(first: Cause, second: Cause) -> Cause:
         evidence="both" if {first.evidence, second.evidence} == {"isolated", "propagation"} else first.evidence,
         change=sized.change,
         noise=sized.noise,
+        sizes=sized.sizes,
         hints=first.hints or second.hints,
         differences=both,
     )
@@ -419,6 +420,7 @@ def _cause_between_calls(
         what=between(*names),
         change=moved.change,
         noise=moved.noise,
+        sizes=moved.sizes,
         evidence="propagation",
         hints=() if amplified else (DRIFT,),
     )
