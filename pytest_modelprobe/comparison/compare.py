@@ -441,6 +441,8 @@ class _Comparer:
                 times=times,
                 rounding=self.rounding if rounding is None else rounding,
             )
+            if found.change == math.inf:
+                found = found._replace(sizes=_tolerance.sizes(a, e))
             of_call = isinstance(scale, _Scale) and scale.computed is not None
             if not found.differs and not of_call:
                 self.within_tolerance[pair] = found

@@ -138,20 +138,6 @@ def change(
     >>> round(found.change, 6), found.limit, found.differs
     (0.007071, 0.0001, True)
     """
-    found = _change(actual, expected, direction, dtype, precision, scale, times, rounding)
-    return found._replace(sizes=_sizes(actual, expected)) if found.change == math.inf else found
-
-
-def _change(
-    actual: Reading,
-    expected: Reading,
-    direction: Direction,
-    dtype: str,
-    precision: Precision,
-    scale: Callable[[], float],
-    times: float,
-    rounding: float,
-) -> ValueChange:
     if direction == "state" and actual.reason is not None:
         return UNKNOWN  # the weights changed after the forward
     if direction == "backward" and is_rounding(expected, scale):
@@ -195,7 +181,8 @@ def _change(
     return ValueChange(moments if moments > _MOMENTS_FACTOR * limit else found, expected.noise, limit)
 
 
-def _sizes(actual: Reading, expected: Reading) -> str:
+def sizes(actual: Reading, expected: Reading) -> str:
+    """Return both values of a change without a percentage: ``rms 0 → 0.31``."""
     a, e = actual.statistics, expected.statistics
     if a is None or e is None:
         return ""
