@@ -247,11 +247,11 @@ def by_importance(causes: Iterable[Cause], roots: Collection[str]) -> list[Cause
 
     def place(cause: Cause) -> tuple[bool, bool, int, int]:
         given = cause.kind in ("input", "seed")
-        if may_move(cause) and not cause.is_measured:
-            return not given, False, 0, _WEIGHT["update"]
         # A model that was trained again explains every number, so that comes last, with its running statistics.
         last = trained and cause.kind in ("weights", "buffers")
-        return not given, last, group(cause), _WEIGHT[cause.kind]
+        if may_move(cause) and not cause.is_measured:
+            return True, last, 0, _WEIGHT["update"]
+        return not given, last, 0 if given else group(cause), _WEIGHT[cause.kind]
 
     return sorted(causes, key=place)
 
