@@ -26,11 +26,11 @@ from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.text import count, listed, out_of
 
-from .machinery.agreement import differing_bits
 from .machinery.check import StateCheck, noted
-from .machinery.prepared import is_rounded, plain
+from .machinery.prepared import all_named
+from .machinery.rounding import differing_bits, is_rounded, plain
 from .outcome import NotApplicableError, Outcome, Violation, line_of, message_of
-from .registration import all_named, copy_on_cpu, made_model, meant, new_memory, temporary_names
+from .registration import copy_on_cpu, made_model, meant, new_memory, temporary_names
 
 _FLOAT, _INTEGER = 0.8372, 83
 """What memory holds in the second run, where in the first it holds NaN or the largest integer."""

@@ -17,7 +17,8 @@ from pytest_modelprobe.models import CallTracer, ModuleCall, has_dense_storage, 
 from pytest_modelprobe.text import count, number
 
 from .machinery.check import check
-from .machinery.prepared import PreparedModel, as_double
+from .machinery.prepared import PreparedModel
+from .machinery.rounding import as_double
 from .outcome import NotApplicableError, Violation
 
 _NORM = re.compile(r"Norm([123][dD])?$")

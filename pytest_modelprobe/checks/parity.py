@@ -7,7 +7,7 @@ order, so the tolerance is wider than between two runs of the same kind.
 from __future__ import annotations
 
 import contextlib
-import copy
+import dataclasses
 import functools
 import math
 import warnings
@@ -21,27 +21,35 @@ from torch.utils.checkpoint import checkpoint
 from pytest_modelprobe._torch import COMPILED_CHILD
 from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.models import CallTracer, Layers, ModuleCall, flatten, flatten_call
-from pytest_modelprobe.record import ROOT, Layer, Record, Statistics
+from pytest_modelprobe.models import (
+    CallTracer,
+    Layers,
+    ModuleCall,
+    flatten,
+    flatten_call,
+    has_dense_storage,
+    version,
+)
+from pytest_modelprobe.record import ROOT, Layer, Record, Statistics, containers, parent
 from pytest_modelprobe.runs import Watch, compiles_hooks
 from pytest_modelprobe.text import count, listed
 
 from .machinery.agreement import (
-    TOLERANCE,
+    Disagreement,
     changed,
     check_not_random,
     check_repeats,
     disagreements,
     in_backward_order,
-    limit,
     negligible,
-    relative_error,
     violation_of,
 )
 from .machinery.check import check
-from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary, is_rounded, set_mode
+from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary, all_named, set_mode
+from .machinery.rounding import TOLERANCE, is_rounded, limit, relative_error, same
 from .outcome import NotApplicableError, Violation, line_of
 from .recomputation import other_recomputation
+from .state import Attributes, attributes, changed_attributes
 
 _Found = TypeVar("_Found", bound="Violation | str | None")
 
@@ -59,6 +67,10 @@ _VIEW = "Look for a view that should be a reshape, and for code that depends on 
 _CHECKPOINT = (
     "A checkpointed layer runs again in the backward. Look for state that the layers write to: a cache (pass "
     "use_cache=False), a counter, a hidden state; and for code that depends on whether gradients are enabled."
+)
+_IN_PLACE = (
+    "A checkpointed layer runs again in the backward, and its input is another one by then. Compute it out of place "
+    "there (inplace=False, x = x + ...), or clone the input first."
 )
 _COMPILED = "Look for code that depends on whether it is compiled, and for writes to attributes, which a graph omits."
 
@@ -233,22 +245,24 @@ def checkpoint_parity(prepared: PreparedModel, *, tolerance: float | None = None
     """
     if other := other_recomputation(prepared):
         return other
-    model, stopped = _stopped(prepared)
     wanted = True
     try:
-        one = prepared.reference(backward=True, input_gradients=True, model=copy.deepcopy(model))
+        one = prepared.reference(backward=True, input_gradients=True, model=_stopped(prepared)[0])
     except NotApplicableError:  # it may reject inputs that require a gradient
         wanted = False
-        one = prepared.reference(backward=True, model=copy.deepcopy(model))
-    parts = _parts(prepared, copy.deepcopy(model))
+        one = prepared.reference(backward=True, model=_stopped(prepared)[0])
+    model, stopped = _stopped(prepared)
+    parts = _parts(prepared, model)
     if not parts:
         raise NotApplicableError("the model has no children that could be checkpointed")
     nested: dict[str, None] = {}
-    for reentrant in (False, True):
-        how = "reentrant" if reentrant else "not reentrant"
-        again = copy.deepcopy(model)
+
+    def differs(names: list[str], *, reentrant: bool) -> Violation | None:
+        """Return how the model differs if these parts are checkpointed."""
+        how = f"({'reentrant' if reentrant else 'not reentrant'})"
+        again, _ = _stopped(prepared)
         root = Layers(again).modules[ROOT]
-        for name in parts:
+        for name in names:
             module = root.get_submodule(name)
             note = functools.partial(nested.setdefault, name)
             module.forward = functools.partial(_checkpointed, module.forward, note, use_reentrant=reentrant)
@@ -257,26 +271,80 @@ def checkpoint_parity(prepared: PreparedModel, *, tolerance: float | None = None
                 two = prepared.run(backward=True, input_gradients=wanted, model=again)
             except NotApplicableError:  # no gradient is left
                 two = Trace()
+        if reentrant and _TAKES_GRADIENTS in two.failure:
+            raise _NotReentrantError
         if two.in_backward:
-            said = f"cannot be checkpointed ({how}): {line_of(two.error)}"
-            return Violation.at(ROOT, said, advice=_CHECKPOINT)
-        if reentrant and "incompatible with .grad()" in two.failure:
-            how = "not reentrant"
-            break  # its forward takes gradients itself, as of an energy
+            return Violation.at(ROOT, f"cannot be checkpointed {how}: {line_of(two.error)}", advice=_CHECKPOINT)
         if two.error is not None:
-            return Violation(layer=two.raised_in, line=f"{two.failure}, when checkpointed ({how})", advice=_CHECKPOINT)
-        under = f"under checkpointing ({how})"
+            return Violation(layer=two.raised_in, line=f"{two.failure}, when checkpointed {how}", advice=_CHECKPOINT)
+        under = f"under checkpointing {how}"
         found = _parity(one, two, under, tolerance, _CHECKPOINT, least=_ELSEWHERE) if two.tensors else None
-        if not isinstance(found, Violation):
-            found = _gradients(one, two, tolerance, under, _CHECKPOINT)
-        if isinstance(found, Violation):
-            check_repeats(prepared)
-            return found
-    else:
+        return found if isinstance(found, Violation) else _gradients(one, two, tolerance, under, _CHECKPOINT)
+
+    how = "not reentrant"
+    with contextlib.suppress(_NotReentrantError):  # its forward takes gradients itself, as of an energy
+        for reentrant in (False, True):
+            if found := differs(parts, reentrant=reentrant):
+                check_repeats(prepared)
+                each = ((name, differs([name], reentrant=reentrant)) for name in parts)
+                return next((_of_part(prepared, name, alone) for name, alone in each if alone), found)
         how = "not reentrant" if {*parts} <= {*nested} else "reentrant and not"
     told = f"{count(len(one.gradients), 'parameter')}, {count(len(parts), 'module')} checkpointed, {how}"
     left = [f"not reentrant: {listed(list(nested))}, given tensors inside a tuple or the like"] if nested else []
     return "; ".join([told, *stopped, *left])
+
+
+_TAKES_GRADIENTS = "incompatible with .grad()"
+
+
+class _NotReentrantError(Exception):
+    """Reentrant checkpoints refuse the model."""
+
+
+def _of_part(prepared: PreparedModel, part: str, found: Violation) -> Violation:
+    """Return how the model differs with one part checkpointed, with what that part does to its input and its state."""
+    part = part or ROOT
+    in_place, written = _writes(prepared, part)
+    if in_place:
+        said, advice = "changes its input in place", _IN_PLACE
+    elif written:
+        part, advice = parent(written[0]), _CHECKPOINT
+        said = f"writes to {listed(written)} and runs twice when checkpointed"
+    elif part in (found.layer, *containers(found.layer)):
+        return found
+    else:
+        said, advice = "computes something else when a checkpoint runs it again", _CHECKPOINT
+    rest = found.line.removeprefix(f"{ROOT} ")
+    line = f"{part} {said}, and {rest}" if rest.startswith("cannot") else f"{part} {said}: {found.line}"
+    return dataclasses.replace(found, layer=part, line=line, advice=advice)
+
+
+def _writes(prepared: PreparedModel, part: str) -> tuple[bool, list[str]]:
+    """Return whether a part writes into what it takes, and the state that it writes to, except that of torch's own."""
+    given: list[tuple[Tensor, int | None]] = []
+    states: list[Attributes] = []
+
+    def state() -> Attributes:
+        tensors = {name: {"": x.detach().clone()} for name, x in all_named(prepared.model) if has_dense_storage(x)}
+        return {**attributes(prepared), **tensors}
+
+    def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
+        given[:] = [(x, version(x)) for _, x in flatten_call(args, kwargs).tensors]
+        states[:] = [state()]
+
+    in_place = False
+    written: dict[str, None] = {}
+
+    def end(call: ModuleCall, args: Any, output: Any) -> None:
+        nonlocal in_place
+        in_place |= any(version(x) != before for x, before in given)
+        written.update(dict.fromkeys(changed_attributes(states[0], state())))
+
+    modules = prepared.layers.modules
+    with CallTracer({part: modules[part]}, ModuleCall, before=begin, after=end):
+        prepared.run(traced=False)
+    own = [name for name in written if not type(modules[parent(name)]).__module__.startswith("torch.nn.")]
+    return in_place, own
 
 
 def _stopped(prepared: PreparedModel) -> tuple[nn.Module, list[str]]:
@@ -427,25 +495,82 @@ def export_parity(prepared: PreparedModel, *, tolerance: float | None = None) ->
     one = prepared.reference(mode="eval")
     other = prepared.copied()
     set_mode(other, "eval")
-    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        args, kwargs = prepared.copied_inputs()
-        try:
-            program = torch.export.export(other, args, kwargs)
-        except Exception as error:  # noqa: BLE001 - whatever export raises of a model
-            return Violation.at(
-                ROOT,
-                f"cannot be exported: {line_of(error)}",
-                advice="Look for control flow that depends on the contents of a tensor.",
-            )
-        two = prepared.run(model=program.module(), traced=False)
+    try:
+        program = _exported(prepared, other)
+    except Exception as error:  # noqa: BLE001 - whatever export raises of a model
+        return Violation.at(
+            ROOT,
+            f"cannot be exported: {line_of(error)}",
+            advice="Look for control flow that depends on the contents of a tensor.",
+        )
+    two = prepared.run(model=program, traced=False)
     if two.error is not None:
         return Violation.at(
             ROOT,
             f"does not run as an exported program: {two.failure}",
             advice="Look for code that depends on a shape or a device: torch.export.export(...) shows the program.",
         )
-    found = _outputs(one, two, tolerance, "when exported", _COMPILED)
-    return _not_by_chance(prepared, two, found) or count(len(one.final), "output")
+    found = _not_by_chance(prepared, two, _outputs(one, two, tolerance, "when exported", _COMPILED))
+    return count(len(one.final), "output") if found is None else _inside_program(prepared, tolerance) or found
+
+
+def _exported(prepared: PreparedModel, model: nn.Module, **options: Any) -> nn.Module:
+    args, kwargs = prepared.copied_inputs()
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        return torch.export.export(model, args, kwargs, **options).module()
+
+
+def _inside_program(prepared: PreparedModel, tolerance: float | None) -> Violation | None:
+    """Return the first layer that takes or returns something else in a program that returns all of that."""
+    told = _Told(prepared.copied())
+    set_mode(told, "eval")
+    places = told.places  # the attribute is put back after an export, by a copy
+    try:
+        program = _exported(prepared, told, strict=False)
+        there = dict(zip(places, prepared.run(model=program, traced=False).output, strict=True))
+    except Exception:  # noqa: BLE001 - with so many outputs it may be no program
+        return None
+    here = zip(prepared.run(model=told, traced=False).output, told.places, strict=True)
+    found: list[Disagreement] = []
+    for x, place in here:
+        known = place[-1] and any(same(x, one.layer_tensor.tensor) for one in found)  # a layer before returned it
+        far = relative_error(x, there[place]) if place in there and not known else 0.0
+        if not far <= limit(x, tolerance, least=_ELSEWHERE):
+            layer, index, path, inside = place
+            found.append(Disagreement(LayerTensor(layer, index, path, x, inside), far))
+    return violation_of(found, "returns another {path} when exported: {changed}", _COMPILED) if found else None
+
+
+class _Told(nn.Module):
+    """Returns what the layers of a model take and return, in the order of computation."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.places: list[tuple[str, int, str, bool]] = []
+        """Layer, call and path of each tensor and whether a layer inside takes it, as in a `LayerTensor`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        """Run the model."""
+        self.places.clear()
+        told: list[Tensor] = []
+
+        def tell(call: ModuleCall, tensors: list[tuple[str, Tensor]], child: str = "") -> None:
+            for path, x in tensors:
+                if is_rounded(x):
+                    self.places.append((call.layer, call.index, f"{path}{child}", bool(child)))
+                    told.append(x.clone())
+
+        def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
+            if call.parent is not None:
+                tell(call.parent, flatten_call(args, kwargs).tensors, f" of {call.layer}")
+
+        def end(call: ModuleCall, args: Any, output: Any) -> None:
+            tell(call, flatten("output", output).tensors)
+
+        with CallTracer(Layers(self.model).modules, ModuleCall, before=begin, after=end):
+            self.model(*args, **kwargs)
+        return told
 
 
 # --- comparing ----------------------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, flatten_call, seeding
 from pytest_modelprobe.record import ROOT
 
-from .machinery.agreement import Disagreement, limit, relative_error, violation_of
-from .machinery.prepared import LayerTensor, PreparedModel, copy_of, is_rounded, plain, set_mode
+from .machinery.agreement import Disagreement, violation_of
+from .machinery.prepared import LayerTensor, PreparedModel, copy_of, set_mode
+from .machinery.rounding import is_rounded, limit, plain, relative_error
 from .outcome import NotApplicableError, Violation
 
 

@@ -38,9 +38,10 @@ from pytest_modelprobe.text import count, listed, number, pattern
 
 from .machinery.agreement import check_repeats, disagreements, violation_of
 from .machinery.check import check_unmodified
-from .machinery.prepared import PreparedModel, Trace, as_double, is_rounded, plain
+from .machinery.prepared import PreparedModel, Trace
+from .machinery.rounding import as_double, is_rounded, plain, same
 from .outcome import NotApplicableError, Violation, line_of
-from .state import OF_ANY_MODULE, attributes, changed_attributes, same
+from .state import OF_ANY_MODULE, attributes, changed_attributes
 
 _DEEPEST = 3
 """How many containers inside each other are searched for tensors."""
@@ -385,11 +386,6 @@ def _numbers(model: nn.Module, *, integers: bool) -> list[tuple[str, Tensor]]:
     return [(name, t) for name, t in tensors if is_rounded(t) or (integers and t.dtype in _INTEGERS)]
 
 
-def all_named(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return all parameters and buffers, by all their names."""
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-
-
 def temporary_names(model: nn.Module) -> set[str]:
     """Return the names of buffers that are in no checkpoint."""
     return {name for name, _ in model.named_buffers(remove_duplicate=False) if is_persistent(model, name) is False}
@@ -602,7 +598,15 @@ def copy_and_pickle(prepared: PreparedModel) -> Violation | str:
 
 def _of_copy(prepared: PreparedModel, one: Trace, other: nn.Module, by: str, said: str = "") -> Violation | str:
     """Return where a copy differs from the model, or a summary."""
-    two = prepared.run(mode="eval", model=other)
+    two, shared = prepared.run_other(other)
+    if shared:
+        return Violation.first_of(
+            ((name,) for name in shared),
+            f"is not copied: after {by} the other model still computes with this one",
+            columns=("computed with",),
+            advice="Look for a function among the attributes of a module that holds a layer or a tensor, as a lambda "
+            "does: it is not copied with them. A method uses what its own module has.",
+        )
     found = _compared(one, two, by, said)
     if isinstance(found, Violation) and two.error is None:
         check_repeats(prepared, "eval", tolerance=0.0)
@@ -618,8 +622,7 @@ def _compared(one: Trace, two: Trace, by: str, said: str) -> Violation | str:
     return violation_of(
         found,
         f"differs after {by}: {{path}} {{changed}}",
-        "Look for state that is neither a parameter nor a persistent buffer, and for references to the first "
-        "model: a bound method, a closure.",
+        "Look for state that is neither a parameter nor a persistent buffer.",
     )
 
 

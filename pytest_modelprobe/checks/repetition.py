@@ -20,9 +20,10 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.runs import Mode
 from pytest_modelprobe.text import count, listed
 
-from .machinery.agreement import Disagreement, disagreements, relative_error, violation_of
+from .machinery.agreement import Disagreement, disagreements, violation_of
 from .machinery.check import check
-from .machinery.prepared import PreparedModel, Trace, copy_of, plain
+from .machinery.prepared import PreparedModel, Trace, copy_of
+from .machinery.rounding import plain, relative_error
 from .outcome import NotApplicableError, Violation
 
 

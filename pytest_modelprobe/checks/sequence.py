@@ -26,14 +26,13 @@ from .machinery.agreement import (
     compare_runs,
     disagreements,
     inside_note,
-    limit,
-    relative_error,
     violation_of,
 )
 from .machinery.check import check
 from .machinery.evidence import attended, causal_input, disagreeing_attention
 from .machinery.masking import MaskedOut, mark, masked_out, masks_of, pad_id_of, positions_of
-from .machinery.prepared import PreparedModel, Trace, Vary, is_rounded, keep_input
+from .machinery.prepared import PreparedModel, Trace, Vary, keep_input
+from .machinery.rounding import is_rounded, limit, relative_error
 from .outcome import NotApplicableError, Violation
 
 _OFFERED = ("attention_mask", "src_key_padding_mask", "key_padding_mask", "padding_mask", "pad_mask")

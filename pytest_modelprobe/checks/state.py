@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, flatten_call, has_dense_storage, version
@@ -18,7 +17,8 @@ from pytest_modelprobe.text import count, listed
 
 from .machinery.agreement import check_repeats, disagreements, violation_of
 from .machinery.check import check
-from .machinery.prepared import PreparedModel, plain
+from .machinery.prepared import PreparedModel, all_named
+from .machinery.rounding import same
 from .outcome import Violation
 
 
@@ -42,10 +42,10 @@ def state_unchanged_by_forward(prepared: PreparedModel) -> Violation | str:
 
     fresh = prepared.run(mode="eval", vary=rolled)
     with prepared.keep_changes():
-        before = {name: tensor.detach().clone() for name, tensor in _state(prepared.model)}
+        before = {name: tensor.detach().clone() for name, tensor in all_named(prepared.model)}
         kept = attributes(prepared)
         one = prepared.reference(mode="eval")
-        changed = [name for name, tensor in _state(prepared.model) if not same(tensor, before.get(name))]
+        changed = [name for name, tensor in all_named(prepared.model) if not same(tensor, before.get(name))]
         if changed:
             return Violation.first_of(
                 ((name,) for name in changed),
@@ -139,10 +139,6 @@ def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, _Conte
     return {path: _Contents(value) for path, value in (*flat.tensors, *flat.plain.items())}
 
 
-def _state(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-
-
 OF_ANY_MODULE = frozenset(vars(nn.Module()))
 """Attributes of every module: its parameters, buffers and hooks."""
 
@@ -175,11 +171,3 @@ def _alike(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
         same(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) and has_dense_storage(x) else repr(x) == repr(y)
         for x, y in pairs
     )
-
-
-def same(now: Tensor, before: Tensor | None) -> bool:
-    """Whether two tensors are equal; NaN is equal to NaN."""
-    if before is None or now.shape != before.shape or now.dtype != before.dtype:
-        return False
-    now, before = plain(now), plain(before)
-    return torch.equal(now, before) or torch.equal(torch.nan_to_num(now), torch.nan_to_num(before))

@@ -29,9 +29,10 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.text import count, listed, number
 
 from .batch import batched, check_rows_go_together, size_of
-from .machinery.agreement import check_not_random, in_backward_order, limit, negligible, relative_error
+from .machinery.agreement import check_not_random, in_backward_order, negligible
 from .machinery.check import check, check_unmodified
-from .machinery.prepared import PreparedModel, Trace, Vary, as_double, is_rounded
+from .machinery.prepared import PreparedModel, Trace, Vary
+from .machinery.rounding import as_double, is_rounded, limit, relative_error
 from .outcome import NotApplicableError, Violation, line_of
 from .recomputation import other_recomputation
 

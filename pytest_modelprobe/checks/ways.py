@@ -32,7 +32,8 @@ from .machinery.agreement import (
 )
 from .machinery.check import check
 from .machinery.masking import MaskedOut, left_out, pad_id_of
-from .machinery.prepared import LayerTensor, PreparedModel, Trace, as_double, is_rounded
+from .machinery.prepared import LayerTensor, PreparedModel, Trace
+from .machinery.rounding import as_double, is_rounded
 from .outcome import NotApplicableError, Violation, line_of
 
 _IDS, _EMBEDS, _MASK, _DECODER_IDS = "input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids"

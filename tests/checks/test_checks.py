@@ -1066,8 +1066,11 @@ def test_weights_that_are_made_once_cannot_be_checkpointed(probe: ModelProbe, ro
             return x @ self.kept
 
     found = checks.checkpoint_parity.outcome(probe, between(Remembered()), rows)
-    assert named(found) == "(root)"
-    assert found.text.startswith("(root) cannot be checkpointed (not reentrant): ")
+    assert named(found) == "2"
+    assert found.text.startswith(
+        "layer '2' (Remembered) writes to 2.kept and runs twice when checkpointed, and cannot be checkpointed (not "
+        "reentrant): CheckpointError: "
+    )
 
 
 def test_a_counter_that_a_checkpoint_counts_twice_is_named(probe: ModelProbe, rows: Tensor) -> None:
@@ -1078,7 +1081,11 @@ def test_a_counter_that_a_checkpoint_counts_twice_is_named(probe: ModelProbe, ro
             self.count += 1
             return super().forward(x) * self.count
 
-    assert named(checks.checkpoint_parity.outcome(probe, between(Counter(6, 6)), rows)) == "2.weight"
+    found = checks.checkpoint_parity.outcome(probe, between(Counter(6, 6)), rows)
+    assert named(found) == "2"
+    assert found.text.startswith(
+        "layer '2' (Counter) writes to 2.count and runs twice when checkpointed: 2.weight gets another gradient under"
+    )
 
 
 class Stepwise(nn.Module):
@@ -1177,7 +1184,7 @@ def test_control_flow_on_contents_cannot_be_exported(probe: ModelProbe, rows: Te
 
 def test_code_for_the_exporter_alone_is_seen(probe: ModelProbe, rows: Tensor) -> None:
     model = between(lambda x: x * 2 if torch.compiler.is_compiling() else x)
-    assert named(checks.export_parity.outcome(probe, model, rows)) == "(root)"
+    assert named(checks.export_parity.outcome(probe, model, rows)) == "2"
 
 
 # --- training -----------------------------------------------------------------------------------------------------

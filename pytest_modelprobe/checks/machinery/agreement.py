@@ -17,18 +17,15 @@ from torch import Tensor
 
 from pytest_modelprobe.checks.outcome import NotApplicableError, Violation
 from pytest_modelprobe.comparison.text import percent
-from pytest_modelprobe.models import as_bits
 from pytest_modelprobe.record import ROOT, label_of
 from pytest_modelprobe.runs import Mode
 from pytest_modelprobe.text import Cell
 
-from .prepared import LayerTensor, PreparedModel, Trace, Vary, as_double, is_rounded, plain
+from .prepared import LayerTensor, PreparedModel, Trace, Vary
+from .rounding import as_double, is_rounded, limit, relative_error
 
 Pairs = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
 """Takes two tensors and returns pairs of their parts, of which one has to agree. Without a pair nothing is compared."""
-
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
-"""Largest relative error between kernels that compute the same in another order."""
 
 _ROUNDING = 1e-6
 """Largest relative error of two runs in float64, as parts of a model may compute in float32 all the same."""
@@ -106,37 +103,6 @@ def disagreements(
                 note = "" if any(x.shape == y.shape for x, y in compared) else reshaped
                 found.append(Disagreement(given, least_change, note))
     return found
-
-
-def relative_error(one: Tensor, other: Tensor) -> float:
-    """Return ‖x − y‖ / ‖x‖; inf where shapes differ, or where only one is finite.
-
-    >>> relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
-    0.1
-    """
-    one, other = plain(one), plain(other)
-    if one.shape != other.shape:
-        return math.inf
-    if torch.equal(one, other):
-        return 0.0
-    x, y = (_wide(tensor) for tensor in (one, other))
-    known = x.isfinite() & y.isfinite()
-    if not known.all():
-        if not torch.equal(torch.nan_to_num(x[~known], nan=0.5), torch.nan_to_num(y[~known], nan=0.5)):
-            return math.inf
-        x, y = x[known], y[known]
-    distance = torch.linalg.vector_norm(x - y.to(x.device)).item()
-    norm = torch.linalg.vector_norm(x).item()
-    return distance / norm if norm else math.inf if distance else 0.0
-
-
-def differing_bits(one: Tensor, other: Tensor) -> Tensor:
-    """Return in which elements two tensors of one shape and dtype differ bit for bit: -0 is not 0, and NaN is NaN.
-
-    >>> differing_bits(torch.tensor([0.0, math.nan]), torch.tensor([-0.0, math.nan]))
-    tensor([ True, False])
-    """
-    return (as_bits(one.contiguous()) != as_bits(other.contiguous())).any(-1)
 
 
 def changed(by: float) -> str:
@@ -277,30 +243,3 @@ def violation_of(found: Sequence[Disagreement], said: str, advice: str = "") -> 
 
 def _in_double_precision(vary: Vary) -> Vary:
     return lambda path, x: as_double(vary(path, x))
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    wide = tensor.to(torch.float64)
-    if not tensor.is_floating_point():
-        return wide
-    # Masks of attention are made of the least number that a dtype has.
-    return torch.where(tensor.abs() > torch.finfo(tensor.dtype).max / 4, wide.sign() * math.inf, wide)
-
-
-def limit(tensor: Tensor, tolerance: float | None = None, *, least: float = 0.0) -> float:
-    """Return the largest relative error that counts as agreement: the tolerance, or by dtype, see `TOLERANCE`.
-
-    Args:
-        tensor: The reference.
-        tolerance: The tolerance of the user, if any.
-        least: Lower bound, for kernels that may round as TensorFloat-32 does.
-
-    >>> limit(torch.ones(1)), limit(torch.ones(1), least=1e-3), limit(torch.ones(1).bfloat16(), least=1e-3)
-    (0.0001, 0.001, 0.05)
-    """
-    if tolerance is not None:
-        return tolerance
-    dtype = tensor.real.dtype if tensor.is_complex() else tensor.dtype
-    return max(least, TOLERANCE.get(dtype, 1e-4))

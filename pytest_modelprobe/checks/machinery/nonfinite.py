@@ -20,7 +20,8 @@ from pytest_modelprobe.runs import Source, SourceMode
 from pytest_modelprobe.text import Cell, listed
 
 from .agreement import in_backward_order
-from .prepared import PreparedModel, Trace, plain
+from .prepared import PreparedModel, Trace
+from .rounding import plain
 
 _MODES = {"eval": " in evaluation mode", "train": " in training mode", None: ""}
 

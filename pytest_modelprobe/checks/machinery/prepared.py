@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from pytest_modelprobe._torch import is_wrapped
 from pytest_modelprobe.checks.outcome import NotApplicableError, line_of
@@ -31,6 +32,7 @@ from pytest_modelprobe.models import (
     flatten,
     flatten_call,
     has_dense_storage,
+    initialization,
     lacks_memory,
     map_tensors,
     raised_in_hook,
@@ -45,6 +47,8 @@ from pytest_modelprobe.models import (
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, address, label_of
 from pytest_modelprobe.runs import Loss, Mode, NoGradientError, check_loss, graph_nodes, loss_of
+
+from .rounding import limit, plain, relative_error
 
 Vary: TypeAlias = Callable[[str, Tensor], Tensor]
 ReferenceCheck: TypeAlias = "Callable[[PreparedModel, Trace, Mapping[str, Any]], None]"
@@ -169,6 +173,8 @@ class PreparedModel:
         self._state: ModelState | None = None
         self._keep_changes = False
         self._graph = False
+        self._copy: Callable[[], nn.Module] = self._deep_copy
+        self._fault_of_copy: str | None = None
 
     @property
     def inputs(self) -> list[tuple[str, Tensor]]:
@@ -414,21 +420,67 @@ class PreparedModel:
         return args, kwargs
 
     def copied(self, to: torch.dtype | torch.device | str | None = None) -> nn.Module:
-        """Return a deep copy of the model, converted to a dtype or moved to a device.
+        """Return a copy of the model, converted to a dtype or moved to a device.
+
+        It is a deep copy; or of the factory of `ModelProbe.build`, where a deep copy is not what the model is.
 
         Raises:
-            NotApplicableError: It cannot be copied or converted.
+            NotApplicableError: It cannot be copied or converted, or what is wrong is the copy itself.
         """
-        try:
-            other = copy.deepcopy(self.model)
-        except Exception as error:
-            raise NotApplicableError(f"the model cannot be copied: {line_of(error)}") from error
+        if self._fault_of_copy is None:
+            self._fault_of_copy = self._fault()
+            if self._fault_of_copy:
+                self._copy = self._made_again
+                self._fault_of_copy = self._fault() and self._fault_of_copy
+        if self._fault_of_copy:
+            raise NotApplicableError(self._fault_of_copy)
+        other = self._copy()
         if to is None:
             return other
         try:
             return other.to(to)
         except Exception as error:
             raise NotApplicableError(f"the model cannot be converted to {to}: {line_of(error)}") from error
+
+    def run_other(self, other: nn.Module) -> tuple[Trace, list[str]]:
+        """Return a run of another model in evaluation mode, and the tensors of this one that it computed with.
+
+        These are parameters and buffers that the other one has not registered: it reaches them in another way.
+        """
+        with _Operands(self.model, other) as seen:
+            return self.run(mode="eval", model=other), seen.names
+
+    def _deep_copy(self) -> nn.Module:
+        return copy.deepcopy(self.model)
+
+    def _made_again(self) -> nn.Module:
+        """Return another model of the factory that made this one, with its values and modes.
+
+        Raises:
+            LookupError: It is not known what made it, or the factory now makes another one.
+        """
+        other = initialization.build(self.probe.built[self.model].factory, seed=self.probe.seed).to(self.probe.device)
+        mine = dict(all_named(self.model))
+        modes = {name: module.training for name, module in self.model.named_modules()}
+        for name, tensor in all_named(other):
+            tensor.data.copy_(mine[name])
+            tensor.requires_grad_(mine[name].requires_grad)
+        for name, module in other.named_modules():
+            module.training = modes[name]
+        return other
+
+    def _fault(self) -> str:
+        """Return what is wrong with a copy of the model: it computes otherwise, or with tensors of the model."""
+        one = self.run(mode="eval")
+        try:
+            two, shared = self.run_other(self._copy())
+        except Exception as error:  # noqa: BLE001 - whatever a factory raises, or what cannot be copied
+            return f"the model cannot be copied: {line_of(error)}"
+        if shared:
+            return f"a copy of the model computes with {shared[0]} of the model itself: see copy_and_pickle"
+        if _as_before(one, two) or not _as_before(one, self.run(mode="eval")):
+            return ""  # of what does not repeat nothing is known
+        return "a copy of the model computes something else: see copy_and_pickle"
 
     def multiply_parameters(self, name: str, *, mean: float, std: float) -> None:
         """Multiply each trainable parameter by normal numbers; within `keep_changes`."""
@@ -490,36 +542,9 @@ def set_mode(model: nn.Module, mode: Mode) -> None:
         raise NotApplicableError(f"the mode of the model cannot be set: train({on}) raised {line_of(error)}") from error
 
 
-def plain(tensor: Tensor) -> Tensor:
-    """Return a tensor that every operation supports: dense, padded, dequantized, of two bytes or more an element.
-
-    >>> plain(torch.eye(2).to_sparse())
-    tensor([[1., 0.],
-            [0., 1.]])
-    """
-    if tensor.is_nested:
-        tensor = torch.nested.to_padded_tensor(tensor, math.nan if tensor.is_floating_point() else 0)
-    if tensor.layout is not torch.strided:
-        tensor = tensor.to_dense()
-    if tensor.is_quantized:
-        tensor = tensor.dequantize()
-    return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
-
-
-def is_rounded(tensor: Tensor) -> bool:
-    """Whether a tensor has floating or complex numbers, which another order of operations rounds differently."""
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def as_double(tensor: Tensor) -> Tensor:
-    """Return a floating or complex tensor in double precision; any other unchanged.
-
-    >>> as_double(torch.ones(1)).dtype, as_double(torch.ones(1, dtype=torch.int32)).dtype
-    (torch.float64, torch.int32)
-    """
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    return tensor.double() if tensor.is_floating_point() else tensor
+def all_named(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return all parameters and buffers, by all their names."""
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
 def keep_input(_: str, x: Tensor) -> Tensor:
@@ -537,6 +562,36 @@ def copy_of(tensor: Tensor) -> Tensor:
     if copy is None:
         raise NotApplicableError("a layer takes or gives out a tensor that cannot be copied: its memory may be gone")
     return copy
+
+
+def _as_before(one: Trace, two: Trace) -> bool:
+    """Whether two runs gave out the same up to rounding, or both raised."""
+    now, before = two.final, one.final
+    failed = one.error is not None, two.error is not None
+    agree = (relative_error(x, before[path]) <= limit(x) for path, x in now.items() if path in before)
+    return len({*failed}) == 1 and now.keys() == before.keys() and all(agree)
+
+
+class _Operands(TorchFunctionMode):
+    """Sees which parameters and buffers of a model torch computes with, those aside that another one has too."""
+
+    def __init__(self, model: nn.Module, other: nn.Module) -> None:
+        super().__init__()
+        theirs = {_memory(tensor) for _, tensor in all_named(other)}
+        self._own = {_memory(tensor): name for name, tensor in reversed(all_named(model))}
+        self._own = {place: name for place, name in self._own.items() if place and place not in theirs}
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        for _, tensor in flatten_call(args, kwargs or {}).tensors if self._own else ():
+            if name := self._own.pop(_memory(tensor), ""):
+                self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return the address of the memory of a tensor; 0 if it has none."""
+    return tensor.untyped_storage().data_ptr() if has_dense_storage(tensor) else 0
 
 
 def _is_unreadable(tensor: Tensor) -> bool:

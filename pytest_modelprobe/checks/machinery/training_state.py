@@ -27,7 +27,7 @@ from pytest_modelprobe.models import GENERATORS, as_array, detached_copy
 from pytest_modelprobe.record import qualified
 from pytest_modelprobe.text import listed
 
-from .agreement import relative_error
+from .rounding import relative_error
 
 Kind = Literal["weights", "buffer", "attribute", "moments", "hyperparameters", "state", "random", "tensor", "value"]
 """``moments``: what an optimizer keeps for a parameter. ``state``: what a ``state_dict`` of anything else has."""
