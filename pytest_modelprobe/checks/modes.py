@@ -35,9 +35,10 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.runs import Mode
 from pytest_modelprobe.text import count, listed, number
 
-from .machinery.agreement import changed, check_repeats, limit, relative_error
+from .machinery.agreement import changed, check_repeats
 from .machinery.check import check
-from .machinery.prepared import PreparedModel, copy_of, plain, set_mode
+from .machinery.prepared import PreparedModel, copy_of, set_mode
+from .machinery.rounding import limit, plain, relative_error
 from .outcome import NotApplicableError, Violation
 
 _ADVICE = (
@@ -101,6 +102,8 @@ class _Run:
     outputs: dict[_Key, Any] = field(default_factory=dict)
     excluded: set[str] = field(default_factory=set)
     """Layers whose own code drew random numbers or wrote into their parameters or buffers."""
+    losses: dict[str, None] = field(default_factory=dict)
+    """Outputs of one number that is 0 in the run that stands in: a loss that exists in training alone."""
 
     @property
     def calls(self) -> Counter[str]:
@@ -114,10 +117,10 @@ def modes_agree(prepared: PreparedModel, *, tolerance: float | None = None) -> V
 
     Dropout of torch is off in both, and a BatchNorm uses its running statistics. The output of a layer that draws
     random numbers in other ways, or updates statistics of its own, is replaced by its output in evaluation mode;
-    `dropout_scaled` checks the former. A layer is compared where its inputs are the same in both modes and its output
-    has the same structure. A difference that the code around a layer compensates, as for a weight that is merged for
-    evaluation, is only mentioned. Then eval() is called twice in a row, and eval() and train(): neither may change the
-    output.
+    `dropout_scaled` checks the former. So is a single number that is 0 in evaluation mode, which is a loss of training.
+    A layer is compared where its inputs are the same in both modes and its output has the same structure. A difference
+    that the code around a layer compensates, as for a weight that is merged for evaluation, is only mentioned. Then
+    eval() is called twice in a row, and eval() and train(): neither may change the output.
 
     Args:
         prepared: The model and its inputs.
@@ -153,6 +156,7 @@ def modes_agree(prepared: PreparedModel, *, tolerance: float | None = None) -> V
     called = dict.fromkeys(name for name, _ in train.outputs)
     others = [name for name in called if name not in looked_at and name not in excluded]
     left += f"; not compared: {listed(others)}, called otherwise or with other outputs" if others else ""
+    left += f"; not compared: {listed(list(train.losses))}, 0 in evaluation mode" if train.losses else ""
     return f"{count(len(looked_at), 'layer')}{left}{_inside_note(inside)}"
 
 
@@ -254,6 +258,16 @@ def _run(prepared: PreparedModel, mode: Mode, *, stand_in: _Run | None = None) -
             for x, (_, before) in zip(originals, given.tensors, strict=True):
                 if not torch.equal(x, before):  # noise that is added in place
                     x.copy_(before)
+        elif stand_in is not None and key in stand_in.outputs:
+            before = dict(flatten("output", stand_in.outputs[key]).tensors)
+            now = {path: x for path, x in flatten("output", output).tensors if path in before and x.numel() == 1}
+            zeros = {
+                id(x): before[path]
+                for path, x in now.items()
+                if before[path].numel() == 1 and x.any() and not before[path].any()
+            }
+            run.losses.update((f"{name} {path}", None) for path, x in now.items() if id(x) in zeros)
+            output, replaced = map_tensors(lambda x: zeros.get(id(x), x), output), bool(zeros)
         run.inputs[key] = given
         run.outputs[key] = map_tensors(copy_of, output)
         return map_tensors(torch.clone, output) if replaced else None
@@ -358,7 +372,8 @@ def dropout_scaled(prepared: PreparedModel) -> Violation | str:
     itself, returns or gives to a layer inside it after it drew random numbers. It runs on its input in the model 3,000
     times, 750 if it calls others, which are in evaluation mode. Each element has to be zero or one multiple of that in
     evaluation mode, with an input added or not. Layers of torch are not checked. What augments the data, before the
-    first parameter, and layers that use random numbers in another way are left out, and the outcome names them.
+    first parameter, layers that draw in evaluation mode too, and those that use random numbers in another way are left
+    out, and the outcome names them.
 
     The probability of a false alarm is at most one in a billion. A scale that is applied twice is detected if at most
     95 % are kept, or 80 % in a layer that calls others. A missing scale is always detected. A layer that calls others
@@ -458,12 +473,16 @@ def _dropped(prepared: PreparedModel, place: _Place, given: _Arguments) -> _Drop
     with prepared.keep_changes(), seeds, torch.no_grad(), others, _Replay(prepared, place, given) as replay:
         try:
             taken: list[Tensor] = []
-            evaluated = replay(taken) if not module.eval().training else None
+            module.eval()
+            steady = [replay(taken), *(replay() for _ in range(_LOOKED_AT - 1))]
+            evaluated = steady[0]
+            if module.training or any(not torch.equal(one, evaluated) for one in steady):
+                return None  # what it draws in evaluation too is a part of what it computes
             module.train()
             for child in module.children():
                 child.eval()
             first = torch.stack([replay() for _ in range(_LOOKED_AT)])
-            if evaluated is None or first.shape[1:] != evaluated.shape:
+            if first.shape[1:] != evaluated.shape:
                 return None
             for base in (torch.zeros_like(evaluated), *(x for x in taken if x.shape == evaluated.shape)):
                 scale = _scale(first, evaluated, base)
