@@ -6,6 +6,7 @@ that means nothing for a model raises `NotApplicableError`: that is neither a pa
 
 from __future__ import annotations
 
+import re
 import traceback
 import warnings
 from collections.abc import Iterable
@@ -116,17 +117,26 @@ class Outcome:
             warnings.warn(HintWarning(f"{self.check}: {self.text}"), stacklevel=stacklevel)
 
 
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
+
+_LONG = 300
+"""Characters of an exception from which on no further line of it is told."""
+
+
 def line_of(error: BaseException | None) -> str:
-    r"""Return the type and the first line of an exception, with the next line if the first ends with a colon.
+    r"""Return the type and the text of an exception in one line, without the colors of a terminal.
 
-    Of an exception without a text it is the line of code that raised it: ``assert x.shape[1] == self.length``.
+    Of a long text it is the first lines: einops and jaxtyping say what was called, and then what is wrong with it. Of
+    an exception without a text it is the line of code that raised it: ``assert x.shape[1] == self.length``.
 
-    >>> line_of(ValueError("two things:\n  this one\n  and that"))
-    'ValueError: two things: this one'
+    >>> line_of(ValueError("two things:\n  \x1b[31mthis one\x1b[0m\n  and that"))
+    'ValueError: two things: this one and that'
     """
-    text, _, rest = str(error).strip().partition("\n")
-    if text.endswith(":"):
-        text = f"{text} {rest.strip().partition(chr(10))[0]}"
+    text, *lines = [line for line in map(str.strip, _COLORS.sub("", str(error)).splitlines()) if line] or [""]
+    for line in lines:
+        if len(text) + len(line) >= _LONG:
+            break
+        text += f" {line}"
     if not text and error is not None and error.__traceback__ is not None:
         text = traceback.extract_tb(error.__traceback__)[-1].line or ""
     return f"{type(error).__name__}{f': {text}' if text else ''}"
