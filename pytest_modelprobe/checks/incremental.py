@@ -23,7 +23,7 @@ from pytest_modelprobe.models import flatten
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.text import count, listed
 
-from .machinery.agreement import changed, disagreements, limit, relative_error
+from .machinery.agreement import changed, disagreements
 from .machinery.check import check
 from .machinery.evidence import (
     STATES,
@@ -34,9 +34,10 @@ from .machinery.evidence import (
     sequence_alone,
     state_of,
 )
-from .machinery.masking import MaskedOut, masked_out, pad_id_of
+from .machinery.masking import MaskedOut, masked_out, pad_id_of, positions_of
 from .machinery.pieces import Layout, Pieces
-from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary, copy_of, plain, set_mode
+from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary, copy_of, set_mode
+from .machinery.rounding import limit, plain, relative_error
 from .outcome import NotApplicableError, Violation
 from .sequence import later_unseen, sequence
 
@@ -75,8 +76,9 @@ def incremental(
 
     Args:
         prepared: The model and its inputs. The first input, or ``decoder_input_ids``, is split into chunks, and so are
-            other inputs of this length; masks of this length are given up to the end of each chunk, and to state
-            space models as the others. Positions that a mask leaves out are not compared.
+            other inputs of this length. Masks of this length are given up to the end of each chunk or, if that differs,
+            of the chunk alone; to state space models of the chunk alone. The outcome says which. Positions that a mask
+            leaves out are not compared.
         step: Takes the model, a chunk of the first input, and the state, at first None; returns the output and the
             state. By default the forward is called, as above.
         chunks: The lengths of the chunks; they add up to the sequence.
@@ -101,29 +103,41 @@ def incremental(
     path, tensor = _input(prepared, axis, of_decoder=step is None and "decoder_input_ids" in prepared.parameters)
     length = tensor.shape[axis]
     alone = False  # whether a position comes alone after the first chunk
+    masked = step is None and any(_is_mask(prepared, where) and length in x.shape for where, x in prepared.dense)
+    excluded = masked_out(prepared, path, axis)
+    unseen = functools.partial(later_unseen, prepared, path, axis, tolerance)
+
+    def called(*, past: bool) -> _Call:
+        if step is not None:
+            return _by_step(prepared, step, tensor, axis)
+        return _by_forward(prepared, name, _cut(prepared, path, length, axis, past=past))
+
+    def attempt(sizes: Sequence[int], *, past: bool) -> _Attempt:
+        return _Attempt(prepared, one, called(past=past), sizes, tolerance, excluded, unseen, _MASKS[past] * masked)
+
     if step is None:
-        call = _by_forward(prepared, name, _cut(prepared, path, length, axis, alone=alone))
-        (one,), state = _chunk_by_chunk(prepared, call, (length,))
+        (one,), state = _chunk_by_chunk(prepared, called(past=True), (length,))
         if one.error is not None:
             raise NotApplicableError(f"it returns no {name} to continue from: {one.failure}")
         if state is None:
             raise NotApplicableError(f"it returns no {name} to continue from: for a state in another form, give step=")
         alone = name == "cache_params" or is_recurrent(state)
-        call = _by_forward(prepared, name, _cut(prepared, path, length, axis, alone=alone))
-    else:
-        call = _by_step(prepared, step, tensor, axis)
     sizes = _sizes(length, chunks, alone=alone)
-    excluded = masked_out(prepared, path, axis)
-    unseen = functools.partial(later_unseen, prepared, path, axis, tolerance)
-    found = _Attempt(prepared, one, call, sizes, tolerance, excluded, unseen)
+    found = attempt(sizes, past=not alone)  # padding is in no state of a recurrence
+    if masked and not found.ok and not alone and (other := attempt(sizes, past=False)).ok:
+        found = other
     if found.ok or chunks is not None or max(sizes[1:]) == 1:
         return found.verdict(name)
-    single = _Attempt(prepared, one, call, (sizes[0], *[1] * (length - sizes[0])), tolerance, excluded, unseen)
+    single = attempt((sizes[0], *[1] * (length - sizes[0])), past=True)
     given = f"chunks=({sizes[0]}, 1, ...)"
     note = (
         f"One position at a time it is right: if longer chunks are not supported, pass {given}. " if single.ok else ""
     )
     return (single if found.raised and not single.ok else found).verdict(name, note)
+
+
+_MASKS = {True: ", with masks of all positions so far", False: ", with masks of the chunk alone"}
+"""How masks were given: whether they include the past."""
 
 
 def _incremental_where_meant(prepared: PreparedModel) -> Violation | str:
@@ -160,6 +174,8 @@ class _Attempt:
     tolerance: float | None
     excluded: MaskedOut
     later_unseen: Callable[[], Violation | str]
+    masks: str
+    """How masks were given, if there are any."""
 
     def __post_init__(self) -> None:
         self._pieces = Pieces(self.sizes)
@@ -184,7 +200,7 @@ class _Attempt:
         Raises:
             NotApplicableError: The model does not seem to continue from a state.
         """
-        told = f"chunks of {listed([str(n) for n in self.sizes], len(self.sizes))} positions"
+        told = f"chunks of {listed([str(n) for n in self.sizes], len(self.sizes))} positions{self.masks}"
         if self.raised:
             if name and not is_cache(self.one.output, name) and not note:
                 raise NotApplicableError(f"it does not continue from what it returns for {name}: {self.raised}")
@@ -380,22 +396,29 @@ def _by_forward(prepared: PreparedModel, name: str, cut: Callable[[int, int], Va
     return call
 
 
-def _cut(prepared: PreparedModel, path: str, length: int, axis: int, *, alone: bool) -> Callable[[int, int], Vary]:
-    """Return a function that cuts a chunk out of each input, and masks up to its end."""
+def _cut(prepared: PreparedModel, path: str, length: int, axis: int, *, past: bool) -> Callable[[int, int], Vary]:
+    """Return a function that cuts a chunk out of each input; out of masks with the positions before, if ``past``."""
     beside = path.startswith("decoder_")  # what goes to the encoder stays whole
+    rows, _ = positions_of(prepared, path, axis)
 
     def cut(start: int, n: int) -> Vary:
         def vary(where: str, x: Tensor) -> Tensor:
-            other = not -x.dim() <= axis < x.dim() or x.shape[axis] != length
-            if other or (beside and not where.startswith("decoder_")):
+            if beside and not where.startswith("decoder_"):
                 return x
-            if prepared.argument(where).endswith("mask") and not alone:  # where padding is in no state
-                return x.narrow(axis, 0, start + n)
-            return x.narrow(axis, start, n)
+            masks = _is_mask(prepared, where)
+            if masks and x.shape[-2:] == (length, length) and x.shape[:-1] != (rows,):  # of queries and keys
+                return x.narrow(-2, start, n).narrow(-1, 0, start + n)
+            if not -x.dim() <= axis < x.dim() or x.shape[axis] != length:
+                return x
+            return x.narrow(axis, 0, start + n) if masks and past else x.narrow(axis, start, n)
 
         return vary
 
     return cut
+
+
+def _is_mask(prepared: PreparedModel, path: str) -> bool:
+    return prepared.argument(path).endswith("mask")
 
 
 def _chunk_by_chunk(prepared: PreparedModel, call: _Call, sizes: Sequence[int]) -> tuple[list[Trace], Any]:

@@ -1,0 +1,280 @@
+"""What a check names: the layer that is wrong, for the reason that is right, and a copy of it only once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pytest_modelprobe import ModelProbe, checks
+
+
+@pytest.fixture
+def probe() -> ModelProbe:
+    return ModelProbe()
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+class Closure(nn.Module):
+    """Computes with its layer through a function that copies keep as it is, as the blocks of minGPT do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = fc = nn.Linear(8, 8)
+        self.f = lambda x: fc(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.f(x)
+        return out
+
+
+COPIED = ("state_dict_round_trip", "dtype_parity", "checkpoint_parity", "gradcheck", "export_parity")
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_a_copy_that_computes_with_the_original_is_not_the_fault_of_another_check(probe: ModelProbe, name: str) -> None:
+    found = getattr(checks, name).outcome(probe, nn.Sequential(Closure()), probe.randn(4, 8))
+    assert found.text == "a copy of the model computes with 0.mlp.weight of the model itself: see copy_and_pickle"
+    assert found.verdict == "not applicable"
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_what_build_made_is_made_again_where_a_copy_is_none(probe: ModelProbe, name: str) -> None:
+    model = probe.build(Closure)
+    with torch.no_grad():
+        model.mlp.weight.add_(1)
+    outcome = getattr(checks, name).outcome(probe, model, probe.randn(4, 8))
+    assert outcome.verdict == "holds", outcome
+
+
+def test_a_copy_that_computes_with_the_original_is_named(probe: ModelProbe) -> None:
+    found = checks.copy_and_pickle.outcome(probe, probe.build(Closure), probe.randn(4, 8))
+    assert found.text == (
+        "mlp.weight is not copied: after copy.deepcopy the other model still computes with this one\n\n"
+        "computed with\nmlp.weight\nmlp.bias\n\n"
+        "Look for a function among the attributes of a module that holds a layer or a tensor, as a lambda does: it is "
+        "not copied with them. A method uses what its own module has."
+    )
+
+
+def test_of_a_copy_that_computes_with_the_original_one_check_is_broken(probe: ModelProbe) -> None:
+    with pytest.raises(AssertionError) as error:
+        checks.standard(probe, Closure(), probe.randn(4, 8))
+    assert str(error.value).startswith("mlp.weight is not copied: after copy.deepcopy ")
+    assert "; 1 check of 27 broken; " in str(error.value)
+
+
+def test_a_closure_over_a_weight_is_no_copy_though_the_numbers_agree(probe: ModelProbe) -> None:
+    model = nn.Linear(8, 8)
+    weight = model.weight
+    model.forward = lambda x: x @ weight  # type: ignore[assignment, method-assign]
+    found = checks.copy_and_pickle.outcome(probe, model, probe.randn(4, 8))
+    assert found.layer == "weight"
+
+
+class Drops(nn.Module):
+    """Forgets a factor when it is copied."""
+
+    factor = 1.0
+
+    def __deepcopy__(self, memo: Any) -> Drops:
+        return Drops()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def test_a_copy_that_computes_something_else_is_no_fault_of_the_dtype(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Drops())
+    model[1].factor = 2.0  # type: ignore[assignment]
+    found = checks.dtype_parity.outcome(probe, model, probe.randn(4, 8))
+    assert found.text == "a copy of the model computes something else: see copy_and_pickle"
+    assert checks.copy_and_pickle.outcome(probe, model, probe.randn(4, 8)).layer == "1"
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+class Halves(nn.Module):
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), head
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x))
+        return out
+
+
+def test_a_part_that_changes_its_input_in_place_is_named_of_a_checkpoint(probe: ModelProbe) -> None:
+    model = Halves(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 2)))
+    found = checks.checkpoint_parity.outcome(probe, model, probe.randn(4, 8))
+    assert found.layer == "head"
+    assert found.text.startswith(
+        "head changes its input in place, and cannot be checkpointed (not reentrant): RuntimeError: one of the vari"
+    )
+    assert found.text.endswith("Compute it out of place there (inplace=False, x = x + ...), or clone the input first.")
+
+
+class Quantizer(nn.Module):
+    """Moves its codes in each forward of training, as an average of what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()
+        self.register_buffer("codes", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.codes.copy_(0.5 * self.codes + x.detach().mean(0))
+        out: Tensor = self.norm(x) * self.codes.clone()
+        return out
+
+
+def test_a_part_that_moves_its_buffer_is_named_of_a_checkpoint(probe: ModelProbe) -> None:
+    found = checks.checkpoint_parity.outcome(probe, Halves(Quantizer()), probe.randn(4, 8))
+    assert found.layer == "head"
+    assert found.text.startswith(
+        "head writes to head.codes and runs twice when checkpointed: body.1.weight gets another gradient under "
+        "checkpointing (not reentrant): "
+    )
+
+
+# --- modes ------------------------------------------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """Replaces positions by a learned vector, in both modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x[torch.rand(x.shape[:2]) < 0.4] = self.embedding
+        return x
+
+
+def test_what_is_drawn_in_evaluation_too_is_no_dropout(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), Masked(), nn.Linear(8, 2))
+    found = checks.dropout_scaled.outcome(probe, model, probe.randn(2, 30, 4))
+    assert found.text == "no layer has dropout of its own; left out: 1"
+
+
+class Router(nn.Module):
+    """Returns what it computes and a loss, which is 0 in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        codes = self.project(x).tanh()
+        return codes, codes.square().mean() if self.training else codes.new_zeros(())
+
+
+class WithLoss(nn.Module):
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.router, self.scale = Router(), scale
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        codes, loss = self.router(x)
+        return codes * (self.scale if self.training else 1.0), codes.abs().sum() + loss
+
+
+def test_a_loss_of_training_alone_is_no_other_mode(probe: ModelProbe) -> None:
+    found = checks.modes_agree(probe, WithLoss(), probe.randn(4, 8))
+    assert found.text == "3 layers; not compared: router output[1], 0 in evaluation mode"
+
+
+def test_beside_a_loss_of_training_alone_another_output_is_compared(probe: ModelProbe) -> None:
+    found = checks.modes_agree.outcome(probe, WithLoss(2.0), probe.randn(4, 8))
+    assert found.text.startswith("(root) computes something else from the same inputs in training mode ")
+
+
+# --- export -----------------------------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Computes something else when it is exported."""
+
+    def __init__(self, exported: float, eager: float) -> None:
+        super().__init__()
+        self.scales = eager, exported
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scales[torch.compiler.is_exporting()]
+        return x if scale == 1 else x * scale
+
+
+class Exported(nn.Module):
+    def __init__(self, odd: nn.Module, own: float = 1.0) -> None:
+        super().__init__()
+        self.fc, self.odd, self.act, self.head = nn.Linear(8, 8), odd, nn.ReLU(inplace=True), nn.Linear(8, 2)
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.odd(self.fc(x)))
+        out: Tensor = self.head(x * self.own if torch.compiler.is_exporting() else x)
+        return out
+
+
+@pytest.mark.parametrize("scales", [(2.0, 1.0), (1.0, 2.0)], ids=["the program scales", "the program does not"])
+def test_the_first_layer_that_an_export_computes_otherwise_is_named(
+    probe: ModelProbe, scales: tuple[float, float]
+) -> None:
+    found = checks.export_parity.outcome(probe, Exported(Odd(*scales)), probe.randn(4, 8))
+    assert found.layer == "odd"
+    assert found.text.startswith("odd returns another output when exported: changed by ")
+
+
+def test_code_between_layers_that_an_export_computes_otherwise_is_named_by_its_own_layer(probe: ModelProbe) -> None:
+    found = checks.export_parity.outcome(probe, nn.Sequential(Exported(Odd(1.0, 1.0), 3.0)), probe.randn(4, 8))
+    assert found.text.startswith("layer '0' (Exported) returns another input of 0.head when exported: changed by 200 %")
+
+
+# --- masks of chunks --------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Attention over its cache; ``rule`` says what its mask is of: the positions so far, a chunk, or pairs of them."""
+
+    def __init__(self, rule: str) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.out, self.rule = nn.Embedding(9, 8), nn.Linear(8, 24), nn.Linear(8, 9), rule
+
+    def forward(self, ids: Tensor, mask: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        q, k, v = self.qkv(self.embed(ids)).chunk(3, -1)
+        if self.rule == "chunk":
+            k, v = k * mask.unsqueeze(-1), v * mask.unsqueeze(-1)
+        if cache is not None:
+            k, v = torch.cat([cache[0], k], 1), torch.cat([cache[1], v], 1)
+        n, total = q.shape[1], k.shape[1]
+        scores = (q @ k.mT).masked_fill(torch.ones(n, total).triu(total - n + 1) > 0, -math.inf)
+        if self.rule == "so far":
+            scores = scores.masked_fill(mask.unsqueeze(1) == 0, -math.inf)
+        if self.rule == "pairs":
+            scores = scores + mask
+        return self.out(scores.softmax(-1) @ v), (k, v)
+
+
+@pytest.mark.parametrize(
+    ("rule", "used"),
+    [("so far", "masks of all positions so far"), ("chunk", "masks of the chunk alone")],
+)
+def test_masks_of_chunks_are_given_in_both_ways(probe: ModelProbe, rule: str, used: str) -> None:
+    torch.manual_seed(0)
+    model, ids = Attention(rule), probe.randint(0, 9, (2, 10))
+    found = checks.incremental(probe, model, ids, torch.ones(2, 10))
+    assert found.text == f"4 layers in chunks of 5, 1, 2 and 2 positions, with {used}"
+
+
+def test_a_mask_of_queries_and_keys_is_cut_along_both(probe: ModelProbe) -> None:
+    torch.manual_seed(0)
+    model, ids = Attention("pairs"), probe.randint(0, 9, (2, 10))
+    assert checks.incremental(probe, model, ids, probe.randn(10, 10)).verdict == "holds"
