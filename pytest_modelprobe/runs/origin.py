@@ -25,7 +25,7 @@ import torch
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from pytest_modelprobe.models import Flat, flatten, flatten_call, lacks_memory
+from pytest_modelprobe.models import Flat, flatten, flatten_call, lacks_memory, version
 from pytest_modelprobe.record import Operation
 
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
@@ -119,25 +119,38 @@ class SourceMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         before = flatten_call(args, kwargs)
-        operation = Operation(name=_name(func), location=_model_line(sys._getframe(1)), detail=_ranges(before))
-        made = Source(self._running(), str(operation))
         constants = {_kind(value) for value in before.plain.values() if isinstance(value, float)}
         coming: dict[str, Source | None] = {
-            kind: dataclasses.replace(made, given=kind != "nan") for kind in constants if kind
+            kind: dataclasses.replace(self._made(func), given=kind != "nan") for kind in constants if kind
         }
         for _, tensor in before.tensors:
             for kind, source in self.sources(tensor).items():
                 coming[kind] = min(source, coming.get(kind, source), key=_source_rank)
-        of_mask = _is_mask(before)
+        versions = [version(tensor) for _, tensor in before.tensors]
+        # Most operations make nothing of the kind, and what they were given can be looked at later.
+        facts = _facts(before) if _name(func).endswith("_") or kwargs.get("inplace") else None
         output = func(*args, **kwargs)
-        # The inputs are looked at again, as the operation may have written to them.
-        for _, tensor in (*flatten("", output).tensors, *before.tensors):
+        written = [x for x, v in zip(before.tensors, versions, strict=True) if version(x[1]) != v]
+        for _, tensor in (*flatten("", output).tensors, *written):
             kinds = _kinds(flatten("", tensor))
+            if kinds - coming.keys():
+                ranges, of_mask = facts or _facts(before)
+                made = self._made(func, ranges)
+                coming |= {
+                    kind: dataclasses.replace(made, given=of_mask and kind == "-inf") for kind in kinds - coming.keys()
+                }
             if kinds:
-                new = {kind: dataclasses.replace(made, given=of_mask and kind == "-inf") for kind in kinds}
-                sources = {kind: coming.get(kind, new[kind]) for kind in kinds}
-                self._known[tensor.untyped_storage().data_ptr()] = tensor, sources
+                self._known[tensor.untyped_storage().data_ptr()] = tensor, {kind: coming[kind] for kind in kinds}
         return output
+
+    def _made(self, func: Any, detail: str = "") -> Source:
+        location = _model_line(sys._getframe(2))
+        return Source(self._running(), str(Operation(name=_name(func), location=location, detail=detail)))
+
+
+def _facts(flat: Flat) -> tuple[str, bool]:
+    """Return the ranges of the tensors, and whether they hold zeros and ones, and nothing else."""
+    return _ranges(flat), _is_mask(flat)
 
 
 def _source_rank(source: Source | None) -> int:
