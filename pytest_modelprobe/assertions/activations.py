@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import (
+    GIVEN,
     Call,
     CallScope,
     CallTree,
@@ -432,11 +433,13 @@ def assert_finite(subject: Subject, *, layers: Selector = "**") -> None:
     """Assert that no output of a layer is NaN or infinite; the failure names where that began.
 
     The origin is the first value, in order of execution, with NaN, inf or -inf that its inputs do not have. A mask of
-    ``-inf`` that does not reach an output is not an origin.
+    ``-inf`` that does not reach an output is not an origin. Infinities in the outputs of a `run` are meant if no
+    operation made one: if they are constants, as in ``masked_fill(mask, -inf)``, or in a buffer or an input. A watch
+    does not know this: exclude layers that are meant to return them.
 
     Args:
         subject: A probe with one run or watch, a watch, or a record.
-        layers: Which layers to look at. Exclude layers that are meant to return infinities: ``["**", "!mask"]``.
+        layers: Which layers to look at: ``["**", "!mask"]`` for all but one.
 
     Raises:
         AssertionError: An output is not finite.
@@ -476,10 +479,14 @@ class NonfiniteOrigin:
 
 
 def find_nonfinite(record: Record, names: Iterable[str]) -> NonfiniteOrigin | None:
-    """Return the first value that is not finite, if an output of the layers ``names`` is not; else None."""
+    """Return the first value that is not finite, if an output of the layers ``names`` is not; else None.
+
+    Infinities that the model was given, and that it did not compute, are meant.
+    """
     tree, names = CallTree(record), set(names)
     kinds = _kinds(v for step in tree.returned if step.layer.name in names for v in step.call.outputs)
-    if not kinds:
+    given = record.origin == GIVEN and not any(has_nonfinite(p.reading) for p in record.parameters)
+    if not kinds or (given and "nan" not in kinds):
         return None
     # -inf that no layer returns is a mask, not the origin of NaN.
     origins = [origin for origin, kind in _not_finite(tree) if kind != "-inf" or kind in kinds]
@@ -538,7 +545,7 @@ def _finite_text(record: Record, origin: NonfiniteOrigin, looked_at: list[Layer]
         f"{what} is not finite{when}: {why}; {out_of(bad, len(looked_at), 'layer')}",
         ["layer", "type", "input min", "input max", "output min", "output max", "not finite"],
         [_step_row(step) for step in _steps_before(record, origin)],
-        f"It began in {record.origin}." if record.origin else "",
+        f"It began in {record.origin}." if record.origin not in (None, GIVEN) else "",
         hint,
     )
 

@@ -28,6 +28,7 @@ from .profile import LayerProfile, Profile
 from .ranks import process_group, this_rank, writing_rank
 from .record import (
     COMPILED_INSIDE,
+    GIVEN,
     LAST_POSITION,
     LiveRun,
     NamesBefore,
@@ -59,6 +60,7 @@ from .text import as_text as record_text
 __all__ = [
     "AS_THEY_ARRIVED",
     "COMPILED_INSIDE",
+    "GIVEN",
     "LAST_POSITION",
     "RESET",
     "Attention",

@@ -58,6 +58,10 @@ class Operation:
         return f"{self.name}{where}" + (f", {self.detail}" if self.detail else "")
 
 
+GIVEN = Operation(name="given")
+"""The origin of what no operation made: of a constant, as in ``masked_fill(mask, -inf)``, a buffer or an input."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerGroup:
     """A group of parameters of an optimizer as it was when it stepped. `Parameter.group` says which are in it."""
@@ -195,7 +199,7 @@ class Record:
     notes: tuple[str, ...] = ()
     """Remarks on what a reader has to know, such as wrappers that were skipped or values without numbers."""
     origin: Operation | None = None
-    """The operation that made the first non-finite value of the forward, if a ``run`` looked for it."""
+    """The operation that made the first non-finite value of the forward, or `GIVEN`, if a ``run`` looked for it."""
     gradient_origin: Operation | None = None
     """The operation that made the first NaN of the backward, if a ``run`` looked for it."""
     step: int | None = None

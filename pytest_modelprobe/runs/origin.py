@@ -43,7 +43,8 @@ def _is_model_code(path: str) -> bool:
 class OriginMode(TorchFunctionMode):
     """Finds the first torch operation that returns a NaN, or an infinity of some sign, that none of its inputs has.
 
-    A constant is an input too, as in ``masked_fill(mask, -inf)``. If an infinity comes first, the first operation that
+    A constant is an input too, as in ``masked_fill(mask, -inf)``, and ``-inf`` is meant that is computed from zeros and
+    ones alone. If an infinity comes first, the first operation that
     returns a NaN is reported too.
     """
 
@@ -57,9 +58,9 @@ class OriginMode(TorchFunctionMode):
         if self._complete:
             return func(*args, **kwargs)
         before = flatten_call(args, kwargs)
-        had, ranges = _kinds(before), _ranges(before)  # read before the call, which may write in place
+        had, (ranges, of_mask) = _kinds(before), _facts(before)  # read before the call, which may write in place
         output = func(*args, **kwargs)
-        new = _kinds(flatten("", output)) - had
+        new = _kinds(flatten("", output)) - had - ({"-inf"} if of_mask else set())
         if new and (self.found is None or "nan" in new):
             self._add(Operation(name=_name(func), location=_model_line(sys._getframe(1)), detail=ranges))
             self._complete = "nan" in new

@@ -42,7 +42,7 @@ from pytest_modelprobe.models import (
     wake_zeros,
 )
 from pytest_modelprobe.progress import Parts, progress
-from pytest_modelprobe.record import IsolatedResponse, Reading, Record, has_nonfinite, nearest, qualified
+from pytest_modelprobe.record import GIVEN, IsolatedResponse, Reading, Record, has_nonfinite, nearest, qualified
 
 from . import noise
 from .detached import detaching_call
@@ -449,7 +449,7 @@ class Run:
             return record
         with self._prepared(), interruptible():
             if forward:
-                return dataclasses.replace(record, origin=find_origin(self._forward))
+                return dataclasses.replace(record, origin=find_origin(self._forward) or GIVEN)
             return dataclasses.replace(record, gradient_origin=find_gradient_origin(self._loss))
 
 
