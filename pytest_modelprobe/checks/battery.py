@@ -156,8 +156,9 @@ class Outcomes(tuple[Outcome, ...]):
     def __str__(self) -> str:
         verdicts = [outcome.verdict for outcome in self]
         counts = f"{verdicts.count('holds')} hold, {verdicts.count('not applicable')} are not applicable"
+        names = f": {listed([one.check for one in self.broken], len(self))}" if len(self.broken) > 1 else ""
         hints = f", {count(len(self.hints), 'hint')}" if self.hints else ""
-        first = f"{count(len(self.broken), 'check')} of {len(self)} broken{hints}; {counts}"
+        first = f"{count(len(self.broken), 'check')} of {len(self)} broken{names}{hints}; {counts}"
         found = (*self.broken, *self.hints)
         if found:
             first = f"{found[0].text.partition(chr(10))[0]}; {first}"

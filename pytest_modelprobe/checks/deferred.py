@@ -26,10 +26,10 @@ from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.text import count, listed, out_of
 
-from .machinery.check import StateCheck, noted
-from .machinery.prepared import all_named
+from .machinery.check import check_unmodified, noted
+from .machinery.prepared import PreparedModel, all_named
 from .machinery.rounding import differing_bits, is_rounded, plain
-from .outcome import NotApplicableError, Outcome, Violation, line_of, message_of
+from .outcome import NotApplicableError, Violation, line_of
 from .registration import copy_on_cpu, made_model, meant, new_memory, temporary_names
 
 _FLOAT, _INTEGER = 0.8372, 83
@@ -50,13 +50,13 @@ _ATTRIBUTE = "not registered"
 """The kind of a tensor that is a plain attribute of a module."""
 
 
-@StateCheck
+@check_unmodified
 def deferred_initialization(
-    probe: ModelProbe,
-    make: Callable[[], nn.Module],
+    prepared: PreparedModel,
     *,
     initialize: Callable[[Any], object] | None = None,
-) -> Outcome:
+    factory: Callable[[], nn.Module] | None = None,
+) -> Violation | str:
     """Check that a model which is made on the meta device and initialized later equals one that is made directly.
 
     The model is made under ``torch.device("meta")``, gets memory by ``to_empty``, and is initialized: by
@@ -72,44 +72,40 @@ def deferred_initialization(
 
     Both are made with two seeds, which tells what is random. An own ``init_weights()`` is also called for the model
     that is made directly, since it is meant to follow the constructor. If ``initialize`` is meant to have another
-    result than the constructor, call it in ``make`` too.
+    result than the constructor, call it in the factory too.
 
     Not compared are random elements that depend on each other, fewer than 16 of them, and what the constructor does not
     initialize either: see `initialized`. Other attributes than tensors are not looked at.
 
     Args:
-        probe: Gives the device and the seed.
-        make: Makes the model. It is called four times, twice of these with the meta device.
+        prepared: The model. It needs no inputs.
         initialize: Takes the model after ``to_empty`` and initializes it.
+        factory: Makes such a model. By default it is the factory of `ModelProbe.build`, if that made the model. It is
+            called four times, twice of these with the meta device.
 
     Raises:
-        AssertionError: Something is not as in a model that is made directly; the message names all of it.
-        UsageError: ``make`` makes no model, or makes none on the meta device.
+        UsageError: There is no factory, or it makes no model.
 
     >>> from pytest_modelprobe import ModelProbe, checks
-    >>> print(checks.deferred_initialization(ModelProbe(), lambda: nn.Linear(8, 16)))
+    >>> probe = ModelProbe()
+    >>> print(checks.deferred_initialization(probe, probe.build(lambda: nn.Linear(8, 16))))
     deferred_initialization holds for Linear: 2 parameters and buffers after reset_parameters()
     >>> class Scaled(nn.Linear):
     ...     def __init__(self):
     ...         super().__init__(3, 2)
     ...         self.register_buffer("scale", torch.ones(2), persistent=False)
-    >>> outcome = checks.deferred_initialization.outcome(ModelProbe(), Scaled)
+    >>> outcome = checks.deferred_initialization.outcome(probe, probe.build(Scaled))
     >>> print(outcome.text.splitlines()[0])
     scale is not initialized: all 2 elements are memory that nothing wrote to; 1 of 3 parameters and buffers looked at
     """
     __tracebackhide__ = True
-    _check(make, initialize)
-    return _outcome(_Making(probe, make, initialize))
-
-
-def _check(make: object, initialize: object) -> None:
-    __tracebackhide__ = True
-    if isinstance(make, nn.Module):
-        raise UsageError(f"make is a function: lambda: {type(make).__name__}(...), not a model, which is made already")
-    if not callable(make):
-        raise UsageError(f"make is a function that makes a model; got {type(make).__name__}")
-    if initialize is not None and (not callable(initialize) or isinstance(initialize, nn.Module)):
-        raise UsageError(f"initialize is a function, initialize(model); got {type(initialize).__name__}")
+    built = prepared.probe.built.get(prepared.model)
+    make = built.factory if factory is None and built is not None else factory
+    if make is None:
+        raise UsageError(
+            "deferred_initialization needs what makes the model: build it by modelprobe.build, or give factory="
+        )
+    return _found(_Making(prepared.probe, make, initialize))
 
 
 # --- making -----------------------------------------------------------------------------------------------------------
@@ -134,7 +130,7 @@ class _Made:
 @dataclass(frozen=True, slots=True)
 class _Making:
     probe: ModelProbe
-    make: Callable[[], nn.Module]
+    factory: Callable[[], nn.Module]
     given: Callable[[Any], object] | None
 
     def directly(self, seed: str, *, filled: bool) -> _Made:
@@ -157,7 +153,9 @@ class _Making:
         except (RuntimeError, NotImplementedError) as error:
             raise NotApplicableError(f"it cannot be made on the meta device: {line_of(error)}") from error
         if all_named(model) and not any(t.is_meta for _, t in all_named(model)):
-            raise NotApplicableError(f"nothing of {type(model).__name__} is on the meta device: make chooses a device")
+            raise NotApplicableError(
+                f"nothing of {type(model).__name__} is on the meta device: its factory chooses a device"
+            )
         model.to_empty(device=self.probe.device)
         with new_memory(filled=filled):
             for _, t in all_named(model):
@@ -170,9 +168,9 @@ class _Making:
 
     def _model(self) -> nn.Module:
         __tracebackhide__ = True
-        with noted("in make", "deferred_initialization"):
-            model = self.make()
-        return made_model(model, "make")
+        with noted("in the factory", "deferred_initialization"):
+            model = self.factory()
+        return made_model(model, "factory")
 
     def _initialize(self, model: nn.Module) -> str:
         """Initialize a model, and return by what."""
@@ -277,7 +275,7 @@ _ADVICE = {
 }
 
 
-def _outcome(making: _Making) -> Outcome:
+def _found(making: _Making) -> Violation | str:
     """Make the model directly and later, each with two seeds, and say what differs."""
     __tracebackhide__ = True
     # What the constructor does not write to differs between the first two.
@@ -307,7 +305,7 @@ def _outcome(making: _Making) -> Outcome:
     text = f"{count(looked_at, 'parameters and buffer')} after {how}"
     for why, names in skipped.items():
         text += f"; {why}: {listed(names)}"
-    return Outcome(check="deferred_initialization", model=one.model, verdict="holds", text=text)
+    return text
 
 
 def _compared(name: str, direct: tuple[_Made, _Made], later: tuple[_Made, _Made]) -> _Found | str | None:
@@ -435,11 +433,11 @@ def _value(x: Tensor, digits: int = 6) -> str:
     return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
 
-def _broken(one: _Made, found: list[_Found], looked_at: int, how: str) -> Outcome:
-    """Return the outcome with all that is not as in a model that is made directly."""
+def _broken(one: _Made, found: list[_Found], looked_at: int, how: str) -> Violation:
+    """Return all that is not as in a model that is made directly."""
     found = sorted(found, key=lambda each: each.rank)
     first = found[0]
-    violation = Violation.at(
+    return Violation.at(
         first.name,
         f"{first.said}; {out_of(len(found), looked_at, 'parameters and buffer')}",
         columns=("name", "kind", "elements", f"after {how} they"),
@@ -449,11 +447,4 @@ def _broken(one: _Made, found: list[_Found], looked_at: int, how: str) -> Outcom
         advice=_ADVICE[first.rank],
         # It may be computed again when it is used on another device.
         level="hint" if all(one.kinds[each.name] == _ATTRIBUTE for each in found) else "broken",
-    )
-    return Outcome(
-        check="deferred_initialization",
-        model=one.model,
-        verdict=violation.level,
-        text=message_of(violation),
-        layer=first.name,
     )

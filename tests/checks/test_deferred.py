@@ -64,6 +64,14 @@ def probe() -> ModelProbe:
     return ModelProbe()
 
 
+def outcome_of(probe: ModelProbe, make: Any, **options: Any) -> checks.Outcome:
+    return checks.deferred_initialization.outcome(probe, probe.build(make), **options)
+
+
+def asserted(probe: ModelProbe, make: Any, **options: Any) -> checks.Outcome:
+    return checks.deferred_initialization(probe, probe.build(make), **options)
+
+
 def with_buffer(value: Tensor, reset: Any = None, name: str = "kept") -> Any:
     """Return what makes a model with a buffer, which ``reset`` writes to."""
 
@@ -84,7 +92,7 @@ def with_buffer(value: Tensor, reset: Any = None, name: str = "kept") -> Any:
 
 
 def test_layers_that_reset_themselves_pass(probe: ModelProbe) -> None:
-    found = checks.deferred_initialization(probe, Net)
+    found = asserted(probe, Net)
     assert str(found) == (
         "deferred_initialization holds for Net: 11 parameters and buffers after reset_parameters(); only seen to be "
         "random, as they have fewer than 16 random elements: layers.0.bias and layers.1.bias"
@@ -92,7 +100,7 @@ def test_layers_that_reset_themselves_pass(probe: ModelProbe) -> None:
 
 
 def test_an_own_function_may_draw_otherwise_than_the_constructor(probe: ModelProbe) -> None:
-    found = checks.deferred_initialization(probe, Own)
+    found = asserted(probe, Own)
     assert found.text.startswith("11 parameters and buffers after init_weights()")
 
 
@@ -104,7 +112,7 @@ def test_a_given_function_initializes(probe: ModelProbe) -> None:
         for layer in model.layers:
             nn.init.normal_(layer.weight, std=0.02)
 
-    found = checks.deferred_initialization(probe, Changed, initialize=initialize)
+    found = asserted(probe, Changed, initialize=initialize)
     assert found.text.startswith("11 parameters and buffers after initialize()")
 
 
@@ -121,7 +129,7 @@ def test_models_of_transformers_pass(name: str, probe: ModelProbe) -> None:
     }
     model, options = classes[name]
     config = getattr(transformers, f"{name}Config")(vocab_size=30, **options)
-    found = checks.deferred_initialization(probe, lambda: getattr(transformers, model)(config))
+    found = asserted(probe, lambda: getattr(transformers, model)(config))
     assert " after init_weights()" in found.text
 
 
@@ -130,7 +138,7 @@ def test_models_of_transformers_pass(name: str, probe: ModelProbe) -> None:
 
 def test_a_buffer_that_only_the_constructor_computes_is_named(probe: ModelProbe) -> None:
     with pytest.raises(AssertionError) as error:
-        checks.deferred_initialization(probe, lambda: Net(reset=False))
+        asserted(probe, lambda: Net(reset=False))
     assert str(error.value) == (
         "rotary.inv_freq is not initialized: all 4 elements are memory that nothing wrote to; 1 of 11 parameters and "
         "buffers looked at\n"
@@ -147,18 +155,18 @@ def test_a_buffer_that_only_the_constructor_computes_is_named(probe: ModelProbe)
     "value", [torch.zeros(3), torch.ones(3).long(), torch.ones(3, 3).tril().bool(), torch.ones(2) * 1j, torch.tensor(2)]
 )
 def test_memory_is_recognized_in_any_dtype(value: Tensor, probe: ModelProbe) -> None:
-    found = checks.deferred_initialization.outcome(probe, with_buffer(value))
+    found = outcome_of(probe, with_buffer(value))
     assert found.text.startswith("kept is not initialized: ")
-    assert checks.deferred_initialization(probe, with_buffer(value, lambda t: t.copy_(value))).verdict == "holds"
+    assert asserted(probe, with_buffer(value, lambda t: t.copy_(value))).verdict == "holds"
 
 
 def test_what_is_computed_from_empty_memory_is_named(probe: ModelProbe) -> None:
-    found = checks.deferred_initialization.outcome(probe, with_buffer(torch.ones(4), lambda t: t.mul_(0.5)))
+    found = outcome_of(probe, with_buffer(torch.ones(4), lambda t: t.mul_(0.5)))
     assert found.text.startswith("kept is not initialized: all 4 elements are computed from memory that nothing wrote")
 
 
 def test_a_part_is_counted(probe: ModelProbe) -> None:
-    found = checks.deferred_initialization.outcome(probe, with_buffer(torch.ones(4), lambda t: t[:3].fill_(1)))
+    found = outcome_of(probe, with_buffer(torch.ones(4), lambda t: t[:3].fill_(1)))
     assert found.text.startswith("kept is not initialized: 1 of 4 elements is memory that nothing wrote to; 1 of 3")
 
 
@@ -169,14 +177,14 @@ def test_a_parameter_without_a_reset_is_named(probe: ModelProbe) -> None:
             self.fc = nn.Linear(4, 4)
             self.scale = nn.Parameter(torch.ones(4))
 
-    assert checks.deferred_initialization.outcome(probe, Scaled).layer == "scale"
+    assert outcome_of(probe, Scaled).layer == "scale"
 
 
 # --- what is initialized otherwise ------------------------------------------------------------------------------------
 
 
 def test_another_distribution_is_named(probe: ModelProbe) -> None:
-    found = checks.deferred_initialization.outcome(probe, Changed)
+    found = outcome_of(probe, Changed)
     first, table, advice = found.text.split("\n\n")
     assert first.startswith("layers.0.weight has another distribution: mean ")
     assert first.endswith(" and deviation 0.0197; 2 of 11 parameters and buffers looked at")
@@ -185,7 +193,7 @@ def test_another_distribution_is_named(probe: ModelProbe) -> None:
 
 
 def test_another_value_is_named(probe: ModelProbe) -> None:
-    found = checks.deferred_initialization.outcome(probe, with_buffer(torch.arange(4.0), lambda t: t.fill_(1)))
+    found = outcome_of(probe, with_buffer(torch.arange(4.0), lambda t: t.fill_(1)))
     assert found.text.splitlines()[0] == (
         "kept has other values: 3 of 4 elements differ, the first at [0] is 1, made directly 0; 1 of 3 parameters and "
         "buffers looked at"
@@ -199,7 +207,7 @@ def test_zeros_that_are_drawn_are_named(probe: ModelProbe) -> None:
             self.fc = nn.Linear(8, 8)
             nn.init.zeros_(self.fc.weight)
 
-    found = checks.deferred_initialization.outcome(probe, Zeroed)
+    found = outcome_of(probe, Zeroed)
     assert found.text.startswith("fc.weight is random, made directly constant; 1 of 2")
 
 
@@ -215,9 +223,9 @@ def test_a_tie_that_is_lost_is_named(probe: ModelProbe) -> None:
         model.embed.reset_parameters()
         model.head.weight = model.embed.weight
 
-    found = checks.deferred_initialization.outcome(probe, Tied)
+    found = outcome_of(probe, Tied)
     assert found.text.startswith("head.weight is no longer tied to embed.weight; 1 of 2 parameters and buffers")
-    assert checks.deferred_initialization(probe, Tied, initialize=tied_again).verdict == "holds"
+    assert asserted(probe, Tied, initialize=tied_again).verdict == "holds"
 
 
 def test_a_tensor_that_is_not_registered_is_a_hint(probe: ModelProbe) -> None:
@@ -226,7 +234,7 @@ def test_a_tensor_that_is_not_registered_is_a_hint(probe: ModelProbe) -> None:
             super().__init__(8, 8)
             self.angles = torch.arange(8)
 
-    found = checks.deferred_initialization.outcome(probe, Cached)
+    found = outcome_of(probe, Cached)
     assert (found.verdict, found.layer) == ("hint", "angles")
     assert found.text.startswith("angles is still on the meta device; 1 of 3")
 
@@ -236,7 +244,7 @@ def test_a_tensor_that_is_not_registered_is_a_hint(probe: ModelProbe) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_any_dtype_is_read(dtype: torch.dtype, probe: ModelProbe) -> None:
-    assert checks.deferred_initialization(probe, lambda: Net().to(dtype)).verdict == "holds"
+    assert asserted(probe, lambda: Net().to(dtype)).verdict == "holds"
 
 
 def test_weights_that_are_computed_are_left_out(probe: ModelProbe) -> None:
@@ -248,7 +256,7 @@ def test_weights_that_are_computed_are_left_out(probe: ModelProbe) -> None:
         model.parametrizations.weight.original0.copy_(model.parametrizations.weight.original1.norm(dim=1, keepdim=True))
         nn.init.uniform_(model.bias, -(8**-0.5), 8**-0.5)
 
-    found = checks.deferred_initialization(probe, make, initialize=torch.no_grad()(initialize))
+    found = asserted(probe, make, initialize=torch.no_grad()(initialize))
     assert found.verdict == "holds"
 
 
@@ -266,7 +274,7 @@ def test_one_random_number_for_all_elements_is_not_judged(probe: ModelProbe) -> 
         def reset_parameters(self) -> None:
             reset(self.gate)
 
-    found = checks.deferred_initialization(probe, Same)
+    found = asserted(probe, Same)
     assert found.text.endswith("only seen to be random, as their elements depend on each other: gate")
 
 
@@ -284,7 +292,7 @@ def test_random_bools_and_integers_are_drawn(probe: ModelProbe) -> None:
             self.keep.copy_(torch.rand(64) > 0.5)
             self.order.copy_(torch.randperm(64))
 
-    assert checks.deferred_initialization(probe, Drawn).text.startswith("2 parameters and buffers")
+    assert asserted(probe, Drawn).text.startswith("2 parameters and buffers")
 
 
 def test_what_the_constructor_leaves_empty_is_said(probe: ModelProbe) -> None:
@@ -298,18 +306,18 @@ def test_what_the_constructor_leaves_empty_is_said(probe: ModelProbe) -> None:
         model.fc.reset_parameters()
         nn.init.ones_(model.scale)
 
-    found = checks.deferred_initialization(probe, Empty, initialize=initialize)
+    found = asserted(probe, Empty, initialize=initialize)
     assert "; values not compared, as the constructor does not initialize them either: scale;" in found.text
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(24, 24), lambda: nn.LSTM(8, 8), lambda: nn.Conv1d(8, 8, 3)])
 def test_layers_of_torch_pass_with_any_seed(make: Any) -> None:
     for seed in range(20):
-        assert checks.deferred_initialization(ModelProbe(seed=seed), make).verdict == "holds"
+        assert asserted(ModelProbe(seed=seed), make).verdict == "holds"
 
 
 def test_attention_of_torch_has_no_reset_that_others_call(probe: ModelProbe) -> None:
-    found = checks.deferred_initialization.outcome(probe, lambda: nn.MultiheadAttention(16, 2))
+    found = outcome_of(probe, lambda: nn.MultiheadAttention(16, 2))
     assert found.layer == "in_proj_weight"
     assert "out_proj.bias    parameter         16   are random, made directly constant" in found.text
 
@@ -323,37 +331,31 @@ def test_a_constructor_that_reads_values_is_not_applicable(probe: ModelProbe) ->
             super().__init__(8, 8)
             self.rate = torch.linspace(0, 1, 4)[1].item()
 
-    found = checks.deferred_initialization.outcome(probe, Depth)
+    found = outcome_of(probe, Depth)
     assert found.verdict == "not applicable"
     assert found.text.startswith("it cannot be made on the meta device: RuntimeError: ")
 
 
 def test_models_without_parameters_or_with_a_device_are_not_applicable(probe: ModelProbe) -> None:
-    found = checks.deferred_initialization.outcome(probe, nn.ReLU)
+    found = outcome_of(probe, nn.ReLU)
     assert str(found) == "deferred_initialization is not applicable to ReLU: ReLU has no parameters or buffers"
-    found = checks.deferred_initialization.outcome(probe, lambda: nn.Linear(2, 2, device="cpu"))
-    assert found.text == "nothing of Linear is on the meta device: make chooses a device"
+    found = outcome_of(probe, lambda: nn.Linear(2, 2, device="cpu"))
+    assert found.text == "nothing of Linear is on the meta device: its factory has a device"
 
 
 @pytest.mark.parametrize(
-    ("args", "options", "said"),
+    ("options", "said"),
     [
-        ((nn.Linear(2, 2),), {}, "make is a function: lambda: Linear"),
-        ((3,), {}, "make is a function that makes a model; got int"),
-        ((lambda: 3,), {}, "make returns a torch.nn.Module; got int"),
-        ((Net,), {"initialize": 3}, r"initialize is a function, initialize\(model\); got int"),
+        ({}, "needs what makes the model: build it by modelprobe.build, or give factory="),
+        ({"factory": 3}, "factory= of deferred_initialization is a function that returns a torch.nn.Module or None"),
+        ({"factory": nn.Linear(2, 2)}, "factory= of deferred_initialization is a function that returns"),
+        ({"factory": lambda: 3}, "factory returns a torch.nn.Module; got int"),
+        ({"factory": Net, "initialize": 3}, "initialize= of deferred_initialization is a function or None; got 3"),
     ],
 )
-def test_what_is_given_is_checked(args: Any, options: Any, said: str, probe: ModelProbe) -> None:
+def test_what_is_given_is_checked(options: Any, said: str, probe: ModelProbe) -> None:
     with pytest.raises(UsageError, match=said):
-        checks.deferred_initialization(probe, *args, **options)
-
-
-def test_the_probe_comes_first() -> None:
-    with pytest.raises(
-        UsageError, match=r"takes the probe first: deferred_initialization\(modelprobe, make\); got type$"
-    ):
-        checks.deferred_initialization(Net, Net)  # type: ignore[arg-type]
+        checks.deferred_initialization(probe, Net(), **options)
 
 
 def test_an_error_of_the_initialization_is_the_users_own(probe: ModelProbe) -> None:
@@ -361,11 +363,11 @@ def test_an_error_of_the_initialization_is_the_users_own(probe: ModelProbe) -> N
         raise ValueError("mine")
 
     with pytest.raises(ValueError, match="mine") as error:
-        checks.deferred_initialization(probe, Net, initialize=initialize)
+        asserted(probe, Net, initialize=initialize)
     assert error.value.__notes__ == ["raised in initialize, which checks.deferred_initialization called"]
 
 
 def test_random_states_stay_as_they_were(probe: ModelProbe) -> None:
     state = torch.get_rng_state()
-    checks.deferred_initialization.outcome(probe, Net)
+    outcome_of(probe, Net)
     assert torch.equal(torch.get_rng_state(), state)

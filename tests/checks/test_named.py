@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe import ModelProbe, checks
+from pytest_modelprobe import ModelProbe, assert_finite, checks
 
 
 @pytest.fixture
@@ -236,6 +236,50 @@ def test_the_first_layer_that_an_export_computes_otherwise_is_named(
 def test_code_between_layers_that_an_export_computes_otherwise_is_named_by_its_own_layer(probe: ModelProbe) -> None:
     found = checks.export_parity.outcome(probe, nn.Sequential(Exported(Odd(1.0, 1.0), 3.0)), probe.randn(4, 8))
     assert found.text.startswith("layer '0' (Exported) returns another input of 0.head when exported: changed by 200 %")
+
+
+# --- infinities -------------------------------------------------------------------------------------------------------
+
+
+class MaskedLogits(nn.Linear):
+    """Returns -inf on purpose, and others if its scale is too large."""
+
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x) * self.scale * self.scale
+        return logits.masked_fill(torch.arange(self.out_features) > 1, -math.inf)
+
+
+def test_an_infinity_that_is_meant_is_so_for_the_check_and_the_assertion(probe: ModelProbe) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), MaskedLogits(8, 4)), probe.randn(4, 8)
+    assert checks.finite(probe, model, x).verdict == "holds"
+    assert_finite(probe.run(model, x))
+    model[1].scale = 1e30  # type: ignore[assignment]
+    assert checks.finite.outcome(probe, model, x).verdict == "broken"
+    with pytest.raises(AssertionError, match=r"layer '1' \(MaskedLogits\) is not finite"):
+        assert_finite(probe.run(model, x))
+
+
+def test_where_an_infinity_comes_from_is_looked_for_once_in_each_mode(probe: ModelProbe) -> None:
+    counted = []
+
+    class Counted(MaskedLogits):
+        def forward(self, x: Tensor) -> Tensor:
+            counted.append(self.training)
+            return super().forward(x) if self.masks else nn.functional.linear(x, self.weight)
+
+        masks = True
+
+    model = Counted(8, 4)
+    checks.any_batch_size(probe, model, probe.randn(6, 8))
+    checks.finite(probe, model, probe.randn(6, 8))
+    masked = len(counted)
+    counted.clear()
+    model.masks = False
+    checks.any_batch_size(probe, model, probe.randn(6, 8))
+    checks.finite(probe, model, probe.randn(6, 8))
+    assert masked - len(counted) == 1 + 2
 
 
 # --- masks of chunks --------------------------------------------------------------------------------------------------
