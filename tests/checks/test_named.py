@@ -97,6 +97,31 @@ def test_a_copy_that_computes_something_else_is_no_fault_of_the_dtype(probe: Mod
     assert checks.copy_and_pickle.outcome(probe, model, probe.randn(4, 8)).layer == "1"
 
 
+def test_all_checks_that_are_broken_are_named_in_the_first_line(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(dim=0))
+    model.extra = [nn.Linear(8, 8)]  # type: ignore[assignment]
+    with pytest.raises(AssertionError) as error:
+        checks.standard(probe, model, probe.randn(4, 8))
+    assert str(error.value).partition("\n")[0] == (
+        "extra[0] is a module (Linear) that the model has not registered; 3 checks of 27 broken: registered, "
+        "batch_independent and any_batch_size; 14 hold, 10 are not applicable"
+    )
+
+
+def test_an_error_of_the_model_is_told_without_colors_and_with_what_follows(probe: ModelProbe) -> None:
+    class Refuses(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise TypeError(
+                "\x1b[31mType-check error\x1b[0m whilst checking forward.\n\nParameter 'x' has 2 axes.\n----\n"
+            )
+
+    found = checks.deterministic.outcome(probe, Refuses(8, 8), probe.randn(4, 8))
+    assert found.text == (
+        "the model does not run on these inputs: (root) raised TypeError: Type-check error in forward. Parameter "
+        "'x' has 2 axes."
+    )
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
