@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -30,8 +29,7 @@ from pytest_modelprobe.models import (
     has_dense_storage,
     version,
 )
-from pytest_modelprobe.record import ROOT, Layer, Record, Statistics, containers, parent
-from pytest_modelprobe.runs import Watch, compiles_hooks
+from pytest_modelprobe.record import ROOT, containers, parent
 from pytest_modelprobe.text import count, listed
 
 from .machinery.agreement import (
@@ -389,9 +387,8 @@ def compile_parity(
 ) -> Violation | str:
     """Check that the compiled model returns the same, and the same gradients.
 
-    Where an output differs, both models run again, the compiled one with hooks in its graphs (``compiled="inside"``):
-    the violation names the first layer whose output has other numbers, or the model where none has, and in a torch that
-    compiles no hooks on tensors. Of gradients it names the parameter.
+    Where an output differs, what the layers take and return is compiled too: the violation names the first layer that
+    is another one there, or the model where none is. Of gradients it names the parameter.
 
     Args:
         prepared: The model and its inputs.
@@ -423,68 +420,20 @@ def compile_parity(
         )
     two.gradients = {name.removeprefix(f"{COMPILED_CHILD}."): gradient for name, gradient in two.gradients.items()}
     found = _not_by_chance(prepared, two, _outputs(one, two, tolerance, "when compiled", _COMPILED))
-    if found is not None and found.layer == ROOT and compiles_hooks():
-        found = _inside_graph(prepared, backend, found)
+    if found is not None and found.layer == ROOT:
+        with torch.compiler.set_stance("default"):
+            compiled = functools.partial(torch.compile, backend=backend)
+            found = _inside_program(prepared, compiled, "when compiled", tolerance) or found
+        torch.compiler.reset()
     return found or f"{count(len(one.final), 'output')}, {count(len(one.gradients), 'parameter')}"
-
-
-def _inside_graph(prepared: PreparedModel, backend: str | Callable[..., Any], found: Violation) -> Violation:
-    """Return the violation with the first layer whose output has other numbers, as the graph computes it."""
-    eager, other = prepared.copied(), prepared.copied()
-    with Watch(eager, isolate=False) as one, Watch(other, isolate=False, compiled="inside") as two:
-        prepared.run(mode="eval", model=eager, traced=False)
-        compiled: Any = torch.compile(other, backend=backend)
-        with warnings.catch_warnings(action="ignore"), torch.compiler.set_stance("default"):
-            prepared.run(mode="eval", model=compiled, traced=False)
-        rows = _other_moments(one.record, two.record)
-    torch.compiler.reset()
-    if not rows or rows[0][0].name == ROOT:
-        return found
-    layer, path, was, now = rows[0]
-    return Violation(
-        layer=layer.name,
-        line=f"{layer.label} returns another {path} when compiled: its rms is {now:.4g}, and {was:.4g} run eagerly",
-        columns=("output", "rms compiled", "run eagerly"),
-        rows=tuple((f"{one.name} {path}", f"{now:.4g}", f"{was:.4g}") for one, path, was, now in rows),
-        advice=f"{found.advice} It may stand before the layer, in the code that computes its inputs.",
-    )
-
-
-def _other_moments(one: Record, two: Record) -> list[tuple[Layer, str, float, float]]:
-    """Return the outputs that have other moments or ranges, in the order of computation, each with its two rms."""
-    found = []
-    order = {layer.name: layer for layer, _ in sorted(one.calls, key=lambda pair: pair[1].finished)}
-    for name, layer in order.items():
-        if name not in two:
-            continue
-        there = _by_path(two[name])
-        for path, (dtype, a) in _by_path(layer).items():
-            b = there.get(path, (dtype, a))[1]
-            if a.rms is None or b.rms is None:
-                differs = a.finite != b.finite
-            else:
-                pairs = ((a.mean, b.mean), (a.std, b.std), (a.min, b.min), (a.max, b.max))
-                far = max(abs((x or 0.0) - (y or 0.0)) for x, y in pairs)
-                differs = far > _MOMENTS * TOLERANCE.get(getattr(torch, dtype), _ELSEWHERE) * (a.rms or 1.0)
-            if differs or a.nonfinite != b.nonfinite:
-                found.append((layer, path, a.rms or math.nan, b.rms or math.nan))
-    return found
-
-
-def _by_path(layer: Layer) -> dict[str, tuple[str, Statistics]]:
-    """Return the numbers of a layer's outputs, those of its calls together, each with its dtype."""
-    found: dict[str, tuple[str, Statistics]] = {}
-    for _, value in layer.outputs:
-        if value.forward.statistics is not None and value.dtype.startswith(("float", "bfloat")):
-            known = found.get(value.path)
-            numbers = value.forward.statistics
-            found[value.path] = value.dtype, numbers if known is None else known[1].merge(numbers)
-    return found
 
 
 @check
 def export_parity(prepared: PreparedModel, *, tolerance: float | None = None) -> Violation | str:
     """Check that the model can be exported by `torch.export`, and that the program returns the same.
+
+    Where it does not, what the layers take and return is exported too, and the violation names the first layer that is
+    another one there.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -511,7 +460,10 @@ def export_parity(prepared: PreparedModel, *, tolerance: float | None = None) ->
             advice="Look for code that depends on a shape or a device: torch.export.export(...) shows the program.",
         )
     found = _not_by_chance(prepared, two, _outputs(one, two, tolerance, "when exported", _COMPILED))
-    return count(len(one.final), "output") if found is None else _inside_program(prepared, tolerance) or found
+    if found is not None:
+        exported = functools.partial(_exported, prepared, strict=False)
+        found = _inside_program(prepared, exported, "when exported", tolerance) or found
+    return found or count(len(one.final), "output")
 
 
 def _exported(prepared: PreparedModel, model: nn.Module, **options: Any) -> nn.Module:
@@ -520,17 +472,19 @@ def _exported(prepared: PreparedModel, model: nn.Module, **options: Any) -> nn.M
         return torch.export.export(model, args, kwargs, **options).module()
 
 
-def _inside_program(prepared: PreparedModel, tolerance: float | None) -> Violation | None:
+def _inside_program(
+    prepared: PreparedModel, make: Callable[[nn.Module], Any], how: str, tolerance: float | None
+) -> Violation | None:
     """Return the first layer that takes or returns something else in a program that returns all of that."""
     told = _Told(prepared.copied())
     set_mode(told, "eval")
     places = told.places  # the attribute is put back after an export, by a copy
     try:
-        program = _exported(prepared, told, strict=False)
+        program = make(told)
         there = dict(zip(places, prepared.run(model=program, traced=False).output, strict=True))
     except Exception:  # noqa: BLE001 - with so many outputs it may be no program
         return None
-    here = zip(prepared.run(model=told, traced=False).output, told.places, strict=True)
+    here = zip(prepared.run(model=told).output, told.places, strict=True)
     found: list[Disagreement] = []
     for x, place in here:
         known = place[-1] and any(same(x, one.layer_tensor.tensor) for one in found)  # a layer before returned it
@@ -538,7 +492,7 @@ def _inside_program(prepared: PreparedModel, tolerance: float | None) -> Violati
         if not far <= limit(x, tolerance, least=_ELSEWHERE):
             layer, index, path, inside = place
             found.append(Disagreement(LayerTensor(layer, index, path, x, inside), far))
-    return violation_of(found, "returns another {path} when exported: {changed}", _COMPILED) if found else None
+    return violation_of(found, f"returns another {{path}} {how}: {{changed}}", _COMPILED) if found else None
 
 
 class _Told(nn.Module):
