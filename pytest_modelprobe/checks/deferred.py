@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe.comparison.text import percent
-from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import (
     has_dense_storage,
     seeding,
@@ -84,7 +83,7 @@ def deferred_initialization(
             called four times, twice of these with the meta device.
 
     Raises:
-        UsageError: There is no factory, or it makes no model.
+        UsageError: The factory makes no model.
 
     >>> from pytest_modelprobe import ModelProbe, checks
     >>> probe = ModelProbe()
@@ -102,9 +101,7 @@ def deferred_initialization(
     built = prepared.probe.built.get(prepared.model)
     make = built.factory if factory is None and built is not None else factory
     if make is None:
-        raise UsageError(
-            "deferred_initialization needs what makes the model: build it by modelprobe.build, or give factory="
-        )
+        raise NotApplicableError("what makes the model is not known: build it by modelprobe.build, or give factory=")
     return _found(_Making(prepared.probe, make, initialize))
 
 
@@ -154,7 +151,7 @@ class _Making:
             raise NotApplicableError(f"it cannot be made on the meta device: {line_of(error)}") from error
         if all_named(model) and not any(t.is_meta for _, t in all_named(model)):
             raise NotApplicableError(
-                f"nothing of {type(model).__name__} is on the meta device: its factory chooses a device"
+                f"nothing of {type(model).__name__} is on the meta device: its factory has a device"
             )
         model.to_empty(device=self.probe.device)
         with new_memory(filled=filled):

@@ -133,8 +133,8 @@ def line_of(error: BaseException | None) -> str:
     'ValueError: two things: this one and that'
     """
     text, *lines = [line for line in map(str.strip, _COLORS.sub("", str(error)).splitlines()) if line] or [""]
-    for line in lines:
-        if len(text) + len(line) >= _LONG:
+    for line in lines:  # with `assert` begins what pytest adds to the text of an assertion
+        if line.startswith("assert ") or (len(text) + len(line) >= _LONG and not text.endswith(":")):
             break
         text += f" {line}"
     if not text and error is not None and error.__traceback__ is not None:

@@ -232,6 +232,9 @@ def checkpoint_parity(prepared: PreparedModel, *, tolerance: float | None = None
     that takes tensors inside a tuple, as an `LSTMCell` does, is not checkpointed in the reentrant way, which does not
     see these; the outcome names it.
 
+    If something differs, each part is checkpointed alone. The first with which it differs is named, with what it does
+    to its input and its state.
+
     A model that checkpoints itself in training is looked at first: what runs again in its backward has to draw the same
     random numbers. The message names the layer that returns something else. What no layer takes or returns is not seen.
 

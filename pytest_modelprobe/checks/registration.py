@@ -431,9 +431,7 @@ def _made_in_nan(factory: Callable[[], nn.Module]) -> nn.Module:
             model = factory()
         except Exception as error:
             raise UsageError(f"factory= raised {line_of(error)}") from error
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"factory= returns a torch.nn.Module; got {type(model).__name__}")
-    return model
+    return made_model(model, "factory=")
 
 
 @check_unmodified

@@ -151,7 +151,7 @@ def attn(net: Any) -> Attention:
 
 # --- of every check -----------------------------------------------------------------------------------------------
 
-OF_THE_MODEL_ALONE = {"registered", "initialized", "optimizer_covers", "ema_tracks"}
+OF_THE_MODEL_ALONE = {"registered", "initialized", "deferred_initialization", "optimizer_covers", "ema_tracks"}
 OPTIONS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "optimizer_covers": lambda model: {"optimizer": torch.optim.SGD(model.parameters(), 0.1)},
     "ema_tracks": lambda model: {"average": model, "decay": 0.9, "updates": lambda: None},

@@ -346,7 +346,10 @@ def test_models_without_parameters_or_with_a_device_are_not_applicable(probe: Mo
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "needs what makes the model: build it by modelprobe.build, or give factory="),
+        (
+            {},
+            "not applicable to Net: what makes the model is not known: build it by",
+        ),
         ({"factory": 3}, "factory= of deferred_initialization is a function that returns a torch.nn.Module or None"),
         ({"factory": nn.Linear(2, 2)}, "factory= of deferred_initialization is a function that returns"),
         ({"factory": lambda: 3}, "factory returns a torch.nn.Module; got int"),

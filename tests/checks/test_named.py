@@ -111,9 +111,7 @@ def test_all_checks_that_are_broken_are_named_in_the_first_line(probe: ModelProb
 def test_an_error_of_the_model_is_told_without_colors_and_with_what_follows(probe: ModelProbe) -> None:
     class Refuses(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            raise TypeError(
-                "\x1b[31mType-check error\x1b[0m whilst checking forward.\n\nParameter 'x' has 2 axes.\n----\n"
-            )
+            raise TypeError("\x1b[31mType-check error\x1b[0m in forward.\n\nParameter 'x' has 2 axes.\n")
 
     found = checks.deterministic.outcome(probe, Refuses(8, 8), probe.randn(4, 8))
     assert found.text == (
