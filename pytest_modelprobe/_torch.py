@@ -314,12 +314,57 @@ tensor_hooks: Callable[[Tensor], dict[int, Callable[..., Any]] | None] = _attrib
 _takes_hooks: Any = _private("torch._C._FunctionBase._register_hook_dict")
 
 
-def hook_tensor(tensor: Tensor, hook: Callable[[Tensor], object]) -> weakref.ref[dict[int, Callable[..., Any]]]:
+_DEEP = 4_000
+"""So many nodes that Python has seen may be freed by each other: with a stack of 8 MiB, 30,000 end the process."""
+_APART = 256
+_kept: list[Any] = []
+"""Nodes of deep graphs, the newest last."""
+
+
+def keep_node(node: Any, number: int) -> None:
+    """Keep one of some hundred nodes of a deep graph until `free_graphs`, so that no chain of nodes is freed at once.
+
+    Since torch 2.13 a node that Python has seen frees the nodes before it on the stack of its own destructor.
+
+    Args:
+        node: The node, or None for a leaf.
+        number: How many nodes of the graph, or of all, were seen before it.
+    """
+    # Spread as if at random, so that branches which alternate are cut too.
+    if number >= _DEEP and node is not None and number * 0x9E3779B1 % 2**32 < 2**32 // _APART:
+        _kept.append(node)
+
+
+def free_graphs() -> None:
+    """Let go of the kept nodes that no graph needs any more, the newest first, because it may need the others."""
+    for i in range(len(_kept) - 1, -1, -1):
+        if _references(_kept, i) <= _ALONE:
+            del _kept[i]
+
+
+def _references(nodes: list[Any], i: int) -> int:
+    return sys.getrefcount(nodes[i])
+
+
+_ALONE = _references([object()], 0)
+"""References to a node that only a list has: a graph that needs it has one more."""
+
+
+def hook_tensor(
+    tensor: Tensor, hook: Callable[[Tensor], object], number: int = 0
+) -> weakref.ref[dict[int, Callable[..., Any]]]:
     """Register a hook as `Tensor.register_hook` does, in half the time, and return what `unhook_tensor` takes.
 
     The handle, and what leads to it, takes more than half of the 9 microseconds of `register_hook`.
+
+    Args:
+        tensor: The tensor, which requires a gradient.
+        hook: What is called with its gradient.
+        number: How many tensors that may be of the same graph were hooked before it.
     """
     node: Any = tensor.grad_fn
+    if number >= _DEEP:
+        keep_node(node, number)
     if node is None or type(tensor) is not Tensor or _takes_hooks is None or tensor_hooks(tensor) is not None:
         tensor.register_hook(hook)
         return weakref.ref(cast("dict[int, Callable[..., Any]]", tensor_hooks(tensor)))

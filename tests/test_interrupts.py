@@ -1,15 +1,16 @@
-"""Ctrl-C at any line of the package: what is being put back is put back first, and no interrupt is lost."""
+"""A signal at any line of the package: what is being put back is put back first, and no exception of it is lost."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import random
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,11 +33,25 @@ TRY = WHOLE.co_firstlineno + 2
 """Where what undoes something begins: Python has no way to hold an interrupt there, nor before."""
 
 
-class Interrupt:
-    """Sends SIGINT at a line of our files, counted from 1."""
+ALARM = getattr(signal, "SIGALRM", signal.SIGTERM)  # Windows has no alarm
 
-    def __init__(self, at: int = 0) -> None:
-        self.at, self.lines = at, 0
+
+def ring(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError
+
+
+@pytest.fixture
+def alarm() -> Iterator[int]:
+    before = signal.signal(ALARM, ring)
+    yield ALARM
+    signal.signal(ALARM, before)
+
+
+class Interrupt:
+    """Sends a signal at a line of our files, counted from 1."""
+
+    def __init__(self, at: int = 0, number: int = signal.SIGINT) -> None:
+        self.at, self.number, self.lines = at, number, 0
 
     def __enter__(self) -> Interrupt:
         sys.settrace(self._called)
@@ -55,7 +70,7 @@ class Interrupt:
         if self.lines == self.at:
             sys.settrace(None)
             frame.f_trace = None
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(self.number)
         return self._line
 
 
@@ -66,12 +81,12 @@ def lines_of(function: Callable[[], object]) -> int:
     return counted.lines
 
 
-def interrupted(function: Callable[[], object], at: int) -> bool:
-    """Whether an interrupt at a line reaches the caller."""
+def interrupted(function: Callable[[], object], at: int, number: int = signal.SIGINT) -> bool:
+    """Whether what the handler of a signal raises at a line reaches the caller."""
     try:
-        with Interrupt(at):
+        with Interrupt(at, number):
             function()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, TimeoutError):
         return True
     finally:
         sys.settrace(None)
@@ -116,7 +131,7 @@ def state_of_process() -> Any:
         list(warnings.filters),
         list(sys.meta_path),
         gc.isenabled(),
-        signal.getsignal(signal.SIGINT),
+        [signal.getsignal(number) for number in (signal.SIGINT, ALARM)],
         nn.init.trunc_normal_.__globals__["_no_grad_trunc_normal_"],
     )
 
@@ -161,6 +176,36 @@ def test_an_interrupt_at_any_moment_is_raised_when_model_and_process_are_as_befo
     for at in random.Random(times).sample(range(1, lines), times):
         assert interrupted(lambda: action(probe, model), at), at
         assert (state_of(model), state_of_process()) == before, at
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("times", [3, pytest.param(200, marks=pytest.mark.long)])
+def test_an_alarm_at_any_moment_is_raised_when_model_and_process_are_as_before(
+    action: Callable[[ModelProbe, Net], None], times: int, alarm: int
+) -> None:
+    probe, model = ModelProbe(), Net()
+    lines = lines_of(lambda: action(probe, model))
+    before = state_of(model), state_of_process()
+    for at in random.Random(times).sample(range(1, lines), times):
+        assert interrupted(lambda: action(probe, model), at, alarm), at
+        assert (state_of(model), state_of_process()) == before, at
+
+
+@pytest.mark.parametrize(
+    "handler", [ring, lambda *given: ring(*given), functools.partial(lambda by, *given: ring(*given), "me")]
+)
+def test_what_the_handler_of_a_signal_raises_in_a_hook_of_a_watch_ends_the_forward(
+    alarm: int, handler: Callable[..., None]
+) -> None:
+    signal.signal(alarm, handler)
+    model = Net()
+    with Watch(model) as watch:
+        lines = lines_of(lambda: model(torch.ones(3, 4)))
+        for at in range(1, lines // 2, 53):
+            assert interrupted(lambda: model(torch.ones(3, 4)), at, alarm), at
+        before = watch.record.forwards
+        model(torch.ones(3, 4))
+        assert watch.record.forwards == before + 1
 
 
 def test_a_watch_that_is_interrupted_while_it_begins_leaves_no_hook() -> None:
@@ -232,6 +277,15 @@ def test_an_interrupt_waits_for_the_end_or_for_code_of_the_user() -> None:
             steps.append("put back")
     assert steps == ["held", "put back"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_signals_that_waited_are_all_handled_though_one_raises(alarm: int) -> None:
+    seen: list[int] = []
+    signal.signal(alarm, lambda number, frame: seen.append(number))
+    with pytest.raises(KeyboardInterrupt), held():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(alarm)
+    assert seen == [alarm]
 
 
 def test_code_of_the_user_that_catches_an_interrupt_gets_the_next_one_too() -> None:

@@ -104,7 +104,7 @@ class ModelState:
         self._late: list[_Part] = []  # hooks and lazy classes, which are put back after all attributes
         self._savers_by_type: dict[type, tuple[_Saver, ...]] = {}
         self._found: deque[tuple[str, Any]] = deque()
-        with _modes_off():
+        with held(), _modes_off():
             for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
                 self.save(name, tensor)  # first: other objects may be too many, and weights must not be among the rest
             # The innermost first, so that the modules inside one are known when its attributes are saved.

@@ -117,7 +117,7 @@ class Watch:
             with held():
                 self._capture.attach()
                 self._finalizer = weakref.finalize(self, self._capture.detach)
-        except KeyboardInterrupt:
+        except BaseException:
             self._capture.detach()
             raise
 

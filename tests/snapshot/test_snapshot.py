@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -14,6 +15,7 @@ import pytest_modelprobe.probe
 import pytest_modelprobe.report.results  # pytester forgets what its runs import
 import pytest_modelprobe.snapshot.comparer
 import pytest_modelprobe.snapshot.snapshot  # noqa: F401 - pytester forgets what its runs import
+from pytest_modelprobe._pytest import open_raises
 from pytest_modelprobe.files import architecture_digest
 from pytest_modelprobe.record import Call, Layer, Reading, Record, Statistics, Value
 from pytest_modelprobe.snapshot.options import Accepted
@@ -641,6 +643,14 @@ CALLED = pytest.mark.skipif(not hasattr(pytest, "RaisesExc"), reason="pytest bef
 def test_a_failure_that_a_test_expects_fails_nothing(project: Project, body: str) -> None:
     project.update(test=SAME)
     assert project.run(test=one(body, before=DIFFERING)).ret == pytest.ExitCode.OK
+
+
+def test_to_look_for_pytest_raises_takes_no_object_of_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It would take the tuples that other threads are making, which then end with a SystemError.
+    monkeypatch.setattr(gc, "get_objects", lambda: pytest.fail("all objects were taken"))
+    with pytest.raises(ZeroDivisionError) as caught:
+        assert any(one is caught for one in open_raises())
+        1 / 0  # noqa: B018
 
 
 @pytest.mark.parametrize("body", [EXPECTED[0], CAUGHT[0], SAME.rpartition(":")[2].strip()])

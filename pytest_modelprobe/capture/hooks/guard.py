@@ -1,8 +1,8 @@
 """The context in which every hook runs. It keeps errors of hooks from the model.
 
 A watch must not change what the model does. An error in our own code is therefore kept until a record is made, and the
-model goes on. Only an error that ``stop_on=`` asks for reaches the model. One lock serves all hooks, because a model
-may run in several threads.
+model goes on. Only an error that ``stop_on=`` asks for reaches the model, and what the handler of a signal raises. One
+lock serves all hooks, because a model may run in several threads.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from types import ModuleType, TracebackType
 
 from pytest_modelprobe._torch import Context, without_torch_function
 from pytest_modelprobe.exceptions import ModelProbeError
+from pytest_modelprobe.interrupts import is_interrupt
 
 TOO_DEEP = "the model used up Python's stack (RecursionError) in a forward or backward, where calls were not seen"
 _OWN_FRAMES = 100
@@ -46,7 +47,7 @@ class HookGuard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if error is None or not isinstance(error, Exception):  # nearly always None, which is known sooner
+        if error is None or not isinstance(error, Exception) or is_interrupt(error):  # nearly always None
             return False
         if error is self.let_through:
             self.let_through = None  # its traceback has frames with the watch, which would never be freed

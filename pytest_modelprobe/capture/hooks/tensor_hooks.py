@@ -18,7 +18,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe._torch import WeakStorage, hook_tensor, is_view, tensor_hooks, unhook_tensor
+from pytest_modelprobe._torch import WeakStorage, free_graphs, hook_tensor, is_view, tensor_hooks, unhook_tensor
 from pytest_modelprobe.capture.observed.observation import Forward, TensorObservation
 from pytest_modelprobe.capture.observed.tensors import ContentKey, content_key, is_parameter, shape_of
 from pytest_modelprobe.models import is_distributed, local_tensor, value_layout
@@ -121,6 +121,7 @@ class TensorObserver:
 
     def drop_dead_hooks(self) -> None:
         """Forget the hooks whose tensors are gone."""
+        free_graphs()
         self._hooks = [alive for alive in self._hooks if alive() is not None]
 
     def detach(self) -> None:
@@ -129,6 +130,7 @@ class TensorObserver:
             if (hook := alive()) is not None:
                 unhook_tensor(hook.hooks, hook)
         self._hooks.clear()
+        free_graphs()
 
     def _read(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> tuple[tuple[int, int], Reduction]:
         """Return the number of a tensor's contents, and their reduction."""
@@ -177,7 +179,7 @@ class TensorObserver:
             if type(known) is _TensorHook and known.observer is self and known.version == version:
                 return known
         hook = _TensorHook(self, version)
-        hook.hooks = hook_tensor(tensor, hook)
+        hook.hooks = hook_tensor(tensor, hook, len(self._hooks))
         self._hooks.append(ref(hook))
         return hook
 

@@ -10,7 +10,6 @@ result is followed through masks, dropout and changes of layout to a matrix prod
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from pytest_modelprobe.capture.hooks.function_modes import ForwardMode
 from pytest_modelprobe.capture.hooks.guard import HookGuard, hidden
 from pytest_modelprobe.capture.observed.observation import AttentionObservation, CallObservation
 from pytest_modelprobe.capture.observed.running_calls import RunningCall, RunningCalls
+from pytest_modelprobe.interrupts import is_interrupt
 
 _Reader = Callable[..., AttentionObservation | None]
 
@@ -111,11 +111,15 @@ class AttentionMode(ForwardMode):
         if first is None:
             return
         if func in _LAYOUTS:
-            with contextlib.suppress(Exception):  # the new positions are unknown, and nothing is followed further
+            try:
                 moved = _LAYOUTS[func](func, first.positions, *args[1:], **kwargs)
                 pairs = zip(output, moved, strict=True) if isinstance(output, (tuple, list)) else [(output, moved)]
                 for tensor, positions in pairs:
                     self._add(tensor, first._replace(tensor=ref(tensor), positions=positions))
+            except Exception as error:
+                if is_interrupt(error):
+                    raise
+                # else the new positions are unknown, and nothing is followed further
         elif isinstance(output, Tensor) and output.shape == first.positions.shape and output is not first.tensor():
             self._add(output, first._replace(tensor=ref(output)))
 
