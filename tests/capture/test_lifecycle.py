@@ -5,6 +5,7 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
 import sys
 import threading
 import weakref
@@ -751,3 +752,27 @@ def test_an_input_seen_by_a_watched_model_can_be_saved():
 def test_a_capture_that_was_never_attached_detaches():
     layers = Layers(Net())
     Capture(layers, Options()).detach()
+
+
+def test_a_chain_of_60_000_hooked_tensors_is_freed_without_using_up_the_stack() -> None:
+    # Of which torch 2.13 and newer free each on the stack of the next, once Python has seen its `grad_fn`.
+    code = """
+import torch
+from pytest_modelprobe._torch import free_graphs, hook_tensor
+
+def chain():
+    x = torch.ones(1, requires_grad=True)
+    hooks = []
+    for number in range(60_000):
+        x = x * 1
+        hooks.append(hook_tensor(x, print, number))
+    return x, hooks
+
+x, hooks = chain()
+free_graphs()
+del x
+assert hooks[0]() is not None  # the chain is cut, and what is left waits
+free_graphs()
+assert not any(hook() for hook in hooks)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
