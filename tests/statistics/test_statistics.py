@@ -18,7 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_modelprobe import kernel, statistics
 from pytest_modelprobe.record import Statistics
-from pytest_modelprobe.statistics import SmallTensors, ambient_modes_disabled, collect, merge, reduce, reduce_on_device
+from pytest_modelprobe.statistics import (
+    SmallTensors,
+    ambient_modes_disabled,
+    collect,
+    merge,
+    readable,
+    reduce,
+    reduce_on_device,
+)
 from pytest_modelprobe.statistics.fingerprint import project
 from pytest_modelprobe.statistics.reduced import NO_ELEMENT
 from pytest_modelprobe.statistics.small import SMALL
@@ -767,3 +775,20 @@ def test_it_leaves_every_state_as_it_was():
 
 def test_without_a_context_nothing_is_entered():
     assert ambient_modes_disabled() is ambient_modes_disabled()
+
+
+DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype in readable._READABLE]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("size", [4, 20_000])
+@pytest.mark.parametrize("dtype", dict.fromkeys(DTYPES), ids=str)
+def test_a_lazily_negated_tensor_of_any_dtype_is_read_or_has_a_reason(dtype: torch.dtype, size: int) -> None:
+    negated = torch._neg_view(torch.zeros(size, dtype=torch.int8).repeat(dtype.itemsize).view(dtype))
+    (reading,) = collect([reduce(negated, axis=-1, histogram=True)])
+    try:
+        negated.clone()
+    except (RuntimeError, NotImplementedError):  # torch itself cannot read it
+        assert reading.reason == f"{str(dtype).removeprefix('torch.')} tensor with the bit for negation"
+    else:
+        assert reading.statistics is not None or "bit for negation" in str(reading.reason)
