@@ -82,8 +82,8 @@ def _may_matter(pair: CallPair, argument: Difference) -> bool:
     if response is None or response.arguments_matter:
         return response is not None
     given = argument.expected if argument.actual is None else argument.actual
-    is_default = None in (argument.actual, argument.expected) and response.defaults.get(argument.what, (given,)) == (given,)
-    return response.mode_matters and not is_default
+    in_both = None not in (argument.actual, argument.expected)
+    return response.mode_matters and (in_both or response.defaults.get(argument.what, (given,)) != (given,))
 
 
 def _is_shared_otherwise(index: ComparisonIndex, layer: Layer) -> bool:
