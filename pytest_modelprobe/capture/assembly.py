@@ -232,6 +232,7 @@ class _Builder:
         self.first = chosen.first
         self.backwards = chosen.backwards
         self.calls: dict[str, list[tuple[ForwardKind, CallObservation]]] = {}
+        self.samples = {kind: _digest(totals.sum_of_hashes) for kind, totals in chosen.parts.items()}
         for kind, totals in chosen.parts.items():
             for (layer, _), call in totals.calls.items():
                 self.calls.setdefault(layer, []).append((kind, call))
@@ -327,6 +328,7 @@ class _Builder:
             grad_enabled=call.grad_enabled,
             autocast=call.autocast,
             random=call.random,
+            samples=self.samples[kind],
             recomputed=call.recomputed,
         )
 
@@ -462,6 +464,10 @@ def _attention(attended: AttentionObservation) -> Attention:
         most=tuple(attended.most.flatten().tolist()),
         kind=attended.kind,
     )
+
+
+def _digest(sum_of_hashes: torch.Tensor | None) -> str | None:
+    return None if sum_of_hashes is None else f"{int(sum_of_hashes) % 2**64:016x}"
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -144,7 +144,7 @@ class _Comparer:
         self.actual, self.expected, self.names = actual, expected, names
         self.times = times
         self.changes: dict[ValueKey, ValueChange] = {}
-        self.within_tolerance: dict[tuple[int, int, str, Direction, float], ValueChange] = {}
+        self.within_tolerance: dict[tuple[int, int, str, Direction, float, bool], ValueChange] = {}
         """By the ids of two readings: an input has the readings of the output that it is."""
         self.pairs: list[CallPair] = []
         self.notes: list[Difference] = []
@@ -167,6 +167,16 @@ class _Comparer:
                 yield from self._layer(layer, self.expected.layers[name])
         yield from self._order()
         self.pairs.sort(key=lambda pair: pair.actual.started)
+        yield from self._samples()
+
+    def _samples(self) -> Iterator[Difference]:
+        """Yield forwards of other samples, where no input says so: only a file that was edited has such."""
+        for pair in self.pairs:
+            changes = [self.changes.get((pair.layer, pair.key, "input", value.path)) for value in pair.actual.inputs]
+            told = any(change is not None and change.differs for change in changes)
+            if pair.has_signs_of_inputs and not (pair.same_signs or told):
+                mine, theirs = pair.actual.samples, pair.expected.samples
+                yield Difference(layer=pair.layer, kind="input", what="samples", actual=mine, expected=theirs)
 
     def _order(self) -> Iterator[Difference]:
         """Yield the first parameter that is at another position, among those of both records, than it was."""
@@ -348,15 +358,19 @@ class _Comparer:
             yield at(kind="source", actual=a.source, expected=e.source)
         place = (pair.layer, pair.key, side, a.path)
         kind: DifferenceKind = "input" if is_input else "output"
-        found = [*self._value(place, kind, a.forward, e.forward, e.dtype, "forward", scale)]
+        same_signs = pair.same_signs
+        alone = same_signs or (is_input and pair.has_signs_of_inputs)
+        found = [*self._value(place, kind, a.forward, e.forward, e.dtype, "forward", scale, same_signs=alone)]
         if self.backward and not (a.overwritten or e.overwritten):
             place = (pair.layer, pair.key, "input gradient" if is_input else "gradient", a.path)
-            found += self._gradient(place, "gradient", a.backward, e.backward, e.dtype, e.forward)
+            gradients = a.backward, e.backward
+            found += self._gradient(place, "gradient", *gradients, e.dtype, e.forward, same_signs=same_signs)
         if not is_input or a.source is None:  # else the difference is reported at the output
             yield from found
         if a.backward_inner is not None or e.backward_inner is not None:
             place = (pair.layer, pair.key, "inner gradient", a.path)
-            yield from self._gradient(place, "gradient", a.backward_inner, e.backward_inner, e.dtype, e.forward)
+            gradients = a.backward_inner, e.backward_inner
+            yield from self._gradient(place, "gradient", *gradients, e.dtype, e.forward, same_signs=same_signs)
 
     def _is_same_tensor(self, pair: CallPair, a: Value, e: Value) -> bool:
         """Whether two sources are the same tensor, as the output of a container and of its last child.
@@ -420,6 +434,8 @@ class _Comparer:
         direction: Direction,
         scale: Callable[[], float] = float,
         rounding: float | None = None,
+        *,
+        same_signs: bool = True,
     ) -> Sequence[Difference]:
         if not (self.both_read or (is_read(a) and is_read(e))):  # reported once for the whole record
             return ()
@@ -428,7 +444,7 @@ class _Comparer:
             return ()
         layer, key, _, path = place
         times = self.times(layer)
-        pair = id(a), id(e), dtype, direction, times
+        pair = id(a), id(e), dtype, direction, times, same_signs
         found = self.within_tolerance.get(pair)
         if found is None:
             found = _tolerance.change(
@@ -440,6 +456,7 @@ class _Comparer:
                 scale=scale,
                 times=times,
                 rounding=self.rounding if rounding is None else rounding,
+                same_signs=same_signs,
             )
             if found.change == math.inf:
                 found = found._replace(sizes=_tolerance.sizes(a, e))
@@ -463,10 +480,12 @@ class _Comparer:
         dtype: str,
         of: Reading,
         rounding: float | None = None,
+        *,
+        same_signs: bool = True,
     ) -> Sequence[Difference]:
         if a is not None and e is not None:
             scale = functools.partial(self._largest_gradient.beside, of)
-            return self._value(place, kind, a, e, dtype, "backward", scale, rounding)
+            return self._value(place, kind, a, e, dtype, "backward", scale, rounding, same_signs=same_signs)
         if a is e or not self.both_read:
             return ()
         layer, key, _, path = place

@@ -84,6 +84,16 @@ class CallPair:
         """Whether the call is a forward, whose inputs come from the test."""
         return self.layer == self.actual.root and self.actual.index == 0
 
+    @property
+    def same_signs(self) -> bool:
+        """Whether fingerprints of its values have the same signs in both records: they are those of the samples."""
+        return self.actual.samples == self.expected.samples
+
+    @property
+    def has_signs_of_inputs(self) -> bool:
+        """Whether its inputs have signs of their own in both records: it is a forward, and not of an older file."""
+        return self.outermost and None not in (self.actual.samples, self.expected.samples)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:

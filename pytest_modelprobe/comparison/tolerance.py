@@ -119,6 +119,7 @@ def change(
     scale: Callable[[], float] = float,
     times: float = 1.0,
     rounding: float = 0.0,
+    same_signs: bool = True,
 ) -> ValueChange:
     """Return the change from ``expected`` to ``actual``. A value that only one of the two has counts as different.
 
@@ -132,6 +133,8 @@ def change(
             norm in the call, or `LargestGradient.beside`.
         times: The user's factor for the tolerance.
         rounding: The largest `epsilon` of any dtype in the run: noise allows four of it.
+        same_signs: Whether fingerprints and digests can be compared. If not, the other numbers are: they show no more
+            than how large the change is at least.
 
     >>> one, two = (Reading(statistics=Statistics(count=4, mean=m), fingerprint=(m, m)) for m in (1.0, 1.01))
     >>> found = change(two, one)
@@ -155,25 +158,25 @@ def change(
     most = max(LARGEST_TOLERANCE[direction], NOISE_FACTOR * rounding)
     resolved = min(floor, _FLOOR[direction])
     limit = max(floor, min(resolved + noise, most)) * times
-    if expected.digest is not None:
+    if expected.digest is not None and same_signs:
         same = actual.digest == expected.digest and _same_zeros(actual, expected)
         share = 0.0 if same and _moments_change(a, e, 0.0) <= _MOMENTS_FACTOR * floor else _share(actual, expected)
         return ValueChange(share, expected.noise, min(noise, LARGEST_TOLERANCE[direction]) * times)
     if x is None or y is None:
         return ValueChange(_moments_change(a, e, 0.0), expected.noise, max(limit, _PRINTED_PRECISION))
-    if x == y and _same(_MOMENTS, a, e):
+    if (x == y or not same_signs) and _same(_MOMENTS, a, e):
         return ValueChange(0.0, expected.noise, limit)
     # The norm is exact by the moments; non-finite elements are in the fingerprint alone.
     size = e.norm if e is not None and not e.nonfinite else math.hypot(*y)
-    found, least = estimated_change(x, y, size), 0.0
-    if found == 0 and not _same_zeros(actual, expected):
+    found, least = estimated_change(x, y, size) if same_signs else 0.0, 0.0
+    if found == 0 and same_signs and not _same_zeros(actual, expected):
         return ValueChange(math.inf, expected.noise, limit)
     moments = 0.0 if found > limit else _moments_change(a, e, 0.0)
     if found > limit or moments > _MOMENTS_FACTOR * limit:
         scaled = scale()
         if size < _ZERO_SHARE * scaled:
             size = least = _ZERO_SHARE * scaled
-            found = estimated_change(x, y, size)
+            found = estimated_change(x, y, size) if same_signs else 0.0
         if size:  # a value that is nearly zero is all noise: compared with the scale
             nothing = NOISE_FACTOR * max(_ZERO_SHARE, rounding) * scaled / size
             limit = max(floor, min(resolved + noise, max(most, nothing))) * times

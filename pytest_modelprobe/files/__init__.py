@@ -13,7 +13,7 @@ from .declaring import Removal, removal_from, removal_text, with_reason
 from .decoding import StoredSnapshot, architecture_digest, decode, decode_architecture
 from .encoding import encode
 from .file_names import case_folded, file_name
-from .layout import Texts
+from .layout import SCHEMA, Texts
 from .parsing import MOST_BYTES, RESTORE, parsed, text_of, too_large
 from .storage import ARCH, DIRECTORY, PROBE, REMOVED, read, read_text, read_texts, write, write_text
 from .updating import rewritten
@@ -23,6 +23,7 @@ __all__ = [
     "DIRECTORY",
     "PROBE",
     "REMOVED",
+    "SCHEMA",
     "Removal",
     "removal_from",
     "removal_text",

@@ -30,9 +30,9 @@ def with_reason(text: str, reason: str, supersedes: str | None) -> str:
     Raises:
         SnapshotError: The file is not laid out as `encode` writes it.
 
-    >>> print(with_reason('{\n"modelprobe": 4,\n"reason": "old",\n"layers": {\n}\n}', "wider", "a b"))
+    >>> print(with_reason('{\n"modelprobe": 5,\n"reason": "old",\n"layers": {\n}\n}', "wider", "a b"))
     {
-    "modelprobe": 4,
+    "modelprobe": 5,
     "reason": "wider",
     "supersedes": "a b",
     "layers": {
@@ -64,7 +64,7 @@ def removal_text(removal: Removal) -> str:
 
     >>> text = removal_text(Removal(frozenset({"a"}), "not used any more"))
     >>> text
-    '{\n "modelprobe": 4,\n "reason": "not used any more",\n "removed": {\n  "a": true\n }\n}\n'
+    '{\n "modelprobe": 5,\n "reason": "not used any more",\n "removed": {\n  "a": true\n }\n}\n'
     >>> removal_from(text, "test_a.removed.json").reason
     'not used any more'
     """

@@ -71,7 +71,7 @@ def encode(
     >>> texts = encode(Record(model="Net", layers={"fc1": Layer(name="fc1", type="torch.nn.Linear")}))
     >>> print(texts.architecture, end="")
     {
-    "modelprobe": 4,
+    "modelprobe": 5,
     "model": "Net",
     "mode": "eval",
     "numbers": false,
@@ -89,8 +89,9 @@ def encode(
     architecture = laid_out(header, ((name, _JSON(layer)) for name, layer in layers.items()))
     if not numbers:
         return Texts(architecture, None)
-    top = _numbers_header(record, digest_of({**header, "layers": layers}), compared)
-    content = _Numbers(lines, defaults)
+    samples = next((call.samples for _, _, calls in lines for call in calls), None)
+    top = _numbers_header(record, digest_of({**header, "layers": layers}), samples, compared)
+    content = _Numbers(lines, defaults, top[layout.SAMPLES])
     rows = list(content.lines())
     return Texts(architecture, laid_out(top, rows, content.responses.items()))
 
@@ -142,7 +143,7 @@ def _dtypes(lines: Sequence[LayerCalls]) -> Iterator[str]:
     yield from (v.dtype for _, _, cs in lines for c in cs for v in (*c.inputs, *c.outputs) if floating(v.dtype))
 
 
-def _numbers_header(record: Record, digest: str, compared: ComparedParts) -> dict[str, Any]:
+def _numbers_header(record: Record, digest: str, samples: str | None, compared: ComparedParts) -> dict[str, Any]:
     header: dict[str, Any] = {
         "modelprobe": layout.SCHEMA,
         "architecture": digest,
@@ -154,6 +155,7 @@ def _numbers_header(record: Record, digest: str, compared: ComparedParts) -> dic
         "origin": _operation(record.origin),
         "gradient_origin": _operation(record.gradient_origin),
         "versions": dict(record.versions) or None,
+        layout.SAMPLES: samples or "",
         "columns": layout.COLUMNS,
         "gradient columns": layout.GRADIENT_COLUMNS,
         "keys": layout.KEYS,
@@ -265,9 +267,10 @@ def _json_value(value: Plain) -> Any:
 class _Numbers:
     """The lines of the numbers file. A tensor is written where it is first seen."""
 
-    def __init__(self, lines: Sequence[LayerCalls], defaults: Defaults) -> None:
+    def __init__(self, lines: Sequence[LayerCalls], defaults: Defaults, samples: str) -> None:
         self.defaults = defaults
         self.lines_of = lines
+        self.samples = samples
         self.known: dict[tuple[Any, ...], str] = {}
         self.entries = dict(self._values())
         self.own = {
@@ -354,6 +357,8 @@ class _Numbers:
                     yield sign + key, text
         if call.random is not None:
             yield layout.RANDOM, quoted(call.random)
+        if (samples := call.samples or "") != self.samples:
+            yield layout.SAMPLES, quoted(samples)
         if call.response is not None:
             yield layout.ALONE, quoted(self._response(i, j, call.response))
 

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 from pytest_modelprobe.record import ROOT
 
-SCHEMA = 4
-"""The version of the format. A file of another version is not read: its test records it anew."""
+SCHEMA = 5
+"""The version of the format. The version before is read too, by the gate and by an update, which writes it anew."""
 LAYERS = "layers"
 RESPONSES = "responses"
 DECLARATION = ("reason", "supersedes")
@@ -29,7 +29,7 @@ COLUMNS = ["mean", "std", "min", "max", "fingerprint", "noise", "zeros"]
 GRADIENT_COLUMNS = ["rms", "fingerprint", "noise", "zeros"]
 
 OWN, INPUT, OUTPUT = ".", "<", ">"
-ALONE, RANDOM = "alone", "random"
+ALONE, RANDOM, SAMPLES = "alone", "random", "samples"
 HANDED = "~"
 RECIPES, GRADIENT, UNREACHED, REASON, BY_MODE = "given", "gradient", "unreached", "reason", "by mode"
 KEYS = {
@@ -37,6 +37,7 @@ KEYS = {
     "<": "input: numbers and gradient, or which value it is",
     ">": "output; 2> of the second call",
     "alone": "which response",
+    "samples": "a digest of the samples, by which fingerprints are made",
     "~": "what the code alone handed on",
 }
 """The meaning of the keys, for readers of the file."""

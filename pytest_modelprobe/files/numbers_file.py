@@ -48,7 +48,7 @@ def operation_from(data: Any) -> Operation | None:
 # The names and types of the fields, as in `architecture_file`.
 _NUMBERS = {
     "modelprobe": int, "architecture": str, "compared": str, "device": str, "applied": str, "noise": str,
-    "notes": list, "origin": list, "gradient_origin": list, "versions": dict, "columns": list,
+    "notes": list, "origin": list, "gradient_origin": list, "versions": dict, layout.SAMPLES: str, "columns": list,
     "gradient columns": list, "keys": dict, layout.RESPONSES: dict, layout.LAYERS: dict,
 }  # fmt: skip
 
@@ -63,6 +63,8 @@ def check_numbers(data: Mapping[str, Any], structure: Structure) -> None:
         raise FormatError(f"how its noise came about is {excerpt(data['noise'])}")
     if data.get("compared", "all") not in get_args(ComparedParts):
         raise FormatError(f"what is compared of it is {excerpt(data['compared'])}")
+    if layout.SAMPLES not in data and data["modelprobe"] == layout.SCHEMA:
+        raise FormatError("it does not say which samples its fingerprints are of")
     for name, columns in (("columns", layout.COLUMNS), ("gradient columns", layout.GRADIENT_COLUMNS)):
         if data.get(name, columns) != columns:
             raise FormatError("its columns are others than this version writes")
@@ -98,6 +100,7 @@ class RecordBuilder:
     def __init__(self, structure: Structure, numbers: Mapping[str, Any]) -> None:
         self.structure = structure
         self.device: str = numbers.get("device", "cpu")
+        self.samples: str = numbers.get(layout.SAMPLES, "")
         self.responses: dict[str, Any] = numbers.get(layout.RESPONSES, {})
         self.units = 0
         self.own: dict[str, _ValueReadings] = {}
@@ -131,7 +134,7 @@ class RecordBuilder:
                     if sign + key in data:
                         self.given[i, j, end, k] = data[sign + key]
                         found += 1
-            for key in (layout.ALONE, layout.RANDOM):
+            for key in (layout.ALONE, layout.RANDOM, layout.SAMPLES):
                 text = data.get(number + key)
                 if text is not None:
                     if type(text) is not str:
@@ -238,6 +241,7 @@ class RecordBuilder:
             inputs=tuple([self._value((i, j, False, k), line.name, v) for k, v in enumerate(inputs)]),
             outputs=tuple([self._value((i, j, True, k), line.name, v) for k, v in enumerate(outputs)]),
             random=self.besides.get((i, j, layout.RANDOM)),
+            samples=self.besides.get((i, j, layout.SAMPLES), self.samples) or None,
             response=None if alone is None else self._response(i, j, alone),
         )
 

@@ -31,7 +31,7 @@ _THEIRS = re.compile(r">>>>>>>(?<=^.{7}) ?(.*)$", re.MULTILINE)
 
 
 def parsed(text: str, where: str, *, section: str = LAYERS) -> dict[str, Any]:
-    """Return what a file of our schema holds.
+    """Return what a file of our schema holds, or of the one before.
 
     Args:
         text: The text of the file.
@@ -77,7 +77,7 @@ def parsed(text: str, where: str, *, section: str = LAYERS) -> dict[str, Any]:
             f"{where} was written by a newer pytest-modelprobe (schema {excerpt(schema)}; this one reads {SCHEMA}): "
             "upgrade pytest-modelprobe"
         )
-    if schema < SCHEMA:
+    if schema < SCHEMA - 1:
         raise SnapshotError(
             f"{where} was written by an older pytest-modelprobe (schema {schema}; this one reads {SCHEMA}): delete "
             "it and the file beside it, and record the snapshot again with --snapshot-update"

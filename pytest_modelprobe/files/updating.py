@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from pytest_modelprobe.exceptions import SnapshotError
 
 from .decoding import decode
-from .layout import ALONE, DECLARATION, LAYERS, RANDOM, RESPONSES, Texts, digest_of, joined_lines
+from .layout import ALONE, DECLARATION, LAYERS, RANDOM, RESPONSES, SAMPLES, Texts, digest_of, joined_lines
 
 # Fields of the header that the lines of layers depend on: if one changes, the same line says something else.
 _LEFT_OUT = ("root", "mode", "forwards", "dtype", "requires_grad", "grad_enabled", "autocast", "attributes")
@@ -79,10 +79,12 @@ def _mixed(new: Texts, old: Texts, changed: Collection[str]) -> Texts:
     architecture = _architecture(new, old, a, b)
     if new.numbers is None or old.numbers is None:
         return Texts(architecture, new.numbers)
-    if any(_data(a.header, key) != _data(b.header, key) for key in _LEFT_OUT):
+    numbers = _split(new.numbers), _split(old.numbers)
+    same_signs = _data(numbers[0].header, SAMPLES) == _data(numbers[1].header, SAMPLES)
+    if not same_signs or any(_data(a.header, key) != _data(b.header, key) for key in _LEFT_OUT):
         return Texts(architecture, new.numbers)
     same = {name for name, line in a.layers.items() if name in b.layers and line.data == b.layers[name].data}
-    return Texts(architecture, _numbers(_split(new.numbers), _split(old.numbers), same - set(changed)))
+    return Texts(architecture, _numbers(*numbers, same - set(changed)))
 
 
 def _architecture(new: Texts, old: Texts, a: _File, b: _File) -> str:

@@ -190,6 +190,9 @@ class Call(NanEqual):
     """Dtype of the autocast that was active, or `None` if there was none."""
     random: str | None = None
     """Hash of the random generator's state at the start, if the call drew random numbers."""
+    samples: str | None = None
+    """The sum of the hashes of the samples in these forwards, of which the signs of fingerprints are made, as 16
+    hexadecimal digits. The fingerprints of two calls can be compared if it is the same. `None` if there is no batch."""
     recomputed: int = 0
     """How often activation checkpointing computed the call again. No other count includes these."""
     response: IsolatedResponse | None = None
@@ -210,13 +213,11 @@ def merge_dimensions(a: Dimension, b: Dimension) -> Dimension:
 def batch_sizes(size: int, inner: Iterable[int]) -> frozenset[int]:
     """Return the sizes that dimension 0 may have in values with the batch in it, alone or flattened with the next ones.
 
-    With one sample only size 1 counts: 1 times the other dimensions may as well be these dimensions without a batch.
-
     Args:
         size: Number of samples in the batch.
         inner: The other dimensions of the first input of the model.
 
-    >>> sorted(batch_sizes(8, (32,))), sorted(batch_sizes(1, (32,)))
-    ([8, 256], [1])
+    >>> sorted(batch_sizes(8, (32,)))
+    [8, 256]
     """
-    return frozenset(itertools.accumulate(inner, operator.mul, initial=size) if size > 1 else [size])
+    return frozenset(itertools.accumulate(inner, operator.mul, initial=size))

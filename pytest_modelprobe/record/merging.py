@@ -23,7 +23,19 @@ from .naming import address, qualified
 from .stepping import Stepping
 from .tensor_parallel import MIXED, TENSOR_PARALLEL, Joining
 from .tensor_statistics import Reading, has_nonfinite
-from .together import NOT_REDUCED, OTHER_STEP, SAME_START, demand_alike, demand_equal, mean, once, rms, scaled, together
+from .together import (
+    NOT_REDUCED,
+    OTHER_STEP,
+    SAME_START,
+    added,
+    demand_alike,
+    demand_equal,
+    mean,
+    once,
+    rms,
+    scaled,
+    together,
+)
 
 if TYPE_CHECKING:
     from .record import Record
@@ -208,6 +220,7 @@ class _Merging:
             inputs=self._values([v for call in have for v in call.inputs], scale),
             outputs=self._values([v for call in have for v in call.outputs], scale),
             attention=(),
+            samples=have[0].samples if self.same_inputs else added([call.samples for call in have]),
             random=have[0].random if all(call.random == have[0].random for call in have) else None,
             response=None,
         )
@@ -230,11 +243,12 @@ class _Merging:
 
     def _value(self, have: list[Value], scale: float) -> Value:
         first = have[0]
+        sized = [(value.shape[:1], sizes) for value, sizes in zip(have, self._batches, strict=False)]
         # The same input in all ranks is not a batch in parts, whatever the sizes are.
-        batch = not self.same_inputs and all(
-            bool(value.shape) and value.shape[0] in sizes for value, sizes in zip(have, self._batches, strict=False)
-        )
-        if not batch and all(value.forward.statistics == first.forward.statistics for value in have):
+        batch = not self.same_inputs and all(size and size[0] in sizes for size, sizes in sized)
+        # A table that all share may have the size of one sample that is flattened.
+        may_be_table = not batch or any(1 in sizes and size != (1,) for size, sizes in sized)
+        if may_be_table and all(value.forward.statistics == first.forward.statistics for value in have):
             return self._replicated(have)
         of_all = functools.partial(together, adds_up=batch, of_step=self.is_step)
         of_mean = functools.partial(scaled, factor=scale)

@@ -28,7 +28,7 @@ from .selection import Selector, selected
 from .tensor_statistics import is_read
 from .text import as_html, as_text, unknown_layer
 
-SCHEMA = 1
+SCHEMA = 2
 """Number of the form of `Record.to_dict`. A record with another number is refused."""
 
 COMPILED_INSIDE = (
@@ -318,7 +318,7 @@ class Record:
         """Return plain dicts, lists, numbers and strings that strict JSON can hold.
 
         >>> Record(model="Net", forwards=1).to_dict()
-        {'schema': 1, 'model': 'Net', 'forwards': 1}
+        {'schema': 2, 'model': 'Net', 'forwards': 1}
         """
         return {"schema": SCHEMA, **encode(self)}
 
@@ -329,7 +329,7 @@ class Record:
         Raises:
             ValueError: The data has another schema, or is not that of a record.
 
-        >>> Record.from_dict({"schema": 1, "model": "Net"})
+        >>> Record.from_dict({"schema": 2, "model": "Net"})
         <Record of Net: 0 layers, 0 forwards, 0 backwards>
         """
         found: object = data.get("schema") if isinstance(data, dict) else type(data).__name__

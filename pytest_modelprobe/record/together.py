@@ -83,7 +83,7 @@ def together(readings: Sequence[Reading | None], *, adds_up: bool = False, of_st
         tensors=1 if of_step and adds_up else have[0].tensors,
         statistics=functools.reduce(Statistics.merge, statistics) if statistics else have[0].statistics,
         fingerprint=_sum_of_fingerprints(have) if adds_up else None,
-        digest=_sum_of_digests(have) if adds_up else None,
+        digest=added([reading.digest for reading in have]) if adds_up else None,
         units=_units([r.units for r in have]),
         reason=next((r.reason for r in have if r.reason), None),
         histogram=functools.reduce(Histogram.merge, histograms) if histograms else None,
@@ -95,10 +95,10 @@ def _sum_of_fingerprints(readings: Sequence[Reading]) -> tuple[float, ...] | Non
     return tuple(map(math.fsum, zip(*all_have, strict=True))) if len(all_have) == len(readings) else None
 
 
-def _sum_of_digests(readings: Sequence[Reading]) -> str | None:
-    # A digest is a sum of hashes in 64 bits, so that the digests of parts add up too.
-    all_have = [int(reading.digest, 16) for reading in readings if reading.digest is not None]
-    return f"{sum(all_have) % 2**64:016x}" if len(all_have) == len(readings) else None
+def added(digests: Sequence[str | None]) -> str | None:
+    """Return the digest of parts together, or `None` if one has none. A digest is a sum of hashes in 64 bits."""
+    all_have = [int(digest, 16) for digest in digests if digest is not None]
+    return f"{sum(all_have) % 2**64:016x}" if len(all_have) == len(digests) else None
 
 
 def once(reading: Reading) -> Reading:

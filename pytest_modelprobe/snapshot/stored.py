@@ -14,6 +14,7 @@ import pytest
 from pytest_modelprobe.comparison import Comparison, Parts
 from pytest_modelprobe.exceptions import SnapshotError
 from pytest_modelprobe.files import (
+    SCHEMA,
     Texts,
     architecture_digest,
     decode,
@@ -39,6 +40,8 @@ class Stored(NamedTuple):
     record: Record | None
     complete: bool
     """Whether the record has all that is to be compared. If not, it has the structure alone."""
+    older: str = ""
+    """Of which schema it is, in a sentence, if it is not the one that is written."""
 
 
 def read_stored(place: SnapshotFiles, record: Record, parts: Parts, *, updating: bool, config: pytest.Config) -> Stored:
@@ -51,6 +54,9 @@ def read_stored(place: SnapshotFiles, record: Record, parts: Parts, *, updating:
         return Stored(None, None, complete=False)
     where = str(place.arch)
     data = parsed(texts.architecture, where)
+    older = ""
+    if data["modelprobe"] < SCHEMA:
+        older = f"{shown_path(place.arch, config)} is of schema {data['modelprobe']}, and this version writes {SCHEMA}"
     stores_numbers = data.get("numbers") is not False
     if parts != "architecture" and stores_numbers and not has_numbers(record):
         raise SnapshotError(
@@ -58,12 +64,12 @@ def read_stored(place: SnapshotFiles, record: Record, parts: Parts, *, updating:
             'with modelprobe_snapshot(compare="architecture"), or run the model'
         )
     if parts == "architecture" or not has_numbers(record):
-        return Stored(texts, decode_architecture(data, where=where).record, complete=True)
+        return Stored(texts, decode_architecture(data, where=where).record, complete=True, older=older)
     if not stores_numbers or texts.numbers is None or (updating and not _fits(texts, place)):
         alone = decode_architecture(data, where=where).record
-        return Stored(Texts(texts.architecture, None), alone, complete=False)
+        return Stored(Texts(texts.architecture, None), alone, complete=False, older=older)
     decoded = decode(data, texts.numbers, where=where, numbers_at=str(place.probe))
-    return Stored(texts, decoded.record, complete=True)
+    return Stored(texts, decoded.record, complete=True, older=older)
 
 
 def _fits(texts: Texts, place: SnapshotFiles) -> bool:

@@ -34,7 +34,7 @@ from .fingerprint import project, read, turned, turned_on_device
 from .histogram import count, from_counts
 from .readable import ABSTRACT, FLOATS, NARROW, ambient_modes_disabled, as_plain_tensor, real
 from .reduced import NO_ELEMENT, Array, PackedReduction, Reduced, Reduction, merged_row
-from .samples import WHOLE, Samples, SeenSamples, samples_of
+from .samples import WHOLE, Samples, SeenSamples, samples_of, sum_of_hashes
 from .small import SMALL, SmallTensors
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "reduce",
     "reduce_on_device",
     "samples_of",
+    "sum_of_hashes",
     "with_signs_of",
 ]
 

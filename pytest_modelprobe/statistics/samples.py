@@ -1,9 +1,13 @@
 """The samples of a batch, each with a hash of its own, so that the fingerprints of the parts of a batch add up.
 
-A sample is known by what the model was given for it. So it has the same hash at any world size, in any order and in any
-microbatch. The hash takes integers as they are. Of floating elements it takes what rounding hardly ever changes: the
-exponent of their norm, and four coarse projections. So another machine, a perturbation or a narrower dtype leaves the
-hash as it is. Samples that are equal in every bit are numbered, and those of earlier microbatches count too.
+A sample is known by what the model was given for it, and that is its part of the first input. So it has the same hash
+at any world size, in any order and in any microbatch, and another mask leaves it as it is. Each input has besides
+hashes of its own, with which it alone is read: so a change of one is no change of another.
+
+A hash takes integers as they are. Of floating elements it takes what rounding hardly ever changes: the exponent of
+their norm, and four coarse projections. So another machine, a perturbation or a narrower dtype leaves the hash as it
+is. Where samples have the same first input, the others tell them apart. Samples that are equal in every bit are
+numbered, and those of earlier microbatches count too.
 
 What is computed by torch here is also computed by numpy for the CPU, with the same results, because a hook on the model
 runs for each forward and numpy's calls take a fraction of the time for so few numbers.
@@ -12,7 +16,9 @@ runs for each forward and numpy's calls take a fraction of the time for so few n
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,9 +44,11 @@ class Samples:
 
     Args:
         hashes: One int64 hash per sample, or `None` if there is no batch.
-        sizes: Sizes of dimension 0 of the values that have the batch there.
-        keys: One int64 key per sample. Equal samples have equal keys. A NumPy array, or a tensor if the samples are on
-            another device.
+        sizes: Sizes of dimension 0 of the values that have the batch there. With one sample all values are of it.
+        keys: One int64 key per input and sample. Equal samples have equal keys. A NumPy array, or a tensor if the
+            samples are on another device.
+        inputs: For each tensor that the model was given, the samples with hashes of that tensor alone, or `None` if
+            these hashes are its own.
     """
 
     def __init__(
@@ -48,10 +56,13 @@ class Samples:
         hashes: Tensor | None = None,
         sizes: Collection[int] = (),
         keys: Array | Tensor | None = None,
+        inputs: Sequence[Samples | None] = (),
     ) -> None:
         self.keys = keys
+        self.inputs = inputs
         self._hashes = hashes
         self._sizes = frozenset(sizes)
+        self._is_one = hashes is not None and len(hashes) == 1
         self._here: Array | None = None
 
     def hashes(self, shape: Sequence[int]) -> Array:
@@ -59,7 +70,7 @@ class Samples:
 
         If dimension 0 of the value is the batch, there is one for each sample. Else there is one for the whole value.
         """
-        if self._hashes is None or not shape or shape[0] not in self._sizes:  # `has_batch`, without the call
+        if self._hashes is None or not self.has_batch(shape):
             return _NO_BATCH
         if self._here is None:
             with ambient_modes_disabled():
@@ -73,12 +84,29 @@ class Samples:
         return self._hashes.to(device, non_blocking=True)
 
     def has_batch(self, shape: Sequence[int]) -> bool:
-        """Return whether dimension 0 of a value is the batch."""
-        return self._hashes is not None and bool(shape) and shape[0] in self._sizes
+        """Return whether dimension 0 of a value is the batch, or the value is of the only sample."""
+        return self._is_one or (bool(shape) and shape[0] in self._sizes)
+
+    def sum(self) -> Tensor | None:
+        """Return the sum of the hashes, which wraps as uint64 does, or `None` without a batch."""
+        with ambient_modes_disabled():
+            return None if self._hashes is None else self._hashes.sum()
 
 
 WHOLE = Samples()
 """The samples of a tensor without a batch."""
+
+
+def sum_of_hashes(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Return the sum of what `Samples.sum` returned for two forwards. Nothing waits for a device.
+
+    >>> sum_of_hashes(torch.tensor(2), None), sum_of_hashes(torch.tensor(2), torch.tensor(3))
+    (tensor(2), tensor(5))
+    """
+    if a is None or b is None:
+        return b if a is None else a
+    with ambient_modes_disabled():
+        return a + b.to(a.device, non_blocking=True)
 
 
 class SeenSamples:
@@ -103,22 +131,22 @@ class SeenSamples:
             before = self._elsewhere
             with ambient_modes_disabled():
                 known = [] if before is None or before.device != keys.device else [before]
-                self._elsewhere = torch.cat([*known, keys])[-_MOST:]
+                self._elsewhere = torch.cat([*known, _with_all(keys)])[-_MOST:]
         elif keys is not None:
-            for key in keys.tolist():
+            for key in _with_all(keys).tolist():
                 self._times[key] = self._times.pop(key, 0) + 1
             for oldest in list(self._times)[:-_MOST] if len(self._times) > _MOST else ():
                 del self._times[oldest]
 
-    def times(self, keys: Array | Tensor) -> Tensor | None:
-        """Return how often each key was counted, in int64, or `None` if none was."""
+    def times(self, keys: Array | Tensor) -> Array | Tensor | None:
+        """Return how often each of all keys was counted, see `_with_all`, in int64, or `None` if none was."""
         if isinstance(keys, Tensor):
             if self._elsewhere is None or self._elsewhere.device != keys.device:
                 return None
-            earlier = self._elsewhere.sort().values
-            return torch.searchsorted(earlier, keys, right=True) - torch.searchsorted(earlier, keys)
-        times = [self._times.get(key, 0) for key in keys.tolist()]
-        return torch.tensor(times, dtype=torch.int64) if any(times) else None
+            earlier, those = self._elsewhere.sort().values, _with_all(keys)
+            return torch.searchsorted(earlier, those, right=True) - torch.searchsorted(earlier, those)
+        times = [self._times.get(key, 0) for key in _with_all(keys).tolist()] if self._times else ()
+        return np.array(times) if any(times) else None
 
 
 def samples_of(inputs: Iterable[Tensor], seen: SeenSamples | None = None) -> Samples:
@@ -136,49 +164,140 @@ def samples_of(inputs: Iterable[Tensor], seen: SeenSamples | None = None) -> Sam
     ((3,), True)
     """
     with ambient_modes_disabled():
-        batch: list[Tensor] = []
-        for tensor in inputs:
-            plain, reason = as_plain_tensor(tensor)
-            if reason is None and plain.dim() and plain.numel():
-                first = batch[0] if batch else plain
-                if len(plain) == len(first) and plain.device == first.device:
-                    batch.append(plain)
-        if not batch:
+        given = [plain if reason is None else None for plain, reason in map(as_plain_tensor, inputs)]
+        first = next((x for x in given if x is not None and x.dim() and x.numel()), None)
+        if first is None:
             return WHOLE
-        size, *inner = batch[0].shape
+        size, *inner = first.shape
+        places = [i for i, x in enumerate(given) if x is not None and _is_of_batch(x, first)]
+        places.sort(key=lambda i: given[i] is not first)
+        batch = [x if x.shape[:1] == (size,) else x[None] for i in places if (x := given[i]) is not None]
         try:
-            hashes, keys = _hashes(batch, seen)
-            return Samples(hashes, batch_sizes(size, inner), keys)
+            hashes, alone, keys = _hashes(batch, seen)
         except NotImplementedError:  # the device lacks an operation, so its values count as wholes
             return WHOLE
+        own = {place: Samples(found, [size]) for place, found in zip(places, alone, strict=True) if found is not hashes}
+        return Samples(hashes, batch_sizes(size, inner), keys, [own.get(i) for i in range(len(given))])
 
 
-def _hashes(batch: Sequence[Tensor], seen: SeenSamples | None) -> tuple[Tensor, Array | Tensor]:
-    """Return a hash of each sample, in int64, and a key that only equal samples share.
+def _is_of_batch(x: Tensor, first: Tensor) -> bool:
+    """Whether an input has a part for each sample: all that is given for one sample has."""
+    alike = first.shape[0] == 1 or x.shape[:1] == first.shape[:1]
+    return alike and x.numel() > 0 and x.device == first.device
+
+
+def _hashes(batch: Sequence[Tensor], seen: SeenSamples | None) -> tuple[Tensor, Sequence[Tensor], Array | Tensor]:
+    """Return a hash of each sample, in int64, those of each input alone, and keys that only equal samples share.
 
     The hash gives the signs. It may be the same for samples that differ, since it is coarse. The key tells which
     samples are equal in every bit, and have to be numbered.
     """
-    keys: Array | Tensor | None = None
-    if batch[0].is_cpu:
-        arrays = [_read_by_numpy(tensor) for tensor in batch]
-        with np.errstate(all="ignore"):
-            keys = _keys_by_numpy(arrays)
-            found = None if keys is None else _hashes_by_numpy(arrays)
-            if keys is not None and found is not None:
-                times = None if seen is None else seen.times(keys)
-                if times is not None:
-                    found ^= mixed(as_array(times).view(np.uint64) * np.uint64(GAMMA))
-                return torch.from_numpy(found.view(np.int64)), keys
-    read = [_elements_read(tensor) for tensor in batch]
-    exact = _row_hashes([_bits(x) for x in read])
-    numbers = _occurrences(exact)
-    if keys is None:
+    keys: Array | Tensor
+    alone: Any
+    exact: Any
+    times: Any
+    by_numpy = _hashes_by_numpy(batch) if batch[0].is_cpu else None
+    if by_numpy is None:
+        read = [_elements_read(tensor) for tensor in batch]
+        alone = _row_hashes([_summaries(x) if x.is_floating_point() else x for x in read])
+        exact = _row_hashes([_bits(x) for x in read])
         keys = as_array(exact).copy() if exact.is_cpu else exact
-    if seen is not None and (times := seen.times(keys)) is not None:
-        numbers = numbers + times
-    hashes = _row_hashes([_summaries(x) if x.is_floating_point() else x for x in read])
-    return hashes ^ mix(numbers * signed(GAMMA)), keys  # number 0 leaves the hash as it is
+        times = None if seen is None else seen.times(keys)
+        times = None if times is None else torch.as_tensor(times)
+        return *_numbered(alone, exact, times, _is_constant(read[0])), keys
+    arrays, hashes, keys = by_numpy
+    times = None if seen is None else seen.times(keys)
+    equal = [i for i, of_input in enumerate(keys.tolist()) if len(set(of_input)) < len(of_input)]
+    exact = keys.copy() if equal else keys
+    for i in equal:
+        if arrays[i].dtype.kind == "f":  # the keys are sums, which samples that differ hardly ever share
+            exact[i] = _row_hashes_by_numpy([arrays[i].view(np.int64)])[0].view(np.int64)
+    is_constant = len(arrays) > 1 and (arrays[0][:, 0] == arrays[0][:, -1]).any() and _is_constant(arrays[0])
+    if times is None and 0 not in equal and not np.any(is_constant):  # nearly always the first tells samples apart
+        for i in equal:
+            hashes[i] ^= mix(_occurrences(exact[i])[0] * signed(GAMMA))
+        alone = torch.from_numpy(hashes).unbind()
+        return alone[0], alone, keys
+    found, own = _numbered(hashes, exact, times, is_constant)
+    alone = [torch.from_numpy(one) for one in own]
+    return alone[0] if found is own[0] else torch.from_numpy(found), alone, keys
+
+
+def _numbered(alone: Any, exact: Any, times: Any, is_constant: Any) -> tuple[Any, Sequence[Any]]:
+    """Return hashes of samples, and of each input alone, with a number for each that is equal to another.
+
+    The first input may not tell samples apart: where another sample has the same, or all of its elements are equal, as
+    in labels and in zeros. Then the other inputs do. All are arrays, or all are tensors.
+
+    Args:
+        alone: Hashes of each input, shape (inputs, samples).
+        exact: Keys of each input that only those share that are equal in every bit.
+        times: What `SeenSamples.times` returns.
+        is_constant: Of each sample, whether all elements of the first input are equal.
+    """
+    before, repeated = _occurrences(_with_all(exact))
+    if times is not None:
+        before, repeated = before + times, repeated | (times > 0)
+    numbers = mix(before * signed(GAMMA)).reshape(-1, alone.shape[1])  # number 0 leaves the hash as it is
+    own = list(alone ^ numbers[: len(alone)])
+    if len(own) == 1:
+        return own[0], own
+    of_all = alone[0] ^ _together(alone[1:]) ^ numbers[-1]
+    where = np.where if isinstance(of_all, np.ndarray) else torch.where
+    return where(repeated[: alone.shape[1]] | is_constant, of_all, alone[0]), own
+
+
+def _is_constant(x: Any) -> Any:
+    """Return for each sample whether all elements are equal."""
+    return (x == x[:, :1]).all(1)
+
+
+def _together(rows: Any) -> Any:
+    """Return one hash of those of several inputs, shape (inputs, samples)."""
+    return mix(sum(row * (2 * i + 1) for i, row in enumerate(rows)))
+
+
+def _with_all(keys: Any) -> Any:
+    """Return keys of each input and then those of all inputs together, flat; no two of them share a key."""
+    if keys.ndim == 1 or len(keys) == 1:
+        return keys.reshape(-1)
+    concatenate = np.concatenate if isinstance(keys, np.ndarray) else torch.cat
+    return concatenate([*(key + i for i, key in enumerate(keys)), _together(keys)])
+
+
+def _occurrences(keys: Any) -> tuple[Any, Any]:
+    """Return for each key how many equal ones come before it, and whether there is another."""
+    if isinstance(keys, np.ndarray):
+        counts: Counter[int] = Counter()
+        before = []
+        for key in keys.tolist():
+            before.append(counts[key])
+            counts[key] += 1
+        return np.array(before), np.array([counts[key] > 1 for key in keys.tolist()])
+    ordered, order = keys.sort(stable=True)
+    numbers = torch.arange(len(keys), device=keys.device)
+    ends = torch.cat([ordered[1:] != ordered[:-1], ordered[:1] == ordered[:1]])  # the last of equal ones
+    new = ends.roll(1)
+    first = torch.where(new, numbers, 0).cummax(0).values
+    number = torch.empty_like(numbers).scatter_(0, order, numbers - first)
+    return number, torch.empty_like(new).scatter_(0, order, ~(new & ends))
+
+
+def _hashes_by_numpy(batch: Sequence[Tensor]) -> tuple[Sequence[Array], Array, Array] | None:
+    """Return elements, hashes and keys of each input in a tenth of the time, or `None` if some are not finite."""
+    arrays = [_read_by_numpy(tensor) for tensor in batch]
+    with np.errstate(all="ignore"):
+        norms = [np.sqrt(np.einsum("nm,nm->n", x, x)) if x.dtype.kind == "f" else None for x in arrays]
+        sums = [None if x.dtype.kind != "f" else np.einsum("nm,m->n", x, _weights()[: x.shape[1]]) for x in arrays]
+        if not all(some is None or np.isfinite(np.add.reduce(some)) for some in (*norms, *sums)):
+            return None
+        parts = [x if norm is None else _summaries_by_numpy(x, norm) for x, norm in zip(arrays, norms, strict=True)]
+        hashes = _row_hashes_by_numpy(parts).view(np.int64)
+        keys = hashes.copy()  # that of integers is of all that are looked at
+        for key, of_floats in zip(keys, sums, strict=True):
+            if of_floats is not None:
+                key[:] = of_floats.view(np.int64)
+    return arrays, hashes, keys
 
 
 def _read_by_numpy(tensor: Tensor) -> Array:
@@ -193,40 +312,10 @@ def _read_by_numpy(tensor: Tensor) -> Array:
     return x[:, :: x.shape[1] // _READ | 1].astype(np.float64 if x.dtype.kind == "f" else np.int64, order="C")
 
 
-def _keys_by_numpy(batch: Sequence[Array]) -> Array | None:
-    """Return the keys in int64, in a fraction of the time of a hash of all bits.
-
-    Returns `None` if samples are not finite.
-    """
-    keys: Array | None = None
-    for x in batch:
-        if x.dtype.kind == "f":
-            sums = np.einsum("nm,m->n", x, _weights()[: x.shape[1]])
-            if not np.isfinite(np.add.reduce(sums)):
-                return None
-            found = sums.view(np.uint64)
-        else:
-            found = _row_hashes_by_numpy([x])
-        keys = found if keys is None else mixed(keys) + found
-    return None if keys is None else keys.view(np.int64)
-
-
 @functools.cache
 def _weights() -> Array:
     """Return weights of elements, with which samples that differ have different sums."""
     return hashes(_SALT + 1, 2 * _READ).astype(np.float64) / 2.0**64 + 0.5
-
-
-def _hashes_by_numpy(batch: Sequence[Array]) -> Array | None:
-    """Return the hashes in a tenth of the time, or `None` if samples are equal or not finite."""
-    norms = [np.sqrt(np.einsum("nm,nm->n", x, x)) if x.dtype.kind == "f" else None for x in batch]
-    if not all(norm is None or np.isfinite(np.add.reduce(norm)) for norm in norms):
-        return None
-    parts = [x if norm is None else _summaries_by_numpy(x, norm) for x, norm in zip(batch, norms, strict=True)]
-    found = _row_hashes_by_numpy(parts)
-    known = [some.tolist() for some in (*norms, found) if some is not None]
-    # Samples that are equal have equal norms, so that different norms are enough.
-    return found if any(len(set(some)) == len(some) for some in known) else None
 
 
 def _summaries_by_numpy(x: Array, norm: Array) -> Array:
@@ -238,9 +327,17 @@ def _summaries_by_numpy(x: Array, norm: Array) -> Array:
 
 
 def _row_hashes_by_numpy(parts: Sequence[Array]) -> Array:
+    """Return what `_row_hashes` returns, as uint64."""
+    of_places, starts = _places_of(tuple(part.shape[1] for part in parts))
     numbers = np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
-    hashed = mixed(numbers.view(np.uint64) + places()[: numbers.shape[1]])
-    return mixed(np.add.reduce(hashed, axis=1))
+    hashed = mixed(numbers.view(np.uint64) + of_places)
+    return mixed(np.add.reduceat(hashed, starts, axis=1).T.copy())
+
+
+@functools.lru_cache(64)
+def _places_of(widths: tuple[int, ...]) -> tuple[Array, Array]:
+    """Return what is added to integers by their place in each part, and where each part begins."""
+    return np.concatenate([places()[:width] for width in widths]), np.cumsum([0, *widths[:-1]])
 
 
 def _elements_read(tensor: Tensor) -> Tensor:
@@ -282,18 +379,11 @@ def _patterns_by_numpy() -> Array:
 
 
 def _row_hashes(parts: Sequence[Tensor]) -> Tensor:
+    """Return a hash of each row of each part, shape (parts, rows)."""
     numbers = torch.cat(list(parts), 1) if len(parts) > 1 else parts[0]
-    of_places = torch.arange(1, numbers.shape[1] + 1, device=numbers.device) * signed(GAMMA)
-    return mix(mix(numbers + of_places).sum(1))
-
-
-def _occurrences(found: Tensor) -> Tensor:
-    """Return for each hash how many equal ones come before it."""
-    ordered, order = found.sort(stable=True)
-    numbers = torch.arange(len(found), device=found.device)
-    new = torch.cat([ordered[:1] == ordered[:1], ordered[1:] != ordered[:-1]])
-    first = torch.where(new, numbers, 0).cummax(0).values
-    return torch.empty_like(numbers).scatter_(0, order, numbers - first)
+    of_places = torch.from_numpy(_places_of(tuple(part.shape[1] for part in parts))[0].view(np.int64))
+    hashed = mix(numbers + of_places.to(numbers.device, non_blocking=True))
+    return mix(torch.stack([part.sum(1) for part in hashed.split([part.shape[1] for part in parts], 1)]))
 
 
 def mix(z: Tensor) -> Tensor:

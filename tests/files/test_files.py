@@ -539,7 +539,7 @@ def test_sizes_that_vary_come_back() -> None:
 def test_the_architecture_file_reads_well() -> None:
     assert encode(small()).architecture == (
         "{\n"
-        '"modelprobe": 4,\n'
+        '"modelprobe": 5,\n'
         '"model": "Net",\n'
         '"mode": "eval",\n'
         '"seed": 0,\n'
@@ -825,7 +825,7 @@ def test_a_damaged_fingerprint_is_refused(at: int, damage: str) -> None:
 
 
 def bare(layers: str) -> str:
-    return f'{{"modelprobe": 4, "model": "Net", "mode": "eval", "numbers": false, "layers": {{{layers}}}}}'
+    return f'{{"modelprobe": 5, "model": "Net", "mode": "eval", "numbers": false, "layers": {{{layers}}}}}'
 
 
 def test_a_file_may_describe_so_much_and_no_more() -> None:
@@ -851,7 +851,7 @@ def test_one_response_does_not_stand_for_any_number_of_tensors() -> None:
     )
     alone = ",".join(f'"{n or ""}alone":"x"' for n in (0, *range(2, calls + 1)))
     numbers = (
-        f'{{"modelprobe": 4, "architecture": "{architecture_digest(text)}", "noise": "measured", '
+        f'{{"modelprobe": 5, "architecture": "{architecture_digest(text)}", "noise": "measured", '
         f'"responses": {{"x": {{"given": ""}}}}, "layers": {{"(root)": {{{alone}}}}}}}'
     )
     with pytest.raises(SnapshotError, match="there are recipes of more than 4,194,304 tensors"):
@@ -1096,11 +1096,11 @@ ARCH, PROBE = 0, 1
 @pytest.mark.parametrize(
     ("which", "old", "new", "message"),
     [
-        (ARCH, '"modelprobe": 4', '"modelprobe": 5', r"arch.json was written by a newer .*\(schema 5; .*4\): upgrade"),
-        (PROBE, '"modelprobe": 4', '"modelprobe": 9', r"probe.json was written by a newer"),
-        (ARCH, '"modelprobe": 4', '"modelprobe": 2', r"was written by an older .*\(schema 2; .*4\): delete it"),
-        (ARCH, '"modelprobe": 4', '"modelprobe": true', "its schema is True"),
-        (ARCH, '"modelprobe": 4', '"else": 1', "its schema is None"),
+        (ARCH, '"modelprobe": 5', '"modelprobe": 6', r"arch.json was written by a newer .*\(schema 6; .*5\): upgrade"),
+        (PROBE, '"modelprobe": 5', '"modelprobe": 9', r"probe.json was written by a newer"),
+        (ARCH, '"modelprobe": 5', '"modelprobe": 2', r"was written by an older .*\(schema 2; .*5\): delete it"),
+        (ARCH, '"modelprobe": 5', '"modelprobe": true', "its schema is True"),
+        (ARCH, '"modelprobe": 5', '"else": 1', "its schema is None"),
         (ARCH, '"seed": 0', '"seed": "x"', r"'seed' is 'x', which is of the wrong type"),
         (ARCH, '"seed": 0', '"seed": NaN', "NaN is no number"),
         (ARCH, '"seed": 0', '"seed": -Infinity', "Infinity is no number"),
@@ -1197,7 +1197,7 @@ def test_a_file_that_was_cut_off_is_told_from_one_that_was_edited() -> None:
 
 @pytest.mark.parametrize("depth", [100, 800, 900, 940, 960, 980, 990])
 @pytest.mark.parametrize(
-    ("which", "old"), [(ARCH, '"modelprobe": 4'), (ARCH, '"seed": 0'), (PROBE, '"device": "cpu"'), (ARCH, '"(4, 4)"')]
+    ("which", "old"), [(ARCH, '"modelprobe": 5'), (ARCH, '"seed": 0'), (PROBE, '"device": "cpu"'), (ARCH, '"(4, 4)"')]
 )
 def test_nesting_where_none_belongs_is_told(which: int, old: str, depth: int) -> None:
     new = old.rpartition(" ")[0] * (": " in old) + " " + "[" * depth + "]" * depth

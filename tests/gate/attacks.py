@@ -461,7 +461,7 @@ FAMILIES: dict[str, list[Attack]] = {
                why="they name the structure that they belong to"),
     ],
     "Files that cannot be read": [
-        Attack(what="a schema of the future", edit=in_architecture(('"modelprobe": 4', '"modelprobe": 9')),
+        Attack(what="a schema of the future", edit=in_architecture(('"modelprobe": 5', '"modelprobe": 9')),
                check="error", pytest="failed", why="a newer version wrote it"),
         Attack(what="a field that there is not", edit=in_architecture(('"seed": 0', '"color": 0')), check="error",
                pytest="failed", why="a field that is not known is refused"),

@@ -149,20 +149,20 @@ def test_the_output_of_a_layer_is_at_hand() -> None:
 
 
 def test_defaults_are_left_out_of_dicts() -> None:
-    assert Record(model="Net").to_dict() == {"schema": 1, "model": "Net"}
+    assert Record(model="Net").to_dict() == {"schema": 2, "model": "Net"}
 
 
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        ({"schema": 2, "model": "Net"}, "not a record of schema 1: found 2"),
-        ([], "not a record of schema 1: found 'list'"),
-        ({"schema": 1}, "not a record"),
-        ({"schema": 1, "model": "Net", "color": 1}, "no field 'color'"),
-        ({"schema": 1, "model": "Net", "layers": {"fc": []}}, "stands where Layer is expected"),
-        ({"schema": 1, "model": "Net", "layers": 3}, "3 stands where Mapping is expected"),
-        ({"schema": 1, "model": 3}, "3 stands where str is expected"),
-        ({"schema": 1, "model": "Net", "forwards": True}, "True stands where int is expected"),
+        ({"schema": 3, "model": "Net"}, "not a record of schema 2: found 3"),
+        ([], "not a record of schema 2: found 'list'"),
+        ({"schema": 2}, "not a record"),
+        ({"schema": 2, "model": "Net", "color": 1}, "no field 'color'"),
+        ({"schema": 2, "model": "Net", "layers": {"fc": []}}, "stands where Layer is expected"),
+        ({"schema": 2, "model": "Net", "layers": 3}, "3 stands where Mapping is expected"),
+        ({"schema": 2, "model": 3}, "3 stands where str is expected"),
+        ({"schema": 2, "model": "Net", "forwards": True}, "True stands where int is expected"),
     ],
 )
 def test_what_is_no_record_is_refused(data: object, why: str) -> None:

@@ -124,7 +124,7 @@ def test_equal_records_make_equal_files(tmp_path):
 def test_the_file_is_strict_json(tmp_path):
     record_of(lambda model: nn.init.constant_(model.fc.bias, float("inf"))).save(tmp_path / "net.json.gz")
     text = gzip.decompress((tmp_path / "net.json.gz").read_bytes())
-    assert json.loads(text, parse_constant=lambda name: pytest.fail(name))["schema"] == 1
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(name))["schema"] == 2
 
 
 WHOLE = json.dumps(Record(model="Net", forwards=1).to_dict())
@@ -135,20 +135,20 @@ WHOLE = json.dumps(Record(model="Net", forwards=1).to_dict())
     [
         (WHOLE[:-5], r"is no record, or is cut short \(39 bytes\): copy it again, or save the record again"),
         ("", r"is no record, or is cut short \(0 bytes\)"),
-        ('{"schema": 1, "model": NaN}', "is no record, or is cut short"),
+        ('{"schema": 2, "model": NaN}', "is no record, or is cut short"),
         ("[1, 2]", "is no record: give a file that record.save wrote"),
-        ('{"schema": 1}', "is no record: give a file that record.save wrote"),
+        ('{"schema": 2}', "is no record: give a file that record.save wrote"),
         ('{"schema": "1", "model": "Net"}', "is no record: give a file that record.save wrote"),
         (
-            '{"schema": 2, "model": "Net"}',
-            "is a record of schema 2, and this version reads 1: upgrade pytest-modelprobe here",
+            '{"schema": 3, "model": "Net"}',
+            "is a record of schema 3, and this version reads 2: upgrade pytest-modelprobe here",
         ),
-        ('{"schema": 0, "model": "Net"}', "is a record of schema 0, and this version reads 1: save the record again"),
+        ('{"schema": 0, "model": "Net"}', "is a record of schema 0, and this version reads 2: save the record again"),
         (
-            '{"schema": 1, "model": "Net", "mood": 3}',
+            '{"schema": 2, "model": "Net", "mood": 3}',
             r"cannot be read, it is damaged or of a newer version \(Record has no field 'mood'\): upgrade",
         ),
-        ('{"schema": 1, "model": 3}', r"cannot be read, it is damaged or .* \(3 stands where str is expected"),
+        ('{"schema": 2, "model": 3}', r"cannot be read, it is damaged or .* \(3 stands where str is expected"),
     ],
 )
 def test_a_file_that_is_no_record_is_told(content, message, tmp_path):

@@ -22,7 +22,7 @@ from pytest_modelprobe._torch import WeakStorage, free_graphs, hook_tensor, is_v
 from pytest_modelprobe.capture.observed.observation import Forward, TensorObservation
 from pytest_modelprobe.capture.observed.tensors import ContentKey, content_key, is_parameter, shape_of
 from pytest_modelprobe.models import is_distributed, local_tensor, value_layout
-from pytest_modelprobe.statistics import Reduction, SmallTensors, ambient_modes_disabled
+from pytest_modelprobe.statistics import Reduction, Samples, SmallTensors, ambient_modes_disabled
 
 from .guard import HookGuard, hidden
 
@@ -79,23 +79,32 @@ class TensorObserver:
         # Hooks of the newest forward, and earlier ones that were alive when it began. They are removed on detach.
         self._hooks: list[ReferenceType[_TensorHook]] = []
 
-    def observe(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> TensorObservation:
-        """Return the observation of a tensor in a new place. ``axis`` is the axis of its units."""
+    def observe(
+        self, forward: Forward, tensor: torch.Tensor, axis: int | None, own: Samples | None = None
+    ) -> TensorObservation:
+        """Return the observation of a tensor in a new place.
+
+        Args:
+            forward: The forward.
+            tensor: What is seen.
+            axis: The axis of its units.
+            own: Of an input of the model, samples with hashes of it alone, if those of the forward are others.
+        """
         if not tensor.requires_grad:
-            return self._seen(forward, tensor, *self._read(forward, tensor, axis))
+            return self._seen(forward, tensor, *self._read(forward, tensor, axis, own))
         hook = self._hook_on(tensor)
         # `.data` may change a leaf, or a parameter of which this is a view, without a new version. So what was read of
         # these before is not used again.
         view = is_view(tensor)
         places = hook.observed.get(forward) if hook.observed else None
         before = places[0] if places else None
-        if before is not None and hook.version is not None and not view:
+        if before is not None and hook.version is not None and not (view or before.forward in forward.own):
             without = before.backward is None and before.backward_inner is None
             if without and before.shape == shape_of(tensor):
                 return before  # one observation in both places
             seen = self._seen(forward, tensor, before.number, before.forward)
         else:
-            number, reduced = self._read(forward, tensor, axis)
+            number, reduced = self._read(forward, tensor, axis, own)
             if before is not None:
                 number = before.number
             elif not (self.reads_layouts and is_distributed(tensor)):
@@ -132,7 +141,9 @@ class TensorObserver:
         self._hooks.clear()
         free_graphs()
 
-    def _read(self, forward: Forward, tensor: torch.Tensor, axis: int | None) -> tuple[tuple[int, int], Reduction]:
+    def _read(
+        self, forward: Forward, tensor: torch.Tensor, axis: int | None, own: Samples | None
+    ) -> tuple[tuple[int, int], Reduction]:
         """Return the number of a tensor's contents, and their reduction."""
         # A DTensor that a layer is given may be made of the local tensor that the layer before returned, and then has
         # its memory.
@@ -143,17 +154,19 @@ class TensorObserver:
         if key is not None and (key[0] in self.model_storages or is_parameter(tensor)):
             key = None  # `p.data.add_()` changes a parameter without a new version
         known = None if key is None else forward.reductions.get(key)
-        if known is not None:
-            return known[:2]
-        number = forward.next_number()
+        number, reduced = (forward.next_number(), None) if known is None else known[:2]
+        if reduced is not None and own is None and reduced not in forward.own:
+            return number, reduced
         reduced = statistics.reduce(
             tensor,
             axis=axis,
             index=forward.index,
-            samples=forward.samples,
+            samples=own or forward.samples,
             histogram=self.histograms,
             small=self.small,
         )
+        if own is not None:
+            forward.own.add(reduced)
         if key is not None:
             forward.reductions[key] = number, reduced, WeakStorage(local.untyped_storage())
         return number, reduced

@@ -62,9 +62,13 @@ class CallRecorder:
         # An input that another call inside the same layer returned has the unit axis that it had there.
         axes = self.running.stack[-1].unit_axes if self.running.stack else None
         inputs = running.inputs.tensors
-        for path, tensor in inputs if self.last is None else self.last.of(running.name, inputs):
+        # What the model is given is read with the hashes of each input alone: else one that changes would change all.
+        own = () if self.running.stack else running.forward.samples.inputs
+        found = inputs if self.last is None else self.last.of(running.name, inputs)
+        alone = own if len(own) == len(inputs) else [None] * len(inputs)
+        for (path, tensor), samples in zip(found, alone, strict=False):
             axis = axes.get(shape_of(tensor)) if axes else None
-            call.inputs.append((path, self.tensors.observe(running.forward, tensor, axis)))
+            call.inputs.append((path, self.tensors.observe(running.forward, tensor, axis, samples)))
         if may_draw:
             running.random_states = random_states()
         if self.profiler is not None:

@@ -265,6 +265,8 @@ class Forward:
         """What the calls cost, or `None` if costs are not measured."""
         self.reductions: dict[ContentKey, KnownReduction] = {}
         """What is known of the tensors seen in this forward, by their contents, so that none is read twice."""
+        self.own: set[Reduction] = set()
+        """Reductions of what the model was given, with the signs of that input alone."""
 
     def begin_call(self, layer: str) -> CallObservation:
         """Return a new call of ``layer``."""
@@ -277,6 +279,11 @@ class Forward:
     def end_call(self, call: CallObservation) -> None:
         """Note that ``call`` has returned."""
         call.finished = next(self._events)
+
+    @property
+    def sum_of_hashes(self) -> Tensor | None:
+        """Sum of the hashes of its samples, see `record.Call.samples`. It stays on their device."""
+        return self.samples.sum()
 
     def next_number(self) -> tuple[int, int]:
         """Return the number for a tensor not seen before."""
@@ -303,6 +310,11 @@ class DoneForward:
         self._graph = ref(forward)
 
     @property
+    def sum_of_hashes(self) -> Tensor | None:
+        """Sum of the hashes of its samples."""
+        return self.samples.sum()
+
+    @property
     def may_be_trained(self) -> bool:
         """Whether a backward pass may reach it still."""
         return self._graph() is not None
@@ -315,6 +327,7 @@ class Totals:
         self.forwards = 0
         self.calls: dict[tuple[str, int], CallObservation] = {}
         self.costs: Costs | None = None
+        self.sum_of_hashes: Tensor | None = None
 
     def merge_from(
         self, forward: Forward | DoneForward | Totals, number: int | None = None, *, final: bool = True
@@ -332,6 +345,7 @@ class Totals:
         merge = functools.cache(statistics.merge)
         sign = functools.cache(functools.partial(statistics.with_signs_of, number))
         self.forwards += forward.forwards
+        self.sum_of_hashes = statistics.sum_of_hashes(self.sum_of_hashes, forward.sum_of_hashes)
         if forward.costs is not None:
             self.costs = self.costs or Costs()
             self.costs.merge_from(forward.costs)
@@ -347,6 +361,7 @@ class Totals:
         """Return one forward as totals. They must be read at once, as its calls are not copied and may still change."""
         totals = cls()
         totals.forwards, totals.calls, totals.costs = 1, forward.calls, forward.costs
+        totals.sum_of_hashes = forward.sum_of_hashes
         return totals
 
     def drop_gradients(self) -> None:
@@ -361,6 +376,7 @@ class Totals:
         copy.forwards = self.forwards
         copy.calls = {key: call.copy() for key, call in self.calls.items()}
         copy.costs = None if self.costs is None else self.costs.copy()
+        copy.sum_of_hashes = self.sum_of_hashes
         return copy
 
 

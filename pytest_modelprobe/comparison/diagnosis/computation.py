@@ -449,5 +449,5 @@ def _value_hints(index: ComparisonIndex, pair: CallPair, handed: Sequence[str] =
     for value in pair.actual.outputs:
         other = value_at(pair.expected.outputs, value.path)
         if other is not None and index.change(pair, "output", value.path).differs:
-            return hints(value.forward, other.forward)
+            return hints(value.forward, other.forward) if pair.same_signs else ()
     return ()

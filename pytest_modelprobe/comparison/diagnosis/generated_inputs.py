@@ -75,6 +75,8 @@ def _share_of(index: ComparisonIndex, call: CallPair, now: Value, then: Value) -
     a, e = now.forward.statistics, then.forward.statistics
     if not found.differs or a is None or e is None or not a.count or a.count != e.count or now.dtype != then.dtype:
         return None, "estimated"
+    if not call.same_signs:
+        return None, "estimated"
     masked = masked_count(now), masked_count(then)
     if then.is_floating:
         x, y = now.forward.fingerprint, then.forward.fingerprint
