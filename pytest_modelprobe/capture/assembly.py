@@ -367,7 +367,7 @@ class _Builder:
             backward_inner=None if seen.backward_inner is None else self.reading(seen.backward_inner),
             overwritten=seen.overwritten,
             layout=self.layouts.get(seen.number),
-            source=source,
+            source=seen.returned_as or source,
         )
 
     # --- numbers: everything in one transfer ----------------------------------------------------------------------

@@ -365,7 +365,7 @@ class _Comparer:
             place = (pair.layer, pair.key, "input gradient" if is_input else "gradient", a.path)
             gradients = a.backward, e.backward
             found += self._gradient(place, "gradient", *gradients, e.dtype, e.forward, same_signs=same_signs)
-        if not is_input or a.source is None:  # else the difference is reported at the output
+        if not is_input or a.source is None or pair.outermost:  # else the difference is reported at the output
             yield from found
         if a.backward_inner is not None or e.backward_inner is not None:
             place = (pair.layer, pair.key, "inner gradient", a.path)

@@ -103,7 +103,9 @@ class CallTree:
 
     def producer(self, step: Step, value: Value) -> tuple[Step, Value] | None:
         """Return the call and its output that an input of ``step`` is; `None` if code between layers made the input."""
-        return self._producers.get((*step.place[:2], value.source)) if value.source else None
+        if value.source is None or step.outermost:  # what a forward is given, an earlier one may have returned
+            return None
+        return self._producers.get((*step.place[:2], value.source))
 
     def untracked_inputs(self, step: Step) -> Iterable[Value]:
         """Yield the first input of a call if no recorded layer returned it, so that code between layers made it."""

@@ -56,7 +56,8 @@ class Value:
     dimension, or ``partial`` for a term of the sum. It is `None` if no DTensor tells.
     """
     source: str | None = None
-    """For an input, the address of the recorded output that it is equal to, such as ``conv1 output``."""
+    """For an input, the address of the recorded output that it is equal to, such as ``conv1 output``. For an input of a
+    forward, the output of an earlier forward that it is, such as a state that a loop hands on."""
 
     @property
     def statistics(self) -> FiniteStatistics:

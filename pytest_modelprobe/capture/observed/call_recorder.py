@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe._torch import any_autocast
+from pytest_modelprobe._torch import WeakStorage, any_autocast
 from pytest_modelprobe.capture.hooks.tensor_hooks import TensorObserver
 from pytest_modelprobe.capture.special.attention import AttentionMode
 from pytest_modelprobe.capture.special.profiler import Profiler
 from pytest_modelprobe.capture.special.stop import StopCheck
 from pytest_modelprobe.models import Flat, active_autocast, flatten, unseen
 
+from .observation import CallObservation
 from .positions import LastPosition
 from .random_draws import random_states
 from .running_calls import RunningCall, RunningCalls
-from .tensors import plain_name, shape_of
+from .tensors import ContentKey, content_key, plain_name, shape_of
 from .units import unit_axis
+
+_MOST_RETURNED = 256  # outputs of forwards that are remembered
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +47,8 @@ class CallRecorder:
     """Judges each output. `None` without ``stop_on=``."""
     last: LastPosition | None
     """Cuts out the last position. `None` without ``positions="last"``."""
+    returned: dict[ContentKey, tuple[str, Any]] = field(default_factory=dict)
+    """The newest tensors that forwards returned, which a loop may give to the next: their addresses and storages."""
 
     def start(self, running: RunningCall, *, training: bool, may_draw: bool) -> None:
         """Observe the inputs of a call, which is not on the stack yet.
@@ -68,7 +73,10 @@ class CallRecorder:
         alone = own if len(own) == len(inputs) else [None] * len(inputs)
         for (path, tensor), samples in zip(found, alone, strict=False):
             axis = axes.get(shape_of(tensor)) if axes else None
-            call.inputs.append((path, self.tensors.observe(running.forward, tensor, axis, samples)))
+            seen = self.tensors.observe(running.forward, tensor, axis, samples)
+            if not self.running.stack and (key := content_key(tensor, inference=True)) in self.returned:
+                seen.returned_as = self.returned[key][0]
+            call.inputs.append((path, seen))
         if may_draw:
             running.random_states = random_states()
         if self.profiler is not None:
@@ -104,12 +112,25 @@ class CallRecorder:
         if self.attention is not None:
             with statistics.ambient_modes_disabled():
                 self.attention.observe_returned(running, call, [tensor for _, tensor in outputs.tensors])
+        if outer is None:
+            self._keep_returned(running, call, outputs)
         if outputs.opaque and outer is None:
             self.notes[f"{running.name}: {unseen(outputs)}"] = None
         if running.random_states and any(map(operator.ne, running.random_states, random_states())):
             call.random = hashlib.blake2b(b"".join(running.random_states), digest_size=8).hexdigest()
         if self.stop is not None:
             self.stop.outputs(call)
+
+    def _keep_returned(self, running: RunningCall, call: CallObservation, outputs: Flat) -> None:
+        """Remember what a forward returned, without what it was given."""
+        given = {content_key(tensor, inference=True) for _, tensor in running.inputs.tensors}
+        for path, tensor in outputs.tensors:
+            key = content_key(tensor, inference=True)
+            if key is not None and key not in given:
+                # While the storage is held weakly its address is not used again.
+                self.returned[key] = f"{running.name} {path}", WeakStorage(tensor.untyped_storage())
+        for oldest in list(self.returned)[: max(0, len(self.returned) - _MOST_RETURNED)]:
+            del self.returned[oldest]
 
 
 def _autocast_dtype(inputs: Flat) -> str | None:

@@ -36,7 +36,7 @@ class TensorObservation:
 
     __slots__ = (
         "axis", "backward", "backward_inner", "device", "dtype", "forward", "layout", "number", "overwritten",
-        "requires_grad", "shape", "targets", "whole",
+        "requires_grad", "returned_as", "shape", "targets", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +57,8 @@ class TensorObservation:
         self.overwritten = False
         self.whole = whole
         """Whether it is one whole, with no batch of samples in dimension 0."""
+        self.returned_as: str | None = None
+        """Of an input of a forward, the address of the output of an earlier one that it is."""
         self.targets: tuple[tuple[TensorObservation, int], ...] = ()
         """Observations into which this one was merged, each with the number that chooses its signs there. A gradient
         that arrives later is added to them too."""
@@ -85,6 +87,7 @@ class TensorObservation:
         if other.backward_inner is not None:
             self.backward_inner = merged(self.backward_inner, other.backward_inner, merge)
         self.overwritten |= other.overwritten
+        self.returned_as = self.returned_as or other.returned_as
         self.requires_grad |= other.requires_grad
 
     def signed(self, sign: Sign) -> TensorObservation:
@@ -101,7 +104,7 @@ class TensorObservation:
         copy.number, copy.shape, copy.dtype, copy.device = self.number, self.shape, self.dtype, self.device
         copy.requires_grad, copy.overwritten, copy.axis = self.requires_grad, self.overwritten, self.axis
         copy.forward, copy.backward, copy.backward_inner = self.forward, self.backward, self.backward_inner
-        copy.layout, copy.targets, copy.whole = self.layout, (), self.whole
+        copy.layout, copy.targets, copy.whole, copy.returned_as = self.layout, (), self.whole, self.returned_as
         return copy
 
 

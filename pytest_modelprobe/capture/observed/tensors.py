@@ -19,15 +19,16 @@ ContentKey = tuple[Any, ...]
 """Storage, version and layout of a tensor. Two tensors with one key have the same elements while the storage lives."""
 
 
-def content_key(tensor: torch.Tensor) -> ContentKey | None:
+def content_key(tensor: torch.Tensor, *, inference: bool = False) -> ContentKey | None:
     """Return the key of a tensor's contents, which is valid while its storage lives, or `None` if there is none.
 
-    Inference tensors have no version. Sparse tensors and those of `torch.func` transforms have no storage.
+    Inference tensors have no version: with ``inference``, their key does not tell that they were written to. Sparse
+    tensors and those of `torch.func` transforms have no storage.
     """
     try:
         return (
             storage_key(tensor.untyped_storage()),
-            tensor._version,
+            -1 if inference and tensor.is_inference() else tensor._version,
             tensor.storage_offset(),
             tensor.shape,
             tensor.stride(),

@@ -186,7 +186,7 @@ class _Slot:
         seen.requires_grad, seen.axis, seen.overwritten, seen.targets = self.requires_grad, None, False, ()
         seen.forward = _reduced(values)
         seen.backward = _reduced(gradients) if gradients[0] else None
-        seen.backward_inner, seen.layout, seen.whole = None, None, False
+        seen.backward_inner, seen.layout, seen.whole, seen.returned_as = None, None, False, None
         return seen
 
 

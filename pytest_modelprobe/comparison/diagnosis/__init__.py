@@ -35,7 +35,7 @@ from .decisive import is_decisive, of_cause
 from .effects import explained_by, with_absorbed, with_same_elements, with_size_of_effect
 from .hints import hints
 from .index import ComparisonIndex
-from .recorded import path_cause, recorded_causes, update_causes
+from .recorded import handed_on_causes, path_cause, recorded_causes, update_causes
 from .updates import optimizer_causes
 from .weights import all_redrawn, with_weights_folded
 from .zero_factors import layers_behind_zeros
@@ -76,6 +76,8 @@ def diagnose(comparison: Comparison) -> Diagnosis:
         return Diagnosis(comparison=comparison, notes=tuple(notes))
     index = ComparisonIndex(comparison)
     causes, possible = _all_causes(index)
+    if not (causes or possible):
+        causes = handed_on_causes(index)
     unchanged = _is_unchanged(comparison)
     if unchanged and not comparison.strict:
         indecisive = [c for c in (*causes, *possible) if not any(is_decisive(index, d) for d in of_cause(index, c))]

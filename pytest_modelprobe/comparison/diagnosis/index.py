@@ -172,6 +172,12 @@ class ComparisonIndex:
         found = self.of_call(pair, "interface", side="output")
         return [d for d in found if not _has_as_many(d)] if found and self._reshaped_inputs(pair) else found
 
+    def is_handed_on(self, pair: CallPair, difference: Difference) -> bool:
+        """Whether an input of a forward is an output of an earlier one that differs too, as a state in a loop."""
+        source = next((value.source for value in pair.actual.inputs if value.path == difference.what), None)
+        made = (d for d in self.differences("output") if f"{d.layer} {d.what}" == source)
+        return source is not None and any(made)
+
     def largest_change(self, pair: CallPair, side: Side) -> ValueChange | None:
         """Return the largest change among the values of a call, if there is one."""
         values = pair.actual.inputs if side == "input" else pair.actual.outputs

@@ -20,6 +20,13 @@ from .weights import redrawn_by_name, weight_causes
 _ASPECTS = {"shape": "", "trainable": "requires_grad", "tied": "tied to", "order": "position"}
 
 
+def handed_on_causes(index: ComparisonIndex) -> list[Cause]:
+    """Return the inputs of forwards that earlier forwards returned: an effect of another cause, where one is found."""
+    found = [(d, pair) for pair in index.comparison.calls if pair.outermost for d in index.of_call(pair, "input")]
+    hint = "an earlier forward returned it"
+    return [cause_of("input", [d], hints=(hint,)) for d, pair in found if index.is_handed_on(pair, d)]
+
+
 def recorded_causes(index: ComparisonIndex) -> list[Cause]:
     """Return the causes visible directly in the two records, the most basic first."""
     return [*_inputs(index), *_architecture(index), *_attributes(index), *weight_causes(index)]
@@ -40,7 +47,7 @@ def _inputs(index: ComparisonIndex) -> Iterator[Cause]:
     for pair in index.comparison.calls:
         if pair.outermost:
             shaped = index.of_call(pair, "interface", "input added", "input removed", side="input")
-            found = index.of_call(pair, "input", "argument")
+            found = [d for d in index.of_call(pair, "input", "argument") if not index.is_handed_on(pair, d)]
             if shaped:
                 yield cause_of("input", [*shaped, *found])
             elif found:
