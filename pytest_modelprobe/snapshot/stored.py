@@ -41,7 +41,7 @@ class Stored(NamedTuple):
     complete: bool
     """Whether the record has all that is to be compared. If not, it has the structure alone."""
     older: str = ""
-    """Of which schema it is, in a sentence, if it is not the one that is written."""
+    """Of which schema it is, if it is not the one that is written."""
 
 
 def read_stored(place: SnapshotFiles, record: Record, parts: Parts, *, updating: bool, config: pytest.Config) -> Stored:
@@ -56,7 +56,7 @@ def read_stored(place: SnapshotFiles, record: Record, parts: Parts, *, updating:
     data = parsed(texts.architecture, where)
     older = ""
     if data["modelprobe"] < SCHEMA:
-        older = f"{shown_path(place.arch, config)} is of schema {data['modelprobe']}, and this version writes {SCHEMA}"
+        older = f"of schema {data['modelprobe']}, and this version writes {SCHEMA}"
     stores_numbers = data.get("numbers") is not False
     if parts != "architecture" and stores_numbers and not has_numbers(record):
         raise SnapshotError(

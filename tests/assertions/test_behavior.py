@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +239,134 @@ def test_a_frozen_parameter_is_left_out_of_an_optimizer_rightly() -> None:
         model(X).square().mean().backward()
         torch.optim.SGD(children[-1].parameters(), 0.1).step()
         assert not any(p.left_out for p in watch.first_step.parameters)
+
+
+class Two(nn.Module):
+    """Each input has a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.head(self.a(x).relu() + self.b(y).relu())
+
+
+@pytest.mark.parametrize(
+    ("moved", "first_line", "after"),
+    [
+        ((0.0, 1.0), r"input\[1\] changed by \d+ %; 1 cause, 2 layers after it moved", "b and head"),
+        ((1.0, 0.0), r"input\[0\] changed by \d+ %; 1 cause, 2 layers after it moved", "a and head"),
+    ],
+    ids=["the second", "the first"],
+)
+def test_of_two_inputs_the_one_that_changed_is_named_alone(
+    moved: tuple[float, float], first_line: str, after: str
+) -> None:
+    model, x, y = PROBE.build(Two).eval(), PROBE.randn(3, 4), PROBE.randn(3, 4, name="y")
+    expected = PROBE.run(model, x, y, loss="random")
+    with pytest.raises(AssertionError) as failure:
+        assert_same_behavior(PROBE.run(model, x + moved[0], y + moved[1], loss="random"), expected)
+    first, *rest = str(failure.value).splitlines()
+    assert re.fullmatch(first_line, first)
+    assert f"Moved after that: {after}." in rest
+
+
+class Cast(Two):
+    """Hands on a copy of what it is given."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.clone(), y.clone())
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_copy_of_an_input_that_is_handed_on_is_the_same_input(grad: bool) -> None:
+    one, two = PROBE.build(Two), PROBE.build(Cast)
+    x, y = PROBE.randn(3, 4), PROBE.randn(3, 4, name="y")
+    if grad:
+        x, y = x.exp().requires_grad_().log(), y.exp().requires_grad_().log()
+    assert_same_behavior(PROBE.run(two, x, y), PROBE.run(one, x, y), structure=False)
+
+
+def test_a_change_of_code_is_found_by_its_numbers_where_the_first_input_changed_too() -> None:
+    model, x, y = PROBE.build(Two).eval(), PROBE.randn(3, 4), PROBE.randn(3, 4, name="y")
+    expected = PROBE.run(model, x, y)
+    model.b.forward = lambda y: nn.Linear.forward(model.b, y) * 1.5
+    with pytest.raises(AssertionError, match=r"input\[0\] changed by") as failure:
+        assert_same_behavior(PROBE.run(model, x + 1, y), expected)
+    assert "b: own code changed" in str(failure.value)
+
+
+class Rnn(nn.Module):
+    def __init__(self, growth: float = 0.0) -> None:
+        super().__init__()
+        self.growth = growth
+        self.emb, self.cell, self.out = nn.Embedding(9, 6), nn.GRUCell(6, 6), nn.Linear(6, 2)
+
+    def forward(self, i: torch.Tensor, h: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.cell(self.emb(i), h)
+        return self.out(h), h * (1 + self.growth)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_state_that_a_loop_feeds_back_is_not_named_before_the_code_that_made_it(mode: Any) -> None:
+    records = []
+    for growth in (0.0, 0.1):
+        model = PROBE.build(Rnn).eval()
+        model.growth = growth
+        with PROBE.watch(model) as watch, mode():
+            h = None
+            for t in range(4):
+                _, h = model(PROBE.randint(0, 9, (3,), name=f"t{t}"), h)
+        records.append(watch.record)
+    assert [value.source for value in records[0]["(root)"].calls[0].inputs] == [None, "(root) output[1]"]
+    with pytest.raises(AssertionError) as failure:
+        assert_same_behavior(records[1], records[0])
+    first, *rest = str(failure.value).splitlines()
+    assert re.fullmatch(r"growth 0\.0 → 0\.1: the model's output changed by \d+ %; 1 cause, 2 layers .*", first)
+    assert "input[1]" not in "".join(rest)
+    attribute = {"growth": 0.0}
+    root = dataclasses.replace(records[1]["(root)"], attributes=attribute)  # as if the code had the number
+    written = dataclasses.replace(records[1], layers={**records[1].layers, "(root)": root})
+    with pytest.raises(
+        AssertionError, match=r"^input\[1\] changed by \d+ %; (?s:.*)an earlier forward returned"
+    ):
+        assert_same_behavior(written, records[0])
+
+
+def test_an_input_that_a_model_returns_is_no_state() -> None:
+    class Returns(Two):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+            return super().forward(x, y), x
+
+    x, y = PROBE.randn(3, 4), PROBE.randn(3, 4, name="y")
+    with PROBE.watch(PROBE.build(Returns)) as watch:
+        watch.model(x, y)
+        watch.model(x, y)
+    assert [value.source for value in watch.record["(root)"].calls[0].inputs] == [None, None]
+
+
+class Batched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.n, self.fc = nn.Embedding(50, 8), nn.LayerNorm(8), nn.Linear(8, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.n(self.emb(ids)))
+
+
+class Flat(Batched):
+    """All tokens in one axis, as inference engines have them."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids.flatten())
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_all_tokens_in_one_axis_are_the_same(sequences: int) -> None:
+    ids = PROBE.randint(0, 50, (sequences, 6))
+    one, two = PROBE.build(Batched), PROBE.build(Flat)
+    assert_same_behavior(PROBE.run(two, ids), PROBE.run(one, ids), structure=False)
+    two.n.eps = 1e-2
+    with pytest.raises(AssertionError, match=r"^n: own code changed(?s:.*)eps 1e-05 → 0\.01"):
+        assert_same_behavior(PROBE.run(two, ids), PROBE.run(one, ids), structure=False)

@@ -203,6 +203,18 @@ def noise(of: str) -> Edit:
     return edit
 
 
+def of_other_samples(now: Files) -> None:
+    """Say that the fingerprints are of other samples: these are not compared."""
+    now.edit(PROBE, (json.loads(now[PROBE])["samples"], "0" * 16))
+
+
+def of_the_schema_before(now: Files) -> None:
+    """Say that the fingerprints are of another kind: these are not compared."""
+    in_architecture(('"modelprobe": 5', '"modelprobe": 4'))(now)
+    samples = json.loads(now[PROBE])["samples"]
+    now.edit(PROBE, ('"modelprobe": 5', '"modelprobe": 4'), (f'"samples": "{samples}",\n', ""))
+
+
 def _number(value: float) -> str:
     return f"{value:g}".replace("e-0", "e-")
 
@@ -438,6 +450,8 @@ FAMILIES: dict[str, list[Attack]] = {
                why="changes that failed before would pass"),
         Attack(what="noise that was not measured", edit=in_numbers(('"noise": "measured",\n', "")),
                check="warning: behavior", pytest="passed", why="what is not measured has the widest tolerance"),
+        Attack(what="other samples, of which its fingerprints are not", edit=of_other_samples,
+               check="denied: structure", pytest="failed", why="no input of the model says so"),
         Attack(what="the numbers of no layer", edit=layers_emptied, check="error", pytest="failed",
                why="a file of numbers must have some"),
         Attack(what="the numbers deleted", edit=lambda now: now.pop(PROBE) and None, check="error", pytest="failed",
@@ -463,6 +477,8 @@ FAMILIES: dict[str, list[Attack]] = {
     "Files that cannot be read": [
         Attack(what="a schema of the future", edit=in_architecture(('"modelprobe": 5', '"modelprobe": 9')),
                check="error", pytest="failed", why="a newer version wrote it"),
+        Attack(what="the schema before", edit=of_the_schema_before, check="allowed: format", pytest="failed",
+               why="a test reads its own schema alone, and the gate compares all that means the same in both"),
         Attack(what="a field that there is not", edit=in_architecture(('"seed": 0', '"color": 0')), check="error",
                pytest="failed", why="a field that is not known is refused"),
         Attack(what="a million brackets", edit=in_file(ARCH, "[" * 1_000_000), check="error", pytest="failed",

@@ -105,6 +105,37 @@ def test_what_is_no_batch_has_no_fingerprint() -> None:
     assert Record.merge(records)["fc"].output.forward.fingerprint is None
 
 
+@pytest.mark.parametrize(
+    ("elements", "layout", "shape", "fingerprint"),
+    [((1.0, 2.0), "batch", (6, 1), (2.0,) * 16), ((1.0, 1.0), "replicated", (3, 1), None)],
+    ids=["all tokens in one axis", "a table that all share"],
+)
+def test_of_one_sample_in_each_rank_a_flattened_value_is_a_batch_and_a_table_is_not(
+    elements: tuple[float, ...], layout: str, shape: tuple[int, ...], fingerprint: object
+) -> None:
+    records = []
+    for x, element in zip((1.0, 2.0), elements, strict=True):
+        one = record((x, x, 5.0), value("output", element, 3.0, 5.0), weight(reading(1.0)))
+        call = one["fc"].calls[0]
+        given = dataclasses.replace(call.inputs[0], shape=(1, 3))
+        fc = dataclasses.replace(one["fc"], calls=(dataclasses.replace(call, inputs=(given,)),))
+        records.append(dataclasses.replace(one, layers={"fc": fc}))
+    merged = Record.merge(records)["fc"].output
+    assert (merged.layout, merged.shape, merged.forward.fingerprint) == (layout, shape, fingerprint)
+
+
+def test_the_digests_of_samples_add_up() -> None:
+    def of_samples(x: float, samples: str | None) -> Record:
+        one = record((x,), value("output", x), weight(reading(1.0)))
+        fc = dataclasses.replace(one["fc"], calls=(dataclasses.replace(one["fc"].calls[0], samples=samples),))
+        return dataclasses.replace(one, layers={"fc": fc})
+
+    first, second = of_samples(1.0, "f" * 16), of_samples(2.0, "2")
+    assert Record.merge([first, second])["fc"].calls[0].samples == "0000000000000001"
+    assert Record.merge([first, first])["fc"].calls[0].samples == "f" * 16  # all ranks were given the same
+    assert Record.merge([first, of_samples(2.0, None)])["fc"].calls[0].samples is None
+
+
 def test_the_microbatches_of_a_step_are_one_batch() -> None:
     parts = reading(1.0, 3.0, 5.0, 7.0, tensors=2, fingerprint=(1.0,) * 16)
     out = dataclasses.replace(value("output", 1.0, 3.0), forward=parts)

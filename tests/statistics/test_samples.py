@@ -101,10 +101,84 @@ def test_samples_of_one_batch_have_different_hashes():
         assert len(set(hashes_of(given).tolist())) > 55  # those alike in all coarse projections share one
 
 
-def test_every_argument_with_the_batch_counts():
+def test_the_first_argument_that_tells_samples_apart_counts_alone():
+    x, y = draw(4, 6), draw(4, 9, seed=1)
+    assert (hashes_of(x, y) == hashes_of(x)).all()
+    assert (hashes_of(x, y + 1) == hashes_of(x)).all()
+    assert (hashes_of(x + 1, y) != hashes_of(x)).all()
+
+
+def test_each_argument_has_hashes_of_its_own():
+    x, y, mask = draw(4, 6), draw(4, 9, seed=1), torch.ones(4, 3).long()
+    samples = samples_of([x, torch.tensor(0.5), y, mask])
+    assert samples.inputs[0] is None  # those of all values
+    assert samples.inputs[1] is None  # it has no batch
+    for place, alone in ((2, y), (3, mask)):
+        own = samples.inputs[place]
+        assert (own.hashes((4,)) == hashes_of(alone)).all()
+
+
+ORDER = torch.tensor([5, 2, 0, 1, 4, 3])
+ALIKE = {
+    "labels": torch.tensor([3, 1, 3, 3, 1, 2]),
+    "zeros": torch.zeros(6, 5),
+    "some equal": draw(6, 5)[[0, 1, 0, 0, 1, 2]],
+    "a mask": torch.ones(6, 5, dtype=torch.bool),
+    "not finite": draw(6, 5)[[0, 1, 0, 0, 1, 2]].masked_fill(torch.arange(5) == 2, math.inf),
+}
+
+
+@pytest.mark.parametrize("first", ALIKE.values(), ids=ALIKE)
+@pytest.mark.parametrize(
+    "second", [draw(6, 8, seed=3), draw(6, 8, seed=3)[[0, 1, 2, 2, 1, 3]]], ids=["unlike", "alike"]
+)
+def test_samples_with_one_first_input_are_told_apart_by_the_others_in_any_order(first, second):
+    samples, reordered = (samples_of([first[order], second[order]]) for order in (torch.arange(6), ORDER))
+    assert len(set(samples.hashes((6,)).tolist())) == 6
+    y = torch.cat([first.flatten(1).double() if first.dim() > 1 else first[:, None].double(), second.double()], 1)
+    y = y.nan_to_num(posinf=0.0)  # a value is made of both inputs, so that equal samples have equal parts of it
+    assert fingerprint(y[ORDER], reordered) == pytest.approx(fingerprint(y, samples))
+    assert samples.sum() == reordered.sum()
+
+
+@pytest.mark.parametrize("first", [ALIKE["labels"], ALIKE["zeros"]], ids=["labels", "zeros"])
+def test_microbatches_of_labels_add_up_to_the_batch(first):
+    second = draw(6, 8, seed=3)[[0, 1, 2, 2, 1, 3]]
+    whole, seen, found = samples_of([first, second]), SeenSamples(), []
+    for part in torch.arange(6).split(2):
+        samples = samples_of([first[part], second[part]], seen=seen)
+        seen.add(samples)
+        found += samples.hashes((2,)).tolist()
+    assert sorted(found) == sorted(whole.hashes((6,)).tolist())
+
+
+def test_the_numbers_of_an_argument_go_on_in_the_next_microbatch():
+    x, mask = draw(6, 5), torch.ones(6, 4)
+    seen, found = SeenSamples(), []
+    for part in torch.arange(6).split(2):
+        samples = samples_of([x[part], mask[part]], seen=seen)
+        seen.add(samples)
+        found += samples.inputs[1].hashes((2,)).tolist()
+    assert found == samples_of([x, mask]).inputs[1].hashes((6,)).tolist()
+
+
+def test_arguments_that_tell_no_more_samples_apart_change_the_hashes():
     x, lengths = torch.ones(4, 3), torch.tensor([1, 2, 3, 4])
     assert (hashes_of(x, lengths, torch.ones(2)) == hashes_of(x, lengths)).all()
     assert (hashes_of(x, lengths) != hashes_of(x, lengths.flip(0))).any()
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (1, 4), (6, 3), (2, 3, 3)], ids=str)
+def test_in_a_forward_of_one_sample_every_value_belongs_to_it(shape):
+    samples = samples_of([torch.tensor(2.0), draw(1, 6), torch.arange(5)])
+    assert samples.has_batch(shape)
+    assert samples.hashes(shape).tolist() == hashes_of(draw(1, 6)).tolist()
+    assert [own is None for own in samples.inputs] == [False, True, False]
+
+
+def test_all_tokens_in_one_axis_have_the_fingerprint_of_one_sequence():
+    samples, x = samples_of([draw(1, 6)]), draw(1, 6, 700)
+    assert fingerprint(x[0], samples) == fingerprint(x, samples)
 
 
 @pytest.mark.parametrize("x", [draw(32, 64), draw(32, 3), draw(32, 5000).relu(), F.one_hot(torch.arange(32)).float()])
