@@ -328,9 +328,7 @@ def test_a_state_that_a_loop_feeds_back_is_not_named_before_the_code_that_made_i
     attribute = {"growth": 0.0}
     root = dataclasses.replace(records[1]["(root)"], attributes=attribute)  # as if the code had the number
     written = dataclasses.replace(records[1], layers={**records[1].layers, "(root)": root})
-    with pytest.raises(
-        AssertionError, match=r"^input\[1\] changed by \d+ %; (?s:.*)an earlier forward returned"
-    ):
+    with pytest.raises(AssertionError, match=r"^input\[1\] changed by \d+ %; (?s:.*)an earlier forward returned"):
         assert_same_behavior(written, records[0])
 
 

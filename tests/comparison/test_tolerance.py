@@ -406,3 +406,17 @@ def test_no_change_is_no_units_also_where_none_is_allowed() -> None:
 
 def test_a_change_that_is_not_a_number_differs() -> None:
     assert ValueChange(math.nan, limit=1.0).differs
+
+
+def test_of_readings_with_other_signs_all_but_fingerprints_is_compared() -> None:
+    numbers = Statistics(count=4, mean=0.5, deviations=4.0, min=-1.0, max=1.5)
+    one, other = (Reading(statistics=numbers, fingerprint=(x,) * 16) for x in (0.5, -0.25))
+    assert change(other, one).differs
+    assert change(other, one, same_signs=False) == ValueChange(0.0, None, 1e-4)
+    moved = dataclasses.replace(other, statistics=dataclasses.replace(numbers, mean=0.75))
+    assert change(moved, one, same_signs=False).change == pytest.approx(0.25 / math.sqrt(5 / 4))
+    ids = Reading(statistics=Statistics(count=4, mean=1.5, deviations=5.0, min=0, max=3), digest="0a")
+    drawn = dataclasses.replace(ids, digest="0b")
+    assert change(drawn, ids).differs
+    assert change(drawn, ids, same_signs=False).same
+    assert change(dataclasses.replace(ids, digest=None), ids, same_signs=False) == GONE

@@ -418,6 +418,14 @@ def test_numbers_come_back_as_printed(name: str) -> None:
         assert back[at].tensors == original.tensors
 
 
+def test_each_call_has_the_digest_of_its_samples() -> None:
+    record = edited_call(edited_call(small(), "fc1", samples="0a"), "act", samples="0b")
+    texts = encode(record)
+    back = decode(*texts, where="x.arch.json").record
+    assert [back[name].calls[0].samples for name in ("fc1", "act")] == ["0a", "0b"]
+    assert json.loads(texts.numbers or "")["samples"] == next(call.samples or "" for _, call in record.calls)
+
+
 @pytest.mark.parametrize("text", ["a", "", "x" * 500, "über", "a\nb", "\u202e", "\ud800", '"', "\\", "a -> b", "x#2"])
 def test_any_text_survives_wherever_a_model_may_put_it(text: str) -> None:
     record = small()
@@ -1101,6 +1109,8 @@ ARCH, PROBE = 0, 1
         (ARCH, '"modelprobe": 5', '"modelprobe": 2', r"was written by an older .*\(schema 2; .*5\): delete it"),
         (ARCH, '"modelprobe": 5', '"modelprobe": true', "its schema is True"),
         (ARCH, '"modelprobe": 5', '"else": 1', "its schema is None"),
+        (PROBE, '"samples": "",\n', "", "it does not say which samples its fingerprints are of"),
+        (PROBE, '"samples": ""', '"samples": 1', "'samples' is 1, which is of the wrong type"),
         (ARCH, '"seed": 0', '"seed": "x"', r"'seed' is 'x', which is of the wrong type"),
         (ARCH, '"seed": 0', '"seed": NaN', "NaN is no number"),
         (ARCH, '"seed": 0', '"seed": -Infinity', "Infinity is no number"),
