@@ -64,7 +64,7 @@ def run_compare(options: argparse.Namespace) -> int:
 def _call(model: nn.Module, inputs: Sequence[Input], tensors: Sequence[Tensor], shared: int) -> _Call:
     """Return the arguments that both models take. Those that only this one takes are bound to its forward.
 
-    Else fingerprints could not be compared: they are drawn by all tensors that a model is given.
+    Else fingerprints could not always be compared: where samples have one first input, the others draw the signs.
     """
     args = tuple(x for one, x in zip(inputs, tensors, strict=False) if one.name is None)
     kwargs = {one.name: x for one, x in zip(inputs, tensors, strict=False) if one.name is not None}

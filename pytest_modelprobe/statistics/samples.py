@@ -248,8 +248,8 @@ def _numbered(alone: Any, exact: Any, times: Any, is_constant: Any) -> tuple[Any
 
 
 def _is_constant(x: Any) -> Any:
-    """Return for each sample whether all elements are equal."""
-    return (x == x[:, :1]).all(1)
+    """Return for each sample of several whether all elements are equal."""
+    return (x == x[:, :1]).all(1) & (len(x) > 1)  # one sample, as a token of a loop, has no other to be told from
 
 
 def _together(rows: Any) -> Any:

@@ -152,6 +152,11 @@ def test_microbatches_of_labels_add_up_to_the_batch(first):
     assert sorted(found) == sorted(whole.hashes((6,)).tolist())
 
 
+def test_of_one_sample_the_first_argument_counts_alone():
+    token, state = torch.tensor([[7]]), draw(1, 8)
+    assert (hashes_of(token, state) == hashes_of(token, state + 1)).all()
+
+
 def test_the_numbers_of_an_argument_go_on_in_the_next_microbatch():
     x, mask = draw(6, 5), torch.ones(6, 4)
     seen, found = SeenSamples(), []
