@@ -285,7 +285,11 @@ def test_a_copy_of_an_input_that_is_handed_on_is_the_same_input(grad: bool) -> N
     x, y = PROBE.randn(3, 4), PROBE.randn(3, 4, name="y")
     if grad:
         x, y = x.exp().requires_grad_().log(), y.exp().requires_grad_().log()
-    assert_same_behavior(PROBE.run(two, x, y), PROBE.run(one, x, y), structure=False)
+    copied, given = PROBE.run(two, x, y), PROBE.run(one, x, y)
+    for name in ("a", "b"):
+        now, then = (record[name].calls[0].inputs[0].forward for record in (copied, given))
+        assert now.fingerprint == then.fingerprint
+    assert_same_behavior(copied, given, structure=False)
 
 
 def test_a_change_of_code_is_found_by_its_numbers_where_the_first_input_changed_too() -> None:
