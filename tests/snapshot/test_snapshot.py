@@ -256,9 +256,7 @@ def test_a_file_of_the_schema_before_fails_until_one_command_writes_it_anew(proj
     result = project.run()
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        [
-            "E*AssertionError: *test_x.arch.json is of schema 4, and this version writes 5: run `pytest --snapshot-update`*"
-        ]
+        ["E*Error: *test_x.arch.json is of schema 4, and this version writes 5: run `pytest --snapshot-update`*"]
     )
     project.run("--snapshot-update-new-only").assert_outcomes(failed=1)
     assert project.contents() == before
