@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pytest_modelprobe.record import Call, ForwardKind, Layer, OptimizerGroup, Plain
 
-from .layout import ABSENT, ARROW, LAYERS, MODES, digest_of, usual_call, usual_layer
+from .layout import ABSENT, ARROW, LAYERS, MODES, SCHEMA, digest_of, usual_call, usual_layer
 from .order import containers, events, implied_timelines
 from .parsing import check_fields, excerpt, string_dict, string_tuple
 from .specs import DTYPE, Defaults, FormatError, ParsedSpec, name_of, parse_parameter, parse_value
@@ -71,6 +71,7 @@ class Structure:
         if "model" not in data or data.get("mode") not in MODES:
             raise FormatError("the model or its mode is missing")
         self.data = data
+        self.is_of_this_schema = data["modelprobe"] == SCHEMA
         if len(data[LAYERS]) > _MOST_LAYERS:
             raise FormatError(f"it has {len(data[LAYERS]):,} layers, and {_MOST_LAYERS:,} are the most that are read")
         self.digest = digest_of(data)

@@ -27,7 +27,7 @@ class StoredSnapshot:
     """A record read from its files, with its declaration."""
 
     record: Record
-    """The record. Its layers are in the order of the file, which is the order of their first calls."""
+    """The record. Its layers are in the order of the file, those with parameters in the order of the model."""
     architecture: str
     """The `architecture_digest` of the architecture file."""
     reason: str | None = None
@@ -136,6 +136,7 @@ def _snapshot(structure: Structure, numbers: Mapping[str, Any]) -> StoredSnapsho
     record = Record(
         model=data["model"],
         layers=in_model_order(layers, data["parameter order"]) if "parameter order" in data else layers,
+        in_model_order=structure.is_of_this_schema,
         forwards=data.get("forwards", 0),
         backwards=data.get("backwards", 0),
         device=fill.device,

@@ -293,5 +293,5 @@ class RecordBuilder:
             gradient=gradient,
             without_gradient=string_tuple(data.get(layout.UNREACHED, []), layout.UNREACHED),
             reason=reason,
-            mode_matters=data.get(layout.BY_MODE, False) is True,
+            mode_matters=data.get(layout.BY_MODE) is True if self.structure.is_of_this_schema else None,
         )

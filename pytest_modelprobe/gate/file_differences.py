@@ -104,8 +104,8 @@ def run_differences(comparison: Comparison) -> Iterator[Difference]:
         make = functools.partial(Difference, layer=pair.layer, call=pair.actual.index)
         if pair.actual.random != pair.expected.random:
             yield make(kind="run", what="random state", actual=pair.actual.random, expected=pair.expected.random)
-        by_mode = [r is not None and r.mode_matters for r in (pair.actual.response, pair.expected.response)]
-        if by_mode[0] != by_mode[1]:
+        by_mode = [None if r is None else r.mode_matters for r in (pair.actual.response, pair.expected.response)]
+        if None not in by_mode and by_mode[0] != by_mode[1]:
             yield make(kind="run", what="dependence on the mode, alone", actual=by_mode[0], expected=by_mode[1])
         for value, other in _by_path((*pair.actual.inputs, *pair.actual.outputs), pair.expected):
             now_dead, then_dead = (0 if v.forward.units is None else v.forward.units.dead for v in (value, other))

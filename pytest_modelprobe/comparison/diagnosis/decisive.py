@@ -73,7 +73,9 @@ def of_cause(index: ComparisonIndex, cause: Cause) -> Iterator[Difference]:
 def depends_on_mode(layer: Layer) -> bool:
     """Whether the code of a layer, alone, answers otherwise in training than in evaluation mode, or may do so."""
     responses = [call.response for call in layer.calls if call.index == 0]
-    return not layer.functional and any(r is None or r.reason is not None or r.mode_matters for r in responses)
+    return not layer.functional and any(
+        r is None or r.reason is not None or r.mode_matters is not False for r in responses
+    )
 
 
 def _may_matter(pair: CallPair, argument: Difference) -> bool:
@@ -83,7 +85,9 @@ def _may_matter(pair: CallPair, argument: Difference) -> bool:
         return response is not None
     given = argument.expected if argument.actual is None else argument.actual
     in_both = None not in (argument.actual, argument.expected)
-    return response.mode_matters and (in_both or response.defaults.get(argument.what, (given,)) != (given,))
+    return response.mode_matters is not False and (
+        in_both or response.defaults.get(argument.what, (given,)) != (given,)
+    )
 
 
 def _is_shared_otherwise(index: ComparisonIndex, layer: Layer) -> bool:
