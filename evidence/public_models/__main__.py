@@ -1,22 +1,25 @@
 """What the package says of fifty public models. Writes a file of JSON, one row for each complaint.
 
-    pip install --no-deps braindecode ...                  # the packages of `models.NAMESPACES`, and what they import
+    pip install --no-deps braindecode ...                # the packages of `models.NAMESPACES`, and what they import
     PYTHONPATH=CHECKOUT python evidence/public_models FILE.json          # all: about 20 minutes
     PYTHONPATH=CHECKOUT python evidence/public_models FILE.json NAME ... # parts of names; keeps the rows of others
 
-Each model has a process of its own, which may take `SECONDS`. There, one after the other: inputs are guessed as
-`modelprobe scan` does, but those of `models` are used from there on; the standard checks; a run with its findings and
-hints; four steps of SGD that are watched, and the assertions that any training is expected to pass. Then pytest writes
-the snapshots of a package, and compares them in a second process. `verdicts.json` says of each complaint whether it is
-true, and RESULTS.md what came of it.
+Each model has a process of its own, which may take `SECONDS` of the processor. There, one after the other: inputs are
+guessed as `modelprobe scan` does, but those of `models` are used from there on; the standard checks; a run with its
+findings and hints; four steps of SGD that are watched, and the assertions that any training is expected to pass. At the
+end pytest writes the snapshots of all models, and compares them in a second process. `verdicts.md` says of each
+complaint whether it is true.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import multiprocessing
 import os
+import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,16 +28,18 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from xml.etree import ElementTree
 
 HERE = Path(__file__).parent
-SECONDS = 400
+SECONDS = 120
+"""Of the processor, for each model."""
 STEPS = 4
 ASSERTIONS = (
     "assert_finite", "assert_grad_finite", "assert_no_dead_layers", "assert_grad_flow", "assert_all_params_have_grad",
     "assert_params_updated", "assert_training_loop", "assert_no_leftover_hooks",
 )  # fmt: skip
+COMPLAINTS = ("broken", "hint", "refused", "crash")
 Row = dict[str, str]
 """The part, what was asked, its verdict and what it said."""
 
@@ -78,10 +83,11 @@ def rows(name: str) -> Iterator[Row]:
         guess = {"verdict": "not guessed", "text": f"{type(error).__name__}: {error}"}
     yield {"part": "inputs", "what": "scan", **guess}
 
+    model = probe.build(make)
     for what, check in checks.STANDARD.items():
         options = {"factory": make} if "factory" in check.options else {}
         found = []
-        ask = functools.partial(check.outcome, probe, probe.build(make), *args, kwargs=kwargs, **options)
+        ask = functools.partial(check.outcome, probe, model, *args, kwargs=kwargs, **options)
         for row in asked("checks", what, lambda ask=ask, found=found: found.append(ask())):  # type: ignore[misc]
             told = {"verdict": found[0].verdict, "text": str(found[0])} if found and row["verdict"] == "holds" else {}
             yield {**row, **told}
@@ -132,42 +138,27 @@ def outputs_of(value: Any) -> Iterator[Any]:
             yield from outputs_of(one)
 
 
-def alone(names: list[str]) -> dict[str, list[Row]]:
-    """Return the rows of models of one package: a process imports it, and each model has a fork of that process."""
+def alone(name: str) -> list[Row]:
+    """Return the rows of a model, which has a fork of this process."""
+    importlib.import_module(name.partition(":")[0])
     with tempfile.TemporaryFile("w+") as out:
-        subprocess.run([sys.executable, str(HERE), "--fork", *names], stdout=out, check=True)
-        out.seek(0)
-        lines = [json.loads(line[4:]) for line in out if line.startswith("ROW ")]
-    return {name: [row for of, row in lines if of == name] for name in names}
-
-
-def fork(names: list[str]) -> None:
-    """Print the rows of each model, as soon as they are known."""
-    import models
-    import torch  # noqa: F401 - before the forks
-
-    from pytest_modelprobe import checks  # noqa: F401
-
-    models.make(names[0])
-    for name in names:
-        process = multiprocessing.get_context("fork").Process(target=show, args=(name,))
+        process = multiprocessing.get_context("fork").Process(target=write, args=(name, out))
         process.start()
-        process.join(SECONDS)
-        if process.exitcode != 0:
-            ended = f"not done after {SECONDS} s" if process.exitcode is None else f"it ended with {process.exitcode}"
-            process.kill()
-            process.join()
-            shown(name, {"part": "process", "what": "process", "verdict": "crash", "text": ended})
+        process.join()
+        out.seek(0)
+        found = [json.loads(line) for line in out]
+    if process.exitcode != 0:
+        text = f"it ended with {process.exitcode}; {-signal.SIGXCPU} is the limit of {SECONDS} s"
+        found.append({"part": "process", "what": "process", "verdict": "crash", "text": text})
+    return found
 
 
-def show(name: str) -> None:
+def write(name: str, out: TextIO) -> None:
+    """Write the rows of a model, as soon as they are known."""
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
     for row in rows(name):
-        shown(name, row)
+        print(json.dumps(row), file=out, flush=True)
     os._exit(0)  # some packages leave threads that do not end
-
-
-def shown(name: str, row: Row) -> None:
-    print("\nROW " + json.dumps([name, row]), flush=True)
 
 
 SNAPSHOT = """
@@ -197,7 +188,7 @@ def snapshots(names: list[str]) -> dict[str, list[Row]]:
             results.unlink(missing_ok=True)
             options = [what] if what.startswith("--") else []
             ran = subprocess.run([*command, *options], env={**os.environ, "PYTHONPATH": where}, cwd=folder,
-                                 capture_output=True, text=True, timeout=SECONDS * len(names))  # fmt: skip
+                                 capture_output=True, text=True)  # fmt: skip
             cases = list(ElementTree.parse(results).iter("testcase")) if results.exists() else []
             if not cases:
                 found[names[0]].append(
@@ -215,28 +206,23 @@ def snapshots(names: list[str]) -> dict[str, list[Row]]:
 
 
 def main() -> None:
-    """Run, and write the file after each package."""
+    """Run, and write the file after each model."""
     sys.path.insert(0, str(HERE))
     warnings.simplefilter("ignore")
-    if sys.argv[1] == "--fork":
-        return fork(sys.argv[2:])
-    path, parts = Path(sys.argv[1]), sys.argv[2:]
     import models
 
+    path, parts = Path(sys.argv[1]), sys.argv[2:]
+    names = list(dict.fromkeys(name for part in parts or [""] for name in models.MODELS if part in name))
     known = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    packages = defaultdict(list)
-    for name in models.MODELS:
-        if not parts or any(part in name for part in parts):
-            packages[name.partition(".")[0].partition(":")[0]].append(name)
-    for names in packages.values():
+    for name in names:
         started = time.monotonic()
-        found = alone(names)
-        for name, more in snapshots(names).items():
-            found[name] = found.get(name, []) + more
-        path.write_text(json.dumps({**known, **found}, indent=1) + "\n", "utf-8")
-        known |= found
-        told = [row for of in found.values() for row in of if row["verdict"] in ("broken", "hint", "crash", "refused")]
-        print(f"{names[0]}: {len(told)} complaints in {time.monotonic() - started:.0f} s", flush=True)
+        known[name] = alone(name)
+        path.write_text(json.dumps(known, indent=1) + "\n", "utf-8")
+        told = sum(row["verdict"] in COMPLAINTS for row in known[name])
+        print(f"{name}: {told} complaints in {time.monotonic() - started:.0f} s", flush=True)
+    for name, more in snapshots(names).items():
+        known[name] += more
+    path.write_text(json.dumps(known, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":
