@@ -1,7 +1,7 @@
-"""What the package says of fifty public models. Writes a file of JSON, one row for each complaint.
+"""What the package says of fifty public models. Writes a file of JSON, one row for each outcome.
 
     pip install --no-deps braindecode ...                # the packages of `models.NAMESPACES`, and what they import
-    PYTHONPATH=CHECKOUT python evidence/public_models FILE.json          # all: about 20 minutes
+    PYTHONPATH=CHECKOUT python evidence/public_models FILE.json          # all: 20 minutes if no other work runs
     PYTHONPATH=CHECKOUT python evidence/public_models FILE.json NAME ... # parts of names; keeps the rows of others
 
 Each model has a process of its own, which may take `SECONDS` of the processor. There, one after the other: inputs are
