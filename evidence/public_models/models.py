@@ -2,7 +2,7 @@
 
 They were chosen before the first run, by this rule:
 
-- sixteen packages; of two, diffusers and torch_geometric, `evidence/guesses` and `evidence/history` have other classes;
+- sixteen packages; `evidence/history` has snapshots of two of the classes, `PriorTransformer` and `LINKX`;
 - of each the classes that the modules of `NAMESPACES` give, sorted by name and shuffled by ``random.Random(2026)``;
 - passed over: abstract classes; classes without a child or without a trainable parameter; those that are not made of
   numbers, strings, flags, and lists, dicts or the package's own configurations and norms; those that cannot be made
