@@ -859,7 +859,7 @@ def test_one_response_does_not_stand_for_any_number_of_tensors() -> None:
     )
     alone = ",".join(f'"{n or ""}alone":"x"' for n in (0, *range(2, calls + 1)))
     numbers = (
-        f'{{"modelprobe": 5, "architecture": "{architecture_digest(text)}", "noise": "measured", '
+        f'{{"modelprobe": 5, "architecture": "{architecture_digest(text)}", "noise": "measured", "samples": "", '
         f'"responses": {{"x": {{"given": ""}}}}, "layers": {{"(root)": {{{alone}}}}}}}'
     )
     with pytest.raises(SnapshotError, match="there are recipes of more than 4,194,304 tensors"):
