@@ -138,6 +138,18 @@ class Comparison:
         """The number of values without numbers in both records; they count as equal."""
         return sum(not change.known for change in self.changes.values())
 
+    @property
+    def has_same_gradients(self) -> bool:
+        """Whether gradients were compared, and those of the parameters and of the model's inputs are the same."""
+        roots = {(pair.layer, pair.key) for pair in self.calls if pair.outermost}
+        compared = [
+            (side, change)
+            for (layer, key, side, _), change in self.changes.items()
+            if side == "parameter gradient" or (side == "input gradient" and (layer, key) in roots)
+        ]
+        known = any(side == "parameter gradient" and change.known for side, change in compared)
+        return known and not any(change.differs for _, change in compared)
+
     def change(self, layer: str, key: CallKey | None, side: str, path: str) -> ValueChange:
         """Return the change of a value; `UNKNOWN` if it was not compared."""
         return self.changes.get((layer, key, side, path), UNKNOWN)

@@ -464,11 +464,16 @@ def test_none_that_is_false_now_fails_nothing() -> None:
     assert upgraded(Giving(None, None), Giving(None, False), GRAPH[0]).same
 
 
-@pytest.mark.parametrize("mask", [torch.ones(6, 1), torch.tensor([1.0, 1, 0, 1, 1, 0])[:, None]], ids=["all", "some"])
-def test_a_mask_that_is_dropped_is_named_also_where_it_masked_nothing(mask: Tensor) -> None:
-    found = upgraded(Giving(mask), Giving(), GRAPH[0])
+def test_a_mask_that_is_dropped_is_named() -> None:
+    found = upgraded(Giving(torch.tensor([1.0, 1, 0, 1, 1, 0])[:, None]), Giving(), GRAPH[0])
     assert not found.same
     assert "(root): own code no longer gives layer input[1]" in first_line(found)
+
+
+def test_a_mask_that_is_dropped_and_masked_nothing_is_a_note() -> None:
+    found = upgraded(Giving(torch.ones(6, 1)), Giving(), GRAPH[0])
+    assert found.same
+    assert "(root): own code no longer gives layer input[1]" in map(cause_text, found.notes)
 
 
 def test_a_flag_that_turns_off_dropout_is_named_also_in_evaluation() -> None:
@@ -485,3 +490,39 @@ def test_a_rate_of_dropout_that_is_not_the_default_is_named_also_in_evaluation()
 
 def test_an_argument_that_has_its_default_fails_nothing() -> None:
     assert upgraded(Giving(dropout=True), Giving(), GRAPH[0]).same
+
+
+class Weighing(nn.Module):
+    """Gives out its weights too, which nobody uses; with or without their graph."""
+
+    def __init__(self, *, detached: bool) -> None:
+        super().__init__()
+        self.q = nn.Linear(4, 4)
+        self._detached = [detached]
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        weights = (self.q(x) @ x.T).masked_fill(mask, -1e9).softmax(-1)
+        return weights @ x, weights.detach() if self._detached[0] else weights
+
+
+class Masking(nn.Module):
+    """Hands on a mask of one row, or the same for each query."""
+
+    def __init__(self, *, expanded: bool, detached: bool = False) -> None:
+        super().__init__()
+        self.attn = Weighing(detached=detached)
+        self._expanded = [expanded]
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.arange(len(x))[None] > 3
+        return self.attn(x, mask.expand(len(x), len(x)) if self._expanded[0] else mask)[0]
+
+
+def test_a_mask_that_is_expanded_earlier_fails_nothing() -> None:
+    assert upgraded(Masking(expanded=False), Masking(expanded=True), GRAPH[0]).same
+
+
+def test_an_output_inside_without_its_graph_fails_nothing_where_all_gradients_are_the_same() -> None:
+    found = upgraded(Masking(expanded=False), Masking(expanded=False, detached=True), GRAPH[0])
+    assert found.same
+    assert [cause_text(note) for note in found.notes] == ["attn: no gradient any more for output[1]"]

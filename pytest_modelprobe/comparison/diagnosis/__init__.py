@@ -88,7 +88,7 @@ def diagnose(comparison: Comparison) -> Diagnosis:
             causes, possible = ([cause for cause in found if cause not in indecisive] for found in (causes, possible))
         if nothing_else:
             return Diagnosis(comparison=comparison, notes=tuple(notes), unchanged=True)
-    if unchanged and _has_same_gradients(comparison):
+    if unchanged and comparison.has_same_gradients:
         causes, possible = ([*map(_without_effect, found)] for found in (causes, possible))
     causes, possible = _of_selected_layers(comparison, causes, possible)
     moved = _moved_layers(index, causes)
@@ -192,7 +192,7 @@ def _is_unchanged(comparison: Comparison) -> bool:
     # Inputs are not looked at: a mask may have another dtype and mean the same.
     kinds = {d.kind for d in comparison.found}
     moved_inside = not kinds.isdisjoint({"output", *_GRADIENTS})
-    return kinds.isdisjoint({"state", *_OTHER_RUN}) and (not moved_inside or _has_same_gradients(comparison))
+    return kinds.isdisjoint({"state", *_OTHER_RUN}) and (not moved_inside or comparison.has_same_gradients)
 
 
 def _output_changes(comparison: Comparison) -> list[ValueChange]:
@@ -204,18 +204,6 @@ def _output_changes(comparison: Comparison) -> list[ValueChange]:
         for value in pair.actual.outputs
     ]
     return [comparison.changes[place] for place in places if place in comparison.changes]
-
-
-def _has_same_gradients(comparison: Comparison) -> bool:
-    """Whether gradients were compared, and those of the parameters and of the model's inputs are the same."""
-    roots = {(pair.layer, pair.key) for pair in comparison.calls if pair.outermost}
-    compared = [
-        (side, change)
-        for (layer, key, side, _), change in comparison.changes.items()
-        if side == "parameter gradient" or (side == "input gradient" and (layer, key) in roots)
-    ]
-    known = any(side == "parameter gradient" and change.known for side, change in compared)
-    return known and not any(change.differs for _, change in compared)
 
 
 def _changed_outputs(comparison: Comparison) -> Iterator[Difference]:

@@ -8,6 +8,7 @@ note.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from pytest_modelprobe.comparison.differences import CallPair, Difference, DifferenceKind
@@ -49,11 +50,14 @@ def is_decisive(index: ComparisonIndex, difference: Difference) -> bool:
     if kind == "context":
         return difference.what == "grad_enabled"
     if kind == "response":  # what the code hands to its children otherwise is told by their calls
-        return difference.change is not None and difference in response_differences(index, pair)
+        answers = difference.change is not None and difference in response_differences(index, pair)
+        return answers and not _hands_on_the_same(index, pair, difference)
     if kind == "response gradient":
-        return difference in gradient_differences(index, pair)
+        return not index.comparison.has_same_gradients and difference in gradient_differences(index, pair)
     if kind == "input":
         return pair.outermost or not has_same_elements(index, pair, difference)
+    if kind == "gradient presence":
+        return pair.outermost or not index.comparison.has_same_gradients
     # The gradients of all parameters are the same: another tensor of the same numbers takes those of some uses.
     return kind != "gradient" or value_at(pair.actual.inputs, difference.what) is None
 
@@ -88,6 +92,15 @@ def _may_matter(pair: CallPair, argument: Difference) -> bool:
     return response.mode_matters is not False and (
         in_both or response.defaults.get(argument.what, (given,)) != (given,)
     )
+
+
+def _hands_on_the_same(index: ComparisonIndex, pair: CallPair, response: Difference) -> bool:
+    """Whether what differs alone is a tensor for a child that has the same elements in another form in the run."""
+    child, path = split_place(response.what)
+    called = index.child_call(pair, child) if child else None
+    if called is None or not any(d.what == path for d in index.of_call(called, "interface")):
+        return False
+    return has_same_elements(index, called, dataclasses.replace(response, what=path))
 
 
 def _is_shared_otherwise(index: ComparisonIndex, layer: Layer) -> bool:
