@@ -270,6 +270,7 @@ class Comparer:
         if updating and refusal is None:
             new = self._texts_read_back(outcome, arguments, record, stored)
             outcome.verdict = "updated" if is_known else "created"
+            self._session.writers[outcome.place] = self._item.nodeid
             outcome.declared = bool(self._policy.reason) and stored.texts is not None
         elif self._policy.output and not writing_rank().rank:
             self._write_output(outcome, arguments, stored, self._policy.output)
@@ -282,6 +283,8 @@ class Comparer:
             return refusal
         if any(other.place == outcome.place and other.verdict in ("created", "updated") for other in self.outcomes):
             return preconditions.WRITTEN_TWICE
+        if self._session.writers.get(outcome.place, self._item.nodeid) != self._item.nodeid:
+            return preconditions.WRITTEN_BY_ANOTHER_REPETITION
         refusal = preconditions.refuse_record(outcome.record, arguments)
         if refusal is None and outcome.diagnosis and self._policy.accept:
             refusal = preconditions.refuse_causes(outcome.diagnosis, self._policy)

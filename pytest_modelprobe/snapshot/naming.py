@@ -2,6 +2,7 @@
 
 A name has to stay the same if other tests or parameters are added, because the file would belong to another test
 otherwise. So an id that pytest numbered is refused. The device is left out, for the architecture is the same on all.
+The number of a repetition by pytest-repeat is left out, for all repetitions of a test have its one snapshot.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ DEVICES = ("cuda", "mps", "xpu")
 """Devices with a file of numbers of their own; the file of the CPU has no device in its name."""
 
 _PARAMETER = "modelprobe_device"
+_REPETITION = "__pytest_repeat_step_number"  # its values count from 0, and its ids are such as 1-3: the last of a test
 
 
 def folder_of(module: Path) -> Path:
@@ -31,7 +33,7 @@ def folder_of(module: Path) -> Path:
 
 
 def stem_of(item: pytest.Item) -> str:
-    """Return the common part of the names of a test's files: classes, function and ids, without the device's id.
+    """Return the common part of the names of a test's files: classes, function and ids, without device and repetition.
 
     Raises:
         UsageError: pytest made one of the ids from the position of the parameter.
@@ -44,8 +46,11 @@ def stem_of(item: pytest.Item) -> str:
             "test after a parameter is added before it: give each parameter an id, with ids=[...], ids=str or "
             'pytest.param(..., id="...")'
         )
-    device = _parameters(item).get(_PARAMETER)
-    own = item.name if device is None else without_id(item.name, str(device))
+    own, device = item.name, _parameters(item).get(_PARAMETER)
+    if _REPETITION in _parameters(item):
+        own = re.sub(r"(?:-|(\[))\d+-\d+\]$", lambda found: "" if found[1] else "]", own)
+    if device is not None:
+        own = without_id(own, str(device))
     return file_name(".".join([*_classes(item), own]))
 
 

@@ -24,6 +24,7 @@ from .options import DIRECTORY, Policy, keeps_unused
 from .summary import UnusedFiles, lines, shown_path, stale_of
 
 if TYPE_CHECKING:
+    from .extension import SnapshotFiles
     from .unused import Module, Test
 
 
@@ -54,6 +55,8 @@ class SnapshotSession:
         self._paths: dict[str, str] = {}
         self._has_snapshots: dict[Path, bool] = {}
         self._owners: dict[str, tuple[Path, str]] = {}
+        self.writers: dict[SnapshotFiles, str] = {}
+        """The test that wrote a snapshot in this run. Repetitions of a test have one snapshot."""
         self._workers_started = self._workers_finished = 0
         self._phases: dict[str, dict[str, str]] = {}
         self._expected_to_fail: set[str] = set()

@@ -869,6 +869,49 @@ class TestNet:
     ]
 
 
+REPEAT = """
+import pytest
+
+@pytest.fixture
+def __pytest_repeat_step_number(request):
+    return request.param
+
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc):
+    metafunc.fixturenames.append("__pytest_repeat_step_number")
+    metafunc.parametrize("__pytest_repeat_step_number", range(2), indirect=True, ids=lambda i: f"{i + 1}-2")
+"""  # as pytest-repeat does with --count 2
+
+
+def test_repetitions_of_a_test_have_its_one_snapshot(project: Project) -> None:
+    parametrize = "@pytest.mark.parametrize('size', ['3-2', 'big'])"
+    parametrized = one("assert record() == modelprobe_snapshot", "size, modelprobe_snapshot", parametrize)
+    project.update(test=parametrized)
+    project.update(test=SAME, name="test_one")
+    once = project.contents()
+    project.write("repeat", REPEAT)
+    for option in ((), ("--snapshot-update",)):
+        result = project.run("-p", "repeat", *option, test=SAME, name="test_one")
+        result.assert_outcomes(passed=6)
+        result.stdout.no_fnmatch_line("*unused*")
+        assert project.contents() == once
+    for path in project.snapshots.rglob("*.json"):
+        path.unlink()
+    project.update("-p", "repeat", test=SAME, name="test_one").assert_outcomes(passed=6)
+    assert project.contents() == once
+
+
+def test_an_update_writes_the_record_of_the_first_of_repetitions_that_differ(project: Project) -> None:
+    project.write("repeat", REPEAT)
+    test = one("assert record(mean=next(MEANS)) == modelprobe_snapshot", before="MEANS = iter([0.5, 0.6])")
+    result = project.update("-p", "repeat", test=test)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        ["E *AssertionError: not written again, because an earlier repetition of the test wrote another record*"]
+    )
+    project.run(test=one("assert record(mean=0.5) == modelprobe_snapshot")).assert_outcomes(passed=1)
+
+
 def test_an_id_that_pytest_numbered_is_an_error(project: Project) -> None:
     parametrize = "@pytest.mark.parametrize('config', [object(), object()]{})"
     test = one("assert record() == modelprobe_snapshot", "config, modelprobe_snapshot", parametrize.format(""))
