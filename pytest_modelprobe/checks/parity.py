@@ -305,9 +305,11 @@ class _NotReentrantError(Exception):
 def _of_part(prepared: PreparedModel, part: str, found: Violation) -> Violation:
     """Return how the model differs with one part checkpointed, with what that part does to its input and its state."""
     part = part or ROOT
-    in_place, written = _writes(prepared, part)
-    if in_place:
-        said, advice = "changes its input in place", _IN_PLACE
+    writer, written = _writes(prepared, part)
+    if writer is not None:
+        inside = part in (writer, *containers(writer))
+        said = "changes its input in place" if inside else f"takes what {writer} changes in place after the call"
+        advice = _IN_PLACE
     elif written:
         part, advice = parent(written[0]), _CHECKPOINT
         said = f"writes to {listed(written)} and runs twice when checkpointed"
@@ -320,32 +322,41 @@ def _of_part(prepared: PreparedModel, part: str, found: Violation) -> Violation:
     return dataclasses.replace(found, layer=part, line=line, advice=advice)
 
 
-def _writes(prepared: PreparedModel, part: str) -> tuple[bool, list[str]]:
-    """Return whether a part writes into what it takes, and the state that it writes to, except that of torch's own."""
+def _writes(prepared: PreparedModel, part: str) -> tuple[str | None, list[str]]:
+    """Return the layer that writes into what a part takes, and the state to which the part writes.
+
+    The layer is the part, one inside it, or one that does so after the call. State of torch's own is left out.
+    """
     given: list[tuple[Tensor, int | None]] = []
     states: list[Attributes] = []
+    writers: list[str] = []
+    written: dict[str, None] = {}
 
     def state() -> Attributes:
         tensors = {name: {"": x.detach().clone()} for name, x in all_named(prepared.model) if has_dense_storage(x)}
         return {**attributes(prepared), **tensors}
 
-    def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
-        given[:] = [(x, version(x)) for _, x in flatten_call(args, kwargs).tensors]
-        states[:] = [state()]
+    def look(call: ModuleCall) -> None:
+        if any(version(x) != before for x, before in given):
+            writers.append(call.layer)
 
-    in_place = False
-    written: dict[str, None] = {}
+    def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
+        if call.parent is not None:
+            look(call.parent)
+        if call.layer == part:
+            given.extend((x, version(x)) for _, x in flatten_call(args, kwargs).tensors)
+            states[:] = [state()]
 
     def end(call: ModuleCall, args: Any, output: Any) -> None:
-        nonlocal in_place
-        in_place |= any(version(x) != before for x, before in given)
-        written.update(dict.fromkeys(changed_attributes(states[0], state())))
+        look(call)
+        if call.layer == part:
+            written.update(dict.fromkeys(changed_attributes(states[0], state())))
 
     modules = prepared.layers.modules
-    with CallTracer({part: modules[part]}, ModuleCall, before=begin, after=end):
+    with CallTracer(modules, ModuleCall, before=begin, after=end):
         prepared.run(traced=False)
     own = [name for name in written if not type(modules[parent(name)]).__module__.startswith("torch.nn.")]
-    return in_place, own
+    return next(iter(writers), None), own
 
 
 def _stopped(prepared: PreparedModel) -> tuple[nn.Module, list[str]]:
