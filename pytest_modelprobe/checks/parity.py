@@ -38,6 +38,7 @@ from .machinery.agreement import (
     check_not_random,
     check_repeats,
     disagreements,
+    gradient_error,
     in_backward_order,
     negligible,
     violation_of,
@@ -577,12 +578,10 @@ def _gradients(one: Trace, two: Trace, tolerance: float | None, how: str, advice
     zero = negligible(one)
     for name, gradient in one.gradients.items():
         other = two.gradients.get(name)
-        if (gradient is None) != (other is None):
-            found.append((name, "none arrives" if other is None else "one arrives"))
-        elif gradient is None or other is None or max(gradient.norm(), other.norm()) <= zero:
-            continue
-        elif not (far := relative_error(gradient, other)) <= limit(gradient, tolerance, least=_ELSEWHERE):
-            found.append((name, percent(far)))
+        far = gradient_error(gradient, other, zero)
+        if not far <= (_ELSEWHERE if gradient is None else limit(gradient, tolerance, least=_ELSEWHERE)):
+            what = "none arrives" if other is None else "one arrives" if gradient is None else percent(far)
+            found.append((name, what))
     if not found:
         return None
     if any(what != "none arrives" for _, what in found):  # a wrong one begins at the loss, a lost one at the input

@@ -29,7 +29,7 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.text import count, listed, number
 
 from .batch import batched, check_rows_go_together, size_of
-from .machinery.agreement import check_not_random, in_backward_order, negligible
+from .machinery.agreement import check_not_random, gradient_error, in_backward_order, negligible
 from .machinery.check import check, check_unmodified
 from .machinery.prepared import PreparedModel, Trace, Vary
 from .machinery.rounding import as_double, is_rounded, limit, relative_error
@@ -116,8 +116,8 @@ def _accumulated(
         if gradient is None or not pieces:
             continue
         mean = torch.stack(pieces).sum(0) / size
-        far, norm = relative_error(gradient, mean), gradient.norm().item()
-        if not far <= tolerance and not max(norm, mean.norm().item()) <= zero:
+        far, norm = gradient_error(gradient, mean, zero), gradient.norm().item()
+        if not far <= tolerance:
             found.append((name, far, mean.norm().item() / norm if norm else math.inf))
     return found
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,3 +57,64 @@ def test_signal_jepa_contextual_of_braindecode_writes_into_what_a_part_took(prob
         "reentrant): RuntimeError: one of the variables needed"
     )
     assert found.text.endswith("Compute it out of place there (inplace=False, x = x + ...), or clone the input first.")
+
+
+ORDERS = itertools.cycle([1, -1])
+
+
+class Scaled(torch.autograd.Function):
+    """Adds up the gradient of its scale in another order each time, as a kernel on several threads may."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, scale = ctx.saved_tensors
+        terms = (gradient * x).flatten().unbind()
+        return gradient * scale, functools.reduce(torch.add, terms[:: next(ORDERS)])
+
+
+class Canceled(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.scale, self.norm = nn.Parameter(torch.ones(())), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(Scaled.apply(x, self.scale))  # type: ignore[no-untyped-call]
+        return out
+
+
+def test_a_scale_of_ctnet_of_braindecode_that_the_next_norm_cancels_is_rounded(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(8, 64), Canceled(nn.LayerNorm(64, eps=3e-5)), nn.Linear(64, 2))
+    assert checks.checkpoint_parity(probe, model, probe.randn(16, 8)).verdict == "holds"
+
+
+class Streams(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        return image + self.image(image + text), text + self.text(image)
+
+
+class TwoStreams(nn.Module):
+    """Uses one of the two outputs of its last block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Streams(), Streams()]), nn.Linear(8, 2)
+
+    def forward(self, image: Tensor, text: Tensor) -> Tensor:
+        for block in self.blocks:
+            image, text = block(image, text)
+        out: Tensor = self.head(image)
+        return out
+
+
+def test_zeros_for_none_in_qwen_image_control_net_model_of_diffusers_are_no_gradient(probe: ModelProbe) -> None:
+    outcome = checks.checkpoint_parity(probe, TwoStreams(), probe.randn(4, 8), probe.randn(4, 8))
+    assert outcome.text == "10 parameters, 2 modules checkpointed, reentrant and not"

@@ -124,6 +124,22 @@ def negligible(trace: Trace) -> float:
     return _NEGLIGIBLE * max([trace.largest_gradient, *norms])
 
 
+def gradient_error(one: Tensor | None, other: Tensor | None, zero: float) -> float:
+    """Return the relative error of a gradient; 0 where both are `negligible`, or differ by what rounds the largest.
+
+    An eighth of what is negligible is one unit in the last place of the largest gradient in float32. Zeros in place of
+    none, as a reentrant checkpoint makes them, are no error.
+
+    >>> gradient_error(torch.tensor([2e-5]), torch.tensor([2.01e-5]), zero=1e-6)
+    0.0
+    """
+    if one is None or other is None:
+        return math.inf if any(x is not None and bool(x.norm()) for x in (one, other)) else 0.0
+    if one.norm() <= zero >= other.norm() or 8 * (one - other).norm() <= zero:
+        return 0.0
+    return relative_error(one, other)
+
+
 def check_not_random(prepared: PreparedModel, vary: Vary | None = None) -> None:
     """Check that the output in evaluation mode does not depend on the seed, with the inputs as they are or varied.
 
