@@ -15,7 +15,7 @@ import pickle
 import statistics
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -91,8 +91,8 @@ def registered(prepared: PreparedModel) -> Violation | str:
 
 def _all_unregistered(prepared: PreparedModel) -> dict[str, Any]:
     """Return the modules, parameters and tensors that the model has not registered, by their paths."""
-    known = {id(m) for m in prepared.model.modules()}
-    known |= {id(t) for t in (*nn.Module.parameters(prepared.model), *nn.Module.buffers(prepared.model))}
+    tensors = [*nn.Module.parameters(prepared.model), *nn.Module.buffers(prepared.model)]
+    known: set[Hashable] = {*map(id, [*prepared.model.modules(), *tensors]), *map(_place, tensors)}
     return {
         where: value
         for name, module in prepared.layers.modules.items()
@@ -138,7 +138,12 @@ def meant(module: nn.Module, key: str, attribute: Any) -> bool:
     return hidden or any(f"{key}_{suffix}" in module._parameters for suffix in ("orig", "g"))
 
 
-def _unregistered(where: str, value: Any, known: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+def _place(tensor: Tensor) -> Hashable:
+    """Return what two tensors with the same elements in memory have in common, as ``x`` and ``x.data`` do."""
+    return (tensor.data_ptr(), tensor.shape, tensor.stride()) if has_dense_storage(tensor) else id(tensor)
+
+
+def _unregistered(where: str, value: Any, known: set[Hashable], depth: int) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (nn.Module, Tensor)):
         if id(value) not in known and _is_state(value, known):
             yield where, value
@@ -150,11 +155,11 @@ def _unregistered(where: str, value: Any, known: set[int], depth: int) -> Iterat
             yield from _unregistered(f"{where}[{i}]", item, known, depth - 1)
 
 
-def _is_state(value: nn.Module | Tensor, known: Collection[int]) -> bool:
+def _is_state(value: nn.Module | Tensor, known: set[Hashable]) -> bool:
     if isinstance(value, nn.Module | nn.Parameter):
         return True
     if value.is_leaf:
-        return value.numel() > 1  # one number may be a constant
+        return value.numel() > 1 and _place(value) not in known  # one number may be a constant
     # FSDP and weight norms compute tensors from parameters of the model; `nn.Parameter(x).to(dtype)` from its own.
     leaves = (getattr(node, "variable", None) for node in graph_nodes(value.grad_fn))
     return any(isinstance(leaf, nn.Parameter) and id(leaf) not in known for leaf in leaves)

@@ -118,3 +118,35 @@ class TwoStreams(nn.Module):
 def test_zeros_for_none_in_qwen_image_control_net_model_of_diffusers_are_no_gradient(probe: ModelProbe) -> None:
     outcome = checks.checkpoint_parity(probe, TwoStreams(), probe.randn(4, 8), probe.randn(4, 8))
     assert outcome.text == "10 parameters, 2 modules checkpointed, reentrant and not"
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+class MaskedLinear(nn.Linear):
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__(*mask.shape[::-1])
+        self.register_buffer("mask", mask.data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight * self.mask, self.bias)
+
+
+class AutoRegressive(nn.Module):
+    """Keeps the masks that its layers register, and one that nothing registers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks, self.mask_skip = [torch.ones(8, 8).tril(), torch.ones(4, 8)], torch.ones(4, 8)
+        self.layers = nn.Sequential(*map(MaskedLinear, self.masks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x) + nn.functional.linear(x, self.mask_skip)
+        return out
+
+
+def test_masks_of_conditional_auto_regressive_nn_of_pyro_that_layers_register_are_registered(probe: ModelProbe) -> None:
+    found = checks.registered.outcome(probe, AutoRegressive(), probe.randn(4, 8))
+    assert found.text.startswith(
+        "mask_skip is a tensor that the model has not registered\n\nwhere       what\nmask_skip   a tensor\n\n"
+    )
