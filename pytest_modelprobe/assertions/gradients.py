@@ -613,8 +613,11 @@ def _flow_text(record: Record, bad: list[_LayerGradient], flow: list[_LayerGradi
     elif first.rms != first.known:
         what, hint = f"{name} gets a gradient that is not finite", "assert_grad_finite names where that began."
     elif first.rms == 0:
+        if any(f.known and first.layer.name in containers(f.layer.name) for f in flow):  # the layers inside get one
+            name = next((full_name(first.layer, p.name) for p in first.layer.parameters if p.gradient), name)
         what = f"{name} gets a zero gradient"
-        zero = [layer.label for layer in record.layers.values() if layer.calls and has_zero_parameters(layer)]
+        after = [layer for layer in record.layers.values() if layer.calls and (layer is not first.layer or layer.leaf)]
+        zero = [layer.label for layer in after if has_zero_parameters(layer)]
         reasons = f"zero-initialized ({listed(zero)})" if zero else "dead, saturated, times zero"
         hint = f"The layers after {name} do not depend on it, or have a zero derivative there: {reasons}."
     else:

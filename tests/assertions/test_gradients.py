@@ -798,3 +798,45 @@ def test_a_leaf_that_detaches_its_output_is_named(modelprobe: ModelProbe) -> Non
     record = modelprobe.run(model, torch.ones(2, 4), loss=torch.sum)
     with pytest.raises(AssertionError, match=r"The graph is cut in layer '1' \(Stop\): look for"):
         assert_all_params_have_grad(record)
+
+
+# --- classes of public packages ---------------------------------------------------------------------------------------
+
+
+class EntropyBottleneck(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.quantiles = nn.Parameter(torch.zeros(8))
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.net(z).sigmoid()
+        return out
+
+
+class Codec(nn.Module):
+    """Rounds by a straight-through estimator: the gradient of the quantiles is -1 + 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.bottleneck, self.decode = nn.Linear(8, 8), EntropyBottleneck(), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        z = self.encode(x)
+        off = z - self.bottleneck.quantiles
+        return self.decode(off + (off.round() - off).detach() + self.bottleneck.quantiles), self.bottleneck(z)
+
+
+def test_the_quantiles_of_elic2022_chandelier_of_compressai_are_named_and_not_their_layer(
+    modelprobe: ModelProbe,
+) -> None:
+    model = modelprobe.build(Codec)
+    record = modelprobe.run(model, modelprobe.randn(4, 8), loss=lambda out: out[0].square().mean() + out[1].mean())
+    with pytest.raises(AssertionError) as error:
+        assert_grad_flow(record)
+    lines = str(error.value).splitlines()
+    assert lines[0] == "bottleneck.quantiles gets a zero gradient; 1 of 5 layers looked at"
+    assert lines[-1] == (
+        "The layers after bottleneck.quantiles do not depend on it, or have a zero derivative there: dead, saturated, "
+        "times zero."
+    )
