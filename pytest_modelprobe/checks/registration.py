@@ -38,10 +38,10 @@ from pytest_modelprobe.text import count, listed, number, pattern
 
 from .machinery.agreement import check_repeats, disagreements, violation_of
 from .machinery.check import check_unmodified
-from .machinery.prepared import PreparedModel, Trace
+from .machinery.prepared import PreparedModel, Trace, copy_of
 from .machinery.rounding import as_double, is_rounded, plain, same
 from .outcome import NotApplicableError, Violation, line_of
-from .state import OF_ANY_MODULE, attributes, changed_attributes
+from .state import OF_ANY_MODULE, Attributes, attributes, changed_attributes
 
 _DEEPEST = 3
 """How many containers inside each other are searched for tensors."""
@@ -521,10 +521,10 @@ def _lost_of_training(prepared: PreparedModel, other: nn.Module) -> Violation | 
     """
     found = None
     with prepared.keep_changes():
-        before = attributes(prepared)
+        before = _unsaved(prepared)
         if prepared.run(mode="train", traced=False).error is not None:
             return None
-        written = changed_attributes(before, attributes(prepared))
+        written = changed_attributes(before, _unsaved(prepared))
         prepared.multiply_parameters("small step", mean=1.0, std=0.01)  # what is computed again shows then
         other.train(prepared.model.training)  # before it is loaded: merged weights are others in each mode
         state = _load_state(prepared, other, " after a forward in training mode")
@@ -539,6 +539,12 @@ def _lost_of_training(prepared: PreparedModel, other: nn.Module) -> Violation | 
             check_repeats(prepared, "train", tolerance=0.0)
             return found
     return None
+
+
+def _unsaved(prepared: PreparedModel) -> Attributes:
+    """Return copies of what no state_dict has: attributes, and buffers that are not persistent."""
+    buffers, temporary = dict(prepared.model.named_buffers(remove_duplicate=False)), temporary_names(prepared.model)
+    return {**attributes(prepared), **{name: {"": copy_of(buffers[name])} for name in temporary}}
 
 
 def _lost(prepared: PreparedModel, other: nn.Module, runs: tuple[Trace, Trace], written: list[str]) -> Violation | None:
