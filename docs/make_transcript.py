@@ -233,7 +233,6 @@ def _merge(s: Scratch) -> None:
     s.write("model.py", merged)
     s.run(f"{UPDATE} --modelprobe-reason='epsilon of the reference, wider MLP'", most=30)
     s.run("git add -A && git commit -qm 'Merge wider' && pytest -q test_net.py")
-    s.run("modelprobe log __modelprobe__/test_net/test_net.arch.json")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 Each mutated snapshot is shown, every fifth in all formats, and compared with the original, as ``modelprobe show`` and
 ``modelprobe diff`` do it, within five seconds of work, a minute of waiting, and 2 GiB. It is to be refused in one line,
 or to be a difference, or to mean what the original means: see `meaning` for what that is. Then it takes the place of
-the original in a repository, where ``modelprobe check``, ``modelprobe log`` or pytest, in turn, is asked too: check and
+the original in a repository, where ``modelprobe check`` or pytest, in turn, is asked too: check and
 pytest have to refuse what is refused. Or a file of results is mutated, for ``modelprobe report``.
 """
 
@@ -148,7 +148,7 @@ def trial(task: tuple[int, int]) -> Trial:
     before, path = _ORIGINALS.meanings[name], _ORIGINALS.paths[name]
     verdict, detail = guarded(lambda: _judged(place(folder, files), before, path, FORMS if number % 5 == 0 else ()))
     if verdict in GOOD:
-        command = ("check", "log", "pytest", "report")[number % 4]
+        command = ("check", "pytest", "report")[number % 3]
         wrong, said = guarded(lambda: asked_beside(command, name, files, verdict == "refused", draw))
         if wrong:
             return Trial(number, f"{name}: {how}, {command}", wrong, said)

@@ -107,17 +107,6 @@ class Project:
         same = files == as_bytes(self.texts[name])
         return ("" if same or json.loads(out)["changes"] else "check sees no change"), out[:2000]
 
-    def _log(self, name: str, files: Bytes, refused: bool, ask: Ask) -> tuple[str, str]:
-        self._git("add", "-A")
-        self._commit()
-        try:
-            code, out, err = ask(
-                "log", str(self.at(name).relative_to(self.folder) / "__modelprobe__/test_net/test_net")
-            )
-        finally:
-            self._git("reset", "-q", "--hard", "HEAD~1")
-        return (wrong_refusal(err) if code else "" if out.strip() else "log says nothing"), err
-
     def _pytest(self, name: str, files: Bytes, refused: bool, ask: Ask) -> tuple[str, str]:
         code, said = self.tested(name)
         if code not in (0, 1) or "INTERNALERROR" in said:

@@ -25,7 +25,6 @@ from .check import run_check, run_declare, run_diff
 from .common import INCOMPLETE
 from .compare import run_compare
 from .init import GIT_ATTRIBUTES, run_init
-from .log import run_log
 from .report import run_report
 from .scan import run_scan
 from .show import run_show
@@ -130,12 +129,6 @@ def _parser() -> argparse.ArgumentParser:
     bisect.add_argument("--layer", metavar="GLOB", help="a change of such a layer itself, as 'blocks.*.attn'")
     bisect.add_argument("--class", dest="kind", choices=CLASSES, metavar="CLASS", help="a change of this class")
     bisect.set_defaults(run=run_bisect)
-
-    log = commands.add_parser("log", help="print the changes of a snapshot, or of one of its layers, in git")
-    log.add_argument("snapshot", metavar="SNAPSHOT", help=path)
-    log.add_argument("layer", nargs="?", metavar="LAYER", help="a name or a glob")
-    _add_format(log, "text", "markdown", "json")
-    log.set_defaults(run=run_log)
 
     report = commands.add_parser("report", help="write a file of results as a page, or for a code host")
     report.add_argument("results", metavar="RESULTS.json", help="what pytest --modelprobe-json=PATH wrote")

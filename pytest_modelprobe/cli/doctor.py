@@ -308,7 +308,7 @@ def _switched_off(settings: dict[str, Any]) -> Iterator[str]:
     if os.environ.get("CI"):
         yield "--snapshot-update of model snapshots: CI is set; --modelprobe-allow-update-in-ci permits it"
     if shutil.which("git") is None:
-        yield "modelprobe check, declare, log and REF:PATH: git is not on PATH"
+        yield "modelprobe check, declare and REF:PATH: git is not on PATH"
 
 
 def _guarded(lines: Iterable[str], broken: str = "unknown") -> Iterator[str]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from .classes import CLASSES, DEFAULTS, LEVELS, MEANING, Class, Level, class_of, needs_reason
 from .declarations import has_words, superseded
-from .git import Commit, GitError, Repository, run_git
+from .git import GitError, Repository, run_git
 from .removals import declared_removals, removal_path
 from .snapshot_sources import (
-    ENDINGS,
     SnapshotSource,
     SourceError,
     in_revision,
@@ -29,9 +28,7 @@ __all__ = [
     "CLASSES",
     "SnapshotChange",
     "Class",
-    "Commit",
     "DEFAULTS",
-    "ENDINGS",
     "Finding",
     "GitError",
     "LEVELS",

@@ -10,8 +10,7 @@ import contextlib
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
 from pytest_modelprobe.exceptions import ModelProbeError
@@ -30,24 +29,6 @@ _HOOKLESS = ["-c", f"core.hooksPath={os.devnull}", "-c", "advice.detachedHead=fa
 
 class GitError(ModelProbeError):
     """Git has no such revision or object, or cannot be run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
-    """One commit of a history."""
-
-    name: str
-    """The full hash."""
-    date: str
-    """Day of the author, such as ``2026-01-31``."""
-    subject: str
-    parents: tuple[str, ...] = ()
-    """The nearest ancestors in the same history."""
-
-    @property
-    def short(self) -> str:
-        """The first ten digits of the hash."""
-        return self.name[:10]
 
 
 class Repository:
@@ -226,26 +207,6 @@ class Repository:
 
     def _batch(self, how: str, names: Iterable[str]) -> bytes:
         return self._git("cat-file", how, stdin="".join(f"{name}\n" for name in names).encode())
-
-    def history(self, paths: Sequence[str], start: str = "HEAD") -> list[Commit]:
-        """Return the commits up to ``start`` that changed one of the files, the newest first."""
-        try:
-            start = self.commit(start)
-        except GitError:  # Nothing is committed yet.
-            return []
-        specs = (f":(top,literal){path}" for path in paths)
-        log = os.fsdecode(self._git("log", "-z", "--parents", "--format=%H|%P|%as|%s", start, "--", *specs))
-        fields = (entry.split("|", 3) for entry in log.split("\0") if entry)
-        return [
-            Commit(name=name, date=date, subject=subject, parents=tuple(parents.split()))
-            for name, parents, date, subject in fields
-        ]
-
-    def renamed_from(self, commit: str, path: str) -> str | None:
-        """Return the name that a file had before a commit gave it this one, or None."""
-        listing = self._git("diff-tree", "-r", "-z", "-M", "--diff-filter=R", "--no-commit-id", "--name-status", commit)
-        parts = [os.fsdecode(part) for part in listing.split(b"\0")]
-        return next((old for old, new in zip(parts[1::3], parts[2::3], strict=False) if new == path), None)
 
     def _fetch(self, ref: str) -> str:
         """Return the command that fetches a missing revision."""

@@ -535,19 +535,6 @@ def test_an_old_architecture_under_the_name_of_a_device_hides_no_change(git: Git
     assert re.search(r"Net +checkpoint +denied", out)
 
 
-def test_a_snapshot_that_is_in_no_commit_has_no_history(git: Git, modelprobe: Run) -> None:
-    commit(git, "nothing")
-    write(net())
-    code, _, err = modelprobe("log", PATH)
-    assert (code, err.count("\n")) == (2, 1)
-    assert f"{PATH} is in no commit yet" in err
-
-
-def test_where_nothing_is_committed_there_is_no_history(git: Git, modelprobe: Run) -> None:
-    write(net())
-    assert modelprobe("log", PATH) == (2, "", f"modelprobe: {PATH} is in no commit yet: there is nothing to follow\n")
-
-
 @pytest.mark.parametrize("path", [f"{PATH}b.arch.json", "other/__modelprobe__"])
 def test_a_link_to_snapshots_that_came_or_leads_elsewhere_is_refused(
     git: Git, branch: str, modelprobe: Run, path: str
@@ -769,11 +756,6 @@ def test_a_diff_of_many_has_each_call_that_is_written_otherwise_once(
     assert [[cell.strip() for cell in row if cell] for row in rows] == [["fc: input renamed to x", "calls", "-", "Net"]]
 
 
-def test_the_log_has_the_calls_that_are_written_otherwise(by_keyword: None, modelprobe: Run) -> None:
-    out = modelprobe("log", PATH)[1]
-    assert out.splitlines()[2].split() == ["fc", "name", "x", "x", "input"]
-
-
 def test_a_diff_of_the_same_is_0(modelprobe: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(net(), "old/__modelprobe__/m/t")
@@ -927,64 +909,6 @@ def test_json_is_one_snapshot_or_a_list_of_several(
     assert shown == f"{json.dumps(several, indent=1)}\n"
 
 
-# --- log ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def history(git: Git, branch: str) -> None:
-    write(net(3))
-    commit(git, "Widen the net")
-    write(net(3, mean=5.0))
-    commit(git, "Train longer")
-    write(net(3, act="GELU", mean=5.0))
-    commit(git, "Smooth the net")
-
-
-def test_a_log_tells_what_each_commit_changed(history: None, modelprobe: Run) -> None:
-    code, out, _ = modelprobe("log", PATH)
-    entries = [entry.splitlines() for entry in out.strip().split("\n\n")]
-    assert code == 0
-    assert [line[0].split("  ", 2)[2] for line in entries] == [
-        "Smooth the net", "Train longer", "Widen the net", "Record the net",
-    ]  # fmt: skip
-    assert entries[0][2].split() == ["act", "type", "GELU", "ReLU"]
-    assert entries[-1][1:] == ["  recorded: 3 layers"]
-
-
-def test_a_log_of_a_layer_has_only_what_changed_of_it(history: None, modelprobe: Run) -> None:
-    data = json.loads(modelprobe("log", PATH, "fc", "--format", "json")[1])
-    assert [entry["subject"] for entry in data] == ["Widen the net", "Record the net"]
-
-
-def test_a_log_follows_a_snapshot_that_moved(git: Git, history: None, modelprobe: Run) -> None:
-    Path("tests/__modelprobe__/test_new").mkdir()
-    for ending in (".arch.json", ".probe.json"):
-        git("mv", f"{PATH}{ending}", f"tests/__modelprobe__/test_new/test_a{ending}")
-    commit(git, "Move the test")
-    data = json.loads(modelprobe("log", "tests/__modelprobe__/test_new", "fc", "--format", "json")[1])
-    assert [entry["subject"] for entry in data] == ["Widen the net", "Record the net"]
-
-
-def test_a_log_compares_a_commit_with_its_parents_and_not_with_another_branch(
-    git: Git, branch: str, modelprobe: Run
-) -> None:
-    write(net(3))
-    commit(git, "Widen the net")
-    git("checkout", "-q", "-b", "other", "main")
-    write(net(mean=5.0), f"{PATH}_other")
-    write(net(act="GELU"))
-    commit(git, "Smooth the net")
-    git("checkout", "-q", "-")
-    git("merge", "-q", "-s", "ours", "--no-commit", "other")
-    write(net(3, act="GELU"))
-    commit(git, "Merge both")
-    data = json.loads(modelprobe("log", f"{PATH}.arch.json", "--format", "json")[1])
-    whats = {entry["subject"]: [row["what"] for row in entry.get("changes", [])] for entry in data}
-    assert whats["Widen the net"] == ["weight shape"]
-    assert whats["Smooth the net"] == ["type"]
-    assert "Merge both" not in whats
-
-
 def test_a_snapshot_is_shown_as_a_page(branch: str, modelprobe: Run) -> None:
     assert modelprobe("show", PATH, "--html", "-o", "net.html") == (0, "", "")
     page = Path("net.html").read_text("utf-8")
@@ -1001,18 +925,6 @@ def test_a_page_is_utf8_whatever_the_console_has(branch: str, monkeypatch: pytes
 
 def test_a_file_is_named_for_a_page_alone(branch: str, modelprobe: Run) -> None:
     assert "-o is for the page of --html" in modelprobe("show", PATH, "-o", "net.txt")[2]
-
-
-def test_a_log_shows_the_reason_that_was_declared_once(git: Git, branch: str, modelprobe: Run) -> None:
-    write(net(3))
-    assert modelprobe("declare", "wider for a reason")[0] == 0
-    commit(git, "Widen the net")
-    text = Path(f"{PATH}.probe.json").read_text("utf-8")
-    Path(f"{PATH}.probe.json").write_text(text + "\n", "utf-8")
-    commit(git, "Add a line")
-    out = modelprobe("log", PATH)[1]
-    assert out.count("  declared: wider for a reason") == 1
-    assert "**" in modelprobe("log", PATH, "--format", "markdown")[1]
 
 
 # --- declare ------------------------------------------------------------------------------------------------------
@@ -1058,51 +970,6 @@ def test_a_reason_without_a_word_is_refused(branch: str, modelprobe: Run, reason
         "",
         "modelprobe: the reason is empty: say why the snapshots changed\n",
     )
-
-
-def test_a_log_tells_which_version_cannot_be_read(git: Git, branch: str, modelprobe: Run) -> None:
-    Path(f"{PATH}.arch.json").write_text("{", "utf-8")
-    commit(git, "Break it")
-    write(net(3))
-    commit(git, "Mend it")
-    code, out, _ = modelprobe("log", PATH)
-    assert code == 0
-    assert "recorded anew: 3 layers" in out
-    assert f"{PATH}.arch.json" in out
-
-
-def test_a_log_of_another_device_has_the_architecture_that_it_shares(git: Git, branch: str, modelprobe: Run) -> None:
-    Path(f"{PATH}.cuda.probe.json").write_bytes(Path(f"{PATH}.probe.json").read_bytes())
-    commit(git, "On a GPU")
-    write(net(act="GELU"))
-    Path(f"{PATH}.cuda.probe.json").write_bytes(Path(f"{PATH}.probe.json").read_bytes())
-    commit(git, "Smooth the net")
-    data = json.loads(modelprobe("log", f"{PATH}.cuda.probe.json", "--format", "json")[1])
-    assert [entry["subject"] for entry in data][:2] == ["Smooth the net", "On a GPU"]
-
-
-def test_a_log_of_what_was_deleted_is_still_there(git: Git, history: None, modelprobe: Run) -> None:
-    git("rm", "-q", "-r", "tests")
-    commit(git, "Remove the net")
-    out = modelprobe("log", PATH)[1]
-    assert out.splitlines()[1] == "  deleted"
-    assert "Widen the net" in out
-
-
-def test_a_log_is_of_one_snapshot(history: None, modelprobe: Run) -> None:
-    write(net(), "tests/__modelprobe__/test_net/test_b")
-    assert modelprobe("log", "tests") == (
-        2, "", f"modelprobe: log follows one snapshot; tests has 2: {PATH} and tests/__modelprobe__/test_net/test_b\n",
-    )  # fmt: skip
-
-
-def test_a_log_of_no_layer_is_an_error(history: None, modelprobe: Run) -> None:
-    code, _, err = modelprobe("log", PATH, "nothing")
-    assert (code, err) == (2, f"modelprobe: no version of {PATH} has a layer nothing\n")
-
-
-def test_a_log_in_markdown_has_its_tables(history: None, modelprobe: Run) -> None:
-    assert "| act |  | type | GELU | ReLU |" in modelprobe("log", PATH, "--format", "markdown")[1]
 
 
 # --- init ---------------------------------------------------------------------------------------------------------

@@ -327,7 +327,7 @@ def test_damaged_metadata_of_packages_stop_nothing(monkeypatch: pytest.MonkeyPat
 
 def test_without_git_the_gate_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
-    assert doctor.report()["switched off"][-1] == "modelprobe check, declare, log and REF:PATH: git is not on PATH"
+    assert doctor.report()["switched off"][-1] == "modelprobe check, declare and REF:PATH: git is not on PATH"
 
 
 def test_no_value_of_the_environment_and_no_path_is_printed(

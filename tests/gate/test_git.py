@@ -113,23 +113,6 @@ def test_links_are_no_files(git: Git, tmp_path: Path) -> None:
     assert list(repository.files(first)) == repository.working_files() == ["a"]
 
 
-def test_a_history_has_the_commits_of_a_file(git: Git, tmp_path: Path) -> None:
-    commit(git, tmp_path, "first", a="1")
-    commit(git, tmp_path, "of another", b="1")
-    commit(git, tmp_path, "second", a="2")
-    assert [(c.date, c.subject) for c in Repository(tmp_path / "here").history(["a"])] == [
-        ("2026-01-31", "second"), ("2026-01-31", "first"),
-    ]  # fmt: skip
-
-
-def test_a_rename_is_known_by_its_commit(git: Git, tmp_path: Path) -> None:
-    commit(git, tmp_path, old="a text\n" * 10)
-    git("mv", "old", "new")
-    moved = commit(git, tmp_path)
-    repository = Repository(tmp_path / "here")
-    assert (repository.renamed_from(moved, "new"), repository.renamed_from(moved, "other")) == ("old", None)
-
-
 # --- the base -----------------------------------------------------------------------------------------------------
 
 
