@@ -574,8 +574,7 @@ def report(results: dict[str, Any]) -> str:
             "What shows that snapshots and checks find what they say: [evidence](../evidence/README.md).",
             "Records of up to 1,024 ranks: [RANKS.md](RANKS.md).",
             "What a watched step of small public models costs: [PUBLIC.md](PUBLIC.md).",
-            "A compiled step that is watched inside: [INSIDE.md](INSIDE.md). How long an",
-            "HTML report takes to open: [page_load/RESULTS.md](page_load/RESULTS.md).",
+            "How long an HTML report takes to open: [page_load/RESULTS.md](page_load/RESULTS.md).",
             "The tests beside a commit, with `--modelprobe-base`: [BASE.md](BASE.md).",
             "",
         ]

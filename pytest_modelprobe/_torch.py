@@ -669,16 +669,6 @@ not_compiled: Callable[[_Function], _Function] = _private("torch._disable_dynamo
 """Return a function that compiled code calls as it is. `torch.compiler.disable` imports `torch._dynamo` for it."""
 
 
-def compile_only_inside(functions: Collection[Callable[..., Any]]) -> None:
-    """Let dynamo trace functions inside of what it compiles, and not compile a call of one on its own.
-
-    If torch lacks the function for this, such a call is compiled to a graph of its own.
-    """
-    skip: Callable[[Any], object] = getattr(importlib.import_module(_DYNAMO), "skip_code", lambda code: None)
-    for function in functions:
-        skip(function.__code__)
-
-
 FLASH_ATTENTION_ON_CPU: Any = _private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu")
 """The fused attention on the CPU, which `torch.utils.flop_counter` does not count, or `None` if there is none."""
 

@@ -23,7 +23,6 @@ from .interventions import Ablation, Change, Metric, PrecisionTable, ablation, f
 from .models import as_array, check_supported, initialization, seeding, version
 from .record import Record, Selector, with_live_run
 from .runs import (
-    Compiled,
     Loss,
     Mode,
     Options,
@@ -230,7 +229,6 @@ class ModelProbe:
         positions: Positions = "all",
         steps: int = 1,
         stop_on: StopOn | None = None,
-        compiled: Compiled = "eager",
     ) -> Watch:
         """Observe the model until the watch or the probe is closed.
 
@@ -255,10 +253,6 @@ class ModelProbe:
                 watch is closed then, and its record has what was seen before. Each number is read as it arrives, which
                 on CUDA waits for the device each time. Layers meant to return infinities, such as masks, are left out
                 with ``layers=``. Under a `GradScaler` a step that it would skip stops too.
-            compiled: ``"eager"``: compiled code that holds the model runs eagerly while it is watched. ``"inside"``: it
-                stays compiled, and its graphs reduce the outputs of layers and their gradients as they run. The record
-                then has moments, ranges, zeros and non-finite values of outputs and of gradients; no inputs, no
-                fingerprints and no single forwards. Everything compiled so far is compiled again.
 
         Raises:
             UnsupportedModelError: No module, or one that cannot be probed.
@@ -286,11 +280,10 @@ class ModelProbe:
             attention=attention,
             profile=profile,
             isolate=isolate,
-            histograms=(self._histograms and compiled == "eager") if histograms is None else histograms,
+            histograms=self._histograms if histograms is None else histograms,
             positions=positions,
             steps=steps,
             stop_on=stop_on,
-            compiled=compiled,
             seed=self.seed,
         )
         self._open = [other for other in self._open if not other.closed]

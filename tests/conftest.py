@@ -147,15 +147,6 @@ def _installed_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_PLUGINS", raising=False)
 
 
-@pytest.fixture(scope="session")
-def _traced_hooks() -> None:
-    """Skip a test of hooks inside compiled code in a torch that compiles none on tensors."""
-    from pytest_modelprobe.runs import compiles_hooks  # a run of a few tests may need no model
-
-    if not compiles_hooks():
-        pytest.skip("this torch compiles no hooks on tensors")
-
-
 @pytest.fixture
 def _fsdp2() -> None:
     """Skip a test of ``fully_shard`` in a torch where it does not run on the CPU."""

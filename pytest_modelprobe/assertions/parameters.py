@@ -16,7 +16,6 @@ from pytest_modelprobe.comparison import tolerance
 from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import (
-    COMPILED_INSIDE,
     CallTree,
     Layer,
     Parameter,
@@ -656,7 +655,7 @@ def _changes(subject: Subject, layers: Selector, *, may_be_unchanged: bool = Fal
     if is_watch(source):
         source.reread()
         now = record_of(source)
-        before = source.steps[0] if COMPILED_INSIDE in now.notes and source.steps else source.first
+        before = source.first
         found = [one for layer in now.layers.values() for one in _of_layer(layer, before.layers.get(layer.name))]
     elif isinstance(source, Record) and any(own.update is not None for own in source.parameters):
         now, found = source, list(_of_step(source))

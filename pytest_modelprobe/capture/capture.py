@@ -67,7 +67,6 @@ from .special.functionals import FunctionalMode
 from .special.profiler import Profiler, TimedGuard
 from .special.recomputation import Recomputation
 from .special.stop import Judge, StopCheck
-from .special.traced import TracedHooks
 
 
 class Capture:
@@ -78,7 +77,6 @@ class Capture:
         options: What is asked.
         on_forward: Called before each forward with its kind and its arguments.
         judge: Is shown each output and gradient of a selected layer, and returns an error to raise there, or None.
-        traced: Whether compiled code stays compiled, and hooks are traced into it: see `TracedHooks`.
     """
 
     def __init__(
@@ -88,7 +86,6 @@ class Capture:
         *,
         on_forward: Callable[[ForwardKind, tuple[Any, ...], dict[str, Any]], None] | None = None,
         judge: Judge | None = None,
-        traced: bool = False,
     ) -> None:
         self.layers = layers
         self.selected = frozenset(select(layers.modules, options.layers))
@@ -99,8 +96,7 @@ class Capture:
         """Parameters and buffers by full name, as the first forward left them unless `read_parameters` came before."""
         self.sample_inputs: Flat | None = None
         """What tells the samples of the forwards apart; None: their own arguments."""
-        notes = (note for note in layers.notes if not (traced and note.endswith(RUN_EAGERLY)))
-        self.notes: dict[str, None] = dict.fromkeys(notes)
+        self.notes: dict[str, None] = dict.fromkeys(layers.notes)
         self.guard = TimedGuard(self.notes) if options.profile else HookGuard(self.notes)
         self._on_forward = on_forward
         stop = None if judge is None else StopCheck(judge, self.guard)
@@ -132,10 +128,6 @@ class Capture:
         # Attention topmost: it comes first, while no pseudo-layer runs.
         modes: tuple[ForwardMode | None, ...] = (self._functionals if options.functionals else None, attending)
         self._modes = self._functionals.modes = [mode for mode in modes if mode is not None]
-        self._traced = TracedHooks(layers, self.selected) if traced else None
-        if self._traced is not None:
-            self._forwards.take = self._traced.take
-            self._backward.on_pass = self._forwards.pass_begins
         self._unhooked: list[str] = []
         self._unseen_thread = False
         self._children = layers.children()
@@ -159,15 +151,11 @@ class Capture:
     def counts(self) -> ForwardCounts:
         """How many forwards are part of what."""
         self._steps.settle()
-        self._forwards.take_traced()
         return self._forwards.counts
 
     @property
     def changes(self) -> int:
         """A number that changes with whatever is seen: a record made at another number is out of date."""
-        if self._traced is not None:
-            self._forwards.take_traced()
-            return self.guard.entered + self._forwards.taken_traced
         return self.guard.entered
 
     def observations(self) -> Observations:
@@ -178,9 +166,6 @@ class Capture:
         """
         self.check()
         self._steps.settle()
-        self._forwards.take_traced()
-        if self._traced is not None:
-            self.notes.update(dict.fromkeys(self._traced.notes()))
         return Observations(
             layers=self.layers,
             selected=self.selected,
@@ -232,14 +217,10 @@ class Capture:
             count_dispatch_modes()
         try:
             with held(), gc_paused(), without_torch_function():
-                if self._traced is None:
-                    self._exit.enter_context(run_eagerly(self.layers, self._note_eager))
-                else:
-                    self._exit.callback(self._traced.detach)
-                    self._traced.attach()
+                self._exit.enter_context(run_eagerly(self.layers, self._note_eager))
                 root = next(iter(self.layers.modules))
                 for name, module in self.layers.modules.items():
-                    if self._traced is None and (name == root or name in self.selected or name in self.keep):
+                    if name == root or name in self.selected or name in self.keep:
                         self._modules.attach(name, module)
                     if name in self.selected:
                         self._parameters.add_layer(name, module)

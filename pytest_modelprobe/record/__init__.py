@@ -27,7 +27,6 @@ from .naming import NOT_DEFAULT, ROOT, address, call_name, containers, label_of,
 from .profile import LayerProfile, Profile
 from .ranks import process_group, this_rank, writing_rank
 from .record import (
-    COMPILED_INSIDE,
     GIVEN,
     LAST_POSITION,
     LiveRun,
@@ -59,7 +58,6 @@ from .text import as_text as record_text
 
 __all__ = [
     "AS_THEY_ARRIVED",
-    "COMPILED_INSIDE",
     "GIVEN",
     "LAST_POSITION",
     "RESET",

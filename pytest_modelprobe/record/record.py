@@ -31,13 +31,6 @@ from .text import as_html, as_text, unknown_layer
 SCHEMA = 2
 """Number of the form of `Record.to_dict`. A record with another number is refused."""
 
-COMPILED_INSIDE = (
-    "compiled code ran as it is: outputs and their gradients have moments, ranges, zeros and non-finite values, all "
-    "calls of a layer together; there are no inputs, no fingerprints and no ranges of units, and parameters have "
-    "gradients in the steps that are kept"
-)
-"""The note in the record of a watch with ``compiled="inside"``."""
-
 LAST_POSITION = "of values the last position alone is recorded, without gradients"
 """How the note begins in the record of a watch with ``positions="last"``."""
 

@@ -92,7 +92,7 @@ class Recorder:
     def pytest_runtest_teardown(self) -> None:
         """Write the watches of the test."""
         for number, watch in enumerate(self._watches, 1):
-            with contextlib.suppress(ModelProbeError):  # with compiled="inside" no forward is kept alone
+            with contextlib.suppress(ModelProbeError):
                 record = watch.first_step if watch.steps else watch.first
                 self._write(f"watch {number}", record, watch.model)
         self._watches.clear()

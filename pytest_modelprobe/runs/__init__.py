@@ -9,7 +9,6 @@ from __future__ import annotations
 from pytest_modelprobe.capture import Options, Positions
 
 from . import maps
-from .compiled import Compiled, compiles_hooks
 from .live import WeakLiveRun
 from .loss import Loss, NoGradientError, check_loss, loss_of
 from .maps import Target
@@ -22,7 +21,6 @@ from .watch import Watch
 from .watched import watched
 
 __all__ = [
-    "Compiled",
     "Given",
     "Loss",
     "Mode",
@@ -40,7 +38,6 @@ __all__ = [
     "watched",
     "WeakLiveRun",
     "check_loss",
-    "compiles_hooks",
     "find_gradient_origin",
     "graph_nodes",
     "is_same_device",

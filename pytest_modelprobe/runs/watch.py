@@ -21,7 +21,6 @@ from pytest_modelprobe.interrupts import finished, held
 from pytest_modelprobe.models import Layers, original_class, version
 from pytest_modelprobe.record import Invariants, IsolatedResponse, Record, Selector, learned, with_live_run
 
-from .compiled import Compiled, is_inside
 from .isolation import IsolationOptions, KeptForward, KeptForwards, Key, isolate, merged, recipes_of
 from .live import IsolationRequest, Place, WeakLiveRun, modules_of, with_note, with_responses
 from .stop import StopOn, check_stop_on, is_met, stopped_at
@@ -48,7 +47,6 @@ class Watch:
         positions: ``"all"`` or ``"last"``, see `ModelProbe.watch`.
         steps: How many steps of training to keep, each in a record of its own.
         stop_on: Condition at which to raise in the forward or backward, see `ModelProbe.watch`.
-        compiled: ``"eager"`` or ``"inside"``, see `ModelProbe.watch`.
         seed: Stored in the record.
 
     >>> import torch
@@ -76,7 +74,6 @@ class Watch:
         positions: Positions = "all",
         steps: int = 1,
         stop_on: StopOn | None = None,
-        compiled: Compiled = "eager",
         seed: int | None = None,
     ) -> None:
         check_stop_on(stop_on)
@@ -90,7 +87,6 @@ class Watch:
             positions=positions,
             steps=steps,
         )
-        inside = is_inside(compiled, options, stops=stop_on is not None)
         if not isinstance(steps, int) or steps < 0:
             raise UsageError(f"steps is how many steps of training to keep, 0 or more; got {steps!r}")
         if positions not in ("all", "last"):
@@ -103,15 +99,13 @@ class Watch:
         self._seed = seed
         self._loss: str | None = None
         self._records: dict[Which, tuple[Hashable, Record]] = {}
-        self._inside = inside
         # A layer alone is called on all positions, so its responses would not be those of the record.
-        self._forwards = KeptForwards(found) if isolate and not inside and positions == "all" else None
+        self._forwards = KeptForwards(found) if isolate and positions == "all" else None
         self._capture = Capture(
             found,
             options,
             on_forward=self._forwards.begins if self._forwards else None,
             judge=None if stop_on is None else functools.partial(_judge, weakref.ref(self), stop_on),
-            traced=inside,
         )
         try:
             with held():
@@ -138,18 +132,12 @@ class Watch:
 
     @property
     def first(self) -> Record:
-        """The first forward alone, with the gradients that reached it, and parameters and buffers as it left them.
-
-        Raises:
-            UsageError: With ``compiled="inside"``, as for `last`: there are only sums over forwards.
-        """
-        self._check_kept_alone("first")
+        """The first forward alone, with the gradients that reached it, and parameters and buffers as it left them."""
         return self._record("first")
 
     @property
     def last(self) -> Record:
         """The newest forward alone, with the gradients that reached it."""
-        self._check_kept_alone("last")
         return self._record("last")
 
     @property
@@ -242,13 +230,6 @@ class Watch:
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
         return f"<Watch {self.name}: {self.counts}, {state}>"
-
-    def _check_kept_alone(self, name: str) -> None:
-        if self._inside:
-            raise UsageError(
-                f'{self.name} has no {name} forward alone: inside compiled code (compiled="inside") forwards are added '
-                "up. Take watch.record, watch.first_step or watch.steps"
-            )
 
     def _record(self, which: Which) -> Record:
         # A parameter that was written to, as by an optimizer, or replaced makes the record outdated too.

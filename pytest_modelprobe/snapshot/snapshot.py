@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from pytest_modelprobe.comparison import Parts, Tolerance
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.record import COMPILED_INSIDE, Invariants, Record, with_applied_gradients
+from pytest_modelprobe.record import Invariants, Record, with_applied_gradients
 
 from .arguments import Allowed, Arguments
 from .outcome import Answer, Outcome
@@ -129,11 +129,6 @@ def _record(other: object) -> Record:
         }
         step = advice.get(name, "write modelprobe.run(model, ...) == modelprobe_snapshot")
         raise TypeError(f"modelprobe_snapshot compares records, and this is a {name}: {step}")
-    if COMPILED_INSIDE in other.notes:
-        raise UsageError(
-            f'the record of {other.model} is of compiled code (compiled="inside") and has no fingerprints, by which a '
-            "snapshot tells changes: compare a watch without this option"
-        )
     if is_training(other):
         raise UsageError(
             f"a record of {other.forwards} forwards and {other.backwards} backwards is not reproducible on other "

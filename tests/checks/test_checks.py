@@ -282,7 +282,6 @@ def test_a_compiled_model_that_writes_in_place_is_deterministic(probe: ModelProb
     assert checks.deterministic.outcome(probe, model, rows).verdict == "holds"
 
 
-@pytest.mark.usefixtures("_traced_hooks")
 def test_code_for_the_compiler_alone_is_seen_in_a_compiled_model_too(probe: ModelProbe, rows: Tensor) -> None:
     model = torch.compile(between(lambda x: x * 2 if torch.compiler.is_compiling() else x), backend="eager")
     assert named(checks.compile_parity.outcome(probe, model, rows)) == "2"
@@ -1133,13 +1132,11 @@ def test_rounding_of_bfloat16_is_no_change(name: str, probe: ModelProbe, rows: T
     assert found.verdict == "holds", found
 
 
-@pytest.mark.usefixtures("_traced_hooks")
 def test_code_for_the_compiler_alone_is_seen(probe: ModelProbe, rows: Tensor) -> None:
     model = between(lambda x: x * 2 if torch.compiler.is_compiling() else x)
     assert named(checks.compile_parity.outcome(probe, model, rows)) == "2"
 
 
-@pytest.mark.usefixtures("_traced_hooks")
 def test_the_first_layer_that_a_compiler_computes_otherwise_is_named(probe: ModelProbe, rows: Tensor) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -259,16 +259,6 @@ def test_a_probe_outside_of_tests_has_no_records(tmp_path: Path) -> None:
     assert not read_written(tmp_path)
 
 
-@pytest.mark.usefixtures("_traced_hooks")
-def test_a_watch_without_a_forward_of_its_own_is_no_record(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path)
-    next(recorder.pytest_runtest_protocol(cast(pytest.Item, SimpleNamespace(nodeid="a"))))
-    with ModelProbe(recorder=recorder) as probe:
-        probe.watch(nn.Linear(4, 4), compiled="inside")
-        recorder.pytest_runtest_teardown()
-    assert not read_written(tmp_path)
-
-
 def test_a_watch_of_a_training_is_its_first_step_or_forward(tmp_path: Path) -> None:
     def trained(probe: ModelProbe, **options: int) -> None:
         model = nn.Linear(4, 4)

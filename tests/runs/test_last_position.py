@@ -226,5 +226,3 @@ def test_it_is_compared_only_with_its_like(which):
 def test_misuse_is_told():
     with pytest.raises(UsageError, match=r"^positions is 'all' or 'last'; got 'first'$"):
         ModelProbe().watch(nn.Linear(4, 2), positions="first")
-    with pytest.raises(UsageError, match=r"^positions= needs Python at each layer"):
-        ModelProbe().watch(nn.Linear(4, 2), positions="last", compiled="inside")

@@ -8,7 +8,7 @@ hands to several tensors is reduced once.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +50,6 @@ class BackwardPasses:
         self._cache: dict[tuple[int, int | None, ContentKey], tuple[Reduction, Any]] = {}
         self.count = 0
         """Passes, those inside a forward left out."""
-        self.on_pass: Callable[[], None] | None = None
-        """Called as a pass begins."""
         self.recomputed: tuple[Forward, int] | None = None
         """Forward and start of the newest call that was recomputed, if no gradient has arrived since."""
 
@@ -65,8 +63,6 @@ class BackwardPasses:
             if self.recomputed is None:  # else it is the backward of a segment, inside that of the whole
                 self._current = task
                 if not inner:
-                    if self.on_pass is not None:
-                        self.on_pass()
                     self.count += 1
                     self.views.mark_overwritten()
         return inner
@@ -102,8 +98,6 @@ class BackwardPasses:
     ) -> None:
         """Take the gradient of a parameter, before it is added to ``.grad``; ``axis`` is that of its units."""
         first, newest = self.forwards.first, self.forwards.newest
-        if self.forwards.take is not None and not self.forwards.keeps_step:
-            return  # reading every parameter would cost more than all that is traced
         reduced = self._reduced(gradient, 0 if newest is None else newest.index, WHOLE, axis)
         into.reached_by(self._current)
         receiving = [into.gradients]

@@ -225,10 +225,6 @@ class ObservedForwards:
         """The passes whose gradients no step has used yet."""
         self.skipped = 0
         """Passes with gradients that were not finite, and that were reset before a step was taken."""
-        self.take: Callable[[int], list[Forward]] | None = None
-        """Returns the forwards that traced hooks saw since it was called; None: there are none."""
-        self.taken_traced = 0
-        """How often it returned some."""
         self.first_is_unused = False
         """Whether the gradients of the first forward were reset before a step was taken."""
         self._most_steps = most_steps
@@ -286,20 +282,6 @@ class ObservedForwards:
         self.first = self.first or self.newest
         self.count += 1
         self.alive.add(self.newest)
-
-    def take_traced(self) -> None:
-        """Add what traced hooks saw: what a backward pass reached to the step, all else to the evaluations."""
-        for forward in self.take(self.count) if self.take is not None else ():
-            if forward.trained_by and self.step.taken:
-                self._end_step()
-            merge_into(self.step.parts if forward.trained_by else self._evaluations, forward)
-            self.count += forward.forwards
-            self.taken_traced += 1
-
-    def pass_begins(self) -> None:
-        """End the step that was taken: no traced hook says when a forward begins."""
-        if self.step.taken:
-            self._end_step()
 
     def is_new(self, kind: ForwardKind) -> bool:
         """Whether no forward before the newest is of that kind."""

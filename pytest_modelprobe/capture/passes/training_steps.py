@@ -91,8 +91,6 @@ class TrainingSteps:
     def step_ends(self, parameters: Named, *, early: bool) -> None:
         """Read what the optimizer did."""
         step = self.forwards.step
-        if self.forwards.keeps_step:
-            self.forwards.take_traced()
         step.taken = True
         if self.forwards.keeps_step:
             step.before = step.before or self._before  # a forward in a closure began the step
