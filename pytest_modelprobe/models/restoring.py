@@ -14,12 +14,11 @@ import operator
 import random
 import sys
 import types
-from array import array
-from collections import ChainMap, OrderedDict, UserDict, UserList, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +32,7 @@ from pytest_modelprobe.interrupts import held
 from .memory import as_bytes, has_dense_storage, is_strided
 from .process import Settings, read_settings, restore_settings
 
-# The attributes that `register_forward_hook` and its like change. They have a rule of their own, see `_Hooks`.
+# The attributes that `register_forward_hook` and its like change. They have a rule of their own, see `_hooks`.
 _HOOKS = frozenset(key for key in vars(nn.Module()) if "hook" in key)
 
 _MOST_OBJECTS = 20_000  # objects besides modules and their attributes. A thousand take some milliseconds
@@ -69,8 +68,8 @@ class ModelState:
     * parameters, buffers and all other tensors: their bits, device, dtype, requires_grad and gradients (the same
       tensors, the same bits). Memory that did not change is not written to, and no version counter moves.
     * attributes of modules: those that were set get their old value, and those that were added are deleted.
-    * what attributes refer to, however deep: the contents of lists, dicts, sets and their subclasses, of arrays, the
-      states of random generators, the attributes of objects, with `__slots__` or without, an optimizer's among them.
+    * what attributes refer to, however deep: the contents of lists, dicts, sets, deques and their subclasses, the
+      numbers in arrays of numpy, the states of random generators, the attributes of objects, an optimizer's among them.
     * hooks of modules: those that were added are removed, and those that were removed are added.
     * lazy modules that had seen no input: they are lazy again.
 
@@ -78,9 +77,9 @@ class ModelState:
     interrupts, so that nothing is left half restored. Code of the user inside it runs in `interruptible`.
 
     The bits of sparse, nested and fake tensors are left alone, and those of tensors whose storage does not hold their
-    elements. Iterators cannot be wound back, and the number of objects is limited. `notes` say all this. Also left
-    alone are the bits of meta tensors, what a closure or a class holds, and the objects of the standard library and of
-    torch itself that are not among those above.
+    elements, and the number of objects is limited. `notes` say this. Also left alone are the bits of meta tensors, what
+    a closure, a class, an iterator or `__slots__` hold, and the objects of the standard library and of torch itself
+    that are not among those above.
 
     Args:
         model: The model. The memory of its tensors is copied once.
@@ -96,12 +95,12 @@ class ModelState:
         self.notes: list[str] = []
         """What cannot be put back, in sentences."""
         self._values, self._lazy, self._with_generators = values, lazy, generators
-        self._generators: list[_Generator] = []
+        self._draws: list[_Action] = []
         self._blocks: list[tuple[held, Settings]] = []
         self._known: set[int] = set()
-        self._parts: list[_Part] = []
-        self._memory: dict[int, _Memory] = {}  # by address
-        self._late: list[_Part] = []  # hooks and lazy classes, which are put back after all attributes
+        self._restores: list[_Action] = []
+        self._memory: dict[int, _Action] = {}  # by address
+        self._late: list[_Action] = []  # hooks and lazy classes, which are put back after all attributes
         self._savers_by_type: dict[type, tuple[_Saver, ...]] = {}
         self._found: deque[tuple[str, Any]] = deque()
         with held(), _modes_off():
@@ -134,16 +133,16 @@ class ModelState:
     def restore(self) -> None:
         """Put the model back as it was when this state was taken."""
         with _modes_off():
-            for part in (*self._parts, *self._memory.values(), *self._late):
-                part.restore()
+            for restore in (*self._restores, *self._memory.values(), *self._late):
+                restore()
         # It has copies of the weights, in another dtype, as they were meanwhile. Under an autocast of the caller's they
         # outlive this block, and the model would compute with them.
         torch.clear_autocast_cache()
 
     def draw(self) -> None:
         """Draw a number from each random generator of the model, so that what depends on one will be different."""
-        for generator in self._generators:
-            generator.draw()
+        for draw in self._draws:
+            draw()
 
     # --- a method for each kind of value; the values inside are found, and saved later --------------------------------
 
@@ -154,19 +153,17 @@ class ModelState:
             for save in self._savers(type(value)):
                 save(self, name, value)
 
-    def save_module(self, name: str, module: Any) -> None:
+    def save_module(self, name: str, module: nn.Module) -> None:
         """Save a module: its attributes, their values, and its hooks."""
-        names = vars(module)
-        lazy = _is_lazy(module)
+        names, lazy = vars(module), _is_lazy(module)
         if lazy and not self._lazy:
-            self._parts.append(_Mode(names))
+            self._restores.append(functools.partial(names.__setitem__, "training", names["training"]))
             return
-        hooks = [value for key, value in names.items() if key in _HOOKS and isinstance(value, dict)]
-        self._late.append(_Hooks(hooks))
+        self._late.append(_hooks([value for key, value in names.items() if key in _HOOKS and isinstance(value, dict)]))
         if lazy:
-            self._late.append(_Lazy(module))
+            self._late.append(_laziness(module))
             self.notes.append(f"{name or 'the model'} is lazy and has seen no input: its shapes are those of this run")
-        self._parts.append(_Attributes(names, without=_HOOKS))
+        self._restores.append(_attributes(names, without=_HOOKS))
         prefix = f"{name}." if name else ""
         for key, value in names.items():
             if key not in _HOOKS and self._savers(type(value)):
@@ -177,11 +174,11 @@ class ModelState:
         self._known.add(id(tensor))
         if is_lazy(tensor):
             return
-        state = _TensorState(tensor)
-        if state.grad is not None:
+        grad = tensor.grad if tensor.is_leaf else None
+        if grad is not None:
             # First: torch takes a gradient only if its shape, dtype and device fit, and they may have changed too.
-            self.save(f"{name}.grad", state.grad)
-        self._parts.append(state)
+            self.save(f"{name}.grad", grad)
+        self._restores.append(_state_of(tensor, grad))
         inner = _inner_tensors(tensor)
         for one in inner:
             self.save(name, one)
@@ -189,7 +186,7 @@ class ModelState:
         if has_dense_storage(tensor):
             storage = tensor.untyped_storage()
             if self._values and storage_key(storage) not in self._memory:
-                self._memory[storage_key(storage)] = _Memory(storage)
+                self._memory[storage_key(storage)] = _bits(storage)
         elif self._values and not (inner or tensor.is_meta):
             self.notes.append(f"{name} has no dense memory that holds its elements: they stay as a forward leaves them")
 
@@ -199,17 +196,18 @@ class ModelState:
 
     def save_mapping(self, name: str, mapping: Any) -> None:
         """Save the items of a dict."""
-        contents = _Mapping(mapping)
-        self._parts.append(contents)
-        if contents.pairs:
-            self._find(name, contents.pairs)
-            self._find(f"{name}.keys()", ((None, key) for key, _ in contents.pairs))
+        base: Any = OrderedDict if isinstance(mapping, OrderedDict) else dict
+        pairs = list(base.items(mapping))
+        self._restores.append(_contents(mapping, base, base.items, base.update))
+        self._find(name, pairs)
+        self._find(f"{name}.keys()", ((None, key) for key, _ in pairs))
 
     def save_contents(self, name: str, container: Any) -> None:
         """Save the items of a list, a set or a deque."""
-        contents = _Contents(container)
-        self._parts.append(contents)
-        self._find(name, enumerate(contents.contents))
+        base: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+        add = base.update if base is set else base.extend
+        self._restores.append(_contents(container, base, base.__iter__, add))
+        self._find(name, enumerate(base.__iter__(container)))
 
     def save_attributes(self, name: str, owner: Any) -> None:
         """Save the attributes of an object that is no module."""
@@ -217,38 +215,22 @@ class ModelState:
             names = owner.__dict__
         except Exception:  # noqa: BLE001 - a proxy for something that is not there may raise anything
             return
-        attributes = _Attributes(names)
-        self._parts.append(attributes)
-        self._find(name, attributes.values.items(), "{}.{}")
-
-    def save_slots(self, name: str, owner: Any) -> None:
-        """Save the values of `__slots__`."""
-        slots = _Slots(owner)
-        self._parts.append(slots)
-        self._find(name, slots.values.items(), "{}.{}")
-
-    def save_bytes(self, name: str, values: Any) -> None:
-        """Save the contents of a bytearray or array."""
-        self._parts.append(_Bytes(values))
+        self._restores.append(_attributes(names))
+        self._find(name, names.items(), "{}.{}")
 
     def save_array(self, name: str, values: npt.NDArray[Any]) -> None:
         """Save the elements of an array of numpy if it is writable and not too large."""
         if values.nbytes > _MOST_BYTES:
             self.notes.append(f"{name} is an array of {values.nbytes:,} bytes, and stays as a forward leaves it")
-        elif values.flags.writeable:
-            self._parts.append(_Array(values))
-            if values.dtype.hasobject:
-                self._find(name, enumerate(values.flat))
+        elif values.flags.writeable and not values.dtype.hasobject:
+            self._restores.append(_elements(values))
 
     def save_generator(self, name: str, generator: Any) -> None:
         """Save the state of a random generator."""
-        self._generators.append(_Generator(generator))
+        read, write, draw = next(_RANDOM[kind] for kind in _RANDOM if isinstance(generator, kind))
+        self._draws.append(functools.partial(draw, generator))
         if self._with_generators:
-            self._parts.append(self._generators[-1])
-
-    def note_iterator(self, name: str, iterator: Any) -> None:
-        """Note that an iterator cannot be restored."""
-        self.notes.append(f"{name} is an iterator ({type(iterator).__name__}): what a forward takes of it is gone")
+            self._restores.append(functools.partial(write, generator, read(generator)))
 
     def _find(self, name: str, items: Iterable[tuple[Any, Any]], form: str = "{}[{!r}]") -> None:
         for key, value in items:
@@ -275,222 +257,130 @@ class ModelState:
         return savers
 
 
-# --- the parts of a model that can be restored ------------------------------------------------------------------------
+# --- what puts one thing back -----------------------------------------------------------------------------------------
+
+_Action = Callable[[], object]
 
 
-class _Part(Protocol):
-    def restore(self) -> None:
-        """Restore the saved state."""
+def _contents(
+    container: Any, base: Any, read: Callable[[Any], Iterable[Any]], add: Callable[[Any, Any], object]
+) -> _Action:
+    """Put back the items of a container, in order, by the methods of its base: those of a subclass may refuse."""
+    before = list(read(container))
+    same = _same_pair if issubclass(base, dict) else operator.is_
+
+    def restore() -> None:
+        now = list(read(container))
+        if len(now) != len(before) or not all(map(same, now, before)):
+            base.clear(container)
+            add(container, before)
+
+    return restore
 
 
-class _Mapping:
-    """The items of a dict, in order. They are set by the methods of dict: those of a subclass may refuse, or add up."""
-
-    def __init__(self, mapping: Any) -> None:
-        self._mapping = mapping
-        self._base: Any = OrderedDict if isinstance(mapping, OrderedDict) else dict
-        self.pairs = list(self._base.items(mapping))
-
-    def restore(self) -> None:
-        now = self._base.items(self._mapping)
-        if len(now) == len(self.pairs) and all(
-            k is key and v is value for (k, v), (key, value) in zip(now, self.pairs, strict=True)
-        ):
-            return
-        self._base.clear(self._mapping)
-        for key, value in self.pairs:
-            self._base.__setitem__(self._mapping, key, value)
+def _same_pair(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    return one[0] is other[0] and one[1] is other[1]
 
 
-class _Contents:
-    """The items of a list, deque or set."""
+def _attributes(names: dict[str, Any], *, without: frozenset[str] = frozenset()) -> _Action:
+    """Put back the contents of the `__dict__` of an object. Only what changed is written."""
+    before = {key: value for key, value in names.items() if key not in without}
 
-    def __init__(self, container: Any) -> None:
-        self._container = container
-        self._base: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
-        self.contents = list(self._base.__iter__(container))
+    def restore() -> None:
+        for key in names.keys() - before.keys() - without:
+            del names[key]
+        names.update({key: value for key, value in before.items() if names.get(key, _NOTHING) is not value})
 
-    def restore(self) -> None:
-        now = list(self._base.__iter__(self._container))
-        if len(now) != len(self.contents) or not all(map(operator.is_, now, self.contents)):
-            self._base.clear(self._container)
-            add = self._base.update if self._base is set else self._base.extend
-            add(self._container, self.contents)
+    return restore
 
 
-class _Bytes:
-    """The contents of a bytearray or array."""
+def _elements(array: npt.NDArray[Any]) -> _Action:
+    before = array.copy()
 
-    def __init__(self, values: Any) -> None:
-        self._values, self._before = values, values[:]
-
-    def restore(self) -> None:
-        if self._values != self._before:
-            self._values[:] = self._before
-
-
-class _Attributes:
-    """The contents of the `__dict__` of an object. Only what changed is written."""
-
-    def __init__(self, names: dict[str, Any], *, without: frozenset[str] = frozenset()) -> None:
-        self._names, self._without = names, without
-        self.values = {key: value for key, value in names.items() if key not in without}
-
-    def restore(self) -> None:
-        for key in self._names.keys() - self.values.keys() - self._without:
-            del self._names[key]
-        for key, value in self.values.items():
-            if self._names.get(key, _NOTHING) is not value:
-                self._names[key] = value
-
-
-class _Slots:
-    """The values of the `__slots__` of an object."""
-
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
-        self._slots = _slots(type(owner))
-        self.values = {slot.__name__: self._read(slot) for slot in self._slots}
-
-    def _read(self, slot: Any) -> Any:
-        try:
-            return slot.__get__(self._owner)
-        except AttributeError:
-            return _NOTHING
-
-    def restore(self) -> None:
-        for slot in self._slots:
-            value = self.values[slot.__name__]
-            if self._read(slot) is value:
-                continue
-            if value is _NOTHING:
-                slot.__delete__(self._owner)
-            else:
-                slot.__set__(self._owner, value)
-
-
-class _Array:
-    """The elements of an array of numpy."""
-
-    def __init__(self, array: npt.NDArray[Any]) -> None:
-        self._array, self._elements = array, array.copy()
-
-    def restore(self) -> None:
-        if self._array.shape != self._elements.shape:
-            self._array.resize(self._elements.shape, refcheck=False)
+    def restore() -> None:
+        if array.shape != before.shape:
+            array.resize(before.shape, refcheck=False)
         # Compared as bytes, since a NaN is not equal to itself. Memory that did not change may be read-only.
-        if self._array.tobytes() != self._elements.tobytes():
-            np.copyto(self._array, self._elements)
+        if array.tobytes() != before.tobytes():
+            np.copyto(array, before)
+
+    return restore
 
 
-class _Generator:
-    """The state of a random generator."""
-
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator
-        self._read, self._write, self._draw = next(_RANDOM[kind] for kind in _RANDOM if isinstance(generator, kind))
-        self._state = self._read(generator)
-
-    def restore(self) -> None:
-        self._write(self._generator, self._state)
-
-    def draw(self) -> None:
-        self._draw(self._generator)
-
-
-class _Hooks:
-    """The hooks of a module: those that were added are removed, and those that were removed are added.
+def _hooks(tables: list[dict[int, Any]]) -> _Action:
+    """Remove the hooks of a module that were added, and add those that were removed.
 
     A model that registers hooks in its first forward keeps an attribute that says so. If the attribute were restored
     and the hooks were not, the next forward would register them twice, or not at all. Our own hooks that were removed
     stay removed: their watch was closed meanwhile.
     """
+    before = [(hooks, list(hooks.items())) for hooks in tables]
+    ours = {key for hooks in tables for key, hook in hooks.items() if getattr(hook, "is_modelprobe", False)}
 
-    def __init__(self, tables: list[dict[int, Any]]) -> None:
-        self._tables = [(hooks, list(hooks.items())) for hooks in tables]
-        self._ours = {key for hooks in tables for key, hook in hooks.items() if getattr(hook, "is_modelprobe", False)}
-
-    def restore(self) -> None:
-        for hooks, before in self._tables:
-            if not (hooks or before):
+    def restore() -> None:
+        for hooks, items in before:
+            if not (hooks or items):
                 continue
-            wanted = {key: hook for key, hook in before if key not in self._ours or key in hooks}
+            wanted = {key: hook for key, hook in items if key not in ours or key in hooks}
             if list(hooks.items()) != list(wanted.items()):
                 hooks.clear()
                 hooks.update(wanted)
 
-
-class _Mode:
-    """The mode of a lazy module: whether it is training."""
-
-    def __init__(self, names: dict[str, Any]) -> None:
-        self._names = names
-        self._training = names["training"]
-
-    def restore(self) -> None:
-        self._names["training"] = self._training
+    return restore
 
 
-class _Lazy:
-    """A lazy module that has seen no input: its class, which a forward changes, and its tensors without shapes."""
+def _laziness(module: nn.Module) -> _Action:
+    """Make a module lazy again: its class, which a forward changes, and its tensors without shapes."""
+    kind = type(module)
+    own = [tensor for tensor in _own_tensors(module) if is_lazy(tensor)]
+    before = [(tensor, type(tensor), tensor.data, tensor.requires_grad) for tensor in own]
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._class = module, type(module)
-        self._tensors = [
-            (tensor, type(tensor), tensor.data, tensor.requires_grad)
-            for tensor in (*module._parameters.values(), *module._buffers.values())
-            if tensor is not None and is_lazy(tensor)
-        ]
-
-    def restore(self) -> None:
-        self._module.__class__ = self._class
-        for tensor, kind, data, requires_grad in self._tensors:
+    def restore() -> None:
+        module.__class__ = kind
+        for tensor, cls, data, requires_grad in before:
             tensor.grad = None
             tensor.data = data
-            tensor.__class__ = kind
+            tensor.__class__ = cls
             tensor.requires_grad_(requires_grad)
 
+    return restore
 
-class _TensorState:
-    """The memory that a tensor refers to, and its state in autograd."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self._data = tensor.data if is_strided(tensor) else None
-        self._place = None if self._data is None else _place(self._data)
-        self._is_leaf = tensor.is_leaf
-        self._requires_grad = tensor.requires_grad
-        self.grad = tensor.grad if tensor.is_leaf else None
+def _state_of(tensor: torch.Tensor, grad: torch.Tensor | None) -> _Action:
+    """Put back the memory that a tensor refers to, and its state in autograd."""
+    data = tensor.data if is_strided(tensor) else None
+    place = None if data is None else _place(data)
+    was_leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
 
-    def restore(self) -> None:
-        tensor = self._tensor
-        if self._data is not None and not (is_strided(tensor) and _place(tensor) == self._place):
-            tensor.data = self._data  # it was replaced, as `module.to()` does
-        if not self._is_leaf:
+    def restore() -> None:
+        if data is not None and not (is_strided(tensor) and _place(tensor) == place):
+            tensor.data = data  # it was replaced, as `module.to()` does
+        if not was_leaf:
             return
         if not tensor.is_leaf and not is_view(tensor):
             tensor.detach_()  # something in-place made it part of a graph
         if tensor.is_leaf:
-            if tensor.requires_grad != self._requires_grad:
-                tensor.requires_grad_(self._requires_grad)
-            if tensor.grad is not self.grad:
-                tensor.grad = self.grad
+            if tensor.requires_grad != requires_grad:
+                tensor.requires_grad_(requires_grad)
+            if tensor.grad is not grad:
+                tensor.grad = grad
+
+    return restore
 
 
-class _Memory:
-    """The bytes of a whole storage. By storages, views, overlaps and ties need no care."""
+def _bits(storage: torch.UntypedStorage) -> _Action:
+    """Put back the bytes of a whole storage. By storages, views, overlaps and ties need no care."""
+    now = as_bytes(storage)
+    before = now.clone()
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._storage = storage
-        self._now = as_bytes(storage)
-        self._before = self._now.clone()
-
-    def restore(self) -> None:
-        if self._storage.nbytes() != self._before.numel():
-            self._storage.resize_(self._before.numel())
+    def restore() -> None:
+        if storage.nbytes() != before.numel():
+            storage.resize_(before.numel())
         # Memory that did not change may be read-only, and its version counter must not move.
-        if not torch.equal(_words(self._now), _words(self._before)):
-            self._now.copy_(self._before)
+        if not torch.equal(_words(now), _words(before)):
+            now.copy_(before)
+
+    return restore
 
 
 def _words(memory: torch.Tensor) -> torch.Tensor:
@@ -522,7 +412,6 @@ _RANDOM: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object], Ca
         lambda g, state: setattr(g.bit_generator, "state", state),
         lambda g: g.random(),
     ),
-    np.random.BitGenerator: (lambda g: g.state, lambda g, state: setattr(g, "state", state), lambda g: g.random_raw()),
     np.random.RandomState: (
         np.random.RandomState.get_state,
         np.random.RandomState.set_state,
@@ -531,8 +420,8 @@ _RANDOM: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object], Ca
     random.Random: (random.Random.getstate, random.Random.setstate, random.Random.random),
 }
 """For each kind of random generator: read its state, set it, draw a number."""
-_HOLDERS = (types.SimpleNamespace, argparse.Namespace, ChainMap, UserDict, UserList, np.ma.MaskedArray)
-"""Classes of the standard library and of numpy that are plain containers. They may hold a part of a model."""
+_HOLDERS = (types.SimpleNamespace, argparse.Namespace)
+"""Classes of the standard library that are plain containers. They may hold a part of a model."""
 _MADE_OF = ("torch.nn.", "torch.optim.", "torch.amp.", "torch.distributions.")
 """Packages of torch whose objects are parts of models. Objects of its other packages refer to half the process."""
 _LIBRARIES = sys.stdlib_module_names | {"_pytest", "numpy", "pytest", "pytest_modelprobe", "torch"}
@@ -543,19 +432,17 @@ own while it runs."""
 
 def _savers_of(kind: type) -> tuple[_Saver, ...]:
     """Return how the values of a type are saved: in no way if they cannot change, or are not part of a model."""
-    savers: list[_Saver] = []
     if issubclass(kind, nn.Module):
-        return ModelState.save_module, *([ModelState.save_slots] if _slots(kind) else [])
+        return (ModelState.save_module,)
     if issubclass(kind, torch.Tensor):
         return (ModelState.save_tensor,)
+    savers: list[_Saver] = []
     if issubclass(kind, dict):
         savers.append(ModelState.save_mapping)
     elif issubclass(kind, _CONTAINERS):
         savers.append(ModelState.save_contents)
     elif issubclass(kind, (tuple, frozenset)):
         savers.append(ModelState.save_items)
-    elif issubclass(kind, (bytearray, array)):
-        savers.append(ModelState.save_bytes)
     elif issubclass(kind, np.ndarray):
         savers.append(ModelState.save_array)
     # The generator of the operating system has no state.
@@ -563,13 +450,8 @@ def _savers_of(kind: type) -> tuple[_Saver, ...]:
         savers.append(ModelState.save_generator)
     elif issubclass(kind, functools.partial):
         savers.append(lambda state, name, value: state.save_items(name, (value.func, value.args, value.keywords)))
-    if _is_of_models(kind):
-        if kind.__dictoffset__:
-            savers.append(ModelState.save_attributes)
-        if _slots(kind):
-            savers.append(ModelState.save_slots)
-    elif issubclass(kind, Iterator):
-        savers.append(ModelState.note_iterator)
+    if _is_of_models(kind) and kind.__dictoffset__:
+        savers.append(ModelState.save_attributes)
     return tuple(savers)
 
 
@@ -584,17 +466,16 @@ def _top_package(kind: type) -> str:
     return str(kind.__module__).partition(".")[0]
 
 
-def _slots(kind: type) -> list[types.MemberDescriptorType]:
-    own = (vars(cls).values() for cls in kind.__mro__ if "__slots__" in vars(cls))
-    return [slot for slot in itertools.chain.from_iterable(own) if isinstance(slot, types.MemberDescriptorType)]
-
-
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
 
 def _is_lazy(module: nn.Module) -> bool:
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    return any(tensor is not None and is_lazy(tensor) for tensor in tensors)
+    return any(map(is_lazy, _own_tensors(module)))
+
+
+def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    both = (*module._parameters.values(), *module._buffers.values())
+    return [tensor for tensor in both if tensor is not None]
 
 
 def _inner_tensors(tensor: Any) -> list[object]:

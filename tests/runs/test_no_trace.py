@@ -10,7 +10,6 @@ import random
 import re
 import types
 import warnings
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,17 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pytest_modelprobe import ModelProbe, UsageError, checks
 from pytest_modelprobe.models.process import GENERATORS, SETTINGS, settings_preserved
 from pytest_modelprobe.models.seeding import forked_rng
-
-
-class Slotted:
-    __slots__ = ("absent", "calls")
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-
-class Child(Slotted):
-    __slots__ = ("more",)
 
 
 @dataclass(frozen=True)
@@ -71,19 +59,10 @@ def step(adam: torch.optim.Optimizer) -> None:
     adam.param_groups[0]["lr"] *= 0.5
 
 
-def change_slots(owner: Any) -> None:
-    owner.calls += 1
-    owner.absent = 3
-
-
 def change_ordered(owner: Any) -> None:
     owner.move_to_end("a")
     owner["c"] = 1
     owner.calls += 1
-
-
-def see_slots(owner: Any) -> Any:
-    return [getattr(owner, name, None) for name in ("absent", "calls", "more")]
 
 
 def bits(tensor: torch.Tensor) -> Any:
@@ -110,10 +89,7 @@ KINDS: dict[str, Case] = {
     "defaultdict": (lambda: collections.defaultdict(list), lambda x: x["new"].append(1), dict),
     "deque": (lambda: collections.deque([1, 2, 3], maxlen=3), lambda x: x.append(4), lambda x: (list(x), x.maxlen)),
     "set": (lambda: {1, 2}, lambda x: x.symmetric_difference_update({2, 3}), set),
-    "bytearray": (lambda: bytearray(b"abc"), lambda x: x.extend(b"d"), bytes),
-    "array of the standard library": (lambda: array("d", [1, 2]), lambda x: x.append(3), list),
     "array": (lambda: np.ones(3), lambda x: np.add(x, 1, out=x), np.ndarray.tolist),
-    "array of objects": (lambda: np.array([[1], None], dtype=object), lambda x: x[0].append(2), np.ndarray.tolist),
     "numpy Generator": (
         lambda: np.random.default_rng(0), lambda x: x.normal(), lambda x: str(x.bit_generator.state),
     ),
@@ -129,19 +105,10 @@ KINDS: dict[str, Case] = {
     ),
     "optimizer": (optimizer, step, everything_of),
     "object": (lambda: Frozen([1]), lambda x: x.seen.append(2), lambda x: x.seen),
-    "slots": (Slotted, change_slots, see_slots),
-    "slots that are inherited": (Child, change_slots, see_slots),
     "SimpleNamespace": (
         lambda: types.SimpleNamespace(calls=0), lambda x: vars(x).update(calls=1, new=1), lambda x: dict(vars(x)),
     ),
     "argparse.Namespace": (lambda: argparse.Namespace(n=[0]), lambda x: x.n.append(1), lambda x: x.n),
-    "ChainMap": (lambda: collections.ChainMap({}), lambda x: x.update(a=1), dict),
-    "masked array": (
-        lambda: np.ma.array([1.0, 2.0], mask=[0, 1]),
-        lambda x: x.__setitem__(0, np.ma.masked),
-        lambda x: x.mask.tolist(),
-    ),
-    "UserDict": (lambda: collections.UserDict(a=1), lambda x: x.update(b=1), dict),
     "buffer of a module": (lambda: nn.BatchNorm1d(2), lambda x: x(torch.ones(3, 2)), lambda x: bits(x.running_mean)),
     "mode of a module": (lambda: nn.Dropout(), lambda x: x.train(not x.training), lambda x: x.training),
     "gradient of a module": (
@@ -384,12 +351,6 @@ def test_what_is_near_is_put_back_where_there_are_too_many_objects() -> None:
     model = Stateful([[Box(i) for i in range(30_000)], near], lambda: near.append(1))
     run(model)
     assert near == []
-
-
-def test_an_iterator_is_noted() -> None:
-    assert notes({"data": iter([1, 2])}) == (
-        "held['data'] is an iterator (list_iterator): what a forward takes of it is gone",
-    )
 
 
 def test_a_large_array_is_noted_and_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
