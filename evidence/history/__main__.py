@@ -4,11 +4,15 @@
     python evidence/history --pairs timm torch_geometric-2.3.1     # those whose names begin so
     python evidence/history --pairs timm-0.6.13 --slice 1/2        # every second model of a pair
     python evidence/history --kept                                 # the page of what was found before
+    python evidence/history --eligible                             # which models should pass if their function is kept
 
 Each version of a library gets a virtual environment of its own, kept for the next run, and with it the wheel of this
 checkout. Four processes then run one after the other: `truth.py` saves weights and what each model computes in the
 first version, pytest writes snapshots with these weights, `truth.py` says what differs in the second version, and
 pytest compares. Rows of earlier slices and pairs are kept.
+
+Which models no test should fail while their function is the same is written into `eligible.json` by `--eligible`,
+without the tool, and committed before a run.
 """
 
 from __future__ import annotations
@@ -24,13 +28,15 @@ import venv
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from expected import EXPECTED, FALSE
+from eligible import differing
+from expected import EXPECTED, FAILED_BEFORE, FALSE
 
 HERE = Path(__file__).parent
+ELIGIBLE = HERE / "eligible.json"
 ROOT = HERE.parents[1]
 CHANGED = 1e-9
 """Relative change of outputs or gradients above which the function is another, measured in float64."""
@@ -58,6 +64,10 @@ class Pair:
     def name(self) -> str:
         return f"{self.library}-{self.old}-{self.new}"
 
+    @property
+    def title(self) -> str:
+        return f"{self.library} {self.old} → {self.new}"
+
 
 PAIRS = [
     Pair("timm", "0.6.13", "0.9.16"),
@@ -81,7 +91,7 @@ class Environments:
         self._pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", folder, ROOT)
         return next(folder.glob("*.whl"))
 
-    def python(self, library: str, version: str) -> Path:
+    def python(self, library: str, version: str, *, with_checkout: bool = True) -> Path:
         """Return the interpreter of an environment with that version of a library, and with this checkout."""
         home = self._folder / f"{library}-{version}"
         python = home / "bin" / "python"
@@ -90,7 +100,8 @@ class Environments:
             beside = BESIDE.get(library, []) + BESIDE.get(home.name, [])
             self._pip(python, "install", f"{library}=={version}", "torch==2.13.0", "numpy", "pytest", "syrupy", *beside)
             (home / "ready").touch()
-        self._pip(python, "install", "--no-deps", "--force-reinstall", self._wheel)
+        if with_checkout:
+            self._pip(python, "install", "--no-deps", "--force-reinstall", self._wheel)
         return python
 
     def _pip(self, python: str | Path, *arguments: object) -> None:
@@ -110,6 +121,31 @@ def judged(pair: Pair, environments: Environments, work: Path, part: str) -> lis
     _run(new, work, "truth.log", truth, "compare", pair.library, work)
     _run(new, work, "compared.log", *tests, "--modelprobe-json", "compared.json")
     return list(_rows(work))
+
+
+def compared_facts(pair: Pair, environments: Environments, work: Path, part: str) -> dict[str, dict[str, str]]:
+    """Return each model of a pair, and what makes it not eligible: nothing if it is."""
+    work.mkdir(parents=True, exist_ok=True)
+    sides = []
+    for version in (pair.old, pair.new):
+        path = work / f"facts-{version}.json"
+        python = environments.python(pair.library, version, with_checkout=False)
+        _run(python, work, "facts.log", HERE / "eligible.py", pair.library, path, part)
+        sides.append(json.loads(path.read_text("utf-8")))
+    old, new = sides
+    found = {}
+    for model in old:
+        error = old[model].get("error") or new.get(model, {"error": "no such model"}).get("error")
+        found[model] = {"error": error} if error else differing(old[model], new[model])
+    return found
+
+
+def write_eligible(found: dict[str, dict[str, dict[str, str]]]) -> None:
+    """Write the list of models, with those of pairs and models that were not looked at now."""
+    lists = json.loads(ELIGIBLE.read_text("utf-8")) if ELIGIBLE.exists() else {}
+    for pair, models in found.items():
+        lists[pair] = lists.get(pair, {}) | models
+    ELIGIBLE.write_text(json.dumps(lists, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _run(python: Path, work: Path, log: str, *arguments: object) -> None:
@@ -145,6 +181,7 @@ def _said(test: dict[str, Any]) -> Row:
         return {"error": found["first_line"]}
     return {
         "passed": test["outcome"] == "passed",
+        "stale": bool(found["notes"]),
         "first_line": found["first_line"],
         "causes": [{key: cause[key] for key in ("kind", "layer", "said")} for cause in found["causes"]],
         "text": found["text"],
@@ -154,7 +191,7 @@ def _said(test: dict[str, Any]) -> Row:
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 
-SAME = ["passes", "said unchanged", "false"]
+SAME = ["passes", "by the rule", "false"]
 OTHER = ["first line", "in the table", "wrong", "missed"]
 VERDICTS = [*SAME, *OTHER, "not run"]
 
@@ -174,7 +211,8 @@ def verdict(pair: str, row: Row) -> str:
             return "passes"
         blamed = "  behavior  " in row["text"]  # a cause of that class has an effect
         # The path of an output that one version alone has says so too.
-        return "said unchanged" if (unchanged and not blamed) or _names_output_of_one(row) else "false"
+        is_said = (unchanged and not blamed) or _names_output_of_one(row)
+        return "by the rule" if is_said and why_not(pair, row["model"]) else "false"
     if row["passed"]:
         return "missed"
     pattern, _ = EXPECTED.get((pair, row["model"]), ("(?!)", ""))
@@ -183,6 +221,18 @@ def verdict(pair: str, row: Row) -> str:
     if re.search(f"^(?:{pattern})", row["text"], re.MULTILINE):
         return "in the table"
     return "missed" if unchanged else "wrong"
+
+
+def why_not(pair: str, model: str) -> dict[str, str]:
+    """Return what makes a model not eligible: then a test may fail though the function is the same."""
+    found: dict[str, str] = _eligible().get(pair, {}).get(model, {"unknown": "not in the list"})
+    return found
+
+
+@cache
+def _eligible() -> dict[str, dict[str, dict[str, str]]]:
+    found: dict[str, dict[str, dict[str, str]]] = json.loads(ELIGIBLE.read_text("utf-8")) if ELIGIBLE.exists() else {}
+    return found
 
 
 def _names_output_of_one(row: Row) -> bool:
@@ -207,19 +257,24 @@ def page(results: dict[str, list[Row]]) -> Iterator[str]:
 
 
 def table(results: dict[str, list[Row]]) -> Iterator[str]:
-    yield "| pair | models | " + " | ".join(VERDICTS) + " | lines |"
-    yield "|---" * (len(VERDICTS) + 3) + "|"
-    total: Counter[str] = Counter()
-    for pair, rows in results.items():
-        found = Counter(verdict(pair, row) for row in rows)
-        found.update(models=len(rows), lines=sum(row.get("lines", 0) for row in rows))
-        total += found
-        yield _line(pair, found)
-    yield _line("all", total)
+    columns = ["models", "passes", "stale", *VERDICTS[1:], "lines", "eligible", "of these pass", "before"]
+    yield "| pair | " + " | ".join(columns) + " |"
+    yield "|---" * (len(columns) + 1) + "|"
+    counted = {pair: _counted(pair, rows) for pair, rows in results.items()}
+    for name, found in {**counted, "all": sum(counted.values(), Counter())}.items():
+        yield f"| {name} | " + " | ".join(str(found[column]) for column in columns) + " |"
 
 
-def _line(name: str, found: Counter[str]) -> str:
-    return f"| {name} | " + " | ".join(str(found[column]) for column in ("models", *VERDICTS, "lines")) + " |"
+def _counted(pair: str, rows: list[Row]) -> Counter[str]:
+    verdicts = {row["model"]: verdict(pair, row) for row in rows}
+    found = Counter(verdicts.values())
+    found.update(models=len(rows), lines=sum(row.get("lines", 0) for row in rows))
+    found["stale"] = sum(verdicts[row["model"]] == "passes" and row["stale"] for row in rows)
+    eligible = [model for model, name in verdicts.items() if name in SAME and not why_not(pair, model)]
+    found["eligible"] = len(eligible)
+    found["of these pass"] = sum(verdicts[model] == "passes" for model in eligible)
+    found["before"] = sum(model not in FAILED_BEFORE[pair].split() for model in eligible)
+    return found
 
 
 def details(pair: str, rows: list[Row]) -> Iterator[str]:
@@ -231,12 +286,14 @@ def details(pair: str, rows: list[Row]) -> Iterator[str]:
         name = (pair, row["model"])
         why = EXPECTED[name][1] if name in EXPECTED else FALSE.get(name, "")
         line = row.get("first_line") or row.get("error", "")
+        if not why and "really" in row and not changed(row):
+            why = "; ".join(f"{name}: {place}" for name, place in why_not(pair, row["model"]).items())
         cells = (row["model"], really, line, why or ", ".join(row.get("unmatched", [])))
         yield "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
 
 
 TITLES = {
-    "said unchanged": "Said: output unchanged, structure differs",
+    "by the rule": "Unchanged, and not eligible: the test fails by the rule",
     "false": "False verdicts",
     "first line": "Changed, and named in the first line",
     "in the table": "Changed, and named further down",
@@ -252,11 +309,15 @@ HEAD = [
     "one. Whether the function changed is measured apart, in float64: outputs that both versions have, and the",
     f"gradients of a random projection of each, by more than {CHANGED:g}.",
     "",
-    'Where the function is the same, the test should pass; *said unchanged* is that it fails with "output unchanged;',
-    'structure differs"; *false* is any other failure. Where the function changed, the first line should name what',
-    "changed, as read in the two sources (`expected.py`); *wrong* is that no line does, *missed* that the test passes",
-    "or says that only the structure differs. *Not run* are models that a version lacks or cannot run, and those for",
-    "which the first version has no weights. *lines* are those that pytest prints of failures.",
+    "Where the function is the same, the test should pass; it may have a *stale* file. *By the rule* is a failure",
+    'that says "output unchanged" of a model that is not eligible: its checkpoint, what is trainable, its inputs or',
+    "outputs, attributes of both versions or mode layers differ, as `eligible.py` finds without the tool",
+    "(`eligible.json`, written and committed before the run). *False* is any other failure. Where the function",
+    "changed, the first line should name what changed, as read in the two sources (`expected.py`); *wrong* is that no",
+    "line does, *missed* that the test passes or says that only the structure differs. *Not run* are models that a",
+    "version lacks or cannot run, and those for which the first version has no weights. *lines* are those that pytest",
+    "prints of failures. The last columns count the eligible models whose function is the same, how many of these",
+    "pass, and how many passed when any difference of structure failed.",
     "",
 ]
 
@@ -268,17 +329,23 @@ def main() -> None:
     parser.add_argument("--environments", type=Path, default=ROOT / ".tox" / "history-environments")
     parser.add_argument("--results", type=Path, default=HERE / "RESULTS.md")
     parser.add_argument("--kept", action="store_true", help="write the page of what was found before, and run nothing")
+    parser.add_argument("--eligible", action="store_true", help=f"write {ELIGIBLE.name}, and compare nothing")
     options = parser.parse_args()
     folder = options.environments / "results"
     folder.mkdir(parents=True, exist_ok=True)
     wanted = [] if options.kept else [pair for pair in PAIRS if pair.name.startswith(tuple(options.pairs))]
     environments = Environments(options.environments)
+    if options.eligible:
+        facts = options.environments / "facts"
+        for pair in wanted:
+            write_eligible({pair.title: compared_facts(pair, environments, facts / pair.name, options.slice)})
+        return
     for pair in wanted:
         found = judged(pair, environments, folder / pair.name, options.slice)
         kept = _kept(folder, pair) if options.slice != "1/1" else []
         rows = {row["model"]: row for row in [*kept, *found]}
         (folder / f"{pair.name}.json").write_text(json.dumps([*rows.values()], indent=1), "utf-8")
-    results = {f"{pair.library} {pair.old} → {pair.new}": _kept(folder, pair) for pair in PAIRS}
+    results = {pair.title: _kept(folder, pair) for pair in PAIRS}
     options.results.write_text("\n".join(page(results)) + "\n", "utf-8")
     print("\n".join(table(results)))
 

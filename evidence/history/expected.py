@@ -51,3 +51,31 @@ FALSE: dict[tuple[str, str], str] = {
     ): "the new output commit_loss is said in the last row; activations that are no longer shared stand first",
 }
 """Why a verdict on a function that is the same is false, by pair and model."""
+
+FAILED_BEFORE: dict[str, str] = {
+    TIMM_9: """
+        Beit ConvNeXt EdgeNeXt SwinTransformer SwinTransformerV2 convnext_atto convnext_nano_ols
+        edgenext_xx_small ghostnet_100 rexnet_100 selecsls42 hrnet_w18_small crossvit_tiny_240
+        xcit_nano_12_p16_224_dist pvt_v2_b0 sequencer2d_s inception_v3 swin_tiny_patch4_window7_224
+        vit_relpos_small_patch16_224 convit_tiny pit_ti_224 levit_128s swinv2_cr_tiny_ns_224
+        swinv2_tiny_window8_256 maxvit_rmlp_pico_rw_256 coatnet_nano_rw_224
+    """,
+    TIMM_10: """
+        Nest VOLO vgg11_bn skresnet18 nf_regnet_b0 poolformer_s12 convmixer_768_32 mobilenetv3_small_050
+        ghostnet_100 repghostnet_050 lcnet_035 hardcorenas_a gernet_s dpn68 cspresnet50 hgnetv2_b0 volo_d1_224
+        jx_nest_tiny
+    """,
+    DIFFUSERS: """
+        unet-2d-skip vq
+    """,
+    GRAPHS: """
+        GAT GAT-v2 GATConv GATv2Conv EGConv HeteroConv TopKPooling SAGPooling
+    """,
+    TRANSFORMERS: """
+        gpt_neox mixtral gemma gemma3 qwen2_moe stablelm nemotron mamba bert bert-qa roberta xlm_roberta
+        camembert distilbert albert electra mobilebert modernbert t5 mt5 bart mbart pegasus marian blenderbot
+        whisper hubert audio_spectrogram vit deit beit dinov2 vit_mae yolos swin segformer siglip perceiver
+        llava
+    """,
+}
+"""Functions that are the same and failed with "output unchanged; structure differs" before a refactoring passed."""
