@@ -17,8 +17,8 @@ import copy
 import json
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,26 +109,26 @@ def tensors(path: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Tensor
 @torch.no_grad()
 def watched(model: nn.Module, inputs: Inputs) -> tuple[set[str], set[str], Any]:
     """Return which modules are called, which of them answer otherwise in training mode, and the output."""
-    called, by_mode, busy = set(), set(), [False]
+    given: dict[str, Any] = {}
+    hooks = []
 
-    def look(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if busy[0] or name in called:
-            return
-        called.add(name)
-        busy[0] = True
-        try:
-            answers = [_answer(module, mode, args, kwargs) for mode in (False, True)]
-        finally:
-            busy[0] = False
-        if not _equal(*answers):
-            by_mode.add(name)
+    def look(name: str, args: Any, kwargs: Any) -> None:
+        if name not in given:
+            try:
+                given[name] = copy.deepcopy((args, kwargs))
+            except (RuntimeError, TypeError):  # what cannot be copied is given as it is
+                given[name] = args, kwargs
 
-    for name, module in model.named_modules():
-        module.register_forward_pre_hook(
-            lambda module, args, kwargs, name=name: look(name, module, args, kwargs), with_kwargs=True
-        )
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        hook = partial(lambda name, _, args, kwargs: look(name, args, kwargs), name)
+        hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     torch.manual_seed(0)
-    return called, by_mode, model(*inputs.args, **inputs.kwargs)
+    output = model(*inputs.args, **inputs.kwargs)
+    for handle in hooks:
+        handle.remove()
+    by_mode = {name for name in given if not _equal(*(_answer(modules[name], m, *given[name]) for m in (False, True)))}
+    return set(given), by_mode, output
 
 
 def _answer(module: nn.Module, mode: bool, args: Any, kwargs: Any) -> list[Tensor] | str:
@@ -165,13 +165,13 @@ def differing(old: Facts, new: Facts) -> dict[str, str]:
         keys = then.keys() & now.keys() if name in ("tied", "trainable") else {**then, **now}
         for key in (key for key in then | now if key in keys and then.get(key) != now.get(key)):
             found.setdefault(name, f"{key}: {then.get(key, 'none')} → {now.get(key, 'none')}")
-    if "checkpoint" not in found and old["order"] != new["order"]:
-        found["order"] = next(f"{a} → {b}" for a, b in zip(old["order"], new["order"], strict=True) if a != b)
+    then, now = ([name for name in side["order"] if name in other["order"]] for side, other in ((old, new), (new, old)))
+    if then != now:
+        found["order"] = next(f"{a} → {b}" for a, b in zip(then, now, strict=True) if a != b)
     for name, then in old["attributes"].items():
         now = new["attributes"].get(name, {})
-        for key in then.keys() & now.keys():
-            if not same(then[key], now[key]):
-                found.setdefault("attributes", f"{name}.{key}: {then[key]} → {now[key]}")
+        for key in sorted(_differing(then, now)):
+            found.setdefault("attributes", f"{name}.{key}: {then[key]} → {now[key]}")
     text = _of_modes(old["mode layers"], new["mode layers"])
     return {**found, "mode layers": text} if text else found
 
@@ -182,16 +182,23 @@ def same(x: Any, y: Any) -> bool:
 
 def _of_modes(old: Facts, new: Facts) -> str:
     """Return which mode layers came, went or changed their class. A new name alone is none of these."""
-    for name in old.keys() & new.keys():
+    for name in sorted(old.keys() & new.keys()):
         if old[name][0] != new[name][0]:
             return f"{name}: {old[name][0]} → {new[name][0]}"
-    then, now = (
-        Counter(json.dumps(one, sort_keys=True) for name, one in side.items() if name not in other)
-        for side, other in ((old, new), (new, old))
-    )
-    went, came = then - now, now - then
-    text = ", ".join([*(f"{one} went" for one in went), *(f"{one} came" for one in came)])
-    return text[:300]
+    came = [new[name] for name in new if name not in old]
+    went = []
+    for kind, attributes in (old[name] for name in old if name not in new):
+        again = next((one for one in came if one[0] == kind and not _differing(attributes, one[1])), None)
+        if again is None:
+            went.append(kind)
+        else:
+            came.remove(again)
+    return ", ".join([*(f"{kind} went" for kind in went), *(f"{kind} came" for kind, _ in came)])[:300]
+
+
+def _differing(old: Facts, new: Facts) -> list[str]:
+    """Return the attributes that both have and that are not the same."""
+    return [key for key in old.keys() & new.keys() if not same(old[key], new[key])]
 
 
 def main(library: str, path: Path, part: str = "1/1") -> None:
