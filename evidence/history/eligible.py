@@ -8,12 +8,14 @@ of facts of one version, written to a file; `differing` compares those of two. `
 writes the list of all pairs, before anything is compared by the tool.
 
 A mode layer is a module that answers otherwise if its own ``training`` alone is set: each is called twice where the
-model calls it first, as a copy, with the same inputs and seed. Dropout that is never called counts by its class.
+model calls it first, as a copy, with the same inputs and seed, unless its source never reads the mode. Dropout that is
+never called counts by its class.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import sys
 import warnings
@@ -127,8 +129,22 @@ def watched(model: nn.Module, inputs: Inputs) -> tuple[set[str], set[str], Any]:
     output = model(*inputs.args, **inputs.kwargs)
     for handle in hooks:
         handle.remove()
-    by_mode = {name for name in given if not _equal(*(_answer(modules[name], m, *given[name]) for m in (False, True)))}
+    reading = {kind for kind in {type(modules[name]) for name in given} if _reads_mode(kind)}
+    by_mode = {
+        name
+        for name, own in given.items()
+        if type(modules[name]) in reading and not _equal(*(_answer(modules[name], m, *own) for m in (False, True)))
+    }
     return set(given), by_mode, output
+
+
+def _reads_mode(kind: type[nn.Module]) -> bool:
+    """Whether the source of a class may read the mode. Others need not be called twice."""
+    own = [one for one in kind.__mro__ if one not in nn.Module.__mro__]
+    try:
+        return any("training" in inspect.getsource(one) for one in own)
+    except (OSError, TypeError):  # a class without source
+        return True
 
 
 def _answer(module: nn.Module, mode: bool, args: Any, kwargs: Any) -> list[Tensor] | str:
