@@ -123,6 +123,7 @@ class CallRecorder:
 
     def _keep_returned(self, running: RunningCall, call: CallObservation, outputs: Flat) -> None:
         """Remember what a forward returned, without what it was given."""
+        self.returned = {key: known for key, known in self.returned.items() if not known[1].expired()}
         given = {content_key(tensor, inference=True) for _, tensor in running.inputs.tensors}
         for path, tensor in outputs.tensors:
             key = content_key(tensor, inference=True)

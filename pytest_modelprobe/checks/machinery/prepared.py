@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from pytest_modelprobe._torch import is_wrapped
 from pytest_modelprobe.checks.outcome import NotApplicableError, line_of
-from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.exceptions import ModelProbeError, UsageError
 from pytest_modelprobe.models import (
     CallTracer,
     Layers,
@@ -476,7 +476,9 @@ class PreparedModel:
         one = self.run(mode="eval")
         try:
             two, shared = self.run_other(self._copy())
-        except Exception as error:  # noqa: BLE001 - whatever a factory raises, or what cannot be copied
+        except Exception as error:  # whatever a factory raises, or what cannot be copied
+            if type(error) is ModelProbeError:
+                raise  # it is of the version of torch, not of the model
             return f"the model cannot be copied: {line_of(error)}"
         if shared:
             return f"a copy of the model computes with {shared[0]} of the model itself: see copy_and_pickle"
