@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 _before: dict[Any, Any] = {}
 """The handlers that ours stands in for, by number of the signal."""
-_SIGNALS = tuple(signal.valid_signals())
+_SIGNALS = tuple(sorted(signal.valid_signals(), key=lambda number: number != signal.SIGINT))
+"""Ctrl-C first: it is held before the others, and until these are put back."""
 _open = True
 """Whether a signal is handled at once."""
 _waiting: dict[Any, None] = {}
@@ -105,7 +106,7 @@ class held:
         if self._was_in_user_code is not None:
             _in_user_code = self._was_in_user_code
         try:
-            for number in _before if self._outermost else ():
+            for number in reversed(_SIGNALS) if self._outermost else ():
                 if signal.getsignal(number) is _receive:  # code of the user may have set another
                     signal.signal(number, _before[number])
         finally:
