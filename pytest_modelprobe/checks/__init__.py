@@ -12,7 +12,6 @@ from .inputs import inputs_used
 from .loading import workers_differ
 from .machinery.check import Check
 from .modes import dropout_scaled, modes_agree
-from .norms import norms_cancel_scale
 from .outcome import NotApplicableError, Outcome
 from .packing import packed_documents
 from .parity import checkpoint_parity, compile_parity, device_parity, dtype_parity, export_parity, layout_parity
@@ -60,7 +59,6 @@ __all__ = [
     "labels_ignored",
     "layout_parity",
     "modes_agree",
-    "norms_cancel_scale",
     "optimizer_covers",
     "outputs_train",
     "overfits_batch",

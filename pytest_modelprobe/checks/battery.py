@@ -32,7 +32,6 @@ from .inputs import inputs_used
 from .machinery.check import Check, arguments_of, from_assertion, in_order
 from .machinery.prepared import PreparedModel
 from .modes import dropout_scaled, modes_agree
-from .norms import norms_cancel_scale
 from .outcome import NotApplicableError, Outcome
 from .parity import checkpoint_parity, dtype_parity, layout_parity
 from .registration import copy_and_pickle, initialized, registered, state_dict_round_trip
@@ -48,7 +47,7 @@ _standard: ChainMap[str, Check] = ChainMap({}, {
         modes_agree, dropout_scaled,
         batch_independent, any_batch_size, causal_where_meant, incremental_where_meant, padding_invariant,
         inputs_used, state_unchanged_by_forward, inputs_unchanged_by_forward, state_dict_round_trip, copy_and_pickle,
-        layout_parity, dtype_parity, checkpoint_parity, norms_cancel_scale,
+        layout_parity, dtype_parity, checkpoint_parity,
         outputs_train, labels_ignored, gradient_accumulation, overfits_batch,
     )
 })  # fmt: skip

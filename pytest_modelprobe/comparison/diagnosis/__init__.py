@@ -31,7 +31,7 @@ from .causes import (
     changes_code,
 )
 from .computation import computation_causes
-from .decisive import is_decisive, of_cause
+from .decisive import is_decisive, is_indecisive
 from .effects import explained_by, with_absorbed, with_same_elements, with_size_of_effect
 from .hints import hints
 from .index import ComparisonIndex
@@ -80,7 +80,7 @@ def diagnose(comparison: Comparison) -> Diagnosis:
         causes = handed_on_causes(index)
     unchanged = _is_unchanged(comparison)
     if unchanged and not comparison.strict:
-        indecisive = [c for c in (*causes, *possible) if not any(is_decisive(index, d) for d in of_cause(index, c))]
+        indecisive = [cause for cause in (*causes, *possible) if is_indecisive(index, cause)]
         others = len(indecisive) < len(causes) + len(possible)
         nothing_else = not others and not any(is_decisive(index, d) for d in comparison.differences)
         if others or nothing_else:  # else they are all that is known of what differs

@@ -62,7 +62,12 @@ def is_decisive(index: ComparisonIndex, difference: Difference) -> bool:
     return kind != "gradient" or value_at(pair.actual.inputs, difference.what) is None
 
 
-def of_cause(index: ComparisonIndex, cause: Cause) -> Iterator[Difference]:
+def is_indecisive(index: ComparisonIndex, cause: Cause) -> bool:
+    """Whether a cause is made of differences of which none fails a test by itself."""
+    return bool(cause.differences) and not any(is_decisive(index, found) for found in _of_cause(index, cause))
+
+
+def _of_cause(index: ComparisonIndex, cause: Cause) -> Iterator[Difference]:
     """Yield the differences of a cause; where a layer alone calls a child otherwise, those of the call in the run."""
     for difference in cause.differences:
         yield difference
