@@ -526,3 +526,47 @@ def test_an_output_inside_without_its_graph_fails_nothing_where_all_gradients_ar
     found = upgraded(Masking(expanded=False), Masking(expanded=False, detached=True), GRAPH[0])
     assert found.same
     assert [cause_text(note) for note in found.notes] == ["attn: no gradient any more for output[1]"]
+
+
+# --- the same function, in two more forms of transformers 5 ---------------------------------------------------------
+
+
+class LearnedPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 4))
+
+    def forward(self, like: Tensor) -> Tensor:
+        return self.weight[: like.shape[1]]
+
+
+class Embedded(nn.Module):
+    """Bart's encoder takes ids, and embeds them with what the model has."""
+
+    def __init__(self, *, own: bool = False, positions_of_ids: bool = True) -> None:
+        super().__init__()
+        self.shared, self.positions = nn.Embedding(6, 4), LearnedPositions()
+        self.embed = nn.Embedding(6, 4) if own else self.shared
+        self.embed.weight = self.shared.weight
+        self.positions_of_ids = [[positions_of_ids]]  # not recorded as an attribute
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        positions: Tensor = self.positions(ids if self.positions_of_ids[0][0] else x[..., -1])
+        return x + positions
+
+
+TOKENS = torch.tensor([[0, 1, 2], [3, 4, 5]])
+
+
+def test_a_layer_that_was_another_one_again_and_has_its_weight_is_the_same() -> None:
+    found = upgraded(Embedded(), Embedded(own=True), TOKENS)
+    assert found.same
+    assert upgraded(Embedded(own=True), Embedded(), TOKENS).same
+    apart = Embedded(own=True)
+    apart.embed.weight = nn.Parameter(torch.ones(6, 4))
+    assert not upgraded(Embedded(), apart, TOKENS).same  # a checkpoint has one weight for both
+
+
+def test_an_input_of_which_a_layer_uses_the_shape_alone_may_be_another() -> None:
+    assert upgraded(Embedded(), Embedded(positions_of_ids=False), TOKENS).same

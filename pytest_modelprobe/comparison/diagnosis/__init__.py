@@ -80,7 +80,8 @@ def diagnose(comparison: Comparison) -> Diagnosis:
         causes = handed_on_causes(index)
     unchanged = _is_unchanged(comparison)
     if unchanged and not comparison.strict:
-        indecisive = [cause for cause in (*causes, *possible) if is_indecisive(index, cause)]
+        indecisive = [cause for cause in causes if is_indecisive(index, cause)]
+        indecisive += [cause for cause in possible if is_indecisive(index, cause, possible=True)]
         others = len(indecisive) < len(causes) + len(possible)
         nothing_else = not others and not any(is_decisive(index, d) for d in comparison.differences)
         if others or nothing_else:  # else they are all that is known of what differs

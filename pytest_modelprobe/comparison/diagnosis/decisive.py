@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from pytest_modelprobe.comparison.differences import CallPair, Difference, DifferenceKind
 from pytest_modelprobe.comparison.pairing import split_place
-from pytest_modelprobe.record import Layer, Parameter
+from pytest_modelprobe.record import Layer, Parameter, qualified
 
 from .backward import gradient_differences
 from .causes import Cause
@@ -54,17 +54,18 @@ def is_decisive(index: ComparisonIndex, difference: Difference) -> bool:
         return answers and not _hands_on_the_same(index, pair, difference)
     if kind == "response gradient":
         return not index.comparison.has_same_gradients and difference in gradient_differences(index, pair)
-    if kind == "input":
-        return pair.outermost or not has_same_elements(index, pair, difference)
+    if kind == "input":  # what a layer makes of another input shows in its output
+        return pair.outermost
     if kind == "gradient presence":
         return pair.outermost or not index.comparison.has_same_gradients
     # The gradients of all parameters are the same: another tensor of the same numbers takes those of some uses.
     return kind != "gradient" or value_at(pair.actual.inputs, difference.what) is None
 
 
-def is_indecisive(index: ComparisonIndex, cause: Cause) -> bool:
-    """Whether a cause is made of differences of which none fails a test by itself."""
-    return bool(cause.differences) and not any(is_decisive(index, found) for found in _of_cause(index, cause))
+def is_indecisive(index: ComparisonIndex, cause: Cause, *, possible: bool = False) -> bool:
+    """Whether a cause is made of differences of which none fails a test by itself, or is possible without any."""
+    made = possible or bool(cause.differences)
+    return made and not any(is_decisive(index, found) for found in _of_cause(index, cause))
 
 
 def _of_cause(index: ComparisonIndex, cause: Cause) -> Iterator[Difference]:
@@ -109,18 +110,19 @@ def _hands_on_the_same(index: ComparisonIndex, pair: CallPair, response: Differe
 
 
 def _is_shared_otherwise(index: ComparisonIndex, layer: Layer) -> bool:
-    """Whether a layer without weights was another one of its kind under a second name, or is now.
+    """Whether a layer was another one of its kind under a second name, or is now, with the same tensors.
 
     Its calls are those of several layers on one side, and so are no pairs.
     """
-    if layer.parameters or layer.buffers or not layer.leaf:
+    if not layer.leaf:
         return False
     own = layer.name.removesuffix(" (removed)")
+    stored = (*layer.parameters, *layer.buffers)
     if layer.name in index.now and layer.name in index.then:
-        return {*index.now[layer.name].aliases} != {*index.then[layer.name].aliases}
+        return not stored and {*index.now[layer.name].aliases} != {*index.then[layer.name].aliases}
     others = (index.then if layer.name in index.added else index.now).values()
     alike = (o for o in others if (o.type_name, o.attributes) == (layer.type_name, layer.attributes))
-    return any(own in other.aliases for other in alike)
+    return any(own in o.aliases and all(p.tied_to == qualified(o.name, p.name) for p in stored) for o in alike)
 
 
 def _is_stored(layer: Layer) -> bool:
