@@ -130,7 +130,7 @@ def compared_facts(pair: Pair, environments: Environments, work: Path, part: str
     for version in (pair.old, pair.new):
         path = work / f"facts-{version}.json"
         python = environments.python(pair.library, version, with_checkout=False)
-        _run(python, work, "facts.log", HERE / "eligible.py", pair.library, path, part)
+        _run(python, work, "facts.log", HERE / "eligible.py", pair.library, work, path, part)
         sides.append(json.loads(path.read_text("utf-8")))
     old, new = sides
     found = {}

@@ -1,6 +1,6 @@
 """Of which models no test should fail while the function is the same, decided without the tool.
 
-    python eligible.py LIBRARY FILE [I/N]      # run in each of the two environments
+    python eligible.py LIBRARY DIR FILE [I/N]      # run in each of the two environments, with the same DIR
 
 The rule that a default comparison keeps is written here once more, in plain torch: a model is *eligible* if both
 versions have the same checkpoint, trainable parameters, inputs and outputs, attributes and mode layers. Each is a list
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import Inputs, models_of, perturb
+from models import Inputs, models_of
 from torch import Tensor, nn
 
 Facts = dict[str, Any]
@@ -217,15 +217,15 @@ def _differing(old: Facts, new: Facts) -> list[str]:
     return [key for key in old.keys() & new.keys() if not same(old[key], new[key])]
 
 
-def main(library: str, path: Path, part: str = "1/1") -> None:
+def main(library: str, folder: Path, path: Path, part: str = "1/1") -> None:
     models = models_of(library)
     first, step = map(int, part.split("/"))
     found: dict[str, Facts] = {}
     for name in [*models][first - 1 :: step]:
         try:
-            torch.manual_seed(0)
-            model = models[name].build().eval()
-            perturb(model)
+            if not [*folder.glob(f"{name}.weights*")]:
+                models[name].save(folder)
+            model, _ = models[name].load(folder)
             found[name] = facts(model, models[name].inputs())
         except Exception as error:  # noqa: BLE001 - a model that a version cannot run is told and passed over
             found[name] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
@@ -235,5 +235,5 @@ def main(library: str, path: Path, part: str = "1/1") -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    library, file, *part = sys.argv[1:]
-    main(library, Path(file), *part)
+    library, folder, file, *part = sys.argv[1:]
+    main(library, Path(folder), Path(file), *part)
