@@ -234,7 +234,8 @@ class _Comparer:
             yield Difference(layer=a.name, kind="type", actual=a.type_name, expected=e.type_name)
         for name, mine, theirs in _unequal(a.attributes, e.attributes):
             # Versions of libraries add attributes. Of the same torch its own are there, or were cut out of the file.
-            is_cut_out = name not in e.attributes and self.is_same_torch and _is_given_to_torch(a.type, name)
+            is_known = a.type_name == e.type_name and self.is_same_torch and _is_given_to_torch(a.type, name)
+            is_cut_out = is_known and name not in e.attributes
             then = "not in the file" if is_cut_out else theirs
             found = Difference(layer=a.name, kind="attribute", what=name, actual=mine, expected=then)
             if is_cut_out or (name in a.attributes and name in e.attributes):

@@ -570,3 +570,11 @@ def test_a_layer_that_was_another_one_again_and_has_its_weight_is_the_same() -> 
 
 def test_an_input_of_which_a_layer_uses_the_shape_alone_may_be_another() -> None:
     assert upgraded(Embedded(), Embedded(positions_of_ids=False), TOKENS).same
+
+
+def test_dropout_of_nothing_in_place_of_an_identity_fails_nothing() -> None:
+    def ending(last: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), last)
+
+    assert upgraded(ending(nn.Identity()), ending(nn.Dropout(0.0)), torch.ones(2, 4)).same
+    assert not upgraded(ending(nn.Identity()), ending(nn.Dropout(0.1)), torch.ones(2, 4)).same
