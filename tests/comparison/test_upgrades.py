@@ -578,3 +578,18 @@ def test_dropout_of_nothing_in_place_of_an_identity_fails_nothing() -> None:
 
     assert upgraded(ending(nn.Identity()), ending(nn.Dropout(0.0)), torch.ones(2, 4)).same
     assert not upgraded(ending(nn.Identity()), ending(nn.Dropout(0.1)), torch.ones(2, 4)).same
+
+
+def test_an_identity_that_is_called_in_another_place_fails_nothing() -> None:
+    class Block(nn.Module):
+        def __init__(self, *, late: bool = False) -> None:
+            super().__init__()
+            self.fc, self.attn, self.last, self.late = nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 2), [[late]]
+
+        def forward(self, x: Tensor) -> Any:
+            h = self.fc(x)
+            return self.last(self.attn(h.relu()) if self.late[0][0] else self.attn(h).relu())
+
+    found = upgraded(Block(), Block(late=True), torch.linspace(-1, 1, 8).reshape(2, 4))
+    assert found.same
+    assert found.notes

@@ -80,10 +80,11 @@ def diagnose(comparison: Comparison) -> Diagnosis:
         causes = handed_on_causes(index)
     unchanged = _is_unchanged(comparison)
     if unchanged and not comparison.strict:
-        indecisive = [cause for cause in causes if is_indecisive(index, cause)]
-        indecisive += [cause for cause in possible if is_indecisive(index, cause, possible=True)]
+        decisive = any(is_decisive(index, d) for d in comparison.differences)
+        # A cause without differences of its own stands for those that there are.
+        indecisive = [c for c in (*causes, *possible) if is_indecisive(index, c) or not (decisive or c.differences)]
         others = len(indecisive) < len(causes) + len(possible)
-        nothing_else = not others and not any(is_decisive(index, d) for d in comparison.differences)
+        nothing_else = not others and not decisive
         if others or nothing_else:  # else they are all that is known of what differs
             notes += map(_without_effect, indecisive)
             causes, possible = ([cause for cause in found if cause not in indecisive] for found in (causes, possible))

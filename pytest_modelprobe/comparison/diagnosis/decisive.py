@@ -19,6 +19,7 @@ from .backward import gradient_differences
 from .causes import Cause
 from .computation import response_differences
 from .index import ComparisonIndex
+from .pass_through import returns_its_input
 from .same_elements import has_same_elements, value_at
 
 _OF_THE_MODEL: frozenset[DifferenceKind] = frozenset({"interface", "path", "input added", "input removed"})
@@ -58,14 +59,15 @@ def is_decisive(index: ComparisonIndex, difference: Difference) -> bool:
         return pair.outermost
     if kind == "gradient presence":
         return pair.outermost or not index.comparison.has_same_gradients
+    if kind in ("output", "gradient") and all(map(returns_its_input, layers)):
+        return False  # an identity, or dropout, that is called in another place
     # The gradients of all parameters are the same: another tensor of the same numbers takes those of some uses.
     return kind != "gradient" or value_at(pair.actual.inputs, difference.what) is None
 
 
-def is_indecisive(index: ComparisonIndex, cause: Cause, *, possible: bool = False) -> bool:
-    """Whether a cause is made of differences of which none fails a test by itself, or is possible without any."""
-    made = possible or bool(cause.differences)
-    return made and not any(is_decisive(index, found) for found in _of_cause(index, cause))
+def is_indecisive(index: ComparisonIndex, cause: Cause) -> bool:
+    """Whether a cause is made of differences of which none fails a test by itself."""
+    return bool(cause.differences) and not any(is_decisive(index, found) for found in _of_cause(index, cause))
 
 
 def _of_cause(index: ComparisonIndex, cause: Cause) -> Iterator[Difference]:
