@@ -130,7 +130,7 @@ def compared_facts(pair: Pair, environments: Environments, work: Path, part: str
     for version in (pair.old, pair.new):
         path = work / f"facts-{version}.json"
         python = environments.python(pair.library, version, with_checkout=False)
-        _run(python, work, "facts.log", HERE / "eligible.py", pair.library, work, path, part)
+        _run(python, work, "facts.log", HERE / "facts.py", pair.library, work, path, part)
         sides.append(json.loads(path.read_text("utf-8")))
     old, new = sides
     found = {}
@@ -294,7 +294,7 @@ def details(pair: str, rows: list[Row]) -> Iterator[str]:
 
 TITLES = {
     "by the rule": "Unchanged, and not eligible: the test fails by the rule",
-    "false": "False verdicts",
+    "false": "Unchanged, and the test fails although the model is eligible, or for a reason that is none",
     "first line": "Changed, and named in the first line",
     "in the table": "Changed, and named further down",
     "wrong": "Changed, and not named",
@@ -318,6 +318,16 @@ HEAD = [
     "version lacks or cannot run, and those for which the first version has no weights. *lines* are those that pytest",
     "prints of failures. The last columns count the eligible models whose function is the same, how many of these",
     "pass, and how many passed when any difference of structure failed.",
+    "",
+    "The lists stood before the tool compared, with two exceptions: that of timm 0.9.16 was written before and",
+    "committed after; in that of transformers marian and whisper were taken out and mt5 put in afterwards, because",
+    "version 5 makes weights trainable and ties them when it loads a model, and the list was of models as they are",
+    "made. In the first comparison by the rule 255 of 284 eligible models of four pairs passed: 101 of 105 of timm",
+    "0.9.16, 29 of 30 of diffusers, 80 of 80 of torch_geometric, 45 of 69 of transformers. What failed showed what",
+    "was wrong in the code of the rule, and the table is of the code as it is since. The pair of timm 0.6.13 was",
+    "compared after most of that, with a list that was committed before: 82 of 84 passed. In one of its four",
+    "comparisons efficientnetv2_rw_t failed, and in no other: its gradients in float32 moved by 2 %, where their",
+    "noise was measured as more than all of them.",
     "",
 ]
 
