@@ -102,7 +102,8 @@ def class_of(cause: Cause, diagnosis: Diagnosis) -> Class:
 
 def class_of_note(note: Cause, comparison: Comparison) -> Class:
     """Return the class of what is written otherwise, where every value is the same."""
-    return min((_class_where_same(difference, comparison) for difference in note.differences), key=CLASSES.index)
+    classes = (_class_where_same(difference, comparison) for difference in note.differences)
+    return min(classes, key=CLASSES.index, default="calls")
 
 
 def causes_of(kind: Class, diagnosis: Diagnosis) -> Iterator[Cause]:
