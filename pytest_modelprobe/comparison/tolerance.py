@@ -148,7 +148,8 @@ def change(
     x, y = actual.fingerprint, expected.fingerprint
     if x is None or y is None or actual.digest is not None or expected.digest is not None:
         both = is_read(actual) and is_read(expected)
-        if not both or _available(actual) != _available(expected):
+        in_part = actual.reason or expected.reason  # such as of an expanded tensor, without a fingerprint
+        if not both or (_available(actual) != _available(expected) and not in_part):
             return GONE if is_read(expected) else CAME if is_read(actual) else UNKNOWN
     a, e = actual.statistics, expected.statistics
     if actual.tensors != expected.tensors or not _same(_COUNTS, a, e):
@@ -158,7 +159,7 @@ def change(
     most = max(LARGEST_TOLERANCE[direction], NOISE_FACTOR * rounding)
     resolved = min(floor, _FLOOR[direction])
     limit = max(floor, min(resolved + noise, most)) * times
-    if expected.digest is not None and same_signs:
+    if None not in (actual.digest, expected.digest) and same_signs:
         same = actual.digest == expected.digest and _same_zeros(actual, expected)
         share = 0.0 if same and _moments_change(a, e, 0.0) <= _MOMENTS_FACTOR * floor else _share(actual, expected)
         return ValueChange(share, expected.noise, min(noise, LARGEST_TOLERANCE[direction]) * times)

@@ -32,7 +32,7 @@ from .cpu import on_cpu
 from .device import fetch, merged_rows, on_device
 from .fingerprint import project, read, turned, turned_on_device
 from .histogram import count, from_counts
-from .readable import ABSTRACT, FLOATS, NARROW, ambient_modes_disabled, as_plain_tensor, real
+from .readable import ABSTRACT, FLOATS, NARROW, ambient_modes_disabled, as_plain_tensor, is_expanded, real
 from .reduced import NO_ELEMENT, Array, PackedReduction, Reduced, Reduction, merged_row
 from .samples import WHOLE, Samples, SeenSamples, samples_of, sum_of_hashes
 from .small import SMALL, SmallTensors
@@ -298,6 +298,9 @@ def _reduced(
     plain, reason = as_plain_tensor(tensor)
     if reason is not None:
         return Reduced(reason=reason)
+    if is_expanded(plain):  # what depends on the place of an element would be read one by one, and never end
+        counted = on_device(plain, None, index, samples, False, histogram)
+        return replace(counted, reason="expanded to very many elements: counted, without a fingerprint")
     if not plain.is_cpu:
         return on_device(plain, axis, index, samples, fingerprint, histogram)
     by_one_read = by_kernel(plain, axis, index, samples if fingerprint else None, histogram)

@@ -19,7 +19,7 @@ from pytest_modelprobe._torch import is_wrapped, openmp_team
 from pytest_modelprobe.models import holds_elements
 
 from .fingerprint import project
-from .readable import ambient_modes_disabled
+from .readable import ambient_modes_disabled, is_expanded
 from .reduced import PackedReduction, Reduction
 from .samples import Samples
 from .signs import columns, masks, orders
@@ -33,8 +33,8 @@ def by_kernel(
     """Return the reduction of a CPU tensor, or None if torch has to compute it.
 
     Torch computes if there is no compiled kernel, if the dtype is not one of the four, if the tensor is a subclass or
-    belongs to a transform, if it has no elements, and if an element is above 1e150. No operation of torch is called
-    here, so a dispatch mode may be active, but no function mode.
+    belongs to a transform, if it has no elements or is expanded to very many, and if an element is above 1e150. No
+    operation of torch is called here, so a dispatch mode may be active, but no function mode.
 
     Args:
         x: The tensor; it may require a gradient, and modes may be active.
@@ -50,7 +50,7 @@ def by_kernel(
         return None
     # The kernel reads any address that it is given, so the storage is asked first whether it holds the elements. A
     # tensor without elements has no address.
-    if not holds_elements(x) or not (address := x.data_ptr()):
+    if not holds_elements(x) or not (address := x.data_ptr()) or is_expanded(x):
         return None
     prepare()
     shape, hashes = x.shape, None

@@ -20,7 +20,7 @@ from .cuda import by_kernels
 from .fingerprint import project_on_device
 from .histogram import count
 from .memory_order import in_memory_order
-from .readable import real
+from .readable import is_expanded, real
 from .reduced import Array, Reduced
 from .samples import WHOLE, Samples
 
@@ -37,7 +37,7 @@ def on_device(
     histogram: bool = False,
 ) -> Reduced:
     """Return the reduction of a plain tensor, on its device."""
-    if tensor.is_cuda:
+    if tensor.is_cuda and not is_expanded(tensor):
         quick = by_kernels(tensor, axis, index, samples if fingerprint else None)
         if quick is not None:
             quick.histogram = count(tensor, torch.float64, _CHUNK) if histogram else None

@@ -50,6 +50,7 @@ _READABLE = FLOATS | NARROW | _COMPLEX | _INTEGERS
 ABSTRACT = frozenset({"meta tensor", "fake tensor"})
 """Reasons of tensors that have no elements, so that there is nothing in them to be read."""
 NO_CONTEXT = contextlib.nullcontext()
+_MOST = 1 << 26  # elements of an expanded tensor up to which each place is read
 
 
 def ambient_modes_disabled() -> AbstractContextManager[object]:
@@ -115,6 +116,15 @@ def as_plain_tensor(tensor: Tensor) -> tuple[Tensor, str | None]:
     if not holds_elements(tensor):
         return tensor, "tensor without storage"
     return tensor.detach(), None
+
+
+def is_expanded(x: Tensor) -> bool:
+    """Whether elements occur in several places, and in more than could be read one by one.
+
+    >>> is_expanded(torch.zeros(1).expand(1 << 40)), is_expanded(torch.zeros(1).expand(2))
+    (True, False)
+    """
+    return x.numel() > _MOST and any(n > 1 and not stride for n, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def _without_subclass(tensor: Tensor) -> tuple[Tensor, str | None]:

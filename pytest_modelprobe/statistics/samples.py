@@ -27,7 +27,7 @@ from torch import Tensor
 from pytest_modelprobe.models import as_array, as_real
 from pytest_modelprobe.record import batch_sizes
 
-from .readable import ambient_modes_disabled, as_plain_tensor
+from .readable import ambient_modes_disabled, as_plain_tensor, is_expanded
 from .signs import GAMMA, STEPS, Array, hashes, highest_bits, mixed, places
 
 _MOST = 1 << 12  # samples that are remembered: a limit, because without optimizer steps memory would grow for ever
@@ -164,7 +164,7 @@ def samples_of(inputs: Iterable[Tensor], seen: SeenSamples | None = None) -> Sam
     ((3,), True)
     """
     with ambient_modes_disabled():
-        given = [plain if reason is None else None for plain, reason in map(as_plain_tensor, inputs)]
+        given = [None if reason or is_expanded(x) else x for x, reason in map(as_plain_tensor, inputs)]
         first = next((x for x in given if x is not None and x.dim() and x.numel()), None)
         if first is None:
             return WHOLE

@@ -420,3 +420,14 @@ def test_of_readings_with_other_signs_all_but_fingerprints_is_compared() -> None
     assert change(drawn, ids).differs
     assert change(drawn, ids, same_signs=False).same
     assert change(dataclasses.replace(ids, digest=None), ids, same_signs=False) == GONE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool], ids=str)
+def test_an_expanded_tensor_is_compared_with_one_that_is_not_by_all_but_its_fingerprint(dtype: torch.dtype) -> None:
+    one, expanded = statistics.collect([statistics.reduce(torch.ones(4, 4, dtype=dtype))] * 2)
+    expanded = dataclasses.replace(expanded, fingerprint=None, digest=None, reason="expanded to very many elements")
+    assert change(expanded, one).same
+    assert change(one, expanded).same
+    (zeros,) = statistics.collect([statistics.reduce(torch.zeros(4, 4, dtype=dtype))])
+    assert change(expanded, zeros).differs
+    assert change(zeros, expanded).differs

@@ -26,6 +26,7 @@ from pytest_modelprobe.statistics import (
     readable,
     reduce,
     reduce_on_device,
+    samples_of,
 )
 from pytest_modelprobe.statistics.fingerprint import project
 from pytest_modelprobe.statistics.reduced import NO_ELEMENT
@@ -792,3 +793,24 @@ def test_a_lazily_negated_tensor_of_any_dtype_is_read_or_has_a_reason(dtype: tor
         assert reading.reason == f"{str(dtype).removeprefix('torch.')} tensor with the bit for negation"
     else:
         assert reading.statistics is not None or "bit for negation" in str(reading.reason)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str)
+def test_a_tensor_expanded_to_very_many_elements_is_counted_without_being_read_one_by_one(dtype: torch.dtype) -> None:
+    few = torch.tensor([[0], [1]], dtype=dtype)
+    (many,) = collect([reduce(few.expand(2, 1 << 39), axis=-1, histogram=True)])
+    (counted,) = collect([reduce(few, histogram=True)])
+    assert many.statistics is not None
+    assert counted.statistics is not None
+    assert (many.statistics.count, many.statistics.zeros, many.statistics.deviations) == (1 << 40, 1 << 39, 2.0**38)
+    assert (many.statistics.mean, many.statistics.min, many.statistics.max) == (0.5, 0, 1)
+    assert many.histogram is not None
+    assert many.histogram.zero == 1 << 39
+    assert many.fingerprint is None
+    assert many.reason is not None
+    assert many.reason.startswith("expanded")
+
+
+def test_an_input_expanded_to_very_many_elements_chooses_no_signs() -> None:
+    x, mask = torch.randn(3, 4), torch.ones(1, 1).expand(3, 1 << 40)
+    assert samples_of([x, mask]).hashes((3, 4)).tolist() == samples_of([x]).hashes((3, 4)).tolist()
