@@ -134,10 +134,10 @@ def not_compared_sentence(values: int) -> list[str]:
     """Return one sentence on values that were not compared, if there are some.
 
     >>> not_compared_sentence(2), not_compared_sentence(0)
-    (['2 values could not be compared: there are no numbers of them that repeat.'], [])
+    (['2 values could not be compared: no numbers of them repeat, or the inputs are others.'], [])
     """
     those = "it" if values == 1 else "them"
-    said = f"{count(values, 'value')} could not be compared: there are no numbers of {those} that repeat."
+    said = f"{count(values, 'value')} could not be compared: no numbers of {those} repeat, or the inputs are others."
     return [said] if values else []
 
 

@@ -133,8 +133,8 @@ def change(
             norm in the call, or `LargestGradient.beside`.
         times: The user's factor for the tolerance.
         rounding: The largest `epsilon` of any dtype in the run: noise allows four of it.
-        same_signs: Whether fingerprints and digests can be compared. If not, the other numbers are: they show no more
-            than how large the change is at least.
+        same_signs: Whether fingerprints and digests can be compared. If not, the other numbers are: they show how large
+            the change is at least, and are equal for elements in another order too.
 
     >>> one, two = (Reading(statistics=Statistics(count=4, mean=m), fingerprint=(m, m)) for m in (1.0, 1.01))
     >>> found = change(two, one)
@@ -163,10 +163,12 @@ def change(
         same = actual.digest == expected.digest and _same_zeros(actual, expected)
         share = 0.0 if same and _moments_change(a, e, 0.0) <= _MOMENTS_FACTOR * floor else _share(actual, expected)
         return ValueChange(share, expected.noise, min(noise, LARGEST_TOLERANCE[direction]) * times)
+    is_told = same_signs or e is None or not e.deviations  # else equal numbers may be of other elements
     if x is None or y is None:
-        return ValueChange(_moments_change(a, e, 0.0), expected.noise, max(limit, _PRINTED_PRECISION))
+        found = _moments_change(a, e, 0.0)
+        return ValueChange(found, expected.noise, max(limit, _PRINTED_PRECISION)) if found or is_told else UNKNOWN
     if (x == y or not same_signs) and _same(_MOMENTS, a, e):
-        return ValueChange(0.0, expected.noise, limit)
+        return ValueChange(0.0, expected.noise, limit) if is_told else UNKNOWN
     # The norm is exact by the moments; non-finite elements are in the fingerprint alone.
     size = e.norm if e is not None and not e.nonfinite else math.hypot(*y)
     found, least = estimated_change(x, y, size) if same_signs else 0.0, 0.0
@@ -182,7 +184,9 @@ def change(
             nothing = NOISE_FACTOR * max(_ZERO_SHARE, rounding) * scaled / size
             limit = max(floor, min(resolved + noise, max(most, nothing))) * times
         moments = 0.0 if found > limit else _moments_change(a, e, least)
-    return ValueChange(moments if moments > _MOMENTS_FACTOR * limit else found, expected.noise, limit)
+    if moments > _MOMENTS_FACTOR * limit:
+        return ValueChange(moments, expected.noise, limit)
+    return ValueChange(found, expected.noise, limit) if same_signs else UNKNOWN
 
 
 def sizes(actual: Reading, expected: Reading) -> str:

@@ -252,6 +252,14 @@ class Two(nn.Module):
         return self.head(self.a(x).relu() + self.b(y).relu())
 
 
+def test_an_input_with_its_elements_in_another_order_is_the_only_cause() -> None:
+    model = PROBE.build(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 4)))
+    images = PROBE.randn(4, 8, 8)
+    upright, upside_down = PROBE.run(model, images), PROBE.run(model, images.flip(1))
+    with pytest.raises(AssertionError, match=r"^input changed by \d+ %; 1 cause, "):
+        assert_same_behavior(upside_down, upright)
+
+
 @pytest.mark.parametrize(
     ("moved", "first_line", "after"),
     [
