@@ -31,9 +31,11 @@ from pytest_modelprobe.record import (
     address,
     gc_paused,
     has_numbers,
+    is_narrow,
     is_read,
     renamed,
     resolve_rename,
+    response_dtype,
 )
 from pytest_modelprobe.text import count
 
@@ -157,6 +159,7 @@ class _Comparer:
         """Whether the same version of torch made both, as far as is recorded."""
         self.both_read = has_numbers(actual) and has_numbers(expected)
         self.rounding = _largest_epsilon(expected)
+        self.is_narrow = is_narrow(expected)
         self.has_both_modes = has_both_modes(actual) or has_both_modes(expected)
 
     def differences(self) -> Iterator[Difference]:
@@ -403,7 +406,7 @@ class _Comparer:
         if not comparable(a, e) or is_drawn_otherwise(pair.layer, a, self.names):
             return
         at = functools.partial(Difference, layer=pair.layer, kind="response", call=pair.actual.index)
-        dtype = next((value.dtype for value in pair.expected.outputs), "float32")
+        dtype, rounding = response_dtype(pair.expected), 0.0 if self.is_narrow else None
         pairs, gone = paired_emitted(a.handed, e.handed)
         for handed, other in pairs:
             if other is None:
@@ -412,7 +415,8 @@ class _Comparer:
                 yield at(what=handed.where, actual=handed.passed or _COMPUTED, expected=other.passed or _COMPUTED)
             elif handed.reading is not None and other.reading is not None:
                 place = (pair.layer, pair.key, "handed", handed.where)
-                yield from self._value(place, "response", handed.reading, other.reading, dtype, "forward")
+                readings = handed.reading, other.reading
+                yield from self._value(place, "response", *readings, dtype, "forward", rounding=rounding)
         for other in gone:
             yield from _one_sided(at(what=other.where, expected=other.passed or _COMPUTED))
         lost, found = (tuple(n for n in x.without_gradient if n not in y.without_gradient) for x, y in ((a, e), (e, a)))
@@ -422,7 +426,8 @@ class _Comparer:
             yield at(kind="response gradient", what=name, actual=name in found, expected=name in lost)
         if a.gradient is not None and e.gradient is not None and not (lost or found):
             place = (pair.layer, pair.key, "response gradient", "")
-            yield from self._value(place, "response gradient", a.gradient, e.gradient, dtype, "backward")
+            gradients = a.gradient, e.gradient
+            yield from self._value(place, "response gradient", *gradients, dtype, "backward", rounding=rounding)
 
     # --- values ---------------------------------------------------------------------------------------------------
 

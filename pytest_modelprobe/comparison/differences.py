@@ -134,6 +134,11 @@ class Comparison:
         return not self.differences
 
     @property
+    def moved(self) -> bool:
+        """Whether any output is not known to be equal in every bit."""
+        return any(change.change != 0 for (_, _, side, _), change in self.changes.items() if side == "output")
+
+    @property
     def unknown(self) -> int:
         """The number of values without numbers in both records; they count as equal."""
         return sum(not change.known for change in self.changes.values())

@@ -155,7 +155,10 @@ def change(
     if actual.tensors != expected.tensors or not _same(_COUNTS, a, e):
         return CAME
     floor = _floor(direction, dtype, precision)
-    noise = NOISE_FACTOR * max(0.0, expected.noise or 0.0)  # in this order the largest of 0 and NaN is 0
+    noise = max(0.0, expected.noise or 0.0)  # in this order the largest of 0 and NaN is 0
+    if rounding > _EPSILON["float32"]:  # the actual run rounds too, but a loss of precision is no excuse of itself
+        noise = max(noise, min(actual.noise or 0.0, rounding))
+    noise *= NOISE_FACTOR
     most = max(LARGEST_TOLERANCE[direction], NOISE_FACTOR * rounding)
     resolved = min(floor, _FLOOR[direction])
     limit = max(floor, min(resolved + noise, most)) * times

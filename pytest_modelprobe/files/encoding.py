@@ -31,6 +31,7 @@ from pytest_modelprobe.record import (
     address,
     has_numbers,
     qualified,
+    response_dtype,
 )
 
 from . import layout
@@ -366,7 +367,7 @@ class _Numbers:
 
     def _response(self, i: int, j: int, response: IsolatedResponse) -> str:
         """Return the key of a response: the start of its hash, so that equal responses share one entry."""
-        dtype = next((value.dtype for value in self.lines_of[i][2][j].outputs), DTYPE)  # as it is compared
+        dtype = response_dtype(self.lines_of[i][2][j])  # as it is compared
         parts = [(layout.RECIPES, _COMPACT(self.recipes.text(i, j, response.recipes)))]
         for key, handed in zip(keys(h.where for h in response.handed), response.handed, strict=True):
             parts.append((layout.HANDED + key, self._handed(handed, dtype)))

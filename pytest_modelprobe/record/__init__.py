@@ -19,6 +19,7 @@ from .calls import (
     Value,
     batch_sizes,
     merge_dimensions,
+    response_dtype,
 )
 from .construction import gc_paused
 from .invariants import Invariants, learned
@@ -36,6 +37,7 @@ from .record import (
     Record,
     Training,
     has_numbers,
+    is_narrow,
     with_applied_gradients,
     with_live_run,
 )
@@ -87,6 +89,8 @@ __all__ = [
     "record_text",
     "LiveRun",
     "IsolatedResponse",
+    "is_narrow",
+    "response_dtype",
     "Selector",
     "Statistics",
     "Step",

@@ -112,10 +112,27 @@ class EmittedTensor:
     """What was computed: its fingerprint or digest, and its noise."""
 
 
+HALF = frozenset({"float16", "bfloat16"})
+"""The dtypes in half precision."""
+
+
+def response_dtype(call: Call) -> str:
+    """Return the dtype of the numbers in the response of a call: float32 in place of half precision.
+
+    >>> response_dtype(Call(root="", root_training=False, index=0))
+    'float32'
+    """
+    dtype = next((value.dtype for value in call.outputs), "float32")
+    return "float32" if dtype in HALF else dtype
+
+
 @quickly_made
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IsolatedResponse:
-    """What one call's own code computes from synthetic inputs and weights, its children replaced by stubs."""
+    """What one call's own code computes from synthetic inputs and weights, its children replaced by stubs.
+
+    What it computes in half precision is computed in float32, so that the responses of any dtype can be compared.
+    """
 
     recipes: Mapping[str, str] = field(default_factory=dict)
     """How each synthetic tensor was made, by name: ``input``, ``norm output``, ``weight``. Two responses can only be

@@ -19,7 +19,7 @@ from pytest_modelprobe.exceptions import UnknownLayerError, UsageError
 from pytest_modelprobe.text import count
 
 from . import display, saving
-from .calls import Call, Plain
+from .calls import HALF, Call, Plain
 from .codec import decode, encode
 from .layer import Layer, Parameter
 from .merging import merge
@@ -395,6 +395,18 @@ def has_numbers(record: Record) -> bool:
     return any(
         call.response is not None
         or any(is_read(r) for v in (*call.inputs, *call.outputs) for r in (v.forward, v.backward) if r is not None)
+        for _, call in record.calls
+    )
+
+
+def is_narrow(record: Record) -> bool:
+    """Whether some of a run is in half precision.
+
+    >>> is_narrow(Record(model="Net"))
+    False
+    """
+    return any(
+        call.autocast in HALF or any(value.dtype in HALF for value in (*call.inputs, *call.outputs))
         for _, call in record.calls
     )
 

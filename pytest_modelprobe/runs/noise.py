@@ -9,6 +9,7 @@ max-pool are equal, one flip changes all gradients below by about 1 %. One ulp r
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -135,13 +136,18 @@ class Perturbation:
     name: str
     far: bool
 
-    def parameters(self, model: nn.Module) -> None:
-        """Perturb every floating parameter of ``model`` in place, except those without plain memory."""
+    @contextlib.contextmanager
+    def applied(self, model: nn.Module) -> Iterator[None]:
+        """Perturb every floating parameter of ``model`` in place, except those without plain memory.
+
+        The caller restores the model.
+        """
         for path, parameter in model.named_parameters():
             plain = has_dense_storage(parameter) and 0 not in parameter.stride()
             if plain:
                 owner = model.get_submodule(path.rpartition(".")[0])
                 self.in_place(parameter.data, path, terms_of(owner, parameter))
+        yield
 
     def input(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return an input perturbed. Masks, lengths, targets and one-hot codes stay unchanged.

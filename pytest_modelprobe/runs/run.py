@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,7 +42,16 @@ from pytest_modelprobe.models import (
     wake_zeros,
 )
 from pytest_modelprobe.progress import Parts, progress
-from pytest_modelprobe.record import GIVEN, IsolatedResponse, Reading, Record, has_nonfinite, nearest, qualified
+from pytest_modelprobe.record import (
+    GIVEN,
+    IsolatedResponse,
+    Reading,
+    Record,
+    has_nonfinite,
+    is_narrow,
+    nearest,
+    qualified,
+)
 
 from . import noise
 from .detached import detaching_call
@@ -57,8 +66,12 @@ from .live import (
 )
 from .loss import Loss, NoGradientError, loss_of
 from .origin import find_gradient_origin, find_origin
+from .widening import InFloat32
 
 Mode = Literal["train", "eval"]
+
+Move = noise.Perturbation | InFloat32
+"""How a repeat differs from the run."""
 
 _REPEATS = 3
 """Number of perturbed repeats of each kind, whose largest change is the noise.
@@ -195,11 +208,15 @@ class Run:
                 f"not repeatable: {where} differs when the run is repeated with the same seed",
             )
         near, far = ([noise.Perturbation(f"repeat {i}", far=far) for i in range(_REPEATS)] for far in (False, True))
-        measured = noise.with_noise(
-            record,
-            near=[self._repeated(move, start=start) for move in each(near)],
-            far=[self._repeated(move, start=start) for move in each(far)],
-        )
+        if is_narrow(record):
+            in_float32 = [self._repeated(InFloat32(), start=start)]
+            measured = noise.with_noise(record, near=in_float32, far=in_float32)
+        else:
+            measured = noise.with_noise(
+                record,
+                near=[self._repeated(move, start=start) for move in each(near)],
+                far=[self._repeated(move, start=start) for move in each(far)],
+            )
         responses = responses_of(record)
         return with_responses_of_one_forward(measured, self._noisy(record, responses, near, far, start, each))
 
@@ -282,9 +299,7 @@ class Run:
 
     # --- the step -------------------------------------------------------------------------------------------------
 
-    def _repeated(
-        self, move: noise.Perturbation | None = None, *, start: _Start, repeat: int = 0, woken: bool = False
-    ) -> Record:
+    def _repeated(self, move: Move | None = None, *, start: _Start, repeat: int = 0, woken: bool = False) -> Record:
         """Return the record of the step once more.
 
         It leaves out what is not compared: kept tensors, costs and histograms.
@@ -295,7 +310,7 @@ class Run:
     def _observed(
         self,
         options: Options,
-        move: noise.Perturbation | None = None,
+        move: Move | None = None,
         *,
         repeat: int = 0,
         start: _Start | None = None,
@@ -315,11 +330,10 @@ class Run:
             else:
                 capture.parameters = start.parameters
             if move is not None:
-                move.parameters(self.model)
                 # Samples are known by their inputs, so these must not be the perturbed ones.
                 capture.sample_inputs = flatten_call(self.args, self.kwargs)
             try:
-                with interruptible():
+                with interruptible(), nullcontext() if move is None else move.applied(self.model):
                     self._step(move)
             except NoGradientError as error:
                 if torch.is_inference_mode_enabled():
@@ -382,7 +396,7 @@ class Run:
             with contextlib.suppress(Exception), interruptible():
                 self._forward()
 
-    def _forward(self, move: noise.Perturbation | None = None) -> Any:
+    def _forward(self, move: Move | None = None) -> Any:
         __tracebackhide__ = True
         number = itertools.count()
 
@@ -422,7 +436,7 @@ class Run:
             elif near := nearest(name, options, n=1):
                 error.add_note(f"{name}= went to the model: is run's own {near[0]}= meant?")
 
-    def _step(self, move: noise.Perturbation | None = None) -> None:
+    def _step(self, move: Move | None = None) -> None:
         __tracebackhide__ = True
         if self.loss is None:
             self._forward(move)
@@ -432,7 +446,7 @@ class Run:
             with torch.enable_grad():
                 self._forward(move)
 
-    def _loss(self, move: noise.Perturbation | None = None) -> torch.Tensor:
+    def _loss(self, move: Move | None = None) -> torch.Tensor:
         __tracebackhide__ = True
         assert self.loss is not None
         with torch.enable_grad():

@@ -785,7 +785,7 @@ def test_a_compiled_model_is_looked_through() -> None:
     assert changed(respond(compiled, torch.ones(2, 4)), respond(model, torch.ones(2, 4))) == set()
 
 
-def test_a_layer_under_autocast_is_called_under_autocast() -> None:
+def test_a_layer_under_autocast_is_called_in_float32() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -795,9 +795,11 @@ def test_a_layer_under_autocast_is_called_under_autocast() -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 return self.body(x)
 
-    responses = respond(Mixed(), torch.randn(2, 4))
+    model, x = Mixed(), torch.randn(2, 4)
+    responses, plain = respond(model, x), respond(model.body, x)
     assert {r.reason for r in responses.values()} == {None}
-    assert responses["body.1", 0].recipes["input"].startswith("2x4:bfloat16 ")
+    assert responses["body.1", 0].recipes["input"].startswith("2x4 ")
+    assert responses["body.1", 0].handed == plain["1", 0].handed
 
 
 def test_hooks_of_the_user_run_once() -> None:

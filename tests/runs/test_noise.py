@@ -155,7 +155,8 @@ def test_what_is_tied_moves_together_and_what_is_frozen_moves_too() -> None:
     model[1].weight = model[0].weight
     model[0].bias.requires_grad_(False)
     before = model[0].bias.clone()
-    Perturbation("repeat", far=False).parameters(model)
+    with Perturbation("repeat", far=False).applied(model):
+        pass
     assert model[1].weight is model[0].weight
     assert not torch.equal(model[0].bias, before)
 
@@ -177,7 +178,8 @@ def test_parameters_are_perturbed_in_place_as_a_copy_is(dtype: torch.dtype) -> N
     move = Perturbation("repeat", far=True)
     expected = move(model.weight, "weight")
     moved = move.in_place(model.weight.detach().clone(), "weight")
-    move.parameters(model)
+    with move.applied(model):
+        pass
     assert torch.equal(model.weight, expected)
     assert torch.equal(moved, expected)
 
@@ -272,7 +274,8 @@ def test_a_long_sum_may_be_added_up_in_another_order_and_not_with_fewer_digits(
 def test_the_weights_of_a_short_sum_are_perturbed_by_one_unit() -> None:
     model = nn.Linear(4096, 2)
     before = model.weight.detach().clone()
-    Perturbation("repeat 0", far=False).parameters(model)
+    with Perturbation("repeat 0", far=False).applied(model):
+        pass
     assert (model.weight - before).abs().max() < 2e-9  # weights are below 1/64, where a unit is 1.9e-9
 
 

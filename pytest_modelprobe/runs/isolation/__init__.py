@@ -9,6 +9,8 @@ are noted, but no tensor. Then each call is repeated by itself: with synthetic i
 it makes return synthetic outputs. The arguments that its code passes to those calls, and its output, are its *isolated
 response*.
 
+What a layer computes in half precision is computed in float32, on the same numbers in any dtype: see `runs.widening`.
+
 A synthetic tensor depends on its recipe, its shape and its role in the call: ``input``, the output of the second call
 of the child ``attn``, the name of the parameter. It depends neither on the name of the layer, nor on the order of its
 calls, nor on real numbers. So the responses of two models are equal where their code is, whatever their weights are.
@@ -148,29 +150,15 @@ def noisy(
     return {key: _with_noise(response, [repeat.get(key) for repeat in repeats]) for key, response in responses.items()}
 
 
-_OF_A_UNIT = 1 / 32
-"""Noise of a response in half precision, relative to its change when each input changes by one ulp.
-
-The inputs of two responses are equal bit for bit, and kernels sum in float32 and round once, which rarely gives another
-result. One ulp of each input moves a response by more than a different precision in the code does, and would hide it.
-"""
-
-
-def _is_narrow(recipe: str) -> bool:
-    return recipe.partition(" ")[0].endswith(("float16", "float8"))
-
-
 def _with_noise(response: IsolatedResponse, repeats: Sequence[IsolatedResponse | None]) -> IsolatedResponse:
     others = [{} if r is None else {h.where: h.reading for h in r.handed} for r in repeats]
-    share = _OF_A_UNIT if any(map(_is_narrow, response.recipes.values())) else 1.0
 
-    def measured(reading: Reading | None, again: Iterable[Reading | None], share: float = 1.0) -> Reading | None:
+    def measured(reading: Reading | None, again: Iterable[Reading | None]) -> Reading | None:
         known = [c for c in (relative_change(reading, other) for other in again) if c is not None] if reading else []
-        return dataclasses.replace(reading, noise=share * max(known)) if reading and known else reading
+        return dataclasses.replace(reading, noise=max(known)) if reading and known else reading
 
     handed = (
-        dataclasses.replace(h, reading=measured(h.reading, [o.get(h.where) for o in others], share))
-        for h in response.handed
+        dataclasses.replace(h, reading=measured(h.reading, [o.get(h.where) for o in others])) for h in response.handed
     )
     gradient = measured(response.gradient, [None if r is None else r.gradient for r in repeats])
     return dataclasses.replace(response, handed=tuple(handed), gradient=gradient)

@@ -34,6 +34,7 @@ from pytest_modelprobe.record import (
     relative_name,
 )
 from pytest_modelprobe.runs.noise import terms_of
+from pytest_modelprobe.runs.widening import Widening, widened
 
 from .alike import is_plain, likeness
 from .arguments import with_arguments
@@ -193,7 +194,9 @@ class Session:
         self.current = alone
         try:
             with attributes_restored(alone.call.module), contextlib.ExitStack() as stack:
-                for state in alone.call.autocast:
+                if self.traced.is_narrow:
+                    stack.enter_context(Widening())
+                for state in () if self.traced.is_narrow else alone.call.autocast:
                     stack.enter_context(torch.autocast(*state))
                 return alone.run()
         finally:
@@ -202,8 +205,8 @@ class Session:
                 one.restore()
 
     def synthetic(self, kind: str, shape: Sequence[int], name: str, dtype: torch.dtype, terms: int = 1) -> Tensor:
-        """Return the tensor of a recipe, on the CPU."""
-        tensor = synthetic(kind, shape, name, dtype, draws=self.draws)
+        """Return the tensor of a recipe, on the CPU, in float32 in place of half precision."""
+        tensor = synthetic(kind, shape, name, widened(dtype), draws=self.draws)
         if self.perturb is not None and kind.startswith(("2^", "near")):
             tensor = self.perturb(tensor, name, terms)
         return tensor
@@ -253,7 +256,7 @@ class Session:
         drawn = self.synthetic(kind, tensor.shape, role, tensor.dtype, terms).to(tensor.device)
         weight: Any = drawn
         if drawn.stride() != tensor.stride():
-            weight = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            weight = torch.empty_strided(tensor.shape, tensor.stride(), dtype=drawn.dtype, device=tensor.device)
             weight.copy_(drawn)
         self._drawn.append(weight.detach())
         if isinstance(tensor, nn.Parameter):

@@ -4,7 +4,7 @@ Synthetic numbers must be of the kind that a layer was made for: a mask if it ta
 table. They must not be the real numbers, which depend on other layers. A recipe is coarse, so that similar tensors have
 the same one. It stands in snapshot files, so that later versions of the model get the same numbers.
 
-A recipe follows the shape and an unusual dtype (``2x16x64 2^-3``, ``4x8:bfloat16 2^0+``):
+A recipe follows the shape and an unusual dtype (``2x16x64 2^-3``, ``4x8:float64 2^0+``):
 
 =====================  ==============================================================================================
 ``2^-3``               normal numbers of that root mean square; ``2^-3+`` and ``2^-3-`` their magnitudes with that
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe.models import has_dense_storage, seeding
+from pytest_modelprobe.runs.widening import widened
 
 _EXTREME = -1e4
 """Floats of this or less are taken for entries of masks."""
@@ -369,6 +370,7 @@ class Draws:
 
 
 def head_of(shape: Sequence[int], dtype: torch.dtype) -> str:
-    """Return the prefix of a recipe: the shape, and the dtype if it is unusual."""
+    """Return the prefix of a recipe: the shape, and the dtype if it is unusual, as half precision is not."""
+    dtype = widened(dtype)
     usual = dtype in (torch.float32, torch.int64, torch.bool)
     return ("x".join(map(str, shape)) or "scalar") + ("" if usual else f":{str(dtype).removeprefix('torch.')}")

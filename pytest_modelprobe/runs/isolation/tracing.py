@@ -31,6 +31,7 @@ from pytest_modelprobe.models import (
     map_tensors,
     version,
 )
+from pytest_modelprobe.runs.widening import NARROW
 
 from .recipes import kind_of
 
@@ -95,6 +96,8 @@ class Tracer:
         """The modules by id. If an object that holds a module is copied, the module itself is not."""
         self.called: set[str] = set()
         """Layers that can be called alone."""
+        self.is_narrow = False
+        """Whether something was computed in half precision."""
         self._only = only
         self._selected = layers.modules.keys() if selected is None else frozenset(selected)
         self._calls: list[TracedCall] = []
@@ -133,6 +136,9 @@ class Tracer:
         call.shape = tuple(flat.tensors[0][1].shape) if flat.tensors else None
         call.alone = new and (self._only is None or call.layer in self._only)
         call.autocast = active_autocast()
+        own = (parameter for parameter in call.module._parameters.values() if parameter is not None)
+        dtypes = (*(x.dtype for x in (*own, *(x for _, x in flat.tensors))), *(dtype for _, dtype, _ in call.autocast))
+        self.is_narrow = self.is_narrow or not NARROW.isdisjoint(dtypes)
         self._calls.append(call)
         if call.parent is not None:
             call.parent.calls.append(call)

@@ -1,0 +1,99 @@
+"""Half precision computed in float32: what code computes but for rounding.
+
+In half precision two right implementations differ by as much as a wrong epsilon does. In float32 the right ones agree
+to seven digits and the wrong one does not. So layers are called alone in float32, and the noise of a run in half
+precision is its distance to one run in float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pytest_modelprobe._torch import TorchDispatchMode, schema
+
+NARROW = frozenset({torch.bfloat16, torch.float16})
+"""The dtypes that are computed in float32."""
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """Return float32 for a half precision, and any other dtype as it is.
+
+    >>> widened(torch.bfloat16), widened(torch.float64)
+    (torch.float32, torch.float64)
+    """
+    return torch.float32 if dtype in NARROW else dtype
+
+
+class Widening(TorchDispatchMode):  # type: ignore[misc]
+    """Computes in float32 what code computes in half precision, written out or by autocast.
+
+    Casts to half precision are casts to float32, and tensors in half precision are converted when an operation reads
+    them. Tensors that an operation writes to, and views, stay as they are. So do tensors that require a gradient: what
+    is a leaf has to be float32 before.
+
+    >>> with Widening():
+    ...     (torch.ones(2, dtype=torch.bfloat16) / 3).half().dtype
+    torch.float32
+    """
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not isinstance(func, torch._ops.OpOverload):  # a higher order operator calls others
+            return func(*args, **(kwargs or {}))
+        written = {a.name for a in schema(func).arguments if a.alias_info is not None and a.alias_info.is_write}
+        names = [a.name for a in schema(func).arguments]
+        reads = not func.is_view
+        args = [_wide(arg, reads and name not in written) for name, arg in zip(names, args, strict=False)]
+        kwargs = {name: _wide(arg, reads and name not in written) for name, arg in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+def _wide(value: Any, reads: bool) -> Any:
+    if isinstance(value, torch.dtype):
+        return widened(value)
+    if isinstance(value, Tensor):
+        return value.float() if reads and value.dtype in NARROW else value
+    if isinstance(value, list | tuple):
+        return type(value)(_wide(one, reads) for one in value)
+    return value
+
+
+class InFloat32:
+    """A repeat of a run in float32, on the same numbers. It takes the place of a `noise.Perturbation`."""
+
+    far = True  # the gradients are wanted too
+
+    @contextlib.contextmanager
+    def applied(self, model: nn.Module) -> Iterator[None]:
+        """Compute in float32 within the block. The parameters are converted, and put back afterwards.
+
+        >>> layer = nn.Linear(2, 2).bfloat16()
+        >>> with InFloat32().applied(layer):
+        ...     layer(torch.ones(1, 2)).dtype, layer.weight.dtype
+        (torch.float32, torch.float32)
+        >>> layer.weight.dtype
+        torch.bfloat16
+        """
+        narrow = [(p, p.data) for p in nn.Module.parameters(model) if p.dtype in NARROW]
+        try:
+            for parameter, data in narrow:
+                parameter.data = data.float()
+            with Widening():
+                yield
+        finally:
+            for parameter, data in narrow:
+                parameter.grad = None
+                parameter.data = data
+
+    def input(self, tensor: Tensor, name: str) -> Tensor:
+        """Return an input in float32."""
+        return tensor.to(widened(tensor.dtype))
+
+    def gradients(self, outputs: Iterable[Tensor]) -> None:
+        """Leave the gradients as they are."""
