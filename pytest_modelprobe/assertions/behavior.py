@@ -109,15 +109,16 @@ def assert_same_behavior(
     in_half = is_narrow(mine) or is_narrow(theirs)
     if again is not None and not _equal(compared(mine, dataclasses.replace(theirs, noise="measured")), in_half):
         theirs = again.measured(theirs)
-        if in_half and mine.live_run is not None:
-            mine = mine.live_run.measured(mine)
     found = compared(mine, theirs)
     now, then = mine.live_run, theirs.live_run
-    if now is not None and then is not None:
+    if now is not None and (then is not None or any(call.response is not None for _, call in theirs.calls)):
 
         def alone(only: Collection[str] | None = None) -> Comparison:
             before = found.names_before
-            reference = then.isolated(theirs, only=None if only is None else [before.layers.get(n, n) for n in only])
+            reference = theirs
+            if then is not None:
+                those = None if only is None else [before.layers.get(name, name) for name in only]
+                reference = then.isolated(theirs, only=those)
             like = compared(mine, reference).expected
             return compared(now.isolated(mine, like=like, names=before, only=only), reference)
 

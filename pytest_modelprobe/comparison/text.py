@@ -11,7 +11,17 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from pytest_modelprobe.record import AS_THEY_ARRIVED, NOT_DEFAULT, RESET, ROOT, Plain, Record, label_of, qualified
+from pytest_modelprobe.record import (
+    AS_THEY_ARRIVED,
+    NOT_DEFAULT,
+    RESET,
+    ROOT,
+    Plain,
+    Record,
+    is_narrow,
+    label_of,
+    qualified,
+)
 from pytest_modelprobe.text import Cell, collapsed, count, differing_part, listed, pattern, printable, table
 
 from .diagnosis import ABSORBED, GRADIENTS, NO_EFFECT, Cause, Diagnosis
@@ -113,7 +123,7 @@ def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
     if diagnosis.redrawn:
         counts.append(_REDRAWN)
     if diagnosis.unchanged and any(c.kind == "computation" and c.change is not None for c in diagnosis.causes):
-        counts.append(_HIDDEN)
+        counts.append(_ROUNDED if is_narrow(diagnosis.comparison.expected) else _HIDDEN)
     counts += not_compared_sentence(diagnosis.comparison.unknown)
     counts += noted(diagnosis.comparison.notes)
     if not diagnosis.same:  # else the first line says so
@@ -434,6 +444,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 _HIDDEN = "The run does not show it: what that code computes is multiplied by zero, or not used."
+_ROUNDED = "Called alone in float32. The run does not show it: it is less than half precision can show, or not used."
 _REDRAWN = (
     "All random weights are other ones, and every layer's code answers the same, alone: perhaps the model was built "
     "outside the seed. "

@@ -386,11 +386,7 @@ def _diagnosis(actual: Record, expected: Record, parts: Parts, arguments: Argume
         record = live_run.isolated(actual, like=found.expected, names=found.names_before, only=only)
         return _comparison(record, expected, parts, arguments, strict=strict)
 
-    in_half = is_narrow(actual)
-    if in_half and found.moved and actual.noise is None:
-        actual = live_run.measured(actual)
-        found = _comparison(actual, expected, parts, arguments, strict=strict)
-    if found.same and not (in_half and found.moved):
+    if found.same and not (found.moved and is_narrow(actual)):
         layers = found.expected.layers
         behind_zeros = [n for n in layers_behind_zeros(actual) if any(c.response is not None for c in layers[n].calls)]
         if not (behind_zeros and changes_code(diagnose(isolated(behind_zeros)))):

@@ -1,0 +1,229 @@
+"""Right and wrong pairs of implementations in half precision, compared live, saved, as a snapshot and beside a commit.
+
+    python evidence/half_precision            # all, and writes RESULTS.md beside this
+    python evidence/half_precision --only rms # pairs with that in their name; writes nothing
+
+A right pair that differs is a false alarm. A wrong one is missed if it is the same, and its first line is right if it
+names the layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import held_out
+import pairs
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pytest_modelprobe import ModelProbe, Record, assert_same_behavior, files
+from pytest_modelprobe.comparison import compare, diagnose
+from pytest_modelprobe.comparison.text import first_line
+from pytest_modelprobe.revisions import Recorder, judged, read_written
+
+HERE = Path(__file__).parent
+MODES = ("bfloat16", "float16", "autocast")
+SETS = {"pairs": pairs.PAIRS, "held_out": held_out.PAIRS}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is said of one pair."""
+
+    source: str
+    pair: str
+    right: bool
+    mode: str
+    road: str
+    loss: bool
+    said: str
+    """The first line; empty if the two are the same."""
+    named: bool
+    """Whether the first line names the layer that differs."""
+    seconds: float
+
+
+@contextlib.contextmanager
+def precision(mode: str) -> Iterator[torch.dtype]:
+    """Enter autocast, if that is the mode, and give the dtype of model and inputs."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+        yield torch.float32 if mode == "autocast" else getattr(torch, mode)
+
+
+def model_of(pair: Any, which: str, dtype: torch.dtype) -> nn.Module:
+    """Return the reference or the changed model, both with the weights of the reference."""
+    torch.manual_seed(0)
+    reference = cast(nn.Module, pair.reference())
+    if which == "reference":
+        return reference.eval().to(dtype)
+    changed = cast(nn.Module, pair.changed())
+    changed.load_state_dict(reference.state_dict())
+    return changed.eval().to(dtype)
+
+
+def inputs_of(pair: Any, dtype: torch.dtype) -> Sequence[Tensor]:
+    """Return the inputs of a pair."""
+    torch.manual_seed(1)
+    return [x.to(dtype) if x.is_floating_point() else x for x in pair.inputs()]
+
+
+def run(probe: ModelProbe, pair: Any, which: str, mode: str, loss: bool, alive: list[nn.Module]) -> Record:
+    """Run one of the two models."""
+    with precision(mode) as dtype:
+        model = model_of(pair, which, dtype)
+        alive.append(model)
+        return probe.run(model, *inputs_of(pair, dtype), loss="random" if loss else None)
+
+
+def live(pair: Any, mode: str, loss: bool) -> str:
+    alive: list[nn.Module] = []
+    with ModelProbe(seed=0) as probe:
+        then, now = (run(probe, pair, which, mode, loss, alive) for which in ("reference", "changed"))
+        return _told(now, then)
+
+
+def saved(pair: Any, mode: str, loss: bool) -> str:
+    alive: list[nn.Module] = []
+    with ModelProbe(seed=0) as probe, tempfile.TemporaryDirectory() as folder:
+        run(probe, pair, "reference", mode, loss, alive).save(f"{folder}/then.json.gz")
+        return _told(run(probe, pair, "changed", mode, loss, alive), Record.load(f"{folder}/then.json.gz"))
+
+
+def _told(now: Record, then: Record) -> str:
+    try:
+        assert_same_behavior(now, then, structure=False)
+    except AssertionError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def snapshot(pair: Any, mode: str, loss: bool) -> str:
+    alive: list[nn.Module] = []
+    with ModelProbe(seed=0) as probe:
+        then, now = (run(probe, pair, which, mode, loss, alive) for which in ("reference", "changed"))
+        live_run, here = then.live_run, now.live_run
+        assert live_run is not None
+        assert here is not None
+        written = live_run.measured(live_run.isolated(then, own_arguments=True))
+        expected = files.decode(*files.encode(written), where="then").record
+        found = compare(now, expected, parts="behavior")
+        if not found.same or found.moved:
+            actual = here.isolated(now, like=found.expected, names=found.names_before)
+            found = compare(actual, expected, parts="behavior")
+        diagnosis = diagnose(found)
+        return "" if diagnosis.same else first_line(diagnosis)
+
+
+def base(pair: Any, mode: str, loss: bool) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        here, there, again = (Path(folder, name) for name in ("here", "there", "again"))
+        steps: list[tuple[str, Path, dict[str, Path]]] = [
+            ("changed", here, {}), ("reference", there, {"beside": here}), ("changed", again, {"like": there}),
+        ]  # fmt: skip
+        for which, part, more in steps:
+            recorder = Recorder(part, **more)
+            next(recorder.pytest_runtest_protocol(cast(pytest.Item, SimpleNamespace(nodeid="test"))))
+            alive: list[nn.Module] = []
+            with ModelProbe(seed=0, recorder=recorder) as probe:
+                run(probe, pair, which, mode, loss, alive)
+        mine, theirs = (read_written(part)["test", "run 1"] for part in (again, there))
+        found = judged(mine, theirs)
+        return "" if found.verdict in ("unchanged", "rounding") else first_line(found.diagnosis)
+
+
+ROADS: dict[str, Callable[[Any, str, bool], str]] = {"live": live, "saved": saved, "snapshot": snapshot, "base": base}
+
+
+def tried(source: str, number: int, mode: str, road: str, loss: bool) -> Outcome:
+    """Compare one pair on one road."""
+    torch.set_num_threads(1)
+    pair, start = SETS[source][number], time.perf_counter()
+    said = ROADS[road](pair, mode, loss)
+    name = pair.layer or "(root)"
+    return Outcome(source, pair.name, pair.right, mode, road, loss, said, name in said, time.perf_counter() - start)
+
+
+def page(outcomes: Sequence[Outcome]) -> str:
+    """Return RESULTS.md."""
+    lines = [
+        "# Right and wrong pairs in half precision",
+        "",
+        (
+            "Command: `python evidence/half_precision`. Machine: "
+            f"torch {torch.__version__}, CPU. Each pair has the same weights and inputs on both sides."
+        ),
+        "",
+        "`held_out` was written by somebody who had seen neither the code nor the limits, before the first run.",
+        "",
+        "| pairs | dtype | compared | with | right | false alarms | wrong | missed | first line right |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    groups: dict[tuple[str, str, str, bool], list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault((outcome.source, outcome.mode, outcome.road, outcome.loss), []).append(outcome)
+    for (source, mode, road, loss), several in groups.items():
+        right, wrong = ([o for o in several if o.right is which] for which in (True, False))
+        alarms, missed = sum(bool(o.said) for o in right), sum(not o.said for o in wrong)
+        named = sum(o.named for o in wrong)
+        lines.append(
+            f"| {source} | {mode} | {road} | {'gradients' if loss else 'forward'} | {len(right)} | {alarms} | "
+            f"{len(wrong)} | {missed} | {named} of {len(wrong) - missed} |"
+        )
+    lines += ["", "## False alarms", "", *_listed(o for o in outcomes if o.right and o.said)]
+    lines += ["", "## Missed", "", *_listed(o for o in outcomes if not o.right and not o.said)]
+    lines += ["", "## Another layer first", "", *_listed(o for o in outcomes if not o.right and o.said and not o.named)]
+    return "\n".join(lines) + "\n"
+
+
+def _listed(outcomes: Iterator[Outcome]) -> list[str]:
+    where: dict[tuple[str, str, str], Counter[str]] = {}
+    for o in outcomes:
+        said = o.said.split(":")[0] if len(o.said) > 200 else o.said
+        where.setdefault((o.source, o.pair, said), Counter())[f"{o.mode} {o.road}{' gradients' if o.loss else ''}"] += 1
+    return [f"- {source}, {pair}: {', '.join(places)}. {said}" for (source, pair, said), places in where.items()] or [
+        "None."
+    ]
+
+
+def main() -> None:
+    """Try all."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="")
+    parser.add_argument("--roads", default=",".join(ROADS))
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--sets", default=",".join(SETS))
+    parser.add_argument("--out", default="")
+    given = parser.parse_args()
+    tasks = [
+        (source, number, mode, road, loss)
+        for source in given.sets.split(",")
+        for loss in (False, True)
+        for mode in given.modes.split(",")
+        for road in given.roads.split(",")
+        for number, pair in enumerate(SETS[source])
+        if given.only in pair.name
+    ]
+    with ProcessPoolExecutor(2) as pool:
+        outcomes = list(pool.map(tried, *zip(*tasks, strict=True), chunksize=8))
+    text = page(outcomes)
+    if not given.only and not given.out:
+        (HERE / "RESULTS.md").write_text(text, encoding="utf-8")
+    if given.out:
+        Path(given.out).write_text(text, encoding="utf-8")
+    print(text)
+    print(f"{sum(o.seconds for o in outcomes):.0f} s")
+
+
+if __name__ == "__main__":
+    main()
