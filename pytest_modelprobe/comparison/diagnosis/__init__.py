@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from pytest_modelprobe.comparison.differences import Comparison, Difference, DifferenceKind
 from pytest_modelprobe.comparison.tolerance import ValueChange
-from pytest_modelprobe.record import Record
+from pytest_modelprobe.record import Record, is_narrow
 
 from .backward import gradient_causes
 from .causes import (
@@ -90,7 +90,8 @@ def diagnose(comparison: Comparison) -> Diagnosis:
             causes, possible = ([cause for cause in found if cause not in indecisive] for found in (causes, possible))
         if nothing_else:
             return Diagnosis(comparison=comparison, notes=tuple(notes), unchanged=True)
-    if unchanged and comparison.has_same_gradients:
+    # Half precision rounds away what a layer alone shows in float32.
+    if unchanged and comparison.has_same_gradients and not is_narrow(comparison.expected):
         causes, possible = ([*map(_without_effect, found)] for found in (causes, possible))
     causes, possible = _of_selected_layers(comparison, causes, possible)
     moved = _moved_layers(index, causes)
