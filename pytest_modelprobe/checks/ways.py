@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import Layers
 from pytest_modelprobe.record import ROOT
+from pytest_modelprobe.runs.widening import NARROW, in_float32
 from pytest_modelprobe.text import count, listed
 
 from .machinery.agreement import (
@@ -60,8 +62,8 @@ def attention_agrees(
 
     With padding, only outputs at real positions are compared: what a query at a padded position sees may differ. What
     has no axis of positions, such as a pooled output or a loss, may be computed from these, and is not compared then.
-    Attention weights are not compared, as fused implementations return none. A difference is looked at again in
-    float64, which tells it from rounding. It is a hint if the output agrees all the same, as small random weights hide
+    Attention weights are not compared, as fused implementations return none. A model in half precision is computed in
+    float32, where a difference does not hide in rounding. A difference is looked at again in float64, which tells it from rounding. It is a hint if the output agrees all the same, as small random weights hide
     much. Which of the two is wrong is not known.
 
     Args:
@@ -365,7 +367,8 @@ def _run(prepared: PreparedModel, case: _Case, model: nn.Module, *, wide: bool =
     """Run a model on the inputs of a case."""
     before, prepared.kwargs = prepared.kwargs, case.kwargs
     try:
-        with warnings.catch_warnings(action="ignore"):
+        narrow = any(parameter.dtype in NARROW for parameter in nn.Module.parameters(model))
+        with warnings.catch_warnings(action="ignore"), in_float32(model) if narrow and not wide else nullcontext():
             trace = prepared.run(mode="eval", model=model, vary=(lambda _, x: as_double(x)) if wide else None)
     finally:
         prepared.kwargs = before

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -64,32 +65,37 @@ def _wide(value: Any, reads: bool) -> Any:
     return value
 
 
+@contextlib.contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Compute a model in float32 within the block. Its parameters are converted, and put back afterwards.
+
+    >>> layer = nn.Linear(2, 2).bfloat16()
+    >>> with in_float32(layer):
+    ...     layer(torch.ones(1, 2)).dtype, layer.weight.dtype
+    (torch.float32, torch.float32)
+    >>> layer.weight.dtype
+    torch.bfloat16
+    """
+    narrow = [(p, p.data) for p in nn.Module.parameters(model) if p.dtype in NARROW]
+    try:
+        for parameter, data in narrow:
+            parameter.data = data.float()
+        with Widening():
+            yield
+    finally:
+        for parameter, data in narrow:
+            parameter.grad = None
+            parameter.data = data
+
+
 class InFloat32:
     """A repeat of a run in float32, on the same numbers. It takes the place of a `noise.Perturbation`."""
 
     far = True  # the gradients are wanted too
 
-    @contextlib.contextmanager
-    def applied(self, model: nn.Module) -> Iterator[None]:
-        """Compute in float32 within the block. The parameters are converted, and put back afterwards.
-
-        >>> layer = nn.Linear(2, 2).bfloat16()
-        >>> with InFloat32().applied(layer):
-        ...     layer(torch.ones(1, 2)).dtype, layer.weight.dtype
-        (torch.float32, torch.float32)
-        >>> layer.weight.dtype
-        torch.bfloat16
-        """
-        narrow = [(p, p.data) for p in nn.Module.parameters(model) if p.dtype in NARROW]
-        try:
-            for parameter, data in narrow:
-                parameter.data = data.float()
-            with Widening():
-                yield
-        finally:
-            for parameter, data in narrow:
-                parameter.grad = None
-                parameter.data = data
+    def applied(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return `in_float32` of a model."""
+        return in_float32(model)
 
     def input(self, tensor: Tensor, name: str) -> Tensor:
         """Return an input in float32."""

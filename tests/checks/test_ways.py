@@ -113,6 +113,30 @@ def test_padding_that_is_given_is_not_compared(probe: ModelProbe) -> None:
     assert found.verdict == "holds"
 
 
+@pytest.fixture
+def nearly_scaled() -> Iterator[str]:
+    """Attention of one's own with a scale that is 2 % too large, by its name."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, q * 1.02, k, v, mask, **options)
+
+    ALL_ATTENTION_FUNCTIONS.register("nearly_scaled", attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("nearly_scaled", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    yield "nearly_scaled"
+    for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        functions._global_mapping.pop("nearly_scaled", None)
+
+
+def test_a_small_error_does_not_hide_in_the_rounding_of_half_precision(nearly_scaled: str, probe: ModelProbe) -> None:
+    model, ids = tiny(probe, "Llama", initializer_range=0.3).bfloat16(), inputs(probe, "Llama")
+    checks.attention_agrees(probe, model, **ids)
+    with pytest.raises(AssertionError, match="^model.layers.0.self_attn differs between eager and nearly_scaled: "):
+        checks.attention_agrees(probe, model, implementations=("eager", nearly_scaled), **ids)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
 def test_a_model_inside_another_is_found(unscaled: str, probe: ModelProbe) -> None:
     class Wrapped(nn.Module):
         def __init__(self, initial: float = 0.02) -> None:
