@@ -63,8 +63,9 @@ def attention_agrees(
     With padding, only outputs at real positions are compared: what a query at a padded position sees may differ. What
     has no axis of positions, such as a pooled output or a loss, may be computed from these, and is not compared then.
     Attention weights are not compared, as fused implementations return none. A model in half precision is computed in
-    float32, where a difference does not hide in rounding. A difference is looked at again in float64, which tells it from rounding. It is a hint if the output agrees all the same, as small random weights hide
-    much. Which of the two is wrong is not known.
+    float32, where a difference does not hide in rounding. A difference is looked at again in float64, which tells it
+    from rounding. It is a hint if the output agrees all the same, as small random weights hide much. Which of the two
+    is wrong is not known.
 
     Args:
         prepared: The model, or one with models of transformers inside, and its inputs.
