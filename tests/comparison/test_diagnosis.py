@@ -2702,26 +2702,34 @@ def test_an_argument_that_has_an_effect_is_the_caller_s_doing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_norm_computed_in_half_precision_is_named(dtype: torch.dtype) -> None:
+def test_a_norm_computed_in_half_precision_is_rounding_and_another_epsilon_is_not(dtype: torch.dtype) -> None:
     class Norm(nn.Module):
-        def __init__(self, wide: bool) -> None:
+        def __init__(self, wide: bool, eps: float = 1e-6) -> None:
             super().__init__()
-            self.how = types.SimpleNamespace(wide=wide)
+            self.how = types.SimpleNamespace(wide=wide, eps=eps)
             self.weight = nn.Parameter(torch.ones(64))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = x.float() if self.how.wide else x
-            return self.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+            return self.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.how.eps)).to(x.dtype)
 
     x = PROBE.randn(2, 16, 64).to(dtype)
-    old, new = (nn.Sequential(Norm(wide), nn.Linear(64, 64)).to(dtype) for wide in (True, False))
+    norms = Norm(True), Norm(False), Norm(True, eps=1e-3)
+    old, narrow, other = (nn.Sequential(norm, nn.Linear(64, 64)).to(dtype) for norm in norms)
     expected = recorded(old, x)
     expected = expected.live_run.measured(expected)
-    new.load_state_dict({k: v * 1.1 for k, v in old.state_dict().items()})
-    diagnosis = diagnose(compare(recorded(new, x, like=expected), expected))
-    assert first_line(diagnosis).startswith("layer '0' (Norm): own code changed: by 0.")
-    again = diagnose(compare(recorded(old, x, like=expected), expected))
-    assert again.comparison.same
+    for model in (narrow, other):
+        model.load_state_dict(old.state_dict())
+    assert diagnose(compare(recorded(narrow, x, like=expected), expected)).comparison.same
+    found = diagnose(compare(recorded(other, x, like=expected), expected))
+    assert first_line(found).startswith("output unchanged within ")
+    assert "; layer '0' (Norm): own code changed: by 0.0" in first_line(found)
+    for model in (narrow, other):
+        model.load_state_dict({k: v * 1.1 for k, v in old.state_dict().items()})
+    named = [(c.layer, c.kind) for c in diagnose(compare(recorded(narrow, x, like=expected), expected)).causes]
+    assert named == [("0", "weights"), ("1", "weights")]
+    named = [(c.layer, c.kind) for c in diagnose(compare(recorded(other, x, like=expected), expected)).causes]
+    assert ("0", "computation") in named
 
 
 def work(run: Callable[[], object]) -> int:

@@ -1,0 +1,5 @@
+"""Pairs."""
+
+from held_out import Pair
+
+PAIRS: list[Pair] = []
