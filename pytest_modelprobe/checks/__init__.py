@@ -22,7 +22,7 @@ from .sequence import causal, padding_invariant, permutation_equivariant, permut
 from .spectral import spectral_norms_settled
 from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
 from .training import ema_tracks, gradcheck, gradient_accumulation, optimizer_covers, overfits_batch
-from .ways import attention_agrees, inputs_embeds_agree
+from .ways import attention_agrees
 
 __all__ = [
     "Case",
@@ -53,7 +53,6 @@ __all__ = [
     "incremental",
     "initial_loss",
     "initialized",
-    "inputs_embeds_agree",
     "inputs_unchanged_by_forward",
     "inputs_used",
     "labels_ignored",

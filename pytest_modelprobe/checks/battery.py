@@ -60,7 +60,6 @@ APART: Mapping[str, str] = {
     "permutation_invariant": "as only some models are meant to be so",
     "packed_documents": "as only some models are meant to take them",
     "attention_agrees": "as only models of transformers have several implementations",
-    "inputs_embeds_agree": "as only some models take embeddings",
     "compile_parity": "as compiling takes long",
     "export_parity": "as only some models are meant to be exported",
     "gradcheck": "as it runs the model twice for each parameter",
@@ -181,7 +180,7 @@ def standard(
 
     `STANDARD` has their names. Among them, `causal` is not applicable unless something says that the model is meant to
     be so. Other checks are called by themselves: those that only some models have to pass (`permutation_equivariant`,
-    `permutation_invariant`, `packed_documents`, `attention_agrees`, `inputs_embeds_agree`, `export_parity`), those that
+    `permutation_invariant`, `packed_documents`, `attention_agrees`, `export_parity`), those that
     take long (`compile_parity`, `gradcheck`), those with a required option (`device_parity`, `optimizer_covers`,
     `ema_tracks`), one for models before training (`initial_loss`), one for models that are evaluated after it
     (`spectral_norms_settled`), `resume`, which makes and trains a state, `wholly_loaded`, which loads a checkpoint, and
