@@ -5,7 +5,7 @@ from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_ch
 from .checkpoint import wholly_loaded
 from .deferred import deferred_initialization
 from .finite import finite
-from .gradients import labels_ignored, outputs_train
+from .gradients import labels_ignored
 from .incremental import incremental
 from .initial import initial_loss
 from .inputs import inputs_used
@@ -59,7 +59,6 @@ __all__ = [
     "layout_parity",
     "modes_agree",
     "optimizer_covers",
-    "outputs_train",
     "overfits_batch",
     "packed_documents",
     "padding_invariant",

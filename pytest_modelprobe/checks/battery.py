@@ -26,7 +26,7 @@ from pytest_modelprobe.text import count, listed
 
 from .batch import any_batch_size, batch_independent
 from .finite import finite
-from .gradients import labels_ignored, outputs_train
+from .gradients import labels_ignored
 from .incremental import incremental_where_meant
 from .inputs import inputs_used
 from .machinery.check import Check, arguments_of, from_assertion, in_order
@@ -48,7 +48,7 @@ _standard: ChainMap[str, Check] = ChainMap({}, {
         batch_independent, any_batch_size, causal_where_meant, incremental_where_meant, padding_invariant,
         inputs_used, state_unchanged_by_forward, inputs_unchanged_by_forward, state_dict_round_trip, copy_and_pickle,
         layout_parity, dtype_parity, checkpoint_parity,
-        outputs_train, labels_ignored, gradient_accumulation, overfits_batch,
+        labels_ignored, gradient_accumulation, overfits_batch,
     )
 })  # fmt: skip
 """What was added in this run of pytest, or without one in this process, and what there always is."""
