@@ -174,3 +174,36 @@ def test_the_hidden_state_of_sconv2dlstm_of_snntorch_is_named_among_what_is_lost
     found = checks.state_dict_round_trip.outcome(probe, Spiking(), probe.randn(4, 8))
     assert found.verdict == "hint"
     assert found.text.endswith("a counter, statistics, a hidden state; attributes that it set: mem and spk.")
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+class Channels(nn.Module):
+    """Has ReLUs that are dead for two of its four channels, unless these are several times larger; may refuse those."""
+
+    def __init__(self, most: float = float("inf")) -> None:
+        super().__init__()
+        self.most = most
+        self.convs, self.head = nn.Sequential(nn.Conv1d(4, 8, 5, groups=2), nn.ReLU()), nn.Linear(8, 2)
+        with torch.no_grad():
+            assert self.convs[0].bias is not None
+            self.convs[0].bias[:4] = -4.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > self.most:
+            raise ValueError("out of range")
+        out: Tensor = self.head(self.convs(x).mean(-1))
+        return out
+
+
+def test_channels_of_sleep_stager_blanco_2020_of_braindecode_before_dead_relus_are_used(probe: ModelProbe) -> None:
+    torch.manual_seed(0)
+    outcome = checks.inputs_used(probe, Channels(), probe.randn(4, 4, 50))
+    assert outcome.text == "1 input; positions 0 to 1 of 4 along axis 1 of input by larger values alone"
+
+
+def test_that_larger_values_are_refused_does_not_say_that_these_are_used(probe: ModelProbe) -> None:
+    torch.manual_seed(0)
+    found = checks.inputs_used.outcome(probe, Channels(most=6.0), probe.randn(4, 4, 50))
+    assert found.text.startswith("input is not used at positions 0 to 1 of 4 along axis 1: no gradient arrives there, ")
