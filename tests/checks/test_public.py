@@ -176,6 +176,47 @@ def test_the_hidden_state_of_sconv2dlstm_of_snntorch_is_named_among_what_is_lost
     assert found.text.endswith("a counter, statistics, a hidden state; attributes that it set: mem and spk.")
 
 
+class Attending(nn.Module):
+    """Has an attention that torch computes in a fast path, which rounds otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return out
+
+
+@pytest.mark.parametrize("name", ["copy_and_pickle", "state_dict_round_trip"])
+def test_the_attention_of_signal_jepa_contextual_of_braindecode_is_copied(probe: ModelProbe, name: str) -> None:
+    check: Any = getattr(checks, name)
+    assert check(probe, Attending(), probe.randn(4, 4, 64)).verdict == "holds"
+
+
+class Scaling(Attending):
+    """Loses in a copy what is no parameter and no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scaling:
+        other = Scaling()
+        other.load_state_dict(self.state_dict())
+        return other
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_a_copy_that_loses_one_bit_beside_such_an_attention_is_found(probe: ModelProbe) -> None:
+    model = Scaling()
+    model.scale += torch.finfo(torch.float32).eps
+    found = checks.copy_and_pickle.outcome(probe, model.eval(), probe.randn(4, 4, 64))
+    assert found.text.startswith("(root) differs after copy.deepcopy: output changed by ")
+
+
 # --- inputs -----------------------------------------------------------------------------------------------------------
 
 
