@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -215,6 +216,47 @@ def test_a_copy_that_loses_one_bit_beside_such_an_attention_is_found(probe: Mode
     model.scale += torch.finfo(torch.float32).eps
     found = checks.copy_and_pickle.outcome(probe, model.eval(), probe.randn(4, 4, 64))
     assert found.text.startswith("(root) differs after copy.deepcopy: output changed by ")
+
+
+# --- dtypes -----------------------------------------------------------------------------------------------------------
+
+
+ONE = math.log(math.exp(1 - 1e-3) - 1)
+
+
+class Flow(nn.Module):
+    """Returns a log determinant that is zero but for rounding."""
+
+    def __init__(self, lost: float = 0.0) -> None:
+        super().__init__()
+        self.diagonal, self.linear, self.lost = nn.Parameter(torch.full((6,), ONE)), nn.Linear(6, 6), lost
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        diagonal = nn.functional.softplus(self.diagonal) + 1e-3
+        return self.linear(x) * diagonal, diagonal.log().sum() * torch.ones(len(x)).to(x) + self.lost * self.error(x)
+
+    def error(self, x: Tensor) -> Tensor:
+        return (1 + 1e-9 * x[:, 0]) - 1 - 1e-9 * x[:, 0]
+
+
+def test_a_log_determinant_of_lu_linear_permute_of_normflows_is_zero_but_for_rounding(probe: ModelProbe) -> None:
+    assert checks.dtype_parity(probe, Flow(), probe.randn(8, 6)).verdict == "holds"
+    assert checks.dtype_parity.outcome(probe, Flow(), probe.randn(8, 6), tolerance=1e-3).verdict == "broken"
+
+
+def test_a_log_determinant_that_loses_all_digits_on_its_way_is_named(probe: ModelProbe) -> None:
+    found = checks.dtype_parity.outcome(probe, Flow(lost=1e4), probe.randn(8, 6))
+    assert found.text.startswith("(root) returns another output[1] in float64: changed by ")
+
+
+class Standardized(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True))
+
+
+def test_what_amplifies_the_rounding_of_its_inputs_is_named(probe: ModelProbe) -> None:
+    found = checks.dtype_parity.outcome(probe, Standardized(6, 2), 1 + 1e-6 * probe.randn(8, 6))
+    assert found.text.startswith("(root) returns another output in float64: changed by ")
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
