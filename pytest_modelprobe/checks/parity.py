@@ -31,7 +31,7 @@ from pytest_modelprobe.models import (
     version,
 )
 from pytest_modelprobe.record import ROOT, containers, parent
-from pytest_modelprobe.runs.noise import Perturbation
+from pytest_modelprobe.runs import noise
 from pytest_modelprobe.text import count, listed
 
 from .machinery.agreement import (
@@ -166,7 +166,8 @@ _UNITS = 10
 
 def _beyond_rounding(prepared: PreparedModel, two: Trace, found: list[Disagreement]) -> list[Disagreement]:
     """Return the differences that are large beside the parameters, or beside what rounding all that is given does."""
-    traces = [_in_dtype(prepared, torch.float64, Perturbation(f"rounded {i}", far=False)) for i in range(_REPEATS)]
+    moves = [noise.Perturbation(f"rounded {i}", far=False) for i in range(_REPEATS)]
+    traces = [_in_dtype(prepared, torch.float64, by) for by in moves]
     there, *moved = ({given.where: given.tensor for given in trace.tensors} for trace in (two, *traces))
     usual = max(map(rms, nn.Module.parameters(prepared.model)), default=0.0)
 
@@ -212,7 +213,7 @@ def _leading_out(prepared: PreparedModel, one: Trace, two: Trace, dtype: torch.d
     return None
 
 
-def _in_dtype(prepared: PreparedModel, dtype: torch.dtype, by: Perturbation | None = None) -> Trace:
+def _in_dtype(prepared: PreparedModel, dtype: torch.dtype, by: noise.Perturbation | None = None) -> Trace:
     """Return a run in a dtype, with inputs and parameters that are perturbed before they are converted."""
 
     def cast(path: str, x: Tensor) -> Tensor:
