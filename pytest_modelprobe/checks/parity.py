@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,9 @@ from .machinery.rounding import TOLERANCE, is_rounded, limit, relative_error, rm
 from .outcome import NotApplicableError, Violation, line_of
 from .recomputation import other_recomputation
 from .state import Attributes, attributes, changed_attributes
+
+_Only: TypeAlias = Callable[[list[Disagreement]], list[Disagreement]]
+"""Leaves out some of what differs."""
 
 _Found = TypeVar("_Found", bound="Violation | str | None")
 
@@ -582,20 +585,12 @@ class _Told(nn.Module):
 
 
 def _parity(
-    one: Trace,
-    two: Trace,
-    how: str,
-    tolerance: float | None,
-    advice: str,
-    *,
-    least: float = 0.0,
-    only: Callable[[list[Disagreement]], list[Disagreement]] = list,
+    one: Trace, two: Trace, how: str, tolerance: float | None, advice: str, *, least: float = 0.0, only: _Only = list
 ) -> Violation | str:
     if two.error is not None:
         return Violation(layer=two.raised_in, line=f"{two.failure}, {how}", advice=advice)
     found = disagreements(one, two, tolerance=tolerance, least=least)
-    found = only(found) if found else found
-    if not found:
+    if not found or not (found := only(found)):
         return f"{count(len(one.outputs), 'output')} {how}"
     return violation_of(found, f"returns another {{path}} {how}: {{changed}}", advice)
 
