@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -215,7 +216,10 @@ def main() -> None:
         if given.only in pair.name
     ]
     with ProcessPoolExecutor(2) as pool:
-        outcomes = list(pool.map(tried, *zip(*tasks, strict=True), chunksize=8))
+        outcomes = []
+        for outcome in pool.map(tried, *zip(*tasks, strict=True), chunksize=4):
+            outcomes.append(outcome)
+            print(outcome, file=sys.stderr, flush=True)
     text = page(outcomes)
     if not given.only and not given.out:
         (HERE / "RESULTS.md").write_text(text, encoding="utf-8")

@@ -5,7 +5,7 @@ from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_ch
 from .checkpoint import wholly_loaded
 from .deferred import deferred_initialization
 from .finite import finite
-from .gradients import labels_ignored, outputs_train
+from .gradients import labels_ignored
 from .incremental import incremental
 from .initial import initial_loss
 from .inputs import inputs_used
@@ -22,7 +22,7 @@ from .sequence import causal, padding_invariant, permutation_equivariant, permut
 from .spectral import spectral_norms_settled
 from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
 from .training import ema_tracks, gradcheck, gradient_accumulation, optimizer_covers, overfits_batch
-from .ways import attention_agrees, inputs_embeds_agree
+from .ways import attention_agrees
 
 __all__ = [
     "Case",
@@ -53,14 +53,12 @@ __all__ = [
     "incremental",
     "initial_loss",
     "initialized",
-    "inputs_embeds_agree",
     "inputs_unchanged_by_forward",
     "inputs_used",
     "labels_ignored",
     "layout_parity",
     "modes_agree",
     "optimizer_covers",
-    "outputs_train",
     "overfits_batch",
     "packed_documents",
     "padding_invariant",

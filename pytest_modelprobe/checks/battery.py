@@ -26,7 +26,7 @@ from pytest_modelprobe.text import count, listed
 
 from .batch import any_batch_size, batch_independent
 from .finite import finite
-from .gradients import labels_ignored, outputs_train
+from .gradients import labels_ignored
 from .incremental import incremental_where_meant
 from .inputs import inputs_used
 from .machinery.check import Check, arguments_of, from_assertion, in_order
@@ -48,7 +48,7 @@ _standard: ChainMap[str, Check] = ChainMap({}, {
         batch_independent, any_batch_size, causal_where_meant, incremental_where_meant, padding_invariant,
         inputs_used, state_unchanged_by_forward, inputs_unchanged_by_forward, state_dict_round_trip, copy_and_pickle,
         layout_parity, dtype_parity, checkpoint_parity,
-        outputs_train, labels_ignored, gradient_accumulation, overfits_batch,
+        labels_ignored, gradient_accumulation, overfits_batch,
     )
 })  # fmt: skip
 """What was added in this run of pytest, or without one in this process, and what there always is."""
@@ -60,7 +60,6 @@ APART: Mapping[str, str] = {
     "permutation_invariant": "as only some models are meant to be so",
     "packed_documents": "as only some models are meant to take them",
     "attention_agrees": "as only models of transformers have several implementations",
-    "inputs_embeds_agree": "as only some models take embeddings",
     "compile_parity": "as compiling takes long",
     "export_parity": "as only some models are meant to be exported",
     "gradcheck": "as it runs the model twice for each parameter",
@@ -181,7 +180,7 @@ def standard(
 
     `STANDARD` has their names. Among them, `causal` is not applicable unless something says that the model is meant to
     be so. Other checks are called by themselves: those that only some models have to pass (`permutation_equivariant`,
-    `permutation_invariant`, `packed_documents`, `attention_agrees`, `inputs_embeds_agree`, `export_parity`), those that
+    `permutation_invariant`, `packed_documents`, `attention_agrees`, `export_parity`), those that
     take long (`compile_parity`, `gradcheck`), those with a required option (`device_parity`, `optimizer_covers`,
     `ema_tracks`), one for models before training (`initial_loss`), one for models that are evaluated after it
     (`spectral_norms_settled`), `resume`, which makes and trains a state, `wholly_loaded`, which loads a checkpoint, and

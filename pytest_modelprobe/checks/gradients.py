@@ -1,7 +1,4 @@
-"""What the gradient of an output reaches: each trains something, and labels that are ignored train nothing.
-
-Both are hints, because a healthy model may do so on purpose.
-"""
+"""What the gradient of a loss reaches: labels that are ignored train nothing."""
 
 from __future__ import annotations
 
@@ -11,75 +8,19 @@ import torch
 from torch import Tensor
 
 from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, has_dense_storage
-from pytest_modelprobe.runs import Loss, graph_nodes, loss_of
-from pytest_modelprobe.text import count, listed
+from pytest_modelprobe.runs import Loss, loss_of
+from pytest_modelprobe.text import count
 
-from .machinery.agreement import negligible
 from .machinery.check import check
-from .machinery.prepared import PreparedModel, Trace
+from .machinery.prepared import PreparedModel
 from .outcome import NotApplicableError, Violation
-
-_MOST = 8
-"""Outputs that are looked at, the smallest first: each takes a forward and a backward."""
-
-_DRAWS = 3
-"""Random numbers for which an output has to be constant: a clamp or a hinge has no gradient for some."""
-
-_ROUNDING = 1e-6
-"""Largest gradient, beside the loss, that may be a rounding error."""
-
-_STEPS = ("Ceil", "Floor", "Round", "Sign", "Trunc")
-"""Operations whose gradient is zero by definition."""
 
 _IGNORED = -100
 """The default of ignore_index= of torch's losses."""
 
 
-@check
-def outputs_train(prepared: PreparedModel) -> Violation | str:
-    """Check that each output that requires a gradient gives one to some parameter, in training mode.
-
-    An auxiliary loss that is a constant, as the mean of a softmax is, has a gradient of zero, or of rounding errors. It
-    is a hint. Outputs that are rounded or zero are left out, and all but the smallest eight.
-
-    >>> from torch import nn
-    >>> from pytest_modelprobe import ModelProbe, checks
-    >>> probe = ModelProbe()
-    >>> print(checks.outputs_train(probe, nn.Linear(4, 3), probe.randn(2, 4)))
-    outputs_train holds for Linear: 1 output
-    """
-    one = prepared.reference(mode="train", backward=True, loss="random")
-    sizes = {path: x.numel() for path, x in flatten("output", one.output).tensors if _is_trained(x)}
-    paths = sorted(sizes, key=lambda path: sizes[path])
-    found = [path for path in paths[:_MOST] if all(_trains_nothing(prepared, path, draw) for draw in range(_DRAWS))]
-    if found:
-        return Violation.first_of(
-            ((path,) for path in found),
-            "trains nothing: it requires a gradient, which is zero for every parameter",
-            columns=("output",),
-            advice="Look for what is constant whatever the weights are: a sum or a mean over a softmax, a "
-            "normalization over one element. If it is only for display, detach it.",
-            level="hint",
-        )
-    left = f"; not looked at: {listed(paths[_MOST:])}" if paths[_MOST:] else ""
-    return count(len(paths[:_MOST]), "output") + left
-
-
 def _is_trained(x: Tensor) -> bool:
     return x.is_floating_point() and x.requires_grad and has_dense_storage(x) and x.numel() > 0
-
-
-def _trains_nothing(prepared: PreparedModel, path: str, draw: int) -> bool:
-    """Whether no parameter gets more than a rounding error, with other parameters in each draw."""
-    with prepared.keep_changes():
-        if draw:
-            prepared.multiply_parameters(f"draw {draw}", mean=0.0, std=4.0)
-        trace = prepared.run(mode="train", backward=True, loss=_loss_at(prepared, path), seed=f"draw {draw}")
-    arrived = [gradient.norm().item() for gradient in trace.arrived]
-    if trace.error is not None or trace.loss is None or not trace.loss.item() or not arrived:
-        return False
-    most = min(negligible(trace), _ROUNDING * abs(trace.loss.item()))  # a small factor makes both small
-    return max(arrived) <= most and not _has_steps(trace)
 
 
 def _loss_at(prepared: PreparedModel, path: str) -> Loss:
@@ -92,11 +33,6 @@ def _loss_at(prepared: PreparedModel, path: str) -> Loss:
         return loss_of(tensors[path], "random", seed=prepared.probe.seed)
 
     return loss
-
-
-def _has_steps(trace: Trace) -> bool:
-    assert trace.loss is not None
-    return any(node.name().startswith(_STEPS) for node in graph_nodes(trace.loss.grad_fn))
 
 
 @check

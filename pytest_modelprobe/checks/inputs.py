@@ -30,6 +30,9 @@ from .values import other_values
 _TIMES = ("one", "two", "three")
 """Seeds of random inputs: several, since a ReLU or a maximum may block the gradient of one."""
 
+_LARGER = (10.0, -10.0, 100.0)
+"""By what random inputs are multiplied besides: a ReLU may be dead for all numbers like the given ones."""
+
 _MODES: tuple[Mode, ...] = ("eval", "train")
 
 _MAY_BE_UNUSED = ("position_ids", "token_type_ids")
@@ -70,8 +73,9 @@ def inputs_used(prepared: PreparedModel) -> Violation | str:
     """Check that every input is used, and every feature, channel and position of each floating input.
 
     A slice along any axis but the first, which is the batch, is unused if no gradient arrives at it in any row, for
-    several random inputs in both modes, and if other values do not change any output. The remainder that the strides of
-    a convolution or a pooling leave at the end of an axis is ignored, and so is what a mask leaves out.
+    several random inputs in both modes, and if other values, up to 100 times as large, do not change any output. The
+    remainder that the strides of a convolution or a pooling leave at the end of an axis is ignored, and so is what a
+    mask leaves out.
 
     Integers, bools, masks, labels and targets are replaced as a whole, within their range: integers by others that
     occur in them or are below the largest, masks and bools by their opposite at the middle position, at random, and
@@ -99,15 +103,19 @@ def inputs_used(prepared: PreparedModel) -> Violation | str:
     reached = _reached(prepared, sliced) if sliced else {}
     if reached is None and not whole:
         raise NotApplicableError("no gradient can be taken of the inputs")
-    by_value = []
+    alone: dict[str, list[str]] = {}
     for part in _unreached(prepared, sliced, reached or {}):
-        changed, seen_by = _effect(prepared, [_replacing(prepared, {part.path: part.where}, time) for time in _TIMES])
+        where = {part.path: part.where}
+        varies = [_replacing(prepared, where, time) for time in _TIMES]
+        larger = [_replacing(prepared, where, _TIMES[0], size) for size in _LARGER]
+        changed, seen_by = _effect(prepared, [*varies, *larger], allowed=len(varies))
         if changed is not None:
-            by_value.append(part.name)
+            how = "larger values alone" if changed >= len(varies) else "values alone, without a gradient"
+            alone.setdefault(how, []).append(part.name)
             continue
         lost = f"is not used at {part.said}" if part.said else "is not used"
         return _unused(part.path, f"{lost}: no gradient arrives there, and other values change no output", seen_by)
-    notes = [f"{listed(by_value)} by values alone, without a gradient"] if by_value else []
+    notes = [f"{listed(names)} by {how}" for how, names in alone.items()]
     hint = None
     for path, x in whole.items():
         found = _use(prepared, path, x)
@@ -244,19 +252,22 @@ def _runs(lost: Tensor) -> str:
     return listed([str(first) if first == last else f"{first} to {last}" for first, last in runs])
 
 
-def _replacing(prepared: PreparedModel, parts: dict[str, Tensor], time: str) -> Vary:
-    """Return a function that replaces parts of the inputs with random numbers of the same scale."""
+def _replacing(prepared: PreparedModel, parts: dict[str, Tensor], time: str, size: float = 1.0) -> Vary:
+    """Return a function that replaces parts of the inputs with random numbers of the same scale, times a number."""
 
     def vary(path: str, x: Tensor) -> Tensor:
         if path not in parts:
             return x
-        return torch.where(parts[path].to(x.device), prepared.redrawn(x, f"{path} {time}"), x)
+        return torch.where(parts[path].to(x.device), prepared.redrawn(x, f"{path} {time}") * size, x)
 
     return vary
 
 
-def _effect(prepared: PreparedModel, varies: Sequence[Vary]) -> tuple[int | None, str]:
-    """Return which of several changes of the inputs changes an output, and the last tensor that one of them changes."""
+def _effect(prepared: PreparedModel, varies: Sequence[Vary], allowed: int | None = None) -> tuple[int | None, str]:
+    """Return which of several changes of the inputs changes an output, and the last tensor that one of them changes.
+
+    An exception of the model is an effect. Of changes beyond the first ``allowed`` it may be that of a range.
+    """
     seen_by = ""
     for mode in _MODES:
         one = prepared.run(mode=mode)
@@ -264,6 +275,8 @@ def _effect(prepared: PreparedModel, varies: Sequence[Vary]) -> tuple[int | None
             continue
         for number, vary in enumerate(varies):
             two = prepared.run(mode=mode, vary=vary)
+            if two.error is not None and number in range(len(varies))[allowed:]:
+                continue
             if two.error is not None or _plain(one) != _plain(two):
                 return number, ""
             found = disagreements(one, two, tolerance=0.0, integers=True)

@@ -1,7 +1,7 @@
-"""Two ways through a model that mean the same: implementations of its attention, and ids or their embeddings.
+"""Implementations of the attention of one model, which mean the same.
 
-Both ways are kept by hand, and one of them is rarely run by tests. A scale, a mask or a norm that is left out in one of
-them changes what a model returns for users of that way alone.
+They are kept by hand, and some are rarely run by tests. A scale or a mask that is left out in one of them changes what
+a model returns for its users alone.
 """
 
 from __future__ import annotations
@@ -21,24 +21,22 @@ from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import Layers
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.runs.widening import NARROW, in_float32
-from pytest_modelprobe.text import count, listed
+from pytest_modelprobe.text import listed
 
 from .machinery.agreement import (
-    MISSING,
     Disagreement,
     Pairs,
     check_not_random,
     disagreements,
-    inside_note,
     violation_of,
 )
 from .machinery.check import check
-from .machinery.masking import MaskedOut, left_out, pad_id_of
+from .machinery.masking import MaskedOut, left_out
 from .machinery.prepared import LayerTensor, PreparedModel, Trace
 from .machinery.rounding import as_double, is_rounded
 from .outcome import NotApplicableError, Violation, line_of
 
-_IDS, _EMBEDS, _MASK, _DECODER_IDS = "input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids"
+_IDS, _EMBEDS, _MASK = "input_ids", "inputs_embeds", "attention_mask"
 
 _IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
 
@@ -158,123 +156,6 @@ def _same_attention(
     return text + (f"; not run: {listed(absent)}" if absent else "")
 
 
-@check
-def inputs_embeds_agree(prepared: PreparedModel, *, tolerance: float | None = None) -> Violation | str:
-    """Check that the embeddings of ids as ``inputs_embeds`` give the output that the ids give as ``input_ids``.
-
-    The embeddings are what ``model.get_input_embeddings()`` returns for the ids. What a model does with them
-    afterwards, such as a scale, a norm or positions, has to be the same on both ways. If it takes an
-    ``attention_mask`` and none is given, it is also compared with padding on the right. Then outputs at real positions
-    are compared, and nothing that has no axis of positions.
-
-    Of an encoder with a decoder, the ids of the encoder are replaced; give ``decoder_input_ids`` too, as some models
-    make them of the ids. A model may also make positions of the ids, by the id of padding: give ids without it.
-
-    Args:
-        prepared: The model and its inputs, ``input_ids`` among them.
-        tolerance: The largest relative change that passes. By default it follows from the dtype: 1e-4 in float32.
-
-    >>> from torch import nn
-    >>> from pytest_modelprobe import ModelProbe, checks
-    >>> class Net(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.embed, self.norm = nn.Embedding(8, 4), nn.LayerNorm(4)
-    ...
-    ...     def get_input_embeddings(self):
-    ...         return self.embed
-    ...
-    ...     def forward(self, input_ids=None, inputs_embeds=None):
-    ...         return self.norm(self.embed(input_ids)) if inputs_embeds is None else inputs_embeds
-    >>> probe = ModelProbe()
-    >>> print(checks.inputs_embeds_agree.outcome(probe, Net(), probe.randint(0, 8, (2, 6))).layer)
-    norm
-    """
-    model = prepared.layers.modules[ROOT]
-    names = list(prepared.parameters)
-    keywords = {**dict(zip(names, prepared.args, strict=False)), **prepared.kwargs}
-    if {_EMBEDS, _DECODER_IDS} <= {*names} and keywords.get(_DECODER_IDS) is None:  # it may not even run without
-        raise NotApplicableError(f"its decoder may make its ids of those of the encoder: give {_DECODER_IDS}=")
-    prepared.reference(mode="eval")
-    for name in (_IDS, _EMBEDS):
-        if name not in prepared.parameters:
-            raise NotApplicableError(f"its forward has no argument {name}")
-    embedding = _input_embedding(model)
-    prepared.args, prepared.kwargs = (), keywords
-    ids = prepared.kwargs.get(_IDS)
-    if not isinstance(ids, Tensor) or ids.dim() != 2:
-        raise NotApplicableError(f"no {_IDS} of shape (batch, positions) are given")
-    given = _Case("as given", dict(prepared.kwargs), _excluded(prepared.kwargs, ids), ids.shape)
-    right = None if prepared.kwargs.get(_MASK) is not None else _padded(prepared, ids, left=False)
-    inside: Disagreement | None = None
-    looked_at = 0
-    for case in (given, *([] if right is None else [right])):
-        prepared.kwargs = case.kwargs
-        one = prepared.reference(mode="eval")
-        with torch.no_grad():
-            embeds = embedding(ids.to(prepared.probe.device))
-        if not isinstance(embeds, Tensor):
-            raise NotApplicableError("its embedding returns no tensor")
-        prepared.kwargs = {**case.kwargs, _IDS: None, _EMBEDS: embeds}  # the ids may have no default
-        two = prepared.run(mode="eval")
-        prepared.kwargs = case.kwargs
-        if two.error is not None:
-            if isinstance(two.error, NotImplementedError):
-                raise NotApplicableError(f"it does not take {_EMBEDS} alone: {two.failure}")
-            said = f"{two.failure}, when it was given {_EMBEDS} instead of {_IDS}"
-            return Violation(layer=two.raised_in, line=said, advice=f"Do not read {_IDS} where {_EMBEDS} are given.")
-        found = _compared(one, two, case, tolerance)
-        if _reaches_output(found):
-            check_not_random(prepared)
-            padding = pad_id_of(prepared)
-            if padding is not None and bool((ids == padding).any()):
-                raise NotApplicableError(
-                    f"the ids hold {padding}, that of padding, of which a model may make positions: give ids without it"
-                )
-            return _other_with_embeddings(prepared, one, two, case, tolerance)
-        inside = inside or next(iter(found), None)
-        looked_at = len({given.layer for given in one.tensors} & {given.layer for given in two.tensors})
-    how = listed([case.how for case in (given, right) if case is not None])
-    return f"{count(looked_at, 'layer')} with either, {how}{inside_note(inside)}"
-
-
-def _other_with_embeddings(
-    prepared: PreparedModel, one: Trace, two: Trace, case: _Case, tolerance: float | None
-) -> Violation:
-    """Return the violation of a model whose output is another one with embeddings."""
-    given = {id(module) for module in _input_embedding(prepared.layers.modules[ROOT]).modules()}
-    replaced = {name for name, module in prepared.layers.modules.items() if id(module) in given}
-    # What is not computed with embeddings counts too, apart from the embeddings themselves.
-    computed = Trace(tensors=[tensor for tensor in one.tensors if tensor.layer not in replaced])
-    found = disagreements(computed, two, pairs=_at_real_positions(case), tolerance=tolerance)
-    first = found[0]
-    at = f"{' at real positions' if case.excluded else ''}, {case.how}"
-    said = f"differs with {_EMBEDS} instead of {_IDS}: {{path}} {{changed}}{at}"
-    if first.note == MISSING:
-        last = next(one for one in found if one.layer_tensor.is_final)
-        does = f"computes {first.layer_tensor.path}" if first.layer_tensor.inside else "is called"
-        said = f"{does} with {_IDS} and not with {_EMBEDS}: {last.layer_tensor.where} {last.changed}{at}"
-    return violation_of(
-        found,
-        said,
-        f"Look for what is done only where {_IDS} are given: a scale or norm of the embeddings, positions, a mask, "
-        "types of tokens.",
-    )
-
-
-def _input_embedding(model: nn.Module) -> nn.Module:
-    get = getattr(model, "get_input_embeddings", None)
-    if not callable(get):
-        raise NotApplicableError("it has no get_input_embeddings(), as models of transformers do")
-    try:
-        found: object = get()
-    except Exception as error:
-        raise NotApplicableError(f"its get_input_embeddings() raised {line_of(error)}") from error
-    if not isinstance(found, nn.Module):
-        raise NotApplicableError("its get_input_embeddings() returns no module")
-    return found
-
-
 # --- implementations --------------------------------------------------------------------------------------------------
 
 
@@ -307,7 +188,7 @@ def _with_implementation(prepared: PreparedModel, name: str) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Inputs with which both ways are run."""
+    """Inputs with which all implementations are run."""
 
     how: str
     kwargs: dict[str, Any]

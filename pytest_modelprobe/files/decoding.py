@@ -80,7 +80,7 @@ def decode(
                 "on another device: run `pytest --snapshot-update` for this device"
             )
         with _named(there):
-            check_numbers(found, structure)
+            check_numbers(found)
             snapshot = _snapshot(structure, found)
             if not has_numbers(snapshot.record):
                 raise FormatError("it has no numbers")

@@ -2,15 +2,14 @@
 
 A tensor is written once, where it is first seen. Wherever it is seen again, the file has the name of that place, or
 nothing if the architecture says where the value is from. So values are read in the order of execution, as they were
-written. Only fingerprints are compared, so the other numbers are checked here: an edited file that shows numbers which
-no tensor has would pass as the same.
+written.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from pytest_modelprobe.record import (
     Call,
@@ -28,10 +27,9 @@ from pytest_modelprobe.record import (
 
 from . import layout
 from .architecture_file import LayerLine, Named, Structure, in_line
-from .layout import ComparedParts
 from .order import all_events, forward_kind_of
-from .parsing import check_fields, excerpt, string_tuple
-from .readings import FULL, Role, check_statistics, reading_from
+from .parsing import check_fields, excerpt, string_tuple, text_or_none
+from .readings import Role, reading_from
 from .recipe_text import Outline, Recipes
 from .specs import FormatError, ParsedSpec, absolute, keys, name_of
 
@@ -54,27 +52,11 @@ _NUMBERS = {
 }  # fmt: skip
 
 
-_MEASURED = ("measured", "not repeatable")
-
-
-def check_numbers(data: Mapping[str, Any], structure: Structure) -> None:
-    """Raise `FormatError` unless a numbers file is one of this structure. Its lines are checked when they are used."""
+def check_numbers(data: Mapping[str, Any]) -> None:
+    """Raise `FormatError` unless this is the header of a numbers file. Its lines are checked when they are used."""
     check_fields(data, _NUMBERS)
-    if data.get("noise", _MEASURED[0]) not in _MEASURED:
-        raise FormatError(f"how its noise came about is {excerpt(data['noise'])}")
-    if data.get("compared", "all") not in get_args(ComparedParts):
-        raise FormatError(f"what is compared of it is {excerpt(data['compared'])}")
     if layout.SAMPLES not in data and data["modelprobe"] == layout.SCHEMA:
         raise FormatError("it does not say which samples its fingerprints are of")
-    for name, columns in (("columns", layout.COLUMNS), ("gradient columns", layout.GRADIENT_COLUMNS)):
-        if data.get(name, columns) != columns:
-            raise FormatError("its columns are others than this version writes")
-    unknown = data[layout.LAYERS].keys() - structure.data[layout.LAYERS].keys()
-    if unknown:
-        raise FormatError(f"there is no layer {excerpt(min(unknown))} in the architecture")
-    for name, line in data[layout.LAYERS].items():
-        if type(line) is not dict:
-            raise FormatError(f"in the line of {excerpt(name)}: it is no object")
 
 
 class _ValueReadings(NamedTuple):
@@ -120,30 +102,23 @@ class RecordBuilder:
             self._resolve()
 
     def _sort(self, i: int, line: LayerLine, data: Mapping[str, Any]) -> None:
-        """Assign the entries of a line to parameters, values and calls. An entry that is left over is an error."""
+        """Assign the entries of a line to parameters, values and calls."""
+        if type(data) is not dict:
+            raise FormatError("it is no object")
         own = [*line.parameters, *line.buffers]
-        found = 0
         for key, (name, spec) in zip(keys([name for name, _ in own]), own, strict=True):
             if layout.OWN + key in data:
                 entry = self._entry(data[layout.OWN + key], spec.shape, "own", "own gradient", "own", "own gradient")
                 self.own[qualified(line.name, name)] = entry
-                found += 1
         for j, (inputs, outputs) in enumerate(line.values):
             number = str(j + 1) if j else ""
             for sign, end, values in ((number + layout.INPUT, False, inputs), (number + layout.OUTPUT, True, outputs)):
                 for k, key in enumerate(keys(path for path, _ in values)):
                     if sign + key in data:
                         self.given[i, j, end, k] = data[sign + key]
-                        found += 1
             for key in (layout.ALONE, layout.RANDOM, layout.SAMPLES):
-                text = data.get(number + key)
-                if text is not None:
-                    if type(text) is not str:
-                        raise FormatError(f"{key!r} is {excerpt(text)}, no text")
+                if (text := text_or_none(data.get(number + key), key)) is not None:
                     self.besides[i, j, key] = text
-                    found += 1
-        if found != len(data):
-            raise FormatError("it has numbers of what the architecture lacks")
 
     def _entry(self, data: Any, shape: Sequence[Any], *roles: Role) -> _ValueReadings:
         """Return the readings of a list with one of each role at most; the first is always there."""
@@ -155,8 +130,6 @@ class RecordBuilder:
 
     def _reading(self, data: Any, shape: Sequence[Any] | None, role: Role) -> Reading:
         reading = reading_from(data, shape, role)
-        if reading.statistics is not None and role in FULL:
-            check_statistics(reading.statistics)
         if reading.units is not None:
             self.units += len(reading.units)
             if self.units > _MOST_UNITS:
@@ -281,11 +254,6 @@ class RecordBuilder:
                 passed = value if type(value) is str else None
                 reading = None if value is None or passed is not None else self._reading(value, None, "response")
                 handed.append(EmittedTensor(where=name_of(key[1:]), passed=passed, reading=reading))
-            elif key not in (layout.RECIPES, layout.GRADIENT, layout.UNREACHED, layout.REASON, layout.BY_MODE):
-                raise FormatError(f"it has an unknown field {excerpt(key)}")
-        reason = data.get(layout.REASON)
-        if type(reason) not in (str, type(None)):
-            raise FormatError(f"the reason is {excerpt(reason)}, no text")
         gradient = None
         if layout.GRADIENT in data:
             gradient = self._reading(data[layout.GRADIENT], None, "response gradient")
@@ -293,6 +261,6 @@ class RecordBuilder:
             handed=tuple(handed),
             gradient=gradient,
             without_gradient=string_tuple(data.get(layout.UNREACHED, []), layout.UNREACHED),
-            reason=reason,
+            reason=text_or_none(data.get(layout.REASON), layout.REASON),
             mode_matters=data.get(layout.BY_MODE) is True if self.structure.is_of_this_schema else None,
         )

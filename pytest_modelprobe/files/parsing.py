@@ -150,3 +150,10 @@ def string_tuple(data: Any, what: str) -> tuple[str, ...]:
     if type(data) is not list or not all(type(value) is str for value in data):
         raise FormatError(f"{what} is {excerpt(data)}, no list of texts")
     return tuple(data)
+
+
+def text_or_none(data: Any, what: str) -> str | None:
+    """Return a text, or None; raise `FormatError` for anything else."""
+    if type(data) not in (str, type(None)):
+        raise FormatError(f"{what} is {excerpt(data)}, no text")
+    return data  # type: ignore[no-any-return]

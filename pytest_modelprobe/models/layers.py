@@ -7,6 +7,7 @@ report wrong values is refused here, before anything is attached.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from itertools import filterfalse
@@ -38,6 +39,9 @@ RUN_EAGERLY = "is compiled; it is run eagerly while it is watched"
 _PLAIN = frozenset({bool, int, float, str})
 _SEQUENCES = frozenset({tuple, list, torch.Size})
 _MOST_ITEMS = 16
+
+_IDENTITY = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+"""A UUID as text, which is drawn anew for each model, as in the attention of fair-esm: it sets nothing."""
 
 Children = dict[str, dict[str, nn.Module | None]]
 """The children of layers by name, each by its name there."""
@@ -182,6 +186,8 @@ def reject_misreporting(module: nn.Module, name: str) -> None:
 def attributes(module: nn.Module) -> dict[str, Plain]:
     """Return every int, float, bool and str set on the module itself, and short public sequences of them as text.
 
+    A text that is a UUID is left out.
+
     >>> attributes(nn.LayerNorm(4))
     {'normalized_shape': '(4,)', 'eps': 1e-05, 'elementwise_affine': True}
     """
@@ -191,7 +197,8 @@ def attributes(module: nn.Module) -> dict[str, Plain]:
         value = names[key]
         kind = type(value)
         if kind in _PLAIN:
-            found[key] = value
+            if kind is not str or not _IDENTITY.fullmatch(value):
+                found[key] = value
         elif (
             kind in _SEQUENCES
             and len(value) <= _MOST_ITEMS

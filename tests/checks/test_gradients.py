@@ -1,4 +1,4 @@
-"""Outputs whose gradient reaches no parameter, and losses that take in labels that are ignored."""
+"""Losses that take in labels that are ignored."""
 
 from __future__ import annotations
 
@@ -16,68 +16,6 @@ from pytest_modelprobe import ModelProbe, checks
 def probe() -> ModelProbe:
     torch.manual_seed(0)  # of weights
     return ModelProbe()
-
-
-# --- outputs_train -------------------------------------------------------------------------------------------------
-
-
-class Router(nn.Module):
-    """Returns its output, and what a test computes from its logits."""
-
-    def __init__(self, extra: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.gate, self.experts, self.extra = nn.Linear(4, 3), nn.Linear(4, 3), extra
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.gate(x)
-        return (self.experts(x) * logits.softmax(-1)).sum(-1), self.extra(logits)
-
-
-CONSTANT: dict[str, Callable[[Tensor], Tensor]] = {
-    "the mean of a softmax": lambda logits: logits.softmax(-1).mean(),
-    "the sum of each row": lambda logits: logits.softmax(-1).sum(-1),
-    "a softmax over one element": lambda logits: logits[:, :1].softmax(-1),
-    "an entropy of weights that are equal": lambda logits: (logits * 0 + 1 / 3).log().sum(),
-}
-
-
-@pytest.mark.parametrize("name", CONSTANT)
-def test_an_output_that_is_constant_whatever_the_weights_are_is_a_hint(probe: ModelProbe, name: str) -> None:
-    found = checks.outputs_train.outcome(probe, Router(CONSTANT[name]), probe.randn(16, 4))
-    assert found.verdict == "hint"
-    first = str(found).splitlines()[0]
-    assert first == "output[1] trains nothing: it requires a gradient, which is zero for every parameter"
-
-
-TRAINS: dict[str, Callable[[Tensor], Tensor]] = {
-    "a balancing loss": lambda logits: logits.softmax(-1).mean(0).square().sum(),
-    "one with a tiny factor": lambda logits: 1e-9 * logits.softmax(-1).mean(0).square().sum(),
-    "one that is clamped for these weights": lambda logits: logits.square().mean().clamp(min=1.0),
-    "a hinge that is met": lambda logits: (logits.square().mean() - 100).relu(),
-    "a placeholder of zero": lambda logits: 0.0 * logits.sum(),
-    "what is detached": lambda logits: logits.softmax(-1).mean().detach(),
-    "a constant": lambda logits: torch.ones(()),
-    "the chosen experts": lambda logits: logits.argmax(-1),
-    "what is rounded": lambda logits: (10 * logits).round(),
-    "probabilities": lambda logits: logits.softmax(-1),
-}
-
-
-@pytest.mark.parametrize("name", TRAINS)
-def test_an_output_that_trains_or_is_not_meant_to_holds(probe: ModelProbe, name: str) -> None:
-    assert checks.outputs_train(probe, Router(TRAINS[name]), probe.randn(16, 4)).verdict == "holds"
-
-
-def test_a_model_without_a_gradient_has_no_output_that_trains(probe: ModelProbe) -> None:
-    found = checks.outputs_train.outcome(probe, nn.Linear(4, 3).requires_grad_(False), probe.randn(2, 4))
-    assert found.verdict == "not applicable"
-
-
-def test_outputs_that_are_not_looked_at_are_said(probe: ModelProbe) -> None:
-    model = Router(lambda logits: logits)
-    model.forward = lambda x: {f"x{i}": model.gate(x) * i for i in range(1, 11)}  # type: ignore[method-assign]
-    found = checks.outputs_train(probe, model, probe.randn(2, 4))
-    assert str(found).endswith("8 outputs; not looked at: output.x9 and output.x10")
 
 
 # --- labels_ignored ------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -174,3 +175,118 @@ def test_the_hidden_state_of_sconv2dlstm_of_snntorch_is_named_among_what_is_lost
     found = checks.state_dict_round_trip.outcome(probe, Spiking(), probe.randn(4, 8))
     assert found.verdict == "hint"
     assert found.text.endswith("a counter, statistics, a hidden state; attributes that it set: mem and spk.")
+
+
+class Attending(nn.Module):
+    """Has an attention that torch computes in a fast path, which rounds otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return out
+
+
+@pytest.mark.parametrize("name", ["copy_and_pickle", "state_dict_round_trip"])
+def test_the_attention_of_signal_jepa_contextual_of_braindecode_is_copied(probe: ModelProbe, name: str) -> None:
+    check: Any = getattr(checks, name)
+    assert check(probe, Attending(), probe.randn(4, 4, 64)).verdict == "holds"
+
+
+class Scaling(Attending):
+    """Loses in a copy what is no parameter and no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scaling:
+        other = Scaling()
+        other.load_state_dict(self.state_dict())
+        return other
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_a_copy_that_loses_one_bit_beside_such_an_attention_is_found(probe: ModelProbe) -> None:
+    model = Scaling()
+    model.scale += torch.finfo(torch.float32).eps
+    found = checks.copy_and_pickle.outcome(probe, model.eval(), probe.randn(4, 4, 64))
+    assert found.text.startswith("(root) differs after copy.deepcopy: output changed by ")
+
+
+# --- dtypes -----------------------------------------------------------------------------------------------------------
+
+
+ONE = math.log(math.exp(1 - 1e-3) - 1)
+
+
+class Flow(nn.Module):
+    """Returns a log determinant that is zero but for rounding."""
+
+    def __init__(self, lost: float = 0.0) -> None:
+        super().__init__()
+        self.diagonal, self.linear, self.lost = nn.Parameter(torch.full((6,), ONE)), nn.Linear(6, 6), lost
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        diagonal = nn.functional.softplus(self.diagonal) + 1e-3
+        return self.linear(x) * diagonal, diagonal.log().sum() * torch.ones(len(x)).to(x) + self.lost * self.error(x)
+
+    def error(self, x: Tensor) -> Tensor:
+        return (1 + 1e-9 * x[:, 0]) - 1 - 1e-9 * x[:, 0]
+
+
+def test_a_log_determinant_of_lu_linear_permute_of_normflows_is_zero_but_for_rounding(probe: ModelProbe) -> None:
+    assert checks.dtype_parity(probe, Flow(), probe.randn(8, 6)).verdict == "holds"
+    assert checks.dtype_parity.outcome(probe, Flow(), probe.randn(8, 6), tolerance=1e-3).verdict == "broken"
+
+
+def test_a_log_determinant_that_loses_all_digits_on_its_way_is_named(probe: ModelProbe) -> None:
+    found = checks.dtype_parity.outcome(probe, Flow(lost=1e4), probe.randn(8, 6))
+    assert found.text.startswith("(root) returns another output[1] in float64: changed by ")
+
+
+class Standardized(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True))
+
+
+def test_what_amplifies_the_rounding_of_its_inputs_is_named(probe: ModelProbe) -> None:
+    found = checks.dtype_parity.outcome(probe, Standardized(6, 2), 1 + 1e-6 * probe.randn(8, 6))
+    assert found.text.startswith("(root) returns another output in float64: changed by ")
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+class Channels(nn.Module):
+    """Has ReLUs that are dead for two of its four channels, unless these are several times larger; may refuse those."""
+
+    def __init__(self, most: float = float("inf")) -> None:
+        super().__init__()
+        self.most = most
+        self.convs, self.head = nn.Sequential(nn.Conv1d(4, 8, 5, groups=2), nn.ReLU()), nn.Linear(8, 2)
+        with torch.no_grad():
+            assert self.convs[0].bias is not None
+            self.convs[0].bias[:4] = -4.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > self.most:
+            raise ValueError("out of range")
+        out: Tensor = self.head(self.convs(x).mean(-1))
+        return out
+
+
+def test_channels_of_sleep_stager_blanco_2020_of_braindecode_before_dead_relus_are_used(probe: ModelProbe) -> None:
+    torch.manual_seed(0)
+    outcome = checks.inputs_used(probe, Channels(), probe.randn(4, 4, 50))
+    assert outcome.text == "1 input; positions 0 to 1 of 4 along axis 1 of input by larger values alone"
+
+
+def test_that_larger_values_are_refused_does_not_say_that_these_are_used(probe: ModelProbe) -> None:
+    torch.manual_seed(0)
+    found = checks.inputs_used.outcome(probe, Channels(most=6.0), probe.randn(4, 4, 50))
+    assert found.text.startswith("input is not used at positions 0 to 1 of 4 along axis 1: no gradient arrives there, ")

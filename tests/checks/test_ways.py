@@ -1,4 +1,4 @@
-"""Implementations of attention that do not agree, and embeddings that are not taken as ids are."""
+"""Implementations of attention that do not agree."""
 
 from __future__ import annotations
 
@@ -206,120 +206,16 @@ def test_two_implementations_are_named(given: Any, probe: ModelProbe) -> None:
         checks.attention_agrees(probe, nn.Linear(3, 2), probe.randn(4, 3), implementations=given)
 
 
-# --- embeddings -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_embeddings_are_taken_as_ids_are(name: str, probe: ModelProbe) -> None:
-    found = checks.inputs_embeds_agree(probe, tiny(probe, name), **inputs(probe, name))
-    assert found.text.endswith(" with either, as given and padded on the right")
-
-
-class Small(nn.Module):
-    """A model that takes ids or embeddings, with errors on the second way."""
-
-    def __init__(self, *, skips_norm: bool = False, needs_ids: bool = False) -> None:
-        super().__init__()
-        self.embed, self.norm, self.head = nn.Embedding(30, 8), nn.LayerNorm(8), nn.Linear(8, 3)
-        self.skips_norm, self.needs_ids = skips_norm, needs_ids
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed
-
-    def forward(self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None) -> Tensor:
-        if self.needs_ids:
-            assert input_ids is not None, "ids are needed"
-        if inputs_embeds is None:
-            x = self.norm(self.embed(input_ids))
-        else:
-            x = inputs_embeds if self.skips_norm else self.norm(inputs_embeds)
-        out: Tensor = self.head(x)
-        return out
-
-
-def test_a_norm_that_embeddings_skip_is_named(probe: ModelProbe) -> None:
-    ids = probe.randint(0, 30, (3, 12))
-    assert checks.inputs_embeds_agree(probe, probe.build(Small), ids).text == "3 layers with either, as given"
-    with pytest.raises(AssertionError) as error:
-        checks.inputs_embeds_agree(probe, probe.build(lambda: Small(skips_norm=True)), ids)
-    first, table, advice = str(error.value).split("\n\n")
-    assert first.startswith("norm is called with input_ids and not with inputs_embeds: (root) output changed by ")
-    assert [line.split("   ")[0] for line in table.splitlines()] == [
-        "tensor",
-        "norm output",
-        "head output",
-        "(root) output",
-    ]
-    assert advice.startswith("Look for what is done only where input_ids are given: a scale or norm of the embeddings")
-
-
-def test_a_scale_that_embeddings_skip_is_named(probe: ModelProbe) -> None:
-    class Scaled(Small):
-        def forward(self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None) -> Tensor:
-            x = self.embed(input_ids) * 8**0.5 if inputs_embeds is None else inputs_embeds
-            out: Tensor = self.head(x)
-            return out
-
-    found = checks.inputs_embeds_agree.outcome(probe, probe.build(Scaled), probe.randint(0, 30, (3, 12)))
-    assert found.layer == "(root)"
-    assert found.text.startswith(
-        "(root) computes input of head with input_ids and not with inputs_embeds: (root) output changed by "
-    )
-
-
-def test_ids_without_a_default_are_none_beside_embeddings(probe: ModelProbe) -> None:
-    class Required(Small):
-        def forward(self, input_ids: Tensor | None, inputs_embeds: Tensor | None = None) -> Tensor:  # type: ignore[override]
-            return super().forward(input_ids, inputs_embeds)
-
-    found = checks.inputs_embeds_agree(probe, probe.build(Required), probe.randint(0, 30, (3, 12)))
-    assert found.text == "3 layers with either, as given"
-
-
-def test_a_model_that_reads_ids_beside_embeddings_is_named(probe: ModelProbe) -> None:
-    found = checks.inputs_embeds_agree.outcome(probe, Small(needs_ids=True), probe.randint(0, 30, (3, 12)))
-    assert found.text.startswith(
-        "(root) raised AssertionError: ids are needed, when it was given inputs_embeds instead of input_ids"
-    )
-
-
-def test_positions_made_from_padding_are_not_applicable(probe: ModelProbe) -> None:
-    ids = probe.randint(3, 30, (3, 12))
-    ids[1, :4] = 0
-    found = checks.inputs_embeds_agree.outcome(probe, tiny(probe, "Roberta"), ids)
-    assert found.text == ("the ids hold 0, that of padding, of which a model may make positions: give ids without it")
-
-
-def test_embeddings_of_an_encoder_need_the_ids_of_the_decoder(probe: ModelProbe) -> None:
-    found = checks.inputs_embeds_agree.outcome(probe, tiny(probe, "T5"), probe.randint(3, 30, (3, 12)))
-    assert found.text == "its decoder may make its ids of those of the encoder: give decoder_input_ids="
-
-
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        (nn.Linear(12, 2), "its forward has no argument input_ids"),
-        (nn.Embedding(30, 2), "its forward has no argument input_ids"),
-    ],
-)
-def test_a_model_that_takes_no_embeddings_is_not_applicable(model: nn.Module, said: str, probe: ModelProbe) -> None:
-    ids = probe.randint(0, 30, (3, 12))
-    found = checks.inputs_embeds_agree.outcome(probe, model, ids.float() if isinstance(model, nn.Linear) else ids)
-    assert (found.verdict, found.text) == ("not applicable", said)
-
-
 # --- models that do not run -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("check", [checks.attention_agrees, checks.inputs_embeds_agree], ids=lambda one: one.__name__)
-def test_a_model_that_does_not_run_has_neither_property(check: checks.Check, probe: ModelProbe) -> None:
-    found = check.outcome(probe, nn.Sequential(nn.Linear(3, 3), nn.Linear(4, 2)), probe.randn(2, 3))
+def test_a_model_that_does_not_run_is_not_applicable(probe: ModelProbe) -> None:
+    found = checks.attention_agrees.outcome(probe, nn.Sequential(nn.Linear(3, 3), nn.Linear(4, 2)), probe.randn(2, 3))
     assert found.verdict == "not applicable"
     assert found.text.startswith("the model does not run on these inputs: layer '1' raised RuntimeError: ")
 
 
-@pytest.mark.parametrize("check", [checks.attention_agrees, checks.inputs_embeds_agree], ids=lambda one: one.__name__)
-def test_what_is_not_finite_is_not_judged(check: checks.Check, probe: ModelProbe) -> None:
+def test_what_is_not_finite_is_not_judged(probe: ModelProbe) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     nn.init.constant_(model[1].bias, float("nan"))  # type: ignore[arg-type]
-    assert check.outcome(probe, model, probe.randn(2, 3)).text.startswith("not finite at 1")
+    assert checks.attention_agrees.outcome(probe, model, probe.randn(2, 3)).text.startswith("not finite at 1")

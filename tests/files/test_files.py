@@ -770,7 +770,7 @@ def test_integers_are_exact() -> None:
 
 def test_dead_units_are_counted_and_their_ranges_left_out() -> None:
     units = Units(axis=-3, low=(0.0, -1.0, 0.0), high=(0.0, 2.0, 0.0))
-    numbers = Statistics(count=8, mean=0.1, zeros=4)
+    numbers = Statistics(count=8, mean=0.1, min=-1.0, max=2.0, zeros=4)
     found = back(Reading(statistics=numbers, units=units)).units
     assert found is not None
     assert (found.dead, len(found), found.axis) == (2, 3, -3)
@@ -881,9 +881,8 @@ def test_what_rounding_moves_a_fingerprint_is_a_third_of_what_passes(
     for _ in range(100):
         numbers = tuple(draw.gauss(0, 1) for _ in range(16))
         norm = math.hypot(*numbers)
-        given_reading = Reading(
-            statistics=Statistics(count=16, mean=0.0, deviations=norm**2), fingerprint=numbers, noise=noise
-        )
+        moments = Statistics(count=16, mean=0.0, min=-norm, max=norm, deviations=norm**2)
+        given_reading = Reading(statistics=moments, fingerprint=numbers, noise=noise)
         text = reading_text(given_reading, (16,), dtype, role)
         kept = reading_from(json.loads(text), (16,), role)
         found = tolerances.change(given_reading, kept, direction=direction, dtype=dtype, precision="measured")
@@ -1134,31 +1133,20 @@ ARCH, PROBE = 0, 1
         (ARCH, '"mode": "eval"', '"mode": "test"', "mode is missing"),
         (ARCH, '"layers": {', '"order": [[1, 2]],\n"layers": {', "do not belong together"),
         (PROBE, '"layers": {', '"lay": {', "no file of pytest-modelprobe"),
-        (PROBE, '"act": {">output"', '"act": {">out"', "of 'act': it has numbers of what the architecture lacks"),
-        (PROBE, '".weight"', '".bias"', "of 'fc1': it has numbers of what the architecture lacks"),
-        (PROBE, '"act": {', '"act2": {', "no layer 'act2' in the architecture"),
         (PROBE, '">output":"act"', '">output":"fc3"', "no numbers of 'fc3'"),
         (PROBE, '">output":"act"', '">output":7', "no numbers of 7"),
         (PROBE, '">output":"act"', '">output":[]', "are no numbers of a tensor"),
         (PROBE, '">output":"act"', '">output":[[1,2]]', "2 numbers are not as many as columns"),
         (PROBE, '">output":"act"', '">output":[["zz"]]', "'zz' is no fingerprint"),
-        (PROBE, '">output":"act"', '">output":[[{"x":1}]]', "unknown field 'x'"),
-        (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,null,0,{"dead":[1,99999999999,0]}]]', "units are dead"),
-        (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,-1]]', "-1 is no noise"),
-        (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,"-inf"]]', "'-inf' is no noise"),
-        (PROBE, '"noise": "measured"', '"noise": "huge"', "how its noise came about is 'huge'"),
-        (PROBE, '"noise": "measured"', '"compared": "nothing"', "what is compared of it is 'nothing'"),
+        (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,null,0,{"dead":[1,99999999999,0]}]]', "are no dead units"),
         (PROBE, '">output":"act"', '">output":[["f"]]', "'f' is no fingerprint"),
         (PROBE, '">output":"act"', '">output":[[1,1,1,1,[1,2]]]', r"\[1, 2\]' is no fingerprint"),
-        (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,0,99]]', "99 zeros are among 8 finite elements"),
         (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,0,0,{"count":-8}]]', "'-8' is no whole number"),
-        (PROBE, '">output":"act"', '">output":[[1,1,1,1,null,0,0,{"nan":9}]]', "0 zeros are among -1 finite elements"),
         (ARCH, '"forwards": 1', '"forwards": -1', "'forwards' is -1, which counts nothing"),
         (ARCH, '"(4, 4)"', '"(4, 2..4)"', "describes no parameter: its size varies"),
         (ARCH, '"(4, 4)"', f'"(4, {"9" * 39})"', "are more elements than a tensor has"),
         (ARCH, '"seed": 0', f'"seed": {"9" * 4000}', "a number of 4,000 digits stands in it"),
         (ARCH, '"act": {', f'"a{".a" * 900}": {{', "its name has 901 parts"),
-        (PROBE, '"columns": ["mean"', '"columns": ["median"', "its columns are others"),
         (PROBE, '"versions": {', '"versions": {"x": 1, ', "no object of texts"),
         (PROBE, '"architecture": "', '"architecture": "x', "do not belong together"),
     ],
@@ -1396,6 +1384,11 @@ SWAPPED = {  # what was `format` → where, and what of it
     "the mean of an output": ("tied", PROBE, ("layers", "emb", ">output", 0, 0), lambda x: -x),
     "the deviation of an output": ("tied", PROBE, ("layers", "emb", ">output", 0, 1), lambda x: 0.9 * x),
     "the minimum of an output": ("tied", PROBE, ("layers", "emb", ">output", 0, 2), lambda x: 1.2 * x),
+    "a mean beyond the maximum": ("tied", PROBE, ("layers", "emb", ">output", 0, 0), 2.5),
+    "a deviation that no elements have": ("tied", PROBE, ("layers", "emb", ">output", 0, 1), 3.0),
+    "no minimum": ("tied", PROBE, ("layers", "emb", ">output", 0, 2), None),
+    "how many elements are zero": ("cnn", PROBE, ("layers", "2", ">output", 0, 6), 288),
+    "that a weight has numbers": ("shared", PROBE, ("layers", "late", ".weight"), GONE),
     "the maximum of a weight": ("shared", PROBE, ("layers", "late", ".weight", 0, 3), lambda x: 1.01 * x),
     "the size of a gradient": ("shared", PROBE, ("layers", "late", ".bias", 1, 0), lambda x: 1.5 * x),
     "the maximum of a counter": ("tied", PROBE, ("layers", "norm", ".num_batches_tracked", 2, 3), 7),
@@ -1411,6 +1404,7 @@ SWAPPED = {  # what was `format` → where, and what of it
     "the order of calls": ("lstm", ARCH, ("layers",), lambda x: dict(sorted(x.items()))),
     "an inner gradient": ("shared", PROBE, ("layers", "late", ">output"), lambda x: [*x, x[1]]),
     "notes": ("shared", PROBE, ("notes",), ["nothing to see"]),
+    "that more units are dead than zeros are": ("cnn", PROBE, ("layers", "2", ">output", 0, -1, "dead"), [4, 4, -3]),
     "how many units are dead": ("cnn", PROBE, ("layers", "2", ">output", 0, -1, "dead", 0), 1),
     "that units are dead": ("cnn", PROBE, ("layers", "2", ">output", 0, -1), GONE),
     "where an output is from": ("shared", ARCH, ("layers", "early", "calls", 1), lambda x: f"{x} from early"),
@@ -1435,26 +1429,6 @@ def test_what_is_edited_in_a_file_is_refused_or_a_difference(what: str) -> None:
         return
     assert found
     assert "format" not in found
-
-
-@pytest.mark.parametrize(
-    ("name", "at", "new", "message"),
-    [
-        ("tied", ("layers", "emb", ">output", 0, 0), 2.5, r"mean 2.5 is not between"),
-        ("tied", ("layers", "emb", ">output", 0, 1), 3.0, r"no 24 elements between .* with the mean .* have the dev"),
-        ("tied", ("layers", "emb", ">output", 0, 1), 0.3, r"no 24 elements between .* have the deviation 0.3"),
-        ("tied", ("layers", "emb", ">output", 0, 2), None, r"of its mean, deviation and range one is missing"),
-        ("tied", ("layers", "emb", ">output", 0, 3), -99.0, r"is not between"),
-        ("broken", ("layers", ROOT, ">output", 0, 3), 1.0, r"there are numbers of no finite element"),
-        ("cnn", ("layers", "2", ">output", 0, -1, "dead"), [4, 4, -3], r"4 of 4 units are dead, and .* elements are z"),
-        ("cnn", ("layers", "2", ">output", 0, -1, "dead"), [2, 9, -3], r"9 units are on an axis of 4"),
-        ("cnn", ("layers", "2", ">output", 0, 6), 288, r"288 of its elements are zero, and they are between 0 and"),
-    ],
-)
-def test_numbers_that_no_elements_have_are_refused(name: str, at: tuple[Any, ...], new: Any, message: str) -> None:
-    with pytest.raises(SnapshotError, match=message) as caught:
-        decoded(edited_file(model_texts(name), PROBE, at, new))
-    assert str(caught.value).count("\n") == 0
 
 
 @pytest.mark.parametrize("how", ["all", "one", "gradient", "question", "reason"])

@@ -1,3 +1,4 @@
+import uuid
 import warnings
 from collections import OrderedDict
 
@@ -222,6 +223,12 @@ def test_plain_attributes_are_those_of_the_user():
     model.scale, model.name, model.flag, model.config = 0.5, "net", True, {"width": 4}
     assert attributes(model) == {"scale": 0.5, "name": "net", "flag": True}
     assert attributes(nn.Dropout(0.25)) == {"p": 0.25, "inplace": False}
+
+
+def test_an_identity_that_is_drawn_for_each_model_is_no_attribute():
+    model = Net()
+    model.name, model._incremental_state_id, model.checksum = "net", str(uuid.uuid4()), "0" * 32
+    assert attributes(model) == {"name": "net", "checksum": "0" * 32}
 
 
 @pytest.mark.parametrize("value", [(1, 2), [1, 2], torch.Size([1, 2])], ids=["tuple", "list", "size"])

@@ -163,6 +163,13 @@ def test_an_update_creates_two_files_and_the_next_run_passes(project: Project) -
     result.stdout.fnmatch_lines(["1 snapshot passed."])
 
 
+def test_an_identity_that_is_drawn_for_each_model_is_not_compared(project: Project) -> None:
+    """As the attention of ESM2 and ProteinBertModel of fair-esm keeps one for its incremental state."""
+    project.change("self.drop =", "self._incremental_state_id = str(__import__('uuid').uuid4()); self.drop =")
+    project.update()
+    project.run().stdout.fnmatch_lines(["1 snapshot passed."])
+
+
 def test_what_is_written_is_measured_and_each_layer_called_alone(project: Project) -> None:
     project.update()
     numbers = json.loads(project.contents()["test_net/test_x.probe.json"])

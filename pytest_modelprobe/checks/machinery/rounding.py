@@ -45,6 +45,12 @@ def as_double(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
+def rms(tensor: Tensor) -> float:
+    """Return the root mean square of the elements."""
+    norm = torch.linalg.vector_norm(as_double(plain(tensor.detach()))).item()
+    return float(norm) / math.sqrt(max(tensor.numel(), 1))
+
+
 def same(now: Tensor, before: Tensor | None) -> bool:
     """Whether two tensors are equal; NaN is equal to NaN."""
     if before is None or now.shape != before.shape or now.dtype != before.dtype:

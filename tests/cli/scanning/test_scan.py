@@ -151,14 +151,14 @@ def test_scan_prints_what_is_wrong_with_a_model(capsys: pytest.CaptureFixture[st
     assert "\n  finite                      holds           1 output and " in out
     assert "\n  batch_independent           broken          (root) mixes the batch: the first row changed by" in out
     assert "\n--- batch_independent ---\n(root) mixes the batch: the first row changed by" in out
-    assert out.endswith("1 finding, 2 broken checks of 26\n")
+    assert out.endswith("1 finding, 2 broken checks of 25\n")
 
 
 def test_scan_of_a_model_without_fault_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["scan", "torch.nn:Flatten", "--input", "3x2x4"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("Inputs: 3x2x4\n\nFlatten: 1 layer, 0 parameters; 1 forward on cpu, no backward\n")
-    assert out.endswith("0 findings, 0 broken checks of 26\n")
+    assert out.endswith("0 findings, 0 broken checks of 25\n")
 
 
 def test_scan_says_in_one_sentence_what_is_wrong_with_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,14 +300,14 @@ def test_the_tests_of_a_named_model_come_beside_those_of_files(pytester: pytest.
     result = pytester.runpytest(
         "--modelprobe-model=small_net:make_model", "--modelprobe-input=2x8", "-k", "finite or mine"
     )
-    result.assert_outcomes(passed=4, deselected=27)
+    result.assert_outcomes(passed=4, deselected=26)
 
 
 @pytest.mark.usefixtures("_plugin_alone")
 def test_how_the_project_names_its_tests_does_not_matter(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\npython_functions = check_*\npython_classes = *\n")
     result = pytester.runpytest("--modelprobe-model=small_net:make_model", "-k", "finite")
-    result.assert_outcomes(passed=3, deselected=27)
+    result.assert_outcomes(passed=3, deselected=26)
 
 
 @pytest.mark.usefixtures("_plugin_alone")
