@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe._torch import TorchDispatchMode, schema
+from pytest_modelprobe._torch import Operation, TorchDispatchMode, schema
 
 NARROW = frozenset({torch.bfloat16, torch.float16})
 """The dtypes that are computed in float32."""
@@ -44,8 +44,12 @@ class Widening(TorchDispatchMode):  # type: ignore[misc]
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch._dynamo is imported, which takes seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not isinstance(func, torch._ops.OpOverload):  # a higher order operator calls others
+        if not isinstance(func, Operation):  # a higher order operator calls others
             return func(*args, **(kwargs or {}))
         written = {a.name for a in schema(func).arguments if a.alias_info is not None and a.alias_info.is_write}
         names = [a.name for a in schema(func).arguments]
