@@ -106,8 +106,7 @@ def assert_same_behavior(
 
     # Measuring the noise takes seven runs: skipped if the records are equal without it.
     again = theirs.live_run if theirs.noise is None else None
-    in_half = is_narrow(mine) or is_narrow(theirs)
-    if again is not None and not _equal(compared(mine, dataclasses.replace(theirs, noise="measured")), in_half):
+    if again is not None and not compared(mine, dataclasses.replace(theirs, noise="measured")).same:
         theirs = again.measured(theirs)
     found = compared(mine, theirs)
     now, then = mine.live_run, theirs.live_run
@@ -122,18 +121,13 @@ def assert_same_behavior(
             like = compared(mine, reference).expected
             return compared(now.isolated(mine, like=like, names=before, only=only), reference)
 
-        equal = _equal(found, in_half)
-        behind_zeros = layers_behind_zeros(mine) if equal else []
-        if not equal or (behind_zeros and changes_code(diagnose(alone(behind_zeros)))):
+        told = found.same and not is_narrow(theirs)  # half precision rounds away what code alone shows
+        behind_zeros = layers_behind_zeros(mine) if told else []
+        if not told or (behind_zeros and changes_code(diagnose(alone(behind_zeros)))):
             found = alone()
     diagnosis = diagnose(found)
     if not diagnosis.same:
         raise AssertionError(text(diagnosis, _next_steps(structure=structure)))
-
-
-def _equal(found: Comparison, in_half: bool) -> bool:
-    """Whether nothing differs, in half precision in no bit: more than the run shows may be below its rounding."""
-    return found.same and not (in_half and found.moved)
 
 
 def _assert_same_port(mine: Record, theirs: Record, rename: Mapping[str, str] | None, tolerance: float) -> None:

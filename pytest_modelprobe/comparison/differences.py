@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pytest_modelprobe.record import Call, NamesBefore, Plain, Record, bits_of
+from pytest_modelprobe.record import Call, NamesBefore, Plain, Record
 
 from .tolerance import UNKNOWN, ValueChange
 
@@ -132,13 +132,6 @@ class Comparison:
     def same(self) -> bool:
         """Whether nothing differs."""
         return not self.differences
-
-    @property
-    def moved(self) -> bool:
-        """Whether any output is not known to be equal in every bit."""
-        if self.expected.bits is not None:
-            return self.expected.bits != bits_of(self.actual)
-        return any(change.change != 0 for (_, _, side, _), change in self.changes.items() if side == "output")
 
     @property
     def unknown(self) -> int:

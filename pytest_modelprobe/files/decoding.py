@@ -148,7 +148,6 @@ def _snapshot(structure: Structure, numbers: Mapping[str, Any]) -> StoredSnapsho
         optimizers=structure.optimizers,
         applied=numbers.get("applied"),
         noise=numbers.get("noise"),
-        bits=numbers.get("bits"),
         versions=string_dict(numbers.get("versions", {}), "versions"),
     )
     alone: ComparedParts = "all" if structure.has_numbers else "architecture"

@@ -29,9 +29,7 @@ from pytest_modelprobe.record import (
     Record,
     Value,
     address,
-    bits_of,
     has_numbers,
-    is_narrow,
     qualified,
     response_dtype,
 )
@@ -154,7 +152,6 @@ def _numbers_header(record: Record, digest: str, samples: str | None, compared: 
         "device": record.device,
         "applied": record.applied,
         "noise": record.noise,
-        "bits": (record.bits or bits_of(record)) if is_narrow(record) else None,
         "notes": record.notes or None,
         "origin": _operation(record.origin),
         "gradient_origin": _operation(record.gradient_origin),

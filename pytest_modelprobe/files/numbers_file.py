@@ -46,7 +46,6 @@ def operation_from(data: Any) -> Operation | None:
 # The names and types of the fields, as in `architecture_file`.
 _NUMBERS = {
     "modelprobe": int, "architecture": str, "compared": str, "device": str, "applied": str, "noise": str,
-    "bits": str,
     "notes": list, "origin": list, "gradient_origin": list, "versions": dict, layout.SAMPLES: str, "columns": list,
     "gradient columns": list, "keys": dict, layout.RESPONSES: dict, layout.LAYERS: dict,
 }  # fmt: skip

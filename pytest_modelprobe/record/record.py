@@ -8,7 +8,6 @@ imported by `display` when it is shown.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -212,8 +211,6 @@ class Record:
     """What each layer costs, with ``profile=True``. It is never compared, and is not in snapshots."""
     noise: str | None = None
     """It is ``measured`` or ``not repeatable``, or `None` if noise was not measured."""
-    bits: str | None = field(default=None, repr=False, compare=False)
-    """What `bits_of` returned for a record in half precision that was read from a file, where numbers are rounded."""
     ranks: int | None = field(default=None, compare=False)
     """Number of ranks whose records were merged. `None` if this is the record of one process."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -417,18 +414,6 @@ def is_narrow(record: Record) -> bool:
         call.autocast in HALF or any(value.dtype in HALF for value in (*call.inputs, *call.outputs))
         for _, call in record.calls
     )
-
-
-def bits_of(record: Record) -> str:
-    """Return a hash of what was computed: it is the same if every bit is, but for numbers that no reading tells.
-
-    >>> bits_of(Record(model="Net"))
-    'e3b0c44298fc1c14'
-    """
-    calls = sorted((call for _, call in record.calls), key=lambda call: call.finished)
-    read = (value.forward for call in calls for value in call.outputs)
-    told = "".join(repr((one.statistics, one.fingerprint, one.digest)) for one in read)
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def with_live_run(record: Record, live_run: LiveRun) -> Record:

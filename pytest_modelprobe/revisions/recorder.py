@@ -21,7 +21,7 @@ import pytest
 
 from pytest_modelprobe.comparison import layers_behind_zeros
 from pytest_modelprobe.exceptions import ModelProbeError
-from pytest_modelprobe.record import Record
+from pytest_modelprobe.record import Record, is_narrow
 
 from .pairs import compare_records, first_difference
 from .records import Written, folder_of, path_of, read_one
@@ -145,7 +145,7 @@ def _with_evidence_if_differing(there: Written, here: Written) -> tuple[Written,
     if found.same and live_run is not None and layers:
         alone = live_run.isolated(there.record, like=here.record, only=layers)  # no layer has another name
         found = compare_records(here.record, alone)
-    if found.same:
+    if found.same and not is_narrow(there.record):
         return there, None
     first = first_difference(found)
     return _with_evidence(there), None if first is None else first.name_there

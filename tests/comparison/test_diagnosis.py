@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pytest_modelprobe import ModelProbe
+from pytest_modelprobe import ModelProbe, assert_same_behavior
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.comparison.diagnosis import Diagnosis, diagnose, hints
 from pytest_modelprobe.comparison.text import cause_text, first_line, text
@@ -2730,6 +2730,27 @@ def test_a_norm_computed_in_half_precision_is_rounding_and_another_epsilon_is_no
     assert named == [("0", "weights"), ("1", "weights")]
     named = [(c.layer, c.kind) for c in diagnose(compare(recorded(other, x, like=expected), expected)).causes]
     assert ("0", "computation") in named
+
+
+def test_what_half_precision_rounds_away_to_the_last_bit_is_named() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.how = nn.Linear(64, 64), types.SimpleNamespace(scale=1.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.how.scale * self.fc(x)
+
+    old, new = (PROBE.build(lambda: nn.Sequential(Residual(), Residual())).bfloat16() for _ in range(2))
+    new[1].how.scale = 1.001
+    x = PROBE.randn(4, 64).bfloat16()
+    expected, actual = PROBE.run(old, x), PROBE.run(new, x)
+    assert_same_behavior(expected, PROBE.run(old, x))
+    with pytest.raises(
+        AssertionError, match=r"^output unchanged.*; layer '1' .*: own code changed after fc: by 0\.0"
+    ) as e:
+        assert_same_behavior(actual, expected)
+    assert "The run does not show it: it is less than half precision can show, or not used." in str(e.value)
 
 
 def work(run: Callable[[], object]) -> int:
