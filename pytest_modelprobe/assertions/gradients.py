@@ -613,7 +613,9 @@ def _flow_text(record: Record, bad: list[_LayerGradient], flow: list[_LayerGradi
     elif first.rms != first.known:
         what, hint = f"{name} gets a gradient that is not finite", "assert_grad_finite names where that began."
     elif first.rms == 0:
-        if any(f.known and first.layer.name in containers(f.layer.name) for f in flow):  # the layers inside get one
+        inside = [layer for layer in record.layers.values() if first.layer.name in containers(layer.name)]
+        # Those of a list of parameters, which is never called, are inside too.
+        if any(_layer_gradient(layer, (p.gradient for p in layer.parameters)).known for layer in inside):
             name = next((full_name(first.layer, p.name) for p in first.layer.parameters if p.gradient), name)
         what = f"{name} gets a zero gradient"
         after = [layer for layer in record.layers.values() if layer.calls and (layer is not first.layer or layer.leaf)]

@@ -397,7 +397,7 @@ def _why_zero(layer: Layer) -> str:
     arrived = [numbers for _, value in layer.outputs if (numbers := gradient_of(value)) is not None]
     if any(not numbers.all_zero for numbers in arrived):
         return "a gradient arrives at its layer, and its part in it is zero or cancels"
-    return "the layers after it are dead or zero-initialized"
+    return "the layers after it are dead, zero-initialized or not used"
 
 
 def _feeds_norm(layer: Layer, subject: Subject) -> bool:

@@ -814,12 +814,24 @@ class EntropyBottleneck(nn.Module):
         return out
 
 
-class Codec(nn.Module):
-    """Rounds by a straight-through estimator: the gradient of the quantiles is -1 + 1."""
+class OfMatrices(EntropyBottleneck):
+    """Has its weights in a list, which is never called."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.encode, self.bottleneck, self.decode = nn.Linear(8, 8), EntropyBottleneck(), nn.Linear(8, 8)
+        self.matrices = nn.ParameterList([torch.eye(8)])
+        del self.net
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return (z @ self.matrices[0]).sigmoid()
+
+
+class Codec(nn.Module):
+    """Rounds by a straight-through estimator: the gradient of the quantiles is -1 + 1."""
+
+    def __init__(self, bottleneck: type[EntropyBottleneck]) -> None:
+        super().__init__()
+        self.encode, self.bottleneck, self.decode = nn.Linear(8, 8), bottleneck(), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         z = self.encode(x)
@@ -827,15 +839,16 @@ class Codec(nn.Module):
         return self.decode(off + (off.round() - off).detach() + self.bottleneck.quantiles), self.bottleneck(z)
 
 
+@pytest.mark.parametrize(("bottleneck", "layers"), [(EntropyBottleneck, 5), (OfMatrices, 3)])
 def test_the_quantiles_of_elic2022_chandelier_of_compressai_are_named_and_not_their_layer(
-    modelprobe: ModelProbe,
+    modelprobe: ModelProbe, bottleneck: type[EntropyBottleneck], layers: int
 ) -> None:
-    model = modelprobe.build(Codec)
+    model = modelprobe.build(lambda: Codec(bottleneck))
     record = modelprobe.run(model, modelprobe.randn(4, 8), loss=lambda out: out[0].square().mean() + out[1].mean())
     with pytest.raises(AssertionError) as error:
         assert_grad_flow(record)
     lines = str(error.value).splitlines()
-    assert lines[0] == "bottleneck.quantiles gets a zero gradient; 1 of 5 layers looked at"
+    assert lines[0] == f"bottleneck.quantiles gets a zero gradient; 1 of {layers} layers looked at"
     assert lines[-1] == (
         "The layers after bottleneck.quantiles do not depend on it, or have a zero derivative there: dead, saturated, "
         "times zero."

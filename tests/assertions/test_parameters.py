@@ -287,6 +287,29 @@ def test_where_a_layer_is_given_zeros_the_layers_after_it_are_not_blamed() -> No
         assert_params_updated(watch)
 
 
+class JointAttention(nn.Module):
+    """Attends from two streams, as the last block of QwenImageControlNetModel of diffusers, and returns one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text, self.key, self.head = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        queries = torch.cat([self.image(x), self.text(x)])
+        return self.head(((queries @ self.key(x).T).softmax(-1) @ x)[: len(x)])
+
+
+def test_where_a_layer_computes_what_is_not_used_the_layers_after_it_are_not_said_to_be_dead() -> None:
+    model = ModelProbe().build(JointAttention)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-1)
+    watch = ModelProbe().watch(model)
+    model(PROBE.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    reason = r"\n\nIts gradient is all zero: the layers after it are dead, zero-initialized or not used\.$"
+    with pytest.raises(AssertionError, match=rf"(?s)^text\.weight was not updated; .*{reason}"):
+        assert_params_updated(watch)
+
+
 def test_a_bias_before_a_norm_has_no_effect() -> None:
     with pytest.warns(
         HintWarning, match=r"(?s)^0.bias was not updated; 1 of 6 .* is rounding error: the norm after it"
