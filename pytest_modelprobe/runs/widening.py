@@ -8,6 +8,7 @@ precision is its distance to one run in float32.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -34,8 +35,8 @@ class Widening(TorchDispatchMode):  # type: ignore[misc]
     """Computes in float32 what code computes in half precision, written out or by autocast.
 
     Casts to half precision are casts to float32, and tensors in half precision are converted when an operation reads
-    them. Tensors that an operation writes to, and views, stay as they are. So do tensors that require a gradient: what
-    is a leaf has to be float32 before.
+    them. Tensors that an operation writes to, and views, stay as they are. A leaf that requires a gradient has to be
+    float32 before.
 
     >>> with Widening():
     ...     (torch.ones(2, dtype=torch.bfloat16) / 3).half().dtype
@@ -51,27 +52,34 @@ class Widening(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not isinstance(func, Operation):  # a higher order operator calls others
             return func(*args, **(kwargs or {}))
-        written = {a.name for a in schema(func).arguments if a.alias_info is not None and a.alias_info.is_write}
-        names = [a.name for a in schema(func).arguments]
-        reads = not func.is_view
-        args = [_wide(arg, reads and name not in written) for name, arg in zip(names, args, strict=False)]
-        kwargs = {name: _wide(arg, reads and name not in written) for name, arg in (kwargs or {}).items()}
+        read = _arguments(func)
+        args = [_wide(arg, is_read) for arg, is_read in zip(args, read.values(), strict=False)]
+        kwargs = {name: _wide(arg, read[name]) for name, arg in (kwargs or {}).items()}
         return func(*args, **kwargs)
 
 
-def _wide(value: Any, reads: bool) -> Any:
+@functools.cache
+def _arguments(operation: Any) -> dict[str, bool]:
+    """Return the arguments of an operation, each with whether it is read alone: not written to, nor viewed."""
+    return {
+        argument.name: not (operation.is_view or (argument.alias_info is not None and argument.alias_info.is_write))
+        for argument in schema(operation).arguments
+    }
+
+
+def _wide(value: Any, is_read: bool) -> Any:
     if isinstance(value, torch.dtype):
         return widened(value)
     if isinstance(value, Tensor):
-        return value.float() if reads and value.dtype in NARROW else value
+        return value.float() if is_read and value.dtype in NARROW else value
     if isinstance(value, list | tuple):
-        return type(value)(_wide(one, reads) for one in value)
+        return type(value)(_wide(one, is_read) for one in value)
     return value
 
 
 @contextlib.contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """Compute a model in float32 within the block. Its parameters are converted, and put back afterwards.
+    """Compute a model in float32 within the block. Its parameters are converted, and put back with their gradients.
 
     >>> layer = nn.Linear(2, 2).bfloat16()
     >>> with in_float32(layer):
@@ -80,16 +88,18 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     >>> layer.weight.dtype
     torch.bfloat16
     """
-    narrow = [(p, p.data) for p in nn.Module.parameters(model) if p.dtype in NARROW]
+    narrow = [(p, p.data, p.grad) for p in nn.Module.parameters(model) if p.dtype in NARROW]
     try:
-        for parameter, data in narrow:
+        for parameter, data, _ in narrow:
+            parameter.grad = None
             parameter.data = data.float()
         with Widening():
             yield
     finally:
-        for parameter, data in narrow:
+        for parameter, data, gradient in narrow:
             parameter.grad = None
             parameter.data = data
+            parameter.grad = gradient
 
 
 class InFloat32:
