@@ -183,7 +183,8 @@ def snapshots(names: list[str]) -> dict[str, list[Row]]:
         path.write_text(SNAPSHOT.format(names=names), "utf-8")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-W", "ignore", f"--rootdir={folder}",
                    "--junitxml", str(results), str(path)]  # fmt: skip
-        where = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+        paths = map(os.path.abspath, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        where = os.pathsep.join([str(HERE), *paths])  # pytest runs in another folder
         for what in ("--snapshot-update", "compared"):
             results.unlink(missing_ok=True)
             options = [what] if what.startswith("--") else []
