@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
+import dataclasses
+import json
 import tempfile
 import time
 from collections import Counter
@@ -59,7 +60,7 @@ class Outcome:
 def precision(mode: str) -> Iterator[torch.dtype]:
     """Enter autocast, if that is the mode, and give the dtype of model and inputs."""
     with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
-        yield torch.float32 if mode == "autocast" else getattr(torch, mode)
+        yield torch.float32 if mode in ("autocast", "float32") else getattr(torch, mode)
 
 
 def model_of(pair: Any, which: str, dtype: torch.dtype) -> nn.Module:
@@ -204,27 +205,29 @@ def main() -> None:
     parser.add_argument("--roads", default=",".join(ROADS))
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--sets", default=",".join(SETS))
-    parser.add_argument("--out", default="")
+    parser.add_argument("--with", dest="losses", default="forward,gradients")
+    parser.add_argument("--log", default="", help="a file of outcomes, to which those of this run are added")
     given = parser.parse_args()
     tasks = [
-        (source, number, mode, road, loss)
-        for source in given.sets.split(",")
-        for loss in (False, True)
+        (source, number, mode, road, loss == "gradients")
+        for loss in given.losses.split(",")
         for mode in given.modes.split(",")
         for road in given.roads.split(",")
+        for source in given.sets.split(",")
         for number, pair in enumerate(SETS[source])
         if given.only in pair.name
     ]
+    log = Path(given.log) if given.log else None
+    outcomes = [Outcome(**json.loads(line)) for line in log.read_text().splitlines()] if log and log.is_file() else []
     with ProcessPoolExecutor(2) as pool:
-        outcomes = []
         for outcome in pool.map(tried, *zip(*tasks, strict=True), chunksize=4):
             outcomes.append(outcome)
-            print(outcome, file=sys.stderr, flush=True)
+            if log:
+                with log.open("a") as file:
+                    file.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
     text = page(outcomes)
-    if not given.only and not given.out:
+    if not given.only:
         (HERE / "RESULTS.md").write_text(text, encoding="utf-8")
-    if given.out:
-        Path(given.out).write_text(text, encoding="utf-8")
     print(text)
     print(f"{sum(o.seconds for o in outcomes):.0f} s")
 
