@@ -120,10 +120,8 @@ def snapshot(pair: Any, mode: str, loss: bool) -> str:
         written = live_run.measured(live_run.isolated(then, own_arguments=True))
         expected = files.decode(*files.encode(written), where="then").record
         found = compare(now, expected, parts="behavior")
-        if not found.same or found.moved:
-            actual = here.isolated(now, like=found.expected, names=found.names_before)
-            found = compare(actual, expected, parts="behavior")
-        diagnosis = diagnose(found)
+        actual = here.isolated(now, like=found.expected, names=found.names_before)
+        diagnosis = diagnose(compare(actual, expected, parts="behavior"))
         return "" if diagnosis.same else first_line(diagnosis)
 
 

@@ -125,6 +125,9 @@ def assert_same_behavior(
         behind_zeros = layers_behind_zeros(mine) if told else []
         if not told or (behind_zeros and changes_code(diagnose(alone(behind_zeros)))):
             found = alone()
+            if not found.same and then is not None and is_narrow(theirs):  # float32 rounds too, which is measured now
+                theirs, then = then.measured(then.isolated(theirs)), None
+                found = alone()
     diagnosis = diagnose(found)
     if not diagnosis.same:
         raise AssertionError(text(diagnosis, _next_steps(structure=structure)))

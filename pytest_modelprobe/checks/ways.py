@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import Layers
 from pytest_modelprobe.record import ROOT
-from pytest_modelprobe.runs.widening import NARROW, in_float32
+from pytest_modelprobe.runs import NARROW, in_float32
 from pytest_modelprobe.text import listed
 
 from .machinery.agreement import (

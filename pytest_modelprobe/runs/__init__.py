@@ -19,11 +19,13 @@ from .stop import StopOn
 from .trial import Given, Trial, Trials
 from .watch import Watch
 from .watched import watched
+from .widening import NARROW, in_float32
 
 __all__ = [
     "Given",
     "Loss",
     "Mode",
+    "NARROW",
     "NoGradientError",
     "Options",
     "Positions",
@@ -40,6 +42,7 @@ __all__ = [
     "check_loss",
     "find_gradient_origin",
     "graph_nodes",
+    "in_float32",
     "is_same_device",
     "loss_of",
     "maps",

@@ -451,7 +451,7 @@ FAMILIES: dict[str, list[Attack]] = {
         Attack(what="noise that was not measured", edit=in_numbers(('"noise": "measured",\n', "")),
                check="warning: behavior", pytest="passed", why="what is not measured has the widest tolerance"),
         Attack(what="other samples, of which its fingerprints are not", edit=of_other_samples,
-               check="denied: structure", pytest="failed", why="no input of the model says so"),
+               check="warning: behavior", pytest="failed", why="no input of the model says so, the rest is not known"),
         Attack(what="the numbers of no layer", edit=layers_emptied, check="error", pytest="failed",
                why="a file of numbers must have some"),
         Attack(what="the numbers deleted", edit=lambda now: now.pop(PROBE) and None, check="error", pytest="failed",
