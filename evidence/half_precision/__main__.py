@@ -164,7 +164,12 @@ def page(outcomes: Sequence[Outcome]) -> str:
             f"torch {torch.__version__}, CPU. Each pair has the same weights and inputs on both sides."
         ),
         "",
-        "`held_out` was written by somebody who had seen neither the code nor the limits, before the first run.",
+        (
+            "`held_out` was written by somebody who had seen neither the code nor the limits, and committed before the "
+            "first run. That run found a residual times 1.001 equal in every bit, and missed it: since then layers are "
+            "called alone in any case, and the pairs were shortened. `pairs` was written with the rule in view, to be "
+            "hard for it. `base` compares classes and attributes too, so that right pairs of other classes may fail."
+        ),
         "",
         "| pairs | dtype | compared | with | right | false alarms | wrong | missed | first line right |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -180,20 +185,31 @@ def page(outcomes: Sequence[Outcome]) -> str:
             f"| {source} | {mode} | {road} | {'gradients' if loss else 'forward'} | {len(right)} | {alarms} | "
             f"{len(wrong)} | {missed} | {named} of {len(wrong) - missed} |"
         )
-    lines += ["", "## False alarms", "", *_listed(o for o in outcomes if o.right and o.said)]
+    lines += ["", "## False alarms", "", _ALARMS, "", *_listed(o for o in outcomes if o.right and o.said)]
     lines += ["", "## Missed", "", *_listed(o for o in outcomes if not o.right and not o.said)]
     lines += ["", "## Another layer first", "", *_listed(o for o in outcomes if not o.right and o.said and not o.named)]
     return "\n".join(lines) + "\n"
 
 
+_ALARMS = (
+    "Of those that are not of `base` alone, five are no matter of half precision, and fail in float32 too: both experts, "
+    "the 1x1 convolution, the rotary module that is right only as a part of its layer, and the variance, which loses digits "
+    "in float32. In the zeroed exponentials and the angles of float64, a layer alone differs by 5e-6 and 7e-6, more than "
+    "the limit of 2e-6: float32 itself rounds so. One is of half precision, and said to be possible."
+)
+
+
 def _listed(outcomes: Iterator[Outcome]) -> list[str]:
-    where: dict[tuple[str, str, str], Counter[str]] = {}
-    for o in outcomes:
-        said = o.said.split(":")[0] if len(o.said) > 200 else o.said
-        where.setdefault((o.source, o.pair, said), Counter())[f"{o.mode} {o.road}{' gradients' if o.loss else ''}"] += 1
-    return [f"- {source}, {pair}: {', '.join(places)}. {said}" for (source, pair, said), places in where.items()] or [
-        "None."
-    ]
+    """Return a line for each pair: where that happened, and what was said there first."""
+    by_pair: dict[tuple[str, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        by_pair.setdefault((outcome.source, outcome.pair), []).append(outcome)
+    lines = []
+    for (source, pair), several in by_pair.items():
+        where = Counter(f"{o.mode} {o.road}{' gradients' if o.loss else ''}" for o in several)
+        first = f" First: {several[0].said}" if several[0].said else ""
+        lines.append(f"- {source}, {pair}: {', '.join(where)}.{first}")
+    return lines or ["None."]
 
 
 def main() -> None:
@@ -217,6 +233,8 @@ def main() -> None:
     ]
     log = Path(given.log) if given.log else None
     outcomes = [Outcome(**json.loads(line)) for line in log.read_text().splitlines()] if log and log.is_file() else []
+    known = {(o.source, o.pair, o.mode, o.road, o.loss) for o in outcomes}
+    tasks = [task for task in tasks if (task[0], SETS[task[0]][task[1]].name, *task[2:]) not in known]
     with ProcessPoolExecutor(2) as pool:
         for outcome in pool.map(tried, *zip(*tasks, strict=True), chunksize=4):
             outcomes.append(outcome)
