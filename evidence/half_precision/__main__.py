@@ -195,7 +195,8 @@ _ALARMS = (
     "Of those that are not of `base` alone, five are no matter of half precision, and fail in float32 too: both "
     "experts, the 1x1 convolution, the rotary module that is right only as a part of its layer, and the variance, "
     "which loses digits in float32. With the zeroed exponentials and with angles in float64, a layer alone differs by "
-    "7e-6 and 5e-6, more than the limit of 2e-6: float32 itself rounds so. One is of half precision, and said to be possible."
+    "7e-6 and 5e-6, more than the limit of 2e-6: float32 itself rounds so. One is of half precision; it is said "
+    "to be possible."
 )
 
 
