@@ -31,7 +31,6 @@ from pytest_modelprobe.record import (
     address,
     gc_paused,
     has_numbers,
-    is_narrow,
     is_read,
     renamed,
     resolve_rename,
@@ -159,7 +158,6 @@ class _Comparer:
         """Whether the same version of torch made both, as far as is recorded."""
         self.both_read = has_numbers(actual) and has_numbers(expected)
         self.rounding = _largest_epsilon(expected)
-        self.is_narrow = is_narrow(expected)
         self.has_both_modes = has_both_modes(actual) or has_both_modes(expected)
 
     def differences(self) -> Iterator[Difference]:
@@ -406,7 +404,7 @@ class _Comparer:
         if not comparable(a, e) or is_drawn_otherwise(pair.layer, a, self.names):
             return
         at = functools.partial(Difference, layer=pair.layer, kind="response", call=pair.actual.index)
-        dtype, rounding = response_dtype(pair.expected), 0.0 if self.is_narrow else None
+        dtype, rounding = response_dtype(pair.expected), 0.0 if self.rounding > _tolerance.epsilon("float32") else None
         pairs, gone = paired_emitted(a.handed, e.handed)
         for handed, other in pairs:
             if other is None:

@@ -363,7 +363,7 @@ class Record:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Record:
-        """Return the record that `save` wrote: it is equal to the saved one.
+        """Return the record that `save` wrote: equal to the saved one but for what it measured of half precision.
 
         It has no `live_run`, because the model is elsewhere. So no noise can be measured and no layer can be called
         alone, but for what `save` measured of half precision: `assert_same_behavior` compares with fixed tolerances,
