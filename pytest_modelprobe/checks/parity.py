@@ -1,7 +1,8 @@
 """Equal results on another device, in another dtype or layout, checkpointed, compiled, exported.
 
 Each check runs a copy of the model in the other way and compares it with a reference run. Kernels may sum in another
-order, so the tolerance is wider than between two runs of the same kind.
+order, so the tolerance is wider than between two runs of the same kind. What a compiler makes of a model in half
+precision rounds otherwise: it may differ by several times the distance to a run in float32, and hardly in float32.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from .machinery.agreement import (
     negligible,
     violation_of,
 )
-from .machinery.check import check
+from .machinery.check import check, check_native
 from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary, all_named, set_mode
 from .machinery.rounding import TOLERANCE, is_rounded, limit, relative_error, rms, same
 from .outcome import NotApplicableError, Violation, line_of
@@ -60,8 +61,8 @@ _Found = TypeVar("_Found", bound="Violation | str | None")
 _ELSEWHERE = 1e-3
 """Relative error between kernels that sum in another order; TensorFloat-32 rounds to 1e-3."""
 
-_MOMENTS = 1.0
-"""Largest difference of a mean, deviation or extreme by another order of summation, in `TOLERANCE` times the rms."""
+_TIMES = 4
+"""How many times its distance to float32 another run in half precision may be away."""
 
 _DEVICE = "Look for code that depends on the device, and for tensors that are created without device=."
 _DTYPE = "Look for what amplifies rounding: a difference of large numbers, a division by a small one, an exp."
@@ -88,7 +89,8 @@ def device_parity(
     Args:
         prepared: The model and its inputs.
         device: The other device.
-        tolerance: The largest relative change that passes. By default it is 1e-3, and more in narrow dtypes.
+        tolerance: The largest relative change that passes, by default 1e-3. A model in half precision is computed in
+            float32 on both.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -107,7 +109,7 @@ def device_parity(
     return _not_by_chance(prepared, two, _parity(one, two, f"on {device}", tolerance, _DEVICE, least=_ELSEWHERE))
 
 
-@check
+@check_native
 def dtype_parity(
     prepared: PreparedModel, *, dtype: torch.dtype = torch.float64, tolerance: float | None = None
 ) -> Violation | str:
@@ -122,8 +124,8 @@ def dtype_parity(
     Args:
         prepared: The model and its inputs.
         dtype: The other dtype: float64, float32, float16 or bfloat16.
-        tolerance: The largest relative change that passes. By default it is 1e-3, and more if one of the two runs has a
-            narrow dtype.
+        tolerance: The largest relative change that passes. By default it is 1e-3, and more if ``dtype`` is narrow. A
+            model in half precision is compared as it is in float32.
 
     >>> import torch
     >>> from torch import nn
@@ -139,6 +141,10 @@ def dtype_parity(
     one = prepared.reference(mode="eval")
     if one.quantized:
         raise NotApplicableError("the model is quantized and computes in no other dtype")
+    precise = one
+    if prepared.is_narrow:
+        with prepared.in_float32():
+            precise = prepared.reference(mode="eval")
     two = _in_dtype(prepared, dtype)
     name = _name(dtype)
     if two.error is not None:  # a hard-coded dtype fails in every other one; a kernel may be missing in one
@@ -153,11 +159,11 @@ def dtype_parity(
             rows=tuple((given.where, _name(given.tensor.dtype)) for given in _kept(one, two, dtype)),
             advice=_HARD_CODED,
         )
-    floating = [given.tensor for given in (*one.tensors, *two.tensors) if given.tensor.is_floating_point()]
+    floating = [given.tensor for given in (*precise.tensors, *two.tensors) if given.tensor.is_floating_point()]
     widest = max((limit(x, tolerance, least=_ELSEWHERE) for x in floating), default=_ELSEWHERE)
     advice = _DTYPE if two.error is None else _HARD_CODED
     only = functools.partial(_beyond_rounding, prepared, two) if (dtype, tolerance) == (torch.float64, None) else list
-    return _not_by_chance(prepared, two, _parity(one, two, f"in {name}", widest, advice, only=only))
+    return _not_by_chance(prepared, two, _parity(precise, two, f"in {name}", widest, advice, only=only))
 
 
 _REPEATS = 3
@@ -435,7 +441,7 @@ def _checkpointed(forward: Any, note: Callable[[], object], *args: Any, use_reen
     return checkpoint(call, *given, use_reentrant=use_reentrant)
 
 
-@check
+@check_native
 def compile_parity(
     prepared: PreparedModel, *, backend: str | Callable[..., Any] = "aot_eager", tolerance: float | None = None
 ) -> Violation | str:
@@ -447,7 +453,8 @@ def compile_parity(
     Args:
         prepared: The model and its inputs.
         backend: Backend of `torch.compile`; ``"aot_eager"`` needs no compiler.
-        tolerance: The largest relative change that passes. By default it is 1e-3, and more in narrow dtypes.
+        tolerance: The largest relative change that passes, by default 1e-3. A model in half precision is compiled in
+            float32 too; as it is, four times its distance to float32 passes as well.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -455,15 +462,23 @@ def compile_parity(
     >>> print(checks.compile_parity(probe, nn.Linear(3, 2), probe.randn(4, 3)))
     compile_parity holds for Linear: 1 output, 2 parameters
     """
-    one = prepared.reference(mode="eval", backward=True)
-    torch.compiler.reset()
+    compiled: Any = functools.partial(torch.compile, backend=backend)
     try:
-        compiled: Any = torch.compile(prepared.copied(), backend=backend)
+        compiled(nn.Identity())
     except Exception as error:
         raise UsageError(f"backend= is a backend of torch.compile; got {backend!r}: {line_of(error)}") from error
+    beside = functools.partial(_beside_compiled, compiled=compiled, tolerance=tolerance)
+    return _in_each_precision(prepared, beside, backward=True)
+
+
+def _beside_compiled(
+    prepared: PreparedModel, precise: Trace | None, compiled: Callable[..., Any], tolerance: float | None
+) -> Violation | str:
+    one, other = prepared.reference(mode="eval", backward=True), prepared.copied()
+    torch.compiler.reset()
     try:
         with warnings.catch_warnings(action="ignore"), torch.compiler.set_stance("default"):
-            two = prepared.run(mode="eval", backward=True, model=compiled, traced=False)
+            two = prepared.run(mode="eval", backward=True, model=compiled(other), traced=False)
     finally:
         torch.compiler.reset()
     if two.error is not None:
@@ -473,16 +488,15 @@ def compile_parity(
             advice="TORCH_LOGS=graph_breaks shows what cannot be traced; torch.compiler.disable excludes it.",
         )
     two.gradients = {name.removeprefix(f"{COMPILED_CHILD}."): gradient for name, gradient in two.gradients.items()}
-    found = _not_by_chance(prepared, two, _outputs(one, two, tolerance, "when compiled", _COMPILED))
+    found = _not_by_chance(prepared, two, _outputs(one, two, tolerance, "when compiled", _COMPILED, precise))
     if found is not None and found.layer == ROOT:
         with torch.compiler.set_stance("default"):
-            compiled = functools.partial(torch.compile, backend=backend)
             found = _inside_program(prepared, compiled, "when compiled", tolerance) or found
         torch.compiler.reset()
     return found or f"{count(len(one.final), 'output')}, {count(len(one.gradients), 'parameter')}"
 
 
-@check
+@check_native
 def export_parity(prepared: PreparedModel, *, tolerance: float | None = None) -> Violation | str:
     """Check that the model can be exported by `torch.export`, and that the program returns the same.
 
@@ -495,8 +509,12 @@ def export_parity(prepared: PreparedModel, *, tolerance: float | None = None) ->
     >>> print(checks.export_parity(probe, nn.Linear(3, 2), probe.randn(4, 3)))
     export_parity holds for Linear: 1 output
     """
-    one = prepared.reference(mode="eval")
-    other = prepared.copied()
+    beside = functools.partial(_beside_exported, tolerance=tolerance)
+    return _in_each_precision(prepared, beside, backward=False)
+
+
+def _beside_exported(prepared: PreparedModel, precise: Trace | None, tolerance: float | None) -> Violation | str:
+    one, other = prepared.reference(mode="eval"), prepared.copied()
     set_mode(other, "eval")
     try:
         program = _exported(prepared, other)
@@ -513,11 +531,29 @@ def export_parity(prepared: PreparedModel, *, tolerance: float | None = None) ->
             f"does not run as an exported program: {two.failure}",
             advice="Look for code that depends on a shape or a device: torch.export.export(...) shows the program.",
         )
-    found = _not_by_chance(prepared, two, _outputs(one, two, tolerance, "when exported", _COMPILED))
+    found = _not_by_chance(prepared, two, _outputs(one, two, tolerance, "when exported", _COMPILED, precise))
     if found is not None:
         exported = functools.partial(_exported, prepared, strict=False)
         found = _inside_program(prepared, exported, "when exported", tolerance) or found
     return found or count(len(one.final), "output")
+
+
+def _in_each_precision(
+    prepared: PreparedModel, compared: Callable[[PreparedModel, Trace | None], Violation | str], *, backward: bool
+) -> Violation | str:
+    """Return what a comparison finds of a model as it is and, if that is in half precision, converted to float32.
+
+    The comparison is given a run that computes all of the model in float32.
+    """
+    if not prepared.is_narrow:
+        return compared(prepared, None)
+    with prepared.in_float32():
+        precise = prepared.reference(mode="eval", backward=backward)
+    found = compared(prepared, precise)
+    if isinstance(found, Violation):
+        return found
+    with prepared.converted() as wide:
+        return compared(wide, precise)
 
 
 def _exported(prepared: PreparedModel, model: nn.Module, **options: Any) -> nn.Module:
@@ -602,23 +638,34 @@ def _not_by_chance(prepared: PreparedModel, two: Trace, found: _Found) -> _Found
     return found
 
 
-def _outputs(one: Trace, two: Trace, tolerance: float | None, how: str, advice: str) -> Violation | None:
-    """Return where the outputs, or else the gradients, of two runs differ."""
+def _outputs(
+    one: Trace, two: Trace, tolerance: float | None, how: str, advice: str, precise: Trace | None
+) -> Violation | None:
+    """Return where the outputs, or else the gradients, of two runs differ by more than rounding."""
+    exact = precise.final if precise else {}
     for path, tensor in one.final.items():
         other = two.final.get(path)
         far = float("inf") if other is None else relative_error(tensor, other)
-        if tensor.is_floating_point() and not far <= limit(tensor, tolerance, least=_ELSEWHERE):
+        if tensor.is_floating_point() and not far <= _beside(exact.get(path), tensor, tolerance):
             return Violation.at(ROOT, f"returns another {path} {how}: {changed(far)}", advice=advice)
-    return _gradients(one, two, tolerance, how, advice) if two.gradients else None
+    return _gradients(one, two, tolerance, how, advice, precise) if two.gradients else None
 
 
-def _gradients(one: Trace, two: Trace, tolerance: float | None, how: str, advice: str) -> Violation | None:
+def _beside(exact: Tensor | None, tensor: Tensor | None, tolerance: float | None) -> float:
+    """Return the largest relative error that passes, where a run in float32 returned what is ``exact``."""
+    rounding = 0.0 if exact is None or tensor is None or tolerance is not None else relative_error(tensor, exact)
+    return max(_ELSEWHERE if tensor is None else limit(tensor, tolerance, least=_ELSEWHERE), _TIMES * rounding)
+
+
+def _gradients(
+    one: Trace, two: Trace, tolerance: float | None, how: str, advice: str, precise: Trace | None = None
+) -> Violation | None:
     found = []
-    zero = negligible(one)
+    zero, exact = negligible(one), precise.gradients if precise else {}
     for name, gradient in one.gradients.items():
         other = two.gradients.get(name)
         far = gradient_error(gradient, other, zero)
-        if not far <= (_ELSEWHERE if gradient is None else limit(gradient, tolerance, least=_ELSEWHERE)):
+        if not far <= _beside(exact.get(name), gradient, tolerance):
             what = "none arrives" if other is None else "one arrives" if gradient is None else percent(far)
             found.append((name, what))
     if not found:

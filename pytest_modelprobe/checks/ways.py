@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import Layers
 from pytest_modelprobe.record import ROOT
-from pytest_modelprobe.runs import NARROW, in_float32
 from pytest_modelprobe.text import listed
 
 from .machinery.agreement import (
@@ -249,8 +247,7 @@ def _run(prepared: PreparedModel, case: _Case, model: nn.Module, *, wide: bool =
     """Run a model on the inputs of a case."""
     before, prepared.kwargs = prepared.kwargs, case.kwargs
     try:
-        narrow = any(parameter.dtype in NARROW for parameter in nn.Module.parameters(model))
-        with warnings.catch_warnings(action="ignore"), in_float32(model) if narrow and not wide else nullcontext():
+        with warnings.catch_warnings(action="ignore"):
             trace = prepared.run(mode="eval", model=model, vary=(lambda _, x: as_double(x)) if wide else None)
     finally:
         prepared.kwargs = before

@@ -19,7 +19,7 @@ from .stop import StopOn
 from .trial import Given, Trial, Trials
 from .watch import Watch
 from .watched import watched
-from .widening import NARROW, in_float32
+from .widening import NARROW, in_float32, widened
 
 __all__ = [
     "Given",
@@ -47,4 +47,5 @@ __all__ = [
     "loss_of",
     "maps",
     "merged",
+    "widened",
 ]

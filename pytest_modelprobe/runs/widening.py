@@ -79,7 +79,9 @@ def _wide(value: Any, is_read: bool) -> Any:
 
 @contextlib.contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """Compute a model in float32 within the block. Its parameters are converted, and put back with their gradients.
+    """Compute a model in float32 within the block.
+
+    Its parameters and buffers are converted, and put back, parameters with their gradients.
 
     >>> layer = nn.Linear(2, 2).bfloat16()
     >>> with in_float32(layer):
@@ -88,18 +90,19 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     >>> layer.weight.dtype
     torch.bfloat16
     """
-    narrow = [(p, p.data, p.grad) for p in nn.Module.parameters(model) if p.dtype in NARROW]
+    held = (*nn.Module.parameters(model), *nn.Module.buffers(model))
+    narrow = [(tensor, tensor.data, tensor.grad) for tensor in held if tensor.dtype in NARROW and tensor.is_leaf]
     try:
-        for parameter, data, _ in narrow:
-            parameter.grad = None
-            parameter.data = data.float()
+        for tensor, data, _ in narrow:
+            tensor.grad = None
+            tensor.data = data.float()
         with Widening():
             yield
     finally:
-        for parameter, data, gradient in narrow:
-            parameter.grad = None
-            parameter.data = data
-            parameter.grad = gradient
+        for tensor, data, gradient in narrow:
+            tensor.grad = None
+            tensor.data = data
+            tensor.grad = gradient
 
 
 class InFloat32:

@@ -1125,11 +1125,36 @@ def test_rounding_of_bfloat16_is_no_change(name: str, probe: ModelProbe, rows: T
 
         def forward(self, x: Tensor) -> Tensor:
             Otherwise.calls += 1
-            return x * (1 + 0.008 * (Otherwise.calls % 2))
+            return ((x.float() if Otherwise.calls % 2 else x) + 20 - 20).to(x.dtype)
 
     model = between(Otherwise()).bfloat16()
     found = ALL[name].outcome(probe, model, rows.bfloat16(), **options_of(name, model))
     assert found.verdict == "holds", found
+
+
+@pytest.mark.parametrize("how", ["bfloat16", "float16", "autocast"])
+@pytest.mark.parametrize(
+    ("name", "forward"),
+    [
+        ("compile_parity", lambda x: x * 1.003 if torch.compiler.is_compiling() else x),
+        ("dtype_parity", lambda x: x * 1.003 if x.dtype == torch.float64 else x),
+    ],
+)
+def test_an_error_below_the_rounding_of_half_precision_is_named(
+    name: str, forward: Any, how: str, probe: ModelProbe, rows: Tensor
+) -> None:
+    dtype = torch.float32 if how == "autocast" else getattr(torch, how)
+    model = between(forward).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        found = ALL[name].outcome(probe, model, rows.to(dtype), **options_of(name, model))
+    assert named(found) == "2"
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+
+def test_a_copy_is_the_same_but_for_the_rounding_of_autocast(probe: ModelProbe) -> None:
+    layer, x = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), probe.randn(3, 6, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert checks.checkpoint_parity(probe, nn.Sequential(layer), x)
 
 
 def test_code_for_the_compiler_alone_is_seen(probe: ModelProbe, rows: Tensor) -> None:

@@ -68,14 +68,19 @@ class Check:
     """
 
     def __init__(
-        self, function: Property, *, randomize_zeros: bool = True, check_reference: ReferenceCheck | None = check_finite
+        self,
+        function: Property,
+        *,
+        randomize_zeros: bool = True,
+        check_reference: ReferenceCheck | None = check_finite,
+        native: bool = False,
     ) -> None:
         functools.update_wrapper(self, function)
         self.__name__: str
         self.function = function
         """The property itself, to call it for a prepared model that another check has prepared."""
         self._prepared = functools.partial(
-            PreparedModel, randomize_zeros=randomize_zeros, check_reference=check_reference
+            PreparedModel, randomize_zeros=randomize_zeros, check_reference=check_reference, native=native
         )
         self._kinds = typing.get_type_hints(function)
         parameters = list(inspect.signature(function).parameters.values())[1:]
@@ -280,14 +285,19 @@ def check(function: Property) -> Check:
     return Check(function)
 
 
+def check_native(function: Property) -> Check:
+    """Make a check that runs a model in half precision as it is."""
+    return Check(function, native=True)
+
+
 def check_unmodified(function: Property) -> Check:
-    """Make a check on the unmodified model: parameters that are all zero stay so."""
-    return Check(function, randomize_zeros=False)
+    """Make a check on the unmodified model: parameters that are all zero stay so, and half precision what it is."""
+    return Check(function, randomize_zeros=False, native=True)
 
 
 def check_nonfinite(function: Property) -> Check:
     """Make a check on the unmodified model that accepts outputs that are not finite."""
-    return Check(function, randomize_zeros=False, check_reference=None)
+    return Check(function, randomize_zeros=False, check_reference=None, native=True)
 
 
 def from_assertion(name: str, function: Callable[..., Any]) -> Check:

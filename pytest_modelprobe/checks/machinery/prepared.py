@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from pytest_modelprobe._torch import is_wrapped
+from pytest_modelprobe._torch import converted, is_wrapped, without_autocast
 from pytest_modelprobe.checks.outcome import NotApplicableError, line_of
 from pytest_modelprobe.exceptions import ModelProbeError, UsageError
 from pytest_modelprobe.models import (
@@ -28,6 +28,7 @@ from pytest_modelprobe.models import (
     Layers,
     ModelState,
     ModuleCall,
+    active_autocast,
     detached_copy,
     flatten,
     flatten_call,
@@ -46,7 +47,17 @@ from pytest_modelprobe.models import (
 )
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, address, label_of
-from pytest_modelprobe.runs import Loss, Mode, NoGradientError, check_loss, graph_nodes, loss_of
+from pytest_modelprobe.runs import (
+    NARROW,
+    Loss,
+    Mode,
+    NoGradientError,
+    check_loss,
+    graph_nodes,
+    in_float32,
+    loss_of,
+    widened,
+)
 
 from .rounding import limit, plain, relative_error
 
@@ -136,6 +147,8 @@ class PreparedModel:
     later. This class keeps the tensors of many runs on changed inputs, copies and dtypes of a model that stays
     prepared. Both use `models.ModelState`, `models.map_tensors` and `runs.loss_of`.
 
+    A model in half precision, also by autocast, is computed in float32, as rounding says nothing of what it computes.
+
     Args:
         probe: Gives the device and the seed.
         model: The model.
@@ -146,6 +159,7 @@ class PreparedModel:
         randomize_zeros: Whether parameters of layers that are all zero get small random values.
         check_reference: Takes the prepared model, a trace and the options of its run; raises `NotApplicableError` if
             other runs cannot be compared with it.
+        native: Whether half precision stays what it is, but within `in_float32`.
     """
 
     def __init__(
@@ -158,6 +172,7 @@ class PreparedModel:
         loss: Loss | None = None,
         randomize_zeros: bool = True,
         check_reference: ReferenceCheck | None = None,
+        native: bool = False,
     ) -> None:
         self.layers = Layers(model)
         check_loss(loss)
@@ -171,6 +186,8 @@ class PreparedModel:
         self._loss: Loss = "random" if loss is None else loss
         self._randomize_zeros = randomize_zeros
         self._check_reference = check_reference
+        self._native = native
+        self._wide = False
         self._exit = ExitStack()
         self._state: ModelState | None = None
         self._keep_changes = False
@@ -206,6 +223,13 @@ class PreparedModel:
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """The parameters of the model's forward."""
         return inspect.signature(self.layers.modules[ROOT].forward).parameters
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the model, an input or autocast is in half precision."""
+        tensors = (*nn.Module.parameters(self.model), *nn.Module.buffers(self.model), *(x for _, x in self.inputs))
+        dtypes = [*(tensor.dtype for tensor in tensors), *(dtype for _, dtype, _ in active_autocast())]
+        return not NARROW.isdisjoint(dtypes)
 
     @property
     def has_loss(self) -> bool:
@@ -244,6 +268,8 @@ class PreparedModel:
             if self._randomize_zeros:
                 wake_zeros(self.layers, self.probe.seed)
             self._state = ModelState(self.model, generators=False)  # else no run would show that they matter
+            if not self._native:
+                stack.enter_context(self.in_float32())
             self._exit = stack.pop_all()
         return self
 
@@ -304,6 +330,34 @@ class PreparedModel:
             if not self._keep_changes:
                 self._state.restore()
         return trace
+
+    @contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Compute in float32 within the block, if the model is in half precision."""
+        if self._wide or not self.is_narrow:
+            yield
+            return
+        native = self._state
+        with in_float32(self.model):
+            self._wide, self._state = True, ModelState(self.model, generators=False)
+            try:
+                yield
+            finally:
+                self._wide, self._state = False, native
+
+    @contextmanager
+    def converted(self) -> Iterator[PreparedModel]:
+        """Prepare a copy of the model whose parameters, buffers and inputs are float32, without autocast."""
+
+        def wide(tensor: Tensor) -> Tensor:
+            return tensor.to(widened(tensor.dtype))
+
+        model = self.copied()
+        converted(model, wide)
+        args, kwargs = map_tensors(wide, (self.args, self.kwargs))
+        options: dict[str, Any] = {"loss": self._loss, "check_reference": self._check_reference, "native": True}
+        with without_autocast(), PreparedModel(self.probe, model, args, kwargs, **options) as other:
+            yield other
 
     @contextmanager
     def keep_changes(self) -> Iterator[None]:
@@ -413,6 +467,7 @@ class PreparedModel:
 
         def copied(tensor: Tensor) -> Tensor:
             copy = copy_of(tensor).to(self.probe.device)
+            copy = copy.to(widened(copy.dtype)) if self._wide else copy
             if vary is not None and id(tensor) in paths:
                 copy = varied(paths[id(tensor)], copy, vary)
             wanted = tensor.requires_grad or (requires_grad and copy.is_floating_point())
@@ -430,10 +485,11 @@ class PreparedModel:
             NotApplicableError: It cannot be copied or converted, or what is wrong is the copy itself.
         """
         if self._fault_of_copy is None:
-            self._fault_of_copy = self._fault()
-            if self._fault_of_copy:
-                self._copy = self._made_again
-                self._fault_of_copy = self._fault() and self._fault_of_copy
+            with self.in_float32():
+                self._fault_of_copy = self._fault()
+                if self._fault_of_copy:
+                    self._copy = self._made_again
+                    self._fault_of_copy = self._fault() and self._fault_of_copy
         if self._fault_of_copy:
             raise NotApplicableError(self._fault_of_copy)
         other = self._copy()
@@ -465,7 +521,7 @@ class PreparedModel:
         mine = dict(all_named(self.model))
         modes = {name: module.training for name, module in self.model.named_modules()}
         for name, tensor in all_named(other):
-            tensor.data.copy_(mine[name])
+            tensor.data = tensor.data.to(mine[name].dtype).copy_(mine[name])
             tensor.requires_grad_(mine[name].requires_grad)
         for name, module in other.named_modules():
             module.training = modes[name]
