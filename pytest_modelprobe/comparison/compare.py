@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pytest_modelprobe.exceptions import NothingObservedError, SelectionError, UsageError
 from pytest_modelprobe.record import (
     ROOT,
+    ROUNDING_OF_RESPONSES,
     Call,
     Dimension,
     Glob,
@@ -404,7 +405,7 @@ class _Comparer:
         if not comparable(a, e) or is_drawn_otherwise(pair.layer, a, self.names):
             return
         at = functools.partial(Difference, layer=pair.layer, kind="response", call=pair.actual.index)
-        dtype, rounding = response_dtype(pair.expected), 0.0 if self.rounding > _tolerance.epsilon("float32") else None
+        dtype, rounding = response_dtype(pair.expected), ROUNDING_OF_RESPONSES
         pairs, gone = paired_emitted(a.handed, e.handed)
         for handed, other in pairs:
             if other is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from .applied import AS_THEY_ARRIVED, RESET, what_was_applied
 from .call_tree import CallScope, CallTree, Connection, ForwardKind, Step, connections, forward_of
 from .calls import (
+    ROUNDING_OF_RESPONSES,
     Attention,
     Call,
     Dimension,
@@ -136,4 +137,5 @@ __all__ = [
     "with_paths",
     "with_live_run",
     "writing_rank",
+    "ROUNDING_OF_RESPONSES",
 ]

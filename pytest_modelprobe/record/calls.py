@@ -116,6 +116,10 @@ HALF = frozenset({"float16", "bfloat16"})
 """The dtypes in half precision."""
 
 
+ROUNDING_OF_RESPONSES = 1e-5
+"""The most that float32 may round in one layer, beside float64. Half precision and TensorFloat-32 round by more."""
+
+
 def response_dtype(call: Call) -> str:
     """Return the dtype of the numbers in the response of a call: float32 in place of half precision.
 

@@ -55,7 +55,7 @@ from pytest_modelprobe.record import (
 
 from . import noise
 from .detached import detaching_call
-from .isolation import IsolationOptions, Key, Repeat, isolate_repeatedly, noisy
+from .isolation import IsolationOptions, Key, Repeat, doubtful, in_float64, isolate_repeatedly, noisy
 from .live import (
     IsolationRequest,
     expected_calls,
@@ -158,6 +158,9 @@ class Run:
             if start.obstacle is not None:
                 return with_note(record, f"no layer was called alone: {start.obstacle}")
             (responses,) = self._isolate(record, request, [(None, "all")], start)
+            if only := doubtful(responses, responses_of(request.like)):
+                (exact,) = self._isolate(record, dataclasses.replace(request, only=only), [(in_float64, "all")], start)
+                responses |= noisy({key: responses[key] for key in exact}, [], exact)
             # What a run in half precision differs by from another one may be its own rounding.
             if is_narrow(record) and record.noise is None and not request.only:
                 with contextlib.suppress(Exception):  # models may fail in another dtype
@@ -171,7 +174,7 @@ class Run:
             if reason is None:
                 try:
                     alone = 1 + (self.loss is not None) if responses_of(record) else 0
-                    with progress("measuring noise: run", (2 + alone) * _REPEATS) as each:
+                    with progress("measuring noise: run", (2 + alone) * _REPEATS + bool(alone)) as each:
                         return self._measured(record, start, each)
                 except Exception as error:  # noqa: BLE001 - models may fail on perturbed numbers
                     reason = f"a repeat raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -248,10 +251,10 @@ class Run:
         request = IsolationRequest(record, only={layer for layer, _ in distinct})
         alone: list[Repeat] = [(move.in_place, "outputs") for move in near]
         alone += [(move.in_place, "gradients") for move in far if self.loss is not None]
-        taken = self._isolate(record, request, alone, start, each)
-        found = noisy(distinct, taken[:_REPEATS])
+        exact, *taken = self._isolate(record, request, [(in_float64, "all"), *alone], start, each)
+        found = noisy(distinct, taken[:_REPEATS], exact)
         if self.loss is not None:
-            again = noisy(distinct, taken[_REPEATS:])
+            again = noisy(distinct, taken[_REPEATS:], exact)
             found = {key: dataclasses.replace(found[key], gradient=again[key].gradient) for key in found}
         return {key: found[alike[key]] for key in responses}
 

@@ -1,8 +1,9 @@
-"""Half precision computed in float32: what code computes but for rounding.
+"""Half precision computed in float32, and float32 in float64: what code computes but for rounding.
 
 In half precision two right implementations differ by as much as a wrong epsilon does. In float32 the right ones agree
 to seven digits and the wrong one does not. So layers are called alone in float32, and the noise of a run in half
-precision is its distance to one run in float32.
+precision is its distance to one run in float32. Where two layers differ in the sixth digit, float64 tells how much of
+that is rounding.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ NARROW = frozenset({torch.bfloat16, torch.float16})
 """The dtypes that are computed in float32."""
 
 
-def widened(dtype: torch.dtype) -> torch.dtype:
-    """Return float32 for a half precision, and any other dtype as it is.
+def widened(dtype: torch.dtype, wide: torch.dtype = torch.float32) -> torch.dtype:
+    """Return ``wide``, float32 or float64, for a narrower dtype, and any other as it is.
 
-    >>> widened(torch.bfloat16), widened(torch.float64)
-    (torch.float32, torch.float64)
+    >>> widened(torch.bfloat16), widened(torch.float32), widened(torch.float32, torch.float64)
+    (torch.float32, torch.float32, torch.float64)
     """
-    return torch.float32 if dtype in NARROW else dtype
+    return wide if dtype in NARROW or dtype == torch.float32 else dtype
 
 
 class Widening(TorchDispatchMode):  # type: ignore[misc]
-    """Computes in float32 what code computes in half precision, written out or by autocast.
+    """Computes in float32, or in float64, what code computes in a narrower dtype, written out or by autocast.
 
     Casts to half precision are casts to float32, and tensors in half precision are converted when an operation reads
     them. Tensors that an operation writes to, and views, stay as they are. A leaf that requires a gradient has to be
@@ -45,6 +46,10 @@ class Widening(TorchDispatchMode):  # type: ignore[misc]
 
     supports_higher_order_operators = True
 
+    def __init__(self, wide: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self._wide = wide
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch._dynamo is imported, which takes seconds
@@ -53,9 +58,18 @@ class Widening(TorchDispatchMode):  # type: ignore[misc]
         if not isinstance(func, Operation):  # a higher order operator calls others
             return func(*args, **(kwargs or {}))
         read = _arguments(func)
-        args = [_wide(arg, is_read) for arg, is_read in zip(args, read.values(), strict=False)]
-        kwargs = {name: _wide(arg, read[name]) for name, arg in (kwargs or {}).items()}
+        args = [self._widened(arg, is_read) for arg, is_read in zip(args, read.values(), strict=False)]
+        kwargs = {name: self._widened(arg, read[name]) for name, arg in (kwargs or {}).items()}
         return func(*args, **kwargs)
+
+    def _widened(self, value: Any, is_read: bool) -> Any:
+        if isinstance(value, torch.dtype):
+            return widened(value, self._wide)
+        if isinstance(value, Tensor):
+            return value.to(widened(value.dtype, self._wide)) if is_read else value
+        if isinstance(value, list | tuple):
+            return type(value)(self._widened(one, is_read) for one in value)
+        return value
 
 
 @functools.cache
@@ -65,16 +79,6 @@ def _arguments(operation: Any) -> dict[str, bool]:
         argument.name: not (operation.is_view or (argument.alias_info is not None and argument.alias_info.is_write))
         for argument in schema(operation).arguments
     }
-
-
-def _wide(value: Any, is_read: bool) -> Any:
-    if isinstance(value, torch.dtype):
-        return widened(value)
-    if isinstance(value, Tensor):
-        return value.float() if is_read and value.dtype in NARROW else value
-    if isinstance(value, list | tuple):
-        return type(value)(_wide(one, is_read) for one in value)
-    return value
 
 
 @contextlib.contextmanager

@@ -2732,6 +2732,58 @@ def test_a_norm_computed_in_half_precision_is_rounding_and_another_epsilon_is_no
     assert ("0", "computation") in named
 
 
+class Written(nn.Module):
+    """Code in a form that float32 rounds more or less."""
+
+    def __init__(self, code: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.how, self.fc = types.SimpleNamespace(code=code), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.how.code(x.float()).to(x.dtype))
+
+
+def by_moments(x: torch.Tensor) -> torch.Tensor:
+    x = x + 12
+    variance = x.square().mean(-1, keepdim=True) - x.mean(-1, keepdim=True).square()
+    return (x - x.mean(-1, keepdim=True)) / variance.sqrt()
+
+
+def in_two_passes(x: torch.Tensor, eps: float = 0.0) -> torch.Tensor:
+    x = x + 12 - (x + 12).mean(-1, keepdim=True)
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def at_angles(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    angles = torch.arange(1000, 1000 + x.shape[-2], dtype=dtype)[:, None] * torch.linspace(0, 1, 64, dtype=dtype)
+    return x * angles.cos().to(x.dtype)
+
+
+ROUNDED_MORE_OR_LESS = {
+    "variance": (by_moments, in_two_passes),
+    "angles": (lambda x: at_angles(x, torch.float32), lambda x: at_angles(x, torch.float64)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ROUNDED_MORE_OR_LESS)
+def test_what_float32_rounds_is_no_cause_and_what_it_does_not_is_one(name: str, dtype: torch.dtype) -> None:
+    def model(code: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+        return PROBE.build(lambda: nn.Sequential(Written(code), nn.Linear(64, 64))).to(dtype)
+
+    x, (rough, fine) = PROBE.randn(2, 16, 64).to(dtype), ROUNDED_MORE_OR_LESS[name]
+    for old, new in ((rough, fine), (fine, rough)):
+        before, after = model(old), model(new)
+        expected = recorded(before, x, loss=None)
+        expected = expected.live_run.measured(expected)
+        diagnosis = diagnose(compare(recorded(after, x, like=expected, loss=None), expected))
+        assert not [cause for cause in diagnosis.causes if cause.kind == "computation"], first_line(diagnosis)
+    other = model(lambda x: in_two_passes(x, eps=1e-4) if name == "variance" else fine(x).to(torch.bfloat16))
+    diagnosis = diagnose(compare(recorded(other, x, like=expected, loss=None), expected))
+    if name == "variance" or dtype == torch.float32:  # what is in bfloat16 may be rounded to bfloat16
+        assert "layer '0' (Written): own code changed" in first_line(diagnosis)
+
+
 def test_what_half_precision_rounds_away_to_the_last_bit_is_named() -> None:
     class Residual(nn.Module):
         def __init__(self) -> None:

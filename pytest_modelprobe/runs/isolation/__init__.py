@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -28,18 +29,18 @@ from torch import nn
 from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import Layers, preserved, run_eagerly, seeding, settings_preserved
 from pytest_modelprobe.progress import progress
-from pytest_modelprobe.record import IsolatedResponse, Reading
+from pytest_modelprobe.record import ROUNDING_OF_RESPONSES, IsolatedResponse, Reading
 from pytest_modelprobe.runs.noise import relative_change
 
-from .alone import IsolationOptions, Key, Perturb, Repeat, Session
+from .alone import IsolationOptions, Key, Perturb, Repeat, Session, in_float64
 from .contexts import StateBefore, is_ours, without_hooks, without_warnings
 from .forwards import KeptForward, KeptForwards, merged, recipes_of
 from .recipes import Draws, fits, kind_of, synthetic
 from .tracing import Tracer
 
 __all__ = [
-    "IsolationOptions", "Key", "KeptForward", "KeptForwards", "Perturb", "Repeat", "fits", "isolate",
-    "isolate_repeatedly", "kind_of", "merged", "noisy", "recipes_of", "synthetic",
+    "IsolationOptions", "Key", "KeptForward", "KeptForwards", "Perturb", "Repeat", "doubtful", "fits", "in_float64",
+    "isolate", "isolate_repeatedly", "kind_of", "merged", "noisy", "recipes_of", "synthetic",
 ]  # fmt: skip
 
 _ALL_LAYERS = IsolationOptions()
@@ -135,10 +136,29 @@ def isolate_repeatedly(
         return taken
 
 
+_DOUBTFUL = 1e-4
+"""The change of a response from which on it is no rounding of float32."""
+
+
+def doubtful(responses: Mapping[Key, IsolatedResponse], expected: Mapping[Key, IsolatedResponse]) -> set[str]:
+    """Return the layers whose response differs by as little as the rounding of float32 may."""
+
+    def differs(key: Key, response: IsolatedResponse) -> bool:
+        then = _readings(expected[key]) if key in expected else {}
+        changes = [relative_change(x, then.get(where)) for where, x in _readings(response).items() if x is not None]
+        return 0 < max(filter(None, changes), default=0.0) < _DOUBTFUL
+
+    return {key[0] for key, response in responses.items() if differs(key, response)}
+
+
 def noisy(
-    responses: Mapping[Key, IsolatedResponse], repeats: Sequence[Mapping[Key, IsolatedResponse]]
+    responses: Mapping[Key, IsolatedResponse],
+    repeats: Sequence[Mapping[Key, IsolatedResponse]],
+    exact: Mapping[Key, IsolatedResponse] = MappingProxyType({}),
 ) -> dict[Key, IsolatedResponse]:
     """Return the responses with the noise of each reading: its largest relative change in any of the repeats.
+
+    What ``exact`` has in float64 counts up to `ROUNDING_OF_RESPONSES`.
 
     >>> model = nn.Linear(4, 4)
     >>> def respond(perturb=None):
@@ -147,18 +167,29 @@ def noisy(
     >>> 0.001 < response.handed[0].reading.noise < 0.01
     True
     """
-    return {key: _with_noise(response, [repeat.get(key) for repeat in repeats]) for key, response in responses.items()}
+    return {
+        key: _with_noise(response, [repeat.get(key) for repeat in repeats], exact.get(key))
+        for key, response in responses.items()
+    }
 
 
-def _with_noise(response: IsolatedResponse, repeats: Sequence[IsolatedResponse | None]) -> IsolatedResponse:
-    others = [{} if r is None else {h.where: h.reading for h in r.handed} for r in repeats]
+def _with_noise(
+    response: IsolatedResponse, repeats: Sequence[IsolatedResponse | None], exact: IsolatedResponse | None
+) -> IsolatedResponse:
+    now, *others, precise = ({} if r is None else _readings(r) for r in (response, *repeats, exact))
 
-    def measured(reading: Reading | None, again: Iterable[Reading | None]) -> Reading | None:
-        known = [c for c in (relative_change(reading, other) for other in again) if c is not None] if reading else []
+    def measured(where: str) -> Reading | None:
+        reading = now[where]
+        changes = [relative_change(reading, other.get(where)) for other in others] if reading else []
+        if reading and where in precise:
+            changes.append(min(relative_change(reading, precise[where]) or 0.0, ROUNDING_OF_RESPONSES))
+        known = [change for change in changes if change is not None]
         return dataclasses.replace(reading, noise=max(known)) if reading and known else reading
 
-    handed = (
-        dataclasses.replace(h, reading=measured(h.reading, [o.get(h.where) for o in others])) for h in response.handed
-    )
-    gradient = measured(response.gradient, [None if r is None else r.gradient for r in repeats])
-    return dataclasses.replace(response, handed=tuple(handed), gradient=gradient)
+    handed = tuple(dataclasses.replace(h, reading=measured(h.where)) for h in response.handed)
+    return dataclasses.replace(response, handed=handed, gradient=measured(""))
+
+
+def _readings(response: IsolatedResponse) -> dict[str, Reading | None]:
+    """Return what a response emits, by place, and its gradient, by an empty name."""
+    return {**{handed.where: handed.reading for handed in response.handed}, "": response.gradient}

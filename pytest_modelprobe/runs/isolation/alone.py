@@ -63,6 +63,12 @@ Part = Literal["all", "outputs", "gradients"]
 
 Defaults = Mapping[str, tuple[Plain, ...]]
 
+
+def in_float64(tensor: Tensor, name: str, terms: int) -> Tensor:
+    """Return a synthetic tensor in float64. It is a perturbation with which code computes in float64 too."""
+    return tensor.double()
+
+
 Repeat = tuple[Perturb | None, Part]
 """How the synthetic tensors of a repeat are perturbed, and what is read of its responses."""
 
@@ -194,9 +200,9 @@ class Session:
         self.current = alone
         try:
             with attributes_restored(alone.call.module), contextlib.ExitStack() as stack:
-                if self.traced.is_narrow:
-                    stack.enter_context(Widening())
-                for state in () if self.traced.is_narrow else alone.call.autocast:
+                if wide := torch.float64 if self.perturb is in_float64 else self.traced.is_narrow and torch.float32:
+                    stack.enter_context(Widening(wide))
+                for state in () if wide else alone.call.autocast:
                     stack.enter_context(torch.autocast(*state))
                 return alone.run()
         finally:
