@@ -42,11 +42,8 @@ Three repeats by it predict the effect of harmless changes to within a factor of
 GPT-2.
 """
 
-BACKWARD_ULPS = {torch.float32: 84, torch.float64: 84}
-"""Perturbation of each element for the noise of the backward, in units in the last place: 1e-5 in float32.
-
-Other dtypes use `FORWARD_ULPS`.
-"""
+BACKWARD_ULPS = 84
+"""Perturbation of each element for the noise of the backward, in units in the last place: 1e-5 in float32."""
 
 SUM_ULPS = 1 / 64
 """Perturbation of a weight for the noise of the forward, in units in the last place and in square roots of the number
@@ -59,7 +56,8 @@ rounding all weights does. The tolerance is four times the noise and 2e-6.
 _TOGETHER = 1 << 16
 """Elements that are perturbed at once, so few that they stay in the cache. It is a multiple of 8, as signs are bits."""
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+"""The dtypes that are perturbed. A unit of a narrower one is a change of its own: see `widening`."""
 
 V = TypeVar("V", Value, Parameter)
 
@@ -89,7 +87,7 @@ def perturbed(tensor: torch.Tensor, name: str, units: int) -> torch.Tensor:
 def _perturb(tensor: torch.Tensor, name: str, units: int, result: torch.Tensor) -> None:
     """Write a real tensor, perturbed, to ``result``, which may be the tensor itself."""
     # Floats of one sign are ordered as the integers with the same bits are, so one unit is 1 in these integers.
-    bits, moved = (x.view(_BITS[x.element_size()]) for x in (tensor, result))
+    bits, moved = (x.view(_BITS[x.dtype]) for x in (tensor, result))
     most = _half_of_largest(tensor.dtype)
     drawn = numpy.random.default_rng(seeding.derive(0, name)).bytes(-(-tensor.numel() // 8))
     if not (tensor.is_cpu and tensor.is_contiguous() and result.is_contiguous()):
@@ -117,7 +115,7 @@ def _move(bits: torch.Tensor, signs: torch.Tensor, units: int, most: int, result
 @functools.cache
 def _half_of_largest(dtype: torch.dtype) -> int:
     """Return the bits of half the largest number of a dtype."""
-    return int(torch.tensor(torch.finfo(dtype).max / 2, dtype=dtype).view(_BITS[dtype.itemsize]))
+    return int(torch.tensor(torch.finfo(dtype).max / 2, dtype=dtype).view(_BITS[dtype]))
 
 
 def _signs(drawn: bytes, count: int) -> torch.Tensor:
@@ -169,32 +167,30 @@ class Perturbation:
         """
         for number, output in enumerate(outputs):
             if not output.is_leaf and output.numel() > 1:
-                name = f"{self.name} loss {number}"
-                output.register_hook(functools.partial(perturbed, name=name, units=FORWARD_ULPS))
+                name = f"loss {number}"
+                output.register_hook(functools.partial(Perturbation(self.name, far=False), name=name))
 
     def in_place(self, tensor: torch.Tensor, name: str, terms: int = 1) -> torch.Tensor:
-        """Perturb a floating tensor in place, and return it. Any other tensor is returned as it is.
+        """Perturb a tensor of float32 or wider in place, and return it. Any other tensor is returned as it is.
 
         Args:
             tensor: The tensor.
             name: Seed of the signs, together with the name of the perturbation.
             terms: See `terms_of`.
         """
-        if tensor.is_floating_point() or tensor.is_complex():
-            numbers = as_real(tensor)
-            _perturb(numbers, f"{self.name} {name}", self._units(tensor.dtype, terms), numbers)
+        numbers = as_real(tensor)
+        if numbers.dtype in _BITS:
+            _perturb(numbers, f"{self.name} {name}", self._units(terms), numbers)
         return tensor
 
     def __call__(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a perturbed copy of a floating tensor. Any other tensor is returned as it is."""
-        if not (tensor.is_floating_point() or tensor.is_complex()):
+        """Return a perturbed copy of a tensor of float32 or wider. Any other tensor is returned as it is."""
+        if as_real(tensor.detach()).dtype not in _BITS:
             return tensor
-        return perturbed(tensor, f"{self.name} {name}", self._units(tensor.dtype))
+        return perturbed(tensor, f"{self.name} {name}", self._units())
 
-    def _units(self, dtype: torch.dtype, terms: int = 1) -> int:
-        if dtype not in BACKWARD_ULPS:
-            return FORWARD_ULPS  # the order of additions does not matter to half precision, whose sums are in float32
-        return BACKWARD_ULPS[dtype] if self.far else max(FORWARD_ULPS, round(SUM_ULPS * math.sqrt(terms)))
+    def _units(self, terms: int = 1) -> int:
+        return BACKWARD_ULPS if self.far else max(FORWARD_ULPS, round(SUM_ULPS * math.sqrt(terms)))
 
 
 def terms_of(owner: nn.Module, weight: torch.Tensor) -> int:
@@ -210,12 +206,8 @@ def terms_of(owner: nn.Module, weight: torch.Tensor) -> int:
 
 
 def _is_quantity(tensor: torch.Tensor) -> bool:
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return False
     plain = as_real(tensor.detach())
-    try:
-        plain = plain if plain.element_size() > 1 else plain.float()  # dtypes of one byte have no arithmetic
-    except NotImplementedError:  # a dtype with two numbers in one byte cannot be converted
+    if plain.dtype not in _BITS:
         return False
     usual = plain.abs() < torch.finfo(plain.dtype).max / 2  # this is false for a NaN
     return bool(usual.all()) and not bool((plain == plain.round()).all())

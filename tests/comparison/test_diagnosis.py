@@ -2784,6 +2784,36 @@ def test_what_float32_rounds_is_no_cause_and_what_it_does_not_is_one(name: str, 
         assert "layer '0' (Written): own code changed" in first_line(diagnosis)
 
 
+class OfEightBits(nn.Module):
+    """A linear layer whose weights have eight bits each, and a scale."""
+
+    def __init__(self, dtype: torch.dtype, wide: bool = False, off: float = 1.0) -> None:
+        super().__init__()
+        weight, largest = torch.linspace(-1, 1, 32 * 32).sin().view(32, 32), 127 if dtype == torch.int8 else 448
+        self.how = types.SimpleNamespace(wide=wide, off=off)
+        self.register_buffer("scale", weight.abs().amax(1) / largest)
+        self.weight = nn.Parameter((weight / self.scale[:, None]).to(dtype), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale, dtype = self.scale * self.how.off, torch.float32 if self.how.wide else x.dtype
+        return (nn.functional.linear(x.to(dtype), self.weight.to(dtype)) * scale.to(dtype)).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_wrong_scale_of_quantized_weights_is_named_and_another_precision_of_the_product_is_not(
+    dtype: torch.dtype,
+) -> None:
+    def model(**how: Any) -> nn.Module:
+        return nn.Sequential(OfEightBits(dtype, **how), nn.LayerNorm(32).bfloat16())
+
+    x, old, wide, wrong = PROBE.randn(4, 32).bfloat16(), model(), model(wide=True), model(off=1.003)
+    expected = recorded(old, x, loss=None)
+    expected = expected.live_run.measured(expected)
+    assert diagnose(compare(recorded(wide, x, like=expected, loss=None), expected)).same
+    diagnosis = diagnose(compare(recorded(wrong, x, like=expected, loss=None), expected))
+    assert "layer '0' (OfEightBits): own code changed: by 0.3" in first_line(diagnosis)
+
+
 def test_what_half_precision_rounds_away_to_the_last_bit_is_named() -> None:
     class Residual(nn.Module):
         def __init__(self) -> None:

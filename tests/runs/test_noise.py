@@ -102,7 +102,7 @@ def test_what_a_layer_writes_to_a_buffer_inside_is_no_noise_of_the_layer_there(p
 # --- moving numbers -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
 def test_each_element_moves_by_one_unit_in_the_last_place(dtype: torch.dtype) -> None:
     x = torch.linspace(-2, 2, 64).to(dtype)[:, None].expand(64, 2)[:63]
     change = (perturbed(x, "x", 1).to(torch.complex128) - x.to(torch.complex128)).abs()
@@ -172,7 +172,7 @@ def test_a_large_tensor_is_perturbed_like_its_parts() -> None:
     assert perturbed(x, "x", 84).view(-1)[-1] == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 def test_parameters_are_perturbed_in_place_as_a_copy_is(dtype: torch.dtype) -> None:
     model = nn.Linear(300, 300, dtype=dtype)
     move = Perturbation("repeat", far=True)

@@ -181,8 +181,8 @@ def _with_noise(
     def measured(where: str) -> Reading | None:
         reading = now[where]
         changes = [relative_change(reading, other.get(where)) for other in others] if reading else []
-        if reading and where in precise:
-            changes.append(min(relative_change(reading, precise[where]) or 0.0, ROUNDING_OF_RESPONSES))
+        if reading and (other := precise.get(where)):
+            changes.append(min(relative_change(reading, other) or 0.0, ROUNDING_OF_RESPONSES))
         known = [change for change in changes if change is not None]
         return dataclasses.replace(reading, noise=max(known)) if reading and known else reading
 
