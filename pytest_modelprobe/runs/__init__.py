@@ -19,13 +19,14 @@ from .stop import StopOn
 from .trial import Given, Trial, Trials
 from .watch import Watch
 from .watched import watched
-from .widening import NARROW, in_float32, widened
+from .widening import NARROW, Widening, in_float32, widened
 
 __all__ = [
     "Given",
     "Loss",
     "Mode",
     "NARROW",
+    "Widening",
     "NoGradientError",
     "Options",
     "Positions",

@@ -24,12 +24,13 @@ NARROW = frozenset({torch.bfloat16, torch.float16})
 
 
 def widened(dtype: torch.dtype, wide: torch.dtype = torch.float32) -> torch.dtype:
-    """Return ``wide``, float32 or float64, for a narrower dtype, and any other as it is.
+    """Return ``wide``, float32 or float64, for a narrower dtype, and any other as it is, also one of eight bits.
 
-    >>> widened(torch.bfloat16), widened(torch.float32), widened(torch.float32, torch.float64)
-    (torch.float32, torch.float32, torch.float64)
+    >>> widened(torch.bfloat16), widened(torch.float32), widened(torch.complex64, torch.float64)
+    (torch.float32, torch.float32, torch.complex128)
     """
-    return wide if dtype in NARROW or dtype == torch.float32 else dtype
+    floating = (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
+    return torch.promote_types(dtype, wide) if floating else dtype
 
 
 class Widening(TorchDispatchMode):  # type: ignore[misc]
