@@ -1,12 +1,19 @@
-"""Everything to try on a GPU, in one command of under ten minutes, which prints a page in Markdown.
+"""Everything to try on a GPU, in one command of under ten minutes, which writes a page in Markdown for each part.
 
-    python benchmarks/gpu.py > gpu.md
-    python benchmarks/gpu.py --device cpu --quick  # tries the script: sizes that mean nothing
+    python benchmarks/gpu.py gpu                         # into the folder gpu
+    python benchmarks/gpu.py gpu --device cpu --quick    # tries the script: sizes that mean nothing
 
-It needs torch, pytest, numpy and syrupy, and a checkout. One test needs hypothesis, and examples need transformers and
-scikit-learn: without them they are left out, and the page says so. Each part runs in a process of its own and has a
-time limit: an error or a hang is on the page, and the other parts run. What a step costs is a ratio within a round, in
-which every mode runs, in an order that changes; on CUDA it is measured by events on the stream.
+It needs torch, pytest, numpy and syrupy, and a checkout, with or without git. What a machine without a network lacks is
+carried there and installed first:
+
+    pip download --no-deps --dest wheels --constraint constraints.txt syrupy hypothesis sortedcontainers attrs \
+        jsonschema jsonschema-specifications referencing rpds-py cmarkgfm cffi pycparser pytest-randomly
+    python benchmarks/gpu.py gpu --wheels wheels
+
+A file of tests whose imports are missing is left out, and the page says so. Each part runs in a process of its own, in
+which its page grows line by line, and has a time limit: an error or a hang is on its page, and the other parts run. The
+exit code is 1 if one failed, or if Triton did not compute what it was asked for. What a step costs is a ratio within a
+round, in which every mode runs, in an order that changes; on CUDA it is measured by events on the stream.
 """
 
 from __future__ import annotations
@@ -32,13 +39,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT = 570.0  # seconds for all
 Step = Callable[[], None]
 
 # --- models -------------------------------------------------------------------------------------------------------
@@ -160,15 +167,27 @@ def elapsed(device: str, job: Step) -> float:
 
 
 @contextlib.contextmanager
-def by_torch() -> Iterator[None]:
-    """Leave the kernels in Triton aside."""
+def by_triton() -> Iterator[None]:
+    """Have the kernels in Triton compute.
+
+    Raises:
+        RuntimeError: They do not compute all.
+    """
     from pytest_modelprobe.statistics import cuda
 
-    known, cuda.KERNELS.problem = cuda.KERNELS.problem, "not asked for"
+    usual, os.environ["MODELPROBE_KERNEL"] = cuda.KERNELS, "triton"
+    cuda.KERNELS = _TRITON.setdefault("kernels", type(usual)())
     try:
         yield
+        if (said := cuda.description()) != "Triton":
+            raise RuntimeError(f"Triton was asked for, and computed not all: {said}")
     finally:
-        cuda.KERNELS.problem = known
+        cuda.KERNELS = usual
+        del os.environ["MODELPROBE_KERNEL"]
+
+
+_TRITON: dict[str, Any] = {}
+"""What is known of the kernels, which are compiled once."""
 
 
 @contextlib.contextmanager
@@ -192,16 +211,12 @@ def modes_of(model: nn.Module) -> dict[str, Callable[[], AbstractContextManager[
             yield
 
     @contextlib.contextmanager
-    def plain() -> Iterator[None]:
-        with by_torch(), Watch(model):
+    def kernels() -> Iterator[None]:
+        with by_triton(), Watch(model):
             yield
 
-    return {
-        "unwatched": contextlib.nullcontext,
-        "statistics": alone,
-        "with fingerprints": lambda: Watch(model),
-        "with fingerprints, by plain torch": plain,
-    }
+    modes = {"unwatched": contextlib.nullcontext, "statistics": alone, "with fingerprints": lambda: Watch(model)}
+    return {**modes, "with fingerprints, by Triton": kernels} if torch.cuda.is_available() else modes
 
 
 def cost(make: Callable[[str, bool], tuple[nn.Module, Step]], device: str, quick: bool) -> Iterator[str]:
@@ -228,7 +243,10 @@ def cost(make: Callable[[str, bool], tuple[nn.Module, Step]], device: str, quick
         low, middle, high = statistics.quantiles(each, n=4)
         yield f"| {name} | {middle:.3f} | {low:.3f} – {high:.3f} | {statistics.median(values) * 1e3:.2f} |"
     yield ""
-    yield f"{computed_by()} {turn} rounds. Aim: at most 1.10 for statistics, 1.15 with fingerprints."
+    yield f"{turn} rounds. Aim: at most 1.10 for statistics, 1.15 with fingerprints."
+    for fast in list(seconds.values())[3:]:
+        times = statistics.median(seconds["with fingerprints"]) / statistics.median(fast)
+        yield f"By torch a step takes {times:.2f} times as long as by Triton, which becomes the default if that is 1.5."
 
 
 def part_gpt2(device: str, quick: bool) -> Iterator[str]:
@@ -241,63 +259,22 @@ def part_resnet(device: str, quick: bool) -> Iterator[str]:
     yield from cost(resnet_step, device, quick)
 
 
-def part_kernel(device: str, quick: bool) -> Iterator[str]:
-    """One tensor, in sums of it"""
-    from pytest_modelprobe.statistics import reduce
-
-    scale = 8 if quick else 112
-    images = torch.randn(64 // (8 if quick else 1), 64, scale, scale, device=device)
-    tokens = torch.randn(64 if quick else 65536, 768, device=device)
-    tensors = {
-        "float32, no units": (tokens, None),
-        "float32, last axis": (tokens, -1),
-        "bfloat16, last axis": (tokens.bfloat16(), -1),
-        "float64, last axis": (tokens.double(), -1),
-        "float32, channels": (images, -3),
-        "float32, channels_last": (images.to(memory_format=torch.channels_last), -3),
-        "float32, transposed": (tokens.t(), -1),
-        "float32, 3000 elements": (tokens.flatten()[:3000], None),
-    }
-    yield "| tensor | MB | ms of a sum | statistics | with fingerprint | by plain torch |"
-    yield "|---|---|---|---|---|---|"
-    for name, (x, axis) in tensors.items():
-        jobs: list[Step] = [
-            lambda x=x: x.sum(),
-            lambda x=x, axis=axis: reduce(x, axis=axis, fingerprint=False),
-            lambda x=x, axis=axis: reduce(x, axis=axis),
-        ]
-        seconds: list[list[float]] = [[], [], [], []]
-        for turn in range(-2, 3 if quick else 15):
-            found = [elapsed(device, job) for job in jobs]
-            with by_torch():
-                found.append(elapsed(device, jobs[2]))
-            if turn >= 0:
-                for values, value in zip(seconds, found, strict=True):
-                    values.append(value)
-        base = statistics.median(seconds[0])
-        ratios = [statistics.median(a / b for a, b in zip(values, seconds[0], strict=True)) for values in seconds[1:]]
-        size = x.numel() * x.element_size() / 1e6
-        yield f"| {name} | {size:.2f} | {base * 1e3:.3f} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |"
-    yield ""
-    yield computed_by()
-
-
-def computed_by() -> str:
-    """Return which code computed."""
-    from pytest_modelprobe.statistics import cuda
-
-    if not torch.cuda.is_available():
-        return "Computed on the CPU: none of the kernels for CUDA ran."
-    return f"Computed by {cuda.description()}."
-
-
 def part_numbers(device: str, quick: bool) -> Iterator[str]:
     """The same numbers as on the CPU"""
+    yield "| by | tensor | furthest mean, std | fingerprint | counts, range, units |"
+    yield "|---|---|---|---|---|"
+    yield from numbers(device, quick, "torch")
+    if torch.cuda.is_available():
+        with by_triton():
+            yield from numbers(device, quick, "Triton")
+    yield ""
+    yield "Mean and std are in units of the rms, fingerprints relative."
+
+
+def numbers(device: str, quick: bool, by: str) -> Iterator[str]:
     from pytest_modelprobe.statistics import collect, reduce
 
     shapes = [((40, 256), -1), ((3, 64, 30, 30), -3), ((8, 40, 7, 7), -3), ((9, 1000), -1), ((2_000_000,), None)]
-    yield "| tensor | furthest mean, std | fingerprint | counts, range, units |"
-    yield "|---|---|---|---|"
     for shape, axis in shapes[: 3 if quick else None]:
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             x = torch.randn(shape).relu().sub(0.25).to(dtype)
@@ -314,9 +291,9 @@ def part_numbers(device: str, quick: bool) -> Iterator[str]:
             assert there.fingerprint
             far = math.dist(here.fingerprint, there.fingerprint) / math.hypot(*here.fingerprint)
             kind = str(dtype).removeprefix("torch.")
-            yield f"| {kind} {shape} | {moments:.1e} | {far:.1e} | {'the same' if same else '**other**'} |"
-    yield ""
-    yield f"{computed_by()} Mean and std are in units of the rms, fingerprints relative."
+            yield f"| {by} | {kind} {shape} | {moments:.1e} | {far:.1e} | {'the same' if same else '**other**'} |"
+            if not (same and moments < 1e-5 and far < 1e-5):
+                raise RuntimeError(f"{by} computes other numbers of {kind} {shape} than the CPU")
 
 
 def part_waiting(device: str, quick: bool) -> Iterator[str]:
@@ -356,19 +333,26 @@ def part_machine(device: str, quick: bool) -> Iterator[str]:
         found = torch.cuda.get_device_properties(0)
         yield f"- {found.name}, {found.total_memory / 2**30:.0f} GiB, {found.multi_processor_count} multiprocessors, "
         yield f"  compute capability {found.major}.{found.minor}"
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    yield f"- commit {commit.stdout.strip() or 'unknown'}"
+    with contextlib.suppress(FileNotFoundError):  # there is no git
+        commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+        yield f"- commit {commit.stdout.strip() or 'unknown'}"
 
 
 # --- tests --------------------------------------------------------------------------------------------------------
 
 
 def part_tests(device: str, quick: bool) -> Iterator[str]:
-    """Tests marked `cuda`, and those of the kernels"""
+    """Tests marked `cuda`"""
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.cuda" in path.read_text("utf-8")]
-    kernels = ROOT / "tests" / "statistics" / "test_triton.py"
-    yield from results_of([path for path in files if path != kernels], "-m", "cuda")
-    yield from results_of([kernels])
+    yield from results_of([path for path in files if path != KERNELS], "-m", "cuda")
+
+
+KERNELS = ROOT / "tests" / "statistics" / "test_triton.py"
+
+
+def part_triton(device: str, quick: bool) -> Iterator[str]:
+    """Tests of the kernels in Triton"""
+    yield from results_of([KERNELS])
 
 
 def part_examples(device: str, quick: bool) -> Iterator[str]:
@@ -442,6 +426,11 @@ def results_of(paths: list[Path], *options: str, at: Path = ROOT) -> Iterator[st
     yield f"- {names} {' '.join(options)}: {(counts or lines)[-1].strip('= ')}"
     if run.returncode not in (0, 5):  # 5: no test
         yield from quoted("\n".join(lines[-60:]))
+        FAILED.append(counts[-1] if counts else "pytest failed")
+
+
+FAILED: list[str] = []
+"""What failed in this process, whose other files of tests run all the same."""
 
 
 def environment() -> dict[str, str]:
@@ -452,17 +441,17 @@ def environment() -> dict[str, str]:
 
 # --- the page -----------------------------------------------------------------------------------------------------
 
-# The most important first, each with its limit in seconds: what is left of ten minutes may be less.
+# The most important first, each with its limit in seconds: 560 in all.
 PARTS: dict[str, tuple[Callable[[str, bool], Iterator[str]], float]] = {
-    "machine": (part_machine, 30),
-    "numbers": (part_numbers, 90),
-    "waiting": (part_waiting, 60),
-    "gpt2": (part_gpt2, 110),
-    "resnet": (part_resnet, 110),
-    "kernel": (part_kernel, 90),
-    "tests": (part_tests, 150),
-    "snapshots": (part_snapshots, 90),
-    "examples": (part_examples, 90),
+    "machine": (part_machine, 20),
+    "waiting": (part_waiting, 40),
+    "numbers": (part_numbers, 60),
+    "gpt2": (part_gpt2, 70),
+    "resnet": (part_resnet, 70),
+    "tests": (part_tests, 120),
+    "triton": (part_triton, 90),
+    "snapshots": (part_snapshots, 45),
+    "examples": (part_examples, 45),
 }
 
 
@@ -470,55 +459,61 @@ def quoted(text: str) -> Iterator[str]:
     yield from ("", "```text", *text.rstrip().splitlines(), "```", "")
 
 
-def part(name: str, arguments: list[str], limit: float) -> Iterator[str]:
-    """Run a part in a process of its own; yield its lines, and what went wrong."""
+def part(name: str, arguments: list[str], limit: float, page: Path) -> bool:
+    """Run a part in a process of its own, which writes its page, and return whether it ended well."""
     command = [sys.executable, str(Path(__file__).resolve()), "--part", name, *arguments]
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+    with page.open("w", encoding="utf-8") as out, tempfile.TemporaryFile("w+") as errors:
         # A session of its own, so that what it started ends with it.
         process = subprocess.Popen(command, env=environment(), stdout=out, stderr=errors, start_new_session=True)
         try:
             process.wait(limit)
+            said = f"**Failed with exit code {process.returncode}.**" if process.returncode else ""
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
+            said = f"**Stopped after {limit:.0f} seconds.**"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
             process.wait()
-            stopped = f"**Stopped after {limit:.0f} seconds.**"
-        else:
-            stopped = f"**Failed with exit code {process.returncode}.**" if process.returncode else ""
-        out.seek(0)
-        errors.seek(0)
-        yield from out.read().splitlines()
-        if stopped:
-            yield ""
-            yield stopped
-            yield from quoted("\n".join(errors.read().splitlines()[-30:]))
+        if said:
+            errors.seek(0)
+            out.write("\n".join(["", said, *quoted("\n".join(errors.read().splitlines()[-30:]))]))
+        return not said
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("gpu"), help="where the pages are written")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--quick", action="store_true", help="tiny sizes: tries the script")
     parser.add_argument("--part", choices=PARTS, help="one part, in this process")
+    parser.add_argument("--wheels", type=Path, help="a folder of wheels, which are installed first")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device; --device cpu --quick tries the script")
     if options.part:
         sys.path.insert(0, str(ROOT))
-        for line in PARTS[options.part][0](options.device, options.quick):
+        function = PARTS[options.part][0]
+        print(f"## {(function.__doc__ or options.part).strip()}\n", flush=True)
+        for line in function(options.device, options.quick):
             print(line, flush=True)
-        return
+        return 1 if FAILED else 0
+    if options.wheels:
+        wheels = sorted(map(str, options.wheels.glob("*.whl")))
+        subprocess.run(
+            [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", *wheels], check=True
+        )
+    options.folder.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     arguments = ["--device", options.device, *(["--quick"] if options.quick else [])]
-    print(f"# On {options.device}{', tiny sizes' if options.quick else ''}")
-    for name, (function, limit) in PARTS.items():
-        print(f"\n## {(function.__doc__ or name).strip()}\n", flush=True)
-        left = LIMIT - (time.monotonic() - start)
-        if left < 5:
-            print("**Left out: the time is up.**")
-            continue
-        for line in part(name, arguments, min(limit, left)):
-            print(line, flush=True)
-    print(f"\n{time.monotonic() - start:.0f} seconds in all.")
+    failed = []
+    for number, (name, (_, limit)) in enumerate(PARTS.items()):
+        page = options.folder / f"{number}-{name}.md"
+        if not part(name, arguments, limit, page):
+            failed.append(name)
+        print(page.read_text("utf-8"), flush=True)
+    print(f"{time.monotonic() - start:.0f} seconds in all. Failed: {', '.join(failed) or 'nothing'}.")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
