@@ -1011,6 +1011,30 @@ def test_a_tensor_that_stays_behind_on_the_cpu_is_named(probe: ModelProbe, rows:
     assert named(checks.device_parity.outcome(probe, between(lambda x: x @ turn), rows)) == "2"
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_average_that_is_kept_on_the_cpu_follows_a_model_on_cuda() -> None:
+    probe, model = ModelProbe(device="cuda", seed=0), between(nn.BatchNorm1d(6))
+    ema = AveragedModel(model, device="cpu", multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    ema.update_parameters(model)
+
+    def outcome(decay: float) -> Outcome:
+        return checks.ema_tracks.outcome(
+            probe, model, average=ema, decay=decay, updates=lambda: ema.update_parameters(model)
+        )
+
+    assert outcome(0.9).text == "8 parameters, 2 buffers"
+    assert named(outcome(0.5)) == "0.weight"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_parameters_that_share_memory_until_the_model_is_moved_are_no_copies() -> None:
+    model = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    assert checks.initialized.outcome(ModelProbe(device="cuda"), model).verdict == "holds"
+
+
 def test_a_dtype_written_into_the_code_is_named(probe: ModelProbe, rows: Tensor) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Layer(lambda x: x.float()), nn.Tanh())
     assert named(checks.dtype_parity.outcome(probe, model, rows)) == "2"

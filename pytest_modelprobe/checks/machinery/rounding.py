@@ -60,12 +60,12 @@ def same(now: Tensor, before: Tensor | None) -> bool:
 
 
 def relative_error(one: Tensor, other: Tensor) -> float:
-    """Return ‖x − y‖ / ‖x‖; inf where shapes differ, or where only one is finite.
+    """Return ‖x − y‖ / ‖x‖ on the device of x; inf where shapes differ, or where only one is finite.
 
     >>> relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
     0.1
     """
-    one, other = plain(one), plain(other)
+    one, other = plain(one), plain(other).to(one.device)
     if one.shape != other.shape:
         return math.inf
     if torch.equal(one, other):
@@ -76,7 +76,7 @@ def relative_error(one: Tensor, other: Tensor) -> float:
         if not torch.equal(torch.nan_to_num(x[~known], nan=0.5), torch.nan_to_num(y[~known], nan=0.5)):
             return math.inf
         x, y = x[known], y[known]
-    distance = torch.linalg.vector_norm(x - y.to(x.device)).item()
+    distance = torch.linalg.vector_norm(x - y).item()
     norm = torch.linalg.vector_norm(x).item()
     return distance / norm if norm else math.inf if distance else 0.0
 
