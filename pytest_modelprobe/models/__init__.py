@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .calls import CallTracer, ModuleCall, raised_in_hook
 from .carrying import carry, recognized
+from .devices import current_stream, is_captured, kept_on_devices, sent, together, widest
 from .distribution import (
     TENSOR_PARALLEL,
     is_distributed,
@@ -69,6 +70,7 @@ __all__ = [
     "autocast_states",
     "changing_hooks",
     "check_supported",
+    "current_stream",
     "derive",
     "detached_copy",
     "flatten",
@@ -78,8 +80,10 @@ __all__ = [
     "has_dense_storage",
     "has_lazy",
     "holds_elements",
+    "is_captured",
     "is_distributed",
     "is_persistent",
+    "kept_on_devices",
     "lacks_memory",
     "layout",
     "local_tensor",
@@ -93,12 +97,15 @@ __all__ = [
     "raised_in_hook",
     "run_eagerly",
     "seeded",
+    "sent",
     "settings_preserved",
     "sharded_parameters",
+    "together",
     "type_name",
     "unexpanded",
     "unseen",
     "value_layout",
     "version",
     "wake_zeros",
+    "widest",
 ]

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from pytest_modelprobe.kernel import VARIABLE
+from pytest_modelprobe.models import kept_on_devices
 
 from .readable import NO_CONTEXT
 from .reduced import Reduced
@@ -137,7 +138,7 @@ def by_triton(kernels: ModuleType, x: Tensor, axis: int | None, index: int, samp
     parts = torch.empty((_PARTS + 2 * numbers) * tiles, dtype=dtype, device=x.device)
     keys = torch.full((2 * units,), torch.iinfo(integer).max, dtype=integer, device=x.device) if units else parts
     out = torch.empty(_ROW + numbers, dtype=torch.float64, device=x.device)
-    tables = _tables_on(x.device) if numbers else out
+    tables = _tables(x.device)[0] if numbers else out
     with _current(x.device):
         kernels.read[(tiles,)](
             x, parts, keys, tables, out if hashes is None else hashes,
@@ -201,24 +202,9 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else NO_CONTEXT
 
 
-@functools.cache
-def _tables(device: torch.device) -> tuple[Tensor, torch.cuda.Stream | None, torch.cuda.Event | None]:
+@kept_on_devices
+def _tables() -> tuple[Tensor, ...]:
+    """Return the tables of `read`."""
     signs = np.concatenate([columns().T, masks()])
     bits = ((signs < 0) << np.arange(len(signs))[:, None]).sum(0)
-    bits = np.concatenate([bits, orders().argsort(1).reshape(-1)]).astype(np.int32)
-    there = torch.from_numpy(bits).to(device, non_blocking=True)
-    if device.type != "cuda":
-        return there, None, None
-    stream = torch.cuda.current_stream(device)
-    return there, stream, stream.record_event()
-
-
-def _tables_on(device: torch.device) -> Tensor:
-    """Return the tables of `read`, for work on the current stream."""
-    there, stream, ready = _tables(device)
-    current = None if ready is None else torch.cuda.current_stream(device)
-    # The tables may still be on their way on another stream. The capture of a CUDA graph begins with a synchronization,
-    # and may not wait for work outside of it.
-    if ready is not None and current != stream and not torch.cuda.is_current_stream_capturing():
-        ready.wait(current)
-    return there
+    return (torch.from_numpy(np.concatenate([bits, orders().argsort(1).reshape(-1)]).astype(np.int32)),)

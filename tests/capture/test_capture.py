@@ -1238,18 +1238,14 @@ def test_no_element_is_read_of_tensors_on_another_device(monkeypatch):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_nothing_waits_for_a_cuda_device_until_the_record_is_made():
+def test_nothing_waits_for_a_cuda_device_until_the_record_is_made(nothing_waits):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(16, 2))
     model.to("cuda")
     x = randn(2, 3, 4, 4).cuda()
     model(x).sum().backward()  # cuDNN and cuBLAS set themselves up with waiting
-    with Watch(model) as watch:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for _ in range(2):
-                model(x).sum().backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    with Watch(model) as watch, nothing_waits():
+        for _ in range(2):
+            model(x).sum().backward()
     assert value(watch.record, "4").backward.tensors == 2
 
 

@@ -1,0 +1,87 @@
+"""Devices beside the CPU: what one has and lacks, asked of the device and not of its name; streams; moving tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pytest_modelprobe._torch import dispatch_modes
+
+
+@functools.cache
+def widest(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 if the device does not compute in float64.
+
+    >>> widest(torch.device("cpu"))
+    torch.float64
+    """
+    try:
+        torch.ones(1, dtype=torch.float64, device=device).sum()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError):  # MPS refuses to make one, XPU to compute with it
+        return torch.float32
+    return torch.float64
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, in float32 if it is of float64 and the device does not compute in that.
+
+    Nothing waits for it, unless the device is the CPU: there a copy would be read before it has arrived.
+    """
+    if tensor.dtype == torch.float64:
+        tensor = tensor.to(widest(device))
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def together(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two tensors on one device: that of the first which is not on the CPU. Nothing waits for it."""
+    device = b.device if a.is_cpu else a.device
+    return sent(a, device), sent(b, device)
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the current stream of a device, or `None` if it has no streams to choose from.
+
+    >>> current_stream(torch.device("cpu"))
+    """
+    module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    return module.current_stream(device) if hasattr(module, "current_stream") else None
+
+
+def is_captured() -> bool:
+    """Whether a CUDA graph is being captured: then nothing computes yet, and nothing may be read."""
+    # A build for CUDA raises where it finds no driver.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def kept_on_devices(make: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """Return a function that keeps on each device the tensors that ``make`` returns, for work on any stream.
+
+    It takes the device, and after it what ``make`` takes.
+
+    >>> kept_on_devices(lambda end: (torch.arange(end),))(torch.device("meta"), 3)[0].shape
+    torch.Size([3])
+    """
+    known: dict[Any, tuple[tuple[Tensor, ...], Any, Any]] = {}
+
+    @functools.wraps(make)
+    def kept(device: torch.device, *options: Any) -> tuple[Tensor, ...]:
+        stream = current_stream(device)
+        if (device, options) not in known or dispatch_modes():
+            there = tuple(sent(tensor, device) for tensor in make(*options))
+            if dispatch_modes():  # they may be fake
+                return there
+            known[device, options] = there, stream, stream and stream.record_event()
+        there, first, ready = known[device, options]
+        # They may still be on their way on another stream. The capture of a CUDA graph begins with a synchronization,
+        # and may not wait for work outside of it.
+        if stream != first and not is_captured():
+            stream.wait_event(ready)
+        return there
+
+    return kept
