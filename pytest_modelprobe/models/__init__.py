@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from .calls import CallTracer, ModuleCall, raised_in_hook
 from .carrying import carry, recognized
-from .devices import current_stream, is_captured, kept_on_devices, sent, together, widest
+from .devices import (
+    current_stream,
+    devices_of,
+    generator_state,
+    is_captured,
+    kept_on_devices,
+    sent,
+    together,
+    widest,
+)
 from .distribution import (
     TENSOR_PARALLEL,
     is_distributed,
@@ -73,8 +82,10 @@ __all__ = [
     "current_stream",
     "derive",
     "detached_copy",
+    "devices_of",
     "flatten",
     "flatten_call",
+    "generator_state",
     "carry",
     "recognized",
     "has_dense_storage",

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pytest_modelprobe._torch import dispatch_modes
+
+from .memory import as_array
 
 
 @functools.cache
@@ -51,6 +55,30 @@ def current_stream(device: torch.device) -> Any:
     """
     module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
     return module.current_stream(device) if hasattr(module, "current_stream") else None
+
+
+def devices_of(modules: Iterable[nn.Module], inputs: Iterable[Tensor] = ()) -> tuple[torch.device, ...]:
+    """Return the devices beside the CPU on which modules have parameters or buffers, and those of inputs, in order.
+
+    >>> devices_of([torch.nn.Linear(1, 1)])
+    ()
+    """
+    held = (tensors for module in modules for tensors in (module._parameters, module._buffers) if tensors)
+    own = (tensor for tensors in held for tensor in tensors.values() if tensor is not None)
+    found = {tensor.device for tensor in itertools.chain(own, inputs) if not (tensor.is_cpu or tensor.is_meta)}
+    return tuple(sorted(found, key=str))
+
+
+def generator_state(device: torch.device) -> bytes:
+    """Return the state of the global generator of a device. torch keeps it on the CPU: nothing waits.
+
+    >>> generator_state(torch.device("cpu")) == torch.get_rng_state().numpy().tobytes()
+    True
+    """
+    if device.type == "cpu":
+        return as_array(torch.default_generator.get_state()).tobytes()
+    read = torch.get_device_module(device).get_rng_state
+    return as_array(read(device) if inspect.signature(read).parameters else read()).tobytes()  # that of MPS takes none
 
 
 def is_captured() -> bool:

@@ -19,7 +19,7 @@ import torch
 
 from pytest_modelprobe._torch import seed_cuda, without_torch_function
 
-from .memory import as_array
+from .devices import generator_state
 from .process import GENERATORS
 
 _BLOCK = 16
@@ -101,11 +101,7 @@ def generator_states(device: torch.device) -> tuple[bytes, ...]:
     ...     [now == then for now, then in zip(generator_states(torch.device("cpu")), before, strict=True)]
     [False, True, True]
     """
-    states = [as_array(torch.get_rng_state()).tobytes()]
-    if device.type == "cuda":
-        states.append(as_array(torch.cuda.get_rng_state(device)).tobytes())
-    if device.type == "mps":
-        states.append(as_array(torch.mps.get_rng_state()).tobytes())
+    states = map(generator_state, dict.fromkeys((torch.device("cpu"), device)))
     return *states, pickle.dumps(np.random.get_state()), pickle.dumps(random.getstate())  # noqa: NPY002
 
 

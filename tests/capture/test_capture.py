@@ -1287,6 +1287,29 @@ def test_modules_of_torch_that_draw_random_numbers_are_known(module):
     assert watch.record.layers["(root)"].calls[0].random is not None
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+def test_draws_are_seen_on_the_device_of_the_model(device):
+    model = nn.Sequential(linear(4, 4), nn.Dropout(0.5)).to(device)
+    with Watch(model) as watch:
+        model(randn(3, 4).to(device))
+    assert [watch.record.layers[name].calls[0].random is not None for name in ("0", "1", "(root)")] == [0, 1, 1]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_draws_are_seen_on_all_devices_of_the_model():
+    def forward(self, x):
+        return self.drop(self.b(self.drop(self.a(x)).to("cuda:1")))
+
+    model = Call(forward, a=linear(4, 4).to("cuda:0"), b=linear(4, 4).to("cuda:1"), drop=nn.Dropout(0.5))
+    with Watch(model) as watch:
+        model(randn(3, 4).to("cuda:0"))
+    assert [call.random is not None for call in watch.record.layers["drop"].calls] == [True, True]
+    assert watch.record.layers["b"].calls[0].random is None
+
+
 def test_a_layer_that_draws_nothing_draws_with_a_hook_or_another_forward():
     model = nn.Sequential(linear(4, 4), linear(4, 4), linear(4, 4))
     model[0].register_forward_hook(lambda module, args, output: output + torch.randn(4))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pytest_modelprobe.models import devices, kept_on_devices, sent, together, widest
+from pytest_modelprobe.models import devices, devices_of, kept_on_devices, sent, together, widest
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -77,6 +77,11 @@ def test_what_is_kept_is_of_a_device_and_of_what_it_is_made_from() -> None:
     assert [table(device, end)[0].shape for device, end in ((CPU, 2), (META, 2), (CPU, 3))] == [(2,), (2,), (3,)]
     assert table(CPU, 2)[0].is_cpu
     assert table(META, 2)[0].is_meta
+
+
+def test_the_devices_of_a_model_are_those_of_parameters_buffers_and_inputs() -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2, affine=False), torch.nn.Linear(2, 2, device="meta"))
+    assert devices_of(model.modules(), [torch.ones(2)]) == ()  # meta tensors are nowhere
 
 
 @pytest.mark.cuda

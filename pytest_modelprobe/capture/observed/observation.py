@@ -250,8 +250,10 @@ class Forward:
 
     forwards = 1
 
-    def __init__(self, index: int, kind: ForwardKind, samples: Samples) -> None:
+    def __init__(self, index: int, kind: ForwardKind, samples: Samples, devices: tuple[torch.device, ...] = ()) -> None:
         self.index = index
+        self.devices = devices
+        """Devices beside the CPU that the model and its inputs are on."""
         self.kind = kind
         self.samples = samples
         self.calls: dict[tuple[str, int], CallObservation] = {}

@@ -258,12 +258,20 @@ class ObservedForwards:
         steps = len(self.steps) + self._later_steps + self.step.taken
         return ForwardCounts(self.count - evaluations - others, evaluations, others, steps)
 
-    def begin(self, kind: ForwardKind, inputs: Iterable[Tensor], *, accumulates: Callable[[], bool]) -> None:
+    def begin(
+        self,
+        kind: ForwardKind,
+        inputs: Iterable[Tensor],
+        devices: tuple[torch.device, ...] = (),
+        *,
+        accumulates: Callable[[], bool],
+    ) -> None:
         """Begin another forward; a step that was taken is over then.
 
         Args:
             kind: Of the forward.
             inputs: What tells its samples apart.
+            devices: Devices beside the CPU that the model and its inputs are on.
             accumulates: Returns whether a parameter has a gradient, to which that of this forward would be added. It
                 is asked only where the step has forwards already.
         """
@@ -277,7 +285,7 @@ class ObservedForwards:
         if trains and self.step.seen and not accumulates():  # equal samples of earlier passes are no part of this batch
             self.step.seen.clear()
         samples = statistics.samples_of(inputs, self.step.seen.get(kind) if trains else None)
-        self.newest = Forward(self.count, kind, samples)
+        self.newest = Forward(self.count, kind, samples, devices)
         self._kinds[kind] += 1
         self.first = self.first or self.newest
         self.count += 1
