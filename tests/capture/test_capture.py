@@ -1213,6 +1213,51 @@ def test_a_model_that_is_exported_is_not_recorded():
     assert watch.record.forwards == 0
 
 
+def train(model, x, optimizer):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def test_what_runs_in_the_capture_of_a_cuda_graph_is_not_recorded(monkeypatch):
+    model, x = mlp(), randn(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Watch(model, steps=3, attention=True, functionals=True, profile=True) as watch:
+        train(model, x, optimizer)
+        with monkeypatch.context() as captured:
+            captured.setattr(torch.cuda, "is_initialized", lambda: True)
+            captured.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            captured.setattr(statistics, "reduce", None)  # nothing may be read
+            train(model, x, optimizer)
+        train(model, x, optimizer)
+    record = watch.record
+    assert (record.forwards, len(watch.steps), record.training.steps) == (2, 2, 2)
+    assert "what ran while a CUDA graph was captured is not recorded, and no replay of a graph is" in record.notes
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not hasattr(torch._C, "_CUDAGraph") or not torch.cuda.is_available(), reason="needs CUDA graphs")
+def test_a_captured_graph_computes_what_it_computes_unwatched():
+    def replayed(*, watched):
+        model = mlp().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x, stream = randn(3, 4).cuda(), torch.cuda.Stream()
+        with Watch(model) if watched else contextlib.nullcontext():
+            with torch.cuda.stream(stream):
+                train(model, x, optimizer)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            optimizer.zero_grad()
+            with torch.cuda.graph(graph):
+                model(x).square().mean().backward()
+                optimizer.step()
+            for _ in range(3):
+                graph.replay()
+        return [parameter.tolist() for parameter in model.parameters()]
+
+    assert replayed(watched=True) == replayed(watched=False)
+
+
 def test_sparse_inputs_have_structure_and_the_reason():
     model = Call(lambda self, x: torch.sparse.mm(x, self.weight))
     model.weight = nn.Parameter(randn(4, 2))

@@ -103,7 +103,7 @@ class ParameterHooks:
     @not_compiled
     def step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Count a step that an optimizer, of this model or another, is about to take."""
-        if _is_inside_step(optimizer):
+        if _is_inside_step(optimizer) or not self.guard.observes():
             return
         with self.guard.lock, self.guard, hidden():
             if is_skipped(optimizer):
@@ -124,7 +124,7 @@ class ParameterHooks:
     @not_compiled
     def step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Note that an optimizer has stepped."""
-        if _is_inside_step(optimizer):
+        if _is_inside_step(optimizer) or not self.guard.observes():
             return
         with self.guard.lock, self.guard, hidden():
             if is_skipped(optimizer):
@@ -182,7 +182,7 @@ class _ParameterHook:
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
         owner = self.owner
-        if owner.guard.active and gradient is not None:
+        if gradient is not None and owner.guard.observes():
             with owner.guard.lock, owner.guard, hidden():
                 parameter = self._parameter()
                 backward = owner.backward.current()
@@ -201,7 +201,7 @@ class _ParameterHook:
 
         That is so if it came in parts, and with FSDP2, where torch does not call the hook.
         """
-        if self.owner.guard.active:
+        if self.owner.guard.observes():
             with self.owner.guard.lock, self.owner.guard, hidden():
                 if self._parts == 1 and graph_task() == self._arrived:
                     return

@@ -229,7 +229,7 @@ class _TensorHook:
         self.observed.setdefault(forward, []).append(seen)
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
-        if self.observer.guard.active and gradient is not None and self.observed:
+        if gradient is not None and self.observed and self.observer.guard.observes():
             self._fired = True
             with self.observer.guard.lock, self.observer.guard, hidden():
                 self.observer.on_gradient(self.observed, gradient)

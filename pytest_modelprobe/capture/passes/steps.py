@@ -264,7 +264,7 @@ def is_zero(gradient: torch.Tensor) -> bool | None:
     """Whether a gradient is zero everywhere, on this rank; None if that is not known. Reading synchronizes on CUDA."""
     with ambient_modes_disabled(), contextlib.suppress(RuntimeError, NotImplementedError):  # of a kind without `any`
         plain, reason = as_plain_tensor(gradient.coalesce().values() if gradient.is_sparse else gradient)
-        if reason is None and not (plain.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if reason is None:
             return not plain.any()
     return None
 

@@ -53,7 +53,9 @@ class AttentionMode(ForwardMode):
         name = getattr(func, "__name__", "")
         if func in _READERS or name in _PRODUCTS or self._followed:
             with self._guard.lock, self._guard, hidden(), statistics.ambient_modes_disabled():
-                if func in _READERS:
+                if not self._guard.observes():
+                    pass
+                elif func in _READERS:
                     self._begin(func, args, kwargs, output)
                 elif name in _PRODUCTS:
                     self._multiply(name, args)
