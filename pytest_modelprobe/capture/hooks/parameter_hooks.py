@@ -103,10 +103,10 @@ class ParameterHooks:
     @not_compiled
     def step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Count a step that an optimizer, of this model or another, is about to take."""
-        if _is_inside_step(optimizer) or not self.guard.observes():
+        if _is_inside_step(optimizer):
             return
         with self.guard.lock, self.guard, hidden():
-            if is_skipped(optimizer):
+            if not self.guard.observes() or is_skipped(optimizer):
                 return
             self.steps.settle()
             hooks = self._hooks_of(optimizer)
@@ -124,10 +124,10 @@ class ParameterHooks:
     @not_compiled
     def step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Note that an optimizer has stepped."""
-        if _is_inside_step(optimizer) or not self.guard.observes():
+        if _is_inside_step(optimizer):
             return
         with self.guard.lock, self.guard, hidden():
-            if is_skipped(optimizer):
+            if not self.guard.observes() or is_skipped(optimizer):
                 return
             self.steps.step_ends()
             hooks = self._hooks_of(optimizer)
@@ -182,8 +182,10 @@ class _ParameterHook:
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
         owner = self.owner
-        if gradient is not None and owner.guard.observes():
+        if owner.guard.active and gradient is not None:
             with owner.guard.lock, owner.guard, hidden():
+                if not owner.guard.observes():
+                    return
                 parameter = self._parameter()
                 backward = owner.backward.current()
                 if backward == self._arrived:
@@ -201,9 +203,9 @@ class _ParameterHook:
 
         That is so if it came in parts, and with FSDP2, where torch does not call the hook.
         """
-        if self.owner.guard.observes():
+        if self.owner.guard.active:
             with self.owner.guard.lock, self.owner.guard, hidden():
-                if self._parts == 1 and graph_task() == self._arrived:
+                if not self.owner.guard.observes() or self._parts == 1 and graph_task() == self._arrived:
                     return
                 gradient = parameter.grad
                 backward = self.owner.backward.current()
