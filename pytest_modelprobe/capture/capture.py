@@ -167,6 +167,7 @@ class Capture:
         """
         self.check()
         self._steps.settle()
+        self._forwards.sort_thrown()
         return Observations(
             layers=self.layers,
             selected=self.selected,

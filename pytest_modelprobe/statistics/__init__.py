@@ -48,6 +48,7 @@ __all__ = [
     "SmallTensors",
     "any_nonfinite",
     "collect",
+    "fetch",
     "merge",
     "as_plain_tensor",
     "ambient_modes_disabled",
@@ -187,22 +188,26 @@ def with_signs_of(number: int, one: Reduction) -> Reduction:
     return found
 
 
-def any_nonfinite(reduced: Iterable[Reduction]) -> bool:
-    """Return whether any reduction counts elements that are not finite. Numbers on a device are read from it.
+def any_nonfinite(groups: Sequence[Iterable[Reduction]]) -> list[bool]:
+    """Return of each group whether a reduction in it counts elements that are not finite.
 
-    >>> any_nonfinite([reduce(torch.ones(2))]), any_nonfinite([reduce(torch.tensor(math.nan))])
-    (False, True)
+    Numbers on a device are read from it, with one transfer for all groups.
+
+    >>> any_nonfinite([[reduce(torch.ones(2))], [reduce(torch.tensor(math.nan))]])
+    [False, True]
     """
-    remote = []
-    for one in reduced:
-        if isinstance(one, PackedReduction) and one.has_fingerprint:
-            continue  # the kernel makes one of finite elements only
-        computed = one.computed()
-        if computed.row is not None and any(computed.row[1:4]):
-            return True
-        if computed.rows is not None:
-            remote.append(computed)
-    return any(found.statistics is not None and found.statistics.nonfinite > 0 for found in collect(remote))
+    found, remote = [False] * len(groups), []
+    for i, group in enumerate(groups):
+        for one in group:
+            if isinstance(one, PackedReduction) and one.has_fingerprint:
+                continue  # the kernel makes one of finite elements only
+            computed = one.computed()
+            found[i] |= computed.row is not None and any(computed.row[1:4])
+            if computed.rows is not None:
+                remote.append((i, Reduced(rows=computed.rows)))
+    for (i, _), reading in zip(remote, collect([one for _, one in remote]), strict=True):
+        found[i] |= reading.statistics is not None and reading.statistics.nonfinite > 0
+    return found
 
 
 def collect(reduced: Sequence[Reduction]) -> list[Reading]:
