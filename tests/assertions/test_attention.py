@@ -18,6 +18,8 @@ from pytest_modelprobe import (
     assert_attention_entropy,
     assert_attention_mask,
 )
+from pytest_modelprobe.capture.special import attention
+from pytest_modelprobe.statistics import fetch
 
 PROBE = ModelProbe()
 X = PROBE.randn(2, 6, 16)
@@ -147,6 +149,43 @@ def test_weights_given_out_are_not_read_again_where_they_were_computed() -> None
 
     found = PROBE.run(nn.Sequential(Both()), X, attention=True)
     assert [(layer.name, len(call.attention)) for layer, call in found.calls] == [("(root)", 0), ("0", 1)]
+
+
+class GivesOn(nn.Module):
+    """Uses weights that a layer gave out, drops some of them, and gives them out too."""
+
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        self.own, self.dropout, self.identity = OwnSoftmax(), nn.Dropout(rate), nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _, weights = self.own(x)
+        weights = self.identity(self.dropout(weights) * 1.0)
+        return weights @ x, 1.0 * weights
+
+
+def attended(model: nn.Module, mode: str) -> list[tuple[str, object]]:
+    found = PROBE.run(PROBE.build(lambda: model), X, attention=True, mode=mode)
+    return [(layer.name, attention) for layer, call in found.calls for attention in call.attention]
+
+
+@pytest.mark.parametrize("most", [attention._MOST, 0], ids=["at the end", "at each output"])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize(
+    "model",
+    [OwnSoftmax(), GivesOn(), GivesOn(0.5), nn.Sequential(nn.LayerNorm(16), nn.Softmax(-1), nn.Linear(16, 16))],
+    ids=["given out", "given on", "dropped", "softmax"],
+)
+def test_what_a_device_computed_is_judged_without_a_wait_for_each_output(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, mode: str, most: int
+) -> None:
+    expected = attended(model, mode)
+    waits = []
+    monkeypatch.setattr(attention, "_may_be_read", lambda holds: False)
+    monkeypatch.setattr(attention, "_MOST", most)
+    monkeypatch.setattr(attention.statistics, "fetch", lambda holds: waits.extend([1] if holds else []) or fetch(holds))
+    assert attended(model, mode) == expected != []
+    assert most == 0 or len(waits) <= 1
 
 
 def test_forwards_merge() -> None:

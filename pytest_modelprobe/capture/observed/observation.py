@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe.capture.special.costs import Costs
+from pytest_modelprobe.models import together
 from pytest_modelprobe.record import Dimension, ForwardKind, Plain, merge_dimensions
 from pytest_modelprobe.statistics import Reduction, Samples
 
@@ -129,9 +130,9 @@ class AttentionObservation(NamedTuple):
         if self.most.shape != other.most.shape or self.entropy.shape != other.entropy.shape:
             return other
         return AttentionObservation(
-            self.entropy + other.entropy,
-            self.queries + other.queries,
-            torch.maximum(self.most, other.most),
+            torch.add(*together(self.entropy, other.entropy)),
+            torch.add(*together(self.queries, other.queries)),
+            torch.maximum(*together(self.most, other.most)),
             other.kind,
         )
 
