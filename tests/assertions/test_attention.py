@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralModel
 
 from pytest_modelprobe import (
@@ -121,6 +122,35 @@ def test_keys_shared_by_heads_are_repeated() -> None:
     q, k = PROBE.randn(2, 4, 6, 8, name="q"), PROBE.randn(2, 2, 6, 8, name="k")
     (attention,) = PROBE.run(Grouped(), q, k, attention=True)["(root)"].calls[0].attention
     assert attention.entropy == pytest.approx(expected_entropy(scores(q, k[:, [0, 0, 1, 1]])), rel=1e-5)
+
+
+def test_on_a_device_queries_and_keys_are_multiplied_without_a_matrix_product() -> None:
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert "mm" not in func.overloadpacket.__name__
+            return func(*args, **kwargs or {})
+
+    q, k = torch.empty(2, 4, 6, 8, device="meta"), torch.empty(2, 2, 6, 8, device="meta")
+    with Operations():
+        found = attention._of_fused(q, k, k, is_causal=True, enable_gqa=True)
+    assert found.most.shape == (2, 6, 6)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_attention_on_cuda_is_that_of_the_cpu() -> None:
+    def found(device: str) -> list[object]:
+        probe = ModelProbe(device=device, seed=0)
+        model = probe.build(lambda: nn.Sequential(Attention(fused), nn.MultiheadAttention(16, 2), GivesOn()))
+        model.forward = lambda x: model[2](model[1](*[model[0](x)] * 3, need_weights=False)[0])
+        record = probe.run(model, probe.randn(2, 6, 16), attention=True)
+        return [one for _, call in record.calls for one in call.attention]
+
+    here, there = found("cpu"), found("cuda")
+    assert [(one.shape, one.kind) for one in here] == [(one.shape, one.kind) for one in there]
+    for mine, theirs in zip(here, there, strict=True):
+        assert mine.entropy == pytest.approx(theirs.entropy, rel=1e-4)
+        assert mine.most == pytest.approx(theirs.most, abs=1e-5)
 
 
 def test_multihead_attention_is_asked_for_its_weights() -> None:

@@ -10,6 +10,7 @@ result is followed through masks, dropout and changes of layout to a matrix prod
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -326,12 +327,22 @@ def _of_fused(
     q, k = query.float(), key.float()
     if enable_gqa:
         k = k.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3)
-    scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    scores = _products(q, k) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if attn_mask is not None:
         scores = scores + _added(attn_mask)
     return _of_scores(scores)
+
+
+def _products(q: Tensor, k: Tensor) -> Tensor:
+    """Return the product of each query and each key."""
+    if q.is_cpu:
+        return q @ k.mT
+    # A matrix product may be computed in TF32, and it raises where the user wants algorithms to be deterministic.
+    return functools.reduce(
+        torch.add, (a.unsqueeze(-1) * b.unsqueeze(-2) for a, b in zip(q.unbind(-1), k.unbind(-1), strict=True))
+    )
 
 
 def _of_multihead(*args: Any, **kwargs: Any) -> AttentionObservation | None:
