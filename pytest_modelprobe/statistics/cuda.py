@@ -17,7 +17,7 @@ import importlib
 import math
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
@@ -48,6 +48,10 @@ class _Kernels:
     problem: str | None = None
     """Why torch computes instead, or `None`."""
 
+    def __init__(self) -> None:
+        self.failed: dict[Hashable, str] = {}
+        """The error of each kind of tensor for which they failed: torch computes those."""
+
     @functools.cached_property
     def module(self) -> ModuleType | None:
         if os.environ.get(VARIABLE) == "torch":
@@ -70,15 +74,16 @@ KERNELS = _Kernels()
 def by_kernels(x: Tensor, axis: int | None, index: int, samples: Samples | None) -> Reduced | None:
     """Return the reduction of a plain tensor on CUDA, or `None` if torch has to compute it; see `by_triton`."""
     module = KERNELS.module
-    if module is None or KERNELS.problem is not None or type(x) is not Tensor:
+    kind = x.dtype, axis is None, samples is None, x.is_contiguous()  # for each the kernels are compiled anew
+    if module is None or KERNELS.problem is not None or kind in KERNELS.failed or type(x) is not Tensor:
         return None
     try:
         return by_triton(module, x, axis, index, samples)
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - Triton compiles here, maybe without a C compiler or for a new device
-        # Torch computes from now on, so that the test does not pay for the error at each tensor.
-        KERNELS.problem = f"{type(error).__name__}: {error}"
+        # Torch computes these from now on, so that the test does not pay for the error at each tensor.
+        KERNELS.failed[kind] = f"{type(error).__name__}: {error}"
         return None
 
 
@@ -88,11 +93,14 @@ def description() -> str:
     >>> description().split()[0] in ("Triton", "torch")
     True
     """
-    if torch.cuda.is_available() and KERNELS.module is not None:
-        by_kernels(torch.zeros(2, device="cuda"), None, 0, WHOLE)
-    if KERNELS.module is not None and KERNELS.problem is None:
+    runs = KERNELS.module is not None and KERNELS.problem is None
+    if runs and torch.cuda.is_available():
+        runs = by_kernels(torch.zeros(2, device="cuda"), None, 0, WHOLE) is not None
+    problem = next(iter(KERNELS.failed.values()), KERNELS.problem)
+    if problem is None:
         return "Triton"
-    return f"torch ({textwrap.shorten(str(KERNELS.problem), 300)})"  # errors of Triton have many lines
+    found = textwrap.shorten(problem, 300)  # errors of Triton have many lines
+    return f"Triton, and torch where it failed ({found})" if runs else f"torch ({found})"
 
 
 def by_triton(kernels: ModuleType, x: Tensor, axis: int | None, index: int, samples: Samples | None) -> Reduced | None:
