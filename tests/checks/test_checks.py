@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from pytest_modelprobe import ModelProbe, UsageError, assert_no_dead_layers, checks
 from pytest_modelprobe.checks import Check, Outcome, battery
 from pytest_modelprobe.checks.machinery.check import StateCheck
+from pytest_modelprobe.checks.machinery.masking import masked_out
 from pytest_modelprobe.checks.machinery.prepared import PreparedModel
 from pytest_modelprobe.models import CallTracer, ModuleCall
 
@@ -1025,6 +1027,23 @@ def test_an_average_that_is_kept_on_the_cpu_follows_a_model_on_cuda() -> None:
 
     assert outcome(0.9).text == "8 parameters, 2 buffers"
     assert named(outcome(0.5)) == "0.weight"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_masks_on_the_cpu_and_ids_of_padding_on_cuda_say_together_what_is_left_out() -> None:
+    class Masked(nn.Module):
+        config = types.SimpleNamespace(pad_token_id=0)
+
+        def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+            return F.one_hot(ids, 9) * attention_mask[..., None]
+
+    probe = ModelProbe(device="cuda", seed=0)
+    ids, mask = torch.tensor([[3, 4, 0, 5], [1, 2, 6, 8]], device="cuda"), torch.ones(2, 4)
+    mask[1, 3] = 0
+    with PreparedModel(probe, Masked(), (ids, mask)) as prepared:
+        left_out = masked_out(prepared, "input[0]", 1).positions
+    assert left_out.tolist() == [[False, False, True, False], [False, False, False, True]]
 
 
 @pytest.mark.cuda
