@@ -14,8 +14,10 @@ from .devices import (
     generator_state,
     is_captured,
     kept_on_devices,
+    read_flags,
     sent,
     together,
+    wait_for,
     widest,
 )
 from .distribution import (
@@ -106,6 +108,7 @@ __all__ = [
     "parts",
     "preserved",
     "raised_in_hook",
+    "read_flags",
     "run_eagerly",
     "seeded",
     "sent",
@@ -117,6 +120,7 @@ __all__ = [
     "unseen",
     "value_layout",
     "version",
+    "wait_for",
     "wake_zeros",
     "widest",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,26 @@ def is_captured() -> bool:
     """Whether a CUDA graph is being captured: then nothing computes yet, and nothing may be read."""
     # A build for CUDA raises where it finds no driver.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has computed what all of its streams were handed. One without streams is read in order."""
+    if current_stream(device) is not None:
+        torch.get_device_module(device).synchronize(device)
+
+
+def read_flags(flags: Sequence[Tensor]) -> list[bool]:
+    """Return booleans, each in a tensor without dimensions. Each device is waited for once.
+
+    >>> read_flags([torch.tensor(True), torch.tensor(False)])
+    [True, False]
+    """
+    found: dict[int, bool] = {}
+    for device in {flag.device for flag in flags}:
+        wait_for(device)
+        here = [flag for flag in flags if flag.device == device]
+        found.update(zip(map(id, here), torch.stack(here).tolist(), strict=True))
+    return [found[id(flag)] for flag in flags]
 
 
 def kept_on_devices(make: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pytest_modelprobe.models import as_array, current_stream, widest
+from pytest_modelprobe.models import as_array, wait_for, widest
 
 from .cuda import by_kernels
 from .fingerprint import project_on_device
@@ -106,8 +106,7 @@ def fetch(tensors: Sequence[Tensor]) -> dict[int, Array]:
     numbers: dict[int, Array] = {}
     for device in {tensor.device for tensor in tensors}:
         here = [tensor for tensor in tensors if tensor.device == device]
-        if current_stream(device) is not None:
-            torch.get_device_module(device).synchronize(device)  # the tensors may come from several streams
+        wait_for(device)  # the tensors may come from several streams
         joined = as_array(torch.cat([tensor.reshape(-1).to(widest(device)) for tensor in here]).cpu())
         ends = np.cumsum([tensor.numel() for tensor in here])[:-1]
         numbers.update(zip(map(id, here), np.split(joined, ends), strict=True))

@@ -20,7 +20,7 @@ from pytest_modelprobe import (
     assert_attention_mask,
 )
 from pytest_modelprobe.capture.special import attention
-from pytest_modelprobe.statistics import fetch
+from pytest_modelprobe.models import read_flags
 
 PROBE = ModelProbe()
 X = PROBE.randn(2, 6, 16)
@@ -213,7 +213,7 @@ def test_what_a_device_computed_is_judged_without_a_wait_for_each_output(
     waits = []
     monkeypatch.setattr(attention, "_may_be_read", lambda holds: False)
     monkeypatch.setattr(attention, "_MOST", most)
-    monkeypatch.setattr(attention.statistics, "fetch", lambda holds: waits.extend([1] if holds else []) or fetch(holds))
+    monkeypatch.setattr(attention, "read_flags", lambda holds: waits.extend([1] if holds else []) or read_flags(holds))
     assert attended(model, mode) == expected != []
     assert most == 0 or len(waits) <= 1
 

@@ -12,14 +12,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from pytest_modelprobe._torch import accumulates
+from pytest_modelprobe.models import read_flags
 from pytest_modelprobe.record import Training
-from pytest_modelprobe.statistics import ambient_modes_disabled, as_plain_tensor, fetch
+from pytest_modelprobe.statistics import ambient_modes_disabled, as_plain_tensor
 
 from .observed_forwards import GradientState, ObservedForwards, ObservedPasses, PendingPasses
 
@@ -271,7 +271,7 @@ def are_zero(gradients: Sequence[torch.Tensor]) -> bool:
     others = [found for gradient in gradients[1:] if (found := _any(gradient)) is not None]
     known = len(others) == len(gradients[1:])
     with ambient_modes_disabled():
-        return known and not any(map(np.any, fetch(others).values()))
+        return known and not any(read_flags(others))
 
 
 def _any(gradient: torch.Tensor) -> torch.Tensor | None:

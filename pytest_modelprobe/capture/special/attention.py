@@ -27,7 +27,7 @@ from pytest_modelprobe.capture.hooks.guard import HookGuard, hidden
 from pytest_modelprobe.capture.observed.observation import AttentionObservation, CallObservation
 from pytest_modelprobe.capture.observed.running_calls import RunningCall, RunningCalls
 from pytest_modelprobe.interrupts import is_interrupt
-from pytest_modelprobe.models import widest
+from pytest_modelprobe.models import read_flags, widest
 
 _Reader = Callable[..., AttentionObservation | None]
 
@@ -96,9 +96,9 @@ class AttentionMode(ForwardMode):
         """Keep the candidates that are weights, and forget the others. It is read from their device."""
         candidates, self._candidates = self._candidates, []
         with statistics.ambient_modes_disabled():
-            read = statistics.fetch([one.holds for one in candidates if one.holds is not None])
-        for one in candidates:
-            call, holds, one.holds = one.call, bool(read[id(one.holds)]), None
+            read = read_flags([one.holds for one in candidates if one.holds is not None])
+        for one, holds in zip(candidates, read, strict=True):
+            call, one.holds = one.call, None
             before = None if one.before is None or one.before.index is None else one.before
             # Weights that a layer inside returned are not those of this call.
             inside = any(call.started < of.started and of.finished < call.finished for of in self._accepted)
