@@ -43,7 +43,7 @@ def derive(seed: int, name: str) -> int:
 def forked_rng() -> Iterator[None]:
     """Restore the global random states on exit, bit for bit, also after an exception.
 
-    These are the states of torch on the CPU, on every CUDA device and on MPS, numpy's global state and that of
+    These are the states of torch on the CPU, on every CUDA and XPU device and on MPS, numpy's global state and that of
     `random`. CUDA is never initialized for it. If CUDA was not initialized before, it will start from the seed that
     torch had on entry.
 
