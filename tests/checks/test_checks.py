@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import ModelProbe, UsageError, assert_no_dead_layers, checks
 from pytest_modelprobe.checks import Check, Outcome, battery
+from pytest_modelprobe.checks.machinery import rounding
 from pytest_modelprobe.checks.machinery.check import StateCheck
 from pytest_modelprobe.checks.machinery.masking import masked_out
 from pytest_modelprobe.checks.machinery.prepared import PreparedModel
@@ -991,6 +992,17 @@ def test_a_device_that_is_not_there_means_nothing(probe: ModelProbe, net: Any, i
 
 def test_a_model_is_the_same_on_its_own_device(probe: ModelProbe, net: Any, ids: Tensor) -> None:
     assert checks.device_parity(probe, net, ids, device="cpu").verdict == "holds"
+
+
+def test_what_a_device_without_float64_holds_is_compared_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[torch.dtype] = []
+    cpu = Tensor.cpu
+    monkeypatch.setattr(rounding, "widest", lambda device: torch.float32)
+    monkeypatch.setattr(Tensor, "cpu", lambda tensor: moved.append(tensor.dtype) or cpu(tensor))
+    assert rounding.relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])) == 0.1
+    assert rounding.relative_error(torch.tensor([3, 4]), torch.tensor([3, 9])) == 1.0
+    assert rounding.as_double(torch.ones(1)).dtype == torch.float64
+    assert moved == [torch.float32] * 2 + [torch.int64] * 2 + [torch.float32]
 
 
 @pytest.mark.cuda
