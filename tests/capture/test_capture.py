@@ -1283,15 +1283,26 @@ def test_no_element_is_read_of_tensors_on_another_device(monkeypatch):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_nothing_waits_for_a_cuda_device_until_the_record_is_made(nothing_waits):
+@pytest.mark.parametrize("uses", [True, False], ids=["an optimizer", "no optimizer"])
+@pytest.mark.parametrize("option", [None, "histograms", "profile", "functionals"])
+def test_nothing_waits_for_a_cuda_device_until_the_record_is_made(nothing_waits, uses, option):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(16, 2))
     model.to("cuda")
-    x = randn(2, 3, 4, 4).cuda()
-    model(x).sum().backward()  # cuDNN and cuBLAS set themselves up with waiting
-    with Watch(model) as watch, nothing_waits():
-        for _ in range(2):
-            model(x).sum().backward()
-    assert value(watch.record, "4").backward.tensors == 2
+    x, optimizer = randn(2, 3, 4, 4).cuda(), torch.optim.SGD(model.parameters(), 0.1)
+
+    def step():
+        model.zero_grad()
+        model(x).sum().backward()
+        if uses:
+            optimizer.step()
+
+    step()  # cuDNN and cuBLAS set themselves up with waiting
+    with Watch(model, **{option: True} if option else {}) as watch:
+        step()  # what is kept of the first step is read
+        with nothing_waits():
+            for _ in range(3):
+                step()
+    assert value(watch.record, "4").backward.tensors == 4
 
 
 # --- contexts -------------------------------------------------------------------------------------------------------
