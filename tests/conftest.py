@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib.metadata
@@ -10,6 +11,7 @@ import os
 import random
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -145,6 +147,23 @@ def _installed_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load every installed plugin in a run of pytest inside a test, as a user's run does."""
     monkeypatch.delenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", raising=False)
     monkeypatch.delenv("PYTEST_PLUGINS", raising=False)
+
+
+@pytest.fixture
+def nothing_waits() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A context in which torch raises if something waits for a CUDA device."""
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says once that the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return context
 
 
 @pytest.fixture

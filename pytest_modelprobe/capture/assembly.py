@@ -236,6 +236,9 @@ class _Builder:
         for kind, totals in chosen.parts.items():
             for (layer, _), call in totals.calls.items():
                 self.calls.setdefault(layer, []).append((kind, call))
+        attended = [one for calls in self.calls.values() for _, call in calls for one in call.attention]
+        with statistics.ambient_modes_disabled():
+            self.attended = statistics.fetch([tensor for one in attended for tensor in one[:3]])
         self.gradients = {name: r for name, gradient in chosen.gradients.items() if (r := gradient.reduced) is not None}
         self.own: dict[str, tuple[Reduction, Reduction | None]] = {}
         """Parameters and buffers by full name: before the forward, and now if that may differ."""
@@ -324,7 +327,7 @@ class _Builder:
             inputs_known=call.inputs_known,
             outputs=tuple(self._value(path, seen, None) for path, seen in call.outputs),
             arguments=call.arguments,
-            attention=tuple(map(_attention, call.attention)),
+            attention=tuple(_attention(attended, self.attended) for attended in call.attention),
             grad_enabled=call.grad_enabled,
             autocast=call.autocast,
             random=call.random,
@@ -456,12 +459,12 @@ def _agree(a: Reading, b: Reading) -> bool:
     return a.digest == b.digest and estimated_change(a.fingerprint, b.fingerprint) < 1e-5
 
 
-def _attention(attended: AttentionObservation) -> Attention:
-    heads = zip(attended.entropy.tolist(), attended.queries.tolist(), strict=True)
+def _attention(attended: AttentionObservation, numbers: Mapping[int, Any]) -> Attention:
+    entropies, queries, most = (numbers[id(tensor)].tolist() for tensor in attended[:3])
     return Attention(
         shape=tuple(attended.most.shape),
-        entropy=tuple(entropy / queries if queries else None for entropy, queries in heads),
-        most=tuple(attended.most.flatten().tolist()),
+        entropy=tuple(entropy / n if n else None for entropy, n in zip(entropies, queries, strict=True)),
+        most=tuple(most),
         kind=attended.kind,
     )
 

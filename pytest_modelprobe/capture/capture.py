@@ -35,6 +35,7 @@ from pytest_modelprobe.models import (
     Flat,
     Layers,
     detached_copy,
+    devices_of,
     flatten,
     flatten_call,
     map_tensors,
@@ -105,7 +106,7 @@ class Capture:
         self._running = RunningCalls(on_abandoned=self._leave_forward)
         self._profiler: Profiler | None = None
         if isinstance(self.guard, TimedGuard):
-            self._profiler = self.guard.profiler = Profiler(self._running, on_cuda=_is_on_cuda(layers))
+            self._profiler = self.guard.profiler = Profiler(self._running)
         self._views = HookedViews()
         self._steps = Steps(self._forwards)
         self._backward = BackwardPasses(
@@ -166,6 +167,7 @@ class Capture:
         """
         self.check()
         self._steps.settle()
+        self._forwards.sort_thrown()
         return Observations(
             layers=self.layers,
             selected=self.selected,
@@ -387,7 +389,9 @@ class Capture:
         tensors = [tensor for _, tensor in (self.sample_inputs or inputs).tensors]
         if self._last is not None:
             tensors = self._last.begin(tensors)
-        self._forwards.begin(kind, tensors, accumulates=self._parameters.hold_gradients)
+        given = [tensor for _, tensor in inputs.tensors]
+        devices = devices_of(self.layers.modules.values(), given)
+        self._forwards.begin(kind, tensors, devices, accumulates=self._parameters.hold_gradients)
         self._modules.stay_last()
         self._parameters.attach()
         self._recomputation.clear()
@@ -400,8 +404,7 @@ class Capture:
             self._set_attributes.begin(name)
         self.kept = {}
         if self._profiler is not None and self._forwards.newest is not None:
-            tensors = [tensor for _, tensor in inputs.tensors]
-            self._forwards.newest.costs = self._profiler.begin(tensors, self._tensors.model_storages)
+            self._forwards.newest.costs = self._profiler.begin(given, self._tensors.model_storages, devices)
 
     def _leave_forward(self) -> None:
         leave(self._modes)
@@ -440,11 +443,6 @@ def _is_abstract(output: Any) -> bool:
     with statistics.ambient_modes_disabled():
         reasons = {statistics.as_plain_tensor(tensor)[1] for _, tensor in flatten("output", output).tensors}
     return bool(reasons) and reasons <= statistics.ABSTRACT
-
-
-def _is_on_cuda(layers: Layers) -> bool:
-    root = next(iter(layers.modules.values()))
-    return any(parameter.is_cuda for parameter in nn.Module.parameters(root))
 
 
 def _note_raising_layer(error: BaseException, name: str, module: nn.Module, inputs: Flat) -> None:

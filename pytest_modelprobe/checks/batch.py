@@ -21,7 +21,7 @@ from pytest_modelprobe.text import count, listed
 from .machinery.agreement import Disagreement, Pairs, check_not_random, compare_runs, inside_note, violation_of
 from .machinery.check import check
 from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary, keep_input
-from .machinery.rounding import differing_bits, is_rounded, limit, relative_error
+from .machinery.rounding import as_double, differing_bits, is_rounded, limit, relative_error
 from .outcome import NotApplicableError, Violation
 from .sequence import replacement
 
@@ -307,7 +307,7 @@ def _ulps(x: Tensor, y: Tensor) -> float:
     if not x.is_floating_point():
         return math.inf
     info = torch.finfo(x.dtype)
-    wide, other = x[differs].double(), y[differs].double()
+    wide, other = as_double(x[differs]), as_double(y[differs])
     exponent = torch.frexp(torch.maximum(wide.abs(), other.abs()))[1] - 1
     unit = (info.eps * torch.exp2(exponent.double())).clamp(min=info.tiny * info.eps)
     ulps = ((wide - other).abs() / unit).max().item()

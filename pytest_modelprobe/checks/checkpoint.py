@@ -35,7 +35,7 @@ from pytest_modelprobe.text import count, listed, out_of
 
 from .machinery.check import StateCheck, noted
 from .machinery.prepared import all_named
-from .machinery.rounding import differing_bits, is_rounded, plain
+from .machinery.rounding import as_double, differing_bits, is_rounded, plain
 from .outcome import NotApplicableError, Outcome, Violation, line_of, message_of
 from .registration import copy_on_cpu, made_model, new_memory, temporary_names
 
@@ -340,9 +340,9 @@ def _other(x: Tensor) -> Tensor:
         return torch.complex(_other(x.real), _other(x.imag))
     if not x.is_floating_point():
         return x ^ 1
-    wide = x.double()
+    wide = as_double(x)
     valid = (wide >= 0) & (wide < torch.finfo(x.dtype).max / 4)
-    return torch.where(valid, 2 * wide + 1, 1.0).to(x.dtype)
+    return torch.where(valid, 2 * wide + 1, 1.0).to(x)
 
 
 def _read(model: nn.Module, found: _Loaded) -> None:

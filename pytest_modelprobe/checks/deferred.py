@@ -27,7 +27,7 @@ from pytest_modelprobe.text import count, listed, out_of
 
 from .machinery.check import check_unmodified, noted
 from .machinery.prepared import PreparedModel, all_named
-from .machinery.rounding import differing_bits, is_rounded, plain
+from .machinery.rounding import as_double, differing_bits, is_rounded, plain
 from .outcome import NotApplicableError, Violation, line_of
 from .registration import copy_on_cpu, made_model, meant, new_memory, temporary_names
 
@@ -368,12 +368,12 @@ def _differing(name: str, direct: tuple[Tensor, Tensor], later: tuple[Tensor, Te
     both = random & drawn
     if not bool(both.any()) or not x.is_floating_point():
         return None
-    return _distribution(name, *([t[both].double() for t in pair] for pair in (direct, later)))
+    return _distribution(name, *([as_double(t[both]) for t in pair] for pair in (direct, later)))
 
 
 def _other_kinds(random: Tensor, drawn: Tensor) -> tuple[str, str] | None:
     """Return what a tensor is later and directly, if another share of it is random, beyond chance."""
-    shares = [mask.double().mean().item() for mask in (drawn, random)]
+    shares = [mask.float().mean().item() for mask in (drawn, random)]
     if abs(shares[0] - shares[1]) <= _BY_CHANCE:
         return None
     if not all(0 < share < 1 for share in shares):

@@ -38,7 +38,7 @@ from pytest_modelprobe.text import count, listed, number
 from .machinery.agreement import changed, check_repeats
 from .machinery.check import check
 from .machinery.prepared import PreparedModel, copy_of, set_mode
-from .machinery.rounding import limit, plain, relative_error
+from .machinery.rounding import as_double, limit, plain, relative_error
 from .outcome import NotApplicableError, Violation
 
 _ADVICE = (
@@ -560,10 +560,10 @@ class _Replay:
 
     def _take(self, tensors: list[tuple[str, Tensor]]) -> None:
         if self._taken is not None:
-            self._taken += [plain(copy_of(x)).double() for _, x in tensors if x.is_floating_point()]
+            self._taken += [as_double(plain(copy_of(x))) for _, x in tensors if x.is_floating_point()]
 
     def _at_place(self, tensors: list[tuple[str, Tensor]]) -> Tensor:
-        return plain(copy_of(dict(tensors)[self._place.path])).double()
+        return as_double(plain(copy_of(dict(tensors)[self._place.path])))
 
 
 _LOOKED_AT = 20
@@ -593,7 +593,7 @@ def _measured(kept: Tensor, scale: float) -> _Dropped:
     It is Chernoff's bound: of n draws that each keep with probability q, the kept fraction is s or further from q with
     a probability of at most exp(-n KL(s, q)) on each side.
     """
-    share = kept.double().mean().item()
+    share = kept.float().mean().item()
     right = 1 / scale if scale else math.inf
     if right > 1 + _ROUNDING:
         return _Dropped(share, scale, 0.0)

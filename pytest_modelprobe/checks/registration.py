@@ -37,7 +37,7 @@ from pytest_modelprobe.text import count, listed, number, pattern
 
 from .machinery.agreement import check_repeats, disagreements, violation_of
 from .machinery.check import check_unmodified
-from .machinery.prepared import PreparedModel, Trace, copy_of
+from .machinery.prepared import PreparedModel, Trace, copy_of, place
 from .machinery.rounding import is_rounded, plain, rms, same
 from .outcome import NotApplicableError, Violation, line_of
 from .state import OF_ANY_MODULE, Attributes, attributes, changed_attributes
@@ -91,7 +91,7 @@ def registered(prepared: PreparedModel) -> Violation | str:
 def _all_unregistered(prepared: PreparedModel) -> dict[str, Any]:
     """Return the modules, parameters and tensors that the model has not registered, by their paths."""
     tensors = [*nn.Module.parameters(prepared.model), *nn.Module.buffers(prepared.model)]
-    known: set[Hashable] = {*map(id, [*prepared.model.modules(), *tensors]), *map(_place, tensors)}
+    known: set[Hashable] = {*map(id, [*prepared.model.modules(), *tensors]), *map(place, tensors)}
     return {
         where: value
         for name, module in prepared.layers.modules.items()
@@ -137,11 +137,6 @@ def meant(module: nn.Module, key: str, attribute: Any) -> bool:
     return hidden or any(f"{key}_{suffix}" in module._parameters for suffix in ("orig", "g"))
 
 
-def _place(tensor: Tensor) -> Hashable:
-    """Return what two tensors with the same elements in memory have in common, as ``x`` and ``x.data`` do."""
-    return (tensor.data_ptr(), tensor.shape, tensor.stride()) if has_dense_storage(tensor) else id(tensor)
-
-
 def _unregistered(where: str, value: Any, known: set[Hashable], depth: int) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (nn.Module, Tensor)):
         if id(value) not in known and _is_state(value, known):
@@ -158,7 +153,7 @@ def _is_state(value: nn.Module | Tensor, known: set[Hashable]) -> bool:
     if isinstance(value, nn.Module | nn.Parameter):
         return True
     if value.is_leaf:
-        return value.numel() > 1 and _place(value) not in known  # one number may be a constant
+        return value.numel() > 1 and place(value) not in known  # one number may be a constant
     # FSDP and weight norms compute tensors from parameters of the model; `nn.Parameter(x).to(dtype)` from its own.
     leaves = (getattr(node, "variable", None) for node in graph_nodes(value.grad_fn))
     return any(isinstance(leaf, nn.Parameter) and id(leaf) not in known for leaf in leaves)
@@ -209,7 +204,7 @@ def initialized(prepared: PreparedModel, *, factory: Callable[[], nn.Module] | N
     filled = [(name, index, row.abs().max().item()) for name, index, row in rows if bool(row.any())]
     if not filled:
         held = found + (f"; {count(len(rows), 'row')} for padding" if rows else "")
-        return _copied(prepared.model) or held
+        return _copied(prepared) or held
     _, index, most = filled[0]
     return Violation.first_of(
         filled,
@@ -228,18 +223,18 @@ _DIFFERENT = 0.99
 """The least share of different values in what was drawn at random: an identity, or a range in each row, has fewer."""
 
 
-def _copied(model: nn.Module) -> Violation | None:
+def _copied(prepared: PreparedModel) -> Violation | None:
     """Return a hint if layers of one list have the same random weights: one was initialized, and the others copied."""
     originals: dict[tuple[object, ...], tuple[str, Tensor]] = {}
     rows = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in prepared.model.named_parameters():
         if parameter.dim() > 1 and parameter.requires_grad and has_dense_storage(parameter):
             values = plain(parameter.detach())
             some = tuple(values.flatten()[:_LOOKED_AT].tolist())
             if len(some) > 1 and len(set(some)) >= _DIFFERENT * len(some):
                 key = (pattern(name), values.shape, values.dtype, some)
                 original, first = originals.setdefault(key, (name, values))
-                if original != name and first.data_ptr() != values.data_ptr() and torch.equal(first, values):
+                if prepared.places[original] != prepared.places[name] and torch.equal(first, values):
                     rows.append((name, original, str(tuple(values.shape))))
     if not rows:
         return None

@@ -19,6 +19,7 @@ from pytest_modelprobe.text import count, number
 
 from .machinery.check import check_unmodified
 from .machinery.prepared import PreparedModel
+from .machinery.rounding import as_double
 from .outcome import NotApplicableError, Violation
 
 _TIMES = 2.0
@@ -92,5 +93,5 @@ def _spectral_norms(module: nn.Module) -> Iterator[str]:
 
 def _largest(weight: Tensor, *, transposed: bool) -> float:
     """Return the largest singular value of a weight as a matrix with a row for each output."""
-    matrix = weight.detach().double().movedim(int(transposed), 0).flatten(1)
+    matrix = as_double(weight.detach()).movedim(int(transposed), 0).flatten(1)
     return float(torch.linalg.matrix_norm(matrix, 2))

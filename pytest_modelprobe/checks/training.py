@@ -514,8 +514,9 @@ def ema_tracks(
             if now.shape != x.shape or then.shape != x.shape:
                 found.append((name, "is of another shape in the average"))
                 continue
-            far = relative_error((1 - decay) * (x.detach() - then), now.detach() - then)
-            if not far <= 1e-3 and not (name in buffers and relative_error(x.detach(), now.detach()) <= 1e-3):
+            mine = x.detach().to(then.device)  # an average may be kept on the CPU
+            far = relative_error((1 - decay) * (mine - then), now.detach() - then)
+            if not far <= 1e-3 and not (name in buffers and relative_error(mine, now.detach()) <= 1e-3):
                 found.append((name, f"is updated in the average with an error of {percent(far)}"))
     if not found:
         return count(len(parameters), "parameter") + (f", {count(len(buffers), 'buffer')}" if buffers else "")

@@ -189,6 +189,8 @@ def _generators() -> Iterator[Setting]:
     yield Setting("generator of torch on the CPU", torch.get_rng_state, torch.set_rng_state)
     if torch.backends.mps.is_available():
         yield Setting("generator of MPS", torch.mps.get_rng_state, torch.mps.set_rng_state)
+    if torch.xpu.is_available():
+        yield Setting("generators of XPU", torch.xpu.get_rng_state_all, torch.xpu.set_rng_state_all)
     yield Setting("generators of CUDA", _cuda_states, _set_cuda_states)
     yield Setting("generator of numpy", np.random.get_state, np.random.set_state)
     yield Setting("generator of random", random.getstate, random.setstate)

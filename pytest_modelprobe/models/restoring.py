@@ -15,7 +15,7 @@ import random
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -29,6 +29,7 @@ from torch.nn.parameter import is_lazy
 from pytest_modelprobe._torch import is_view, storage_key, without_dispatch_modes, without_torch_function
 from pytest_modelprobe.interrupts import held
 
+from .devices import read_flags
 from .memory import as_bytes, has_dense_storage, is_strided
 from .process import Settings, read_settings, restore_settings
 
@@ -99,7 +100,7 @@ class ModelState:
         self._blocks: list[tuple[held, Settings]] = []
         self._known: set[int] = set()
         self._restores: list[_Action] = []
-        self._memory: dict[int, _Action] = {}  # by address
+        self._memory: dict[int, _Memory] = {}  # by address
         self._late: list[_Action] = []  # hooks and lazy classes, which are put back after all attributes
         self._savers_by_type: dict[type, tuple[_Saver, ...]] = {}
         self._found: deque[tuple[str, Any]] = deque()
@@ -133,7 +134,10 @@ class ModelState:
     def restore(self) -> None:
         """Put the model back as it was when this state was taken."""
         with _modes_off():
-            for restore in (*self._restores, *self._memory.values(), *self._late):
+            for restore in self._restores:
+                restore()
+            _put_back([*self._memory.values()])
+            for restore in self._late:
                 restore()
         # It has copies of the weights, in another dtype, as they were meanwhile. Under an autocast of the caller's they
         # outlive this block, and the model would compute with them.
@@ -186,7 +190,7 @@ class ModelState:
         if has_dense_storage(tensor):
             storage = tensor.untyped_storage()
             if self._values and storage_key(storage) not in self._memory:
-                self._memory[storage_key(storage)] = _bits(storage)
+                self._memory[storage_key(storage)] = _Memory(storage)
         elif self._values and not (inner or tensor.is_meta):
             self.notes.append(f"{name} has no dense memory that holds its elements: they stay as a forward leaves them")
 
@@ -368,19 +372,28 @@ def _state_of(tensor: torch.Tensor, grad: torch.Tensor | None) -> _Action:
     return restore
 
 
-def _bits(storage: torch.UntypedStorage) -> _Action:
-    """Put back the bytes of a whole storage. By storages, views, overlaps and ties need no care."""
-    now = as_bytes(storage)
-    before = now.clone()
+class _Memory:
+    """The bytes of a whole storage. By storages, views, overlaps and ties need no care."""
 
-    def restore() -> None:
-        if storage.nbytes() != before.numel():
-            storage.resize_(before.numel())
-        # Memory that did not change may be read-only, and its version counter must not move.
-        if not torch.equal(_words(now), _words(before)):
-            now.copy_(before)
+    __slots__ = ("before", "now", "storage")
 
-    return restore
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage, self.now = storage, as_bytes(storage)
+        self.before = self.now.clone()
+
+    def differs(self) -> torch.Tensor:
+        """Return whether the bytes changed, as a tensor: nothing is read from a device."""
+        if self.storage.nbytes() != self.before.numel():
+            self.storage.resize_(self.before.numel())
+        now, before = _words(self.now), _words(self.before)
+        return torch.tensor(not torch.equal(now, before)) if now.is_cpu else (now != before).any()
+
+
+def _put_back(memory: Sequence[_Memory]) -> None:
+    """Put back the bytes that changed. Others may be read-only, and their version counter must not move."""
+    for one, differs in zip(memory, read_flags([one.differs() for one in memory]), strict=True):
+        if differs:
+            one.now.copy_(one.before)
 
 
 def _words(memory: torch.Tensor) -> torch.Tensor:

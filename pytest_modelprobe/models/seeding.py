@@ -19,7 +19,7 @@ import torch
 
 from pytest_modelprobe._torch import seed_cuda, without_torch_function
 
-from .memory import as_array
+from .devices import generator_state
 from .process import GENERATORS
 
 _BLOCK = 16
@@ -43,7 +43,7 @@ def derive(seed: int, name: str) -> int:
 def forked_rng() -> Iterator[None]:
     """Restore the global random states on exit, bit for bit, also after an exception.
 
-    These are the states of torch on the CPU, on every CUDA device and on MPS, numpy's global state and that of
+    These are the states of torch on the CPU, on every CUDA and XPU device and on MPS, numpy's global state and that of
     `random`. CUDA is never initialized for it. If CUDA was not initialized before, it will start from the seed that
     torch had on entry.
 
@@ -101,11 +101,7 @@ def generator_states(device: torch.device) -> tuple[bytes, ...]:
     ...     [now == then for now, then in zip(generator_states(torch.device("cpu")), before, strict=True)]
     [False, True, True]
     """
-    states = [as_array(torch.get_rng_state()).tobytes()]
-    if device.type == "cuda":
-        states.append(as_array(torch.cuda.get_rng_state(device)).tobytes())
-    if device.type == "mps":
-        states.append(as_array(torch.mps.get_rng_state()).tobytes())
+    states = map(generator_state, dict.fromkeys((torch.device("cpu"), device)))
     return *states, pickle.dumps(np.random.get_state()), pickle.dumps(random.getstate())  # noqa: NPY002
 
 

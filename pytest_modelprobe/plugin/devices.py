@@ -11,16 +11,18 @@ from typing import Any
 
 import pytest
 
-INVALID = "not a device of the probe; give cpu, cuda, cuda:N, mps or auto"
+INVALID = "not a device of the probe; give cpu, cuda, cuda:N, mps, xpu or auto"
+_KNOWN = ("cpu", "cuda", "mps", "xpu")
 
 
 def is_device(name: Any) -> bool:
-    """Whether ``name`` is that of a device, on any machine.
+    """Whether ``name`` is that of a device, on any machine, or of another accelerator that torch finds on this one.
 
     >>> is_device("cuda:1"), is_device("gpu")
     (True, False)
     """
-    return isinstance(name, str) and re.fullmatch(r"(cpu|cuda|mps)(:\d+)?|auto", name) is not None
+    found = re.fullmatch(r"([a-z]\w*)(:\d+)?", name) if isinstance(name, str) else None
+    return name == "auto" or (found is not None and (found[1] in _KNOWN or found[1] == _accelerator()))
 
 
 def as_list(devices: Any) -> Iterable[Any]:
@@ -45,22 +47,25 @@ def resolve(name: str) -> tuple[str, str | None]:
         return name, None
     import torch
 
+    best = _accelerator()
     if name == "auto":
-        return ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"), None
+        return best or "cpu", None
     device = torch.device(name)
-    if device.type == "cuda":
-        return name, _cuda_problem(device)
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        return name, f"torch.backends.mps.is_available() is False (torch {torch.__version__})"
+    if device.type == "cpu":
+        return name, None
+    if device.type != best:
+        return name, f"torch finds no {device.type} device (torch {torch.__version__})"
+    if device.index is not None and device.index >= torch.accelerator.device_count():
+        return name, f"torch finds {torch.accelerator.device_count()} {best} device(s), numbered from 0"
     return name, None
 
 
-def _cuda_problem(device: Any) -> str | None:
+def _accelerator() -> str | None:
+    """Return the type of the accelerator that torch finds on this machine, or `None` if there is none."""
     import torch
 
-    if not torch.cuda.is_available():
-        build = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
-        return f"torch.cuda.is_available() is False: {build} (torch {torch.__version__})"
-    if device.index is not None and device.index >= torch.cuda.device_count():
-        return f"torch finds {torch.cuda.device_count()} CUDA device(s), numbered from 0"
-    return None
+    try:
+        found = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6, where there is none
+        return None
+    return found.type if found is not None and torch.accelerator.is_available() else None

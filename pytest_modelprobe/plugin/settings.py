@@ -71,7 +71,7 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
         "--modelprobe-device",
         action="append",
         metavar="DEVICE",
-        help="device of the probe: cpu, cuda, cuda:N, mps or auto; may be repeated: each test runs on each",
+        help="device of the probe: cpu, cuda, cuda:N, mps, xpu or auto; may be repeated: each test runs on each",
     )
     group.addoption(
         "--modelprobe-strict",

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pytest_modelprobe._torch import function_modes
-from pytest_modelprobe.models import as_array
+from pytest_modelprobe.models import as_array, together
 from pytest_modelprobe.record import Histogram, Reading, Statistics, Units
 
 from .compiled import by_kernel, by_kernel_merged
@@ -48,6 +48,7 @@ __all__ = [
     "SmallTensors",
     "any_nonfinite",
     "collect",
+    "fetch",
     "merge",
     "as_plain_tensor",
     "ambient_modes_disabled",
@@ -145,7 +146,7 @@ def _merged(a: Reduced, b: Reduced) -> Reduced:
         merged.row = a.row or b.row
     if a.histogram is not None and b.histogram is not None:
         with ambient_modes_disabled():
-            merged.histogram = a.histogram + b.histogram.to(a.histogram.device, non_blocking=True)
+            merged.histogram = torch.add(*together(a.histogram, b.histogram))
     if on_cpu:
         _merge_units(merged, a, b)
         if a.fingerprint is not None and b.fingerprint is not None and len(a.fingerprint) == len(b.fingerprint):
@@ -154,7 +155,7 @@ def _merged(a: Reduced, b: Reduced) -> Reduced:
     with ambient_modes_disabled():
         merged.rows = b.rows if a.rows is None else a.rows
         if a.rows is not None and b.rows is not None:
-            rows = torch.cat([a.rows, b.rows.to(a.rows.device, non_blocking=True)])
+            rows = torch.cat(together(a.rows, b.rows))
             # A device without float64 keeps all rows for the CPU: sums in float32 would lose digits at each merge.
             merged.rows = merged_rows(rows) if rows.dtype == torch.float64 else rows
         _merge_units(merged, a, b)
@@ -187,22 +188,26 @@ def with_signs_of(number: int, one: Reduction) -> Reduction:
     return found
 
 
-def any_nonfinite(reduced: Iterable[Reduction]) -> bool:
-    """Return whether any reduction counts elements that are not finite. Numbers on a device are read from it.
+def any_nonfinite(groups: Sequence[Iterable[Reduction]]) -> list[bool]:
+    """Return of each group whether a reduction in it counts elements that are not finite.
 
-    >>> any_nonfinite([reduce(torch.ones(2))]), any_nonfinite([reduce(torch.tensor(math.nan))])
-    (False, True)
+    Numbers on a device are read from it, with one transfer for all groups.
+
+    >>> any_nonfinite([[reduce(torch.ones(2))], [reduce(torch.tensor(math.nan))]])
+    [False, True]
     """
-    remote = []
-    for one in reduced:
-        if isinstance(one, PackedReduction) and one.has_fingerprint:
-            continue  # the kernel makes one of finite elements only
-        computed = one.computed()
-        if computed.row is not None and any(computed.row[1:4]):
-            return True
-        if computed.rows is not None:
-            remote.append(computed)
-    return any(found.statistics is not None and found.statistics.nonfinite > 0 for found in collect(remote))
+    found, remote = [False] * len(groups), []
+    for i, group in enumerate(groups):
+        for one in group:
+            if isinstance(one, PackedReduction) and one.has_fingerprint:
+                continue  # the kernel makes one of finite elements only
+            computed = one.computed()
+            found[i] |= computed.row is not None and any(computed.row[1:4])
+            if computed.rows is not None:
+                remote.append((i, Reduced(rows=computed.rows)))
+    for (i, _), reading in zip(remote, collect([one for _, one in remote]), strict=True):
+        found[i] |= reading.statistics is not None and reading.statistics.nonfinite > 0
+    return found
 
 
 def collect(reduced: Sequence[Reduction]) -> list[Reading]:
@@ -332,8 +337,7 @@ def _merge_remote_fingerprints(merged: Reduced, a: Reduced, b: Reduced) -> None:
         merged.fingerprint = a.fingerprint if b.fingerprint is None else b.fingerprint
     remote = [one.remote_fingerprint for one in (a, b) if one.remote_fingerprint is not None]
     if remote:
-        first, *others = remote
-        merged.remote_fingerprint = sum((o.to(first.device, non_blocking=True) for o in others), start=first)
+        merged.remote_fingerprint = remote[0] if len(remote) == 1 else torch.add(*together(*remote))
 
 
 def _size_of_fingerprint(reduced: Reduced) -> int | None:
@@ -350,7 +354,10 @@ def _merge_units(merged: Reduced, a: Reduced, b: Reduced) -> None:
         merged.reason = merged.reason or "number of units varies"
     elif isinstance(a.low, np.ndarray) and isinstance(b.low, np.ndarray):
         merged.axis, merged.low, merged.high = a.axis, np.minimum(*lows), np.maximum(*highs)
-    elif all(isinstance(low, Tensor) and low.device == lows[0].device for low in lows):
-        merged.axis, merged.low, merged.high = a.axis, torch.minimum(*lows), torch.maximum(*highs)
     else:
-        merged.reason = merged.reason or "units on several devices"
+        lows, highs = (together(*map(_as_tensor, both)) for both in (lows, highs))
+        merged.axis, merged.low, merged.high = a.axis, torch.minimum(*lows), torch.maximum(*highs)
+
+
+def _as_tensor(values: Array | Tensor) -> Tensor:
+    return values if isinstance(values, Tensor) else torch.from_numpy(values.copy())  # that of the kernel is read-only

@@ -17,7 +17,7 @@ import importlib
 import math
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from pytest_modelprobe.kernel import VARIABLE
+from pytest_modelprobe.models import kept_on_devices
 
 from .readable import NO_CONTEXT
 from .reduced import Reduced
@@ -46,6 +47,10 @@ class _Kernels:
 
     problem: str | None = None
     """Why torch computes instead, or `None`."""
+
+    def __init__(self) -> None:
+        self.failed: dict[Hashable, str] = {}
+        """The error of each kind of tensor for which they failed: torch computes those."""
 
     @functools.cached_property
     def module(self) -> ModuleType | None:
@@ -69,15 +74,16 @@ KERNELS = _Kernels()
 def by_kernels(x: Tensor, axis: int | None, index: int, samples: Samples | None) -> Reduced | None:
     """Return the reduction of a plain tensor on CUDA, or `None` if torch has to compute it; see `by_triton`."""
     module = KERNELS.module
-    if module is None or KERNELS.problem is not None or type(x) is not Tensor:
+    kind = x.dtype, axis is None, samples is None, x.is_contiguous()  # for each the kernels are compiled anew
+    if module is None or KERNELS.problem is not None or kind in KERNELS.failed or type(x) is not Tensor:
         return None
     try:
         return by_triton(module, x, axis, index, samples)
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - Triton compiles here, maybe without a C compiler or for a new device
-        # Torch computes from now on, so that the test does not pay for the error at each tensor.
-        KERNELS.problem = f"{type(error).__name__}: {error}"
+        # Torch computes these from now on, so that the test does not pay for the error at each tensor.
+        KERNELS.failed[kind] = f"{type(error).__name__}: {error}"
         return None
 
 
@@ -87,11 +93,14 @@ def description() -> str:
     >>> description().split()[0] in ("Triton", "torch")
     True
     """
-    if torch.cuda.is_available() and KERNELS.module is not None:
-        by_kernels(torch.zeros(2, device="cuda"), None, 0, WHOLE)
-    if KERNELS.module is not None and KERNELS.problem is None:
+    runs = KERNELS.module is not None and KERNELS.problem is None
+    if runs and torch.cuda.is_available():
+        runs = by_kernels(torch.zeros(2, device="cuda"), None, 0, WHOLE) is not None
+    problem = next(iter(KERNELS.failed.values()), KERNELS.problem)
+    if problem is None:
         return "Triton"
-    return f"torch ({textwrap.shorten(str(KERNELS.problem), 300)})"  # errors of Triton have many lines
+    found = textwrap.shorten(problem, 300)  # errors of Triton have many lines
+    return f"Triton, and torch where it failed ({found})" if runs else f"torch ({found})"
 
 
 def by_triton(kernels: ModuleType, x: Tensor, axis: int | None, index: int, samples: Samples | None) -> Reduced | None:
@@ -137,7 +146,7 @@ def by_triton(kernels: ModuleType, x: Tensor, axis: int | None, index: int, samp
     parts = torch.empty((_PARTS + 2 * numbers) * tiles, dtype=dtype, device=x.device)
     keys = torch.full((2 * units,), torch.iinfo(integer).max, dtype=integer, device=x.device) if units else parts
     out = torch.empty(_ROW + numbers, dtype=torch.float64, device=x.device)
-    tables = _tables_on(x.device) if numbers else out
+    tables = _tables(x.device)[0] if numbers else out
     with _current(x.device):
         kernels.read[(tiles,)](
             x, parts, keys, tables, out if hashes is None else hashes,
@@ -201,24 +210,9 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else NO_CONTEXT
 
 
-@functools.cache
-def _tables(device: torch.device) -> tuple[Tensor, torch.cuda.Stream | None, torch.cuda.Event | None]:
+@kept_on_devices
+def _tables() -> tuple[Tensor, ...]:
+    """Return the tables of `read`."""
     signs = np.concatenate([columns().T, masks()])
     bits = ((signs < 0) << np.arange(len(signs))[:, None]).sum(0)
-    bits = np.concatenate([bits, orders().argsort(1).reshape(-1)]).astype(np.int32)
-    there = torch.from_numpy(bits).to(device, non_blocking=True)
-    if device.type != "cuda":
-        return there, None, None
-    stream = torch.cuda.current_stream(device)
-    return there, stream, stream.record_event()
-
-
-def _tables_on(device: torch.device) -> Tensor:
-    """Return the tables of `read`, for work on the current stream."""
-    there, stream, ready = _tables(device)
-    current = None if ready is None else torch.cuda.current_stream(device)
-    # The tables may still be on their way on another stream. The capture of a CUDA graph begins with a synchronization,
-    # and may not wait for work outside of it.
-    if ready is not None and current != stream and not torch.cuda.is_current_stream_capturing():
-        ready.wait(current)
-    return there
+    return (torch.from_numpy(np.concatenate([bits, orders().argsort(1).reshape(-1)]).astype(np.int32)),)

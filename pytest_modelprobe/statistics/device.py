@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pytest_modelprobe.models import as_array
+from pytest_modelprobe.models import as_array, wait_for, widest
 
 from .cuda import by_kernels
 from .fingerprint import project_on_device
@@ -25,7 +25,6 @@ from .reduced import Array, Reduced
 from .samples import WHOLE, Samples
 
 _CHUNK = 1 << 23  # elements that are converted to float64 at a time; float32 holds counts up to here exactly
-_WITH_FLOAT64 = {"cuda", "cpu", "meta"}
 
 
 def on_device(
@@ -44,7 +43,7 @@ def on_device(
             return quick
     x, copies, units = in_memory_order(tensor, axis)
     axis = axis if units else None
-    wide = torch.float64 if x.device.type in _WITH_FLOAT64 else torch.float32
+    wide = widest(x.device)
     try:
         # An empty tensor has one part too, an empty one.
         parts = [_row(real(part), copies, index, wide) for part in x.reshape(-1).split(_CHUNK)]
@@ -76,7 +75,7 @@ def _row(x: Tensor, copies: int, index: int, wide: torch.dtype) -> Tensor:
     x = x - mean
     never = torch.full((3,), math.inf, dtype=wide, device=x.device)
     first = torch.where(counts[1:4] > 0, index, never)
-    moments = torch.stack([low, high, mean, torch.dot(x, x) * copies])
+    moments = torch.stack([low, high, mean, x.square().sum() * copies])
     return torch.cat([counts.to(wide), first, moments])
 
 
@@ -107,10 +106,8 @@ def fetch(tensors: Sequence[Tensor]) -> dict[int, Array]:
     numbers: dict[int, Array] = {}
     for device in {tensor.device for tensor in tensors}:
         here = [tensor for tensor in tensors if tensor.device == device]
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the tensors may come from several streams
-        wide = torch.float64 if device.type in _WITH_FLOAT64 else torch.float32
-        joined = as_array(torch.cat([tensor.reshape(-1).to(wide) for tensor in here]).cpu())
+        wait_for(device)  # the tensors may come from several streams
+        joined = as_array(torch.cat([tensor.reshape(-1).to(widest(device)) for tensor in here]).cpu())
         ends = np.cumsum([tensor.numel() for tensor in here])[:-1]
         numbers.update(zip(map(id, here), np.split(joined, ends), strict=True))
     return numbers

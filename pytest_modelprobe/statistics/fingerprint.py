@@ -25,7 +25,6 @@ digest, which is exact. In the fingerprint, each integer counts as a number draw
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Iterator
 
@@ -33,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pytest_modelprobe.models import as_array
+from pytest_modelprobe.models import as_array, kept_on_devices, sent
 
 from .samples import WHOLE, Samples, mix, shifted, signed
 from .signs import (
@@ -187,7 +186,7 @@ def project_on_device(tensor: Tensor, largest: Tensor, samples: Samples = WHOLE)
     x = _real(tensor)
     wide = largest.dtype
     hashes = samples.hashes_on(x.device, tensor.shape)
-    tables = _tables(x.device, wide) if type(x) is Tensor else _make_tables(x.device, wide)
+    tables = _tables(x.device, wide)
     total = largest.new_zeros(K)
     floating = x.is_floating_point()
     # Elements are divided by the largest, as sums of huge ones would overflow. Those that are not finite have to count
@@ -209,12 +208,9 @@ def project_on_device(tensor: Tensor, largest: Tensor, samples: Samples = WHOLE)
     return torch.cat([numbers, digest.view(1).view(torch.uint8).to(wide)])
 
 
-def _make_tables(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    tables = torch.from_numpy(masks()).to(dtype), torch.from_numpy(columns()).to(dtype), torch.from_numpy(orders())
-    return tuple(table.to(device, non_blocking=True) for table in tables)
-
-
-_tables = functools.cache(_make_tables)
+@kept_on_devices
+def _tables(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return torch.from_numpy(masks()).to(dtype), torch.from_numpy(columns()).to(dtype), torch.from_numpy(orders())
 
 
 def _signed_sums(part: Tensor, hashes: Tensor, first: int, tables: tuple[Tensor, ...]) -> Tensor:
@@ -225,9 +221,9 @@ def _signed_sums(part: Tensor, hashes: Tensor, first: int, tables: tuple[Tensor,
     numbers = torch.arange(1, part.shape[1] // width + 1, device=part.device) + first // COLUMNS
     bits = mix(hashes + numbers * signed(GAMMA)).view(-1, 1)
     masked = part.reshape(-1, width) * of_masks[bits[:, 0] & MASKS - 1, :width]
-    if part.dtype == torch.float64:
+    if part.is_cpu and part.dtype == torch.float64:
         values = masked @ of_columns[:width]
-    else:  # not a matrix product, which may be computed in TF32
+    else:  # a matrix product may be computed in TF32, and it raises where the user wants algorithms to be deterministic
         values = torch.stack([(masked * column[:width]).sum(1) for column in of_columns.T], 1)
     minus = bits >> torch.arange(SIGN_BITS, SIGN_BITS + K, device=part.device) & 1
     values = torch.where(minus == 1, -values, values)
@@ -239,7 +235,7 @@ def _hashed(part: Tensor, of_samples: Tensor, first: int) -> tuple[Tensor, Tenso
     numbers = torch.arange(part.shape[1], device=part.device)
     hashes = mix(part.to(torch.int64) + (numbers % HASHED + 1) * signed(GAMMA) + of_samples)
     of_places = torch.from_numpy(weights_of_places(first + part.shape[1])[first // HASHED :].view(np.int64))
-    return hashes, of_places.to(part.device, non_blocking=True)[numbers // HASHED]
+    return hashes, sent(of_places, part.device)[numbers // HASHED]
 
 
 # --- several ------------------------------------------------------------------------------------------------------
@@ -291,8 +287,8 @@ def turned(numbers: Array, number: int) -> Array:
 def turned_on_device(numbers: Tensor, number: int) -> Tensor:
     """Return the same on the device of ``numbers``. Nothing waits for the device."""
     signs, order, factor = turn(number)
-    places = torch.from_numpy(order).to(numbers.device, non_blocking=True)
-    found: Tensor = numbers[places] * torch.from_numpy(signs).to(numbers, non_blocking=True)
+    places = sent(torch.from_numpy(order), numbers.device)
+    found: Tensor = numbers[places] * sent(torch.from_numpy(signs).to(numbers.dtype), numbers.device)
     if len(numbers) == K:
         return found
     shifts = torch.arange(0, 8 * _BYTES, 8, device=numbers.device)

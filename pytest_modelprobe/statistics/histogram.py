@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pytest_modelprobe.models import kept_on_devices
 from pytest_modelprobe.record import Histogram
 
 from .memory_order import in_memory_order
@@ -63,7 +64,7 @@ def count_rows(x: Tensor) -> Tensor:
     # logarithm to base 2, rounded down. Zero alone has the code 0.
     codes = (magnitude >> form.digits).add_((magnitude + ((1 << form.digits) - form.root)) >> form.digits)
     codes.add_(magnitude > 0)
-    table = _table(form, x.device)
+    (table,) = _table(x.device, form)
     codes.add_((bits < 0).to(form.integer), alpha=len(table) // 2)
     if rows == 1:  # codes are few, so they are counted first, and the counts then put into bins
         found = _counted(codes.view(-1), len(table))
@@ -80,21 +81,15 @@ def _counted(places: Tensor, size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.int64, device=places.device).index_add_(0, places, ones)
 
 
-def _table(form: _Format, device: torch.device) -> Tensor:
+@kept_on_devices
+def _table(form: _Format) -> tuple[Tensor, ...]:
     """Return the bin of each code, positive numbers first. The bin of what is not finite is BINS, which is cut off."""
-    table = _TABLES.get((form, device))
-    if table is None:  # it is made on the device, because a copy to the device would be waited for
-        codes = torch.arange(4 * form.bias + 4, device=device)
-        bins = (codes - (2 * form.bias + 1)).clamp_(-LIMIT, LIMIT) + (LIMIT + 1)
-        bins = torch.where(codes > 0, bins, 0)
-        table = torch.cat([_ZERO + bins, _ZERO - bins])
-        table[4 * form.bias + 3 :: 4 * form.bias + 4] = BINS
-        if type(table) is Tensor:  # a fake one must not stay
-            _TABLES[form, device] = table
-    return table
-
-
-_TABLES: dict[tuple[_Format, torch.device], Tensor] = {}
+    codes = torch.arange(4 * form.bias + 4, device="cpu")
+    bins = (codes - (2 * form.bias + 1)).clamp_(-LIMIT, LIMIT) + (LIMIT + 1)
+    bins = torch.where(codes > 0, bins, 0)
+    table = torch.cat([_ZERO + bins, _ZERO - bins])
+    table[4 * form.bias + 3 :: 4 * form.bias + 4] = BINS
+    return (table,)
 
 
 def count(tensor: Tensor, wide: torch.dtype, most: int = _PIECE) -> Tensor:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pytest_modelprobe.models import as_array, as_real
+from pytest_modelprobe.models import as_array, as_real, kept_on_devices, sent, together, widest
 from pytest_modelprobe.record import batch_sizes
 
 from .readable import ambient_modes_disabled, as_plain_tensor, is_expanded
@@ -81,7 +81,7 @@ class Samples:
         """Return what `hashes` returns, as int64 on a device. Nothing waits for the device."""
         if self._hashes is None or not self.has_batch(shape):
             return torch.zeros(1, dtype=torch.int64, device=device)
-        return self._hashes.to(device, non_blocking=True)
+        return sent(self._hashes, device)
 
     def has_batch(self, shape: Sequence[int]) -> bool:
         """Return whether dimension 0 of a value is the batch, or the value is of the only sample."""
@@ -106,7 +106,7 @@ def sum_of_hashes(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return b if a is None else a
     with ambient_modes_disabled():
-        return a + b.to(a.device, non_blocking=True)
+        return torch.add(*together(a, b))
 
 
 class SeenSamples:
@@ -347,7 +347,7 @@ def _elements_read(tensor: Tensor) -> Tensor:
     x = x[:, :: x.shape[1] // _READ | 1]
     if not x.is_floating_point():
         return x.to(torch.int64)
-    return x.to(torch.float64 if x.device.type in ("cpu", "cuda", "meta") else torch.float32)
+    return x.to(widest(x.device))
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -361,16 +361,16 @@ def _summaries(x: Tensor) -> Tensor:
     """Return five integers for each sample that rounding hardly ever changes."""
     x = torch.nan_to_num(x, 0.0, 0.0, 0.0)
     norm = torch.linalg.vector_norm(x, dim=1, keepdim=True)
-    patterns = _patterns(x.device, x.dtype)[: x.shape[1]]
-    shares = (x @ patterns if x.dtype == torch.float64 else (x[:, :, None] * patterns).sum(1)) / norm.clamp(min=_TINY)
+    (patterns,) = _patterns(x.device, x.dtype)
+    shares = (x[:, :, None] * patterns[: x.shape[1]]).sum(1) / norm.clamp(min=_TINY)
     # The factor 1.1 and the term 0.3 keep steps away from common values, where rounding would choose: a one-hot sample
     # has the norm 1 and the shares +-1, and a sample that cancels has the share 0.
     return torch.cat([torch.frexp(1.1 * norm).exponent, (2 * shares + 0.3).floor()], 1).to(torch.int64)
 
 
-@functools.cache
-def _patterns(device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.from_numpy(_patterns_by_numpy()).to(dtype).to(device, non_blocking=True)
+@kept_on_devices
+def _patterns(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return (torch.from_numpy(_patterns_by_numpy()).to(dtype),)
 
 
 @functools.cache
@@ -382,7 +382,7 @@ def _row_hashes(parts: Sequence[Tensor]) -> Tensor:
     """Return a hash of each row of each part, shape (parts, rows)."""
     numbers = torch.cat(list(parts), 1) if len(parts) > 1 else parts[0]
     of_places = torch.from_numpy(_places_of(tuple(part.shape[1] for part in parts))[0].view(np.int64))
-    hashed = mix(numbers + of_places.to(numbers.device, non_blocking=True))
+    hashed = mix(numbers + sent(of_places, numbers.device))
     return mix(torch.stack([part.sum(1) for part in hashed.split([part.shape[1] for part in parts], 1)]))
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralModel
 
 from pytest_modelprobe import (
@@ -18,6 +19,8 @@ from pytest_modelprobe import (
     assert_attention_entropy,
     assert_attention_mask,
 )
+from pytest_modelprobe.capture.special import attention
+from pytest_modelprobe.models import read_flags
 
 PROBE = ModelProbe()
 X = PROBE.randn(2, 6, 16)
@@ -121,6 +124,35 @@ def test_keys_shared_by_heads_are_repeated() -> None:
     assert attention.entropy == pytest.approx(expected_entropy(scores(q, k[:, [0, 0, 1, 1]])), rel=1e-5)
 
 
+def test_on_a_device_queries_and_keys_are_multiplied_without_a_matrix_product() -> None:
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert "mm" not in func.overloadpacket.__name__
+            return func(*args, **kwargs or {})
+
+    q, k = torch.empty(2, 4, 6, 8, device="meta"), torch.empty(2, 2, 6, 8, device="meta")
+    with Operations():
+        found = attention._of_fused(q, k, k, is_causal=True, enable_gqa=True)
+    assert found.most.shape == (2, 6, 6)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_attention_on_cuda_is_that_of_the_cpu() -> None:
+    def found(device: str) -> list[object]:
+        probe = ModelProbe(device=device, seed=0)
+        model = probe.build(lambda: nn.Sequential(Attention(fused), nn.MultiheadAttention(16, 2), GivesOn()))
+        model.forward = lambda x: model[2](model[1](*[model[0](x)] * 3, need_weights=False)[0])
+        record = probe.run(model, probe.randn(2, 6, 16), attention=True)
+        return [one for _, call in record.calls for one in call.attention]
+
+    here, there = found("cpu"), found("cuda")
+    assert [(one.shape, one.kind) for one in here] == [(one.shape, one.kind) for one in there]
+    for mine, theirs in zip(here, there, strict=True):
+        assert mine.entropy == pytest.approx(theirs.entropy, rel=1e-4)
+        assert mine.most == pytest.approx(theirs.most, abs=1e-5)
+
+
 def test_multihead_attention_is_asked_for_its_weights() -> None:
     (attention,) = multihead()["(root)"].calls[0].attention
     assert attention.shape == (2, 6, 6)
@@ -147,6 +179,43 @@ def test_weights_given_out_are_not_read_again_where_they_were_computed() -> None
 
     found = PROBE.run(nn.Sequential(Both()), X, attention=True)
     assert [(layer.name, len(call.attention)) for layer, call in found.calls] == [("(root)", 0), ("0", 1)]
+
+
+class GivesOn(nn.Module):
+    """Uses weights that a layer gave out, drops some of them, and gives them out too."""
+
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        self.own, self.dropout, self.identity = OwnSoftmax(), nn.Dropout(rate), nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _, weights = self.own(x)
+        weights = self.identity(self.dropout(weights) * 1.0)
+        return weights @ x, 1.0 * weights
+
+
+def attended(model: nn.Module, mode: str) -> list[tuple[str, object]]:
+    found = PROBE.run(PROBE.build(lambda: model), X, attention=True, mode=mode)
+    return [(layer.name, attention) for layer, call in found.calls for attention in call.attention]
+
+
+@pytest.mark.parametrize("most", [attention._MOST, 0], ids=["at the end", "at each output"])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize(
+    "model",
+    [OwnSoftmax(), GivesOn(), GivesOn(0.5), nn.Sequential(nn.LayerNorm(16), nn.Softmax(-1), nn.Linear(16, 16))],
+    ids=["given out", "given on", "dropped", "softmax"],
+)
+def test_what_a_device_computed_is_judged_without_a_wait_for_each_output(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, mode: str, most: int
+) -> None:
+    expected = attended(model, mode)
+    waits = []
+    monkeypatch.setattr(attention, "_may_be_read", lambda holds: False)
+    monkeypatch.setattr(attention, "_MOST", most)
+    monkeypatch.setattr(attention, "read_flags", lambda holds: waits.extend([1] if holds else []) or read_flags(holds))
+    assert attended(model, mode) == expected != []
+    assert most == 0 or len(waits) <= 1
 
 
 def test_forwards_merge() -> None:

@@ -1213,6 +1213,51 @@ def test_a_model_that_is_exported_is_not_recorded():
     assert watch.record.forwards == 0
 
 
+def train(model, x, optimizer):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def test_what_runs_in_the_capture_of_a_cuda_graph_is_not_recorded(monkeypatch):
+    model, x = mlp(), randn(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Watch(model, steps=3, attention=True, functionals=True, profile=True) as watch:
+        train(model, x, optimizer)
+        with monkeypatch.context() as captured:
+            captured.setattr(torch.cuda, "is_initialized", lambda: True)
+            captured.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            captured.setattr(statistics, "reduce", None)  # nothing may be read
+            train(model, x, optimizer)
+        train(model, x, optimizer)
+    record = watch.record
+    assert (record.forwards, len(watch.steps), record.training.steps) == (2, 2, 2)
+    assert "what ran while a CUDA graph was captured is not recorded, and no replay of a graph is" in record.notes
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not hasattr(torch._C, "_CUDAGraph") or not torch.cuda.is_available(), reason="needs CUDA graphs")
+def test_a_captured_graph_computes_what_it_computes_unwatched():
+    def replayed(*, watched):
+        model = mlp().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x, stream = randn(3, 4).cuda(), torch.cuda.Stream()
+        with Watch(model) if watched else contextlib.nullcontext():
+            with torch.cuda.stream(stream):
+                train(model, x, optimizer)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            optimizer.zero_grad()
+            with torch.cuda.graph(graph):
+                model(x).square().mean().backward()
+                optimizer.step()
+            for _ in range(3):
+                graph.replay()
+        return [parameter.tolist() for parameter in model.parameters()]
+
+    assert replayed(watched=True) == replayed(watched=False)
+
+
 def test_sparse_inputs_have_structure_and_the_reason():
     model = Call(lambda self, x: torch.sparse.mm(x, self.weight))
     model.weight = nn.Parameter(randn(4, 2))
@@ -1238,19 +1283,26 @@ def test_no_element_is_read_of_tensors_on_another_device(monkeypatch):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_nothing_waits_for_a_cuda_device_until_the_record_is_made():
+@pytest.mark.parametrize("uses", [True, False], ids=["an optimizer", "no optimizer"])
+@pytest.mark.parametrize("option", [None, "histograms", "profile", "functionals"])
+def test_nothing_waits_for_a_cuda_device_until_the_record_is_made(nothing_waits, uses, option):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(16, 2))
     model.to("cuda")
-    x = randn(2, 3, 4, 4).cuda()
-    model(x).sum().backward()  # cuDNN and cuBLAS set themselves up with waiting
-    with Watch(model) as watch:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for _ in range(2):
-                model(x).sum().backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    assert value(watch.record, "4").backward.tensors == 2
+    x, optimizer = randn(2, 3, 4, 4).cuda(), torch.optim.SGD(model.parameters(), 0.1)
+
+    def step():
+        model.zero_grad()
+        model(x).sum().backward()
+        if uses:
+            optimizer.step()
+
+    step()  # cuDNN and cuBLAS set themselves up with waiting
+    with Watch(model, **{option: True} if option else {}) as watch:
+        step()  # what is kept of the first step is read
+        with nothing_waits():
+            for _ in range(3):
+                step()
+    assert value(watch.record, "4").backward.tensors == 4
 
 
 # --- contexts -------------------------------------------------------------------------------------------------------
@@ -1289,6 +1341,29 @@ def test_modules_of_torch_that_draw_random_numbers_are_known(module):
     with Watch(module) as watch:
         module(randn(2, 3, 4, 4))
     assert watch.record.layers["(root)"].calls[0].random is not None
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+def test_draws_are_seen_on_the_device_of_the_model(device):
+    model = nn.Sequential(linear(4, 4), nn.Dropout(0.5)).to(device)
+    with Watch(model) as watch:
+        model(randn(3, 4).to(device))
+    assert [watch.record.layers[name].calls[0].random is not None for name in ("0", "1", "(root)")] == [0, 1, 1]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_draws_are_seen_on_all_devices_of_the_model():
+    def forward(self, x):
+        return self.drop(self.b(self.drop(self.a(x)).to("cuda:1")))
+
+    model = Call(forward, a=linear(4, 4).to("cuda:0"), b=linear(4, 4).to("cuda:1"), drop=nn.Dropout(0.5))
+    with Watch(model) as watch:
+        model(randn(3, 4).to("cuda:0"))
+    assert [call.random is not None for call in watch.record.layers["drop"].calls] == [True, True]
+    assert watch.record.layers["b"].calls[0].random is None
 
 
 def test_a_layer_that_draws_nothing_draws_with_a_hook_or_another_forward():

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pytest_modelprobe import assert_no_leftover_hooks, statistics
 from pytest_modelprobe.capture import Capture, Options
-from pytest_modelprobe.capture.hooks import module_hooks
+from pytest_modelprobe.capture.hooks import guard
 from pytest_modelprobe.capture.passes import backward
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.models.layers import Layers
@@ -426,7 +426,7 @@ def test_a_question_that_fails_in_a_hook_never_reaches_the_model(monkeypatch):
     model, x = Net(), torch.randn(3, 4)
     expected = model(x)
     with Watch(model) as watch:
-        monkeypatch.setattr(module_hooks, "tracing_state", broken)
+        monkeypatch.setattr(guard, "tracing_state", broken)
         hooked = [hook(model, (x,), {}, *output) for hook, output in ((before(model), ()), (after(model), (expected,)))]
         monkeypatch.undo()
     assert hooked == [None, None]

@@ -175,6 +175,52 @@ def test_events_of_a_device_are_waited_for_when_the_times_are_read() -> None:
     assert log == ["synchronized"]
 
 
+def test_events_that_are_over_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Event, "query", lambda self: True)
+    log: list[str] = []
+    spans = Spans(lambda: Event(0.0, log))
+    spans.resume()
+    spans.pause()
+    spans.add("fc", 0)
+    costs, total = Costs(), Costs()
+    costs.add_spans(spans)
+    total.merge_from(costs)
+    assert total.times() == {"fc": 0.0}
+    assert log == []
+
+
+class Apart(nn.Module):
+    """Two layers on two devices."""
+
+    def __init__(self, *devices: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4).to(device) for device in devices)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.device))
+        return x
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("devices", [("cuda:1",), ("cuda:0", "cuda:1"), ("cuda:1", "cpu")], ids=",".join)
+def test_times_are_events_on_the_device_of_the_tensors(
+    monkeypatch: pytest.MonkeyPatch, devices: tuple[str, ...]
+) -> None:
+    recorded = []
+
+    class Recorded(torch.cuda.Event):
+        def record(self, stream: torch.cuda.Stream | None = None) -> None:
+            recorded.append(None if stream is None else str(stream.device))
+            super().record(stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Recorded)
+    profile = ModelProbe(device=devices[0]).run(Apart(*devices), torch.ones(2, 4), profile=True).profile
+    assert {*recorded} == {devices[0]}
+    assert all(profile.layers[f"layers.{i}"].wall_time > 0 for i in range(len(devices)))
+
+
 class Mine(TorchDispatchMode):
     def __torch_dispatch__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         return func(*args, **(kwargs or {}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import ModelProbe, UsageError, assert_no_dead_layers, checks
 from pytest_modelprobe.checks import Check, Outcome, battery
+from pytest_modelprobe.checks.machinery import rounding
 from pytest_modelprobe.checks.machinery.check import StateCheck
+from pytest_modelprobe.checks.machinery.masking import masked_out
 from pytest_modelprobe.checks.machinery.prepared import PreparedModel
 from pytest_modelprobe.models import CallTracer, ModuleCall
 
@@ -991,6 +994,17 @@ def test_a_model_is_the_same_on_its_own_device(probe: ModelProbe, net: Any, ids:
     assert checks.device_parity(probe, net, ids, device="cpu").verdict == "holds"
 
 
+def test_what_a_device_without_float64_holds_is_compared_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[torch.dtype] = []
+    cpu = Tensor.cpu
+    monkeypatch.setattr(rounding, "widest", lambda device: torch.float32)
+    monkeypatch.setattr(Tensor, "cpu", lambda tensor: moved.append(tensor.dtype) or cpu(tensor))
+    assert rounding.relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])) == 0.1
+    assert rounding.relative_error(torch.tensor([3, 4]), torch.tensor([3, 9])) == 1.0
+    assert rounding.as_double(torch.ones(1)).dtype == torch.float64
+    assert moved == [torch.float32] * 2 + [torch.int64] * 2 + [torch.float32]
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_clean_model_is_the_same_on_cuda(probe: ModelProbe, net: Any, ids: Tensor) -> None:
@@ -1009,6 +1023,47 @@ def test_code_for_one_device_is_named(probe: ModelProbe, rows: Tensor) -> None:
 def test_a_tensor_that_stays_behind_on_the_cpu_is_named(probe: ModelProbe, rows: Tensor) -> None:
     turn = torch.eye(6)
     assert named(checks.device_parity.outcome(probe, between(lambda x: x @ turn), rows)) == "2"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_average_that_is_kept_on_the_cpu_follows_a_model_on_cuda() -> None:
+    probe, model = ModelProbe(device="cuda", seed=0), between(nn.BatchNorm1d(6))
+    ema = AveragedModel(model, device="cpu", multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    ema.update_parameters(model)
+
+    def outcome(decay: float) -> Outcome:
+        return checks.ema_tracks.outcome(
+            probe, model, average=ema, decay=decay, updates=lambda: ema.update_parameters(model)
+        )
+
+    assert outcome(0.9).text == "8 parameters, 2 buffers"
+    assert named(outcome(0.5)) == "0.weight"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_masks_on_the_cpu_and_ids_of_padding_on_cuda_say_together_what_is_left_out() -> None:
+    class Masked(nn.Module):
+        config = types.SimpleNamespace(pad_token_id=0)
+
+        def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+            return F.one_hot(ids, 9) * attention_mask[..., None]
+
+    probe = ModelProbe(device="cuda", seed=0)
+    ids, mask = torch.tensor([[3, 4, 0, 5], [1, 2, 6, 8]], device="cuda"), torch.ones(2, 4)
+    mask[1, 3] = 0
+    with PreparedModel(probe, Masked(), (ids, mask)) as prepared:
+        left_out = masked_out(prepared, "input[0]", 1).positions
+    assert left_out.tolist() == [[False, False, True, False], [False, False, False, True]]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_parameters_that_share_memory_until_the_model_is_moved_are_no_copies() -> None:
+    model = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    assert checks.initialized.outcome(ModelProbe(device="cuda"), model).verdict == "holds"
 
 
 def test_a_dtype_written_into_the_code_is_named(probe: ModelProbe, rows: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
+from pytest_modelprobe.models import read_flags, restoring
 from pytest_modelprobe.models.restoring import ModelState, preserved
 from pytest_modelprobe.probe import Watch
 
@@ -518,6 +519,25 @@ def test_a_device_context_does_not_move_what_is_kept():
     with torch.device("meta"), preserved(model):
         model.running_mean += 1
     assert bits(model.running_mean) == before
+
+
+def test_whether_memory_changed_is_read_once_for_all_of_it(monkeypatch):
+    model, read = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), []
+    monkeypatch.setattr(restoring, "read_flags", lambda flags: read.append(read_flags(flags)) or read[-1])
+    with preserved(model):
+        model(torch.ones(4, 2))
+    assert read == [[False, False, False, False, True, True, True]]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_on_cuda_that_changed_is_put_back_and_no_other():
+    model = nn.BatchNorm1d(3).cuda()
+    before, version = state(model), model.weight._version
+    with preserved(model):
+        model(torch.randn(4, 3, device="cuda"))
+    assert state(model) == before
+    assert model.weight._version == version
 
 
 @pytest.mark.cuda

@@ -10,6 +10,7 @@ import torch
 
 import pytest_modelprobe.probe  # noqa: F401 - pytester forgets what its runs import
 from pytest_modelprobe import kernel
+from pytest_modelprobe.plugin import devices
 
 MODELS = """
 import torch
@@ -238,7 +239,7 @@ def test_a_missing_device_on_the_command_line_is_a_usage_error(pytester: pytest.
     pytester.makepyfile(PASSING)
     result = pytester.runpytest(*QUIET, "--modelprobe-device=cuda")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: --modelprobe-device=cuda: torch.cuda.is_available() is False: *(torch *)"])
+    result.stderr.fnmatch_lines(["ERROR: --modelprobe-device=cuda: torch finds no cuda device (torch *)"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
@@ -247,7 +248,7 @@ def test_a_missing_device_in_the_ini_file_is_a_reported_skip(pytester: pytest.Py
     pytester.makepyfile(PASSING)
     result = pytester.runpytest(*QUIET, "-rs")
     result.assert_outcomes(passed=1, skipped=1)
-    result.stdout.fnmatch_lines(["SKIPPED*device cuda: torch.cuda.is_available() is False*"])
+    result.stdout.fnmatch_lines(["SKIPPED*device cuda: torch finds no cuda device (torch *"])
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "meta", ""])
@@ -255,7 +256,7 @@ def test_what_is_no_device_is_a_usage_error(pytester: pytest.Pytester, name: str
     pytester.makepyfile(PASSING)
     result = pytester.runpytest(*QUIET, f"--modelprobe-device={name}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"ERROR: --modelprobe-device={name}: * give cpu, cuda, cuda:N, mps or auto"])
+    result.stderr.fnmatch_lines([f"ERROR: --modelprobe-device={name}: * give cpu, cuda, cuda:N, mps, xpu or auto"])
 
 
 def test_what_is_no_device_in_a_marker_is_an_error(pytester: pytest.Pytester) -> None:
@@ -270,8 +271,21 @@ def test_what_is_no_device_in_a_marker_is_an_error(pytester: pytest.Pytester) ->
     result = pytester.runpytest(*QUIET)
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(
-        ["*has 'gpu' in devices=: not a device of the probe; give cpu, cuda, cuda:N, mps or auto"]
+        ["*has 'gpu' in devices=: not a device of the probe; give cpu, cuda, cuda:N, mps, xpu or auto"]
     )
+
+
+def test_any_accelerator_that_torch_names_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = type("Accelerator", (), {"type": "npu"})
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "device", lambda name: type("Device", (), {"type": name[:3], "index": int(name[4:])}))
+    assert [devices.is_device(name) for name in ("npu", "npu:1", "hpu", "auto:1")] == [True, True, False, False]
+    assert devices.resolve("auto") == ("npu", None)
+    assert devices.resolve("npu:1") == ("npu:1", None)
+    assert devices.resolve("npu:2") == ("npu:2", "torch finds 2 npu device(s), numbered from 0")
+    assert devices.resolve("xpu:0") == ("xpu:0", f"torch finds no xpu device (torch {torch.__version__})")
 
 
 def test_auto_is_the_best_device_there_is(pytester: pytest.Pytester) -> None:
@@ -303,7 +317,10 @@ def test_the_marker_sets_the_devices_of_a_test(pytester: pytest.Pytester) -> Non
         ("color=1", "takes no color=: It takes devices=, seed=, tolerance=, compare=, world_size= and timeout="),
         ("3", "takes keywords only: devices=, seed=, tolerance=, compare=, world_size= and timeout="),
         ("seed='x'", "takes an integer as seed=; got 'x'"),
-        ("devices=['cpu', 3]", "has 3 in devices=: not a device of the probe; give cpu, cuda, cuda:N, mps or auto"),
+        (
+            "devices=['cpu', 3]",
+            "has 3 in devices=: not a device of the probe; give cpu, cuda, cuda:N, mps, xpu or auto",
+        ),
     ],
 )
 def test_a_slip_in_a_marker_fails_its_test_alone_and_names_the_line(

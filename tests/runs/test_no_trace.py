@@ -261,6 +261,7 @@ CHANGES: dict[str, Callable[[], object]] = {
     "stream of CUDA": lambda: torch.cuda.set_stream(torch.cuda.Stream()),
     "generator of torch on the CPU": lambda: torch.rand(()),
     "generator of MPS": lambda: torch.rand((), device="mps"),
+    "generators of XPU": lambda: torch.rand((), device="xpu"),
     "generators of CUDA": lambda: torch.rand((), device="cuda"),
     "generator of numpy": lambda: np.random.rand(),  # noqa: NPY002
     "generator of random": random.random,

@@ -47,17 +47,22 @@ def test_on_another_platform_torch_computes(kernels, monkeypatch):
     assert kernels.problem == "not CUDA"
 
 
-def test_after_an_error_of_triton_torch_computes(kernels, monkeypatch):
-    def by_triton(*_):
-        calls.append(1)
-        raise RuntimeError("Failed to find C compiler.")
+def test_after_an_error_of_triton_torch_computes_what_is_alike(kernels, monkeypatch):
+    def by_triton(module, x, *_):
+        calls.append(x.dtype)
+        if x.dtype == torch.bfloat16:
+            raise RuntimeError("PassManager::run failed")
+        return "by Triton"
 
     calls = []
     kernels.module = types.ModuleType("triton_kernels")
     monkeypatch.setattr(cuda, "by_triton", by_triton)
-    assert [cuda.by_kernels(torch.ones(3), None, 0, WHOLE) for _ in range(2)] == [None, None]
-    assert kernels.problem == "RuntimeError: Failed to find C compiler."
-    assert calls == [1]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    dtypes = [torch.bfloat16, torch.float32] * 2
+    found = [cuda.by_kernels(torch.ones(3, dtype=dtype), None, 0, WHOLE) for dtype in dtypes]
+    assert found == [None, "by Triton"] * 2
+    assert calls == [torch.bfloat16, torch.float32, torch.float32]
+    assert cuda.description() == "Triton, and torch where it failed (RuntimeError: PassManager::run failed)"
 
 
 def test_a_device_without_memory_says_so(kernels, monkeypatch):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_modelprobe import kernel, statistics
 from pytest_modelprobe.record import estimated_change, estimated_share
@@ -440,12 +441,35 @@ def test_on_a_device_without_float64_no_product_is_used(monkeypatch):
     x = draw(300_000)
     ids = torch.arange(300_000)
     expected, digest = project(x), reading(ids).digest
-    monkeypatch.setattr(statistics.device, "_WITH_FLOAT64", set())
+    monkeypatch.setattr(statistics.device, "widest", lambda device: torch.float32)
     with torch.no_grad():
         monkeypatch.setattr(torch.Tensor, "__matmul__", None)
         monkeypatch.setattr(torch, "matmul", None)
         assert estimated_change(on_device(x).fingerprint, tuple(expected)) < 1e-6
         assert on_device(ids).digest == digest
+
+
+class Operations(TorchDispatchMode):
+    """Keeps the names of the operations that torch computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
+def test_no_product_is_computed_on_a_device(dtype):
+    # cuBLAS refuses one under deterministic algorithms, unless its workspace is configured.
+    x = torch.empty(6, 700, dtype=dtype, device="meta")
+    with Operations() as seen:
+        statistics.device.on_device(x, -1, 0, histogram=True)
+        statistics.samples._hashes([x], None)
+    assert "sum" in seen.names
+    assert not seen.names & {"mm", "mv", "bmm", "dot", "vdot", "addmm", "addmv", "baddbmm", "linear"}
 
 
 def test_a_device_handles_large_tensors_in_chunks(monkeypatch):

@@ -503,11 +503,30 @@ def test_reductions_of_two_devices_merge():
     merged = merge(reduce(tensor[:1], axis=-1), reduce_on_device(tensor[1:], axis=-1))
     (reading,) = collect([merged])
     check(reading.statistics, numbers(tensor))
-    assert reading.reason == "units on several devices"
+    check_units(reading.units, numbers(tensor), -1)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("places", [("cpu", "cuda"), ("cuda", "cpu"), ("cpu", "cuda", "cuda:1", "cpu")], ids=str)
+def test_what_was_on_the_cpu_and_on_cuda_merges_without_waiting(places, nothing_waits):
+    if torch.cuda.device_count() < 2 and "cuda:1" in places:
+        pytest.skip("needs two CUDA devices")
+    parts = draw(len(places), 900, 3)
+    merge(*(reduce(parts[0].to(place), axis=-1, histogram=True) for place in ("cuda", "cpu")))  # makes the tables
+    given = [part.to(place) for part, place in zip(parts, places, strict=True)]
+    with nothing_waits():
+        merged = functools.reduce(merge, [reduce(one, axis=-1, histogram=True) for one in given])
+    (reading,) = collect([merged])
+    check(reading.statistics, numbers(parts))
+    check_units(reading.units, numbers(parts), -1)
+    whole = collect([functools.reduce(merge, [reduce(part, histogram=True) for part in parts])])[0]
+    assert reading.histogram == whole.histogram
+    np.testing.assert_allclose(reading.fingerprint, whole.fingerprint, rtol=0, atol=1e-6 * parts.norm().item())
 
 
 def test_a_device_without_float64_is_combined_on_the_cpu(monkeypatch):
-    monkeypatch.setattr(statistics.device, "_WITH_FLOAT64", set())
+    monkeypatch.setattr(statistics.device, "widest", lambda device: torch.float32)
     monkeypatch.setattr(statistics.device, "_CHUNK", 1000)
     tensor = draw(5_000, 3) + 30
     merged = functools.reduce(merge, [reduce_on_device(part, axis=-1) for part in tensor.split(1700)])

@@ -14,11 +14,13 @@ import traceback
 from collections.abc import Iterator
 from types import ModuleType, TracebackType
 
-from pytest_modelprobe._torch import Context, without_torch_function
+from pytest_modelprobe._torch import Context, tracing_state, without_torch_function
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.interrupts import is_interrupt
+from pytest_modelprobe.models import is_captured
 
 TOO_DEEP = "the model used up Python's stack (RecursionError) in a forward or backward, where calls were not seen"
+CAPTURED = "what ran while a CUDA graph was captured is not recorded, and no replay of a graph is"
 _OWN_FRAMES = 100
 """A RecursionError this many frames deep in our own code is our own error. With fewer, the model used up the stack."""
 
@@ -40,6 +42,15 @@ class HookGuard:
         self.let_through: BaseException | None = None
         """An error that is meant for the user's code, and is not kept."""
         self._failure: Exception | None = None
+
+    def observes(self) -> bool:
+        """Whether a hook observes now: while the watch is open, and where torch computes what it is told."""
+        if not self.active or tracing_state() is not None:
+            return False
+        if is_captured():
+            self.notes[CAPTURED] = None
+            return False
+        return True
 
     def __enter__(self) -> None:
         self.entered += 1

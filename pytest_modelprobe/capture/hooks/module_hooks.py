@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from pytest_modelprobe._torch import CALL, tracing_state
+from pytest_modelprobe._torch import CALL
 from pytest_modelprobe.models import ModuleHook
 
 from .guard import TOO_DEEP, hidden
@@ -132,7 +132,7 @@ class _Before(_Hook):
                 receiver = self._receiver
                 with receiver.guard.lock, receiver.guard, hidden():
                     # A shallow copy of a module shares its hooks. The hook knows another module then.
-                    if receiver.guard.active and self._module() is module and tracing_state() is None:
+                    if self._module() is module and receiver.guard.observes():
                         late = len(module._forward_pre_hooks) > 1 and self.stay_last(module._forward_pre_hooks)
                         if len(module._forward_hooks) > 1:
                             self.after.stay_last(module._forward_hooks)
@@ -150,7 +150,7 @@ class _After(_Hook):
             if not torch.compiler.is_compiling():
                 receiver = self._receiver
                 with receiver.guard.lock, receiver.guard, hidden():
-                    if receiver.guard.active and self._module() is module and tracing_state() is None:
+                    if self._module() is module and receiver.guard.observes():
                         hooks = module._forward_hooks
                         # After an error torch iterates over the dict of hooks itself: a move would raise a
                         # RuntimeError there, in place of the model's own error.

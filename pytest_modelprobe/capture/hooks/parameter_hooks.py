@@ -22,7 +22,7 @@ from pytest_modelprobe._torch import graph_task, not_compiled, tensor_hooks
 from pytest_modelprobe.capture.observed.units import stacked_axis
 from pytest_modelprobe.capture.passes.backward import BackwardPasses
 from pytest_modelprobe.capture.passes.observed_forwards import GradientState
-from pytest_modelprobe.capture.passes.steps import Steps, is_zero
+from pytest_modelprobe.capture.passes.steps import Steps, are_zero
 from pytest_modelprobe.capture.passes.training_steps import TrainingSteps, computes_gradients, has_closure, is_skipped
 from pytest_modelprobe.models import Layers, sharded_parameters
 from pytest_modelprobe.record import ROOT
@@ -106,7 +106,7 @@ class ParameterHooks:
         if _is_inside_step(optimizer):
             return
         with self.guard.lock, self.guard, hidden():
-            if is_skipped(optimizer):
+            if not self.guard.observes() or is_skipped(optimizer):
                 return
             self.steps.settle()
             hooks = self._hooks_of(optimizer)
@@ -127,7 +127,7 @@ class ParameterHooks:
         if _is_inside_step(optimizer):
             return
         with self.guard.lock, self.guard, hidden():
-            if is_skipped(optimizer):
+            if not self.guard.observes() or is_skipped(optimizer):
                 return
             self.steps.step_ends()
             hooks = self._hooks_of(optimizer)
@@ -144,7 +144,7 @@ class ParameterHooks:
         left = [parameter.grad for _, parameter in hooks if parameter.grad is not None]
         if not left:
             return True
-        if not (left[0].is_cpu or self.training.forwards.keeps_step) or not all(map(is_zero, left)):
+        if not (left[0].is_cpu or self.training.forwards.keeps_step) or not are_zero(left):
             return False
         pending = {passes: None for hook, _ in hooks for passes in hook.held.pending}
         names = [name for name, _ in _named(hooks)]
@@ -184,6 +184,8 @@ class _ParameterHook:
         owner = self.owner
         if owner.guard.active and gradient is not None:
             with owner.guard.lock, owner.guard, hidden():
+                if not owner.guard.observes():
+                    return
                 parameter = self._parameter()
                 backward = owner.backward.current()
                 if backward == self._arrived:
@@ -203,7 +205,7 @@ class _ParameterHook:
         """
         if self.owner.guard.active:
             with self.owner.guard.lock, self.owner.guard, hidden():
-                if self._parts == 1 and graph_task() == self._arrived:
+                if not self.owner.guard.observes() or (self._parts == 1 and graph_task() == self._arrived):
                     return
                 gradient = parameter.grad
                 backward = self.owner.backward.current()

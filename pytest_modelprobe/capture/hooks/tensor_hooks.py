@@ -229,7 +229,9 @@ class _TensorHook:
         self.observed.setdefault(forward, []).append(seen)
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
-        if self.observer.guard.active and gradient is not None and self.observed:
-            self._fired = True
-            with self.observer.guard.lock, self.observer.guard, hidden():
-                self.observer.on_gradient(self.observed, gradient)
+        guard = self.observer.guard
+        if guard.active and gradient is not None and self.observed:
+            with guard.lock, guard, hidden():
+                if guard.observes():
+                    self._fired = True
+                    self.observer.on_gradient(self.observed, gradient)

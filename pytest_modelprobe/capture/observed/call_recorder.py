@@ -78,7 +78,7 @@ class CallRecorder:
                 seen.returned_as = self.returned[key][0]
             call.inputs.append((path, seen))
         if may_draw:
-            running.random_states = random_states()
+            running.random_states = random_states(running.forward.devices)
         if self.profiler is not None:
             self.profiler.start_call(running)
 
@@ -116,8 +116,9 @@ class CallRecorder:
             self._keep_returned(running, call, outputs)
         if outputs.opaque and outer is None:
             self.notes[f"{running.name}: {unseen(outputs)}"] = None
-        if running.random_states and any(map(operator.ne, running.random_states, random_states())):
-            call.random = hashlib.blake2b(b"".join(running.random_states), digest_size=8).hexdigest()
+        before, devices = running.random_states, running.forward.devices
+        if before and any(map(operator.ne, before, random_states(devices))):
+            call.random = hashlib.blake2b(b"".join(before), digest_size=8).hexdigest()
         if self.stop is not None:
             self.stop.outputs(call)
 

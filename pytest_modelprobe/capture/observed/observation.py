@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe.capture.special.costs import Costs
+from pytest_modelprobe.models import together
 from pytest_modelprobe.record import Dimension, ForwardKind, Plain, merge_dimensions
 from pytest_modelprobe.statistics import Reduction, Samples
 
@@ -129,9 +130,9 @@ class AttentionObservation(NamedTuple):
         if self.most.shape != other.most.shape or self.entropy.shape != other.entropy.shape:
             return other
         return AttentionObservation(
-            self.entropy + other.entropy,
-            self.queries + other.queries,
-            torch.maximum(self.most, other.most),
+            torch.add(*together(self.entropy, other.entropy)),
+            torch.add(*together(self.queries, other.queries)),
+            torch.maximum(*together(self.most, other.most)),
             other.kind,
         )
 
@@ -250,8 +251,10 @@ class Forward:
 
     forwards = 1
 
-    def __init__(self, index: int, kind: ForwardKind, samples: Samples) -> None:
+    def __init__(self, index: int, kind: ForwardKind, samples: Samples, devices: tuple[torch.device, ...] = ()) -> None:
         self.index = index
+        self.devices = devices
+        """Devices beside the CPU that the model and its inputs are on."""
         self.kind = kind
         self.samples = samples
         self.calls: dict[tuple[str, int], CallObservation] = {}

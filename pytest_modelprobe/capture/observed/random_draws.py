@@ -6,13 +6,16 @@ as bytes, which takes longer than a small layer. Layers of torch that draw nothi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
 from pytest_modelprobe._torch import function_modes, global_hooks
-from pytest_modelprobe.models import as_array
+from pytest_modelprobe.models import generator_state
 from pytest_modelprobe.statistics import ambient_modes_disabled
 
+_CPU = torch.device("cpu")
 _WITHOUT_DRAWS = {
     # All layers in these files of torch draw nothing, except the four that are left out.
     module
@@ -43,10 +46,7 @@ def may_draw(module: nn.Module) -> bool:
     )
 
 
-def random_states() -> tuple[bytes, ...]:
-    """Return the states of torch's generators."""
+def random_states(devices: Iterable[torch.device]) -> tuple[bytes, ...]:
+    """Return the states of torch's generators on the CPU and on other devices."""
     with ambient_modes_disabled():
-        states = as_array(torch.default_generator.get_state()).tobytes()
-        if torch.cuda.is_initialized():  # asking for the state would initialize CUDA
-            return states, as_array(torch.cuda.get_rng_state()).tobytes()  # torch keeps it on the CPU: nothing waits
-        return (states,)
+        return tuple(map(generator_state, (_CPU, *devices)))

@@ -18,7 +18,7 @@ import torch
 from pytest_modelprobe.models import Flat
 from pytest_modelprobe.record import Dimension
 
-from .observation import AttentionObservation, CallObservation, Forward
+from .observation import CallObservation, Forward
 from .tensors import ContentKey, content_key, shape_of
 
 InputKeys = list[tuple[int, ContentKey | None]]
@@ -139,10 +139,9 @@ class RunningCalls:
         """Remove all calls."""
         self.stack.clear()
 
-    def attend(self, call: CallObservation, found: list[AttentionObservation]) -> None:
-        """Add attention weights to a call, and mark all running calls, since the weights were computed in all."""
-        call.attention += found
-        for running in self.stack if found else ():
+    def attend(self) -> None:
+        """Mark all running calls: attention weights were computed in all of them."""
+        for running in self.stack:
             running.attended = True
 
 

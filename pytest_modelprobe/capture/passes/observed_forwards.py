@@ -136,10 +136,10 @@ class ObservedPasses:
         readings = statistics.collect([one for one in reduced if one is not None])
         return any(one.statistics is not None and not one.statistics.all_zero for one in readings)
 
-    def has_nonfinite_gradient(self) -> bool:
-        """Whether the gradient of a parameter is not finite; this reads it from its device."""
-        reduced = [gradient.reduced for gradient in self.gradients.values()]
-        return statistics.any_nonfinite([one for one in reduced if one is not None])
+    @property
+    def reduced(self) -> list[Reduction]:
+        """The gradients of all parameters."""
+        return [one for gradient in self.gradients.values() if (one := gradient.reduced) is not None]
 
 
 class PendingPasses(ObservedPasses):
@@ -200,6 +200,10 @@ class ObservedStep(ObservedPasses):
         """Samples of its forwards."""
 
 
+_MOST_THROWN = 32
+"""How many passes may be reset before their gradients are read, all at once: a device is waited for once."""
+
+
 class ObservedForwards:
     """The first forward, the newest, and all that are over merged, each with what it is part of.
 
@@ -223,8 +227,8 @@ class ObservedForwards:
         """The step that is not over."""
         self.pending: list[PendingPasses] = []
         """The passes whose gradients no step has used yet."""
-        self.skipped = 0
-        """Passes with gradients that were not finite, and that were reset before a step was taken."""
+        self.skipped = self.lost = 0
+        """Passes that were reset before a step was taken: those with gradients that were not finite, and the others."""
         self.first_is_unused = False
         """Whether the gradients of the first forward were reset before a step was taken."""
         self._most_steps = most_steps
@@ -235,6 +239,8 @@ class ObservedForwards:
         """Passes with finite gradients that were reset before a step was taken, merged."""
         self._skipped = ObservedPasses()
         """The same with gradients that were not finite: a step was skipped for them."""
+        self._thrown: list[ObservedPasses] = []
+        """Passes that were reset, while it is not known yet whether their gradients are finite."""
         self._evaluations: Parts = {}
         self._undecided: list[DoneForward] = []
         self._kinds: Counter[ForwardKind] = Counter()
@@ -258,12 +264,20 @@ class ObservedForwards:
         steps = len(self.steps) + self._later_steps + self.step.taken
         return ForwardCounts(self.count - evaluations - others, evaluations, others, steps)
 
-    def begin(self, kind: ForwardKind, inputs: Iterable[Tensor], *, accumulates: Callable[[], bool]) -> None:
+    def begin(
+        self,
+        kind: ForwardKind,
+        inputs: Iterable[Tensor],
+        devices: tuple[torch.device, ...] = (),
+        *,
+        accumulates: Callable[[], bool],
+    ) -> None:
         """Begin another forward; a step that was taken is over then.
 
         Args:
             kind: Of the forward.
             inputs: What tells its samples apart.
+            devices: Devices beside the CPU that the model and its inputs are on.
             accumulates: Returns whether a parameter has a gradient, to which that of this forward would be added. It
                 is asked only where the step has forwards already.
         """
@@ -277,7 +291,7 @@ class ObservedForwards:
         if trains and self.step.seen and not accumulates():  # equal samples of earlier passes are no part of this batch
             self.step.seen.clear()
         samples = statistics.samples_of(inputs, self.step.seen.get(kind) if trains else None)
-        self.newest = Forward(self.count, kind, samples)
+        self.newest = Forward(self.count, kind, samples, devices)
         self._kinds[kind] += 1
         self.first = self.first or self.newest
         self.count += 1
@@ -292,16 +306,14 @@ class ObservedForwards:
         self._decide_on(passes)
         self.step.join(passes)
 
-    def discard(self, passes: PendingPasses) -> bool:
-        """Note that all gradients of passes were reset before a step was taken; return whether they are finite."""
+    def discard(self, passes: PendingPasses) -> None:
+        """Note that all gradients of passes were reset before a step was taken."""
         for forward in [one for one in self._undecided if one.trained_by and one.trained_by <= passes.passes]:
             self._undecided.remove(forward)
             passes.add(forward)
         self._decide_on(passes)
         self.first_is_unused |= passes.first == 0
-        skipped = self._throw_away(passes)
-        self.skipped += skipped
-        return not skipped
+        self._throw_away(passes)
 
     def discard_gradient(self, passes: PendingPasses, held: GradientState) -> None:
         """Note that one gradient of passes was reset before a step was taken, and not those of others."""
@@ -318,12 +330,22 @@ class ObservedForwards:
             if passes in held.pending:
                 held.pending.remove(passes)
 
-    def _throw_away(self, passes: ObservedPasses) -> bool:
+    def _throw_away(self, passes: ObservedPasses) -> None:
         passes.number = self.step.number
         self.step.number += not self.step.taken
-        skipped = passes.has_nonfinite_gradient()
-        (self._skipped if skipped else self._unused).merge_from(passes)
-        return skipped
+        self._thrown.append(passes)
+        if len(self._thrown) == _MOST_THROWN:
+            self.sort_thrown()
+
+    def sort_thrown(self) -> None:
+        """Merge the passes that were reset, by whether their gradients are finite. That is read from their device."""
+        thrown, self._thrown = self._thrown, []
+        for passes, skipped in zip(thrown, statistics.any_nonfinite([one.reduced for one in thrown]), strict=True):
+            (self._skipped if skipped else self._unused).merge_from(passes)
+            if skipped:
+                self.skipped += bool(passes.passes)  # else these are single gradients, without their passes
+            else:
+                self.lost += len(passes.passes)
 
     def parts_of_step(self, step: ObservedPasses) -> Parts:
         """Return the forwards of a step, merged into copies."""
@@ -378,7 +400,7 @@ class ObservedForwards:
     @property
     def _without_step(self) -> list[ObservedPasses]:
         """Passes after which no step was taken, so far."""
-        return [self._unused, self._skipped, *self.pending, *([] if self.step.taken else [self.step])]
+        return [self._unused, self._skipped, *self._thrown, *self.pending, *([] if self.step.taken else [self.step])]
 
     def _owner(self, forward: Forward | DoneForward) -> ObservedPasses:
         """Return what a forward that was reached is part of: the step that is not over, or passes without one."""

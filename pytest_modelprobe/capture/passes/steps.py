@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pytest_modelprobe._torch import accumulates
+from pytest_modelprobe.models import read_flags
 from pytest_modelprobe.record import Training
 from pytest_modelprobe.statistics import ambient_modes_disabled, as_plain_tensor
 
@@ -51,7 +52,6 @@ class Steps:
         self._optimizer_steps: list[_OptimizerSteps] = []
         self._optimizers: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._stepping = False
-        self._lost = 0
         self._running: PendingPasses | None = None  # the newest pass, until it is known which parameters it reaches
         self._task = self._discarded_in = -1
         self._adds = True  # whether the newest pass adds to ``.grad``
@@ -83,7 +83,7 @@ class Steps:
             idle=irregular,
             emptied=self._emptied,
             discarded=self._discarded,
-            lost=self._lost,
+            lost=self._all.lost,
         )
 
     def forward_begins(self, module: nn.Module) -> None:
@@ -170,8 +170,7 @@ class Steps:
         if held.total == total and self._discarded_in != self._task:
             self._discarded += 1
             self._discarded_in = self._task
-        if self._all.discard(passes):
-            self._lost += len(passes.passes)
+        self._all.discard(passes)
         for one in passes.holders:
             if not one.pending:
                 one.passes, one.stale, one.mixed = 0, False, False
@@ -243,8 +242,7 @@ class Steps:
                 holders = [held for held in passes.holders if held.owner == owner]
                 found = [p.grad for held in holders if (p := held.parameter()) is not None and p.grad is not None]
                 names = [name for held in holders for name in held.names]
-                zero = all(map(is_zero, found))
-                there = not zero or (bool(found) and not passes.has_gradient_other_than_zero(names))
+                there = not are_zero(found) or (bool(found) and not passes.has_gradient_other_than_zero(names))
             self._kept[passes, owner] = there
         return self._kept[passes, owner]
 
@@ -261,11 +259,26 @@ _MOST_PENDING = 16
 
 
 def is_zero(gradient: torch.Tensor) -> bool | None:
-    """Whether a gradient is zero everywhere, on this rank; None if that is not known. Reading synchronizes on CUDA."""
+    """Whether a gradient is zero everywhere, on this rank; None if that is not known. Reading waits for its device."""
+    found = _any(gradient)
+    return None if found is None else not found
+
+
+def are_zero(gradients: Sequence[torch.Tensor]) -> bool:
+    """Whether all gradients are known to be zero everywhere. The first is read, then all others together."""
+    if not all(map(is_zero, gradients[:1])):
+        return False
+    others = [found for gradient in gradients[1:] if (found := _any(gradient)) is not None]
+    known = len(others) == len(gradients[1:])
+    with ambient_modes_disabled():
+        return known and not any(read_flags(others))
+
+
+def _any(gradient: torch.Tensor) -> torch.Tensor | None:
     with ambient_modes_disabled(), contextlib.suppress(RuntimeError, NotImplementedError):  # of a kind without `any`
         plain, reason = as_plain_tensor(gradient.coalesce().values() if gradient.is_sparse else gradient)
-        if reason is None and not (plain.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return not plain.any()
+        if reason is None:
+            return plain.any()
     return None
 
 

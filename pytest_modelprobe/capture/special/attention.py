@@ -10,8 +10,10 @@ result is followed through masks, dropout and changes of layout to a matrix prod
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -25,11 +27,15 @@ from pytest_modelprobe.capture.hooks.guard import HookGuard, hidden
 from pytest_modelprobe.capture.observed.observation import AttentionObservation, CallObservation
 from pytest_modelprobe.capture.observed.running_calls import RunningCall, RunningCalls
 from pytest_modelprobe.interrupts import is_interrupt
+from pytest_modelprobe.models import read_flags, widest
 
 _Reader = Callable[..., AttentionObservation | None]
 
 _MASKED = -5e3
 """Scores of this or less belong to masked keys. Masks add -1e4, the smallest number of the dtype, or -infinity."""
+
+_MOST = 1 << 26
+"""Up to so many elements are kept of outputs of which it is not known yet whether they are weights."""
 
 
 class AttentionMode(ForwardMode):
@@ -41,9 +47,15 @@ class AttentionMode(ForwardMode):
         self._running = running
         self._followed: dict[int, _Followed] = {}
         self._multiplied: dict[int, ReferenceType[Tensor]] = {}
+        self._candidates: list[_Weights] = []
+        """Outputs of which it is not known yet whether they are weights."""
+        self._accepted: list[CallObservation] = []
+        """Calls that returned weights."""
 
     def end(self) -> None:
         """Stop following tensors."""
+        self._decide()
+        self._accepted.clear()
         self._followed.clear()
         self._multiplied.clear()
 
@@ -53,7 +65,9 @@ class AttentionMode(ForwardMode):
         name = getattr(func, "__name__", "")
         if func in _READERS or name in _PRODUCTS or self._followed:
             with self._guard.lock, self._guard, hidden(), statistics.ambient_modes_disabled():
-                if func in _READERS:
+                if not self._guard.observes():
+                    pass
+                elif func in _READERS:
                     self._begin(func, args, kwargs, output)
                 elif name in _PRODUCTS:
                     self._multiply(name, args)
@@ -63,36 +77,55 @@ class AttentionMode(ForwardMode):
 
     def observe_returned(self, running: RunningCall, call: CallObservation, outputs: Iterable[Tensor]) -> None:
         """Look for attention weights among the outputs of a call in which none were seen to be computed."""
-        if not running.attended:
-            self._running.attend(call, self._returned(call, outputs))
-
-    def _returned(self, call: CallObservation, outputs: Iterable[Tensor]) -> list[AttentionObservation]:
-        """Return observations of outputs that may be attention weights, in the order in which ``call`` keeps them."""
-        found: list[AttentionObservation] = []
-        for tensor in outputs:
-            if self._found(tensor) is not None:  # a dropout returns weights that were seen before
-                continue
-            attended = returned(tensor)
-            if attended is not None:
+        for tensor in () if running.attended else outputs:
+            known = self._found(tensor)
+            before = None if known is None else known.weights
+            if known is not None and (known.weights.holds is None or known.weights.returned is known.tensor):
+                continue  # a dropout returns weights that were seen before
+            found = returned(tensor)
+            if found is not None:
+                kept, holds = found
                 kind = "attention" if self._is_multiplied(tensor) else "probabilities"
-                index = len(call.attention) + len(found)
-                self._add(tensor, _Followed(ref(tensor), _positions(tensor, -1), call, index))
-                found.append(attended._replace(kind=kind))
-        return found
+                weights = _Weights(call, kept._replace(kind=kind), holds=holds, before=before, returned=ref(tensor))
+                self._add(tensor, _Followed(ref(tensor), _positions(tensor, -1), weights))
+                self._candidates.append(weights)
+        if sum(one.kept.most.numel() for one in self._candidates if one.kept is not None) > _MOST:
+            self._decide()
+
+    def _decide(self) -> None:
+        """Keep the candidates that are weights, and forget the others. It is read from their device."""
+        candidates, self._candidates = self._candidates, []
+        with statistics.ambient_modes_disabled():
+            read = read_flags([one.holds for one in candidates if one.holds is not None])
+        for one, holds in zip(candidates, read, strict=True):
+            call, one.holds = one.call, None
+            before = None if one.before is None or one.before.index is None else one.before
+            # Weights that a layer inside returned are not those of this call.
+            inside = any(call.started < of.started and of.finished < call.finished for of in self._accepted)
+            if before is not None:  # a dropout returned weights that were seen before
+                one.index = before.index
+            elif holds and not inside:
+                one.keep()
+                self._accepted.append(call)
+                continue
+            for at in [at for at, known in self._followed.items() if known.weights is one]:
+                known = self._followed.pop(at)
+                if before is not None:
+                    self._followed[at] = known._replace(weights=before)
 
     def _begin(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         running = self._running.innermost_here()
         call = None if running is None else running.observation
         if call is None:
             return
-        attended = _read_plain(_READERS[func], args, kwargs)
-        index = None if attended is None else len(call.attention)
+        weights = _Weights(call, _read_plain(_READERS[func], args, kwargs))
         if func in _SOFTMAXES and isinstance(output, Tensor) and _may_be_weights(output):
             dim = _axis(*args, **kwargs)
             if dim is not None:
-                self._add(output, _Followed(ref(output), _positions(output, dim), call, index))
-        if attended is not None:
-            self._running.attend(call, [attended])
+                self._add(output, _Followed(ref(output), _positions(output, dim), weights))
+        if weights.kept is not None:
+            weights.keep()
+            self._running.attend()
 
     def _add(self, tensor: Tensor, followed: _Followed) -> None:
         self._followed[id(tensor)] = followed
@@ -107,9 +140,10 @@ class AttentionMode(ForwardMode):
 
     def _follow(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Follow weights through a function that keeps the layout, or changes it in a known way."""
-        first = next((known for arg in (*args, *kwargs.values()) if (known := self._found(arg)) is not None), None)
-        if first is None:
+        found = [known for arg in (*args, *kwargs.values()) if (known := self._found(arg)) is not None]
+        if not found:
             return
+        first = next((known for known in found if known.weights.holds is None), found[0])
         if func in _LAYOUTS:
             try:
                 moved = _LAYOUTS[func](func, first.positions, *args[1:], **kwargs)
@@ -143,40 +177,63 @@ class AttentionMode(ForwardMode):
                 known.note_product(weights, axis)
 
 
+@dataclass(slots=True, eq=False)
+class _Weights:
+    """Attention weights, or a tensor that may be."""
+
+    call: CallObservation
+    """The call that computed or returned them."""
+    kept: AttentionObservation | None
+    """Their observation. `None` if the softmax is not over the last axis, until a product shows that it is wrong."""
+    index: int | None = None
+    """Where the call keeps the observation. `None` if it does not."""
+    holds: Tensor | None = None
+    """On their device, whether they are weights. `None` once that is known."""
+    before: _Weights | None = None
+    """Those that they were made of."""
+    returned: ReferenceType[Tensor] | None = None
+    """The tensor, if a call returned it."""
+
+    def keep(self) -> None:
+        """Let the call have the observation."""
+        assert self.kept is not None
+        if self.index is None:
+            self.index = len(self.call.attention)
+            self.call.attention.append(self.kept)
+        else:
+            self.call.attention[self.index] = self.kept
+
+
 class _Followed(NamedTuple):
     """Weights, or a tensor made of them by masks, dropout or a change of layout."""
 
     tensor: ReferenceType[Tensor]
     positions: Tensor
     """Position of each element on the axis of the softmax, in the shape of the tensor."""
-    call: CallObservation
-    which: int | None
-    """Index among the call's weights. `None` if the softmax is not over the last axis: it has no observation yet."""
+    weights: _Weights
 
     def note_product(self, weights: Tensor, summed: int) -> None:
         """Note that a product sums over an axis of the weights, counted from the end."""
         axis = _varying(self.positions)
         right = axis == summed or weights.shape[summed] == 1
-        if right and self.which is not None:
-            kept = self.call.attention[self.which]
+        own = self.weights
+        if right and own.kept is not None:
             queries = {-1: -2, -2: -1}.get(summed)
             # If a product has one query where there were more, each query has values of its own.
-            if queries is None or weights.shape[queries] > 1 or kept.most.shape[-2] == 1:
-                self.call.attention[self.which] = kept._replace(kind="attention")
+            if queries is None or weights.shape[queries] > 1 or own.kept.most.shape[-2] == 1:
+                own.kept = own.kept._replace(kind="attention")
         elif not right and axis is not None:
             nothing = torch.zeros(0, device=weights.device)
-            kept = AttentionObservation(nothing, nothing, nothing.reshape(0, 0, 0), "another axis")
-            if self.which is None:
-                self.call.attention.append(kept)
-            else:
-                self.call.attention[self.which] = kept
+            own.kept = AttentionObservation(nothing, nothing, nothing.reshape(0, 0, 0), "another axis")
+        if own.holds is None and own.kept is not None:
+            own.keep()
 
 
 def _positions(tensor: Tensor, dim: int) -> Tensor:
-    """Return the position of each element along ``dim``, in an expanded tensor."""
+    """Return the position of each element along ``dim``, in an expanded tensor on the CPU, where it can be read."""
     shape = [1] * tensor.ndim
     shape[dim] = tensor.shape[dim]
-    return torch.arange(tensor.shape[dim], device=tensor.device).reshape(shape).expand(tensor.shape)
+    return torch.arange(tensor.shape[dim], device="cpu").reshape(shape).expand(tensor.shape)
 
 
 def _varying(positions: Tensor) -> int | None:
@@ -221,18 +278,21 @@ def _read_plain(
     return read(*map(plain, args), **{name: plain(x) for name, x in kwargs.items()})
 
 
-def returned(output: Tensor) -> AttentionObservation | None:
-    """Return the observation of a tensor that may be attention weights, or `None`.
+def returned(output: Tensor) -> tuple[AttentionObservation, Tensor] | None:
+    """Return the observation of a tensor that may be attention weights and whether it is, or `None` if it is not.
 
-    It may be if it has 3 axes or more, and rows that sum to 1 within a hundredth.
+    It is if it has 3 axes or more, and rows that sum to 1 within a hundredth. That is not read from a device.
     """
     output, reason = statistics.as_plain_tensor(output)
     if reason is not None or not _may_be_weights(output) or output.shape[-1] < 2:
         return None
     weights = output.float()
-    if not bool((weights >= 0).all()) or not bool(((weights.sum(-1) - 1).abs() < 1e-2).all()):
-        return None
-    return _observed(weights, weights > 0)
+    holds = (weights >= 0).all() & ((weights.sum(-1) - 1).abs() < 1e-2).all()
+    return None if _may_be_read(holds) and not holds else (_observed(weights, weights > 0), holds)
+
+
+def _may_be_read(holds: Tensor) -> bool:
+    return holds.is_cpu
 
 
 def _may_be_weights(tensor: Tensor) -> bool:
@@ -267,12 +327,22 @@ def _of_fused(
     q, k = query.float(), key.float()
     if enable_gqa:
         k = k.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3)
-    scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    scores = _products(q, k) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if attn_mask is not None:
         scores = scores + _added(attn_mask)
     return _of_scores(scores)
+
+
+def _products(q: Tensor, k: Tensor) -> Tensor:
+    """Return the product of each query and each key."""
+    if q.is_cpu:
+        return q @ k.mT
+    # A matrix product may be computed in TF32, and it raises where the user wants algorithms to be deterministic.
+    return functools.reduce(
+        torch.add, (a.unsqueeze(-1) * b.unsqueeze(-2) for a, b in zip(q.unbind(-1), k.unbind(-1), strict=True))
+    )
 
 
 def _of_multihead(*args: Any, **kwargs: Any) -> AttentionObservation | None:
@@ -357,7 +427,7 @@ def _observed(weights: Tensor, allowed: Tensor) -> AttentionObservation:
     share = torch.special.entr(weights).sum(-1) / keys.clamp(min=2).log()
     share = torch.where(choice, share, 0.0)
     return AttentionObservation(
-        share.sum((0, 2), dtype=torch.float64 if weights.device.type != "mps" else None),
+        share.sum((0, 2), dtype=widest(weights.device)),
         choice.sum((0, 2)),
         weights.amax(1),
     )

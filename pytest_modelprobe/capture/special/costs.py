@@ -1,7 +1,7 @@
 """What forwards cost: counts, and times that are read when a record is made.
 
-Times on CUDA are events on the device. Reading one waits for the device, so no event is read while the model runs,
-unless it is done already.
+Times beside the CPU are events on the device. Reading one waits for the device, so no event is read while the model
+runs, unless it is done already.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class Costs:
 
     def times(self) -> dict[str, float]:
         """Return seconds by layer. This waits for the device if it is still at work."""
+        for spans in self._pending:
+            spans.wait()
         self._read(self._pending)
         return self._times
 
@@ -70,7 +72,7 @@ class Spans:
     The time of a layer is the sum of the stretches in it, so that the hooks inside the layer do not count.
 
     Args:
-        now: Returns the time: seconds, or a recorded event of CUDA.
+        now: Returns the time: seconds, or a recorded event of a device.
     """
 
     def __init__(self, now: Callable[[], Any]) -> None:
@@ -104,6 +106,11 @@ class Spans:
         end = self._segments[-1][1] if self._segments else 0.0
         return isinstance(end, float) or bool(end.query())
 
+    def wait(self) -> None:
+        """Wait until the times can be read."""
+        if not self.is_done():
+            self._segments[-1][1].synchronize()
+
     def seconds(self) -> list[tuple[str, float]]:
         """Return the layer and the duration of each call."""
         sums = [0.0]
@@ -115,5 +122,4 @@ class Spans:
 def _seconds(start: Any, end: Any) -> float:
     if isinstance(end, float):
         return float(end - start)
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1000  # CUDA measures in milliseconds
+    return float(start.elapsed_time(end)) / 1000  # devices measure in milliseconds

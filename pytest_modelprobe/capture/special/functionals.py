@@ -91,7 +91,7 @@ class FunctionalMode(ForwardMode):
     ) -> tuple[RunningCall, nn.Module] | None:
         """Begin a functional call inside the running layer, and return both, or `None` if it is not to be recorded."""
         with self._guard.lock, self._guard, hidden():
-            layer = self._running.innermost_here()
+            layer = self._running.innermost_here() if self._guard.observes() else None
             if layer is None or layer.name not in self._selected:
                 return None
             module = self._layers.modules[layer.name]

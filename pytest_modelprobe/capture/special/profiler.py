@@ -1,13 +1,14 @@
 """What each layer costs while a forward runs: wall time, floating-point operations, memory of outputs.
 
-The clock of the model stops while a hook of the probe runs, so that what the probe costs is not counted. On CUDA the
-times are events on the device, because the host only hands out work there. Operations are counted by the formulas of
-`torch.utils.flop_counter`, for all layers that run at that moment.
+The clock of the model stops while a hook of the probe runs, so that what the probe costs is not counted. Beside the CPU
+the times are events on the device, because the host only hands out work there. Operations are counted by the formulas
+of `torch.utils.flop_counter`, for all layers that run at that moment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from types import TracebackType
@@ -25,13 +26,18 @@ from pytest_modelprobe._torch import (
 )
 from pytest_modelprobe.capture.hooks.guard import HookGuard
 from pytest_modelprobe.capture.observed.running_calls import RunningCall, RunningCalls
+from pytest_modelprobe.models import current_stream
 
 from .costs import TOTAL, Costs, Spans
 
 
-def _cuda_event() -> Any:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
+def _event(device: torch.device, *others: torch.device) -> Any:
+    """Return an event on a device that is there once all devices have done what they were handed so far."""
+    event = torch.get_device_module(device).Event(enable_timing=True)
+    stream = current_stream(device)
+    for other in others:
+        stream.wait_event(current_stream(other).record_event())
+    event.record(*([] if stream is None else [stream]))
     return event
 
 
@@ -40,15 +46,14 @@ class Profiler:
 
     Args:
         running: The calls that run.
-        on_cuda: Whether the model is on a CUDA device, and its times are measured there.
     """
 
-    def __init__(self, running: RunningCalls, *, on_cuda: bool) -> None:
-        self._running, self._on_cuda = running, on_cuda
-        self._now: Callable[[], Any] = _cuda_event if on_cuda else perf_counter
+    def __init__(self, running: RunningCalls) -> None:
+        self._running = running
+        self._by_events = False
         self._mode: Any = None
         self._costs = Costs()
-        self._spans = Spans(self._now)
+        self._spans = Spans(perf_counter)
         self._seen: set[int] = set()
         """Keys of the storages that were counted in this forward, or that are no activations."""
         self._held: list[Any] = []
@@ -58,15 +63,19 @@ class Profiler:
 
     # --- the forward ----------------------------------------------------------------------------------------------
 
-    def begin(self, inputs: Iterable[torch.Tensor], model_storages: Iterable[int]) -> Costs:
+    def begin(
+        self, inputs: Iterable[torch.Tensor], model_storages: Iterable[int], devices: Sequence[torch.device] = ()
+    ) -> Costs:
         """Begin a forward, and return its costs, which are filled while it runs.
 
         Args:
             inputs: Inputs of the forward, which are no activations.
             model_storages: Keys of the storages of parameters and buffers, which are no activations either.
+            devices: Devices beside the CPU that the model and its inputs are on. Times are measured on the first.
         """
         self.end()  # a forward whose first hook failed is still open
-        self._costs, self._spans = Costs(), Spans(self._now)
+        self._by_events = bool(devices)
+        self._costs, self._spans = Costs(), Spans(functools.partial(_event, *devices) if devices else perf_counter)
         self._seen, self._held = set(model_storages), []
         for tensor in inputs:
             self._is_new(tensor)
@@ -142,10 +151,10 @@ class Profiler:
     def paused(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
         """Stop the time of the model in an operation. The context that is yielded lets it go on.
 
-        On CUDA this does nothing. The device does not wait for what the host does around an operation, but it would
+        On another device this does nothing. It does not wait for what the host does around an operation, but it would
         have to wait for the events.
         """
-        if self._on_cuda:
+        if self._by_events:
             yield nullcontext
             return
         self.pause()

@@ -68,7 +68,7 @@ def masked_out(prepared: PreparedModel, path: str, axis: int) -> MaskedOut:
     tensor, padding = dict(prepared.dense)[path], pad_id_of(prepared)
     if padding is not None and not tensor.is_floating_point() and tensor.shape == shape:
         found.append(tensor == padding)
-    return MaskedOut(torch.stack(found).any(0) if found else None)
+    return MaskedOut(torch.stack([positions.cpu() for positions in found]).any(0) if found else None)
 
 
 def positions_of(prepared: PreparedModel, path: str, axis: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -188,6 +188,9 @@ class PreparedModel:
         self._check_reference = check_reference
         self._native = native
         self._wide = False
+        self.places: dict[str, Hashable] = {}
+        """Where each parameter was in memory before the model was moved: see `place`. A move separates those that
+        share memory."""
         self._exit = ExitStack()
         self._state: ModelState | None = None
         self._keep_changes = False
@@ -259,6 +262,7 @@ class PreparedModel:
             stack.enter_context(torch.enable_grad())
             for parameter in nn.Module.parameters(self.model):
                 parameter.grad = None
+            self.places = {name: place(parameter) for name, parameter in self.model.named_parameters()}
             try:
                 self.model.to(self.probe.device)
             except Exception as error:
@@ -605,6 +609,11 @@ def set_mode(model: nn.Module, mode: Mode) -> None:
 def all_named(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return all parameters and buffers, by all their names."""
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def place(tensor: Tensor) -> Hashable:
+    """Return what two tensors with the same elements in memory have in common, as ``x`` and ``x.data`` do."""
+    return (tensor.data_ptr(), tensor.shape, tensor.stride()) if has_dense_storage(tensor) else id(tensor)
 
 
 def keep_input(_: str, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from pytest_modelprobe.models import as_bits
+from pytest_modelprobe.models import as_bits, widest
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
 """Largest relative error between kernels that compute the same in another order."""
@@ -35,14 +35,17 @@ def is_rounded(tensor: Tensor) -> bool:
 
 
 def as_double(tensor: Tensor) -> Tensor:
-    """Return a floating or complex tensor in double precision; any other unchanged.
+    """Return a floating or complex tensor in double precision, on the CPU if its device has none; any other unchanged.
 
     >>> as_double(torch.ones(1)).dtype, as_double(torch.ones(1, dtype=torch.int32)).dtype
     (torch.float64, torch.int32)
     """
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    return tensor.double() if tensor.is_floating_point() else tensor
+    return _doubled(tensor) if is_rounded(tensor) else tensor
+
+
+def _doubled(tensor: Tensor) -> Tensor:
+    here = tensor if widest(tensor.device) == torch.float64 else tensor.cpu()
+    return here.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def rms(tensor: Tensor) -> float:
@@ -60,12 +63,12 @@ def same(now: Tensor, before: Tensor | None) -> bool:
 
 
 def relative_error(one: Tensor, other: Tensor) -> float:
-    """Return ‖x − y‖ / ‖x‖; inf where shapes differ, or where only one is finite.
+    """Return ‖x − y‖ / ‖x‖ on the device of x; inf where shapes differ, or where only one is finite.
 
     >>> relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
     0.1
     """
-    one, other = plain(one), plain(other)
+    one, other = plain(one), plain(other).to(one.device)
     if one.shape != other.shape:
         return math.inf
     if torch.equal(one, other):
@@ -76,7 +79,7 @@ def relative_error(one: Tensor, other: Tensor) -> float:
         if not torch.equal(torch.nan_to_num(x[~known], nan=0.5), torch.nan_to_num(y[~known], nan=0.5)):
             return math.inf
         x, y = x[known], y[known]
-    distance = torch.linalg.vector_norm(x - y.to(x.device)).item()
+    distance = torch.linalg.vector_norm(x - y).item()
     norm = torch.linalg.vector_norm(x).item()
     return distance / norm if norm else math.inf if distance else 0.0
 
@@ -91,13 +94,11 @@ def differing_bits(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    wide = tensor.to(torch.float64)
+    wide = _doubled(tensor)
     if not tensor.is_floating_point():
         return wide
     # Masks of attention are made of the least number that a dtype has.
-    return torch.where(tensor.abs() > torch.finfo(tensor.dtype).max / 4, wide.sign() * math.inf, wide)
+    return torch.where(wide.abs() > torch.finfo(tensor.dtype).max / 4, wide.sign() * math.inf, wide)
 
 
 def limit(tensor: Tensor, tolerance: float | None = None, *, least: float = 0.0) -> float:

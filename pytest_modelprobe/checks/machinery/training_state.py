@@ -94,7 +94,7 @@ class Unequal:
         if self.now is None or self.missing_then:
             return None
         both = self.now.value, self.leaf.value
-        return relative_error(both[1], both[0].to(both[1].device)) if all(isinstance(x, Tensor) for x in both) else None
+        return relative_error(both[1], both[0]) if all(isinstance(x, Tensor) for x in both) else None
 
 
 class TrainingState:
@@ -390,7 +390,7 @@ def _frozen(value: Any) -> Any:
 
 def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and relative_error(one, other.to(one.device)) == 0
+        return one.dtype == other.dtype and relative_error(one, other) == 0
     same: bool = type(one) is type(other) and (one == other or (one != one and other != other))
     return same
 
