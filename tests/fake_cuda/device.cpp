@@ -3,6 +3,7 @@
 // Whatever this torch has for CUDA is replaced: kernels, device guard, hooks and allocator. So it works with CPU builds and
 // with CUDA builds. fake_cuda.py replaces torch._C._cuda_*, and says how to use it.
 #include <ATen/ATen.h>
+#include <ATen/OpMathType.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -276,7 +277,7 @@ struct Draws {
   at::Generator cpu = at::detail::getDefaultCPUGenerator(), device;
   Tensor before = cpu.get_state(), start;
   explicit Draws(at::Generator of) : device(std::move(of)) {
-    cpu.set_current_seed(device.current_seed() * 2654435761 + device.get_offset() + device.device().index());
+    cpu.set_current_seed(device.current_seed() * 2654435761 + device.get_offset());
     start = cpu.get_state();
   }
   ~Draws() {
@@ -322,6 +323,12 @@ void by_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
   if (name == "_softmax" || name == "_log_softmax")
     if (auto& wide = (*stack)[begin + 2]; wide.toBool()) wide = false, (*stack)[begin] = (*stack)[begin].toTensor().to(at::kFloat);
 
+  std::optional<c10::ScalarType> half;
+  if (name == "_softmax_backward_data" || name == "_log_softmax_backward_data") {
+    half = (*stack)[begin + 3].toScalarType();
+    (*stack)[begin + 3] = (*stack)[begin].toTensor().scalar_type();
+  }
+
   Call call;
   for (size_t i = begin; i < stack->size(); i++) (*stack)[i] = call.cpu((*stack)[i]);
   if (waits) wait_for_stream(name.c_str(), call.target().index());
@@ -332,6 +339,7 @@ void by_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
     if (call.generator.defined()) draws.emplace(call.generator);
     else if (op.hasTag(at::Tag::nondeterministic_seeded)) draws.emplace(default_generator(call.target().index()));
     op.callBoxed(stack);
+    if (half) stack->back() = stack->back().toTensor().to(*half);
   }
   call.carry_back();
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++) (*stack)[i] = call.back((*stack)[i]);
@@ -374,6 +382,27 @@ Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
 }
 void copy_all(at::TensorList self, at::TensorList from, bool non_blocking) {
   for (size_t i = 0; i < self.size(); i++) self[i].copy_(from[i], non_blocking);
+}
+
+// What torch computes on CUDA by kernels that the CPU lacks, of operations that have their gradients.
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& x, const Tensor& h, const Tensor& c, const std::optional<Tensor>& b, const std::optional<Tensor>& d) {
+  auto gates = (b && b->defined() ? x + h + *b + *d : x + h).chunk(4, 1);
+  auto cell = gates[1].sigmoid() * c + gates[0].sigmoid() * gates[2].tanh();
+  return {gates[3].sigmoid() * cell.tanh(), cell, at::empty({0}, x.options())};
+}
+std::tuple<Tensor, Tensor> gru_cell(const Tensor& x, const Tensor& h, const Tensor& state, const std::optional<Tensor>& b, const std::optional<Tensor>& d) {
+  auto given = (b && b->defined() ? x + *b : x).chunk(3, 1), kept = (d && d->defined() ? h + *d : h).chunk(3, 1);
+  auto reset = (given[0] + kept[0]).sigmoid(), update = (given[1] + kept[1]).sigmoid();
+  auto fresh = (given[2] + reset * kept[2]).tanh();
+  return {fresh + update * (state - fresh), at::empty({0}, x.options())};
+}
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, c10::IntArrayRef shape, const std::optional<Tensor>& weight, std::optional<double> eps) {
+  auto wide = x.to(at::toOpMathType(x.scalar_type()));
+  std::vector<int64_t> dims;
+  for (int64_t dim = x.dim() - int64_t(shape.size()); dim < x.dim(); dim++) dims.push_back(dim);
+  auto scale = (wide.square().mean(dims, true) + eps.value_or(x.scalar_type() == at::kDouble ? 2.220446049250313e-16 : 1.1920928955078125e-07)).rsqrt();
+  auto out = wide * scale;
+  return {(weight && weight->defined() ? out * *weight : out).to(x.scalar_type()), scale};
 }
 
 // --- devices ------------------------------------------------------------------------------------------------------------
@@ -497,6 +526,12 @@ void fake_install() {
   auto* aten = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   for (const char* name : {"convolution", "convolution_backward"})  // else torch chooses kernels that the CPU lacks
     aten->impl(name, torch::CppFunction::makeFromBoxedFunction<&by_cpu>());
+  for (auto key : {c10::DispatchKey::CUDA, c10::DispatchKey::AutogradCUDA}) {
+    auto* cells = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+    cells->impl("_thnn_fused_lstm_cell", &lstm_cell);
+    cells->impl("_thnn_fused_gru_cell", &gru_cell);
+    cells->impl("_fused_rms_norm", &rms_norm);
+  }
   aten->impl("empty.memory_format", &empty);
   aten->impl("empty_strided", &empty_strided);
   aten->impl("_local_scalar_dense", &item);

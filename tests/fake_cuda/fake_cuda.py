@@ -172,7 +172,11 @@ def graph(of: CUDAGraph, pool: object = None, stream: Any = None, **_: object) -
 
 def _index(device: Any = None) -> int:
     index = device if isinstance(device, int) else None if device is None else torch.device(device).index
-    return _fake.fake_exchange(-1) if index is None else index
+    return _exchange(-1) if index is None else index
+
+
+def _exchange(device: int) -> int:
+    return int(_fake.fake_exchange(device))
 
 
 def _init() -> None:
@@ -181,7 +185,7 @@ def _init() -> None:
 
 
 def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:
-    _fake.fake_exchange(device_index)
+    _exchange(device_index)
     _fake.fake_stream(device_index, stream_id)
 
 
@@ -222,9 +226,9 @@ def _install() -> None:
     _fake.fake_install()
     _fake.fake_on_wait(_on_wait)
     native = {
-        "exchangeDevice": _fake.fake_exchange,
-        "maybeExchangeDevice": _fake.fake_exchange,
-        "setDevice": _fake.fake_exchange,
+        "exchangeDevice": _exchange,
+        "maybeExchangeDevice": _exchange,
+        "setDevice": _exchange,
         "getDevice": _index,
         "getDeviceCount": lambda: COUNT,
         "hasPrimaryContext": lambda device: True,
@@ -241,13 +245,13 @@ def _install() -> None:
         "set_sync_debug_mode": _set_mode,
         "get_sync_debug_mode": lambda: _fake.fake_mode(-1),
         "memoryStats": _memory,
-        "resetPeakMemoryStats": _fake.fake_reset_peak,
+        "resetPeakMemoryStats": lambda device: _fake.fake_reset_peak(device),  # torch._dynamo needs what can be hashed
         "emptyCache": lambda *_: None,
         "ipc_collect": lambda: None,
     }
     for name, function in native.items():
         setattr(torch._C, f"_cuda_{name}", function)
-    cuda._exchange_device = cuda._maybe_exchange_device = _fake.fake_exchange
+    cuda._exchange_device = cuda._maybe_exchange_device = _exchange
     cuda._is_in_bad_fork = native["isInBadFork"]
     cuda.graphs._cuda_isCurrentStreamCapturing = native["isCurrentStreamCapturing"]
     cuda._get_device_properties = _properties
@@ -256,6 +260,7 @@ def _install() -> None:
         for replacement in (Stream, Event, CUDAGraph, graph):
             if hasattr(module, replacement.__name__):
                 setattr(module, replacement.__name__, replacement)
+    torch.backends.cudnn.is_acceptable = lambda tensor: False
     torch.version.cuda = torch.version.cuda or "13.0"
     torch.UntypedStorage.__new__ = _new_storage
     cuda.default_generators = tuple(torch.Generator(f"cuda:{index}") for index in range(COUNT))
