@@ -323,10 +323,14 @@ void by_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
   if (name == "_softmax" || name == "_log_softmax")
     if (auto& wide = (*stack)[begin + 2]; wide.toBool()) wide = false, (*stack)[begin] = (*stack)[begin].toTensor().to(at::kFloat);
 
-  std::optional<c10::ScalarType> half;
+  std::optional<c10::ScalarType> narrow;
   if (name == "_softmax_backward_data" || name == "_log_softmax_backward_data") {
-    half = (*stack)[begin + 3].toScalarType();
+    narrow = (*stack)[begin + 3].toScalarType();
     (*stack)[begin + 3] = (*stack)[begin].toTensor().scalar_type();
+  }
+  if (auto dtype = name == "histc" ? (*stack)[begin].toTensor().scalar_type() : at::kFloat; !c10::isFloatingType(dtype)) {
+    narrow = dtype;
+    (*stack)[begin] = (*stack)[begin].toTensor().to(at::kDouble);
   }
 
   Call call;
@@ -339,7 +343,7 @@ void by_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
     if (call.generator.defined()) draws.emplace(call.generator);
     else if (op.hasTag(at::Tag::nondeterministic_seeded)) draws.emplace(default_generator(call.target().index()));
     op.callBoxed(stack);
-    if (half) stack->back() = stack->back().toTensor().to(*half);
+    if (narrow) stack->back() = stack->back().toTensor().to(*narrow);
   }
   call.carry_back();
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++) (*stack)[i] = call.back((*stack)[i]);
