@@ -522,8 +522,11 @@ void fake_install() {
   auto& dispatcher = c10::Dispatcher::singleton();
   auto* kept = new std::vector<c10::RegistrationHandleRAII>;
   auto kernel = [] { return c10::KernelFunction::makeFromBoxedFunction<&by_cpu>(); };
+  // A build for the CPU has no kernels for CUDA: those of the CPU say which operations have one.
+  const bool is_built = dispatcher.findSchemaOrThrow("aten::add", "Tensor").hasKernelForDispatchKey(c10::DispatchKey::CUDA);
+  const auto like = is_built ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
   for (const auto& name : dispatcher.getAllOpNames())
-    if (auto op = dispatcher.findOp(name); op && op->hasKernelForDispatchKey(c10::DispatchKey::CUDA))
+    if (auto op = dispatcher.findOp(name); op && op->hasKernelForDispatchKey(like))
       kept->push_back(dispatcher.registerImpl(name, c10::DispatchKey::CUDA, kernel(), std::nullopt, nullptr, "fake"));
   if (!dispatcher.hasBackendFallbackForDispatchKey(c10::DispatchKey::CUDA))
     kept->push_back(dispatcher.registerFallback(c10::DispatchKey::CUDA, kernel(), "fake"));

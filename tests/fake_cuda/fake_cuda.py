@@ -11,7 +11,7 @@ Tensors on them have ``is_cuda``, and every branch for CUDA runs as it is. The C
 - `waits` lists each wait with the line that caused it, and `torch.cuda.set_sync_debug_mode` works,
 - `out_of_memory` makes an allocation fail.
 
-What it cannot judge: speed, rounding, Triton, errors of cuBLAS and cuDNN, kernels that the CPU lacks, the replay of a graph.
+It cannot judge speed, rounding, Triton, errors of cuBLAS and cuDNN, kernels that the CPU lacks, and replays of graphs.
 """
 
 from __future__ import annotations
@@ -103,6 +103,25 @@ def _on_wait(what: bytes) -> None:
         frame = frame.f_back  # type: ignore[assignment]
     for found in _listeners:
         found.append(f"{what.decode()}: {' < '.join(mine[:5]) or last}")
+
+
+# --- pytest -------------------------------------------------------------------------------------------------------
+
+
+def pytest_ignore_collect(collection_path: Path, config: Any) -> bool | None:
+    """Leave aside the files without a test for CUDA, if no other is asked for: importing them takes longest."""
+    if config.option.markexpr != "cuda" or not collection_path.name.startswith("test_"):
+        return None
+    return "mark.cuda" not in collection_path.read_text("utf-8") or None
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Leave the kernels in Triton to a real device."""
+    import pytest
+
+    for item in items:
+        if item.path.name == "test_triton.py":
+            item.add_marker(pytest.mark.skip(reason="the fake device runs no kernels in Triton"))
 
 
 # --- torch.cuda ---------------------------------------------------------------------------------------------------
@@ -243,6 +262,7 @@ def _install() -> None:
             if hasattr(module, replacement.__name__):
                 setattr(module, replacement.__name__, replacement)
     torch.backends.cudnn.is_acceptable = lambda tensor: False
+    torch._C._has_cuda = True
     torch.version.cuda = torch.version.cuda or "13.0"
     torch.UntypedStorage.__new__ = _new_storage
     cuda.default_generators = tuple(torch.Generator(f"cuda:{index}") for index in range(COUNT))

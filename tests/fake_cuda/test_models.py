@@ -14,7 +14,13 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 from pytest_modelprobe import ModelProbe, Watch, assert_same_behavior, checks
 
 pytestmark = pytest.mark.cuda
-SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+}
 
 
 def mlp() -> nn.Module:
@@ -31,11 +37,11 @@ def lstm() -> nn.Module:
 
 
 def bert() -> nn.Module:
-    return BertModel(BertConfig(**SIZES))
+    return BertModel(BertConfig(vocab_size=100, **SIZES))
 
 
 def llama() -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=100, num_key_value_heads=2, **SIZES))
 
 
 def ids(probe: ModelProbe) -> torch.Tensor:

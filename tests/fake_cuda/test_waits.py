@@ -5,7 +5,6 @@ A reason in ``WAITS`` is a wait that is still there: its tests have to fail, unt
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -148,7 +147,7 @@ def block() -> nn.Module:
     return nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.BatchNorm1d(5))
 
 
-@pytest.mark.xfail(strict=True, reason="compares each parameter and buffer with its value before", raises=AssertionError)
+@pytest.mark.xfail(strict=True, reason="compares each parameter and buffer", raises=AssertionError)
 @pytest.mark.parametrize("options", RUN.values(), ids=RUN)
 def test_a_run_waits_as_often_for_a_deep_model_as_for_a_shallow_one(options: dict[str, Any]) -> None:
     probe = ModelProbe(device="cuda", seed=0)
