@@ -131,8 +131,9 @@ void wait_for_device(int device) {
 
 // --- tensors of the CPU over the memory of a device ---------------------------------------------------------------------
 
-Tensor tensor_over(c10::Storage storage, const Tensor& like) {
-  auto out = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), like.dtype());
+const c10::DispatchKeySet kCpuKeys({c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU, c10::DispatchKey::ADInplaceOrView});
+Tensor tensor_over(c10::Storage storage, const Tensor& like, c10::DispatchKeySet keys = kCpuKeys) {
+  auto out = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, std::move(storage), keys, like.dtype());
   out.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
   out._set_conj(like.is_conj());
   out._set_neg(like.is_neg());
@@ -208,13 +209,7 @@ struct Call {
   Tensor back(const Tensor& t) {
     if (!t.defined() || !t.is_cpu() || t.layout() != c10::kStrided) return t;
     for (auto& view : views) if (view.cpu.is_same(t)) return view.device;
-    for (auto& view : views) if (view.cpu.is_alias_of(t)) {
-      auto out = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(view.device.storage()), view.device.key_set(), t.dtype());
-      out.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
-      out._set_conj(t.is_conj());
-      out._set_neg(t.is_neg());
-      return out;
-    }
+    for (auto& view : views) if (view.cpu.is_alias_of(t)) return tensor_over(view.device.storage(), t, view.device.key_set());
     return to_device(t, target());
   }
   IValue back(const IValue& v) {
