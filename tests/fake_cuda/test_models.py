@@ -36,7 +36,7 @@ def lstm() -> nn.Module:
 
 
 def encoder() -> nn.Module:
-    return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
 
 
 def bert() -> nn.Module:
