@@ -103,6 +103,8 @@ struct Pending {
 std::map<long, Pending> pending;
 long next_pending = 0;
 int mode = 0;  // of set_sync_debug_mode
+using Graph = std::vector<std::function<void()>>;
+std::vector<Graph> graphs;  // what was computed while each was captured, to be computed again
 bool capturing = false;
 void (*on_wait)(const char*) = nullptr;
 
@@ -299,11 +301,20 @@ void look_at_devices(const std::string& name, const IValue& v, std::optional<c10
   first = t.device();
 }
 
+// Write results of a replay where those of the capture are.
+void write(const IValue& to, const IValue& from) {
+  if (to.isTensorList()) for (size_t i = 0; i < to.toTensorVector().size(); i++) write(to.toTensorVector()[i], from.toTensorVector()[i]);
+  if (to.isTensor() && to.toTensor().defined() && to.toTensor().is_cuda() && !to.toTensor().is_same(from.toTensor()))
+    host_view(to.toTensor()).copy_(host_view(from.toTensor()));
+}
+
 void by_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const std::string name = schema.name().substr(schema.name().find("::") + 2);
   const size_t begin = stack->size() - schema.arguments().size();
   launches++;
+  torch::jit::Stack given;
+  if (capturing) given.assign(stack->begin() + begin, stack->end());
   bool waits = kWaits.count(name), is_index = name.find("index") != std::string::npos;
   std::optional<c10::Device> first;
   for (size_t i = begin; i < stack->size(); i++) {
@@ -342,6 +353,13 @@ void by_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
   }
   call.carry_back();
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++) (*stack)[i] = call.back((*stack)[i]);
+  if (!capturing) return;
+  torch::jit::Stack results(stack->end() - schema.returns().size(), stack->end());
+  graphs.back().push_back([op, given, results] {
+    torch::jit::Stack again = given;
+    by_cpu(op, {}, &again);
+    for (size_t i = 0; i < results.size(); i++) write(results[i], again[i]);
+  });
 }
 
 Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>, std::optional<c10::MemoryFormat> format) {
@@ -359,6 +377,7 @@ Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
   at::AutoDispatchBelowADInplaceOrView below;
   launches++;
   if (self.is_meta() || from.is_meta()) return self;
+  if (capturing) graphs.back().push_back([to = self, from]() mutable { copy_(to, from, true); });
   if (self.is_cuda() || !from.is_cuda()) {
     if (from.is_cpu() && !non_blocking) wait_for_stream("copy to the device", self.get_device());
     host_view(self).copy_(host_view(from));
@@ -547,7 +566,17 @@ long fake_memory(int device, int what) { return what ? peak[device] : live[devic
 void fake_reset_peak(int device) { peak[device] = live[device]; }
 void fake_fail_after(long n) { fail_after = n; }
 int fake_mode(int to) { return to < 0 ? mode : mode = to; }
-int fake_capturing(int to) { return to < 0 ? capturing : capturing = to; }
+int fake_capturing() { return capturing; }
+int fake_capture(int begin) {
+  if (begin) graphs.emplace_back();
+  capturing = begin;
+  return graphs.size() - 1;
+}
+void fake_replay(int graph) {
+  for (auto& compute : graphs[graph]) compute();
+}
+void fake_forget(int graph) { graphs[graph].clear(); }
+double fake_elapsed(void* a, void* b) { return Guard().elapsedTime(a, b, 0); }
 int fake_exchange(int device) { return device < 0 ? current : Guard().exchangeDevice(c10::Device(c10::kCUDA, device)).index(); }
 long fake_stream(int device, long to) { return to < 0 ? stream_of[device] : stream_of[device] = to; }
 }

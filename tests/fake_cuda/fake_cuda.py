@@ -11,7 +11,7 @@ Tensors on them have ``is_cuda``, and every branch for CUDA runs as it is. The C
 - `waits` lists each wait with the line that caused it, and `torch.cuda.set_sync_debug_mode` works,
 - `out_of_memory` makes an allocation fail.
 
-It cannot judge speed, rounding, Triton, errors of cuBLAS and cuDNN, kernels that the CPU lacks, and replays of graphs.
+It cannot judge speed, rounding, Triton, errors of cuBLAS and cuDNN, or kernels that the CPU lacks.
 """
 
 from __future__ import annotations
@@ -141,34 +141,52 @@ class Stream(torch.Stream):
         return self.stream_id
 
 
-class Event:
-    """`torch.cuda.Event`: makes a `torch.Event`, which compares its time with none of a class that inherits from it."""
+class Event(torch.Event):
+    """`torch.cuda.Event`."""
 
-    def __new__(cls, enable_timing: bool = False, **_: Any) -> Any:
-        return torch.Event("cuda", enable_timing=enable_timing)
+    def __new__(cls, enable_timing: bool = False, **_: Any) -> Event:
+        return super().__new__(cls, "cuda", enable_timing=enable_timing)  # type: ignore[call-arg]
+
+    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
+        self._is_timed = enable_timing
+
+    def elapsed_time(self, end: Any) -> float:
+        """Return the milliseconds until another event. Torch's own knows no classes that inherit from its event."""
+        if not (self._is_timed and self.event_id and end.event_id and self.device == end.device):
+            raise RuntimeError("events have a time if both were made with enable_timing and recorded on one device")
+        return float(_fake.fake_elapsed(self.event_id, end.event_id))
 
 
 class CUDAGraph:
-    """A graph that was captured. It cannot be replayed: what is captured is computed at once."""
+    """`torch.cuda.CUDAGraph`: what is captured is computed at once, and again by `replay`."""
+
+    def capture_begin(self, *_: object, **__: object) -> None:
+        """Remember what is computed from now on, and refuse to wait."""
+        self._index = _fake.fake_capture(1)
+
+    def capture_end(self) -> None:
+        """End it."""
+        _fake.fake_capture(0)
 
     def replay(self) -> None:
-        """Refuse."""
-        raise NotImplementedError("the fake CUDA device does not replay graphs")
+        """Compute it again, into the same tensors."""
+        _fake.fake_replay(self._index)
 
     def reset(self) -> None:
-        """Do nothing."""
+        """Forget it."""
+        _fake.fake_forget(self._index)
 
 
 @contextlib.contextmanager
 def graph(of: CUDAGraph, pool: object = None, stream: Any = None, **_: object) -> Iterator[None]:
-    """Capture on a stream of its own, where nothing may wait."""
+    """Capture on a stream of its own."""
     cuda.synchronize()
     with cuda.stream(stream or Stream()):
-        _fake.fake_capturing(1)
+        of.capture_begin()
         try:
             yield
         finally:
-            _fake.fake_capturing(0)
+            of.capture_end()
 
 
 def _index(device: Any = None) -> int:
@@ -177,6 +195,8 @@ def _index(device: Any = None) -> int:
 
 
 def _exchange(device: int) -> int:
+    if device >= COUNT:
+        raise RuntimeError("CUDA error: invalid device ordinal")
     return int(_fake.fake_exchange(device))
 
 
@@ -241,7 +261,7 @@ def _install() -> None:
         "getDefaultStream": lambda device: (0, device, 1),
         "getCurrentRawStream": lambda device: _fake.fake_stream(device, -1),
         "setStream": _set_stream,
-        "isCurrentStreamCapturing": lambda: bool(_fake.fake_capturing(-1)),
+        "isCurrentStreamCapturing": lambda: bool(_fake.fake_capturing()),
         "synchronize": lambda: torch.accelerator.synchronize(_index()),
         "set_sync_debug_mode": _set_mode,
         "get_sync_debug_mode": lambda: _fake.fake_mode(-1),
@@ -274,5 +294,6 @@ _fake = _library()
 for _returns_long in ("launches", "memory", "stream"):
     getattr(_fake, f"fake_{_returns_long}").restype = ctypes.c_long
 _fake.fake_stream.argtypes = [ctypes.c_int, ctypes.c_long]
+_fake.fake_elapsed.argtypes, _fake.fake_elapsed.restype = [ctypes.c_void_p, ctypes.c_void_p], ctypes.c_double
 _fake.fake_fail_after.argtypes = [ctypes.c_long]
 _install()

@@ -134,6 +134,28 @@ def test_nothing_may_wait_while_a_graph_is_captured() -> None:
     assert not torch.cuda.is_current_stream_capturing()
 
 
+def test_a_captured_graph_is_computed_again_into_the_same_tensors() -> None:
+    x, graph = torch.ones(3, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        doubled = torch.empty(3, device="cuda").copy_(x) * 2
+    x.fill_(5)
+    assert doubled.tolist() == [2, 2, 2]
+    graph.replay()
+    assert doubled.tolist() == [10, 10, 10]
+
+
+def test_events_have_a_time_on_their_device() -> None:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    with torch.cuda.device(1):
+        end.record()
+        with pytest.raises(RuntimeError, match="recorded on one device"):
+            begin.elapsed_time(end)
+    end = torch.cuda.Event(enable_timing=True)
+    end.record()
+    assert begin.elapsed_time(end) > 0
+
+
 def test_an_output_of_another_size_grows_on_the_device() -> None:
     out = torch.empty(0, device="cuda")
     torch.add(torch.ones(3, device="cuda"), 1, out=out)
