@@ -304,7 +304,7 @@ void look_at_devices(const std::string& name, const IValue& v, std::optional<c10
 // Write results of a replay where those of the capture are.
 void write(const IValue& to, const IValue& from) {
   if (to.isTensorList()) for (size_t i = 0; i < to.toTensorVector().size(); i++) write(to.toTensorVector()[i], from.toTensorVector()[i]);
-  if (to.isTensor() && to.toTensor().defined() && to.toTensor().is_cuda() && !to.toTensor().is_same(from.toTensor()))
+  if (to.isTensor() && to.toTensor().defined() && to.toTensor().is_cuda() && !to.toTensor().is_alias_of(from.toTensor()))
     host_view(to.toTensor()).copy_(host_view(from.toTensor()));
 }
 
@@ -572,8 +572,14 @@ int fake_capture(int begin) {
   capturing = begin;
   return graphs.size() - 1;
 }
-void fake_replay(int graph) {
-  for (auto& compute : graphs[graph]) compute();
+const char* fake_replay(int graph) {
+  static std::string error;
+  try {
+    for (auto& compute : graphs[graph]) compute();
+    return nullptr;
+  } catch (const c10::Error& found) {
+    return (error = found.what_without_backtrace()).c_str();
+  }
 }
 void fake_forget(int graph) { graphs[graph].clear(); }
 double fake_elapsed(void* a, void* b) { return Guard().elapsedTime(a, b, 0); }

@@ -170,7 +170,8 @@ class CUDAGraph:
 
     def replay(self) -> None:
         """Compute it again, into the same tensors."""
-        _fake.fake_replay(self._index)
+        if error := _fake.fake_replay(self._index):
+            raise RuntimeError(error.decode())
 
     def reset(self) -> None:
         """Forget it."""
@@ -295,5 +296,6 @@ for _returns_long in ("launches", "memory", "stream"):
     getattr(_fake, f"fake_{_returns_long}").restype = ctypes.c_long
 _fake.fake_stream.argtypes = [ctypes.c_int, ctypes.c_long]
 _fake.fake_elapsed.argtypes, _fake.fake_elapsed.restype = [ctypes.c_void_p, ctypes.c_void_p], ctypes.c_double
+_fake.fake_replay.restype = ctypes.c_char_p
 _fake.fake_fail_after.argtypes = [ctypes.c_long]
 _install()
