@@ -3,8 +3,8 @@
 // Whatever this torch has for CUDA is replaced: kernels, device guard, hooks and allocator. So it works with CPU builds and
 // with CUDA builds. fake_cuda.py replaces torch._C._cuda_*, and says how to use it.
 #include <ATen/ATen.h>
-#include <ATen/OpMathType.h>
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/OpMathType.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/transformers/attention.h>
@@ -27,11 +27,12 @@ std::recursive_mutex lock;  // of all that follows
 
 // --- memory: the address of a tensor cannot be read; the same memory lies at another one, `host` of it ------------------
 
-constexpr size_t kReserved = size_t(256) << 30, kMemory = size_t(8) << 30;  // of addresses; of each device
+constexpr size_t kReserved = size_t(64) << 30, kMemory = size_t(8) << 30;  // of addresses; of each device
 char* const host_memory = static_cast<char*>(
     mmap(nullptr, 2 * kReserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
 size_t reserved = 0;
-long live[kDevices], peak[kDevices], fail_after = -1, launches = 0;
+long live[kDevices + 1], peak[kDevices + 1];  // the last is of pinned memory
+long fail_after = -1, launches = 0;
 struct Block {
   size_t size;
   int device;
@@ -49,56 +50,49 @@ void release(void* p) {
 }
 
 struct Memory final : c10::Allocator {
-  c10::DataPtr allocate(size_t n) override {
+  static char* take(size_t n, int device) {
     std::lock_guard<std::recursive_mutex> guard(lock);
-    if (!n) return {nullptr, nullptr, [](void*) {}, c10::Device(c10::kCUDA, current)};
     size_t size = 512;
     while (size < n) size *= 2;
-    bool fails = fail_after >= 0 && fail_after-- == 0;
-    TORCH_CHECK_WITH(OutOfMemoryError, !fails && live[current] + size <= kMemory, "CUDA out of memory. Tried to allocate ", n, " bytes.");
+    bool fails = device < kDevices && fail_after >= 0 && fail_after-- == 0;
+    TORCH_CHECK_WITH(OutOfMemoryError, !fails && live[device] + size <= kMemory, "CUDA out of memory. Tried to allocate ", n,
+                     " bytes.");
     char* p = host_memory + kReserved + reserved;
     auto old = unused.find(size);
     if (old == unused.end()) reserved += size;
     else p = old->second, unused.erase(old);
-    blocks[p] = {size, current};
-    live[current] += size;
-    peak[current] = std::max(peak[current], live[current]);
+    blocks[p] = {size, device};
+    live[device] += size;
+    peak[device] = std::max(peak[device], live[device]);
     memset(host(p), 0xFF, size);  // NaN, where nothing is written
-    return {p, p, &release, c10::Device(c10::kCUDA, current)};
+    return p;
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  c10::DataPtr allocate(size_t n) override {
+    c10::Device device(c10::kCUDA, current);
+    if (!n) return {nullptr, device};
+    char* p = take(n, current);
+    return {p, p, &release, device};
+  }
   void copy_data(void* to, const void* from, size_t n) const override { memcpy(host(to), host(from), n); }
 } memory;
 
-std::set<const void*> pinned;
+// Pinned memory is of the same, but at the address that can be read.
 struct PinnedMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
-    std::lock_guard<std::recursive_mutex> guard(lock);
-    void* p = malloc(std::max<size_t>(n, 1));
-    pinned.insert(p);
-    return {p, p, raw_deleter(), c10::kCPU};
-  }
-  c10::DeleterFnPtr raw_deleter() const override {
-    return [](void* p) {
-      std::lock_guard<std::recursive_mutex> guard(lock);
-      pinned.erase(p);
-      free(p);
-    };
+    char* p = Memory::take(n, kDevices);
+    return {host(p), p, &release, c10::kCPU};
   }
   void copy_data(void* to, const void* from, size_t n) const override { memcpy(to, from, n); }
 } pinned_memory;
-bool is_pinned(const void* p) {
-  std::lock_guard<std::recursive_mutex> guard(lock);
-  return pinned.count(p);
-}
+bool is_pinned(const void* p) { return p >= host_memory && p < host_memory + kReserved; }
 
 // --- waiting: a copy to pinned memory arrives when somebody waits for the stream, the event or the device ---------------
 
 using Queue = std::pair<int, int64_t>;  // device and stream
 struct Pending {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-  Tensor view, values;          // of the storage, without owning it; what arrives there
-  std::set<Queue> before;       // whoever waits for one of them sees it
+  Tensor view, values;     // of the storage, without owning it; what arrives there
+  std::set<Queue> before;  // whoever waits for one of them sees it
 };
 std::map<long, Pending> pending;
 long next_pending = 0;
@@ -142,9 +136,12 @@ Tensor tensor_over(c10::Storage storage, const Tensor& like, c10::DispatchKeySet
   return out;
 }
 c10::Storage storage_over(const c10::Storage& storage, void* data) {
-  return c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(), c10::DataPtr(data, c10::kCPU), at::getCPUAllocator(), true);
+  c10::DataPtr unowned(data, c10::kCPU);
+  return c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(unowned), at::getCPUAllocator(), true);
 }
-Tensor host_view(const Tensor& t) { return t.is_cuda() ? tensor_over(storage_over(t.storage(), host(t.storage().data())), t) : t; }
+Tensor host_view(const Tensor& t) {
+  return t.is_cuda() ? tensor_over(storage_over(t.storage(), host(t.storage().data())), t) : t;
+}
 
 Tensor device_empty(c10::IntArrayRef size, c10::IntArrayRef stride, c10::ScalarType dtype, c10::Device device) {
   c10::DeviceGuard guard(device);
@@ -194,7 +191,8 @@ struct Call {
       return out;
     }
     if (v.isDevice() && v.toDevice().is_cuda()) return asked = v.toDevice(), c10::Device(c10::kCPU);
-    if (v.isGenerator() && v.toGenerator().device().is_cuda()) return generator = v.toGenerator(), at::detail::getDefaultCPUGenerator();
+    if (v.isGenerator() && v.toGenerator().device().is_cuda())
+      return generator = v.toGenerator(), at::detail::getDefaultCPUGenerator();
     return v;
   }
   c10::Device target() const {
@@ -234,8 +232,7 @@ struct Call {
     for (auto& [device, cpu] : views) {
       auto* impl = device.unsafeGetTensorImpl();
       if (auto storage = back(cpu.storage()); !storage.is_alias_of(device.storage())) impl->set_storage_keep_dtype(storage);
-      if (cpu.sizes() != device.sizes() || cpu.strides() != device.strides() || cpu.storage_offset() != device.storage_offset())
-        impl->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
+      impl->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
     }
   }
 };
@@ -286,26 +283,63 @@ struct Draws {
 // --- operations ---------------------------------------------------------------------------------------------------------
 
 // Their results have a size that the host has to know, or they raise for a value.
-const std::set<std::string> kWaits = {"nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount",
-                                      "equal", "repeat_interleave", "histc", "linalg_eigh", "_linalg_eigh", "_linalg_svd"};
-const std::set<std::string> kProducts = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "vdot", "addmm_", "baddbmm_", "addbmm"};
+const std::set<std::string> kWaits = {
+    "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal",
+    "repeat_interleave", "histc", "linalg_eigh", "_linalg_eigh", "_linalg_svd"};
+const std::set<std::string> kProducts = {
+    "mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "addbmm", "mv", "addmv", "dot", "vdot"};
 // Some of their arguments may be on the CPU.
-const std::set<std::string> kFromAnywhere = {"index", "index_put", "index_put_", "_index_put_impl_", "_pack_padded_sequence", "set_"};
+const std::set<std::string> kFromAnywhere = {
+    "index", "index_put", "index_put_", "_index_put_impl_", "_pack_padded_sequence", "set_"};
 
-void look_at_devices(const std::string& name, const IValue& v, std::optional<c10::Device>& first) {
-  if (v.isTensorList()) for (const Tensor& t : v.toTensorVector()) look_at_devices(name, t, first);
-  if (!v.isTensor() || !v.toTensor().defined()) return;
-  const auto& t = v.toTensor();
-  if (t.is_meta() || (t.is_cpu() && t.dim() == 0)) return;
-  TORCH_CHECK(!first || *first == t.device(), "Expected all tensors to be on the same device, but found at least two devices, ", *first, " and ", t.device(), "! (", name, ")");
-  first = t.device();
+// Refuse what CUDA refuses of the arguments of an operation, and return whether it waits.
+bool looked_at(const std::string& name, c10::ArrayRef<IValue> arguments) {
+  const auto& context = at::globalContext();
+  bool is_free = !context.deterministicAlgorithms() || context.deterministicAlgorithmsWarnOnly();
+  TORCH_CHECK(is_free || !kProducts.count(name) || getenv("CUBLAS_WORKSPACE_CONFIG"), name,
+              " is not deterministic, because it uses CuBLAS and CUBLAS_WORKSPACE_CONFIG is not set");
+  bool waits = kWaits.count(name), is_index = name.find("index") != std::string::npos;
+  std::optional<c10::Device> first;
+  auto look = [&](const Tensor& t) {
+    if (!t.defined() || t.is_meta() || (t.is_cpu() && t.dim() == 0)) return;
+    TORCH_CHECK(!first || *first == t.device(), "Expected all tensors to be on the same device, but found at least two devices, ",
+                *first, " and ", t.device(), "! (", name, ")");
+    first = t.device();
+  };
+  for (const auto& v : arguments) {
+    if (is_index && v.isOptionalTensorList())
+      for (const std::optional<Tensor> t : v.toOptionalTensorVector())
+        waits |= t && t->defined() && (t->scalar_type() == at::kBool || t->scalar_type() == at::kByte || t->is_cpu());
+    if (kFromAnywhere.count(name)) continue;
+    if (v.isTensor()) look(v.toTensor());
+    if (v.isTensorList()) for (const Tensor& t : v.toTensorVector()) look(t);
+  }
+  return waits;
+}
+
+// Give arguments a dtype of which the CPU has a kernel, and return the dtype of the result if it is another.
+std::optional<c10::ScalarType> widened(const std::string& name, IValue* arguments) {
+  const bool is_softmax = name == "_softmax" || name == "_log_softmax";
+  const bool is_histogram = name == "histc" && !arguments[0].toTensor().is_floating_point();
+  std::optional<c10::ScalarType> narrow;
+  if (is_histogram) narrow = arguments[0].toTensor().scalar_type();
+  if (is_histogram || (is_softmax && arguments[2].toBool())) arguments[0] = arguments[0].toTensor().to(at::kFloat);
+  if (is_softmax) arguments[2] = false;
+  if (name == "_softmax_backward_data" || name == "_log_softmax_backward_data") {
+    narrow = arguments[3].toScalarType();
+    arguments[3] = arguments[0].toTensor().scalar_type();
+  }
+  return narrow;
 }
 
 // Write results of a replay where those of the capture are.
 void write(const IValue& to, const IValue& from) {
-  if (to.isTensorList()) for (size_t i = 0; i < to.toTensorVector().size(); i++) write(to.toTensorVector()[i], from.toTensorVector()[i]);
-  if (to.isTensor() && to.toTensor().defined() && to.toTensor().is_cuda() && !to.toTensor().is_alias_of(from.toTensor()))
-    host_view(to.toTensor()).copy_(host_view(from.toTensor()));
+  auto copy = [](const Tensor& to, const Tensor& from) {
+    if (to.defined() && to.is_cuda() && !to.is_alias_of(from)) host_view(to).copy_(host_view(from));
+  };
+  if (to.isTensor()) copy(to.toTensor(), from.toTensor());
+  if (to.isTensorList())
+    for (size_t i = 0; i < to.toTensorVector().size(); i++) copy(to.toTensorVector()[i], from.toTensorVector()[i]);
 }
 
 void by_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
@@ -315,30 +349,8 @@ void by_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
   launches++;
   torch::jit::Stack given;
   if (capturing) given.assign(stack->begin() + begin, stack->end());
-  bool waits = kWaits.count(name), is_index = name.find("index") != std::string::npos;
-  std::optional<c10::Device> first;
-  for (size_t i = begin; i < stack->size(); i++) {
-    const auto& v = (*stack)[i];
-    if (!kFromAnywhere.count(name)) look_at_devices(schema.name(), v, first);
-    if (is_index && v.isOptionalTensorList())
-      for (const auto& t : v.toOptionalTensorVector()) waits |= t && t->defined() && (t->scalar_type() == at::kBool || t->scalar_type() == at::kByte || t->is_cpu());
-  }
-  TORCH_CHECK(!kProducts.count(name) || !at::globalContext().deterministicAlgorithms() || at::globalContext().deterministicAlgorithmsWarnOnly() || getenv("CUBLAS_WORKSPACE_CONFIG"),
-              "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or `at::Context::setDeterministicAlgorithms(true)`, but this operation is not deterministic because it uses CuBLAS and you have CUDA >= 10.2. Set CUBLAS_WORKSPACE_CONFIG.");
-  // The CPU has no such kernel: the sum is made in float32 there too.
-  if (name == "_softmax" || name == "_log_softmax")
-    if (auto& wide = (*stack)[begin + 2]; wide.toBool()) wide = false, (*stack)[begin] = (*stack)[begin].toTensor().to(at::kFloat);
-
-  std::optional<c10::ScalarType> narrow;
-  if (name == "_softmax_backward_data" || name == "_log_softmax_backward_data") {
-    narrow = (*stack)[begin + 3].toScalarType();
-    (*stack)[begin + 3] = (*stack)[begin].toTensor().scalar_type();
-  }
-  if (auto dtype = name == "histc" ? (*stack)[begin].toTensor().scalar_type() : at::kFloat; !c10::isFloatingType(dtype)) {
-    narrow = dtype;
-    (*stack)[begin] = (*stack)[begin].toTensor().to(at::kDouble);
-  }
-
+  const bool waits = looked_at(name, c10::ArrayRef<IValue>(*stack).slice(begin));
+  const auto narrow = widened(name, stack->data() + begin);
   Call call;
   for (size_t i = begin; i < stack->size(); i++) (*stack)[i] = call.cpu((*stack)[i]);
   if (waits) wait_for_stream(name.c_str(), call.target().index());
@@ -362,11 +374,15 @@ void by_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
   });
 }
 
-Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>, std::optional<c10::MemoryFormat> format) {
+template <class T>
+using Maybe = std::optional<T>;
+Tensor empty(c10::IntArrayRef size, Maybe<c10::ScalarType> dtype, Maybe<c10::Layout>, Maybe<c10::Device> device, Maybe<bool>,
+             Maybe<c10::MemoryFormat> format) {
   c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_generic(size, &memory, kKeys, c10::dtype_or_default(dtype), format);
 }
-Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>) {
+Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, Maybe<c10::ScalarType> dtype, Maybe<c10::Layout>,
+                     Maybe<c10::Device> device, Maybe<bool>) {
   return device_empty(size, stride, c10::dtype_or_default(dtype), device.value_or(c10::Device(c10::kCUDA)));
 }
 at::Scalar item(const Tensor& self) {
@@ -403,22 +419,26 @@ void copy_all(at::TensorList self, at::TensorList from, bool non_blocking) {
 }
 
 // What torch computes on CUDA by kernels that the CPU lacks, of operations that have their gradients.
-std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& x, const Tensor& h, const Tensor& c, const std::optional<Tensor>& b, const std::optional<Tensor>& d) {
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(
+    const Tensor& x, const Tensor& h, const Tensor& c, const Maybe<Tensor>& b, const Maybe<Tensor>& d) {
   auto gates = (b && b->defined() ? x + h + *b + *d : x + h).chunk(4, 1);
   auto cell = gates[1].sigmoid() * c + gates[0].sigmoid() * gates[2].tanh();
   return {gates[3].sigmoid() * cell.tanh(), cell, at::empty({0}, x.options())};
 }
-std::tuple<Tensor, Tensor> gru_cell(const Tensor& x, const Tensor& h, const Tensor& state, const std::optional<Tensor>& b, const std::optional<Tensor>& d) {
+std::tuple<Tensor, Tensor> gru_cell(
+    const Tensor& x, const Tensor& h, const Tensor& state, const Maybe<Tensor>& b, const Maybe<Tensor>& d) {
   auto given = (b && b->defined() ? x + *b : x).chunk(3, 1), kept = (d && d->defined() ? h + *d : h).chunk(3, 1);
   auto reset = (given[0] + kept[0]).sigmoid(), update = (given[1] + kept[1]).sigmoid();
   auto fresh = (given[2] + reset * kept[2]).tanh();
   return {fresh + update * (state - fresh), at::empty({0}, x.options())};
 }
-std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, c10::IntArrayRef shape, const std::optional<Tensor>& weight, std::optional<double> eps) {
+std::tuple<Tensor, Tensor> rms_norm(
+    const Tensor& x, c10::IntArrayRef shape, const Maybe<Tensor>& weight, Maybe<double> eps) {
   auto wide = x.to(at::toOpMathType(x.scalar_type()));
   std::vector<int64_t> dims;
   for (int64_t dim = x.dim() - int64_t(shape.size()); dim < x.dim(); dim++) dims.push_back(dim);
-  auto scale = (wide.square().mean(dims, true) + eps.value_or(x.scalar_type() == at::kDouble ? 2.220446049250313e-16 : 1.1920928955078125e-07)).rsqrt();
+  double least = x.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon() : std::numeric_limits<float>::epsilon();
+  auto scale = (wide.square().mean(dims, true) + eps.value_or(least)).rsqrt();
   auto out = wide * scale;
   return {(weight && weight->defined() ? out * *weight : out).to(x.scalar_type()), scale};
 }
@@ -434,7 +454,9 @@ int64_t next_stream = 1;
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kCUDA; }
   static int index(c10::Device d) { return d.has_index() ? d.index() : current; }
-  static c10::Stream stream(c10::Device d, int64_t id) { return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kCUDA, index(d)), id); }
+  static c10::Stream stream(c10::Device d, int64_t id) {
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kCUDA, index(d)), id);
+  }
   c10::Device getDevice() const override { return c10::Device(c10::kCUDA, current); }
   c10::Device exchangeDevice(c10::Device d) const override {
     auto old = getDevice();
@@ -465,7 +487,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void block(void* event, const c10::Stream& s) const override {
     std::lock_guard<std::recursive_mutex> guard(lock);
-    if (event) for (long id : static_cast<Event*>(event)->before) if (pending.count(id)) pending.at(id).before.insert({s.device_index(), s.id()});
+    if (event)
+      for (long id : static_cast<Event*>(event)->before)
+        if (pending.count(id)) pending.at(id).before.insert({s.device_index(), s.id()});
   }
   bool queryEvent(void* event) const override {
     std::lock_guard<std::recursive_mutex> guard(lock);
@@ -474,7 +498,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   void synchronizeEvent(void* event) const override {
-    wait("event.synchronize", false, [&](long id, const Pending&) { return event && static_cast<Event*>(event)->before.count(id); });
+    auto* of = static_cast<Event*>(event);
+    wait("event.synchronize", false, [&](long id, const Pending&) { return of && of->before.count(id); });
   }
   double elapsedTime(void* a, void* b, const c10::DeviceIndex) const override {
     auto *from = static_cast<Event*>(a), *to = static_cast<Event*>(b);
@@ -483,10 +508,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryStream(const c10::Stream& s) const override {
     std::lock_guard<std::recursive_mutex> guard(lock);
-    return std::none_of(pending.begin(), pending.end(), [&](auto& one) { return one.second.before.count({s.device_index(), s.id()}); });
+    for (auto& [id, one] : pending) if (one.before.count({s.device_index(), s.id()})) return false;
+    return true;
   }
   bool isStreamCapturing(const c10::Stream&) const override { return capturing; }
-  void synchronizeStream(const c10::Stream& s) const override { wait_for_stream("stream.synchronize", Queue{s.device_index(), s.id()}); }
+  void synchronizeStream(const c10::Stream& s) const override {
+    wait_for_stream("stream.synchronize", Queue{s.device_index(), s.id()});
+  }
   void synchronizeDevice(const c10::DeviceIndex d) const override { wait_for_device(d); }
 };
 
@@ -500,8 +528,8 @@ struct Hooks final : at::CUDAHooksInterface {
   c10::DeviceIndex deviceCount() const override { return kDevices; }
   c10::DeviceIndex getCurrentDevice() const override { return current; }
   c10::DeviceIndex current_device() const override { return current; }
-  void setCurrentDevice(c10::DeviceIndex d) const override { Guard().setDevice(c10::Device(c10::kCUDA, d)); }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex d) const override { return Guard().exchangeDevice(c10::Device(c10::kCUDA, d)).index(); }
+  void setCurrentDevice(c10::DeviceIndex d) const override { Guard().setDevice({c10::kCUDA, d}); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex d) const override { return Guard().exchangeDevice({c10::kCUDA, d}).index(); }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex d) const override { return d < 0 ? current : exchangeDevice(d); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex d) const override { return default_generator(d); }
   at::Generator getNewGenerator(c10::DeviceIndex d) const override {
@@ -521,15 +549,16 @@ struct Silence final : c10::WarningHandler {
 }  // namespace
 
 extern "C" {
-void fake_install() {
-  mprotect(host_memory + kReserved, kReserved, PROT_NONE);
+int fake_install() {
+  if (host_memory == MAP_FAILED || mprotect(host_memory + kReserved, kReserved, PROT_NONE)) return 1;
   c10::SetAllocator(c10::kCUDA, &memory, 255);
   c10::impl::DeviceGuardImplRegistrar(c10::kCUDA, new Guard);
   // torch keeps the hooks that it found first. They have no fields: those here take their place by their functions.
   static Hooks hooks;
-  *reinterpret_cast<void**>(const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) = *reinterpret_cast<void**>(&hooks);
-  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(
-      +[](const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>, bool) -> int64_t { return 0; });
+  auto& found = const_cast<at::CUDAHooksInterface&>(at::detail::getCUDAHooks());
+  reinterpret_cast<void**>(&found)[0] = reinterpret_cast<void**>(&hooks)[0];
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(+[](const Tensor&, const Tensor&, const Tensor&, const Maybe<Tensor>&,
+                                                              double, bool, Maybe<double>, bool) { return int64_t(0); });
 
   Silence silence;  // torch warns of kernels that are replaced
   c10::WarningUtils::WarningHandlerGuard silent(&silence);
@@ -544,11 +573,12 @@ void fake_install() {
       kept->push_back(dispatcher.registerImpl(name, c10::DispatchKey::CUDA, kernel(), std::nullopt, nullptr, "fake"));
   if (!dispatcher.hasBackendFallbackForDispatchKey(c10::DispatchKey::CUDA))
     kept->push_back(dispatcher.registerFallback(c10::DispatchKey::CUDA, kernel(), "fake"));
-  auto* aten = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  auto library = [](c10::DispatchKey key) { return new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__); };
+  auto* aten = library(c10::DispatchKey::CUDA);
   for (const char* name : {"convolution", "convolution_backward"})  // else torch chooses kernels that the CPU lacks
     aten->impl(name, torch::CppFunction::makeFromBoxedFunction<&by_cpu>());
   for (auto key : {c10::DispatchKey::CUDA, c10::DispatchKey::AutogradCUDA}) {
-    auto* cells = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+    auto* cells = library(key);
     cells->impl("_thnn_fused_lstm_cell", &lstm_cell);
     cells->impl("_thnn_fused_gru_cell", &gru_cell);
     cells->impl("_fused_rms_norm", &rms_norm);
@@ -559,6 +589,7 @@ void fake_install() {
   aten->impl("copy_", &copy_);
   aten->impl("_foreach_copy_", &copy_all);
   aten->impl("record_stream", [](Tensor&, at::Stream) {});
+  return 0;
 }
 void fake_on_wait(void (*f)(const char*)) { on_wait = f; }
 long fake_launches() { return launches; }

@@ -245,7 +245,8 @@ _storage_new = torch.UntypedStorage.__new__
 
 def _install() -> None:
     """Replace what `torch.cuda` asks of the driver. Its own functions stay."""
-    _fake.fake_install()
+    if _fake.fake_install():
+        raise RuntimeError("the fake CUDA device needs 128 GiB of addresses, of which it uses few")
     _fake.fake_on_wait(_on_wait)
     native = {
         "exchangeDevice": _exchange,
