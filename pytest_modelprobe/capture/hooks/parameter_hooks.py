@@ -11,7 +11,7 @@ import inspect
 from dataclasses import dataclass
 from traceback import walk_stack
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -44,6 +44,8 @@ class ParameterHooks:
         self._owners: list[tuple[str, nn.Module]] = []
         self._hooked: dict[str, nn.Parameter] = {}
         self._handles: list[RemovableHandle] = []
+        self._skips: WeakSet[torch.optim.Optimizer] = WeakSet()
+        """Optimizers whose newest step is not observed."""
         self.replaced: set[str] = set()
         """Full names of parameters that a plain tensor with a gradient replaced in a forward."""
 
@@ -107,7 +109,9 @@ class ParameterHooks:
             return
         with self.guard.lock, self.guard, hidden():
             if not self.guard.observes() or is_skipped(optimizer):
+                self._skips.add(optimizer)
                 return
+            self._skips.discard(optimizer)
             self.steps.settle()
             hooks = self._hooks_of(optimizer)
             early = computes_gradients(optimizer, args, kwargs)
@@ -127,7 +131,7 @@ class ParameterHooks:
         if _is_inside_step(optimizer):
             return
         with self.guard.lock, self.guard, hidden():
-            if not self.guard.observes() or is_skipped(optimizer):
+            if optimizer in self._skips:  # known since it began: nothing is read again
                 return
             self.steps.step_ends()
             hooks = self._hooks_of(optimizer)
