@@ -15,7 +15,7 @@ def kernels(monkeypatch):
     kernels = cuda._Kernels()
     monkeypatch.setattr(cuda, "KERNELS", kernels)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.delenv("MODELPROBE_KERNEL", raising=False)
+    monkeypatch.setenv("MODELPROBE_KERNEL", "triton")
     return kernels
 
 
@@ -35,10 +35,11 @@ def test_with_a_triton_that_cannot_be_imported_torch_computes(kernels, monkeypat
     assert kernels.problem == "RuntimeError: no driver"
 
 
-def test_on_demand_torch_computes(kernels, monkeypatch):
-    monkeypatch.setenv("MODELPROBE_KERNEL", "torch")
+@pytest.mark.parametrize("asked", ["", "torch", "compiled"])
+def test_unless_triton_is_asked_for_torch_computes(kernels, monkeypatch, asked):
+    monkeypatch.setenv("MODELPROBE_KERNEL", asked)
     assert cuda.by_kernels(torch.ones(3), None, 0, WHOLE) is None
-    assert kernels.problem == "MODELPROBE_KERNEL=torch"
+    assert cuda.description() == "torch (MODELPROBE_KERNEL=triton asks for kernels in Triton)"
 
 
 def test_on_another_platform_torch_computes(kernels, monkeypatch):
@@ -90,5 +91,6 @@ def test_which_code_computes_is_said_in_words(kernels, monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_which_code_computes_is_known_once_it_was_tried(monkeypatch):
     monkeypatch.setattr(cuda, "KERNELS", cuda._Kernels())
+    monkeypatch.setenv("MODELPROBE_KERNEL", "triton")
     monkeypatch.setattr(cuda, "by_triton", lambda *_: 1 / 0)
     assert cuda.description() == "torch (ZeroDivisionError: division by zero)"
