@@ -95,6 +95,8 @@ class AttentionMode(ForwardMode):
     def _decide(self) -> None:
         """Keep the candidates that are weights, and forget the others. It is read from their device."""
         candidates, self._candidates = self._candidates, []
+        if not candidates:
+            return
         with statistics.ambient_modes_disabled():
             read = read_flags([one.holds for one in candidates if one.holds is not None])
         for one, holds in zip(candidates, read, strict=True):
