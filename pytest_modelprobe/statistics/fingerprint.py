@@ -208,6 +208,10 @@ def project_on_device(tensor: Tensor, largest: Tensor, samples: Samples = WHOLE)
     return torch.cat([numbers, digest.view(1).view(torch.uint8).to(wide)])
 
 
+_FEW = 1 << 18
+"""Up to so many elements are multiplied with all columns at once, in 32 MB: on a device each kernel takes as long."""
+
+
 @kept_on_devices
 def _tables(dtype: torch.dtype) -> tuple[Tensor, ...]:
     return torch.from_numpy(masks()).to(dtype), torch.from_numpy(columns()).to(dtype), torch.from_numpy(orders())
@@ -223,7 +227,10 @@ def _signed_sums(part: Tensor, hashes: Tensor, first: int, tables: tuple[Tensor,
     masked = part.reshape(-1, width) * of_masks[bits[:, 0] & MASKS - 1, :width]
     if part.is_cpu and part.dtype == torch.float64:
         values = masked @ of_columns[:width]
-    else:  # a matrix product may be computed in TF32, and it raises where the user wants algorithms to be deterministic
+    # A matrix product may be computed in TF32, and it raises where the user wants algorithms to be deterministic.
+    elif masked.numel() <= _FEW:
+        values = (masked[:, None] * of_columns.T[:, :width]).sum(2)
+    else:
         values = torch.stack([(masked * column[:width]).sum(1) for column in of_columns.T], 1)
     minus = bits >> torch.arange(SIGN_BITS, SIGN_BITS + K, device=part.device) & 1
     values = torch.where(minus == 1, -values, values)
