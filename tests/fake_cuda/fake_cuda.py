@@ -11,7 +11,7 @@ Tensors on them have ``is_cuda``, and every branch for CUDA runs as it is. The C
 - `waits` lists each wait with the line that caused it, and `torch.cuda.set_sync_debug_mode` works,
 - `out_of_memory` makes an allocation fail.
 
-It cannot judge speed, rounding, Triton, errors of cuBLAS and cuDNN, or kernels that the CPU lacks.
+It cannot judge speed, rounding, Triton, errors of cuBLAS and cuDNN, sparse tensors, or kernels that the CPU lacks.
 """
 
 from __future__ import annotations
