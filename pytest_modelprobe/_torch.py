@@ -569,8 +569,8 @@ class _NoDispatchMode:
     def __init__(self) -> None:
         _refuse(
             "torch.utils._python_dispatch.TorchDispatchMode",
-            "build() cannot tell which draw fills which weight, architecture() takes no inputs, and "
-            "profile=True is not possible",
+            "build() cannot tell which draw fills which weight, architecture() takes no inputs, nothing is computed in "
+            "a wider dtype, and profile=True is not possible",
         )
 
 
@@ -584,7 +584,7 @@ Operation: Any = type(torch.ops.aten.add.Tensor)
 """Class of the operations that a dispatch mode receives."""
 
 schema: Callable[[Any], Any] = _attribute(
-    "torch.ops.aten.add.Tensor._schema", cannot="build() cannot tell what an operation writes"
+    "torch.ops.aten.add.Tensor._schema", cannot="build() and gradcheck cannot tell what an operation writes"
 )
 """Return the schema of an operation. It has the name of each argument, and whether it is written to."""
 

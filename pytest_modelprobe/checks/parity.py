@@ -47,7 +47,7 @@ from .machinery.agreement import (
     violation_of,
 )
 from .machinery.check import check, check_native
-from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary, all_named, set_mode
+from .machinery.prepared import ROUNDED, LayerTensor, PreparedModel, Trace, Vary, all_named, set_mode
 from .machinery.rounding import TOLERANCE, is_rounded, limit, relative_error, rms, same
 from .outcome import NotApplicableError, Violation, line_of
 from .recomputation import other_recomputation
@@ -141,10 +141,8 @@ def dtype_parity(
     one = prepared.reference(mode="eval")
     if one.quantized:
         raise NotApplicableError("the model is quantized and computes in no other dtype")
-    precise = one
-    if prepared.is_narrow:
-        with prepared.in_float32():
-            precise = prepared.reference(mode="eval")
+    with prepared.in_float32():
+        precise = prepared.reference(mode="eval") if prepared.is_rounded else one
     two = _in_dtype(prepared, dtype)
     name = _name(dtype)
     if two.error is not None:  # a hard-coded dtype fails in every other one; a kernel may be missing in one
@@ -541,19 +539,22 @@ def _beside_exported(prepared: PreparedModel, precise: Trace | None, tolerance: 
 def _in_each_precision(
     prepared: PreparedModel, compared: Callable[[PreparedModel, Trace | None], Violation | str], *, backward: bool
 ) -> Violation | str:
-    """Return what a comparison finds of a model as it is and, if that is in half precision, converted to float32.
+    """Return what a comparison finds of a model as it is and, if that rounds to half precision, converted to float32.
 
     The comparison is given a run that computes all of the model in float32.
     """
-    if not prepared.is_narrow:
+    if not prepared.is_rounded:
         return compared(prepared, None)
     with prepared.in_float32():
         precise = prepared.reference(mode="eval", backward=backward)
     found = compared(prepared, precise)
     if isinstance(found, Violation):
         return found
-    with prepared.converted() as wide:
-        return compared(wide, precise)
+    try:
+        with prepared.converted() as wide:
+            return compared(wide, precise)
+    except NotApplicableError:  # its code may cast to half precision what meets the weights
+        return found
 
 
 def _exported(prepared: PreparedModel, model: nn.Module, **options: Any) -> nn.Module:
@@ -654,6 +655,7 @@ def _outputs(
 def _beside(exact: Tensor | None, tensor: Tensor | None, tolerance: float | None) -> float:
     """Return the largest relative error that passes, where a run in float32 returned what is ``exact``."""
     rounding = 0.0 if exact is None or tensor is None or tolerance is not None else relative_error(tensor, exact)
+    rounding = rounding if rounding <= ROUNDED else 0.0
     return max(_ELSEWHERE if tensor is None else limit(tensor, tolerance, least=_ELSEWHERE), _TIMES * rounding)
 
 

@@ -132,7 +132,8 @@ def change(
         scale: Returns the norm that a value is compared with if it is zero in exact arithmetic. This is the largest
             norm in the call, or `LargestGradient.beside`.
         times: The user's factor for the tolerance.
-        rounding: The largest `epsilon` of any dtype in the run: noise allows four of it.
+        rounding: The largest `epsilon` of any dtype in the run, or of a response what float32 may round: noise allows
+            four of it, and the noise of ``actual`` counts up to it.
         same_signs: Whether fingerprints and digests can be compared. If not, the other numbers are: they show how large
             the change is at least, and are equal for elements in another order too.
 

@@ -40,6 +40,7 @@ from pytest_modelprobe.models import (
     seeding,
     unseen,
     wake_zeros,
+    widest,
 )
 from pytest_modelprobe.progress import Parts, progress
 from pytest_modelprobe.record import (
@@ -158,9 +159,11 @@ class Run:
             if start.obstacle is not None:
                 return with_note(record, f"no layer was called alone: {start.obstacle}")
             (responses,) = self._isolate(record, request, [(None, "all")], start)
-            if only := doubtful(responses, responses_of(request.like)):
-                (exact,) = self._isolate(record, dataclasses.replace(request, only=only), [(in_float64, "all")], start)
-                responses |= noisy({key: responses[key] for key in exact}, [], exact)
+            if self._is_exact and (only := doubtful(responses, responses_of(request.like))):
+                with contextlib.suppress(Exception):  # models may fail in another dtype
+                    some = dataclasses.replace(request, only=only)
+                    (exact,) = self._isolate(record, some, [(in_float64, "all")], start)
+                    responses |= noisy({key: responses[key] for key in exact if key in responses}, [], exact)
             # What a run in half precision differs by from another one may be its own rounding.
             if is_narrow(record) and record.noise is None and not request.only:
                 with contextlib.suppress(Exception):  # models may fail in another dtype
@@ -251,12 +254,19 @@ class Run:
         request = IsolationRequest(record, only={layer for layer, _ in distinct})
         alone: list[Repeat] = [(move.in_place, "outputs") for move in near]
         alone += [(move.in_place, "gradients") for move in far if self.loss is not None]
-        exact, *taken = self._isolate(record, request, [(in_float64, "all"), *alone], start, each)
+        exactly: list[Repeat] = [(in_float64, "all")] if self._is_exact else []
+        taken = self._isolate(record, request, [*alone, *exactly], start, each)
+        exact = taken.pop() if exactly else {}
         found = noisy(distinct, taken[:_REPEATS], exact)
         if self.loss is not None:
             again = noisy(distinct, taken[_REPEATS:], exact)
             found = {key: dataclasses.replace(found[key], gradient=again[key].gradient) for key in found}
         return {key: found[alike[key]] for key in responses}
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether the device computes in float64."""
+        return widest(self.device) == torch.float64
 
     def _isolate(
         self,

@@ -37,8 +37,8 @@ class Widening(TorchDispatchMode):  # type: ignore[misc]
     """Computes in float32, or in float64, what code computes in a narrower dtype, written out or by autocast.
 
     Casts to half precision are casts to float32, and tensors in half precision are converted when an operation reads
-    them. Tensors that an operation writes to, and views, stay as they are. A leaf that requires a gradient has to be
-    float32 before.
+    them. Tensors that an operation writes to, and views, stay as they are. A leaf that requires a gradient has to have
+    that dtype before.
 
     >>> with Widening():
     ...     (torch.ones(2, dtype=torch.bfloat16) / 3).half().dtype
@@ -97,13 +97,16 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     """
     held = (*nn.Module.parameters(model), *nn.Module.buffers(model))
     narrow = [(tensor, tensor.data, tensor.grad) for tensor in held if tensor.dtype in NARROW and tensor.is_leaf]
+    default = torch.get_default_dtype()
     try:
+        torch.set_default_dtype(widened(default))
         for tensor, data, _ in narrow:
             tensor.grad = None
             tensor.data = data.float()
         with Widening():
             yield
     finally:
+        torch.set_default_dtype(default)
         for tensor, data, gradient in narrow:
             tensor.grad = None
             tensor.data = data

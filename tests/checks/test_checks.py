@@ -1206,6 +1206,66 @@ def test_an_error_below_the_rounding_of_half_precision_is_named(
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
+@pytest.mark.parametrize(
+    ("name", "forward"),
+    [
+        ("batch_independent", lambda x: x - x.mean(0) if x.dtype == torch.bfloat16 else x),
+        ("dtype_parity", lambda x: x * 2 if x.dtype == torch.bfloat16 else x),
+    ],
+)
+def test_code_for_half_precision_alone_is_judged_as_it_is(
+    name: str, forward: Any, probe: ModelProbe, rows: Tensor
+) -> None:
+    assert named(ALL[name].outcome(probe, between(forward).bfloat16(), rows.bfloat16())) == "2"
+
+
+class Casting(nn.Module):
+    """Casts what meets its weights, and holds a tensor that is not registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.factor = nn.Linear(6, 6), torch.ones(6, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x.to(torch.bfloat16) * self.factor)
+
+
+class HalfAlone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fc.weight.dtype != torch.bfloat16:
+            raise TypeError("only bfloat16")
+        return self.fc(x)
+
+
+@pytest.mark.parametrize("make", [Casting, HalfAlone])
+@pytest.mark.parametrize("name", ["deterministic", "layout_parity", "checkpoint_parity", "compile_parity"])
+def test_a_model_that_is_made_for_half_precision_is_checked(
+    name: str, make: Callable[[], nn.Module], probe: ModelProbe, rows: Tensor
+) -> None:
+    model = nn.Sequential(make(), nn.ReLU()).bfloat16()
+    assert ALL[name].outcome(probe, model, rows.bfloat16()).verdict == "holds"
+
+
+def test_what_float64_is_asked_for_copies_a_model_with_a_tensor_of_its_own(probe: ModelProbe) -> None:
+    model = nn.Linear(4, 5)
+    model.own = torch.ones(3)
+    loss = lambda y: y.softmax(-1).mean() + y.square().mean()  # noqa: E731
+    assert checks.gradient_accumulation(probe, model, probe.randn(4, 4), loss=loss)
+    assert checks.gradcheck(probe, model, probe.randn(4, 4), loss=loss)
+
+
+def test_zeros_beside_the_loss_are_no_loss_of_float32(probe: ModelProbe) -> None:
+    class Two(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), torch.zeros(())
+
+    assert checks.gradcheck(probe, Two(4, 5), probe.randn(3, 4), loss=lambda y: y[0].square().mean())
+
+
 def test_a_copy_is_the_same_but_for_the_rounding_of_autocast(probe: ModelProbe) -> None:
     layer, x = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), probe.randn(3, 6, 16)
     with torch.autocast("cpu", torch.bfloat16):

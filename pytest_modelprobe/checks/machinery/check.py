@@ -286,7 +286,7 @@ def check(function: Property) -> Check:
 
 
 def check_native(function: Property) -> Check:
-    """Make a check that runs a model in half precision as it is."""
+    """Make a check that says itself in which precision a model runs."""
     return Check(function, native=True)
 
 

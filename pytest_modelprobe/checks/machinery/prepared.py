@@ -7,6 +7,7 @@ record. The model is restored after each run; within the block of a prepared mod
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from pytest_modelprobe._torch import converted, is_wrapped, without_autocast
+from pytest_modelprobe._torch import converted, is_wrapped, without_autocast, without_dispatch_modes
 from pytest_modelprobe.checks.outcome import NotApplicableError, line_of
 from pytest_modelprobe.exceptions import ModelProbeError, UsageError
 from pytest_modelprobe.models import (
@@ -60,6 +61,9 @@ from pytest_modelprobe.runs import (
 )
 
 from .rounding import limit, plain, relative_error
+
+ROUNDED = 0.1
+"""The largest relative error up to which half precision is taken for float32 that is rounded."""
 
 Vary: TypeAlias = Callable[[str, Tensor], Tensor]
 ReferenceCheck: TypeAlias = "Callable[[PreparedModel, Trace, Mapping[str, Any]], None]"
@@ -227,12 +231,24 @@ class PreparedModel:
         """The parameters of the model's forward."""
         return inspect.signature(self.layers.modules[ROOT].forward).parameters
 
-    @property
-    def is_narrow(self) -> bool:
-        """Whether the model, an input or autocast is in half precision."""
+    @functools.cached_property
+    def is_rounded(self) -> bool:
+        """Whether the model, an input or autocast is in half precision, and float32 differs from that by rounding.
+
+        A model may have code for half precision alone, and fail, or compute something else, in float32.
+        """
         tensors = (*nn.Module.parameters(self.model), *nn.Module.buffers(self.model), *(x for _, x in self.inputs))
         dtypes = [*(tensor.dtype for tensor in tensors), *(dtype for _, dtype, _ in active_autocast())]
-        return not NARROW.isdisjoint(dtypes)
+        if NARROW.isdisjoint(dtypes):
+            return False
+        try:
+            native = self.run(mode="eval")
+            with self._in_float32():
+                wide = self.run(mode="eval")
+        except NotApplicableError:
+            return False
+        alike = native.error is None and wide.error is None and native.final.keys() == wide.final.keys()
+        return alike and all(relative_error(x, wide.final[path]) <= ROUNDED for path, x in native.final.items())
 
     @property
     def has_loss(self) -> bool:
@@ -337,10 +353,12 @@ class PreparedModel:
 
     @contextmanager
     def in_float32(self) -> Iterator[None]:
-        """Compute in float32 within the block, if the model is in half precision."""
-        if self._wide or not self.is_narrow:
+        """Compute in float32 within the block, if `is_rounded`."""
+        with self._in_float32() if not self._wide and self.is_rounded else nullcontext():
             yield
-            return
+
+    @contextmanager
+    def _in_float32(self) -> Iterator[None]:
         native = self._state
         with in_float32(self.model):
             self._wide, self._state = True, ModelState(self.model, generators=False)
@@ -356,11 +374,15 @@ class PreparedModel:
         def wide(tensor: Tensor) -> Tensor:
             return tensor.to(widened(tensor.dtype))
 
-        model = self.copied()
-        converted(model, wide)
+        def copied() -> nn.Module:
+            model = self.copied()
+            converted(model, wide)
+            return model
+
         args, kwargs = map_tensors(wide, (self.args, self.kwargs))
         options: dict[str, Any] = {"loss": self._loss, "check_reference": self._check_reference, "native": True}
-        with without_autocast(), PreparedModel(self.probe, model, args, kwargs, **options) as other:
+        with without_autocast(), PreparedModel(self.probe, copied(), args, kwargs, **options) as other:
+            other._copy, other._fault_of_copy = copied, ""  # as is known of this model
             yield other
 
     @contextmanager
@@ -513,7 +535,8 @@ class PreparedModel:
             return self.run(mode="eval", model=other), seen.names
 
     def _deep_copy(self) -> nn.Module:
-        return copy.deepcopy(self.model)
+        with without_dispatch_modes():  # torch makes the memory of a copy in the dtype that it asks for
+            return copy.deepcopy(self.model)
 
     def _made_again(self) -> nn.Module:
         """Return another model of the factory that made this one, with its values and modes.
@@ -521,7 +544,9 @@ class PreparedModel:
         Raises:
             LookupError: It is not known what made it, or the factory now makes another one.
         """
-        other = initialization.build(self.probe.built[self.model].factory, seed=self.probe.seed).to(self.probe.device)
+        with without_dispatch_modes():
+            other = initialization.build(self.probe.built[self.model].factory, seed=self.probe.seed)
+        other = other.to(self.probe.device)
         mine = dict(all_named(self.model))
         modes = {name: module.training for name, module in self.model.named_modules()}
         for name, tensor in all_named(other):

@@ -66,7 +66,7 @@ Defaults = Mapping[str, tuple[Plain, ...]]
 
 def in_float64(tensor: Tensor, name: str, terms: int) -> Tensor:
     """Return a synthetic tensor in float64. It is a perturbation with which code computes in float64 too."""
-    return tensor.double()
+    return tensor.to(widened(tensor.dtype, torch.float64))
 
 
 Repeat = tuple[Perturb | None, Part]
