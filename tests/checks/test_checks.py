@@ -1250,14 +1250,6 @@ def test_a_model_that_is_made_for_half_precision_is_checked(
     assert ALL[name].outcome(probe, model, rows.bfloat16()).verdict == "holds"
 
 
-def test_what_float64_is_asked_for_copies_a_model_with_a_tensor_of_its_own(probe: ModelProbe) -> None:
-    model = nn.Linear(4, 5)
-    model.own = torch.ones(3)
-    loss = lambda y: y.softmax(-1).mean() + y.square().mean()  # noqa: E731
-    assert checks.gradient_accumulation(probe, model, probe.randn(4, 4), loss=loss)
-    assert checks.gradcheck(probe, model, probe.randn(4, 4), loss=loss)
-
-
 def test_zeros_beside_the_loss_are_no_loss_of_float32(probe: ModelProbe) -> None:
     class Two(nn.Linear):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
