@@ -168,8 +168,9 @@ def page(outcomes: Sequence[Outcome]) -> str:
             "`held_out` was written by somebody who had seen neither the code nor the limits, and committed before the "
             "first run. That run found a residual times 1.001 equal in every bit, and missed it: since then layers are "
             "called alone in any case, and the pairs were shortened. `pairs` was written with the rule in view, to be "
-            "hard for it. `base` compares classes and attributes too, so that right pairs of other classes may fail. The "
-            "forward in float16 and under autocast, and the gradients of `pairs`, were run before float64 was asked."
+            "hard for it. `base` compares classes and attributes too, so that right pairs of other classes may fail. "
+            "The gradients of `pairs`, and the forward of `held_out` in float16 and under autocast, were run before "
+            "float64 was asked, the others after."
         ),
         "",
         "| pairs | dtype | compared | with | right | false alarms | wrong | missed | first line right |",
