@@ -27,6 +27,7 @@ from pytest_modelprobe.runs.isolation import (
     IsolationOptions,
     Key,
     fits,
+    in_float64,
     isolate,
     isolate_repeatedly,
     kind_of,
@@ -942,6 +943,24 @@ def test_masks_and_integers_are_not_perturbed() -> None:
     model = Masked()
     isolate(model, lambda: model(torch.randn(2), torch.tensor([0.0, -math.inf]), torch.tensor([1])), perturb=perturb)
     assert moved == ["input[0]"]
+
+
+def test_complex_numbers_are_complex_in_float64_too() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.view_as_real(x.to(torch.complex64) @ self.weight)
+
+    model, x = Turned(), torch.randn(2, 4)
+    responses, exact = (isolate(model, lambda: model(x), perturb=perturb) for perturb in (None, in_float64))
+    (response,) = noisy(responses, [], exact).values()
+    (output,) = response.handed
+    assert output.reading is not None
+    assert output.reading.noise is not None
+    assert 0 < output.reading.noise < 1e-6
 
 
 def test_a_repeat_that_raised_makes_the_noise_infinite() -> None:
