@@ -151,7 +151,8 @@ class PreparedModel:
     later. This class keeps the tensors of many runs on changed inputs, copies and dtypes of a model that stays
     prepared. Both use `models.ModelState`, `models.map_tensors` and `runs.loss_of`.
 
-    A model in half precision, also by autocast, is computed in float32, as rounding says nothing of what it computes.
+    A model in half precision, also by autocast, is computed in float32, as rounding says nothing of what it computes,
+    unless float32 differs from it by more: see `is_rounded`.
 
     Args:
         probe: Gives the device and the seed.
