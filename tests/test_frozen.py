@@ -1,0 +1,141 @@
+"""What a change that makes the package smaller must not move: lines of code, public names, records of the examples.
+
+``python tests/test_frozen.py`` writes `frozen.json` again. Its lines of code may only fall.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import tokenize
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pytest_modelprobe
+from pytest_modelprobe import ModelProbe, ModelProbeSnapshot, Record, Watch, checks, files
+
+ROOT = Path(__file__).parent.parent
+FROZEN = Path(__file__).with_name("frozen.json")
+DATA = {".c", ".css", ".h", ".html", ".js", ".json"}
+"""Endings of files in which a line counts as one of code if it is not empty."""
+
+LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def lines_of(path: Path) -> int:
+    """Return the lines of code of a file, without blank lines, comments and docstrings."""
+    text = path.read_text("utf-8")
+    if path.suffix in DATA:
+        return sum(bool(line.strip()) for line in text.splitlines())
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in LAYOUT:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return len(code - docstrings(ast.parse(text)))
+
+
+def docstrings(tree: ast.Module) -> set[int]:
+    """Return the lines of docstrings, those below attributes among them."""
+    bodies = [
+        n.body
+        for n in ast.walk(tree)
+        if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    strings = [
+        n
+        for body in bodies
+        for n in body
+        if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant) and isinstance(n.value.value, str)
+    ]
+    return {line for n in strings for line in range(n.lineno, (n.end_lineno or n.lineno) + 1)}
+
+
+def lines_by_room() -> dict[str, int]:
+    """Return the lines of code of each room: a module or a folder of the package."""
+    package, counts = ROOT / "pytest_modelprobe", Counter[str]()
+    for path in package.rglob("*"):
+        if path.suffix in {".py", *DATA}:
+            counts[path.relative_to(package).parts[0]] += lines_of(path)
+    return dict(sorted(counts.items()))
+
+
+def public_names() -> dict[str, list[str]]:
+    """Return the names that a test may use."""
+    classes = {kind.__name__: kind for kind in (ModelProbe, ModelProbeSnapshot, Record, Watch)}
+    named = {name: [one for one in dir(kind) if not one.startswith("_")] for name, kind in classes.items()}
+    return {"package": sorted(pytest_modelprobe.__all__), "checks": sorted(checks.__all__), **named}
+
+
+def plain(value: Any) -> Any:
+    """Return what differs from its default in a dataclass, by field, however it is stored."""
+    if dataclasses.is_dataclass(value):
+        found = {field.name: (field, getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {name: plain(one) for name, (field, one) in found.items() if not is_default(field, one)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, (tuple, list)) else repr(value)
+
+
+def is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+    if field.default_factory is not dataclasses.MISSING:
+        return bool(value == field.default_factory())
+    return bool(value == field.default)
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(plain(value), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def stored_records() -> dict[str, dict[str, str]]:
+    """Return the digest of each layer of the snapshots of the examples, and of the record without its layers."""
+    found = {}
+    folder = ROOT / "examples" / files.DIRECTORY
+    for path in sorted(folder.rglob(f"*{files.ARCH}")):
+        record = files.read(path).record
+        layers = {name: digest(layer) for name, layer in record.layers.items()}
+        found[path.relative_to(folder).as_posix()] = {
+            **layers,
+            "(record)": digest(dataclasses.replace(record, layers={})),
+        }
+    return found
+
+
+def now() -> dict[str, Any]:
+    return {"lines": lines_by_room(), "names": public_names(), "records": stored_records()}
+
+
+@pytest.fixture(scope="module")
+def frozen() -> dict[str, Any]:
+    return dict(json.loads(FROZEN.read_text("utf-8")))
+
+
+def test_no_room_has_more_lines_of_code(frozen: dict[str, Any]) -> None:
+    counted = lines_by_room()
+    assert counted
+    grown = {room: lines for room, lines in counted.items() if lines > frozen["lines"].get(room, 0)}
+    assert grown == {}, f"rooms that may have { ({room: frozen['lines'].get(room, 0) for room in grown}) } lines"
+
+
+def test_public_names_are_the_same_but_for_those_that_are_listed(frozen: dict[str, Any]) -> None:
+    gone = {f"{kind}.{name}" for kind, names in frozen["names"].items() for name in names}
+    gone -= {f"{kind}.{name}" for kind, names in public_names().items() for name in names}
+    assert gone <= set(frozen["leaves"])
+
+
+def test_the_snapshots_of_the_examples_are_read_as_the_same_records(frozen: dict[str, Any]) -> None:
+    assert stored_records() == frozen["records"]
+
+
+if __name__ == "__main__":
+    old = {"leaves": {}}
+    with contextlib.suppress(FileNotFoundError):
+        old = json.loads(FROZEN.read_text("utf-8"))
+    FROZEN.write_text(json.dumps({**now(), "leaves": old["leaves"]}, indent=1) + "\n", "utf-8")
