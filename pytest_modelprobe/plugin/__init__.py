@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_modelprobe import extension
+
 from . import hookspecs, revisions
 from .annotations import Annotations
 from .devices import as_list, resolve
@@ -22,7 +24,8 @@ from .marker import is_rank, marker_arguments, marker_error, marker_location
 from .other_plugins import add_checks, told_to_plugins
 from .progress_line import ProgressLine
 from .properties import Properties, is_asked
-from .settings import SETTINGS, add_filter, add_options, settings_of
+from .settings import SETTINGS as SETTINGS
+from .settings import add_filter, add_options, settings_of
 from .terminal import Terminal, named_records, shows_first_use, summaries
 
 if TYPE_CHECKING:
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from .terminal import NamedRecord
 
 # Loaded with this plugin also if PYTEST_DISABLE_PLUGIN_AUTOLOAD is set.
-pytest_plugins = ("syrupy",)
+pytest_plugins = ("syrupy", *extension.plugins())
 
 _PROBE_FIXTURES = frozenset({"modelprobe", "modelprobe_factory", "modelprobe_device"})
 
@@ -106,10 +109,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if sides is not None:
         _register(config, sides, "modelprobe-base")
         _register(config, sides.recorder(), RECORDER)
-    if config.option.modelprobe_mutate is not None:
-        from .mutation import mutation_session
-
-        _register(config, mutation_session(config, snapshots), "modelprobe-mutation")
 
 
 def _register(config: pytest.Config, part: object, name: str) -> None:
