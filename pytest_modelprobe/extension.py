@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ _EXTRAS = f"{__package__}.extras"
 class Extra:
     """What a folder of extras brings. Modules are named from the folder on."""
 
+    needs: Sequence[str] = ()
+    """The extras that it imports: it is missing where one of them is."""
     plugin: str | None = None
     """A module with hooks of pytest: options, fixtures, what is done in a run."""
     commands: Mapping[str, str] = field(default_factory=dict)
@@ -41,7 +43,8 @@ def _extras() -> Mapping[str, Extra]:
         return {}
     extras = importlib.import_module(_EXTRAS)
     here = Path(str(extras.__file__)).parent
-    return {name: extra for name, extra in extras.EXTRAS.items() if (here / name).is_dir()}
+    table: Mapping[str, Extra] = extras.EXTRAS
+    return {name: row for name, row in table.items() if all((here / one).is_dir() for one in (name, *row.needs))}
 
 
 def plugins() -> list[str]:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pytest_modelprobe import extension
+
 PACKAGE = Path(importlib.util.find_spec("pytest_modelprobe").origin).parent
 
 # Of a checkout; the tests of an installed wheel run there too.
@@ -34,8 +36,8 @@ DOOR = PACKAGE / "record/display.py"
 UPSTAIRS = "report"
 """The one room that is imported from below: by the door, when it is called."""
 
-# Modules with the words of a folder, which others import directly, and an inner folder that `plugin` needs too.
-DIRECTLY = {"rows", "text", "scanning"}
+# Modules with the words of a folder, which others import directly.
+DIRECTLY = {"rows", "text"}
 
 # Loaded in every run of pytest: these import nothing of theirs before a test needs it.
 LAZY = {"__init__", "plugin"}
@@ -227,9 +229,11 @@ def test_nothing_imports_an_extra_but_the_extra_itself() -> None:
     def other(path: Path) -> set[str]:
         named = {f"{base}.{name}" for base, name in imported(path, at_run_time(parsed(path)))}
         its = {".".join(name.split(".")[:3]) for name in named if name.startswith(f"{PACKAGE.name}.extras")}
-        own = ".".join([PACKAGE.name, *path.relative_to(PACKAGE).parts[:2]])
-        return its - {own}
+        folder = path.relative_to(PACKAGE).parts[1:2]
+        allowed = {*folder, *(needed for name in folder if name in table for needed in table[name].needs)}
+        return its - {f"{PACKAGE.name}.extras.{name}" for name in allowed}
 
+    table = extension._extras()
     assert wrong(FILES, other) == {}
 
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 from pytest_modelprobe.extension import Extra
 
 EXTRAS = {
+    "doctor": Extra(commands={"doctor": "command"}),
     "mutation": Extra(plugin="plugin"),
+    "ports": Extra(needs=("scan",), commands={"compare": "command"}),
+    "scan": Extra(plugin="plugin", commands={"scan": "command"}),
 }
 """Folder → what it brings."""

@@ -138,15 +138,8 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Register what writes to the terminal, and refuse ``--modelprobe-model`` if there is no such model.
-
-    Under xdist the controller alone writes. It also loads the model, because nobody sees the error of a worker.
-    """
+    """Register what writes to the terminal. Under xdist the controller alone writes."""
     config = session.config
-    if config.stash[SETTINGS].model is not None:
-        from .named_model import load_named
-
-        load_named(config.stash[SETTINGS])
     if not hasattr(config, "workerinput"):
         _register(config, Terminal(config, config.stash[_SNAPSHOTS].lines), "modelprobe-terminal")
     terminal: Any = config.pluginmanager.getplugin("terminalreporter")
@@ -183,14 +176,10 @@ def _devices_of(metafunc: pytest.Metafunc) -> list[str]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Add the tests of a named model, and find the fixtures to seed: those that tests with a probe depend on."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Find the fixtures to seed: those that tests with a probe depend on."""
     from pytest_modelprobe._pytest import fixtures_of
 
-    if config.stash[SETTINGS].model is not None:
-        from .named_model import tests_of_named_model
-
-        items += tests_of_named_model(session, config.stash[SETTINGS])
     seeded = config.stash[SETTINGS].seeded_fixtures
     for item in items:
         if _has_probe(item):

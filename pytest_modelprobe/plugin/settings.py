@@ -34,10 +34,6 @@ class Settings:
     """Where the results of the run are written."""
     html: Path | None = None
     """Where the report of the run is written."""
-    model: str | None = None
-    """What makes a model to be tested without a file: ``package.module:make_model``."""
-    inputs: list[str] = dataclasses.field(default_factory=list)
-    """The inputs of that model."""
     unreported: bool = False
     """Whether tests run again now, with faults planted in their models. Nothing of that may reach a report."""
     seeded_fixtures: set[Any] = dataclasses.field(default_factory=set)
@@ -83,18 +79,6 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
     )
     group.addoption("--modelprobe-json", metavar="PATH", help="write what every probe recorded and compared as JSON")
     group.addoption("--modelprobe-html", metavar="PATH", help="write a report, a page of its own")
-    group.addoption(
-        "--modelprobe-model",
-        metavar="MODULE:NAME",
-        help="test the model that a function or class makes: its layers, and the standard checks",
-    )
-    group.addoption(
-        "--modelprobe-input",
-        action="append",
-        default=[],
-        metavar="[NAME=]SHAPE[:BELOW]",
-        help="an input of that model, such as 8x3x32x32, or ids=8x16:1000 for integers below 1000; may be repeated",
-    )
     revisions.add_options(group)
     parser.addini("modelprobe_devices", "devices of the probe; those that are missing skip", type="args", default=[])
     parser.addini("modelprobe_seed", "seed of all random numbers", default="0")
@@ -128,8 +112,6 @@ def settings_of(config: pytest.Config) -> Settings:
         verbose=config.getini("modelprobe_verbose") if verbose is None else verbose,
         json=json,
         html=html,
-        model=config.getoption("--modelprobe-model"),
-        inputs=config.getoption("--modelprobe-input"),
     )
 
 
