@@ -31,8 +31,14 @@ class Extra:
     """Attribute of the package → its module."""
     checks: Mapping[str, str] = field(default_factory=dict)
     """Attribute of `checks` → its module."""
+    apart: Mapping[str, str] = field(default_factory=dict)
+    """Name of a check → why `checks.standard` leaves it to be called by itself."""
+    trainers: Mapping[str, str] = field(default_factory=dict)
+    """Attribute of `trainers` → its module."""
     probe: Mapping[str, str] = field(default_factory=dict)
     """Method of `ModelProbe` → the module of the function."""
+    watch: Mapping[str, str] = field(default_factory=dict)
+    """Method or property of `Watch` → the module of the function or property."""
     record: Mapping[str, str] = field(default_factory=dict)
     """Method of `Record` → the module of the function."""
 
@@ -53,9 +59,30 @@ def plugins() -> list[str]:
 
 
 def modules(door: str) -> dict[str, str]:
-    """Return name → module of what extras add to a door: ``commands``, ``names``, ``checks``, ``probe``, ``record``."""
+    """Return name → module of what extras add to a door: ``commands``, ``names``, ``checks``, ``probe`` and others."""
     found = {name: getattr(extra, door) for name, extra in _extras().items()}
     return {name: f"{_EXTRAS}.{folder}.{module}" for folder, all_of in found.items() for name, module in all_of.items()}
+
+
+def reasons() -> dict[str, str]:
+    """Return name → why `checks.standard` leaves a check of an extra to be called by itself."""
+    return {name: why for extra in _extras().values() for name, why in extra.apart.items()}
+
+
+class _Member:
+    """A function or property of a module that is imported when it is asked for, as an attribute of a class."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self._module, self._name = module, name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        return getattr(importlib.import_module(self._module), self._name).__get__(instance, owner)
+
+
+def attach(owner: type, door: str) -> None:
+    """Give a class the methods and properties that extras add to it."""
+    for name, module in modules(door).items():
+        setattr(owner, name, _Member(module, name))
 
 
 def attribute(door: str, name: str, owner: str) -> Any:

@@ -7,7 +7,6 @@ from .behavior import assert_same_behavior
 from .budgets import assert_activation_memory, assert_flops
 from .distribution import assert_same_distribution
 from .gradients import assert_all_params_have_grad, assert_grad_finite, assert_grad_flow
-from .invariants import assert_invariants
 from .parameters import (
     assert_devices,
     assert_frozen,
@@ -39,7 +38,6 @@ __all__ = [
     "assert_frozen",
     "assert_grad_finite",
     "assert_grad_flow",
-    "assert_invariants",
     "assert_no_dead_layers",
     "assert_no_gradient",
     "assert_no_leftover_hooks",

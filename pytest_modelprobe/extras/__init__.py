@@ -12,5 +12,28 @@ EXTRAS = {
     "mutation": Extra(plugin="plugin"),
     "ports": Extra(needs=("scan",), commands={"compare": "command"}),
     "scan": Extra(plugin="plugin", commands={"scan": "command"}),
+    "trainers": Extra(
+        trainers={
+            "LightningProbe": "lightning",
+            "MMEngineProbe": "mmengine",
+            "StepLog": "step_log",
+            "TrainerProbe": "transformers",
+        }
+    ),
+    "training_state": Extra(
+        names={"Invariants": "invariants", "assert_invariants": "assertion"},
+        checks={
+            "deferred_initialization": "deferred",
+            "resume": "resume",
+            "wholly_loaded": "checkpoint",
+            "workers_differ": "workers",
+        },
+        apart={
+            "resume": "as it needs what makes and trains a state",
+            "wholly_loaded": "as it needs the function that loads",
+            "deferred_initialization": "as it needs the function that makes the model",
+        },
+        watch={"invariants": "invariants"},
+    ),
 }
 """Folder → what it brings."""

@@ -19,6 +19,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe._torch import Operation, TorchDispatchMode, schema, storage_key
+from pytest_modelprobe.checks.machinery.check import StateCheck, noted
+from pytest_modelprobe.checks.machinery.prepared import all_named
+from pytest_modelprobe.checks.machinery.rounding import as_double, differing_bits, is_rounded, plain
+from pytest_modelprobe.checks.outcome import NotApplicableError, Outcome, Violation, line_of, message_of
+from pytest_modelprobe.checks.registration import copy_on_cpu, made_model, new_memory, temporary_names
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import (
     ModelState,
@@ -32,12 +37,6 @@ from pytest_modelprobe.models import (
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import Selector, select
 from pytest_modelprobe.text import count, listed, out_of
-
-from .machinery.check import StateCheck, noted
-from .machinery.prepared import all_named
-from .machinery.rounding import as_double, differing_bits, is_rounded, plain
-from .outcome import NotApplicableError, Outcome, Violation, line_of, message_of
-from .registration import copy_on_cpu, made_model, new_memory, temporary_names
 
 _CONSTANT = 0.8372
 """What constants become in the second run: a number that no code sets, valid as a probability and as a scale."""

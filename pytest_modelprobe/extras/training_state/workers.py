@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from pytest_modelprobe.checks.outcome import Outcome
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import seeding
 from pytest_modelprobe.text import count, failed, listed
-
-from .outcome import Outcome
 
 _DRAWS = 16
 """How often each worker makes the sample: a flip at random is the same in two workers half of the time."""

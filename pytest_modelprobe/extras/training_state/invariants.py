@@ -15,14 +15,19 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.record import (
+    Call,
+    Parameter,
+    Plain,
+    Reading,
+    Record,
+    Training,
+    codec,
+    estimated_change,
+    qualified,
+)
+from pytest_modelprobe.runs import Watch
 from pytest_modelprobe.text import count
-
-from .calls import Call, Plain
-from .codec import decode, encode
-from .layer import Parameter
-from .naming import qualified
-from .record import Record, Training
-from .tensor_statistics import Reading, estimated_change
 
 FEWEST = 3
 """Steps that invariants are learned from, at least: what holds in two may be chance."""
@@ -136,7 +141,7 @@ class Invariants:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, numbers and strings that strict JSON can hold."""
-        return cast(dict[str, Any], encode(self))
+        return cast(dict[str, Any], codec.encode(self))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Invariants:
@@ -149,7 +154,7 @@ class Invariants:
         3
         """
         try:
-            found = cast(Invariants, decode(cls, data))
+            found = cast(Invariants, codec.decode(cls, data))
         except TypeError as error:  # a field without which there is no such thing is missing
             raise ValueError(f"no invariants: {error}") from error
         groups = {own.group for own in found.parameters.values()} - {None, *range(len(found.groups))}
@@ -157,9 +162,24 @@ class Invariants:
             raise ValueError(f"there is no group {min(map(str, groups))}" if groups else "update_ratio has two numbers")
         return found
 
+    def as_json(self) -> str:
+        """Return text in JSON, with a line for each layer, parameter, group and buffer.
+
+        >>> print(Invariants(model="Net", steps=3, last=2, buffers={"norm.running_mean": True}).as_json(), end="")
+        {
+          "model": "Net",
+          "steps": 3,
+          "last": 2,
+          "buffers": {
+            "norm.running_mean": true
+          }
+        }
+        """
+        return "\n".join(_lines(self.to_dict(), "")) + "\n"
+
     def save(self, path: str | Path) -> None:
         """Write them to a file of text, with a line for each layer and parameter, so that a change can be reviewed."""
-        Path(path).write_text(as_json(self), encoding="utf-8")
+        Path(path).write_text(self.as_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Invariants:
@@ -182,22 +202,6 @@ class Invariants:
     def __repr__(self) -> str:
         seen = count(len(self.parameters), "parameter"), count(self.steps, "step")
         return f"<Invariants of {self.model}: {seen[0]}, learned from {seen[1]}>"
-
-
-def as_json(invariants: Invariants) -> str:
-    """Return text in JSON, with a line for each layer, parameter, group and buffer.
-
-    >>> print(as_json(Invariants(model="Net", steps=3, last=2, buffers={"norm.running_mean": True})), end="")
-    {
-      "model": "Net",
-      "steps": 3,
-      "last": 2,
-      "buffers": {
-        "norm.running_mean": true
-      }
-    }
-    """
-    return "\n".join(_lines(invariants.to_dict(), "")) + "\n"
 
 
 def _lines(value: Any, indent: str) -> list[str]:
@@ -566,3 +570,15 @@ def buffer_changed(before: StepFacts, after: StepFacts, name: str) -> bool | Non
     if a is None or b is None or (a.statistics is None and a.digest is None):
         return None
     return a != b
+
+
+def _invariants(watch: Watch) -> Invariants:
+    """What was the same in every step that is kept; `assert_invariants` judges another training by it.
+
+    Raises:
+        UsageError: Fewer than three steps were kept.
+    """
+    return learned(list(watch.steps), watch.record.training)
+
+
+invariants = property(_invariants)

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pytest_modelprobe.assertions.sources import ProbeLike, WatchLike, record_of, source_of
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Invariants, Plain, Record, Training, applied, containers, invariants
+from pytest_modelprobe.record import Plain, Record, Training, applied, containers
 from pytest_modelprobe.text import Cell, count, failed, number, printable
 
-from .sources import ProbeLike, WatchLike, record_of, source_of
+from . import invariants
+from .invariants import Invariants
 
 __tracebackhide__ = True  # a traceback ends at the line of the test
 
@@ -60,7 +62,9 @@ class _Broken:
 class InvariantsFile(Protocol):
     """The interface of ``modelprobe_snapshot``."""
 
-    def stored_invariants(self, learn: Callable[[], Invariants], fits: Callable[[Invariants], bool]) -> Invariants:
+    def stored(
+        self, kind: type[Invariants], learn: Callable[[], Invariants], fits: Callable[[Invariants], bool]
+    ) -> Invariants:
         """Return those in the file of the test; an update writes what ``learn`` returns, if they do not fit."""
 
 
@@ -110,7 +114,7 @@ def assert_invariants(subject: ProbeLike | WatchLike | Sequence[Record], expecte
     <BLANKLINE>
     If the change is meant, learn the invariants again.
     """
-    is_file = hasattr(type(expected), "stored_invariants")
+    is_file = hasattr(type(expected), "stored")
     if not (is_file or isinstance(expected, Invariants)):
         raise UsageError(
             f"assert_invariants takes the invariants of a healthy run second; got {_a(expected)}: "
@@ -119,8 +123,8 @@ def assert_invariants(subject: ProbeLike | WatchLike | Sequence[Record], expecte
     steps, training = _steps_of(subject)
     facts = [invariants.facts_of(record) for record in steps]
     if not isinstance(expected, Invariants):
-        expected = expected.stored_invariants(
-            lambda: invariants.learned(steps, training), lambda stored: not _broken(facts, training, stored)
+        expected = expected.stored(
+            Invariants, lambda: invariants.learned(steps, training), lambda stored: not _broken(facts, training, stored)
         )
     found = _broken(facts, training, expected)
     if not found:

@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
+from pytest_modelprobe.checks.machinery.check import StateCheck, noted
+from pytest_modelprobe.checks.outcome import Outcome
 from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import GENERATORS, check_supported, seeding
@@ -21,9 +23,7 @@ from pytest_modelprobe.record import ROOT, Plain, Reading, Record, estimated_cha
 from pytest_modelprobe.runs import Watch
 from pytest_modelprobe.text import Cell, count, failure, listed, number, printable, table
 
-from .machinery.check import StateCheck, noted
-from .machinery.training_state import Kind, Leaves, TrainingState, Unequal, shown, through_file, unequal
-from .outcome import Outcome
+from .state import Kind, Leaves, TrainingState, Unequal, shown, through_file, unequal
 
 Where = Literal[
     "attribute", "weights", "inputs", "calls", "output", "gradient", "applied", "hyperparameters", "update", "buffer"
