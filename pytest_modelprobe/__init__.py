@@ -49,9 +49,10 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UsageError,
     )
+    from .extras.ports.precision import precision as precision
     from .extras.training_state.assertion import assert_invariants as assert_invariants
     from .extras.training_state.invariants import Invariants as Invariants
-    from .interventions import ablation, assert_layer_matters, faults, intervene, precision
+    from .interventions import ablation, assert_layer_matters, faults, intervene
     from .probe import ModelProbe, Watch, watched
     from .record import Record
     from .snapshot.snapshot import ModelProbeSnapshot
@@ -102,7 +103,6 @@ __all__ = [
     "ablation",
     "faults",
     "intervene",
-    "precision",
     "watched",
     *extension.modules("names"),
 ]
@@ -112,7 +112,7 @@ _MODULES = {
     "Record": "record",
     "ModelProbeSnapshot": "snapshot.snapshot",
     **{name: "assertions" for name in __all__ if name.startswith("assert_") and name not in extension.modules("names")},
-    **dict.fromkeys(["ablation", "assert_layer_matters", "faults", "intervene", "precision"], "interventions"),
+    **dict.fromkeys(["ablation", "assert_layer_matters", "faults", "intervene"], "interventions"),
     **{name: "exceptions" for name in __all__ if name.endswith(("Error", "Warning"))},
 }
 

@@ -35,12 +35,14 @@ class Extra:
     """Name of a check → why `checks.standard` leaves it to be called by itself."""
     trainers: Mapping[str, str] = field(default_factory=dict)
     """Attribute of `trainers` → its module."""
+    comparison: Mapping[str, str] = field(default_factory=dict)
+    """Attribute of `comparison` → its module."""
     probe: Mapping[str, str] = field(default_factory=dict)
-    """Method of `ModelProbe` → the module of the function."""
+    """Method of `ModelProbe` → the function, as ``module:function`` if its name is another."""
     watch: Mapping[str, str] = field(default_factory=dict)
-    """Method or property of `Watch` → the module of the function or property."""
+    """The same of `Watch`."""
     record: Mapping[str, str] = field(default_factory=dict)
-    """Method of `Record` → the module of the function."""
+    """The same of `Record`."""
 
 
 @functools.cache
@@ -81,8 +83,9 @@ class _Member:
 
 def attach(owner: type, door: str) -> None:
     """Give a class the methods and properties that extras add to it."""
-    for name, module in modules(door).items():
-        setattr(owner, name, _Member(module, name))
+    for name, place in modules(door).items():
+        module, _, member = place.partition(":")
+        setattr(owner, name, _Member(module, member or name))
 
 
 def attribute(door: str, name: str, owner: str) -> Any:

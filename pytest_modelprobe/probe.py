@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from . import interventions
+from . import extension, interventions
 from .exceptions import NothingObservedError, UsageError
-from .interventions import Ablation, Change, Metric, PrecisionTable, ablation, faults, precision
+from .interventions import Ablation, Change, Metric, ablation, faults
 from .models import as_array, check_supported, initialization, seeding, version
 from .record import Record, Selector, with_live_run
 from .runs import (
@@ -43,6 +43,7 @@ from .runs import maps as runs_maps
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from .extras.ports import precision as _precision
     from .report.figures import Figures
 
 __all__ = ["Loss", "Mode", "ModelProbe", "Watch", "watched"]
@@ -315,23 +316,8 @@ class ModelProbe:
         """
         return ablation(model, inputs, metric, layers=layers, heads=heads, by=by, seed=self.seed)
 
-    def precision(
-        self,
-        model: nn.Module,
-        reference: nn.Module,
-        inputs: Any,
-        *,
-        layers: Selector = "**",
-        rename: Mapping[str, str] | None = None,
-    ) -> PrecisionTable:
-        """Return the error of each layer of a quantized or lower-precision model; see `precision`.
-
-        >>> probe = ModelProbe()
-        >>> net, low = (probe.build(lambda: nn.Sequential(nn.Linear(2, 3), nn.ReLU())) for _ in range(2))
-        >>> 30 < probe.precision(low.bfloat16(), net, torch.ones(4, 2))["0"].own < 70
-        True
-        """
-        return precision(model, reference, inputs, layers=layers, rename=rename, seed=self.seed)
+    if TYPE_CHECKING:  # of extras
+        precision = _precision.precision_of
 
     def architecture(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
         """Return the structure of a model without computing: layers, parameters, and with inputs the shapes.
@@ -662,6 +648,9 @@ class ModelProbe:
                 f"{self.device} was asked for, but the model is on {', '.join(sorted(elsewhere))}, and a watch does "
                 "not move it: call model.to(modelprobe.device) first"
             )
+
+
+extension.attach(ModelProbe, "probe")
 
 
 def _check_mode(mode: object) -> None:

@@ -14,7 +14,6 @@ from .inputs import inputs_used
 from .machinery.check import Check
 from .modes import dropout_scaled, modes_agree
 from .outcome import NotApplicableError, Outcome
-from .packing import packed_documents
 from .parity import checkpoint_parity, compile_parity, device_parity, dtype_parity, export_parity, layout_parity
 from .registration import copy_and_pickle, initialized, registered, state_dict_round_trip
 from .repetition import deterministic, eval_stable, seeded, train_eval_differ
@@ -22,9 +21,10 @@ from .sequence import causal, padding_invariant, permutation_equivariant, permut
 from .spectral import spectral_norms_settled
 from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
 from .training import ema_tracks, gradcheck, gradient_accumulation, optimizer_covers, overfits_batch
-from .ways import attention_agrees
 
 if TYPE_CHECKING:
+    from pytest_modelprobe.extras.ports.attention import attention_agrees as attention_agrees
+    from pytest_modelprobe.extras.ports.packing import packed_documents as packed_documents
     from pytest_modelprobe.extras.training_state.checkpoint import wholly_loaded as wholly_loaded
     from pytest_modelprobe.extras.training_state.deferred import deferred_initialization as deferred_initialization
     from pytest_modelprobe.extras.training_state.resume import resume as resume
@@ -39,7 +39,6 @@ __all__ = [
     "STANDARD",
     "add_standard",
     "any_batch_size",
-    "attention_agrees",
     "batch_independent",
     "causal",
     "checkpoint_parity",
@@ -65,7 +64,6 @@ __all__ = [
     "modes_agree",
     "optimizer_covers",
     "overfits_batch",
-    "packed_documents",
     "padding_invariant",
     "parametrize_with_checks",
     "permutation_equivariant",

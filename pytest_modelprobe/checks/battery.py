@@ -59,8 +59,6 @@ STANDARD: Mapping[str, Check] = MappingProxyType(_standard)
 APART: Mapping[str, str] = {
     "permutation_equivariant": "as only some models are meant to be so",
     "permutation_invariant": "as only some models are meant to be so",
-    "packed_documents": "as only some models are meant to take them",
-    "attention_agrees": "as only models of transformers have several implementations",
     "compile_parity": "as compiling takes long",
     "export_parity": "as only some models are meant to be exported",
     "gradcheck": "as it runs the model twice for each parameter",

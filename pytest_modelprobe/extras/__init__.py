@@ -10,7 +10,18 @@ from pytest_modelprobe.extension import Extra
 EXTRAS = {
     "doctor": Extra(commands={"doctor": "command"}),
     "mutation": Extra(plugin="plugin"),
-    "ports": Extra(needs=("scan",), commands={"compare": "command"}),
+    "ports": Extra(
+        needs=("scan",),
+        commands={"compare": "command"},
+        names={"precision": "precision"},
+        checks={"attention_agrees": "attention", "packed_documents": "packing"},
+        apart={
+            "packed_documents": "as only some models are meant to take them",
+            "attention_agrees": "as only models of transformers have several implementations",
+        },
+        comparison={"Pairing": "pairing", "pair": "pairing", "port_failure": "pairing"},
+        probe={"precision": "precision:precision_of"},
+    ),
     "scan": Extra(plugin="plugin", commands={"scan": "command"}),
     "trainers": Extra(
         trainers={
@@ -33,7 +44,7 @@ EXTRAS = {
             "wholly_loaded": "as it needs the function that loads",
             "deferred_initialization": "as it needs the function that makes the model",
         },
-        watch={"invariants": "invariants"},
+        watch={"invariants": "invariants:of_watch"},
     ),
 }
 """Folder → what it brings."""

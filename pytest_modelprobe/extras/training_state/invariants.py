@@ -572,7 +572,7 @@ def buffer_changed(before: StepFacts, after: StepFacts, name: str) -> bool | Non
     return a != b
 
 
-def _invariants(watch: Watch) -> Invariants:
+def _of_watch(watch: Watch) -> Invariants:
     """What was the same in every step that is kept; `assert_invariants` judges another training by it.
 
     Raises:
@@ -581,4 +581,4 @@ def _invariants(watch: Watch) -> Invariants:
     return learned(list(watch.steps), watch.record.training)
 
 
-invariants = property(_invariants)
+of_watch = property(_of_watch)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from pytest_modelprobe.comparison import Precision, tolerance
 from pytest_modelprobe.exceptions import NothingObservedError
 from pytest_modelprobe.record import (
     ROOT,
@@ -28,8 +29,6 @@ from pytest_modelprobe.record import (
     resolve_rename,
 )
 from pytest_modelprobe.text import count, failure, listed
-
-from .tolerance import UNKNOWN, Precision, ValueChange, change, norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +165,8 @@ _COLUMNS = ["actual", "expected", "input", "output", "what is known"]
 class _Judged:
     actual: Step
     expected: Step
-    input: ValueChange
-    output: ValueChange
+    input: tolerance.ValueChange
+    output: tolerance.ValueChange
     weights: str
     """How the parameters differ; empty if they do not, as far as is known."""
 
@@ -216,7 +215,7 @@ def _is_inside(step: Step, other: Step) -> bool:
     return parent is other
 
 
-def _share(found: ValueChange) -> str:
+def _share(found: tolerance.ValueChange) -> str:
     if not found.known:
         return "not known"
     if found.same:
@@ -224,12 +223,12 @@ def _share(found: ValueChange) -> str:
     return "all" if found.change is None or math.isinf(found.change) else f"{found.change:.2g} of the norm"
 
 
-def _change(a: Value | None, e: Value | None, *, measured: bool, times: float) -> ValueChange:
+def _change(a: Value | None, e: Value | None, *, measured: bool, times: float) -> tolerance.ValueChange:
     if a is None or e is None or not (is_read(a.forward) and is_read(e.forward)) or _size(a) != _size(e):
-        return UNKNOWN
-    scale = functools.partial(norm, e.forward)
+        return tolerance.UNKNOWN
+    scale = functools.partial(tolerance.norm, e.forward)
     precision: Precision = "measured" if measured else "unmeasured"
-    return change(a.forward, e.forward, dtype=e.dtype, precision=precision, times=times, scale=scale)
+    return tolerance.change(a.forward, e.forward, dtype=e.dtype, precision=precision, times=times, scale=scale)
 
 
 def _other_weights(a: Layer, e: Layer) -> str:
@@ -252,7 +251,7 @@ def _other_parameters(a: Layer, e: Layer) -> str:
         has, had = (" and ".join(p.name for p in layer.parameters) or "no parameter" for layer in (a, e))
         return f"has {has}, expected {had}"
     for mine, theirs in _parameter_pairs(a, e):
-        if mine.shape == theirs.shape and change(mine.reading, theirs.reading, direction="state").differs:
+        if mine.shape == theirs.shape and tolerance.change(mine.reading, theirs.reading, direction="state").differs:
             return f"{mine.name} has the values of {theirs.name} in another order"
     return ""
 

@@ -16,23 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.models import Layers
-from pytest_modelprobe.record import ROOT
-from pytest_modelprobe.text import listed
-
-from .machinery.agreement import (
+from pytest_modelprobe.checks.machinery.agreement import (
     Disagreement,
     Pairs,
     check_not_random,
     disagreements,
     violation_of,
 )
-from .machinery.check import check
-from .machinery.masking import MaskedOut, left_out
-from .machinery.prepared import LayerTensor, PreparedModel, Trace
-from .machinery.rounding import as_double, is_rounded
-from .outcome import NotApplicableError, Violation, line_of
+from pytest_modelprobe.checks.machinery.check import check
+from pytest_modelprobe.checks.machinery.masking import MaskedOut, left_out
+from pytest_modelprobe.checks.machinery.prepared import LayerTensor, PreparedModel, Trace
+from pytest_modelprobe.checks.machinery.rounding import as_double, is_rounded
+from pytest_modelprobe.checks.outcome import NotApplicableError, Violation, line_of
+from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.models import Layers
+from pytest_modelprobe.record import ROOT
+from pytest_modelprobe.text import listed
 
 _IDS, _EMBEDS, _MASK = "input_ids", "inputs_embeds", "attention_mask"
 

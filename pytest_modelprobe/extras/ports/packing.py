@@ -15,18 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pytest_modelprobe.checks.machinery.agreement import changed, check_not_random
+from pytest_modelprobe.checks.machinery.check import arguments_of, check
+from pytest_modelprobe.checks.machinery.evidence import CACHES, KEYS_AND_VALUES
+from pytest_modelprobe.checks.machinery.pieces import Layout, Pieces
+from pytest_modelprobe.checks.machinery.prepared import LayerTensor, PreparedModel, Trace, copy_of
+from pytest_modelprobe.checks.machinery.rounding import is_rounded, limit, relative_error
+from pytest_modelprobe.checks.outcome import NotApplicableError, Violation, line_of
+from pytest_modelprobe.checks.sequence import replacement, sequence
 from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.text import count, listed
-
-from .machinery.agreement import changed, check_not_random
-from .machinery.check import arguments_of, check
-from .machinery.evidence import CACHES, KEYS_AND_VALUES
-from .machinery.pieces import Layout, Pieces
-from .machinery.prepared import LayerTensor, PreparedModel, Trace, copy_of
-from .machinery.rounding import is_rounded, limit, relative_error
-from .outcome import NotApplicableError, Violation, line_of
-from .sequence import replacement, sequence
 
 _FEWEST = 4
 """Positions from which on a row is cut into three documents, of which one has more than one position."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pytest_modelprobe.models import carry, recognized
+from pytest_modelprobe.extras.ports.weights import carry, recognized
 
 
 class Token(nn.Module):

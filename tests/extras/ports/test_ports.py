@@ -17,7 +17,7 @@ from pytest_modelprobe.comparison import pair
 from pytest_modelprobe.exceptions import NothingObservedError, SelectionError, UsageError
 
 pytest.importorskip("transformers")
-ported = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "evidence" / "ports" / "models.py")))
+ported = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[3] / "evidence" / "ports" / "models.py")))
 """References and their ports, each with a switch for errors."""
 
 

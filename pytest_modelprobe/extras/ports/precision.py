@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.interrupts import interruptible
+from pytest_modelprobe.interventions import CallHook, ablations
 from pytest_modelprobe.models import (
     Autocast,
     Layers,
@@ -35,12 +36,11 @@ from pytest_modelprobe.models import (
     seeding,
     settings_preserved,
 )
+from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROOT, Layer, Record, Selector, label_of, resolve_rename, select
 from pytest_modelprobe.text import Cell, collapsed, count, listed, table
 
-from .ablations import forward
-from .intervention import CallHook
 from .signal_noise import Error, Outputs, error_of, outputs_of, tensors_of, unlike
 
 
@@ -168,6 +168,26 @@ def precision(
         return pair.measured([before, also])
 
 
+def precision_of(
+    probe: ModelProbe,
+    model: nn.Module,
+    reference: nn.Module,
+    inputs: Any,
+    *,
+    layers: Selector = "**",
+    rename: Mapping[str, str] | None = None,
+) -> PrecisionTable:
+    """Return the error of each layer of a quantized or lower-precision model; see `precision`.
+
+    >>> from pytest_modelprobe import ModelProbe
+    >>> probe = ModelProbe()
+    >>> net, low = (probe.build(lambda: nn.Sequential(nn.Linear(2, 3), nn.ReLU())) for _ in range(2))
+    >>> 30 < probe.precision(low.bfloat16(), net, torch.ones(4, 2))["0"].own < 70
+    True
+    """
+    return precision(model, reference, inputs, layers=layers, rename=rename, seed=probe.seed)
+
+
 class _Pair:
     """The two models, and what was seen of their layers. A layer has its name in the model."""
 
@@ -207,7 +227,7 @@ class _Pair:
                     torch.no_grad(),
                     interruptible(),
                 ):
-                    return outputs_of(forward(model, inputs))
+                    return outputs_of(ablations.forward(model, inputs))
             finally:
                 for state in states:
                     state.restore()
@@ -400,7 +420,10 @@ class _Hook:
 
     def add_to(self, stack: contextlib.ExitStack) -> None:
         """Put the hook on its module until the stack ends."""
-        before, after = CallHook(self._module, self._begins), CallHook(self._module, self._ends)
+        before, after = (
+            CallHook(self._module, self._begins),
+            CallHook(self._module, self._ends),
+        )
         stack.callback(self._module.register_forward_pre_hook(before, with_kwargs=True).remove)
         stack.callback(self._module.register_forward_hook(after, with_kwargs=True).remove)
 
