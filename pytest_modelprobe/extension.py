@@ -25,6 +25,8 @@ class Extra:
     """The extras that it imports: it is missing where one of them is."""
     plugin: str | None = None
     """A module with hooks of pytest: options, fixtures, what is done in a run."""
+    marker: Mapping[str, str] = field(default_factory=dict)
+    """Argument of the marker → ``module:function`` that returns which argument is wrong, and why."""
     commands: Mapping[str, str] = field(default_factory=dict)
     """Subcommand of `modelprobe` → the module whose ``add_command`` adds it."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -71,26 +73,31 @@ def reasons() -> dict[str, str]:
     return {name: why for extra in _extras().values() for name, why in extra.apart.items()}
 
 
+def imported(place: str, name: str) -> Any:
+    """Return what ``module:attribute`` is, or the attribute of that name where a module alone is given."""
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute or name)
+
+
 class _Member:
     """A function or property of a module that is imported when it is asked for, as an attribute of a class."""
 
-    def __init__(self, module: str, name: str) -> None:
-        self._module, self._name = module, name
+    def __init__(self, place: str, name: str) -> None:
+        self._place, self._name = place, name
 
     def __get__(self, instance: object, owner: type) -> Any:
-        return getattr(importlib.import_module(self._module), self._name).__get__(instance, owner)
+        return imported(self._place, self._name).__get__(instance, owner)
 
 
 def attach(owner: type, door: str) -> None:
     """Give a class the methods and properties that extras add to it."""
     for name, place in modules(door).items():
-        module, _, member = place.partition(":")
-        setattr(owner, name, _Member(module, member or name))
+        setattr(owner, name, _Member(place, name))
 
 
 def attribute(door: str, name: str, owner: str) -> Any:
     """Return what an extra adds to a module; raise `AttributeError` if none adds that name."""
-    module = modules(door).get(name)
-    if module is None:
+    place = modules(door).get(name)
+    if place is None:
         raise AttributeError(f"module {owner!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(module), name)
+    return imported(place, name)

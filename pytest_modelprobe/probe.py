@@ -34,7 +34,6 @@ from .runs import (
     WeakLiveRun,
     check_loss,
     is_same_device,
-    merged,
     watched,
 )
 from .runs import architecture as _architecture
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from .extras.ports import precision as _precision
+    from .extras.ranks import exchange as _exchange
     from .report.figures import Figures
 
 __all__ = ["Loss", "Mode", "ModelProbe", "Watch", "watched"]
@@ -317,6 +317,7 @@ class ModelProbe:
         return ablation(model, inputs, metric, layers=layers, heads=heads, by=by, seed=self.seed)
 
     if TYPE_CHECKING:  # of extras
+        merged = _exchange.merged_by_probe
         precision = _precision.precision_of
 
     def architecture(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
@@ -546,27 +547,6 @@ class ModelProbe:
         return seeding.randint(low, high, _sizes([shape]), seed=self.seed, name=name, device=self.device)
 
     # --- results --------------------------------------------------------------------------------------------------
-
-    def merged(self, subject: Watch | Record, /, *, mean_loss: bool = True) -> Record:
-        """Return one record of what all ranks did, as one process would have made it of the whole batch.
-
-        Every rank has to call it; each returns the same. The records go through the store of the process group, and no
-        collective is called. Without a process group, or in one of one rank, it is the record alone, made alike.
-
-        Args:
-            subject: A watch: its first step, or all forwards where no optimizer stepped. Or a record of this rank.
-            mean_loss: Whether each rank's loss is a mean over its part of the batch; False: a sum.
-
-        Raises:
-            AssertionError: Ranks disagree on what they should have in common; names the layer and the rank.
-
-        >>> probe = ModelProbe()
-        >>> probe.merged(probe.run(nn.Linear(4, 2), probe.randn(3, 4))).ranks
-        1
-        """
-        if isinstance(subject, Watch):
-            subject = subject.first_step if len(subject.steps) else subject.record
-        return merged(subject, mean_loss=mean_loss)
 
     @property
     def record(self) -> Record:

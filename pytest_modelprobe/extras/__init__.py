@@ -22,6 +22,12 @@ EXTRAS = {
         comparison={"Pairing": "pairing", "pair": "pairing", "port_failure": "pairing"},
         probe={"precision": "precision:precision_of"},
     ),
+    "ranks": Extra(
+        plugin="plugin",
+        marker={"world_size": "plugin:error_of_marker", "timeout": "plugin:error_of_marker"},
+        probe={"merged": "exchange:merged_by_probe"},
+        record={"merge": "merging:merge_of_record"},
+    ),
     "scan": Extra(plugin="plugin", commands={"scan": "command"}),
     "trainers": Extra(
         trainers={

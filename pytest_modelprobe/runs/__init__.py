@@ -13,7 +13,6 @@ from .live import WeakLiveRun
 from .loss import Loss, NoGradientError, check_loss, loss_of
 from .maps import Target
 from .origin import Source, SourceMode, find_gradient_origin, graph_nodes
-from .ranks import merged
 from .run import Mode, Run, is_same_device
 from .stop import StopOn
 from .trial import Given, Trial, Trials
@@ -47,6 +46,5 @@ __all__ = [
     "is_same_device",
     "loss_of",
     "maps",
-    "merged",
     "widened",
 ]

@@ -12,8 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from .layer import Layer
-from .tensor_statistics import Histogram, Reading, Statistics, Units
+from pytest_modelprobe.record import Histogram, Layer, Reading, Statistics, Units
 
 T = TypeVar("T")
 

@@ -14,7 +14,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from pytest_modelprobe._torch import default_store
-from pytest_modelprobe.record import Record, parts, process_group, this_rank
+from pytest_modelprobe.probe import ModelProbe, Watch
+from pytest_modelprobe.record import Record, process_group, this_rank
+
+from . import parts
 
 _turns = itertools.count()
 """Numbers the exchanges of this process. Every rank makes the same ones in the same order, so the numbers agree."""
@@ -38,6 +41,30 @@ def merged(record: Record, *, mean_loss: bool = True, timeout: float = 60) -> Re
         of_ranks = exchange.take(f"{other}/{mine.rank}" for other in range(mine.world_size))
         exchange.give(f"merged/{mine.rank}", parts.merge_part(of_ranks, mean_loss=mean_loss))
     return parts.merged_of(exchange.take(f"merged/{number}" for number in numbers))
+
+
+def merged_by_probe(probe: ModelProbe, subject: Watch | Record, /, *, mean_loss: bool = True) -> Record:
+    """Return one record of what all ranks did, as one process would have made it of the whole batch.
+
+    Every rank has to call it; each returns the same. The records go through the store of the process group, and no
+    collective is called. Without a process group, or in one of one rank, it is the record alone, made alike.
+
+    Args:
+        subject: A watch: its first step, or all forwards where no optimizer stepped. Or a record of this rank.
+        mean_loss: Whether each rank's loss is a mean over its part of the batch; False: a sum.
+
+    Raises:
+        AssertionError: Ranks disagree on what they should have in common; names the layer and the rank.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe
+    >>> probe = ModelProbe()
+    >>> probe.merged(probe.run(nn.Linear(4, 2), probe.randn(3, 4))).ranks
+    1
+    """
+    if isinstance(subject, Watch):
+        subject = subject.first_step if len(subject.steps) else subject.record
+    return merged(subject, mean_loss=mean_loss)
 
 
 class _Exchange:

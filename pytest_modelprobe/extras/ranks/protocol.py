@@ -29,7 +29,7 @@ _LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
 """What gloo raises in a rank where another is gone."""
 
 _FOREIGN = re.compile(
-    r'  File ".*/(_pytest|pluggy|multiprocessing|pytest_modelprobe/(ranks|plugin))/'
+    r'  File ".*/(_pytest|pluggy|multiprocessing|pytest_modelprobe/(extras/ranks|plugin))/'
     r'|  File "<string>"|Extension modules:'
 )
 

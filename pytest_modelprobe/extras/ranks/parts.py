@@ -11,9 +11,9 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from .layer import Layer
+from pytest_modelprobe.record import Layer, Record
+
 from .merging import Merged, assembled, merge_layers
-from .record import Record
 
 MOST_PARTS = 64
 

@@ -7,6 +7,8 @@ import dataclasses
 import pytest
 
 from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.extras.ranks.parts import merge_part, merged_of, split
+from pytest_modelprobe.extras.ranks.readings import NOT_REDUCED, OTHER_STEP
 from pytest_modelprobe.record import (
     Call,
     Layer,
@@ -19,8 +21,6 @@ from pytest_modelprobe.record import (
     Units,
     Value,
 )
-from pytest_modelprobe.record.parts import merge_part, merged_of, split
-from pytest_modelprobe.record.together import NOT_REDUCED, OTHER_STEP
 
 
 def reading(*elements: float, **more: object) -> Reading:

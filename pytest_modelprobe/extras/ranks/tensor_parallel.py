@@ -13,11 +13,20 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from .calls import Call, Dimension, Value
-from .layer import Layer, Parameter
-from .naming import address, qualified
-from .tensor_statistics import Reading, Statistics, Units
-from .together import demand_alike, demand_equal, mean, rms, together
+from pytest_modelprobe.record import (
+    Call,
+    Dimension,
+    Layer,
+    Parameter,
+    Reading,
+    Statistics,
+    Units,
+    Value,
+    address,
+    qualified,
+)
+
+from .readings import demand_alike, demand_equal, mean, rms, together
 
 TENSOR_PARALLEL = "tensor parallel"
 """The note in the record of a tensor-parallel model begins with this."""

@@ -16,14 +16,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.record import (
+    Call,
+    Dimension,
+    Layer,
+    Parameter,
+    Reading,
+    Value,
+    address,
+    batch_sizes,
+    has_nonfinite,
+    qualified,
+)
 
-from .calls import Call, Dimension, Value, batch_sizes
-from .layer import Layer, Parameter
-from .naming import address, qualified
-from .stepping import Stepping
-from .tensor_parallel import MIXED, TENSOR_PARALLEL, Joining
-from .tensor_statistics import Reading, has_nonfinite
-from .together import (
+from .readings import (
     NOT_REDUCED,
     OTHER_STEP,
     SAME_START,
@@ -36,9 +42,11 @@ from .together import (
     scaled,
     together,
 )
+from .stepping import Stepping
+from .tensor_parallel import MIXED, TENSOR_PARALLEL, Joining
 
 if TYPE_CHECKING:
-    from .record import Record
+    from pytest_modelprobe.record import Record
 
 _MIXED = (
     "records are not merged where ranks have their parts in several ways, as under tensor parallelism beside FSDP2 or "
@@ -316,3 +324,33 @@ def _shape(shapes: Sequence[tuple[Dimension, ...]]) -> tuple[Dimension, ...]:
     if not first or len(whole) < len(shapes) or any(shape[1:] != first[1:] for shape in shapes):
         return first
     return sum(whole), *first[1:]
+
+
+def _merge_of_record(records: Sequence[Record], *, mean_loss: bool = True) -> Record:
+    """Return the record that one process would have made of what several ranks did, each with its part.
+
+    Activations are those of the batches of all ranks together, and their gradients those of the mean of the ranks'
+    losses. Shards of parameters are put together, and replicas have to be equal. The parameters' gradients are
+    those that an optimizer applied, so give records of a step. A layer that only some ranks have, as under pipeline
+    parallelism, comes from these ranks. In the record of a step, microbatches count as one batch. A value gets a
+    fingerprint only if its dimension 0 is the batch. The ranks of a tensor-parallel model are given the same batch,
+    and their values are put together by their layouts.
+
+    Args:
+        records: One record of each rank, in order.
+        mean_loss: Whether each rank's loss is a mean over its part of the batch. False if it is a sum.
+
+    Raises:
+        AssertionError: Ranks disagree on what they should have in common. The message names the layer and the rank.
+        UsageError: There are no records, or ranks have their parts in several ways, as with tensor parallelism
+            beside FSDP2.
+
+    >>> from pytest_modelprobe.record import Record
+    >>> merged = Record.merge([Record(model="Net", forwards=1), Record(model="Net", forwards=1)])
+    >>> merged.forwards, merged.ranks
+    (1, 2)
+    """
+    return merge(records, mean_loss=mean_loss)
+
+
+merge_of_record = staticmethod(_merge_of_record)

@@ -12,12 +12,12 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .layer import Layer, Parameter
-from .naming import qualified
-from .together import demand_equal
+from pytest_modelprobe.record import Layer, Parameter, qualified
+
+from .readings import demand_equal
 
 if TYPE_CHECKING:
-    from .record import OptimizerGroup, Record, Training
+    from pytest_modelprobe.record import OptimizerGroup, Record, Training
 
 _SAME_OPTIMIZER = (
     "All ranks should train a parameter alike: look at what each gives to its optimizer, and at its scheduler"
