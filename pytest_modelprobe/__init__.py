@@ -13,7 +13,6 @@ if TYPE_CHECKING:
         assert_activation_range,
         assert_activation_scale,
         assert_all_params_have_grad,
-        assert_attends_to,
         assert_attention_entropy,
         assert_attention_mask,
         assert_called,
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UsageError,
     )
+    from .extras.pictures.attribution import assert_attends_to as assert_attends_to
     from .extras.ports.precision import precision as precision
     from .extras.training_state.assertion import assert_invariants as assert_invariants
     from .extras.training_state.invariants import Invariants as Invariants
@@ -74,7 +74,6 @@ __all__ = [
     "assert_activation_range",
     "assert_activation_scale",
     "assert_all_params_have_grad",
-    "assert_attends_to",
     "assert_attention_entropy",
     "assert_attention_mask",
     "assert_called",

@@ -37,6 +37,8 @@ class Extra:
     """Name of a check → why `checks.standard` leaves it to be called by itself."""
     trainers: Mapping[str, str] = field(default_factory=dict)
     """Attribute of `trainers` → its module."""
+    exporters: Mapping[str, str] = field(default_factory=dict)
+    """Attribute of `report.exporters` → its module."""
     comparison: Mapping[str, str] = field(default_factory=dict)
     """Attribute of `comparison` → its module."""
     probe: Mapping[str, str] = field(default_factory=dict)

@@ -19,7 +19,18 @@ needs_extras = pytest.mark.skipif(not (PACKAGE / "extras").exists(), reason="the
 @needs_extras
 def test_every_row_of_the_table_names_modules_that_exist() -> None:
     named = [*extension.plugins()]
-    for door in ("commands", "marker", "names", "checks", "trainers", "comparison", "probe", "watch", "record"):
+    for door in (
+        "commands",
+        "marker",
+        "names",
+        "checks",
+        "trainers",
+        "exporters",
+        "comparison",
+        "probe",
+        "watch",
+        "record",
+    ):
         named += [place.partition(":")[0] for place in extension.modules(door).values()]
     files = [PACKAGE.parent.joinpath(*name.split(".")) for name in named]
     assert named

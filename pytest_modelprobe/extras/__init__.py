@@ -9,7 +9,14 @@ from pytest_modelprobe.extension import Extra
 
 EXTRAS = {
     "doctor": Extra(commands={"doctor": "command"}),
+    "exporters": Extra(
+        exporters=dict.fromkeys(["GROUP", "Exporter", "exporter", "readings", "scalars"], "export"),
+    ),
     "mutation": Extra(plugin="plugin"),
+    "pictures": Extra(
+        names={"assert_attends_to": "attribution"},
+        probe=dict.fromkeys(["feature_maps", "grad_cam", "plot_distributions", "plot_gradients"], "drawing"),
+    ),
     "ports": Extra(
         needs=("scan",),
         commands={"compare": "command"},
@@ -30,12 +37,13 @@ EXTRAS = {
     ),
     "scan": Extra(plugin="plugin", commands={"scan": "command"}),
     "trainers": Extra(
+        needs=("exporters",),
         trainers={
             "LightningProbe": "lightning",
             "MMEngineProbe": "mmengine",
             "StepLog": "step_log",
             "TrainerProbe": "transformers",
-        }
+        },
     ),
     "training_state": Extra(
         names={"Invariants": "invariants", "assert_invariants": "assertion"},

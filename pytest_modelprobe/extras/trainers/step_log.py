@@ -13,8 +13,8 @@ from pathlib import Path
 from torch import nn
 
 from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.extras.exporters.export import Exporter, exporter
 from pytest_modelprobe.record import Record, Selector, writing_rank
-from pytest_modelprobe.report.exporters import Exporter, exporter
 from pytest_modelprobe.runs import Watch
 
 

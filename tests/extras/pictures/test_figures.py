@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +16,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import ModelProbe, NothingObservedError, Record, SelectionError, UsageError
+from pytest_modelprobe.extras.pictures import figures as drawing
 from pytest_modelprobe.record import Call, Layer, Reading, Statistics, Value
-from pytest_modelprobe.report import figures as drawing
 from pytest_modelprobe.statistics import collect, reduce
 
-needs_matplotlib = pytest.mark.skipif(not drawing.is_available(), reason="needs matplotlib, the extra plots")
+needs_matplotlib = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib, the extra plots"
+)
 PNG = b"\x89PNG\r\n"
 
 

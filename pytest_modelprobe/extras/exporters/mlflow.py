@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pytest_modelprobe.record import ROOT, Record
 
-from . import scalars
+from .export import scalars
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,10 +21,9 @@ import numpy
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import Layer, Reading, Record, Selector, selected
+from pytest_modelprobe.report.html.histogram import QUARTILES, SMALLEST, quantiles
+from pytest_modelprobe.report.results.values import histogram_data
 from pytest_modelprobe.text import printable
-
-from .html.histogram import QUARTILES, SMALLEST, quantiles
-from .results.values import histogram_data
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,32 +40,15 @@ _MOST_NAMES, _WIDEST = 60, 20.8
 _BLUE, _ORANGE, _GRAY = "#3b6fb6", "#d9662c", "#6b7280"
 
 
-class Figures:
-    """The newest figures of a test, drawn when they are taken."""
-
-    def __init__(self, most: int = 8) -> None:
-        self._most = most
-        self._drawn: list[tuple[str, Callable[[], Figure]]] = []
-
-    def add(self, title: str, draw: Callable[[], Figure]) -> None:
-        """Keep a figure, in the place of the oldest if there are too many."""
-        self._drawn = [*self._drawn, (title, draw)][-self._most :]
-
-    def take(self) -> list[dict[str, str]]:
-        """Return the figures as images, and forget them. Without matplotlib there are none."""
-        drawn, self._drawn = self._drawn, []
-        if not is_available():
-            return []
-        return [{"title": title, "media": "image/png", "data": _base64(draw())} for title, draw in drawn]
-
-
-def is_available() -> bool:
-    """Whether matplotlib can be imported."""
+def as_data(title: str, draw: Callable[[], Figure]) -> dict[str, str] | None:
+    """Return a figure as an image; None without matplotlib."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        return False
-    return True
+        return None
+    written = io.BytesIO()
+    draw().savefig(written, format="png")
+    return {"title": title, "media": "image/png", "data": base64.b64encode(written.getvalue()).decode("ascii")}
 
 
 def save(figure: Figure, path: str | PathLike[str] | None) -> None:
@@ -74,12 +56,6 @@ def save(figure: Figure, path: str | PathLike[str] | None) -> None:
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
-
-
-def _base64(figure: Figure) -> str:
-    written = io.BytesIO()
-    figure.savefig(written, format="png")
-    return base64.b64encode(written.getvalue()).decode("ascii")
 
 
 def _figure(width: float, height: float) -> Figure:

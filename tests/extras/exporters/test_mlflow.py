@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import ModelProbe
+from pytest_modelprobe.extras.exporters.mlflow import MLflowExporter
 from pytest_modelprobe.record import ROOT, Record
-from pytest_modelprobe.report.exporters.mlflow import MLflowExporter
 
 mlflow = pytest.importorskip("mlflow")
 pytest.importorskip("sqlalchemy")

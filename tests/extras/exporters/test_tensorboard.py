@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import ModelProbe
+from pytest_modelprobe.extras.exporters.export import exporter
 from pytest_modelprobe.record import Record
-from pytest_modelprobe.report.exporters import exporter
 
 pytest.importorskip("tensorboard")
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

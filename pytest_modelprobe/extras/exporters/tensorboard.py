@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_modelprobe.record import Reading, Record
 
-from . import readings, scalars
+from .export import readings, scalars
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

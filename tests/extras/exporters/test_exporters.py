@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.extras.exporters import export as exporters
+from pytest_modelprobe.extras.exporters.export import exporter, scalars
 from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
-from pytest_modelprobe.report import exporters
-from pytest_modelprobe.report.exporters import exporter, scalars
 
 
 class Listed:

@@ -17,8 +17,7 @@ from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import Layers, flatten
 from pytest_modelprobe.record import label_of, select
-
-from .run import Run
+from pytest_modelprobe.runs import Run
 
 Target = int | Tensor | Callable[[Any], Tensor]
 """The class of each image, or a function from the output to a scalar."""
