@@ -20,7 +20,7 @@ from pytest_modelprobe.text import count, listed, printable
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from pytest_modelprobe.extras.scan.inputs import Input
+    from pytest_modelprobe.extras.scan.search import Input
     from pytest_modelprobe.probe import ModelProbe
 
     from .pairing import Pairing
@@ -54,8 +54,8 @@ def _run(options: argparse.Namespace) -> int:
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m` does
     import torch
 
-    from pytest_modelprobe.extras.scan.inputs import parse_input
     from pytest_modelprobe.extras.scan.scanning import ScannedModel
+    from pytest_modelprobe.extras.scan.search import parse_input
     from pytest_modelprobe.extras.scan.target import load
     from pytest_modelprobe.probe import ModelProbe
 

@@ -18,8 +18,7 @@ import pytest
 from pytest_modelprobe import child
 from pytest_modelprobe._pytest import picklable, tear_down_before
 
-from .launcher import Rank, Ranks
-from .process import Assignment
+from .processes import Assignment, Rank, Ranks
 
 When = Literal["setup", "call", "teardown"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import ModelProbe
-from pytest_modelprobe.extras.exporters.mlflow import MLflowExporter
+from pytest_modelprobe.extras.exporters.export import MLflowExporter
 from pytest_modelprobe.record import ROOT, Record
 
 mlflow = pytest.importorskip("mlflow")

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.extras.ranks.parts import merge_part, merged_of, split
+from pytest_modelprobe.extras.ranks.exchange import merge_part, merged_of, split
 from pytest_modelprobe.extras.ranks.readings import NOT_REDUCED, OTHER_STEP
 from pytest_modelprobe.record import (
     Call,
