@@ -138,7 +138,7 @@ GRACE = 3.0
 _IMPORTS = 300.0
 """Seconds that the ranks have to import what they need, before the time of the test begins."""
 
-_PRELOADED = ["torch.distributed", "pytest", "pytest_modelprobe.extras.ranks.process"]  # torch is imported once
+_PRELOADED = ["torch.distributed", "pytest", "pytest_modelprobe.extras.ranks.processes"]  # torch is imported once
 
 
 class Rank:
