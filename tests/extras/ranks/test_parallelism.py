@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 # pytester forgets what its runs import.
-import pytest_modelprobe.plugin.ranks
+import pytest_modelprobe.extras.ranks.protocol
 import pytest_modelprobe.probe  # noqa: F401
 from pytest_modelprobe.record import Reading, Record
 
