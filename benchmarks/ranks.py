@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import ModelProbe
-from pytest_modelprobe.record.parts import MOST_PARTS, merge_part, merged_of, split
+from pytest_modelprobe.extras.ranks.exchange import MOST_PARTS, merge_part, merged_of, split
 
 WORLD_SIZES = (2, 8, 64, 1024)
 BLOCKS = 29

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import extension
+
 if TYPE_CHECKING:
     from .assertions import (
         assert_activation_memory,
         assert_activation_range,
         assert_activation_scale,
         assert_all_params_have_grad,
-        assert_attends_to,
         assert_attention_entropy,
         assert_attention_mask,
         assert_called,
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
         assert_frozen,
         assert_grad_finite,
         assert_grad_flow,
-        assert_invariants,
         assert_no_dead_layers,
         assert_no_gradient,
         assert_no_leftover_hooks,
@@ -48,14 +48,17 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UsageError,
     )
-    from .interventions import ablation, assert_layer_matters, faults, intervene, precision
+    from .extras.pictures.attribution import assert_attends_to as assert_attends_to
+    from .extras.ports.precision import precision as precision
+    from .extras.training_state.assertion import assert_invariants as assert_invariants
+    from .extras.training_state.invariants import Invariants as Invariants
+    from .interventions import ablation, assert_layer_matters, faults, intervene
     from .probe import ModelProbe, Watch, watched
-    from .record import Invariants, Record
+    from .record import Record
     from .snapshot.snapshot import ModelProbeSnapshot
 
 __all__ = [
     "HintWarning",
-    "Invariants",
     "ModelProbe",
     "ModelProbeError",
     "ModelProbeSnapshot",
@@ -71,7 +74,6 @@ __all__ = [
     "assert_activation_range",
     "assert_activation_scale",
     "assert_all_params_have_grad",
-    "assert_attends_to",
     "assert_attention_entropy",
     "assert_attention_mask",
     "assert_called",
@@ -83,7 +85,6 @@ __all__ = [
     "assert_frozen",
     "assert_grad_finite",
     "assert_grad_flow",
-    "assert_invariants",
     "assert_layer_matters",
     "assert_no_dead_layers",
     "assert_no_gradient",
@@ -101,16 +102,16 @@ __all__ = [
     "ablation",
     "faults",
     "intervene",
-    "precision",
     "watched",
+    *extension.modules("names"),
 ]
 
 _MODULES = {
     **dict.fromkeys(["ModelProbe", "Watch", "watched"], "probe"),
-    **dict.fromkeys(["Invariants", "Record"], "record"),
+    "Record": "record",
     "ModelProbeSnapshot": "snapshot.snapshot",
-    **{name: "assertions" for name in __all__ if name.startswith("assert_")},
-    **dict.fromkeys(["ablation", "assert_layer_matters", "faults", "intervene", "precision"], "interventions"),
+    **{name: "assertions" for name in __all__ if name.startswith("assert_") and name not in extension.modules("names")},
+    **dict.fromkeys(["ablation", "assert_layer_matters", "faults", "intervene"], "interventions"),
     **{name: "exceptions" for name in __all__ if name.endswith(("Error", "Warning"))},
 }
 
@@ -124,7 +125,7 @@ def __getattr__(name: str) -> Any:
     if name == "checks":
         return importlib.import_module(f"{__name__}.checks")
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return extension.attribute("names", name, __name__)
     # Not cached: pytester drops submodules between runs but keeps this module, so there would be two `Record` classes.
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 

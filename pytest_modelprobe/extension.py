@@ -25,16 +25,28 @@ class Extra:
     """The extras that it imports: it is missing where one of them is."""
     plugin: str | None = None
     """A module with hooks of pytest: options, fixtures, what is done in a run."""
+    marker: Mapping[str, str] = field(default_factory=dict)
+    """Argument of the marker → ``module:function`` that returns which argument is wrong, and why."""
     commands: Mapping[str, str] = field(default_factory=dict)
     """Subcommand of `modelprobe` → the module whose ``add_command`` adds it."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Attribute of the package → its module."""
     checks: Mapping[str, str] = field(default_factory=dict)
     """Attribute of `checks` → its module."""
+    apart: Mapping[str, str] = field(default_factory=dict)
+    """Name of a check → why `checks.standard` leaves it to be called by itself."""
+    trainers: Mapping[str, str] = field(default_factory=dict)
+    """Attribute of `trainers` → its module."""
+    exporters: Mapping[str, str] = field(default_factory=dict)
+    """Attribute of `report.exporters` → its module."""
+    comparison: Mapping[str, str] = field(default_factory=dict)
+    """Attribute of `comparison` → its module."""
     probe: Mapping[str, str] = field(default_factory=dict)
-    """Method of `ModelProbe` → the module of the function."""
+    """Method of `ModelProbe` → the function, as ``module:function`` if its name is another."""
+    watch: Mapping[str, str] = field(default_factory=dict)
+    """The same of `Watch`."""
     record: Mapping[str, str] = field(default_factory=dict)
-    """Method of `Record` → the module of the function."""
+    """The same of `Record`."""
 
 
 @functools.cache
@@ -53,14 +65,41 @@ def plugins() -> list[str]:
 
 
 def modules(door: str) -> dict[str, str]:
-    """Return name → module of what extras add to a door: ``commands``, ``names``, ``checks``, ``probe``, ``record``."""
+    """Return name → module of what extras add to a door: ``commands``, ``names``, ``checks``, ``probe`` and others."""
     found = {name: getattr(extra, door) for name, extra in _extras().items()}
     return {name: f"{_EXTRAS}.{folder}.{module}" for folder, all_of in found.items() for name, module in all_of.items()}
 
 
+def reasons() -> dict[str, str]:
+    """Return name → why `checks.standard` leaves a check of an extra to be called by itself."""
+    return {name: why for extra in _extras().values() for name, why in extra.apart.items()}
+
+
+def imported(place: str, name: str) -> Any:
+    """Return what ``module:attribute`` is, or the attribute of that name where a module alone is given."""
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute or name)
+
+
+class _Member:
+    """A function or property of a module that is imported when it is asked for, as an attribute of a class."""
+
+    def __init__(self, place: str, name: str) -> None:
+        self._place, self._name = place, name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        return imported(self._place, self._name).__get__(instance, owner)
+
+
+def attach(owner: type, door: str) -> None:
+    """Give a class the methods and properties that extras add to it."""
+    for name, place in modules(door).items():
+        setattr(owner, name, _Member(place, name))
+
+
 def attribute(door: str, name: str, owner: str) -> Any:
     """Return what an extra adds to a module; raise `AttributeError` if none adds that name."""
-    module = modules(door).get(name)
-    if module is None:
+    place = modules(door).get(name)
+    if place is None:
         raise AttributeError(f"module {owner!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(module), name)
+    return imported(place, name)

@@ -6,10 +6,8 @@ The fixture only makes one; `runs` has the work.
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -17,10 +15,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from . import interventions
+from . import extension, interventions
 from .exceptions import NothingObservedError, UsageError
-from .interventions import Ablation, Change, Metric, PrecisionTable, ablation, faults, precision
-from .models import as_array, check_supported, initialization, seeding, version
+from .interventions import Ablation, Change, Metric, ablation, faults
+from .models import check_supported, initialization, seeding, version
 from .record import Record, Selector, with_live_run
 from .runs import (
     Loss,
@@ -29,27 +27,25 @@ from .runs import (
     Positions,
     Run,
     StopOn,
-    Target,
     Watch,
     WeakLiveRun,
     check_loss,
     is_same_device,
-    merged,
     watched,
 )
 from .runs import architecture as _architecture
-from .runs import maps as runs_maps
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from .report.figures import Figures
+    from .extras.pictures import drawing as _drawing
+    from .extras.ports import precision as _precision
+    from .extras.ranks import exchange as _exchange
 
 __all__ = ["Loss", "Mode", "ModelProbe", "Watch", "watched"]
 
 M = TypeVar("M", bound=nn.Module)
 
 _MODELS = 2  # kept alive for `Record.live_run` if the test keeps none: run(build(Net), x) == snapshot
+_FIGURES = 8
 _REMEMBERED = 8  # newest runs and watches, whose inputs are kept for `Record.live_run`
 _FORGOTTEN = (
     f"the probe of the record is closed or gone, or made {_REMEMBERED} runs since: compare the record before that"
@@ -131,7 +127,8 @@ class ModelProbe:
         self._open: list[Watch] = []
         self._runs: deque[Run] = deque(maxlen=_REMEMBERED)
         self._models: deque[nn.Module] = deque(maxlen=_MODELS)
-        self._kept_figures: Figures | None = None
+        self.figures: deque[Callable[[], dict[str, str] | None]] = deque(maxlen=_FIGURES)
+        """What draws the newest figures; None where that is not possible here."""
 
     # --- running and watching -------------------------------------------------------------------------------------
 
@@ -192,7 +189,7 @@ class ModelProbe:
         """
         __tracebackhide__ = True
         check_supported(model)
-        _check_mode(mode)
+        check_mode(mode)
         check_loss(loss)
         options = Options(
             layers=layers,
@@ -315,23 +312,13 @@ class ModelProbe:
         """
         return ablation(model, inputs, metric, layers=layers, heads=heads, by=by, seed=self.seed)
 
-    def precision(
-        self,
-        model: nn.Module,
-        reference: nn.Module,
-        inputs: Any,
-        *,
-        layers: Selector = "**",
-        rename: Mapping[str, str] | None = None,
-    ) -> PrecisionTable:
-        """Return the error of each layer of a quantized or lower-precision model; see `precision`.
-
-        >>> probe = ModelProbe()
-        >>> net, low = (probe.build(lambda: nn.Sequential(nn.Linear(2, 3), nn.ReLU())) for _ in range(2))
-        >>> 30 < probe.precision(low.bfloat16(), net, torch.ones(4, 2))["0"].own < 70
-        True
-        """
-        return precision(model, reference, inputs, layers=layers, rename=rename, seed=self.seed)
+    if TYPE_CHECKING:  # of extras
+        feature_maps = _drawing.feature_maps
+        grad_cam = _drawing.grad_cam
+        plot_distributions = _drawing.plot_distributions
+        plot_gradients = _drawing.plot_gradients
+        merged = _exchange.merged_by_probe
+        precision = _precision.precision_of
 
     def architecture(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
         """Return the structure of a model without computing: layers, parameters, and with inputs the shapes.
@@ -352,166 +339,11 @@ class ModelProbe:
             self._recorder.recorded("architecture", record, model)
         return record
 
-    # --- figures --------------------------------------------------------------------------------------------------
-
-    def feature_maps(
-        self,
-        model: nn.Module,
-        layer: str,
-        x: torch.Tensor,
-        path: str | PathLike[str] | None = None,
-        *,
-        mode: Mode | None = None,
-        **kwargs: Any,
-    ) -> Figure:
-        """Return the output of a layer as a figure: a grid of the channels of the first image.
-
-        Several outputs, such as the dict of a feature pyramid, have a row each: the mean magnitude of the channels, and
-        those that vary most. The model is run and restored as by `run`.
-
-        Args:
-            model: The model.
-            layer: Name of the layer.
-            x: The images, (N, C, H, W).
-            path: Where to write the figure too; the suffix says the format.
-            mode: ``"train"`` or ``"eval"``. With `None` the model stays in its own mode.
-            **kwargs: Keyword arguments for the model.
-
-        Raises:
-            UsageError: matplotlib is missing, no output has 4 dimensions, or ``mode`` is neither train nor eval.
-            SelectionError: There is no such layer.
-        """
-        __tracebackhide__ = True
-        from .report import figures
-
-        label, maps = runs_maps.feature_maps(self._unrecorded(model, (x,), kwargs, mode, layer), layer)
-        title = f"Feature maps of {label}, image 0 of {len(x)}"
-        figure = figures.feature_maps(title, [(at, _image(tensor)) for at, tensor in maps])
-        return self._drawn(title, figure, path)
-
-    def grad_cam(
-        self,
-        model: nn.Module,
-        layer: str,
-        target: Target,
-        x: torch.Tensor,
-        path: str | PathLike[str] | None = None,
-        *,
-        mode: Mode | None = "eval",
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Return for each image the map of where a layer raises the score of a class: Grad-CAM, (N, H, W).
-
-        ``ReLU(sum_k w_k A_k)`` with A_k the channels of the layer's output, and w_k the mean of the gradient of the
-        score by A_k (Selvaraju et al. 2017), enlarged bilinearly to the size of the images. The model is restored as by
-        `run`, gradients included.
-
-        Args:
-            model: The model.
-            layer: Name of the layer, mostly the last convolution; its output has the shape (N, C, h, w).
-            target: The class, or one for each image; or a function from the output to a scalar.
-            x: The images, (N, C, H, W).
-            path: Where to write the maps over the images; the suffix says the format.
-            mode: ``"train"`` or ``"eval"``. With `None` the model stays in its own mode.
-            **kwargs: Keyword arguments for the model.
-
-        Raises:
-            UsageError: The layer has no such output, the score does not depend on it, ``mode`` is neither train nor
-                eval, or there is a path and no matplotlib.
-            SelectionError: There is no such layer.
-
-        >>> from torch import nn
-        >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6 * 6, 2))
-        >>> ModelProbe().grad_cam(model, "0", 1, torch.ones(3, 1, 8, 8)).shape
-        torch.Size([3, 8, 8])
-        """
-        __tracebackhide__ = True
-        from .report import figures
-
-        label, images, cam = runs_maps.grad_cam(self._unrecorded(model, (x,), kwargs, mode, layer), layer, target)
-        named = f", class {target}" if isinstance(target, int) else ""
-        title = f"Grad-CAM of {label}{named}"
-        draw = functools.partial(figures.overlay, title, _image(images), _image(cam))
-        if path is not None:
-            self._drawn(title, draw(), path)
-        else:
-            self._figures().add(title, draw)
-        return cam
-
-    def plot_gradients(self, record: Record | Watch, path: str | PathLike[str] | None = None) -> Figure:
-        """Return the gradients of layers' outputs by depth as a figure: boxes, or root mean squares without histograms.
-
-        Args:
-            record: A record with a backward, or a watch.
-            path: Where to write the figure too.
-
-        Raises:
-            NothingObservedError: The record has no gradients.
-            UsageError: matplotlib is missing.
-        """
-        __tracebackhide__ = True
-        from .report import figures
-
-        record = figures.record_of(record)
-        return self._drawn(f"Gradients of {record.model}", figures.gradients(record), path)
-
-    def plot_distributions(
-        self,
-        a: Record | Watch,
-        b: Record | Watch,
-        path: str | PathLike[str] | None = None,
-        *,
-        layers: Selector = "**",
-        labels: tuple[str, str] = ("a", "b"),
-    ) -> Figure:
-        """Return the outputs of each layer in two records side by side as a figure: two inputs, domains or models.
-
-        Each layer has the distance of the two distributions, in standard deviations; without histograms that of normal
-        distributions with the same means and standard deviations.
-
-        Args:
-            a: A record or a watch.
-            b: Another with layers of the same names.
-            path: Where to write the figure too.
-            layers: Which layers to draw.
-            labels: Names of the two records.
-
-        Raises:
-            NothingObservedError: No layer is in both.
-            UsageError: matplotlib is missing.
-        """
-        __tracebackhide__ = True
-        from .report import figures
-
-        a, b = figures.record_of(a), figures.record_of(b)
-        title = f"Outputs of {a.model}: {labels[0]} and {labels[1]}"
-        return self._drawn(title, figures.distributions(a, b, layers, labels), path)
-
     def take_figures(self) -> list[dict[str, str]]:
         """Return the newest figures, each with its title, media type and base64 data, and forget them."""
-        return self._kept_figures.take() if self._kept_figures is not None else []
-
-    def _figures(self) -> Figures:
-        from .report.figures import Figures
-
-        if self._kept_figures is None:
-            self._kept_figures = Figures()
-        return self._kept_figures
-
-    def _drawn(self, title: str, figure: Figure, path: str | PathLike[str] | None) -> Figure:
-        from .report.figures import save
-
-        save(figure, path)
-        self._figures().add(title, lambda: figure)
-        return figure
-
-    def _unrecorded(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode | None, layer: str
-    ) -> Run:
-        check_supported(model)
-        _check_mode(mode)
-        options = Options(layers=layer, keep=layer)
-        return Run(model, args, kwargs, options, None, mode, device=self.device, seed=self.seed)
+        drawn = [draw() for draw in self.figures]
+        self.figures.clear()
+        return [figure for figure in drawn if figure is not None]
 
     # --- models and inputs from the seed --------------------------------------------------------------------------
 
@@ -560,27 +392,6 @@ class ModelProbe:
         return seeding.randint(low, high, _sizes([shape]), seed=self.seed, name=name, device=self.device)
 
     # --- results --------------------------------------------------------------------------------------------------
-
-    def merged(self, subject: Watch | Record, /, *, mean_loss: bool = True) -> Record:
-        """Return one record of what all ranks did, as one process would have made it of the whole batch.
-
-        Every rank has to call it; each returns the same. The records go through the store of the process group, and no
-        collective is called. Without a process group, or in one of one rank, it is the record alone, made alike.
-
-        Args:
-            subject: A watch: its first step, or all forwards where no optimizer stepped. Or a record of this rank.
-            mean_loss: Whether each rank's loss is a mean over its part of the batch; False: a sum.
-
-        Raises:
-            AssertionError: Ranks disagree on what they should have in common; names the layer and the rank.
-
-        >>> probe = ModelProbe()
-        >>> probe.merged(probe.run(nn.Linear(4, 2), probe.randn(3, 4))).ranks
-        1
-        """
-        if isinstance(subject, Watch):
-            subject = subject.first_step if len(subject.steps) else subject.record
-        return merged(subject, mean_loss=mean_loss)
 
     @property
     def record(self) -> Record:
@@ -664,14 +475,13 @@ class ModelProbe:
             )
 
 
-def _check_mode(mode: object) -> None:
+extension.attach(ModelProbe, "probe")
+
+
+def check_mode(mode: object) -> None:
+    """Raise `UsageError` for a mode that is none."""
     if mode not in (None, "train", "eval"):
         raise UsageError(f"mode is 'train', 'eval' or None for the model's own; got {mode!r}")
-
-
-def _image(tensor: torch.Tensor) -> Any:
-    """Return an array of its own, which `figures` may keep."""
-    return as_array(tensor.detach().float().cpu()).copy()
 
 
 def _sizes(shape: Iterable[int | Sequence[int]]) -> list[int]:

@@ -19,8 +19,19 @@ needs_extras = pytest.mark.skipif(not (PACKAGE / "extras").exists(), reason="the
 @needs_extras
 def test_every_row_of_the_table_names_modules_that_exist() -> None:
     named = [*extension.plugins()]
-    for door in ("commands", "names", "checks", "probe", "record"):
-        named += extension.modules(door).values()
+    for door in (
+        "commands",
+        "marker",
+        "names",
+        "checks",
+        "trainers",
+        "exporters",
+        "comparison",
+        "probe",
+        "watch",
+        "record",
+    ):
+        named += [place.partition(":")[0] for place in extension.modules(door).values()]
     files = [PACKAGE.parent.joinpath(*name.split(".")) for name in named]
     assert named
     assert [file for file in files if not (file.with_suffix(".py").exists() or file.is_dir())] == []

@@ -41,8 +41,6 @@ DIRECTLY = {"rows", "text"}
 
 # Loaded in every run of pytest: these import nothing of theirs before a test needs it.
 LAZY = {"__init__", "plugin"}
-LATER = "plugin/ranks"
-"""Imported by `plugin` when a test asks for several processes."""
 
 
 def module_of(path: Path) -> str:
@@ -193,28 +191,26 @@ def test_the_picture_of_the_house_is_of_these_imports() -> None:
 
 
 def test_what_every_run_loads_imports_nothing_at_its_top() -> None:
-    later = {path for path in FILES if path.is_relative_to(PACKAGE / LATER)}
-    loaded = [path for path in FILES if module_of(path) in LAZY and path not in later]
+    loaded = [path for path in FILES if module_of(path) in LAZY]
     assert loaded
     loaded += [*EXTRAS.rglob("__init__.py"), *EXTRAS.glob("*/plugin.py")]
-    assert later
     free = {"pytest", "extension", "plugin"}
     assert wrong(loaded, lambda path: foreign(imports(path, top_level=True), module_of(path)) - free) == {}
-    ranks = f"{PACKAGE.name}.{LATER.replace('/', '.')}"
-    assert wrong(loaded, lambda path: {name for name in imports(path, top_level=True) if name.startswith(ranks)}) == {}
 
 
 def test_a_record_imports_nothing_of_its_pages_before_one_is_asked_for() -> None:
+    free = {"exceptions", "extension", "text"}
     files = [path for path in FILES if module_of(path) == "record"]
     assert files
-    assert wrong(files, lambda path: foreign(imports(path, top_level=True), "record") - {"exceptions", "text"}) == {}
+    assert wrong(files, lambda path: foreign(imports(path, top_level=True), "record") - free) == {}
 
 
 def test_other_folders_are_imported_through_their_init() -> None:
     def deeper(path: Path) -> set[str]:
         inside = {name for name in imports(path) if name.startswith(f"{PACKAGE.name}.") and name.count(".") > 1}
         inside = {name for name in inside if name.rpartition(".")[2] not in DIRECTLY}
-        return {name.split(".")[1] for name in inside} - {module_of(path), "assertions", "report", "snapshot"}
+        found = {name.split(".")[1] for name in inside}
+        return found - {module_of(path), "assertions", "checks", "extras", "report", "snapshot"}
 
     assert wrong(FILES, deeper) == {}
 

@@ -34,8 +34,8 @@ from pytest_modelprobe import (
     assert_update_ratio,
 )
 from pytest_modelprobe.assertions.findings import findings
+from pytest_modelprobe.extras.training_state.invariants import FEWEST
 from pytest_modelprobe.record import Record
-from pytest_modelprobe.record.invariants import FEWEST
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,10 @@
 
 from .activations import assert_finite, assert_no_dead_layers
 from .attention import assert_attention_entropy, assert_attention_mask
-from .attribution import assert_attends_to
 from .behavior import assert_same_behavior
 from .budgets import assert_activation_memory, assert_flops
 from .distribution import assert_same_distribution
 from .gradients import assert_all_params_have_grad, assert_grad_finite, assert_grad_flow
-from .invariants import assert_invariants
 from .parameters import (
     assert_devices,
     assert_frozen,
@@ -27,7 +25,6 @@ __all__ = [
     "assert_activation_range",
     "assert_activation_scale",
     "assert_all_params_have_grad",
-    "assert_attends_to",
     "assert_attention_entropy",
     "assert_attention_mask",
     "assert_called",
@@ -39,7 +36,6 @@ __all__ = [
     "assert_frozen",
     "assert_grad_finite",
     "assert_grad_flow",
-    "assert_invariants",
     "assert_no_dead_layers",
     "assert_no_gradient",
     "assert_no_leftover_hooks",

@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Literal
 
+from pytest_modelprobe import comparison
 from pytest_modelprobe.comparison import (
     Comparison,
     Tolerance,
@@ -18,9 +19,7 @@ from pytest_modelprobe.comparison import (
     compare,
     diagnose,
     layers_behind_zeros,
-    port_failure,
 )
-from pytest_modelprobe.comparison import pair as pairing_of
 from pytest_modelprobe.comparison.text import text
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.record import LAST_POSITION, Record, Selector, is_narrow, selected
@@ -136,7 +135,7 @@ def assert_same_behavior(
 def _assert_same_port(mine: Record, theirs: Record, rename: Mapping[str, str] | None, tolerance: float) -> None:
     if theirs.noise is None and theirs.live_run is not None:
         theirs = theirs.live_run.measured(theirs)
-    message = port_failure(pairing_of(mine, theirs, rename), tolerance)
+    message = comparison.port_failure(comparison.pair(mine, theirs, rename), tolerance)
     if message:
         raise AssertionError(message)
 

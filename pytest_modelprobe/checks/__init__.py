@@ -1,28 +1,34 @@
 """Checks that run a model again, in variations, and name the first layer at which a property breaks."""
 
+from typing import TYPE_CHECKING, Any
+
+from pytest_modelprobe import extension
+
 from .batch import any_batch_size, batch_independent
 from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_checks, standard
-from .checkpoint import wholly_loaded
-from .deferred import deferred_initialization
 from .finite import finite
 from .gradients import labels_ignored
 from .incremental import incremental
 from .initial import initial_loss
 from .inputs import inputs_used
-from .loading import workers_differ
 from .machinery.check import Check
 from .modes import dropout_scaled, modes_agree
 from .outcome import NotApplicableError, Outcome
-from .packing import packed_documents
 from .parity import checkpoint_parity, compile_parity, device_parity, dtype_parity, export_parity, layout_parity
 from .registration import copy_and_pickle, initialized, registered, state_dict_round_trip
 from .repetition import deterministic, eval_stable, seeded, train_eval_differ
-from .resume import resume
 from .sequence import causal, padding_invariant, permutation_equivariant, permutation_invariant
 from .spectral import spectral_norms_settled
 from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
 from .training import ema_tracks, gradcheck, gradient_accumulation, optimizer_covers, overfits_batch
-from .ways import attention_agrees
+
+if TYPE_CHECKING:
+    from pytest_modelprobe.extras.ports.attention import attention_agrees as attention_agrees
+    from pytest_modelprobe.extras.ports.packing import packed_documents as packed_documents
+    from pytest_modelprobe.extras.training_state.checkpoint import wholly_loaded as wholly_loaded
+    from pytest_modelprobe.extras.training_state.deferred import deferred_initialization as deferred_initialization
+    from pytest_modelprobe.extras.training_state.resume import resume as resume
+    from pytest_modelprobe.extras.training_state.workers import workers_differ as workers_differ
 
 __all__ = [
     "Case",
@@ -33,13 +39,11 @@ __all__ = [
     "STANDARD",
     "add_standard",
     "any_batch_size",
-    "attention_agrees",
     "batch_independent",
     "causal",
     "checkpoint_parity",
     "compile_parity",
     "copy_and_pickle",
-    "deferred_initialization",
     "deterministic",
     "device_parity",
     "dropout_scaled",
@@ -60,19 +64,20 @@ __all__ = [
     "modes_agree",
     "optimizer_covers",
     "overfits_batch",
-    "packed_documents",
     "padding_invariant",
     "parametrize_with_checks",
     "permutation_equivariant",
     "permutation_invariant",
     "registered",
-    "resume",
     "seeded",
     "spectral_norms_settled",
     "standard",
     "state_dict_round_trip",
     "state_unchanged_by_forward",
     "train_eval_differ",
-    "wholly_loaded",
-    "workers_differ",
+    *extension.modules("checks"),
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return extension.attribute("checks", name, __name__)

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from pytest_modelprobe import extension
 from pytest_modelprobe.exceptions import HintWarning, ModelProbeError, UsageError
 from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.probe import ModelProbe
@@ -58,19 +59,15 @@ STANDARD: Mapping[str, Check] = MappingProxyType(_standard)
 APART: Mapping[str, str] = {
     "permutation_equivariant": "as only some models are meant to be so",
     "permutation_invariant": "as only some models are meant to be so",
-    "packed_documents": "as only some models are meant to take them",
-    "attention_agrees": "as only models of transformers have several implementations",
     "compile_parity": "as compiling takes long",
     "export_parity": "as only some models are meant to be exported",
     "gradcheck": "as it runs the model twice for each parameter",
     "device_parity": "as it needs another device",
     "optimizer_covers": "as it needs the optimizer",
     "ema_tracks": "as it needs the average",
-    "resume": "as it needs what makes and trains a state",
-    "wholly_loaded": "as it needs the function that loads",
-    "deferred_initialization": "as it needs the function that makes the model",
     "initial_loss": "as a trained model begins lower",
     "spectral_norms_settled": "as torch's older spectral_norm is settled by training alone",
+    **extension.reasons(),
 }
 """Name of each other check → why `standard` leaves it to be called by itself."""
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from pytest_modelprobe import extension
+
 from .compare import compare
 from .diagnosis import (
     ABSORBED,
@@ -15,8 +19,12 @@ from .diagnosis import (
 )
 from .differences import BEHAVIOR, CallPair, Comparison, Difference, DifferenceKind, Parts, Tolerance
 from .pairing import is_drawn_otherwise
-from .ports import Pairing, pair, port_failure
 from .tolerance import LARGEST_TOLERANCE, Precision, is_rounding, largest_gradient
+
+if TYPE_CHECKING:
+    from pytest_modelprobe.extras.ports.pairing import Pairing as Pairing
+    from pytest_modelprobe.extras.ports.pairing import pair as pair
+    from pytest_modelprobe.extras.ports.pairing import port_failure as port_failure
 
 __all__ = [
     "ABSORBED",
@@ -30,7 +38,6 @@ __all__ = [
     "DifferenceKind",
     "LARGEST_TOLERANCE",
     "NO_EFFECT",
-    "Pairing",
     "Parts",
     "Precision",
     "Tolerance",
@@ -41,6 +48,8 @@ __all__ = [
     "largest_gradient",
     "layers_behind_zeros",
     "changes_code",
-    "pair",
-    "port_failure",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return extension.attribute("comparison", name, __name__)

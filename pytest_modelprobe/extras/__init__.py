@@ -9,8 +9,56 @@ from pytest_modelprobe.extension import Extra
 
 EXTRAS = {
     "doctor": Extra(commands={"doctor": "command"}),
+    "exporters": Extra(
+        exporters=dict.fromkeys(["GROUP", "Exporter", "exporter", "readings", "scalars"], "export"),
+    ),
     "mutation": Extra(plugin="plugin"),
-    "ports": Extra(needs=("scan",), commands={"compare": "command"}),
+    "pictures": Extra(
+        names={"assert_attends_to": "attribution"},
+        probe=dict.fromkeys(["feature_maps", "grad_cam", "plot_distributions", "plot_gradients"], "drawing"),
+    ),
+    "ports": Extra(
+        needs=("scan",),
+        commands={"compare": "command"},
+        names={"precision": "precision"},
+        checks={"attention_agrees": "attention", "packed_documents": "packing"},
+        apart={
+            "packed_documents": "as only some models are meant to take them",
+            "attention_agrees": "as only models of transformers have several implementations",
+        },
+        comparison={"Pairing": "pairing", "pair": "pairing", "port_failure": "pairing"},
+        probe={"precision": "precision:precision_of"},
+    ),
+    "ranks": Extra(
+        plugin="plugin",
+        marker={"world_size": "plugin:error_of_marker", "timeout": "plugin:error_of_marker"},
+        probe={"merged": "exchange:merged_by_probe"},
+        record={"merge": "merging:merge_of_record"},
+    ),
     "scan": Extra(plugin="plugin", commands={"scan": "command"}),
+    "trainers": Extra(
+        needs=("exporters",),
+        trainers={
+            "LightningProbe": "lightning",
+            "MMEngineProbe": "mmengine",
+            "StepLog": "step_log",
+            "TrainerProbe": "transformers",
+        },
+    ),
+    "training_state": Extra(
+        names={"Invariants": "invariants", "assert_invariants": "assertion"},
+        checks={
+            "deferred_initialization": "deferred",
+            "resume": "resume",
+            "wholly_loaded": "checkpoint",
+            "workers_differ": "workers",
+        },
+        apart={
+            "resume": "as it needs what makes and trains a state",
+            "wholly_loaded": "as it needs the function that loads",
+            "deferred_initialization": "as it needs the function that makes the model",
+        },
+        watch={"invariants": "invariants:of_watch"},
+    ),
 }
 """Folder → what it brings."""

@@ -9,21 +9,18 @@ from __future__ import annotations
 from . import faults
 from .ablations import Ablated, Ablation, Metric, ablation, assert_layer_matters
 from .faults import Swap
-from .intervention import Change, Intervention, intervene
-from .precisions import LayerPrecision, PrecisionTable, precision
+from .intervention import CallHook, Change, Intervention, intervene
 
 __all__ = [
     "Ablated",
     "Ablation",
+    "CallHook",
     "Change",
     "Intervention",
-    "LayerPrecision",
     "Metric",
-    "PrecisionTable",
     "Swap",
     "ablation",
     "assert_layer_matters",
     "faults",
     "intervene",
-    "precision",
 ]

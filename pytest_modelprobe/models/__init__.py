@@ -7,7 +7,6 @@ restoring its state. Capture, checks, interventions and mutation all use these, 
 from __future__ import annotations
 
 from .calls import CallTracer, ModuleCall, raised_in_hook
-from .carrying import carry, recognized
 from .devices import (
     current_stream,
     devices_of,
@@ -88,8 +87,6 @@ __all__ = [
     "flatten",
     "flatten_call",
     "generator_state",
-    "carry",
-    "recognized",
     "has_dense_storage",
     "has_lazy",
     "holds_elements",

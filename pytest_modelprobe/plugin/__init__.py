@@ -20,7 +20,9 @@ from pytest_modelprobe import extension
 from . import hookspecs, revisions
 from .annotations import Annotations
 from .devices import as_list, resolve
-from .marker import is_rank, marker_arguments, marker_error, marker_location
+from .marker import marker_arguments as marker_arguments
+from .marker import marker_error as marker_error
+from .marker import marker_location
 from .other_plugins import add_checks, told_to_plugins
 from .progress_line import ProgressLine
 from .properties import Properties, is_asked
@@ -84,9 +86,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Read the options and register the marker and the snapshots of the run."""
     config.addinivalue_line(
         "markers",
-        "modelprobe(devices=..., seed=..., tolerance=..., compare=..., world_size=..., timeout=...): devices and seed "
-        "of the probe, tolerance and parts of the snapshot, number of processes that run the test, the ranks, and "
-        "their seconds, for one test, class or module",
+        "modelprobe(devices=..., seed=..., tolerance=..., compare=...): devices and seed of the probe, tolerance and "
+        "parts of the snapshot, for one test, class or module",
     )
     config.stash[SETTINGS] = settings_of(config)
     add_filter(config)
@@ -298,25 +299,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Run a test with ``world_size=`` in that many processes."""
-    marked = marker_arguments(item)
-    if "world_size" not in marked or is_rank(item.config) or marker_error(item) or _is_only_set_up(item.config):
-        return None
-    from .ranks import run_in_ranks
-
-    run_in_ranks(item, nextitem, world_size=marked["world_size"], timeout=marked.get("timeout", 60))
-    return True
-
-
-def _is_only_set_up(config: pytest.Config) -> bool:
-    return bool(config.getoption("setuponly", False) or config.getoption("setupplan", False))
-
-
-@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail a test with a probe or in ranks if its marker is wrong. Other tests run."""
-    wrong = marker_error(item) if _has_probe(item) or "world_size" in marker_arguments(item) else None
+    """Fail a test with a probe, or one of an extra, if its marker is wrong. Other tests run."""
+    is_extra = not extension.modules("marker").keys().isdisjoint(marker_arguments(item))
+    wrong = marker_error(item) if is_extra or _has_probe(item) else None
     if wrong is not None:
         argument, why = wrong
         pytest.fail(f"{marker_location(item, argument)}: @pytest.mark.modelprobe {why}", pytrace=False)

@@ -9,14 +9,15 @@ import contextlib
 import difflib
 import os
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
+from pytest_modelprobe import extension
+
 from .devices import INVALID, as_list, is_device
 
-_KEYWORDS = ("devices", "seed", "tolerance", "compare", "world_size", "timeout")
+_KEYWORDS = ("devices", "seed", "tolerance", "compare", *extension.modules("marker"))
 _ALL_KEYWORDS = f"{', '.join(f'{name}=' for name in _KEYWORDS[:-1])} and {_KEYWORDS[-1]}="
 
 
@@ -44,23 +45,8 @@ def marker_error(node: pytest.Item) -> tuple[str, str] | None:
     seed = marker.kwargs.get("seed", 0)
     if not hasattr(seed, "__index__"):
         return "seed", f"takes an integer as seed=; got {seed!r}"
-    return _ranks_error(marker.kwargs)
-
-
-def _ranks_error(arguments: Mapping[str, Any]) -> tuple[str, str] | None:
-    world_size, timeout = arguments.get("world_size", 1), arguments.get("timeout", 60)
-    if type(world_size) is not int or world_size < 1:
-        return "world_size", f"takes the number of ranks, from 1, as world_size=; got {world_size!r}"
-    if type(timeout) not in (int, float) or not timeout > 0:
-        return "timeout", f"takes seconds, more than 0, as timeout=; got {timeout!r}"
-    if "timeout" in arguments and "world_size" not in arguments:
-        return "timeout", "takes timeout= with world_size= only: it is the time that the ranks have"
-    return None
-
-
-def is_rank(config: pytest.Config) -> bool:
-    """Whether this process is a rank of a test with ``world_size=``."""
-    return config.pluginmanager.has_plugin("modelprobe-rank")
+    errors = dict.fromkeys(extension.imported(place, "") for place in extension.modules("marker").values())
+    return next(filter(None, (error_of(marker.kwargs) for error_of in errors)), None)
 
 
 def marker_location(item: pytest.Item, argument: str) -> str:

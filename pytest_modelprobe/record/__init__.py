@@ -23,7 +23,6 @@ from .calls import (
     response_dtype,
 )
 from .construction import gc_paused
-from .invariants import Invariants, learned
 from .layer import Layer, Parameter, elements
 from .naming import NOT_DEFAULT, ROOT, address, call_name, containers, label_of, parent, qualified, relative_name
 from .profile import LayerProfile, Profile
@@ -72,7 +71,6 @@ __all__ = [
     "ForwardKind",
     "Glob",
     "Histogram",
-    "Invariants",
     "EmittedTensor",
     "Layer",
     "LayerProfile",
@@ -114,7 +112,6 @@ __all__ = [
     "has_nonfinite",
     "is_read",
     "label_of",
-    "learned",
     "layer_rows",
     "layer_table",
     "merge_dimensions",

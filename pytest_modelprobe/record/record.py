@@ -13,8 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from pytest_modelprobe import extension
 from pytest_modelprobe.exceptions import UnknownLayerError, UsageError
 from pytest_modelprobe.text import count
 
@@ -22,7 +23,6 @@ from . import display, saving
 from .calls import HALF, Call, Plain
 from .codec import decode, encode
 from .layer import Layer, Parameter
-from .merging import merge
 from .profile import Profile
 from .selection import Selector, selected
 from .tensor_statistics import is_read
@@ -283,31 +283,10 @@ class Record:
         pairs = [(layer, call) for layer in self.layers.values() for call in layer.calls]
         return sorted(pairs, key=lambda pair: pair[1].started)
 
-    @staticmethod
-    def merge(records: Sequence[Record], *, mean_loss: bool = True) -> Record:
-        """Return the record that one process would have made of what several ranks did, each with its part.
+    if TYPE_CHECKING:  # of an extra
 
-        Activations are those of the batches of all ranks together, and their gradients those of the mean of the ranks'
-        losses. Shards of parameters are put together, and replicas have to be equal. The parameters' gradients are
-        those that an optimizer applied, so give records of a step. A layer that only some ranks have, as under pipeline
-        parallelism, comes from these ranks. In the record of a step, microbatches count as one batch. A value gets a
-        fingerprint only if its dimension 0 is the batch. The ranks of a tensor-parallel model are given the same batch,
-        and their values are put together by their layouts.
-
-        Args:
-            records: One record of each rank, in order.
-            mean_loss: Whether each rank's loss is a mean over its part of the batch. False if it is a sum.
-
-        Raises:
-            AssertionError: Ranks disagree on what they should have in common. The message names the layer and the rank.
-            UsageError: There are no records, or ranks have their parts in several ways, as with tensor parallelism
-                beside FSDP2.
-
-        >>> merged = Record.merge([Record(model="Net", forwards=1), Record(model="Net", forwards=1)])
-        >>> merged.forwards, merged.ranks
-        (1, 2)
-        """
-        return merge(records, mean_loss=mean_loss)
+        @staticmethod
+        def merge(records: Sequence[Record], *, mean_loss: bool = True) -> Record: ...  # noqa: D102
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, numbers and strings that strict JSON can hold.
@@ -389,6 +368,9 @@ class Record:
                 f"{where} cannot be read, it is damaged or of a newer version ({error}): "
                 "upgrade pytest-modelprobe here, or save the record again"
             ) from None
+
+
+extension.attach(Record, "record")
 
 
 def has_numbers(record: Record) -> bool:

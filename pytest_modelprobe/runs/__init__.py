@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from pytest_modelprobe.capture import Options, Positions
 
-from . import maps
 from .live import WeakLiveRun
 from .loss import Loss, NoGradientError, check_loss, loss_of
-from .maps import Target
 from .origin import Source, SourceMode, find_gradient_origin, graph_nodes
-from .ranks import merged
 from .run import Mode, Run, is_same_device
 from .stop import StopOn
 from .trial import Given, Trial, Trials
@@ -34,7 +31,6 @@ __all__ = [
     "StopOn",
     "Source",
     "SourceMode",
-    "Target",
     "Trial",
     "Trials",
     "Watch",
@@ -46,7 +42,5 @@ __all__ = [
     "in_float32",
     "is_same_device",
     "loss_of",
-    "maps",
-    "merged",
     "widened",
 ]

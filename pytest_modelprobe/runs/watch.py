@@ -10,22 +10,26 @@ import functools
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
 
+from pytest_modelprobe import extension
 from pytest_modelprobe._torch import next_hook
 from pytest_modelprobe.capture import Capture, ForwardCounts, Options, Positions, SeenValue, Which, assemble
 from pytest_modelprobe.exceptions import NothingObservedError, StoppedError, UsageError
 from pytest_modelprobe.interrupts import finished, held
 from pytest_modelprobe.models import Layers, original_class, version
-from pytest_modelprobe.record import Invariants, IsolatedResponse, Record, Selector, learned, with_live_run
+from pytest_modelprobe.record import IsolatedResponse, Record, Selector, with_live_run
 
 from .isolation import IsolationOptions, KeptForward, KeptForwards, Key, isolate, merged, recipes_of
 from .live import IsolationRequest, Place, WeakLiveRun, modules_of, with_note, with_responses
 from .stop import StopOn, check_stop_on, is_met, stopped_at
 
 _GONE = "the watch is gone: keep it in a variable until the record is compared"
+
+if TYPE_CHECKING:
+    from pytest_modelprobe.extras.training_state.invariants import Invariants
 
 
 class Watch:
@@ -192,14 +196,10 @@ class Watch:
         """
         return self._record("others")
 
-    @property
-    def invariants(self) -> Invariants:
-        """What was the same in every step that is kept; `assert_invariants` judges another training by it.
+    if TYPE_CHECKING:  # of an extra
 
-        Raises:
-            UsageError: Fewer than three steps were kept.
-        """
-        return learned(list(self.steps), self.record.training)
+        @property
+        def invariants(self) -> Invariants: ...  # noqa: D102
 
     @property
     def kept(self) -> Mapping[str, list[Any]]:
@@ -320,3 +320,6 @@ def _judge(watch: weakref.ref[Watch], stop_on: StopOn, seen: SeenValue) -> Stopp
     type_name = open_watch._capture.type_name(seen.layer)
     open_watch.close()
     return stopped_at(seen, type_name, stop_on)
+
+
+extension.attach(Watch, "watch")

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, cast
 
 from pytest_modelprobe.comparison import Parts, Tolerance
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.record import Invariants, Record, with_applied_gradients
+from pytest_modelprobe.record import Record, with_applied_gradients
 
 from .arguments import Allowed, Arguments
 from .outcome import Answer, Outcome
 from .preconditions import is_training
+from .training_file import T
 
 if TYPE_CHECKING:
     from .comparer import Comparer
@@ -103,10 +104,10 @@ class ModelProbeSnapshot:
                 break
         return outcome
 
-    def stored_invariants(self, learn: Callable[[], Invariants], fits: Callable[[Invariants], bool]) -> Invariants:
+    def stored(self, kind: type[T], learn: Callable[[], T], fits: Callable[[T], bool]) -> T:
         """Return the invariants in the test's file; `assert_invariants` asks for them, with what an update writes."""
         __tracebackhide__ = True
-        return self._comparer.training_file(self._arguments).invariants(learn, fits)
+        return self._comparer.training_file(self._arguments).read_or_written(kind, learn, fits)
 
     def __repr__(self) -> str:
         return f"<modelprobe_snapshot of {self._comparer.name}>"

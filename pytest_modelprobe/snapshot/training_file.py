@@ -9,14 +9,28 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol, Self, TypeVar
 
 from pytest_modelprobe.exceptions import SnapshotError
 from pytest_modelprobe.files import read_text, write_text
-from pytest_modelprobe.record import Invariants, invariants
 
 from .preconditions import Refusal
 
 TRAINING = ".training.json"
+
+
+class Stored(Protocol):
+    """What a file holds."""
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Return what `as_json` wrote; ValueError if it is something else."""
+
+    def as_json(self) -> str:
+        """Return it as text."""
+
+
+T = TypeVar("T", bound=Stored)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +51,11 @@ class TrainingFile:
     why_not_written: Refusal | None
     """Why an update must not write here."""
 
-    def invariants(self, learn: Callable[[], Invariants], fits: Callable[[Invariants], bool]) -> Invariants:
+    def read_or_written(self, kind: type[T], learn: Callable[[], T], fits: Callable[[T], bool]) -> T:
         """Return the invariants with which to judge this run. An update writes what it learns if they do not fit.
 
         Args:
+            kind: The class of invariants.
             learn: Returns those of this run.
             fits: Whether this run keeps those in the file.
 
@@ -49,7 +64,7 @@ class TrainingFile:
             SnapshotError: The file cannot be read or written.
         """
         __tracebackhide__ = True
-        stored = self._read()
+        stored = self._read(kind)
         if stored is not None and (not self.updates or fits(stored)):
             return stored
         if not (self.updates or self.creates):
@@ -61,13 +76,13 @@ class TrainingFile:
             raise SnapshotError(f"{self.shown} is {self.why_not_written.message}")
         found = learn()
         if self.writes:
-            write_text(self.path, invariants.as_json(found))
+            write_text(self.path, found.as_json())
         return found
 
-    def _read(self) -> Invariants | None:
+    def _read(self, kind: type[T]) -> T | None:
         text = read_text(self.path)
         try:
-            return None if text is None else Invariants.from_dict(json.loads(text))
+            return None if text is None else kind.from_dict(json.loads(text))
         except (ValueError, RecursionError) as error:
             raise SnapshotError(
                 f"{self.shown} has no invariants ({error}): restore it, or remove it and run `pytest --snapshot-update`"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 CHECKS, FINITE, OUTPUTS = "checks/test_checks.py", "checks/test_finite.py", "checks/test_outputs.py"
 INCREMENTAL, MODES = "checks/test_incremental.py", "checks/test_modes.py"
-CHECKPOINT, PACKING = "checks/test_checkpoint.py", "checks/test_packing.py"
+CHECKPOINT, PACKING = "extras/training_state/test_checkpoint.py", "extras/ports/test_packing.py"
 BITWISE = "checks/test_bitwise.py"
 ACTIVATIONS, GRADIENTS = "assertions/test_activations.py", "assertions/test_gradients.py"
 STRUCTURE, PARAMETERS = "assertions/test_structure.py", "assertions/test_parameters.py"

@@ -68,9 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     from pytest_modelprobe.exceptions import UsageError
 
-    from .selection import selected
-    from .session import MutationSession, Options
-    from .worker import WORKER, Worker
+    from .session import WORKER, MutationSession, Options, Worker
+    from .training import selected
 
     if WORKER in config.stash:
         config.pluginmanager.register(Worker(*config.stash[WORKER], lambda: _unreported(config)), "modelprobe-mutation")

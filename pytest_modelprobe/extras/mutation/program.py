@@ -24,8 +24,7 @@ from torch.utils.data import DataLoader
 
 from pytest_modelprobe.models import as_array, has_dense_storage
 
-from .plan import PROGRAM, Place
-from .seen import Planted, Seen
+from .results import PROGRAM, Place, Planted, Seen
 from .training import TRAINING, ProgramCall, TrainingFault
 
 _INIT = (

@@ -20,9 +20,10 @@ from pytest_modelprobe.text import count, listed, printable
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from pytest_modelprobe.comparison import Pairing
-    from pytest_modelprobe.extras.scan.inputs import Input
+    from pytest_modelprobe.extras.scan.search import Input
     from pytest_modelprobe.probe import ModelProbe
+
+    from .pairing import Pairing
 
     _Call = tuple[tuple[Tensor, ...], dict[str, Any]]
 
@@ -53,8 +54,8 @@ def _run(options: argparse.Namespace) -> int:
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m` does
     import torch
 
-    from pytest_modelprobe.extras.scan.inputs import parse_input
     from pytest_modelprobe.extras.scan.scanning import ScannedModel
+    from pytest_modelprobe.extras.scan.search import parse_input
     from pytest_modelprobe.extras.scan.target import load
     from pytest_modelprobe.probe import ModelProbe
 
@@ -108,8 +109,8 @@ def _show(
     carries: bool,
 ) -> int:
     """Compare two live models on inputs that are the same, and print what differs."""
-    from pytest_modelprobe.comparison import port_failure
-    from pytest_modelprobe.models import carry, recognized
+    from .pairing import port_failure
+    from .weights import carry, recognized
 
     pairing = _paired(port, reference, calls, probe, rename)
     if carries:
@@ -141,7 +142,7 @@ def _show(
 def _paired(
     port: nn.Module, reference: nn.Module, calls: Sequence[_Call], probe: ModelProbe, rename: dict[str, str]
 ) -> Pairing:
-    from pytest_modelprobe.comparison import pair
+    from .pairing import pair
 
     records = []
     for letter, model, (args, kwargs) in zip("BA", (port, reference), calls, strict=True):

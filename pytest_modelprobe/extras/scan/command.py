@@ -53,10 +53,9 @@ def _run(options: argparse.Namespace) -> int:
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m` does
     from pytest_modelprobe.probe import ModelProbe
 
-    from .inputs import parse_input
-    from .scanning import ScannedModel
+    from .scanning import ScannedModel, as_test_file
+    from .search import parse_input
     from .target import load
-    from .test_file import as_test_file
 
     inputs = [parse_input(text) for text in options.input]
     with ModelProbe(options.device) as probe:

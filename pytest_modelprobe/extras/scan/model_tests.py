@@ -13,8 +13,8 @@ from pytest_modelprobe.checks import STANDARD
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import Record
 
-from .inputs import Input
 from .scanning import ScannedModel, applicable_assertions
+from .search import Input
 from .target import Target
 
 

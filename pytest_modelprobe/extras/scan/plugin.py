@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from .inputs import Input
+    from .search import Input
     from .target import Target
 
 
@@ -60,7 +60,7 @@ def _named(config: pytest.Config) -> tuple[Target, list[Input]]:
     """Return what makes the model, and its inputs; raise `pytest.UsageError` if there is no such model."""
     from pytest_modelprobe.exceptions import UsageError
 
-    from .inputs import parse_input
+    from .search import parse_input
     from .target import load
 
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m pytest` does

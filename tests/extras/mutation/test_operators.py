@@ -19,9 +19,8 @@ from pytest_modelprobe import (
     checks,
 )
 from pytest_modelprobe.extras.mutation.operators import OPERATORS
-from pytest_modelprobe.extras.mutation.plan import Place
 from pytest_modelprobe.extras.mutation.planting import Observer
-from pytest_modelprobe.extras.mutation.seen import Planted, Seen
+from pytest_modelprobe.extras.mutation.results import Place, Planted, Seen
 
 
 class Attends(nn.Module):

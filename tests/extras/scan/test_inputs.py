@@ -10,10 +10,8 @@ from torch import nn
 
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.extras.scan.inputs import Input, parse_input
 from pytest_modelprobe.extras.scan.scanning import ScannedModel
-from pytest_modelprobe.extras.scan.search import Search
-from pytest_modelprobe.extras.scan.starts import starts
+from pytest_modelprobe.extras.scan.search import Input, Search, parse_input, starts
 from pytest_modelprobe.extras.scan.target import Target, load
 
 

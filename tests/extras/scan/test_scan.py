@@ -10,8 +10,8 @@ from torch import nn
 
 from pytest_modelprobe import ModelProbe, cli
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.extras.scan.inputs import Input
 from pytest_modelprobe.extras.scan.scanning import ScannedModel
+from pytest_modelprobe.extras.scan.search import Input
 from pytest_modelprobe.extras.scan.target import load
 
 MODEL = """

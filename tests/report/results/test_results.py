@@ -316,7 +316,7 @@ def test_without_a_report_nothing_of_reports_is_imported(pytester: pytest.Pytest
     pytester.makeconftest("""
         import sys
         def pytest_unconfigure():
-            of_reports = ("report.results", "report.html", "report.formats", "report.exporters", "report.figures",
+            of_reports = ("report.results", "report.html", "report.formats", "extras.exporters", "extras.pictures",
                           "plugin.results")
             print("imported:", [x for x in of_reports if f"pytest_modelprobe.{x}" in sys.modules])
             print("others:", [x for x in ("matplotlib", "tensorboard", "mlflow") if x in sys.modules])

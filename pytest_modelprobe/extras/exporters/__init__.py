@@ -1,0 +1,1 @@
+"""Records in tools that show numbers over time: TensorBoard, MLflow, and those of other packages."""

@@ -1,0 +1,1 @@
+"""Figures: feature maps, where a model looks, gradients by depth, and distributions side by side."""

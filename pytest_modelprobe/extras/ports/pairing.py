@@ -1,0 +1,392 @@
+"""Two implementations of one model: which layer of one is which of the other, and the first pair that differs.
+
+`match` goes by names and types, which a port shares with its reference as little as a rewrite does. What both share is
+the flow of values: so the calls of the two are aligned in the order in which they returned, by the sizes of what they
+return, by their parameters, and by the values, which are the same up to the first error of the port.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pytest_modelprobe.comparison import Precision, tolerance
+from pytest_modelprobe.exceptions import NothingObservedError
+from pytest_modelprobe.record import (
+    ROOT,
+    Call,
+    CallTree,
+    Layer,
+    Parameter,
+    Record,
+    Statistics,
+    Step,
+    Value,
+    infer_rename,
+    is_read,
+    resolve_rename,
+)
+from pytest_modelprobe.text import count, failure, listed
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """Which layers of two records are the same."""
+
+    actual: Record
+    expected: Record
+    steps: tuple[tuple[Step, Step], ...]
+    """Calls of the actual and of the expected, in the order in which those of the actual returned."""
+    ambiguous: tuple[str, ...]
+    """Names, in the actual, of called layers that fit several of the expected equally well. They are not paired."""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Expected name → actual name."""
+        return {e.layer.name: a.layer.name for a, e in self.steps}
+
+    @property
+    def rename(self) -> dict[str, str]:
+        """The pairing as a ``rename`` of short globs: actual → expected, without names that agree."""
+        changed = {old: new for old, new in self.names.items() if old != new}
+        return infer_rename(self.actual, self.expected, changed) or {new: old for old, new in changed.items()}
+
+    def unpaired(self) -> tuple[list[str], list[str]]:
+        """Return the called layers of the actual and of the expected that have no partner, but may have values."""
+        names = self.names
+        mine, theirs = ([s.layer.name for s in _candidates(record)] for record in (self.actual, self.expected))
+        known = set(names.values())
+        return (
+            [name for name in dict.fromkeys(mine) if name not in known],
+            [name for name in dict.fromkeys(theirs) if name not in names],
+        )
+
+    def _forwards(self) -> list[tuple[Record, Call]]:
+        """Return the first forward of each that is in a pair."""
+        found = next(((a.call, e.call) for a, e in self.steps if a.outermost), ())
+        return list(zip((self.actual, self.expected), found, strict=False))
+
+    def __str__(self) -> str:
+        mine, theirs = self.unpaired()
+        rows = [f"rename={self.rename!r}"] if self.rename else []
+        for record, names in ((self.actual, mine), (self.expected, theirs)):
+            if names:
+                rows.append(f"{count(len(names), 'layer')} of {record.model} without a partner: {listed(names)}")
+        for record, call in self._forwards():
+            others = [value.path for value in call.outputs if value is not _main(call.outputs)]
+            if others:
+                rows.append(f"Only the largest output is compared, not {listed(others)} of {record.model}")
+        if self.ambiguous:
+            said = f"{listed(self.ambiguous)} {'fits' if len(self.ambiguous) == 1 else 'fit'} several layers"
+            rows.append(f"Ambiguous: {said} equally well; say which with rename=")
+        return "\n".join(rows)
+
+
+def pair(actual: Record, expected: Record, rename: Mapping[str, str] | None = None) -> Pairing:
+    """Return which layers of two implementations are the same, by structure and by what flows through them.
+
+    Raises:
+        SelectionError: ``rename`` matches no layer.
+        NothingObservedError: No layer but the root could be paired, or the two were given other tensors.
+    """
+    __tracebackhide__ = True
+    _reject_other_inputs(actual, expected)
+    told = resolve_rename(actual, expected, rename) if rename else {}
+    mine, theirs = list(_candidates(actual)), list(_candidates(expected))
+    scores = _Scores(told, actual, expected)
+    early = set(_aligned(mine, theirs, scores))
+    late = {(a, e) for a, e in _aligned(mine[::-1], theirs[::-1], scores)}
+    sure = sorted(early & late, key=lambda found: mine.index(found[0]))
+    by_layer: dict[str, str] = {}
+    for a, e in sure:  # a shared layer is where its first call says
+        if a.layer.name not in by_layer and e.layer.name not in by_layer.values():
+            by_layer[a.layer.name] = e.layer.name
+    if not by_layer.keys() - {ROOT}:
+        raise NothingObservedError(
+            f"no layer of {actual.model} could be paired with one of {expected.model}: say which are the same, "
+            'such as rename={"blocks.*": "transformer.h.*"}'
+        )
+    steps = tuple((a, e) for a, e in sure if by_layer.get(a.layer.name) == e.layer.name)
+    unsure = {a.layer.name: None for a, _ in sorted(early ^ late, key=lambda found: mine.index(found[0]))}
+    return Pairing(actual, expected, steps, tuple(name for name in unsure if name not in by_layer))
+
+
+def port_failure(pairing: Pairing, tolerance: float = 1.0, *, unknown: Collection[str] = ()) -> str:
+    """Return the message of the first pair that differs; an empty text if none does.
+
+    Args:
+        pairing: What is compared.
+        tolerance: Factor by which every tolerance is multiplied.
+        unknown: Names of parameters of the actual that are not known to have the values of the expected.
+
+    Raises:
+        NothingObservedError: No pair has numbers in both records.
+    """
+    __tracebackhide__ = True
+    judged = [_Judged.of(a, e, pairing, tolerance) for a, e in pairing.steps]
+    known = [one for one in judged if one.output.known]
+    if not known:
+        raise NothingObservedError("nothing was compared, for no pair of layers has numbers in both records")
+    if any(one.actual.outermost and not one.output.known for one in judged):  # or the rest would read as the same
+        raise NothingObservedError(
+            f"the largest outputs of {pairing.actual.model} and {pairing.expected.model} have no numbers or another "
+            "size, so that they cannot be compared: wrap one model in a module that returns what the other does"
+        )
+    different = [one for one in known if one.output.differs]
+    ties = list(_other_ties(pairing))
+    weights = [one for one in judged if one.weights]
+    if not (different or ties or weights):
+        return ""
+    own = next((one for one in different if one.input.same), None)
+    looked_at = f"{count(len(known), 'pair')} of layers looked at"
+    if own is not None:
+        first = f"{own.first_line(different)}; {looked_at}"
+        inside = "" if own.actual.outermost else f"{own.actual.layer.name}."
+        other = [name for name in unknown if name.startswith(inside)]
+        if other:
+            first += f"; weights inside are not those of the expected: {listed(other)}"
+    elif different:
+        first = f"{different[0].names}: output differs by {_share(different[0].output)}; {looked_at}"
+    elif weights:
+        first = f"{weights[0].names}: {weights[0].weights}; {looked_at}"
+    else:
+        first = f"{ties[0]}; {looked_at}"
+    rows = [one.row() for one in dict.fromkeys([*([own] if own else []), *different, *weights])]
+    steps = [*ties, *str(pairing).splitlines()]
+    return failure(first, _COLUMNS, rows, *(step for step in steps if step and step not in first))
+
+
+_COLUMNS = ["actual", "expected", "input", "output", "what is known"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    actual: Step
+    expected: Step
+    input: tolerance.ValueChange
+    output: tolerance.ValueChange
+    weights: str
+    """How the parameters differ; empty if they do not, as far as is known."""
+
+    @classmethod
+    def of(cls, a: Step, e: Step, pairing: Pairing, times: float) -> _Judged:
+        measured = pairing.expected.noise is not None
+        compared = functools.partial(_change, measured=measured, times=times)
+        taken = compared(_main(a.call.inputs), _main(e.call.inputs))
+        made = compared(_main(a.call.outputs), _main(e.call.outputs))
+        weights = _other_weights(a.layer, e.layer)
+        inside = a.last_child or e.last_child  # what a container has itself, the other may have in a layer inside
+        if not weights and taken.same and made.differs and inside is None:
+            weights = _other_parameters(a.layer, e.layer)
+        return cls(a, e, taken, made, weights)
+
+    @property
+    def names(self) -> str:
+        return f"{self.actual.label} and {self.expected.label}"
+
+    def first_line(self, different: Sequence[_Judged]) -> str:
+        share = _share(self.output)
+        if self.weights:
+            return f"{self.names}: {self.weights}, and the output differs by {share}"
+        said = f"{self.actual.label} does not compute what {self.expected.label} does: output differs by {share}"
+        inside = (one for one in different if one.input.differs and _is_inside(one.actual, self.actual))
+        behind = next(inside, None)
+        if behind is not None:
+            return f"{said} for equal inputs, first in what it passes to {behind.actual.label}"
+        return f"{said} for equal inputs" + (" and weights" if self.actual.layer.parameters else "")
+
+    def row(self) -> list[str]:
+        then = self.expected.layer.attributes
+        attributes = [
+            f"{name} {value}, expected {then[name]}"
+            for name, value in self.actual.layer.attributes.items()
+            if name in then and then[name] != value and not name.startswith("_")
+        ]
+        known = "; ".join([*([self.weights] if self.weights else []), *attributes[:2]])
+        return [self.actual.name, self.expected.name, _share(self.input), _share(self.output), known]
+
+
+def _is_inside(step: Step, other: Step) -> bool:
+    parent = step.parent
+    while parent is not None and parent is not other:
+        parent = parent.parent
+    return parent is other
+
+
+def _share(found: tolerance.ValueChange) -> str:
+    if not found.known:
+        return "not known"
+    if found.same:
+        return "same"
+    return "all" if found.change is None or math.isinf(found.change) else f"{found.change:.2g} of the norm"
+
+
+def _change(a: Value | None, e: Value | None, *, measured: bool, times: float) -> tolerance.ValueChange:
+    if a is None or e is None or not (is_read(a.forward) and is_read(e.forward)) or _size(a) != _size(e):
+        return tolerance.UNKNOWN
+    scale = functools.partial(tolerance.norm, e.forward)
+    precision: Precision = "measured" if measured else "unmeasured"
+    return tolerance.change(a.forward, e.forward, dtype=e.dtype, precision=precision, times=times, scale=scale)
+
+
+def _other_weights(a: Layer, e: Layer) -> str:
+    """Return how the values of the parameters of two layers differ, in whatever order their elements are."""
+    for mine, theirs in _parameter_pairs(a, e):
+        x, y = mine.reading.statistics, theirs.reading.statistics
+        if x is None or y is None:
+            continue
+        if any(abs(p - q) > 1e-4 * max(y.norm / math.sqrt(y.count or 1), 1e-12) for p, q in _moments(x, y)):
+            return f"{mine.name} has other values than {theirs.name}"
+    return ""
+
+
+def _other_parameters(a: Layer, e: Layer) -> str:
+    """Return what else may differ: how many parameters there are, and the order of their elements.
+
+    A square matrix may be stored transposed, as in GPT-2, so that another order alone is no difference.
+    """
+    if len(a.parameters) != len(e.parameters):
+        has, had = (" and ".join(p.name for p in layer.parameters) or "no parameter" for layer in (a, e))
+        return f"has {has}, expected {had}"
+    for mine, theirs in _parameter_pairs(a, e):
+        if mine.shape == theirs.shape and tolerance.change(mine.reading, theirs.reading, direction="state").differs:
+            return f"{mine.name} has the values of {theirs.name} in another order"
+    return ""
+
+
+def _parameter_pairs(a: Layer, e: Layer) -> Iterator[tuple[Parameter, Parameter]]:
+    """Yield the parameters of the same name, else those that are the only ones of their size."""
+    named = {p.name: p for p in e.parameters}
+    others = [p for p in e.parameters if p.name not in {mine.name for mine in a.parameters}]
+    for mine in a.parameters:
+        size = math.prod(mine.shape)
+        alike = [named[mine.name]] if mine.name in named else [p for p in others if math.prod(p.shape) == size]
+        if len(alike) == 1 and math.prod(alike[0].shape) == size:
+            yield mine, alike[0]
+
+
+def _moments(x: Statistics, y: Statistics) -> Iterator[tuple[float, float]]:
+    for name in ("mean", "std", "min", "max"):
+        yield getattr(x, name) or 0.0, getattr(y, name) or 0.0
+
+
+def _other_ties(pairing: Pairing) -> Iterator[str]:
+    for a, e in pairing.steps:
+        mine, theirs = ({p.tied_to for p in s.layer.parameters if p.tied_to} for s in (a, e))
+        if bool(mine) != bool(theirs) and len(a.layer.parameters) == len(e.layer.parameters):
+            tied, other = (a, e) if mine else (e, a)
+            to = next(iter(mine or theirs))
+            yield f"a weight of {tied.label} is tied to {to}, and that of {other.label} is not tied"
+
+
+def _reject_other_inputs(actual: Record, expected: Record) -> None:
+    """Refuse models that were given other tensors: the fingerprint of every value depends on all of these."""
+    mine, theirs = ([s.call for s in _candidates(record) if s.outermost] for record in (actual, expected))
+    for a, e in zip(mine, theirs, strict=False):
+        changes = [_change(x, y, measured=False, times=1.0) for x, y in zip(a.inputs, e.inputs, strict=False)]
+        if len(a.inputs) == len(e.inputs) and not any(change.differs for change in changes):
+            continue
+        given = [listed([f"{v.path} {v.shape}" for v in call.inputs], most=9) or "no tensor" for call in (a, e)]
+        raise NothingObservedError(
+            f"{actual.model} was given {given[0]} and {expected.model} {given[1]}, which are not the same tensors, so "
+            "that no value can be compared: give both the same, and bind what only one takes in a functools.partial "
+            "of its forward"
+        )
+
+
+# --- the alignment ------------------------------------------------------------------------------------------------
+
+
+def _candidates(record: Record) -> Iterator[Step]:
+    """Yield the calls that compute something, in the order in which they returned: dropout that is off does not."""
+    for step in CallTree(record).returned:
+        taken, made = _main(step.call.inputs), _main(step.call.outputs)
+        passes_on = taken is not None and made is not None and taken.forward.fingerprint == made.forward.fingerprint
+        if made is not None and not (passes_on and made.forward.fingerprint is not None and not step.layer.parameters):
+            yield step
+
+
+def _main(values: Sequence[Value]) -> Value | None:
+    """Return the largest floating-point value, or the first value if there is none."""
+    floating = [value for value in values if value.is_floating]
+    return max(floating, key=_size, default=values[0] if values else None)
+
+
+def _size(value: Value) -> int:
+    return math.prod(d if isinstance(d, int) else d[1] for d in value.shape)
+
+
+class _Scores:
+    """How well two calls fit; `None` if they cannot be the same."""
+
+    def __init__(self, told: Mapping[str, str], actual: Record, expected: Record) -> None:
+        self.told, self.told_of = told, {new: old for old, new in told.items()}
+        self.parameters = {id(record): _parameters_inside(record) for record in (actual, expected)}
+        self.mine, self.theirs = self.parameters[id(actual)], self.parameters[id(expected)]
+
+    def __call__(self, a: Step, e: Step) -> float | None:
+        now, then = a.layer.name, e.layer.name
+        if now in self.told_of or then in self.told:
+            return 1000.0 if self.told.get(then) == now else None
+        if a.outermost or e.outermost:
+            return 100.0 if a.outermost and e.outermost else None
+        x, y = _main(a.call.outputs), _main(e.call.outputs)
+        if x is None or y is None or _size(x) != _size(y):
+            return None
+        leaf = a.last_child is None
+        if leaf != (e.last_child is None):
+            return None
+        if leaf and _kind(a) != _kind(e):
+            return None
+        given, taken = _main(a.call.inputs), _main(e.call.inputs)
+        score = 1.0 + 4 * (now == then)
+        score += 2 if self.mine[now] == self.theirs[then] else -0.5
+        score += 2 * _change(x, y, measured=False, times=1.0).same
+        score += 2 * _change(given, taken, measured=False, times=1.0).same
+        if leaf and a.layer.parameters:
+            score += 2 * (not _other_weights(a.layer, e.layer))
+        score += 0.5 * (a.layer.type_name == e.layer.type_name)
+        return score + 0.25 * (now.rpartition(".")[2] == then.rpartition(".")[2])
+
+
+def _kind(step: Step) -> tuple[int, bool, int]:
+    """Return what a layer without layers inside is: a norm has vectors, a linear layer a matrix, an embedding ids."""
+    taken = _main(step.call.inputs)
+    rank = max((len(p.shape) for p in step.layer.parameters), default=0)
+    largest = max((math.prod(p.shape) for p in step.layer.parameters), default=0)
+    return rank, taken is not None and taken.is_floating, largest
+
+
+def _parameters_inside(record: Record) -> dict[str, int]:
+    found = dict.fromkeys(record.layers, 0)
+    for name, layer in record.layers.items():
+        own = sum(math.prod(p.shape) for p in layer.parameters)
+        while True:
+            if name in found:
+                found[name] += own
+            if "." not in name:
+                break
+            name = name.rpartition(".")[0]
+    return found
+
+
+def _aligned(mine: Sequence[Step], theirs: Sequence[Step], scores: _Scores) -> Iterator[tuple[Step, Step]]:
+    """Yield the pairs of the alignment with the largest sum of scores; of equal ones, the one that pairs latest."""
+    best = [[0.0] * (len(theirs) + 1) for _ in range(len(mine) + 1)]
+    table = [[scores(a, e) for e in theirs] for a in mine]
+    for i, row in enumerate(table):
+        for j, score in enumerate(row):
+            paired = best[i][j] + score if score is not None else -1.0
+            best[i + 1][j + 1] = max(best[i][j + 1], best[i + 1][j], paired)
+    i, j = len(mine), len(theirs)
+    while i and j:
+        score = table[i - 1][j - 1]
+        if score is not None and best[i][j] == best[i - 1][j - 1] + score:
+            i, j = i - 1, j - 1
+            yield mine[i], theirs[j]
+        elif best[i][j] == best[i - 1][j]:
+            i -= 1
+        else:
+            j -= 1
