@@ -5,13 +5,12 @@ from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_ch
 from .checkpoint import wholly_loaded
 from .deferred import deferred_initialization
 from .finite import finite
-from .gradients import labels_ignored
 from .incremental import incremental
 from .initial import initial_loss
 from .inputs import inputs_used
 from .loading import workers_differ
 from .machinery.check import Check
-from .modes import dropout_scaled, modes_agree
+from .modes import modes_agree
 from .outcome import NotApplicableError, Outcome
 from .packing import packed_documents
 from .parity import checkpoint_parity, compile_parity, device_parity, dtype_parity, export_parity, layout_parity
@@ -19,7 +18,6 @@ from .registration import copy_and_pickle, initialized, registered, state_dict_r
 from .repetition import deterministic, eval_stable, seeded, train_eval_differ
 from .resume import resume
 from .sequence import causal, padding_invariant, permutation_equivariant, permutation_invariant
-from .spectral import spectral_norms_settled
 from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
 from .training import ema_tracks, gradcheck, gradient_accumulation, optimizer_covers, overfits_batch
 from .ways import attention_agrees
@@ -42,7 +40,6 @@ __all__ = [
     "deferred_initialization",
     "deterministic",
     "device_parity",
-    "dropout_scaled",
     "dtype_parity",
     "ema_tracks",
     "eval_stable",
@@ -55,7 +52,6 @@ __all__ = [
     "initialized",
     "inputs_unchanged_by_forward",
     "inputs_used",
-    "labels_ignored",
     "layout_parity",
     "modes_agree",
     "optimizer_covers",
@@ -68,7 +64,6 @@ __all__ = [
     "registered",
     "resume",
     "seeded",
-    "spectral_norms_settled",
     "standard",
     "state_dict_round_trip",
     "state_unchanged_by_forward",

@@ -26,12 +26,11 @@ from pytest_modelprobe.text import count, listed
 
 from .batch import any_batch_size, batch_independent
 from .finite import finite
-from .gradients import labels_ignored
 from .incremental import incremental_where_meant
 from .inputs import inputs_used
 from .machinery.check import Check, arguments_of, from_assertion, in_order
 from .machinery.prepared import PreparedModel
-from .modes import dropout_scaled, modes_agree
+from .modes import modes_agree
 from .outcome import NotApplicableError, Outcome
 from .parity import checkpoint_parity, dtype_parity, layout_parity
 from .registration import copy_and_pickle, initialized, registered, state_dict_round_trip
@@ -44,11 +43,10 @@ _standard: ChainMap[str, Check] = ChainMap({}, {
     check.__name__: check
     for check in (
         finite, registered, initialized, deterministic, eval_stable, seeded, train_eval_differ,
-        modes_agree, dropout_scaled,
-        batch_independent, any_batch_size, causal_where_meant, incremental_where_meant, padding_invariant,
+        modes_agree, batch_independent, any_batch_size, causal_where_meant, incremental_where_meant, padding_invariant,
         inputs_used, state_unchanged_by_forward, inputs_unchanged_by_forward, state_dict_round_trip, copy_and_pickle,
         layout_parity, dtype_parity, checkpoint_parity,
-        labels_ignored, gradient_accumulation, overfits_batch,
+        gradient_accumulation, overfits_batch,
     )
 })  # fmt: skip
 """What was added in this run of pytest, or without one in this process, and what there always is."""
@@ -70,7 +68,6 @@ APART: Mapping[str, str] = {
     "wholly_loaded": "as it needs the function that loads",
     "deferred_initialization": "as it needs the function that makes the model",
     "initial_loss": "as a trained model begins lower",
-    "spectral_norms_settled": "as torch's older spectral_norm is settled by training alone",
 }
 """Name of each other check → why `standard` leaves it to be called by itself."""
 
@@ -179,12 +176,7 @@ def standard(
     """Run the standard checks, assert that none is broken, and return their outcomes. Hints are a `HintWarning`.
 
     `STANDARD` has their names. Among them, `causal` is not applicable unless something says that the model is meant to
-    be so. Other checks are called by themselves: those that only some models have to pass (`permutation_equivariant`,
-    `permutation_invariant`, `packed_documents`, `attention_agrees`, `export_parity`), those that
-    take long (`compile_parity`, `gradcheck`), those with a required option (`device_parity`, `optimizer_covers`,
-    `ema_tracks`), one for models before training (`initial_loss`), one for models that are evaluated after it
-    (`spectral_norms_settled`), `resume`, which makes and trains a state, `wholly_loaded`, which loads a checkpoint, and
-    `deferred_initialization`, which makes models.
+    be so. `APART` has the other checks, each with the reason why it is called by itself.
 
     Args:
         probe: Gives the device and the seed.

@@ -6,18 +6,15 @@ an error. Dropout that a layer has written itself is measured over many calls.
 
 from __future__ import annotations
 
-import functools
 import inspect
-import math
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from pytest_modelprobe.comparison.text import percent
@@ -25,7 +22,6 @@ from pytest_modelprobe.models import (
     CallTracer,
     Flat,
     ModuleCall,
-    attributes,
     flatten,
     flatten_call,
     map_tensors,
@@ -33,12 +29,12 @@ from pytest_modelprobe.models import (
 )
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.runs import Mode
-from pytest_modelprobe.text import count, listed, number
+from pytest_modelprobe.text import count, listed
 
 from .machinery.agreement import changed, check_repeats
 from .machinery.check import check
 from .machinery.prepared import PreparedModel, copy_of, set_mode
-from .machinery.rounding import as_double, limit, plain, relative_error
+from .machinery.rounding import limit, plain, relative_error
 from .outcome import NotApplicableError, Violation
 
 _ADVICE = (
@@ -116,8 +112,8 @@ def modes_agree(prepared: PreparedModel, *, tolerance: float | None = None) -> V
     """Check that a forward in training mode returns the same as in evaluation mode, apart from randomness.
 
     Dropout of torch is off in both, and a BatchNorm uses its running statistics. The output of a layer that draws
-    random numbers in other ways, or updates statistics of its own, is replaced by its output in evaluation mode;
-    `dropout_scaled` checks the former. So is a single number that is 0 in evaluation mode, which is a loss of training.
+    random numbers in other ways, or updates statistics of its own, is replaced by its output in evaluation mode.
+    So is a single number that is 0 in evaluation mode, which is a loss of training.
     A layer is compared where its inputs are the same in both modes and its output has the same structure. A difference
     that the code around a layer compensates, as for a weight that is merged for evaluation, is only mentioned. Then
     eval() is called twice in a row, and eval() and train(): neither may change the output.
@@ -320,284 +316,3 @@ class _DrawDetector:
         if running is not None:
             running.drew |= drew
         return drew
-
-
-# --- dropout ------------------------------------------------------------------------------------------------------
-
-_DRAWS = 3000
-"""Calls of a layer with dropout. One that keeps 95 % and scales by 1 / 0.95² is then detected with all but one seed in
-10,000: 3,000 calls keep 8.8 standard errors more than 0.95² of them on average, and `_DOUBT` is at 6.1."""
-
-_FEWER = 4
-"""A layer that calls others takes longer and is called a fourth as often."""
-
-_DOUBT = 1e-9
-"""Probability of a false alarm for a layer with the right scale."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Dropped:
-    """Dropout of a layer, measured over many calls."""
-
-    kept: float
-    """Fraction of the calls in which an element was kept."""
-    scale: float
-    """Factor of the kept elements."""
-    doubt: float
-    """Upper bound of the probability of this fraction if the scale is right."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A tensor in which what the own code of a layer drew is seen first."""
-
-    layer: str
-    inside: int
-    """Number of calls that begin inside the layer before."""
-    child: str | None
-    """The layer inside that takes it, or `None` if the layer itself returns it."""
-    path: str
-
-    @property
-    def values(self) -> str:
-        """What is dropped, for a sentence."""
-        return "its values" if self.child is None else f"the values that {self.child} takes"
-
-
-@check
-def dropout_scaled(prepared: PreparedModel) -> Violation | str:
-    """Check that layers with dropout of their own scale the kept elements such that the mean stays.
-
-    The mean in training is then the output in evaluation mode. Checked is what the own code of a layer, or of the model
-    itself, returns or gives to a layer inside it after it drew random numbers. It runs on its input in the model 3,000
-    times, 750 if it calls others, which are in evaluation mode. Each element has to be zero or one multiple of that in
-    evaluation mode, with an input added or not. Layers of torch are not checked. What augments the data, before the
-    first parameter, layers that draw in evaluation mode too, and those that use random numbers in another way are left
-    out, and the outcome names them.
-
-    The probability of a false alarm is at most one in a billion. A scale that is applied twice is detected if at most
-    95 % are kept, or 80 % in a layer that calls others. A missing scale is always detected. A layer that calls others
-    is left out if its first 20 runs drop nothing, whole rows, or a residual branch of the whole batch: a condition and
-    a layer that are left out at random are not scaled on purpose.
-
-    Args:
-        prepared: The model and its inputs.
-
-    >>> import torch
-    >>> from torch import nn
-    >>> from pytest_modelprobe import ModelProbe, checks
-    >>> class Drop(nn.Module):
-    ...     def forward(self, x):
-    ...         return x * (torch.rand(len(x), 1) > 0.3) if self.training else x
-    >>> probe, model = ModelProbe(), nn.Sequential(nn.Linear(3, 3), Drop())
-    >>> checks.dropout_scaled.outcome(probe, model, probe.randn(4, 3)).layer  # it is not divided by 0.7
-    '1'
-    """
-    prepared.reference(mode="train")
-    places = _drawing(prepared)
-    looked_at, wrong = dict[str, None](), []
-    known: dict[Any, _Dropped | None] = {}
-    for place, given in places.items():
-        if given is None:
-            continue
-        module = prepared.layers.modules[place.layer]
-        alike = type(module), (repr(attributes(module)), place.path) if prepared.layers.is_leaf(place.layer) else place
-        if alike not in known:
-            known[alike] = _dropped(prepared, place, given)
-        dropped = known[alike]
-        if dropped is None:
-            continue
-        looked_at[place.layer] = None
-        if dropped.doubt < _DOUBT:
-            wrong.append((place, dropped))
-    others = [name for name in dict.fromkeys(place.layer for place in places) if name not in looked_at]
-    left = f"; left out: {listed(others)}" if others else ""
-    if not looked_at:
-        raise NotApplicableError(f"no layer has dropout of its own{left}")
-    if not wrong:
-        return f"{count(len(looked_at), 'layer')}{left}"
-    place, first = wrong[0]
-    return Violation.first_of(
-        ((p.layer, percent(d.kept), d.scale, percent(d.kept * d.scale)) for p, d in wrong),
-        f"keeps {percent(first.kept)} of {place.values} in training and multiplies them by {number(first.scale)}: the "
-        f"mean is {percent(first.kept * first.scale)} of the mean in evaluation mode",
-        columns=("layer", "keeps", "times", "mean"),
-        advice="Elements that are kept with probability q have to be divided by q, once, in training.",
-    )
-
-
-def _drawing(prepared: PreparedModel) -> dict[_Place, _Arguments | None]:
-    """Return where what layers drew in training is seen, each with the arguments of the layer.
-
-    The arguments are `None` if the tensor there requires no gradient: what augments the data is no dropout.
-    """
-    places: dict[_Place, _Arguments | None] = {}
-    watcher = _DrawDetector(prepared)
-
-    def note(call: _RandomCall | None, child: str | None, tensors: list[tuple[str, Tensor]]) -> None:
-        if call is not None and not type(call.module).__module__.startswith("torch.nn."):
-            for path, x in tensors:
-                place = _Place(call.layer, call.inside, child, path)
-                places.setdefault(place, call.arguments if x.requires_grad else None)
-
-    def begin(call: _RandomCall, args: Any, kwargs: Any) -> None:
-        call.arguments = tuple(map_tensors(copy_of, [args, kwargs]))
-        if watcher.drew(call.parent):
-            note(call.parent, call.layer, flatten_call(args, kwargs).tensors)
-        around = call.parent
-        while around is not None:
-            around.inside += 1
-            around = around.parent
-
-    def end(call: _RandomCall, args: Any, output: Any) -> None:
-        if watcher.drew(call):
-            note(call, None, flatten("output", output).tensors)
-
-    def run() -> None:
-        tracer = CallTracer(prepared.layers.modules, _RandomCall, before=begin, after=end)
-        with torch.enable_grad(), tracer, _AsInEvaluation():
-            args, kwargs = prepared.copied_inputs()
-            prepared.model(*args, **kwargs)
-
-    with prepared.keep_changes():
-        set_mode(prepared.model, "train")
-        prepared.trace_call(run)
-    return places
-
-
-def _dropped(prepared: PreparedModel, place: _Place, given: _Arguments) -> _Dropped | None:
-    """Return the dropout of a layer over many calls in training, or `None` if its randomness is no dropout."""
-    module, leaf = prepared.layers.modules[place.layer], prepared.layers.is_leaf(place.layer)
-    seeds = seeding.seeded(seeding.derive(prepared.probe.seed, f"check draws of {place.layer}"))
-    others = nullcontext() if leaf else _AsInEvaluation()
-    with prepared.keep_changes(), seeds, torch.no_grad(), others, _Replay(prepared, place, given) as replay:
-        try:
-            taken: list[Tensor] = []
-            module.eval()
-            steady = [replay(taken), *(replay() for _ in range(_LOOKED_AT - 1))]
-            evaluated = steady[0]
-            if module.training or any(not torch.equal(one, evaluated) for one in steady):
-                return None  # what it draws in evaluation too is a part of what it computes
-            module.train()
-            for child in module.children():
-                child.eval()
-            first = torch.stack([replay() for _ in range(_LOOKED_AT)])
-            if first.shape[1:] != evaluated.shape:
-                return None
-            for base in (torch.zeros_like(evaluated), *(x for x in taken if x.shape == evaluated.shape)):
-                scale = _scale(first, evaluated, base)
-                if scale is not None and (leaf or _drops_parts(first, evaluated, base)):
-                    at = int((evaluated - base).abs().argmax())
-                    draws = _DRAWS if leaf else _DRAWS // _FEWER
-                    rest = [replay().flatten()[at] for _ in range(draws - _LOOKED_AT)]
-                    values = torch.cat([first.flatten(1)[:, at], torch.stack(rest)]) - base.flatten()[at]
-                    return _measured(values != 0, scale)
-        except Exception:  # noqa: BLE001 - called alone it may lack state that its model sets
-            return None
-    return None
-
-
-def _drops_parts(outputs: Tensor, evaluated: Tensor, base: Tensor) -> bool:
-    """Whether parts of a row are dropped, or of a batch where something is added to a base.
-
-    A layer that is left out for the whole batch, or a condition for a whole row, is not scaled on purpose.
-    """
-    known = evaluated != base
-    shape = len(outputs), 1 if base.any() else len(evaluated), -1
-    dropped, kept = ((known & (outputs == base)).reshape(shape), (known & (outputs != base)).reshape(shape))
-    return bool((dropped.any(-1) & kept.any(-1)).any())
-
-
-class _ReachedError(Exception):
-    """The place is reached: what the layer computes after it is of no interest."""
-
-
-class _Replay:
-    """Calls a layer alone with the same arguments again and again, and returns the tensor at a place.
-
-    Args:
-        prepared: The model.
-        place: The layer and the tensor.
-        given: Arguments of the layer.
-    """
-
-    def __init__(self, prepared: PreparedModel, place: _Place, given: _Arguments) -> None:
-        self._modules, self._place, self._given = prepared.layers.modules, place, given
-        self._inside, self._found = 0, torch.empty(0)
-        self._taken: list[Tensor] | None = None
-        self._exit = ExitStack()
-
-    def __enter__(self) -> _Replay:
-        for name, module in self._modules.items():
-            if name != self._place.layer and _within(name, self._place.layer):
-                hook = functools.partial(self._begin, name)
-                self._exit.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._exit.close()
-
-    def __call__(self, taken: list[Tensor] | None = None) -> Tensor:
-        """Return the tensor, and add to ``taken`` what the layer took, and gave to others before."""
-        self._inside, self._taken = 0, taken
-        args, kwargs = map_tensors(copy_of, list(self._given))
-        self._take(flatten_call(args, kwargs).tensors)
-        try:
-            output = self._modules[self._place.layer](*args, **kwargs)
-        except _ReachedError:
-            return self._found
-        if (self._inside, None) != (self._place.inside, self._place.child):
-            raise LookupError("it leaves out layers at random")
-        return self._at_place(flatten("output", output).tensors)
-
-    def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        tensors = flatten_call(args, kwargs).tensors
-        if (self._inside, name) == (self._place.inside, self._place.child):
-            self._found = self._at_place(tensors)
-            raise _ReachedError
-        self._inside += 1
-        self._take(tensors)
-
-    def _take(self, tensors: list[tuple[str, Tensor]]) -> None:
-        if self._taken is not None:
-            self._taken += [as_double(plain(copy_of(x))) for _, x in tensors if x.is_floating_point()]
-
-    def _at_place(self, tensors: list[tuple[str, Tensor]]) -> Tensor:
-        return as_double(plain(copy_of(dict(tensors)[self._place.path])))
-
-
-_LOOKED_AT = 20
-"""Calls of which all elements are compared."""
-
-_ROUNDING = 1e-4
-"""Ratios that differ by less count as equal, and a smaller ratio counts as zero."""
-
-
-def _scale(outputs: Tensor, evaluated: Tensor, base: Tensor) -> float | None:
-    """Return the factor between what training and evaluation add to a base; None if it is not constant."""
-    added = (evaluated - base).abs()
-    large = added > 1e-3 * added.max()
-    if not large.any():
-        return None
-    ratios = ((outputs - base) / (evaluated - base))[:, large]
-    kept = ratios[ratios.abs() > _ROUNDING]
-    if not len(kept) or not kept.isfinite().all():
-        return None
-    scale = kept.median().item()
-    return scale if bool(((kept - scale).abs() < _ROUNDING * abs(scale)).all()) else None
-
-
-def _measured(kept: Tensor, scale: float) -> _Dropped:
-    """Return the probability that the kept fraction is right for a scale.
-
-    It is Chernoff's bound: of n draws that each keep with probability q, the kept fraction is s or further from q with
-    a probability of at most exp(-n KL(s, q)) on each side.
-    """
-    share = kept.float().mean().item()
-    right = 1 / scale if scale else math.inf
-    if right > 1 + _ROUNDING:
-        return _Dropped(share, scale, 0.0)
-    right = min(right, 1.0)
-    terms = [(share, right), (1 - share, 1 - right)]
-    distance = sum(s * math.log(s / q) if q else math.inf for s, q in terms if s)
-    return _Dropped(share, scale, min(1.0, 2 * math.exp(-len(kept) * distance)))
