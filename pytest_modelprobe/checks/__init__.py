@@ -2,6 +2,7 @@
 
 from .batch import any_batch_size, batch_independent
 from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_checks, standard
+from .check import Check
 from .checkpoint import wholly_loaded
 from .deferred import deferred_initialization
 from .finite import finite
@@ -9,7 +10,6 @@ from .incremental import incremental
 from .initial import initial_loss
 from .inputs import inputs_used
 from .loading import workers_differ
-from .machinery.check import Check
 from .modes import modes_agree
 from .outcome import NotApplicableError, Outcome
 from .packing import packed_documents

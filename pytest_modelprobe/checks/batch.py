@@ -18,12 +18,12 @@ from torch import Tensor
 from pytest_modelprobe.models import as_real
 from pytest_modelprobe.text import count, listed
 
+from .check import check
 from .machinery.agreement import Disagreement, Pairs, check_not_random, compare_runs, inside_note, violation_of
-from .machinery.check import check
-from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary, keep_input
 from .machinery.rounding import as_double, differing_bits, is_rounded, limit, relative_error
 from .outcome import NotApplicableError, Violation
 from .sequence import replacement
+from .session import LayerTensor, PreparedModel, Trace, Vary, keep_input
 
 
 @check

@@ -25,17 +25,17 @@ from pytest_modelprobe.runs import Loss
 from pytest_modelprobe.text import count, listed
 
 from .batch import any_batch_size, batch_independent
+from .check import Check, arguments_of, check_order, from_assertion
 from .finite import finite
 from .incremental import incremental_where_meant
 from .inputs import inputs_used
-from .machinery.check import Check, arguments_of, from_assertion, in_order
-from .machinery.prepared import PreparedModel
 from .modes import modes_agree
 from .outcome import NotApplicableError, Outcome
 from .parity import checkpoint_parity, dtype_parity, layout_parity
 from .registration import copy_and_pickle, initialized, registered, state_dict_round_trip
 from .repetition import deterministic, eval_stable, seeded, train_eval_differ
 from .sequence import causal_where_meant, padding_invariant
+from .session import PreparedModel
 from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
 from .training import gradient_accumulation, overfits_batch
 
@@ -161,7 +161,6 @@ class Outcomes(tuple[Outcome, ...]):
         return "\n\n".join([first, *broken, *(f"--- {hint.check}, a hint ---\n{hint}" for hint in self.hints)])
 
 
-@in_order
 def standard(
     probe: ModelProbe,
     model: nn.Module,
@@ -202,12 +201,12 @@ def standard(
     ['holds', 'not applicable']
     """
     __tracebackhide__ = True
+    check_order("standard", probe, model, *inputs)
     names = _chosen(skip, only)
     given = {**(kwargs or {}), **model_kwargs}
+    session = PreparedModel(probe, model, inputs, given, loss=loss)
     with progress("check", len(names)) as each:
-        outcomes = Outcomes(
-            STANDARD[name].outcome(probe, model, *inputs, loss=loss, kwargs=given) for name in each(names)
-        )
+        outcomes = Outcomes(STANDARD[name].judge(session) for name in each(names))
     if any(outcome.verdict == "not applicable" for outcome in outcomes):
         check_runs(probe, model, inputs, given, _one_input(inputs))
     if outcomes.broken:
@@ -367,7 +366,7 @@ def check_runs(
     """Raise `UsageError` if the model returns a tensor for these inputs in neither mode: no check can judge it."""
     __tracebackhide__ = True
     try:
-        with PreparedModel(probe, model, args, kwargs) as prepared, interruptible():
+        with PreparedModel(probe, model, args, kwargs).ready() as prepared, interruptible():
             with contextlib.suppress(NotApplicableError):
                 train = prepared.run(mode="train")
                 if train.error is None and train.final:

@@ -25,11 +25,11 @@ from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.text import count, listed, out_of
 
-from .machinery.check import check_unmodified, noted
-from .machinery.prepared import PreparedModel, all_named
+from .check import check_unmodified, noted
 from .machinery.rounding import as_double, differing_bits, is_rounded, plain
 from .outcome import NotApplicableError, Violation, line_of
 from .registration import copy_on_cpu, made_model, meant, new_memory, temporary_names
+from .session import PreparedModel, all_named
 
 _FLOAT, _INTEGER = 0.8372, 83
 """What memory holds in the second run, where in the first it holds NaN or the largest integer."""

@@ -17,10 +17,10 @@ from pytest_modelprobe.record import Operation
 from pytest_modelprobe.runs import find_gradient_origin
 from pytest_modelprobe.text import count, listed
 
-from .machinery.check import check_nonfinite
+from .check import check_nonfinite
 from .machinery.nonfinite import not_finite
-from .machinery.prepared import PreparedModel
 from .outcome import NotApplicableError, Violation
+from .session import PreparedModel
 
 _MODES: tuple[tuple[Literal["eval", "train"], str], ...] = (("eval", "evaluation"), ("train", "training"))
 

@@ -23,8 +23,8 @@ from pytest_modelprobe.models import flatten
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.text import count, listed
 
+from .check import check
 from .machinery.agreement import changed, disagreements
-from .machinery.check import check
 from .machinery.evidence import (
     STATES,
     attended,
@@ -36,10 +36,10 @@ from .machinery.evidence import (
 )
 from .machinery.masking import MaskedOut, masked_out, pad_id_of, positions_of
 from .machinery.pieces import Layout, Pieces
-from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary, copy_of, set_mode
 from .machinery.rounding import limit, plain, relative_error
 from .outcome import NotApplicableError, Violation
 from .sequence import later_unseen, sequence
+from .session import LayerTensor, PreparedModel, Trace, Vary, copy_of, set_mode
 
 _ADVICE = (
     "Look at how it uses the state: a causal mask as long as the chunk alone, positions or rotary angles that "

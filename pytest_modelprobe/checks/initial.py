@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.text import Cell, count, listed, number
 
-from .machinery.check import check_unmodified
-from .machinery.prepared import PreparedModel
+from .check import check_unmodified
 from .outcome import NotApplicableError, Violation
+from .session import PreparedModel
 
 _TIMES = 2.0
 """Up to so many times the cross entropy of equal guesses is as usual: logits of variance v add v / 2."""

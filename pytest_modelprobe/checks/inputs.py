@@ -20,11 +20,11 @@ from pytest_modelprobe.models import flatten
 from pytest_modelprobe.runs import Mode
 from pytest_modelprobe.text import count, listed
 
+from .check import check
 from .machinery.agreement import disagreements
-from .machinery.check import check
 from .machinery.masking import masked_out
-from .machinery.prepared import PreparedModel, Trace, Vary
 from .outcome import NotApplicableError, Violation
+from .session import PreparedModel, Trace, Vary
 from .values import other_values
 
 _TIMES = ("one", "two", "three")

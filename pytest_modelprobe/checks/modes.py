@@ -31,11 +31,11 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.runs import Mode
 from pytest_modelprobe.text import count, listed
 
+from .check import check
 from .machinery.agreement import changed, check_repeats
-from .machinery.check import check
-from .machinery.prepared import PreparedModel, copy_of, set_mode
 from .machinery.rounding import limit, plain, relative_error
 from .outcome import NotApplicableError, Violation
+from .session import PreparedModel, copy_of, set_mode
 
 _ADVICE = (
     "Look at how its forward, train() or eval() depends on self.training: merged weights, a scale, a branch of one "

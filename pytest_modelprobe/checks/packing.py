@@ -19,14 +19,14 @@ from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.text import count, listed
 
+from .check import arguments_of, check
 from .machinery.agreement import changed, check_not_random
-from .machinery.check import arguments_of, check
 from .machinery.evidence import CACHES, KEYS_AND_VALUES
 from .machinery.pieces import Layout, Pieces
-from .machinery.prepared import LayerTensor, PreparedModel, Trace, copy_of
 from .machinery.rounding import is_rounded, limit, relative_error
 from .outcome import NotApplicableError, Violation, line_of
 from .sequence import replacement, sequence
+from .session import LayerTensor, PreparedModel, Trace, copy_of
 
 _FEWEST = 4
 """Positions from which on a row is cut into three documents, of which one has more than one position."""

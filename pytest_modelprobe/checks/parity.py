@@ -35,6 +35,7 @@ from pytest_modelprobe.record import ROOT, containers, parent
 from pytest_modelprobe.runs import noise
 from pytest_modelprobe.text import count, listed
 
+from .check import check, check_native
 from .machinery.agreement import (
     Disagreement,
     changed,
@@ -46,11 +47,10 @@ from .machinery.agreement import (
     negligible,
     violation_of,
 )
-from .machinery.check import check, check_native
-from .machinery.prepared import ROUNDED, LayerTensor, PreparedModel, Trace, Vary, all_named, set_mode
 from .machinery.rounding import TOLERANCE, is_rounded, limit, relative_error, rms, same
 from .outcome import NotApplicableError, Violation, line_of
 from .recomputation import other_recomputation
+from .session import ROUNDED, LayerTensor, PreparedModel, Trace, Vary, all_named, set_mode
 from .state import Attributes, attributes, changed_attributes
 
 _Only: TypeAlias = Callable[[list[Disagreement]], list[Disagreement]]
@@ -139,7 +139,7 @@ def dtype_parity(
     if any(x.is_complex() for x in (*nn.Module.parameters(prepared.model), *nn.Module.buffers(prepared.model))):
         raise NotApplicableError("the model has complex parameters or buffers, which Module.to makes real")
     one = prepared.reference(mode="eval")
-    if one.quantized:
+    if any("quantized" in type(module).__module__ for module in prepared.layers.modules.values()):
         raise NotApplicableError("the model is quantized and computes in no other dtype")
     with prepared.in_float32():
         precise = prepared.reference(mode="eval") if prepared.is_rounded else one
@@ -451,8 +451,8 @@ def compile_parity(
     Args:
         prepared: The model and its inputs.
         backend: Backend of `torch.compile`; ``"aot_eager"`` needs no compiler.
-        tolerance: The largest relative change that passes, by default 1e-3. A model in half precision is compiled in
-            float32 too; as it is, four times its distance to float32 passes as well.
+        tolerance: The largest relative change that passes, by default 1e-3. In half precision, four times the distance
+            to float32 passes as well.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -465,13 +465,7 @@ def compile_parity(
         compiled(nn.Identity())
     except Exception as error:
         raise UsageError(f"backend= is a backend of torch.compile; got {backend!r}: {line_of(error)}") from error
-    beside = functools.partial(_beside_compiled, compiled=compiled, tolerance=tolerance)
-    return _in_each_precision(prepared, beside, backward=True)
-
-
-def _beside_compiled(
-    prepared: PreparedModel, precise: Trace | None, compiled: Callable[..., Any], tolerance: float | None
-) -> Violation | str:
+    precise = _in_float32(prepared, backward=True)
     one, other = prepared.reference(mode="eval", backward=True), prepared.copied()
     torch.compiler.reset()
     try:
@@ -507,11 +501,7 @@ def export_parity(prepared: PreparedModel, *, tolerance: float | None = None) ->
     >>> print(checks.export_parity(probe, nn.Linear(3, 2), probe.randn(4, 3)))
     export_parity holds for Linear: 1 output
     """
-    beside = functools.partial(_beside_exported, tolerance=tolerance)
-    return _in_each_precision(prepared, beside, backward=False)
-
-
-def _beside_exported(prepared: PreparedModel, precise: Trace | None, tolerance: float | None) -> Violation | str:
+    precise = _in_float32(prepared)
     one, other = prepared.reference(mode="eval"), prepared.copied()
     set_mode(other, "eval")
     try:
@@ -536,25 +526,12 @@ def _beside_exported(prepared: PreparedModel, precise: Trace | None, tolerance: 
     return found or count(len(one.final), "output")
 
 
-def _in_each_precision(
-    prepared: PreparedModel, compared: Callable[[PreparedModel, Trace | None], Violation | str], *, backward: bool
-) -> Violation | str:
-    """Return what a comparison finds of a model as it is and, if that rounds to half precision, converted to float32.
-
-    The comparison is given a run that computes all of the model in float32.
-    """
+def _in_float32(prepared: PreparedModel, *, backward: bool = False) -> Trace | None:
+    """Return a run in float32 of a model that rounds to half precision."""
     if not prepared.is_rounded:
-        return compared(prepared, None)
+        return None
     with prepared.in_float32():
-        precise = prepared.reference(mode="eval", backward=backward)
-    found = compared(prepared, precise)
-    if isinstance(found, Violation):
-        return found
-    try:
-        with prepared.converted() as wide:
-            return compared(wide, precise)
-    except NotApplicableError:  # its code may cast to half precision what meets the weights
-        return found
+        return prepared.reference(mode="eval", backward=backward)
 
 
 def _exported(prepared: PreparedModel, model: nn.Module, **options: Any) -> nn.Module:

@@ -20,9 +20,9 @@ from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, flatten_ca
 from pytest_modelprobe.record import ROOT
 
 from .machinery.agreement import Disagreement, violation_of
-from .machinery.prepared import LayerTensor, PreparedModel, copy_of, set_mode
 from .machinery.rounding import is_rounded, limit, plain, relative_error
 from .outcome import NotApplicableError, Violation
+from .session import LayerTensor, PreparedModel, copy_of, set_mode
 
 
 def other_recomputation(prepared: PreparedModel) -> Violation | None:

@@ -35,11 +35,11 @@ from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.runs import Mode, graph_nodes
 from pytest_modelprobe.text import count, listed, number, pattern
 
+from .check import check_unmodified
 from .machinery.agreement import check_repeats, disagreements, violation_of
-from .machinery.check import check_unmodified
-from .machinery.prepared import PreparedModel, Trace, copy_of, place
 from .machinery.rounding import is_rounded, plain, rms, same
 from .outcome import NotApplicableError, Violation, line_of
+from .session import PreparedModel, Trace, copy_of, place
 from .state import OF_ANY_MODULE, Attributes, attributes, changed_attributes
 
 _DEEPEST = 3
@@ -234,7 +234,7 @@ def _copied(prepared: PreparedModel) -> Violation | None:
             if len(some) > 1 and len(set(some)) >= _DIFFERENT * len(some):
                 key = (pattern(name), values.shape, values.dtype, some)
                 original, first = originals.setdefault(key, (name, values))
-                if prepared.places[original] != prepared.places[name] and torch.equal(first, values):
+                if place(first) != place(values) and torch.equal(first, values):
                     rows.append((name, original, str(tuple(values.shape))))
     if not rows:
         return None
@@ -513,7 +513,12 @@ def _lost_of_training(prepared: PreparedModel, other: nn.Module) -> Violation | 
         if prepared.run(mode="train", traced=False).error is not None:
             return None
         written = changed_attributes(before, _unsaved(prepared))
-        prepared.multiply_parameters("small step", mean=1.0, std=0.01)  # what is computed again shows then
+        with torch.no_grad():  # what is computed again shows after a small step
+            for name, p in prepared.model.named_parameters():
+                if p.requires_grad and has_dense_storage(p):
+                    stored = unexpanded(p)
+                    now = plain(stored)
+                    stored.copy_(now * (1 + 0.01 * prepared.randn_like(now, f"small step {name}")))
         other.train(prepared.model.training)  # before it is loaded: merged weights are others in each mode
         state = _load_state(prepared, other, " after a forward in training mode")
         if isinstance(state, Violation):

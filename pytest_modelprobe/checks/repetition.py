@@ -20,11 +20,11 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.runs import Mode
 from pytest_modelprobe.text import count, listed
 
+from .check import check
 from .machinery.agreement import Disagreement, disagreements, violation_of
-from .machinery.check import check
-from .machinery.prepared import PreparedModel, Trace, copy_of
 from .machinery.rounding import plain, relative_error
 from .outcome import NotApplicableError, Violation
+from .session import PreparedModel, Trace, copy_of
 
 
 @check

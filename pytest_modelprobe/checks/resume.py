@@ -21,7 +21,7 @@ from pytest_modelprobe.record import ROOT, Plain, Reading, Record, estimated_cha
 from pytest_modelprobe.runs import Watch
 from pytest_modelprobe.text import Cell, count, failure, listed, number, printable, table
 
-from .machinery.check import StateCheck, noted
+from .check import StateCheck, noted
 from .machinery.training_state import Kind, Leaves, TrainingState, Unequal, shown, through_file, unequal
 from .outcome import Outcome
 

@@ -18,6 +18,7 @@ from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.record import ROOT, nearest
 from pytest_modelprobe.text import count, listed
 
+from .check import check
 from .machinery.agreement import (
     Disagreement,
     Pairs,
@@ -28,12 +29,11 @@ from .machinery.agreement import (
     inside_note,
     violation_of,
 )
-from .machinery.check import check
 from .machinery.evidence import attended, causal_input, disagreeing_attention
 from .machinery.masking import MaskedOut, mark, masked_out, masks_of, pad_id_of, positions_of
-from .machinery.prepared import PreparedModel, Trace, Vary, keep_input
 from .machinery.rounding import is_rounded, limit, relative_error
 from .outcome import NotApplicableError, Violation
+from .session import PreparedModel, Trace, Vary, keep_input
 
 _OFFERED = ("attention_mask", "src_key_padding_mask", "key_padding_mask", "padding_mask", "pad_mask")
 """Arguments that are masks of padding by their name."""

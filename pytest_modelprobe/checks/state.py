@@ -15,11 +15,11 @@ from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, flatten_ca
 from pytest_modelprobe.record import qualified
 from pytest_modelprobe.text import count, listed
 
+from .check import check
 from .machinery.agreement import check_repeats, disagreements, violation_of
-from .machinery.check import check
-from .machinery.prepared import PreparedModel, all_named
 from .machinery.rounding import same
 from .outcome import Violation
+from .session import PreparedModel, all_named
 
 
 @check

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .machinery.prepared import PreparedModel
 from .sequence import replacement
+from .session import PreparedModel
 
 _DRAWS = ("one", "two")
 

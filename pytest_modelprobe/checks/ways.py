@@ -21,6 +21,7 @@ from pytest_modelprobe.models import Layers
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.text import listed
 
+from .check import check
 from .machinery.agreement import (
     Disagreement,
     Pairs,
@@ -28,11 +29,10 @@ from .machinery.agreement import (
     disagreements,
     violation_of,
 )
-from .machinery.check import check
 from .machinery.masking import MaskedOut, left_out
-from .machinery.prepared import LayerTensor, PreparedModel, Trace
 from .machinery.rounding import as_double, is_rounded
 from .outcome import NotApplicableError, Violation, line_of
+from .session import LayerTensor, PreparedModel, Trace
 
 _IDS, _EMBEDS, _MASK = "input_ids", "inputs_embeds", "attention_mask"
 

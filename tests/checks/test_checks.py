@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import ModelProbe, UsageError, assert_no_dead_layers, checks
 from pytest_modelprobe.checks import Check, Outcome, battery
+from pytest_modelprobe.checks.check import StateCheck
 from pytest_modelprobe.checks.machinery import rounding
-from pytest_modelprobe.checks.machinery.check import StateCheck
 from pytest_modelprobe.checks.machinery.masking import masked_out
-from pytest_modelprobe.checks.machinery.prepared import PreparedModel
+from pytest_modelprobe.checks.session import PreparedModel
 from pytest_modelprobe.models import CallTracer, ModuleCall
 
 WIDTH, HEADS, WORDS, LENGTH, BATCH = 8, 2, 11, 6, 4
@@ -494,7 +494,7 @@ def test_an_error_of_what_follows_the_layers_is_not_the_models(probe: ModelProbe
     def before(call: ModuleCall, args: Any, kwargs: Any) -> None:
         raise NotImplementedError("no such operation")
 
-    with PreparedModel(probe, nn.Linear(6, 2), (rows,)) as prepared:
+    with PreparedModel(probe, nn.Linear(6, 2), (rows,)).ready() as prepared:
         tracer = CallTracer(prepared.layers.modules, ModuleCall, before=before)
         said = r"^the layers cannot be followed: NotImplementedError: no such operation$"
         with tracer, pytest.raises(checks.NotApplicableError, match=said):
@@ -1053,7 +1053,7 @@ def test_masks_on_the_cpu_and_ids_of_padding_on_cuda_say_together_what_is_left_o
     probe = ModelProbe(device="cuda", seed=0)
     ids, mask = torch.tensor([[3, 4, 0, 5], [1, 2, 6, 8]], device="cuda"), torch.ones(2, 4)
     mask[1, 3] = 0
-    with PreparedModel(probe, Masked(), (ids, mask)) as prepared:
+    with PreparedModel(probe, Masked(), (ids, mask)).ready() as prepared:
         left_out = masked_out(prepared, "input[0]", 1).positions
     assert left_out.tolist() == [[False, False, True, False], [False, False, False, True]]
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from pytest_modelprobe.checks.outcome import NotApplicableError, Violation
+from pytest_modelprobe.checks.session import LayerTensor, PreparedModel, Trace, Vary
 from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.record import ROOT, label_of
 from pytest_modelprobe.runs import Mode
 from pytest_modelprobe.text import Cell
 
-from .prepared import LayerTensor, PreparedModel, Trace, Vary
 from .rounding import as_double, is_rounded, limit, relative_error
 
 Pairs = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
@@ -115,13 +115,8 @@ def changed(by: float) -> str:
 
 
 def negligible(trace: Trace) -> float:
-    """Return the norm up to which a gradient is a rounding error of terms that cancel, as before a softmax.
-
-    It is small beside the largest gradient on the way from the loss back: where all gradients of the parameters cancel,
-    none of them has the size of what canceled.
-    """
-    norms: list[float] = [gradient.norm().item() for gradient in trace.arrived]
-    return _NEGLIGIBLE * max([trace.largest_gradient, *norms])
+    """Return the norm up to which a gradient is a rounding error of terms that cancel, as before a softmax."""
+    return _NEGLIGIBLE * max((gradient.norm().item() for gradient in trace.arrived), default=0.0)
 
 
 def gradient_error(one: Tensor | None, other: Tensor | None, zero: float) -> float:

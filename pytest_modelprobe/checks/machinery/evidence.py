@@ -19,12 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from pytest_modelprobe._torch import is_wrapped
 from pytest_modelprobe.checks.outcome import NotApplicableError
+from pytest_modelprobe.checks.session import PreparedModel
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.text import listed
-
-from .prepared import PreparedModel
 
 _FEWEST = 5
 """Positions from which on a mask is told from a band of neighbors, or from padding."""

@@ -11,9 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from pytest_modelprobe.checks.session import PreparedModel
 from pytest_modelprobe.record import ROOT
-
-from .prepared import PreparedModel
 
 _MASKED = -1e3
 """A float up to here masks the score that it is added to: a softmax over it gives 0."""
