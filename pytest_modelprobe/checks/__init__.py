@@ -5,17 +5,15 @@ from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_ch
 from .check import Check
 from .checkpoint import wholly_loaded
 from .deferred import deferred_initialization
-from .finite import finite
 from .incremental import incremental
 from .initial import initial_loss
 from .inputs import inputs_used
 from .loading import workers_differ
-from .modes import modes_agree
+from .modes import deterministic, eval_stable, finite, modes_agree, seeded, train_eval_differ
 from .outcome import NotApplicableError, Outcome
 from .packing import packed_documents
 from .parity import checkpoint_parity, compile_parity, device_parity, dtype_parity, export_parity, layout_parity
 from .registration import copy_and_pickle, initialized, registered, state_dict_round_trip
-from .repetition import deterministic, eval_stable, seeded, train_eval_differ
 from .resume import resume
 from .sequence import causal, padding_invariant, permutation_equivariant, permutation_invariant
 from .state import inputs_unchanged_by_forward, state_unchanged_by_forward

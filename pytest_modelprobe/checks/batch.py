@@ -18,10 +18,10 @@ from torch import Tensor
 from pytest_modelprobe.models import as_real
 from pytest_modelprobe.text import count, listed
 
+from .agreement import Disagreement, Pairs, check_not_random, compare_runs, inside_note, violation_of
 from .check import check
-from .machinery.agreement import Disagreement, Pairs, check_not_random, compare_runs, inside_note, violation_of
-from .machinery.rounding import as_double, differing_bits, is_rounded, limit, relative_error
 from .outcome import NotApplicableError, Violation
+from .rounding import as_double, differing_bits, is_rounded, limit, relative_error
 from .sequence import replacement
 from .session import LayerTensor, PreparedModel, Trace, Vary, keep_input
 

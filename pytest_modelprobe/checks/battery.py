@@ -26,14 +26,12 @@ from pytest_modelprobe.text import count, listed
 
 from .batch import any_batch_size, batch_independent
 from .check import Check, arguments_of, check_order, from_assertion
-from .finite import finite
 from .incremental import incremental_where_meant
 from .inputs import inputs_used
-from .modes import modes_agree
+from .modes import deterministic, eval_stable, finite, modes_agree, seeded, train_eval_differ
 from .outcome import NotApplicableError, Outcome
 from .parity import checkpoint_parity, dtype_parity, layout_parity
 from .registration import copy_and_pickle, initialized, registered, state_dict_round_trip
-from .repetition import deterministic, eval_stable, seeded, train_eval_differ
 from .sequence import causal_where_meant, padding_invariant
 from .session import PreparedModel
 from .state import inputs_unchanged_by_forward, state_unchanged_by_forward

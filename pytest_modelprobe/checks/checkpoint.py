@@ -34,9 +34,9 @@ from pytest_modelprobe.record import Selector, select
 from pytest_modelprobe.text import count, listed, out_of
 
 from .check import StateCheck, noted
-from .machinery.rounding import as_double, differing_bits, is_rounded, plain
 from .outcome import NotApplicableError, Outcome, Violation, line_of, message_of
 from .registration import copy_on_cpu, made_model, new_memory, temporary_names
+from .rounding import as_double, differing_bits, is_rounded, plain
 from .session import all_named
 
 _CONSTANT = 0.8372

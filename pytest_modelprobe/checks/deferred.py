@@ -26,9 +26,9 @@ from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.text import count, listed, out_of
 
 from .check import check_unmodified, noted
-from .machinery.rounding import as_double, differing_bits, is_rounded, plain
 from .outcome import NotApplicableError, Violation, line_of
 from .registration import copy_on_cpu, made_model, meant, new_memory, temporary_names
+from .rounding import as_double, differing_bits, is_rounded, plain
 from .session import PreparedModel, all_named
 
 _FLOAT, _INTEGER = 0.8372, 83

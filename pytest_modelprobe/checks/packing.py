@@ -19,13 +19,12 @@ from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.text import count, listed
 
+from .agreement import changed, check_not_random
 from .check import arguments_of, check
-from .machinery.agreement import changed, check_not_random
-from .machinery.evidence import CACHES, KEYS_AND_VALUES
-from .machinery.pieces import Layout, Pieces
-from .machinery.rounding import is_rounded, limit, relative_error
+from .incremental import Layout, Pieces
 from .outcome import NotApplicableError, Violation, line_of
-from .sequence import replacement, sequence
+from .rounding import is_rounded, limit, relative_error
+from .sequence import CACHES, KEYS_AND_VALUES, replacement, sequence
 from .session import LayerTensor, PreparedModel, Trace, copy_of
 
 _FEWEST = 4

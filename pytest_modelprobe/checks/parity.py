@@ -35,8 +35,7 @@ from pytest_modelprobe.record import ROOT, containers, parent
 from pytest_modelprobe.runs import noise
 from pytest_modelprobe.text import count, listed
 
-from .check import check, check_native
-from .machinery.agreement import (
+from .agreement import (
     Disagreement,
     changed,
     check_not_random,
@@ -47,9 +46,10 @@ from .machinery.agreement import (
     negligible,
     violation_of,
 )
-from .machinery.rounding import TOLERANCE, is_rounded, limit, relative_error, rms, same
+from .check import check, check_native
 from .outcome import NotApplicableError, Violation, line_of
 from .recomputation import other_recomputation
+from .rounding import TOLERANCE, is_rounded, limit, relative_error, rms, same
 from .session import ROUNDED, LayerTensor, PreparedModel, Trace, Vary, all_named, set_mode
 from .state import Attributes, attributes, changed_attributes
 

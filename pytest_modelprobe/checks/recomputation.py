@@ -19,9 +19,9 @@ from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, flatten_call, seeding
 from pytest_modelprobe.record import ROOT
 
-from .machinery.agreement import Disagreement, violation_of
-from .machinery.rounding import is_rounded, limit, plain, relative_error
+from .agreement import Disagreement, violation_of
 from .outcome import NotApplicableError, Violation
+from .rounding import is_rounded, limit, plain, relative_error
 from .session import LayerTensor, PreparedModel, copy_of, set_mode
 
 

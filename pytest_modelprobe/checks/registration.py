@@ -35,10 +35,10 @@ from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.runs import Mode, graph_nodes
 from pytest_modelprobe.text import count, listed, number, pattern
 
+from .agreement import check_repeats, disagreements, violation_of
 from .check import check_unmodified
-from .machinery.agreement import check_repeats, disagreements, violation_of
-from .machinery.rounding import is_rounded, plain, rms, same
 from .outcome import NotApplicableError, Violation, line_of
+from .rounding import is_rounded, plain, rms, same
 from .session import PreparedModel, Trace, copy_of, place
 from .state import OF_ANY_MODULE, Attributes, attributes, changed_attributes
 

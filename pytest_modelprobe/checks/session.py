@@ -54,8 +54,8 @@ from pytest_modelprobe.runs import (
     widened,
 )
 
-from .machinery.rounding import limit, plain, relative_error
 from .outcome import NotApplicableError, line_of
+from .rounding import limit, plain, relative_error
 
 ROUNDED = 0.1
 """The largest relative error up to which half precision is taken for float32 that is rounded."""

@@ -15,10 +15,10 @@ from pytest_modelprobe.models import CallTracer, ModuleCall, flatten, flatten_ca
 from pytest_modelprobe.record import qualified
 from pytest_modelprobe.text import count, listed
 
+from .agreement import check_repeats, disagreements, violation_of
 from .check import check
-from .machinery.agreement import check_repeats, disagreements, violation_of
-from .machinery.rounding import same
 from .outcome import Violation
+from .rounding import same
 from .session import PreparedModel, all_named
 
 

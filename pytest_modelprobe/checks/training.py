@@ -28,12 +28,12 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.runs import Widening
 from pytest_modelprobe.text import count, listed, number
 
+from .agreement import check_not_random, gradient_error, in_backward_order, negligible
 from .batch import batched, check_rows_go_together, size_of
 from .check import check, check_unmodified
-from .machinery.agreement import check_not_random, gradient_error, in_backward_order, negligible
-from .machinery.rounding import as_double, is_rounded, limit, relative_error
 from .outcome import NotApplicableError, Violation, line_of
 from .recomputation import other_recomputation
+from .rounding import as_double, is_rounded, limit, relative_error
 from .session import PreparedModel, Trace, Vary
 
 _TARGETS = "the loss does not accept a part of the batch: pass the targets as inputs, to a model that returns its loss"

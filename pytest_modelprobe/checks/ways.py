@@ -21,17 +21,11 @@ from pytest_modelprobe.models import Layers
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.text import listed
 
+from .agreement import Disagreement, Pairs, check_not_random, disagreements, violation_of
 from .check import check
-from .machinery.agreement import (
-    Disagreement,
-    Pairs,
-    check_not_random,
-    disagreements,
-    violation_of,
-)
-from .machinery.masking import MaskedOut, left_out
-from .machinery.rounding import as_double, is_rounded
 from .outcome import NotApplicableError, Violation, line_of
+from .rounding import as_double, is_rounded
+from .sequence import MaskedOut, left_out
 from .session import LayerTensor, PreparedModel, Trace
 
 _IDS, _EMBEDS, _MASK = "input_ids", "inputs_embeds", "attention_mask"

@@ -16,10 +16,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import ModelProbe, UsageError, assert_no_dead_layers, checks
-from pytest_modelprobe.checks import Check, Outcome, battery
+from pytest_modelprobe.checks import Check, Outcome, battery, rounding
 from pytest_modelprobe.checks.check import StateCheck
-from pytest_modelprobe.checks.machinery import rounding
-from pytest_modelprobe.checks.machinery.masking import masked_out
+from pytest_modelprobe.checks.sequence import masked_out
 from pytest_modelprobe.checks.session import PreparedModel
 from pytest_modelprobe.models import CallTracer, ModuleCall
 

@@ -22,12 +22,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from pytest_modelprobe.checks.outcome import line_of
+from pytest_modelprobe.checks.rounding import relative_error
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import GENERATORS, as_array, detached_copy
 from pytest_modelprobe.record import qualified
 from pytest_modelprobe.text import listed
-
-from .rounding import relative_error
 
 Kind = Literal["weights", "buffer", "attribute", "moments", "hyperparameters", "state", "random", "tensor", "value"]
 """``moments``: what an optimizer keeps for a parameter. ``state``: what a ``state_dict`` of anything else has."""

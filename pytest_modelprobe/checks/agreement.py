@@ -15,14 +15,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from pytest_modelprobe.checks.outcome import NotApplicableError, Violation
-from pytest_modelprobe.checks.session import LayerTensor, PreparedModel, Trace, Vary
 from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.record import ROOT, label_of
 from pytest_modelprobe.runs import Mode
 from pytest_modelprobe.text import Cell
 
+from .outcome import NotApplicableError, Violation
 from .rounding import as_double, is_rounded, limit, relative_error
+from .session import LayerTensor, PreparedModel, Trace, Vary
 
 Pairs = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
 """Takes two tensors and returns pairs of their parts, of which one has to agree. Without a pair nothing is compared."""

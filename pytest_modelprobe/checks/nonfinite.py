@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe.checks.outcome import NotApplicableError, Violation
-from pytest_modelprobe.checks.session import PreparedModel, Trace
 from pytest_modelprobe.models import CallTracer, Layers, ModuleCall, flatten, run_eagerly
 from pytest_modelprobe.record import ROOT, parent
 from pytest_modelprobe.runs import Source, SourceMode
 from pytest_modelprobe.text import Cell, listed
 
 from .agreement import in_backward_order
+from .outcome import NotApplicableError, Violation
 from .rounding import plain, same
+from .session import PreparedModel, Trace
 
 _MODES = {"eval": " in evaluation mode", "train": " in training mode", None: ""}
 
