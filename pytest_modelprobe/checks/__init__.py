@@ -6,7 +6,6 @@ from .check import Check
 from .checkpoint import wholly_loaded
 from .deferred import deferred_initialization
 from .incremental import incremental
-from .initial import initial_loss
 from .inputs import inputs_used
 from .loading import workers_differ
 from .modes import deterministic, eval_stable, finite, modes_agree, seeded, train_eval_differ
@@ -17,7 +16,7 @@ from .registration import copy_and_pickle, initialized, registered, state_dict_r
 from .resume import resume
 from .sequence import causal, padding_invariant, permutation_equivariant, permutation_invariant
 from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
-from .training import ema_tracks, gradcheck, gradient_accumulation, optimizer_covers, overfits_batch
+from .training import ema_tracks, gradcheck, gradient_accumulation, initial_loss, optimizer_covers, overfits_batch
 from .ways import attention_agrees
 
 __all__ = [
