@@ -105,6 +105,36 @@ def disagreements(
     return found
 
 
+def axes_of_length(tensor: Tensor, length: int) -> list[int]:
+    """Return the axes of a length.
+
+    >>> axes_of_length(torch.ones(2, 3, 2), 2)
+    [0, 2]
+    """
+    return [axis for axis, n in enumerate(tensor.shape) if n == length]
+
+
+def axes_that_follow(one: Trace, other: Trace, length: int, now: int) -> dict[str, list[int]]:
+    """Return the axes that follow one of the inputs: those of its length in a run, and in another one as it is there.
+
+    Args:
+        one: A run.
+        other: A run on inputs of another length along their axis.
+        length: The length in the first run.
+        now: The length in the other one.
+
+    Returns:
+        By address, the axes of each tensor that has as many axes in the other run.
+    """
+    there = {given.where: given.tensor for given in other.tensors}
+    both = [(given, there[given.where]) for given in one.tensors if given.where in there]
+    return {
+        given.where: [axis for axis in axes_of_length(given.tensor, length) if again.shape[axis] == now]
+        for given, again in both
+        if given.tensor.dim() == again.dim()
+    }
+
+
 def changed(by: float) -> str:
     """Return a relative error as a phrase.
 

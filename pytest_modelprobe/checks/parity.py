@@ -139,7 +139,8 @@ def dtype_parity(
     if any(x.is_complex() for x in (*nn.Module.parameters(prepared.model), *nn.Module.buffers(prepared.model))):
         raise NotApplicableError("the model has complex parameters or buffers, which Module.to makes real")
     one = prepared.reference(mode="eval")
-    if any("quantized" in type(module).__module__ for module in prepared.layers.modules.values()):
+    quantized = ("quantized" in type(module).__module__ for module in prepared.layers.modules.values())
+    if any(quantized) or any(x.is_quantized for _, x in flatten("output", one.output).tensors):
         raise NotApplicableError("the model is quantized and computes in no other dtype")
     with prepared.in_float32():
         precise = prepared.reference(mode="eval") if prepared.is_rounded else one

@@ -25,6 +25,8 @@ from pytest_modelprobe.text import count, listed
 from .agreement import (
     Disagreement,
     Pairs,
+    axes_of_length,
+    axes_that_follow,
     changed,
     check_not_random,
     compare_runs,
@@ -827,24 +829,18 @@ def replaced_from(prepared: PreparedModel, tensor: Tensor, axis: int, start: int
     return torch.cat([tensor.narrow(axis, 0, start), replacement(prepared, tensor).narrow(axis, start, rest)], axis)
 
 
-def replacement(prepared: PreparedModel, tensor: Tensor, *, time: int = 0) -> Tensor:
+def replacement(prepared: PreparedModel, tensor: Tensor) -> Tensor:
     """Return other numbers for a tensor: floats of the same mean and scale; integers that occur in it elsewhere.
-
-    Args:
-        prepared: The model and its inputs.
-        tensor: The tensor.
-        time: Number of the replacement; each gives other numbers, as far as there are other integers.
 
     Raises:
         NotApplicableError: All integers are equal: no other valid values are known.
     """
     if is_rounded(tensor):
-        return prepared.redrawn(tensor, f"other {time}" if time else "other")
+        return prepared.redrawn(tensor, "other")
     known = tensor.unique()
     if len(known) == 1:
         raise NotApplicableError("all elements of the first input are equal: no other valid values are known")
-    by = 1 + time % (len(known) - 1)
-    another: Tensor = known[(torch.searchsorted(known, tensor) + by) % len(known)]
+    another: Tensor = known[(torch.searchsorted(known, tensor) + 1) % len(known)]
     return another
 
 
@@ -883,10 +879,6 @@ def _mask_name(prepared: PreparedModel, name: str | None, path: str, shape: tupl
     return found[0]
 
 
-def _axes(tensor: Tensor, length: int) -> list[int]:
-    return [axis for axis, n in enumerate(tensor.shape) if n == length]
-
-
 def _axes_that_follow(prepared: PreparedModel, one: Trace, path: str, axis: int) -> Callable[[Trace], _Axes]:
     """Return a function that finds the axes of positions: those that are shorter for a shorter sequence.
 
@@ -902,24 +894,19 @@ def _axes_that_follow(prepared: PreparedModel, one: Trace, path: str, axis: int)
     axis, length = axis % tensor.dim(), tensor.shape[axis]
 
     def guessed(x: Tensor) -> list[int]:
-        found = _axes(x, length)
+        found = axes_of_length(x, length)
         return [] if found == [0] and axis and len(tensor) == length else found  # as many rows as positions
 
     for n in dict.fromkeys((length - 1, length // 2)):
 
         def shorter(where: str, x: Tensor, n: int = n) -> Tensor:
             if prepared.argument(where).endswith("mask"):
-                return functools.reduce(lambda x, axis: x.narrow(axis, 0, n), _axes(x, length)[-2:], x).clone()
+                return functools.reduce(lambda x, axis: x.narrow(axis, 0, n), axes_of_length(x, length)[-2:], x).clone()
             return x.narrow(axis, 0, n).clone() if x.shape[: axis + 1] == tensor.shape[: axis + 1] else x
 
         again = prepared.run(mode="eval", vary=shorter)
         if again.error is None:
-            there = {given.where: given.tensor.shape for given in again.tensors}
-            known = {
-                given.where: [i for i in _axes(given.tensor, length) if there[given.where][i : i + 1] == (n,)]
-                for given in one.tensors
-                if given.tensor.dim() == len(there.get(given.where, ()))
-            }
+            known = axes_that_follow(one, again, length, n)
             return functools.partial(_known_axes, known, guessed)
     return functools.partial(_known_axes, {}, guessed)
 

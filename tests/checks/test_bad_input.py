@@ -277,17 +277,17 @@ SQUARE: dict[str, Any] = {"loss": lambda y: y.square().mean()}
 AVERAGE: dict[str, Any] = {"average": nn.Linear(3, 2), "decay": 0.5, "updates": lambda: None}
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("causal", {"axis": "0"}, "axis= of causal is an integer; got '0'"),
-    ("causal", {"axis": True}, "axis= of causal is an integer; got True"),
+    ("causal", {"axis": "0"}, "axis= of causal is int; got '0'"),
+    ("causal", {"axis": True}, "axis= of causal is int; got True"),
     ("causal", {"axis": -9}, "no input has more than one position along axis -9"),
     ("batch_independent", {"axis": -9}, "no input has an axis -9"),
-    ("causal", {"tolerance": "x"}, "tolerance= of causal is a number or None; got 'x'"),
-    ("causal", {"tolerance": -1}, "tolerance= of causal is a number or None, not negative; got -1"),
+    ("causal", {"tolerance": "x"}, "tolerance= of causal is float | None; got 'x'"),
+    ("causal", {"tolerance": -1}, "tolerance= of causal is float | None, not negative; got -1"),
     ("causal", {"tolerance": float("nan")}, "not negative; got nan"),
     ("device_parity", {"device": "meta"}, "device= is one that computes; meta tensors have no data"),
-    ("device_parity", {"device": 3}, "device= of device_parity is a string or a torch.device; got 3"),
+    ("device_parity", {"device": 3}, "device= of device_parity is str | torch.device; got 3"),
     ("compile_parity", {"backend": "nope"}, "backend= is a backend of torch.compile; got 'nope': InvalidBackend: "),
-    ("dtype_parity", {"dtype": "float64"}, "dtype= of dtype_parity is a torch.dtype; got 'float64'"),
+    ("dtype_parity", {"dtype": "float64"}, "dtype= of dtype_parity is torch.dtype; got 'float64'"),
     (
         "dtype_parity",
         {"dtype": torch.int32},
@@ -301,17 +301,19 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (
         "overfits_batch",
         {**SQUARE, "optimizer": torch.optim.Adam(nn.Linear(3, 2).parameters())},
-        "optimizer= of overfits_batch is a function that returns a torch.optim.Optimizer or None; got Adam",
+        "torch.optim.optimizer.Optimizer] | None; got Adam: what the model itself calls optimizer goes into kwargs=",
     ),
     ("overfits_batch", {**SQUARE, "optimizer": lambda p: None}, "returns a torch.optim.Optimizer; got NoneType"),
     ("overfits_batch", {**SQUARE, "optimizer": lambda p: 1 / 0}, "optimizer= raised ZeroDivisionError: division by ze"),
     ("initialized", {"factory": lambda: None}, "factory= returns a torch.nn.Module; got NoneType"),
     ("initialized", {"factory": lambda: 1 / 0}, "factory= raised ZeroDivisionError: division by zero"),
-    ("initialized", {"factory": nn.Linear(3, 2)}, "is a function that returns a torch.nn.Module or None; got Linear"),
-    ("ema_tracks", {**AVERAGE, "average": object()}, "average= of ema_tracks is a torch.nn.Module; got object"),
+    ("initialized", {"factory": nn.Linear(3, 2)}, "torch.nn.modules.module.Module] | None; got Linear"),
+    (
+        "ema_tracks",
+        {**AVERAGE, "average": object()},
+        "average= of ema_tracks is torch.nn.modules.module.Module; got object",
+    ),
     ("ema_tracks", {**AVERAGE, "updates": lambda: 1 / 0}, "updates= raised ZeroDivisionError: division by zero"),
-    ("ema_tracks", {"average": nn.Linear(3, 2)}, "ema_tracks needs decay=, a number"),
-    ("optimizer_covers", {}, "optimizer_covers needs optimizer=, a torch.optim.Optimizer"),
 ]
 
 
@@ -327,23 +329,13 @@ def test_an_axis_may_be_counted_from_the_end(modelprobe: ModelProbe) -> None:
     assert checks.causal.outcome(modelprobe, nn.Linear(3, 2), X.reshape(2, 2, 3), axis=-2).verdict == "holds"
 
 
-ORDERS: list[tuple[tuple[Any, ...], str]] = [
-    ((), "neither"),
-    ((ModelProbe(),), "ModelProbe"),
-    ((nn.Linear(3, 2),), "Linear"),
-    ((nn.Linear(3, 2), X), "Linear, Tensor"),
-    ((nn.Linear(3, 2), ModelProbe(), X), "Linear, ModelProbe, Tensor"),
-]
-
-
-@pytest.mark.parametrize(("given", "said"), ORDERS, ids=[said for _, said in ORDERS])
 @pytest.mark.parametrize("name", ["causal", "causal.outcome", "standard"])
-def test_the_probe_comes_first(name: str, given: tuple[Any, ...], said: str) -> None:
+def test_the_probe_comes_first(modelprobe: ModelProbe, name: str) -> None:
     called: Any = operator.attrgetter(name)(checks)
     with pytest.raises(UsageError) as error:
-        called(*given)
+        called(nn.Linear(3, 2), modelprobe, X)
     name = f"checks.{name.removesuffix('.outcome')}"
-    order = f"takes the probe, then the model: {name}(modelprobe, model, *inputs); got {said}"
+    order = f"takes the probe, then the model: {name}(modelprobe, model, *inputs); got Linear, ModelProbe, Tensor"
     assert str(error.value) == f"{name} {order}"
 
 
