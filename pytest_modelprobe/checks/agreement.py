@@ -24,8 +24,10 @@ from .outcome import NotApplicableError, Violation
 from .rounding import as_double, is_rounded, limit, relative_error
 from .session import LayerTensor, PreparedModel, Trace, Vary
 
-Pairs = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
-"""Takes two tensors and returns pairs of their parts, of which one has to agree. Without a pair nothing is compared."""
+Pairs = Callable[[LayerTensor, Tensor], list[tuple[Tensor, Tensor]]]
+"""Takes a tensor of a layer and that of another run, and returns pairs of their parts, of which one has to agree.
+
+Without a pair nothing is compared."""
 
 _ROUNDING = 1e-6
 """Largest relative error of two runs in float64, as parts of a model may compute in float32 all the same."""
@@ -62,9 +64,9 @@ class Disagreement:
         return f"is {self.note}" if self.note == MISSING else f"changed its {self.note}"
 
 
-def whole(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
+def whole(given: LayerTensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Return the two tensors as the only pair."""
-    return [(one, other)]
+    return [(given.tensor, other)]
 
 
 def disagreements(
@@ -96,7 +98,7 @@ def disagreements(
         if again is None:
             found.append(Disagreement(given, math.inf, MISSING))
         elif integers or is_rounded(given.tensor):
-            compared = pairs(given.tensor, again.tensor)
+            compared = pairs(given, again.tensor)
             least_change = min((relative_error(x, y) for x, y in compared), default=0.0)
             if not least_change <= limit(given.tensor, tolerance, least=least):
                 reshaped = f"shape {tuple(given.tensor.shape)} → {tuple(again.tensor.shape)}"
@@ -145,8 +147,13 @@ def changed(by: float) -> str:
 
 
 def negligible(trace: Trace) -> float:
-    """Return the norm up to which a gradient is a rounding error of terms that cancel, as before a softmax."""
-    return _NEGLIGIBLE * max((gradient.norm().item() for gradient in trace.arrived), default=0.0)
+    """Return the norm up to which a gradient is a rounding error of terms that cancel, as before a softmax.
+
+    It is small beside the largest gradient on the way from the loss back: where all gradients of the parameters cancel,
+    none of them has the size of what canceled.
+    """
+    norms: list[float] = [gradient.norm().item() for gradient in trace.arrived]
+    return _NEGLIGIBLE * max([trace.largest_gradient, *norms])
 
 
 def gradient_error(one: Tensor | None, other: Tensor | None, zero: float) -> float:
@@ -196,7 +203,7 @@ def compare_runs(
     prepared: PreparedModel,
     runs: tuple[Trace, Trace],
     varied: tuple[Vary, Vary],
-    pairs_of: Callable[[Trace], Pairs],
+    pairs: Pairs,
     tolerance: float | None,
     *,
     exact: bool = False,
@@ -210,21 +217,17 @@ def compare_runs(
         prepared: The model and its inputs.
         runs: The two runs.
         varied: The functions that changed their inputs, to repeat the runs in float64.
-        pairs_of: Takes a trace, returns which parts of its tensors to compare.
+        pairs: Returns the parts of two tensors to compare.
         tolerance: The largest relative change that passes. By default it follows from the dtype: 1e-4 in float32.
         exact: Whether both ran the same operations on the same shapes, so that equal parts are equal bit for bit.
     """
 
     def compared(one: Trace, two: Trace, up_to: float | None) -> list[Disagreement]:
-        pairs = pairs_of(one)
         found = disagreements(one, two, pairs=pairs, tolerance=up_to)
         there = {given.where for given in two.tensors}  # what other rows go to may not be called
         # Of a list of one for each row there are fewer; what is along the axis is there whatever its length.
-        along = {
-            one.layer_tensor.where
-            for one in found
-            if one.layer_tensor.is_final and pairs(*[one.layer_tensor.tensor] * 2)
-        }
+        given = [one.layer_tensor for one in found if one.layer_tensor.is_final]
+        along = {one.where for one in given if pairs(one, one.tensor)}
         return [one for one in found if one.layer_tensor.where in there | along]
 
     found = compared(*runs, tolerance)

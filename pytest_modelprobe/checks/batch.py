@@ -140,7 +140,7 @@ def any_batch_size(
     inside = None
     for n, two in runs.items():
         varied = keep_input, _sized(inputs, size, n, axis)
-        found, hidden = compare_runs(prepared, (one, two), varied, functools.partial(rows.pairs, n=n), tolerance)
+        found, hidden = compare_runs(prepared, (one, two), varied, rows.pairs(n), tolerance)
         if found:
             check_not_random(prepared)
             check_rows_go_together(prepared, axis)
@@ -239,7 +239,7 @@ def _bit_for_bit(prepared: PreparedModel, one: Trace, rows: _Rows, axis: int) ->
     for n, place in batches:
         vary = _placed(prepared, rows.inputs, rows.size, n, place, axis, replaced=0 < place < n - 1)
         two = prepared.variation(mode="eval", vary=vary)
-        differing = _other_bits(one, two, rows.pairs(one, n, place=place))
+        differing = _other_bits(one, two, rows.pairs(n, place=place))
         if any(given.is_final for given in differing):
             outputs.append((n, place))
         for given, ulps in differing.items():
@@ -288,7 +288,7 @@ def _other_bits(one: Trace, two: Trace, pairs: Pairs) -> dict[LayerTensor, float
     there = {given.where: given.tensor for given in two.tensors}
     found = {}
     for given in one.tensors:
-        compared = pairs(given.tensor, there[given.where]) if given.where in there else []
+        compared = pairs(given, there[given.where]) if given.where in there else []
         ulps = min((_ulps(x, y) for x, y in compared), default=0.0)
         if ulps:
             found[given] = ulps
@@ -389,20 +389,17 @@ class _Rows:
         """Whether an output of the model has a batch axis."""
         return any(given.is_final for given in self.along)
 
-    def pairs(self, trace: Trace, n: int, row: int = 0, place: int | None = None) -> Pairs:
-        """Return a function that takes one row of a tensor of the trace, and of another with a batch of n.
+    def pairs(self, n: int, row: int = 0, place: int | None = None) -> Pairs:
+        """Return a function that takes one row of a tensor, and of another with a batch of n.
 
         In the other batch the row is at ``place``, by default where it is in the first.
         """
         there = row if place is None else place
-        known = {
-            id(given.tensor): (given, self.axes[given.where]) for given in trace.tensors if given.where in self.axes
-        }
 
-        def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
-            if id(one) not in known:
+        def pairs(given: LayerTensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
+            one, axes = given.tensor, self.axes.get(given.where)
+            if axes is None:
                 return []
-            given, axes = known[id(one)]
             # A matrix of rows by rows has two batch axes: of a row, its diagonal element is taken.
             meant = [[axis] for axis in axes] if self.guessed else [axes]
             rows = [(_taken(one, each, row, self.size), _taken(other, each, there, n)) for each in meant]
@@ -555,7 +552,7 @@ def _mixed(
     two = prepared.variation(mode="eval", vary=vary)
     if not replaced:
         raise NotApplicableError("all elements of the inputs are equal: no other valid values are known")
-    pairs_of = functools.partial(rows.pairs, n=rows.size, row=row)
-    found, inside = compare_runs(prepared, (one, two), (keep_input, vary), pairs_of, tolerance, exact=True)
+    pairs = rows.pairs(rows.size, row)
+    found, inside = compare_runs(prepared, (one, two), (keep_input, vary), pairs, tolerance, exact=True)
     rows.check_inside(inside, "when the other rows were replaced")
     return found, inside

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pytest_modelprobe._torch import is_wrapped
-from pytest_modelprobe.exceptions import ModelProbeError, UsageError
-from pytest_modelprobe.probe import ModelProbe
-from pytest_modelprobe.record import ROOT, nearest, qualified
+from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.text import count, listed
 
 from .agreement import (
@@ -33,13 +31,14 @@ from .agreement import (
     disagreements,
     inside_note,
     violation_of,
+    whole,
 )
 from .check import check
 from .outcome import NotApplicableError, Violation
 from .rounding import is_rounded, limit, relative_error
-from .session import PreparedModel, Trace, Vary, keep_input
+from .session import LayerTensor, PreparedModel, Trace, Vary, keep_input
 
-# --- Masks of positions: which argument is one, what it marks, and which positions it leaves out ---------------------
+# --- masks: which positions they leave out. A model may compute anything there ------------------------------------
 
 _MASKED = -1e3
 """A float up to here masks the score that it is added to: a softmax over it gives 0."""
@@ -136,7 +135,12 @@ def mark(name: str, mask: Tensor) -> bool | int | float:
     return marks if mask.dtype == torch.bool else int(marks)
 
 
-# --- Whether a model is meant to be causal, and which state it takes: from its attention, and from its na ------------
+def mark_of(prepared: PreparedModel, path: str) -> bool | int | float:
+    """Return the value that marks what is left out in the mask at a path."""
+    return mark(prepared.argument(path), dict(prepared.inputs)[path])
+
+
+# --- what shows that a model is meant to be causal ----------------------------------------------------------------
 
 _FEWEST = 5
 """Positions from which on a mask is told from a band of neighbors, or from padding."""
@@ -202,39 +206,6 @@ def attended(prepared: PreparedModel) -> set[int]:
     with (seen := _Attention()):
         prepared.reference(mode="eval")
     return seen.sizes
-
-
-def disagreeing_attention(prepared: PreparedModel, length: int) -> list[str]:
-    """Return the layers whose attention sees later positions, while that of other kinds of layers does not.
-
-    These may be an encoder and a decoder of the same sequence. Layers of one kind have names that differ in numbers.
-    """
-    args, kwargs = prepared.copied_inputs()
-    probe = ModelProbe(
-        prepared.probe.device, prepared.probe.seed
-    )  # that of the prepared model has the records of the user
-    try:
-        record = probe.run(prepared.model, *args, kwargs=kwargs, mode="eval", attention=True, isolate=False)
-    except ModelProbeError:  # it cannot be recorded
-        return []
-    sees: dict[str, bool] = {}
-    for name, layer in record.layers.items():
-        for attention in itertools.chain.from_iterable(call.attention for call in layer.calls):
-            if attention.kind == "attention" and attention.shape[1:] == (length, length):
-                sees[name] = sees.get(name, False) or _sees_later(attention.most, length)
-    blind = {_kind(name) for name, later in sees.items() if not later}
-    return [name for name, later in sees.items() if later and blind and _kind(name) not in blind]
-
-
-def _kind(layer: str) -> str:
-    """Return the name of a layer without its numbers."""
-    return re.sub(r"\d+", "*", layer)
-
-
-def _sees_later(most: Iterable[float], length: int) -> bool:
-    """Whether attention gives weight to a key after the one that follows the query."""
-    cells = enumerate(most)
-    return any(weight > 0 and i % length > i // length % length + 1 for i, weight in cells)
 
 
 def causal_input(prepared: PreparedModel) -> CausalInput:
@@ -351,7 +322,7 @@ class _Attention(TorchFunctionMode):
             # With three axes it may be one of words, or of the experts of a router.
             self.sizes |= set(output.shape[-2:]) if _size(output) or output.dim() > 3 else set()
             self._look_at([output])
-        elif func is Tensor.__setitem__ or _is_scores(output):
+        elif func is Tensor.__setitem__ or _may_be_scores(output):
             self._look_at(given)
         return output
 
@@ -362,7 +333,7 @@ class _Attention(TorchFunctionMode):
                 self.triangular.add(n)
 
 
-def _is_scores(output: Any) -> bool:
+def _may_be_scores(output: Any) -> bool:
     """Whether it may be scores or weights of attention, to which a mask was applied."""
     return isinstance(output, Tensor) and output.is_floating_point() and output.dim() > 2 and _size(output) > 0
 
@@ -401,8 +372,8 @@ _OFFERED = ("attention_mask", "src_key_padding_mask", "key_padding_mask", "paddi
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 """Layers that mix neighbors whatever a mask says, so a mask that nobody gave cannot be held against them."""
 
-_Axes = Callable[[Tensor], list[int]]
-"""Takes a tensor of a run, returns the axes that may be those of its positions."""
+_Axes = Callable[[LayerTensor], list[int]]
+"""Takes a tensor of a layer, returns the axes that may be those of its positions."""
 
 
 @check
@@ -440,12 +411,6 @@ def _causal_where_meant(prepared: PreparedModel) -> Violation | str:
     found = later_unseen(prepared, given.path, given.axis, None)
     if not isinstance(found, Violation):
         return found
-    others = disagreeing_attention(prepared, positions_of(prepared, given.path, given.axis)[1])
-    if others:
-        raise NotApplicableError(
-            f"a part of it is causal, as {given.reason}, but not {listed(others)}: call checks.causal if all of it is "
-            "meant to be"
-        )
     return dataclasses.replace(found, advice=f"It is taken for causal, as {given.reason}. {found.advice}")
 
 
@@ -466,18 +431,17 @@ def later_unseen(prepared: PreparedModel, path: str, axis: int, tolerance: float
     if not cuts:
         raise NotApplicableError("the mask leaves fewer than two positions")
     one = prepared.reference(mode="eval")
-    axes_in = _axes_that_follow(prepared, one, path, axis)
+    axes_of = _axes_of_positions(prepared, one, path, axis)
     inside = None
+    pairs: Pairs = whole
     for before in cuts:
 
         def vary(name: str, x: Tensor, before: int = before) -> Tensor:
             return excluded.filled(replaced_from(prepared, x, axis, before), axis, x) if name == path else x
 
-        def pairs_of(trace: Trace, before: int = before) -> Pairs:
-            return _first(before, axes_in(trace), excluded)
-
         two = prepared.variation(mode="eval", vary=vary)
-        found, hidden = compare_runs(prepared, (one, two), (keep_input, vary), pairs_of, tolerance, exact=True)
+        pairs = _first(before, axes_of, excluded)
+        found, hidden = compare_runs(prepared, (one, two), (keep_input, vary), pairs, tolerance, exact=True)
         inside = inside or hidden
         if found:
             check_not_random(prepared)
@@ -489,7 +453,7 @@ def later_unseen(prepared: PreparedModel, path: str, axis: int, tolerance: float
             )
     firsts = " and ".join(f"the first {n}" for n in cuts)
     without = " without those that are masked" if excluded else ""
-    return _looked_at(one, pairs_of(one), length, f"at {firsts} of {length} positions{without}", inside)
+    return _looked_at(one, pairs, length, f"at {firsts} of {length} positions{without}", inside)
 
 
 @check
@@ -542,10 +506,8 @@ def padding_invariant(
         prepared.kwargs["mask"], mask = mask, "mask"
     offered = None if mask is not None or _masks(prepared) else _offered(prepared, path, (batch, length))
     padding = _padding(prepared, tensor, pad_id)
-    name = None
-    if padding is None or mask is not None or _masks(prepared):
-        name = _mask_name(prepared, mask, path, (batch, length), axis)
-    marks = mark(prepared.argument(name), dict(prepared.inputs)[name]) if name else 0
+    name = _mask_name(prepared, mask, path, (batch, length)) if padding is None or mask or _masks(prepared) else None
+    marks = mark_of(prepared, name) if name else 0
     excluded = masked_out(prepared, path, axis)
 
     def masked(where: str, x: Tensor) -> Tensor:
@@ -580,14 +542,15 @@ def padding_invariant(
         both = {given.where for given in two.tensors}
         one.tensors = [given for given in one.tensors if given.is_final or given.where in both]
     rows = batch if axis and not offered else -1  # what is pooled need not follow a mask that nobody gave
-    axes_in = _axes_that_follow(prepared, one, path, axis)
+    first = _first(kept, _axes_of_positions(prepared, one, path, axis), excluded)
 
-    def pairs_of(trace: Trace) -> Pairs:
-        if padding is not None:
-            return _cut_and_pooled(rows, kept, length, excluded)
-        return _first_and_pooled(rows, kept, axes_in(trace), excluded)
+    def pairs(given: LayerTensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
+        pooled = given.tensor.dim() == 2 and len(given.tensor) == rows
+        if padding is None:
+            return first(given, other) or ([(given.tensor, other)] if pooled else [])
+        return _cut(given.tensor, other, rows, kept, length, excluded)
 
-    found, inside = compare_runs(prepared, (one, two), varied, pairs_of, tolerance, exact=padding is None)
+    found, inside = compare_runs(prepared, (one, two), varied, pairs, tolerance, exact=padding is None)
     how = "replaced" if padding is None else "removed"
     others = "the others"
     if name is not None:
@@ -598,7 +561,7 @@ def padding_invariant(
         return between
     if not found:
         where = f"at the first {kept} of {length} positions without {others}"
-        return _looked_at(one, pairs_of(one), length, where, inside)
+        return _looked_at(one, pairs, length, where, inside)
     at = found[0].layer_tensor.layer
     if offered and isinstance(prepared.layers.modules[at], _CONVOLUTIONS):
         raise NotApplicableError(
@@ -639,18 +602,17 @@ def permutation_equivariant(
     path, tensor = sequence(prepared, axis)
     length = tensor.shape[axis]
     one = prepared.reference(mode="eval")
-    axes_of = _axes_that_follow(prepared, one, path, axis)(one)
+    axes_of = _axes_of_positions(prepared, one, path, axis)
     for order in _orders(length):
-        back = torch.argsort(order)
 
-        def restored(x: Tensor, y: Tensor, back: Tensor = back) -> list[tuple[Tensor, Tensor]]:
-            axes = axes_of(x)
-            if not axes or x.shape != y.shape:
-                return [(x, y)] if axes else []
-            found = [(x, y.index_select(axis, back.to(y.device))) for axis in axes]
-            for axis in axes:  # as of attention weights
-                y = y.index_select(axis, back.to(y.device))
-            return [*found, (x, y)]
+        def restored(given: LayerTensor, other: Tensor, order: Tensor = order) -> list[tuple[Tensor, Tensor]]:
+            axes = axes_of(given)
+            if given.tensor.shape != other.shape:
+                return [(given.tensor, other)] if axes else []
+            back = torch.argsort(order).to(other.device)
+            alone = [other.index_select(axis, back) for axis in axes]
+            along_all = functools.reduce(lambda x, axis: x.index_select(axis, back), axes, other)  # attention weights
+            return [(given.tensor, x) for x in (*alone, along_all)] if axes else []
 
         two = _reordered(prepared, path, axis, order)
         found = disagreements(one, two, pairs=restored, tolerance=tolerance)
@@ -709,34 +671,20 @@ def _orders_text(length: int) -> str:
     return "2 other orders" if length > 2 else "another order"
 
 
-def _first_and_pooled(batch: int, before: int, axes_of: _Axes, excluded: MaskedOut) -> Pairs:
-    """Return pairs of the first positions of two tensors, or of whole pooled tensors (one row an example)."""
-    first = _first(before, axes_of, excluded)
-
-    def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
-        pooled = one.dim() == 2 and len(one) == batch
-        return first(one, other) or ([(one, other)] if pooled else [])
-
-    return pairs
-
-
-def _cut_and_pooled(batch: int, before: int, length: int, excluded: MaskedOut) -> Pairs:
-    """Return pairs of the first positions of a tensor and a whole shorter one, or of whole pooled tensors."""
-
-    def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
-        if one.dim() != other.dim():
-            return []
-        axes = [i for i, n in enumerate(other.shape) if one.shape[i] == length and (one is other or n == before)]
-        cut = functools.reduce(lambda x, axis: x.narrow(axis, 0, before), axes, one)
-        if one is other:
-            return [(cut, cut)] if axes or one.shape[:1] == (batch,) else []
-        if cut.shape != other.shape:
-            return []
-        for axis in axes[:1]:  # queries come before keys
-            cut, other = excluded.filled(cut, axis), excluded.filled(other, axis)
-        return [(cut, other)] if axes or one.shape[:1] == (batch,) else []
-
-    return pairs
+def _cut(
+    one: Tensor, other: Tensor, rows: int, before: int, length: int, excluded: MaskedOut
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the first positions of a tensor with a whole shorter one, or with itself; or whole pooled tensors."""
+    if one.dim() != other.dim():
+        return []
+    axes = [axis for axis in axes_of_length(one, length) if one is other or other.shape[axis] == before]
+    cut = functools.reduce(lambda x, axis: x.narrow(axis, 0, before), axes, one)
+    other = cut if one is other else other
+    if cut.shape != other.shape or not (axes or one.shape[:1] == (rows,)):
+        return []
+    for axis in axes[:1]:  # queries come before keys
+        cut, other = excluded.filled(cut, axis), excluded.filled(other, axis)
+    return [(cut, other)]
 
 
 def _padding(prepared: PreparedModel, ids: Tensor, pad_id: int | None) -> int | None:
@@ -764,8 +712,7 @@ def _seen_between(prepared: PreparedModel, path: str, axis: int, name: str, padd
     excluded = MaskedOut(between if given is None else between | given.cpu())
 
     def masked(where: str, x: Tensor) -> Tensor:
-        value = mark(prepared.argument(name), dict(prepared.inputs)[name])
-        return MaskedOut(between).filled(x, 1, value) if where == name else x
+        return MaskedOut(between).filled(x, 1, mark_of(prepared, name)) if where == name else x
 
     def replaced(where: str, x: Tensor) -> Tensor:
         if where != path:
@@ -776,10 +723,8 @@ def _seen_between(prepared: PreparedModel, path: str, axis: int, name: str, padd
         return MaskedOut(between).filled(x, axis, other)
 
     one, two = (prepared.variation(mode="eval", vary=vary) for vary in (masked, replaced))
-    axes_of = _axes_that_follow(prepared, one, path, axis)(one)
-    found, _ = compare_runs(
-        prepared, (one, two), (masked, replaced), lambda _: _first(length, axes_of, excluded), None, exact=True
-    )
+    pairs = _first(length, _axes_of_positions(prepared, one, path, axis), excluded)
+    found, _ = compare_runs(prepared, (one, two), (masked, replaced), pairs, None, exact=True)
     if not found:
         return None
     check_not_random(prepared, masked)
@@ -853,34 +798,29 @@ def sequence(prepared: PreparedModel, axis: int) -> tuple[str, Tensor]:
     raise NotApplicableError(f"no input has more than one position along axis {axis}")
 
 
-def _mask_name(prepared: PreparedModel, name: str | None, path: str, shape: tuple[int, int], axis: int) -> str:
+def _mask_name(prepared: PreparedModel, name: str | None, path: str, shape: tuple[int, int]) -> str:
     """Return the path of the mask, whose shape is (batch, positions)."""
     shapes = {path: tuple(tensor.shape) for path, tensor in prepared.dense}
     if name is not None:
         if name not in shapes:
-            near = nearest(name, shapes, n=1)
-            hint = f"is {near[0]} meant?" if near else f"there are {', '.join(shapes)}"
-            raise UsageError(f"mask= names an argument {name!r} that is not given: {hint}")
+            raise UsageError(f"mask= names an argument {name!r} that is not given: there are {', '.join(shapes)}")
         if shapes[name] != shape:
             raise NotApplicableError(f"{name} has the shape {shapes[name]}, not (batch, positions), here {shape}")
         return name
-    found = [path for path in shapes if prepared.argument(path).endswith("mask") and shapes[path] == shape]
+    found = [where for where in _masks(prepared) if shapes[where] == shape]
+    if len(found) == 1 and shape[0] != shape[1]:
+        return found[0]
     if not found:
-        raise NotApplicableError(
-            f"no argument of shape {shape}, the batch and axis {axis} of {path}, is called a mask: give mask= its name"
-        )
-    if len(found) > 1:
-        raise NotApplicableError(f"there are several masks, {listed(found)}: give mask= the name of one")
-    if shape[0] == shape[1]:
-        raise NotApplicableError(
-            f"there are as many rows as positions, {shape[0]}: {found[0]} may be of (positions, positions) "
-            "too: give mask= its name"
-        )
-    return found[0]
+        why = f"no argument of shape {shape}, the batch and the positions of {path}, is called a mask"
+    elif len(found) > 1:
+        why = f"there are several masks, {listed(found)}"
+    else:
+        why = f"there are as many rows as positions, {shape[0]}: {found[0]} may be of (positions, positions) too"
+    raise NotApplicableError(f"{why}: give mask= its name")
 
 
-def _axes_that_follow(prepared: PreparedModel, one: Trace, path: str, axis: int) -> Callable[[Trace], _Axes]:
-    """Return a function that finds the axes of positions: those that are shorter for a shorter sequence.
+def _axes_of_positions(prepared: PreparedModel, one: Trace, path: str, axis: int) -> _Axes:
+    """Return a function that returns the axes of positions: those that are shorter for a shorter sequence.
 
     If the model accepts no shorter one, every axis of that length may be one.
 
@@ -892,11 +832,7 @@ def _axes_that_follow(prepared: PreparedModel, one: Trace, path: str, axis: int)
     """
     tensor = dict(prepared.inputs)[path]
     axis, length = axis % tensor.dim(), tensor.shape[axis]
-
-    def guessed(x: Tensor) -> list[int]:
-        found = axes_of_length(x, length)
-        return [] if found == [0] and axis and len(tensor) == length else found  # as many rows as positions
-
+    known: Mapping[str, list[int]] = {}
     for n in dict.fromkeys((length - 1, length // 2)):
 
         def shorter(where: str, x: Tensor, n: int = n) -> Tensor:
@@ -907,21 +843,22 @@ def _axes_that_follow(prepared: PreparedModel, one: Trace, path: str, axis: int)
         again = prepared.run(mode="eval", vary=shorter)
         if again.error is None:
             known = axes_that_follow(one, again, length, n)
-            return functools.partial(_known_axes, known, guessed)
-    return functools.partial(_known_axes, {}, guessed)
+            break
 
+    def axes_of(given: LayerTensor) -> list[int]:
+        if given.where in known:
+            return known[given.where]
+        found = axes_of_length(given.tensor, length)
+        return [] if found == [0] and axis and len(tensor) == length else found  # as many rows as positions
 
-def _known_axes(known: Mapping[str, list[int]], guessed: _Axes, trace: Trace) -> _Axes:
-    """Return a function that looks up the axes of a tensor by its address, and guesses them for others."""
-    of = {id(given.tensor): known[given.where] for given in trace.tensors if given.where in known}
-    return lambda x: of[id(x)] if id(x) in of else guessed(x)
+    return axes_of
 
 
 def _first(before: int, axes_of: _Axes, excluded: MaskedOut) -> Pairs:
     """Return pairs of the first positions of two tensors, along each axis that may be that of positions."""
 
-    def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
-        axes = axes_of(one)
+    def pairs(given: LayerTensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
+        one, axes = given.tensor, axes_of(given)
         if axes and one.shape != other.shape:
             return [(one, other)]
         firsts = [(axis, one.narrow(axis, 0, before), other.narrow(axis, 0, before)) for axis in axes]
@@ -936,17 +873,13 @@ def _looked_at(trace: Trace, pairs: Pairs, length: int, how: str, inside: Disagr
     Raises:
         NotApplicableError: No layer, or no output of the model, has an axis of positions.
     """
-    along = {id(given): bool(pairs(given.tensor, given.tensor)) for given in trace.tensors if is_rounded(given.tensor)}
-    layers = {given.layer for given in trace.tensors if along.get(id(given))}
+    along = [given for given in trace.tensors if is_rounded(given.tensor) and pairs(given, given.tensor)]
+    layers = {given.layer for given in along}
     if not layers:
         raise NotApplicableError(f"no layer returns a tensor with an axis of {count(length, 'position')}")
     final = [given for given in trace.outputs if given.layer == ROOT]
-    others = [
-        f"{given.path} {tuple(given.tensor.shape)}"
-        for given in final
-        if given.tensor.dim() and not along.get(id(given))
-    ]
-    if not any(along.get(id(given)) for given in final):
+    others = [f"{g.path} {tuple(g.tensor.shape)}" for g in final if g.tensor.dim() and g not in along]
+    if not any(given in along for given in final):
         within = "agrees" if inside is None else f"does not agree, first {inside.layer_tensor.where}, {inside.changed}"
         raise NotApplicableError(
             f"no output of the model can be compared along an axis of {count(length, 'position')}: "

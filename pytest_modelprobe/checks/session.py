@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ from pytest_modelprobe.runs import (
     Mode,
     NoGradientError,
     check_loss,
+    graph_nodes,
     in_float32,
     loss_of,
     widened,
@@ -99,6 +101,8 @@ class Trace:
     """Gradients of the parameters that require one, by full name; None where none arrived. Empty without a backward."""
     input_gradients: dict[str, Tensor | None] = field(default_factory=dict)
     """Gradients of the floating inputs, by path."""
+    largest_gradient: float = 0.0
+    """The largest norm of a gradient that arrived at an operation, from the loss back."""
     loss: Tensor | None = None
     error: Exception | None = None
     raised_in: str = ""
@@ -545,7 +549,8 @@ class PreparedModel:
         for parameter in parameters.values():
             parameter.grad = None  # a step of training leaves it there
         try:
-            loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
+            with _measured(trace, loss):
+                loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
         except Exception as error:  # noqa: BLE001 - the trace reports it
             trace.error, trace.in_backward = _of_model(error), True
             return
@@ -640,6 +645,22 @@ def _of_model(error: Exception) -> Exception:
     if raised_in_hook(error):
         raise NotApplicableError(f"the layers cannot be followed: {line_of(error)}") from error
     return error
+
+
+@contextmanager
+def _measured(trace: Trace, loss: Tensor) -> Iterator[None]:
+    """Record the largest gradient that arrives at a node of the graph of a loss."""
+
+    def hook(_: object, arrived: tuple[Tensor | None, ...]) -> None:
+        norms = [x.norm().item() for x in arrived if x is not None and not x.is_nested and not _is_unreadable(x)]
+        trace.largest_gradient = max([trace.largest_gradient, *filter(math.isfinite, norms)])
+
+    handles = [node.register_hook(hook) for node in graph_nodes(loss.grad_fn)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

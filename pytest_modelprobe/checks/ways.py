@@ -269,7 +269,8 @@ def _compared(one: Trace, two: Trace, case: _Case, tolerance: float | None) -> l
 def _at_real_positions(case: _Case) -> Pairs:
     """Return what makes pairs of the parts of tensors at positions that no mask leaves out."""
 
-    def pairs(one: Tensor, two: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def pairs(given: LayerTensor, two: Tensor, /) -> list[tuple[Tensor, Tensor]]:
+        one = given.tensor
         if not case.excluded or one.shape != two.shape:
             return [(one, two)]
         batch, length = case.shape

@@ -311,7 +311,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (
         "ema_tracks",
         {**AVERAGE, "average": object()},
-        "average= of ema_tracks is torch.nn.modules.module.Module; got object",
+        "torch.nn.modules.module.Module; got object",
     ),
     ("ema_tracks", {**AVERAGE, "updates": lambda: 1 / 0}, "updates= raised ZeroDivisionError: division by zero"),
 ]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe import ModelProbe, UsageError, checks
+from pytest_modelprobe import ModelProbe, checks
 
 
 class Layer(nn.Module):
@@ -120,11 +120,6 @@ def test_a_model_without_a_batch_is_not_applicable(probe: ModelProbe) -> None:
     assert (
         checks.any_batch_size.outcome(probe, nn.Linear(3, 2), torch.ones(3), bitwise=True).verdict == "not applicable"
     )
-
-
-def test_the_option_is_a_bool(probe: ModelProbe, rows: Tensor) -> None:
-    with pytest.raises(UsageError, match="bitwise= of any_batch_size is True or False; got 3"):
-        checks.any_batch_size(probe, nn.Tanh(), rows, bitwise=3)
 
 
 def test_a_transformer_with_a_cache_may_be_asked(probe: ModelProbe) -> None:

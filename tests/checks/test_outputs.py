@@ -124,15 +124,6 @@ def test_similarities_of_all_rows_with_all_are_not_mixed(probe: ModelProbe) -> N
     assert checks.batch_independent.outcome(probe, model, probe.randn(4, 3)).layer == "(root)"
 
 
-@pytest.mark.parametrize("order", [lambda y: y.flatten(0, 1), lambda y: y.transpose(0, 1).flatten(0, 1)])
-def test_rows_of_an_output_that_is_flattened_are_told_apart(probe: ModelProbe, order: Callable[[Tensor], Any]) -> None:
-    model = Model(lambda model, x: order(model.fc(x)), fc=nn.Linear(3, 5))
-    assert checks.batch_independent(probe, model, probe.randn(3, 4, 3)).text.endswith("in 2 values of 2 layers")
-    assert checks.any_batch_size(probe, model, probe.randn(3, 4, 3)).verdict == "holds"
-    model = Model(lambda model, x: order(model.fc(x).softmax(0)), fc=nn.Linear(3, 5))
-    assert checks.batch_independent.outcome(probe, model, probe.randn(3, 4, 3)).layer == "(root)"
-
-
 def test_a_model_of_one_batch_size_is_told(probe: ModelProbe) -> None:
     model = Model(lambda model, x: model.fc(x.view(4, 3)), fc=nn.Linear(3, 5))
     assert checks.batch_independent(probe, model, probe.randn(4, 3)).text == (
@@ -332,26 +323,6 @@ def test_integers_and_numbers_that_are_not_compared_are_told(probe: ModelProbe) 
     assert said in checks.batch_independent(probe, numbers, x).text
     loss = Model(HEALTHY["loss"], fc=nn.Linear(3, 5))
     assert checks.batch_independent(probe, loss, x).text.endswith("; not along the batch: output ()")
-
-
-@pytest.mark.parametrize("check", [checks.batch_independent, checks.any_batch_size])
-def test_an_output_of_one_row_is_no_loss(probe: ModelProbe, check: checks.Check) -> None:
-    def said(code: Callable[[Tensor], Any], rows: int = 4) -> str:
-        model = Model(lambda model, x: code(model.fc(x)), fc=nn.Linear(3, 1))
-        return check.outcome(probe, model, probe.randn(rows, 3)).text
-
-    assert said(lambda o: o[0]) == (
-        "output (1,) changes with the first row and with no other: a loss depends on all rows; if it is none, the "
-        "batch is lost, as in out[0]"
-    )
-    assert said(lambda o: o[-1, 0]).startswith("output () changes with the last row")
-    assert said(lambda o: (o, o[0])).startswith("output[1] (1,) changes with the first row")
-    assert said(lambda o: (o, torch.cat([o[:1], o[:1]], 1))).startswith("output[1] (1, 2) changes with the first row")
-    assert said(lambda o: (o, o.mean(0).expand(2))).endswith("; not along the batch: output[1] (2,)")
-    assert said(lambda o: o.square().mean()).endswith("; not along the batch: output ()")
-    assert said(lambda o: (o > 0).float().mean()).endswith("; not along the batch: output ()")
-    assert "value" in said(lambda o: (o, torch.ones(())))
-    assert "changes with" not in said(lambda o: o.mean(), rows=1)
 
 
 # --- outputs along positions --------------------------------------------------------------------------------------
