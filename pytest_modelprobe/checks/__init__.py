@@ -11,7 +11,8 @@ from .loading import workers_differ
 from .modes import deterministic, eval_stable, finite, modes_agree, seeded, train_eval_differ
 from .outcome import NotApplicableError, Outcome
 from .packing import packed_documents
-from .parity import checkpoint_parity, compile_parity, device_parity, dtype_parity, export_parity, layout_parity
+from .parity import compile_parity, device_parity, dtype_parity, export_parity, layout_parity
+from .recomputation import checkpoint_parity
 from .registration import copy_and_pickle, initialized, registered, state_dict_round_trip
 from .resume import resume
 from .sequence import causal, padding_invariant, permutation_equivariant, permutation_invariant

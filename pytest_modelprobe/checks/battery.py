@@ -30,7 +30,8 @@ from .incremental import incremental_where_meant
 from .inputs import inputs_used
 from .modes import deterministic, eval_stable, finite, modes_agree, seeded, train_eval_differ
 from .outcome import NotApplicableError, Outcome
-from .parity import checkpoint_parity, dtype_parity, layout_parity
+from .parity import dtype_parity, layout_parity
+from .recomputation import checkpoint_parity
 from .registration import copy_and_pickle, initialized, registered, state_dict_round_trip
 from .sequence import causal_where_meant, padding_invariant
 from .session import PreparedModel

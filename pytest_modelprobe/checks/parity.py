@@ -7,8 +7,6 @@ precision rounds otherwise: it may differ by several times the distance to a run
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -16,7 +14,6 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe._torch import COMPILED_CHILD
 from pytest_modelprobe.comparison.text import percent
@@ -29,17 +26,15 @@ from pytest_modelprobe.models import (
     flatten_call,
     has_dense_storage,
     unexpanded,
-    version,
 )
-from pytest_modelprobe.record import ROOT, containers, parent
+from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.runs import noise
-from pytest_modelprobe.text import count, listed
+from pytest_modelprobe.text import count
 
 from .agreement import (
     Disagreement,
     changed,
     check_not_random,
-    check_repeats,
     disagreements,
     gradient_error,
     in_backward_order,
@@ -48,17 +43,15 @@ from .agreement import (
 )
 from .check import check, check_native
 from .outcome import NotApplicableError, Violation, line_of
-from .recomputation import other_recomputation
 from .rounding import TOLERANCE, is_rounded, limit, relative_error, rms, same
-from .session import ROUNDED, LayerTensor, PreparedModel, Trace, Vary, all_named, set_mode
-from .state import Attributes, attributes, changed_attributes
+from .session import ROUNDED, LayerTensor, PreparedModel, Trace, Vary, set_mode
 
 _Only: TypeAlias = Callable[[list[Disagreement]], list[Disagreement]]
 """Leaves out some of what differs."""
 
 _Found = TypeVar("_Found", bound="Violation | str | None")
 
-_ELSEWHERE = 1e-3
+ELSEWHERE = 1e-3
 """Relative error between kernels that sum in another order; TensorFloat-32 rounds to 1e-3."""
 
 _TIMES = 4
@@ -69,14 +62,6 @@ _DTYPE = "Look for what amplifies rounding: a difference of large numbers, a div
 _HARD_CODED = "Look for a hard-coded dtype, and for tensors that are created without dtype=."
 _LAYOUT = "Look for as_strided, .storage() and other code that depends on strides; call .contiguous() before it."
 _VIEW = "Look for a view that should be a reshape, and for code that depends on strides."
-_CHECKPOINT = (
-    "A checkpointed layer runs again in the backward. Look for state that the layers write to: a cache (pass "
-    "use_cache=False), a counter, a hidden state; and for code that depends on whether gradients are enabled."
-)
-_IN_PLACE = (
-    "A checkpointed layer runs again in the backward, and its input is another one by then. Compute it out of place "
-    "there (inplace=False, x = x + ...), or clone the input first."
-)
 _COMPILED = "Look for code that depends on whether it is compiled, and for writes to attributes, which a graph omits."
 
 
@@ -106,7 +91,7 @@ def device_parity(
         raise UsageError(f"device= is one that computes; {device} tensors have no data")
     one = prepared.reference(mode="eval")
     two = prepared.run(mode="eval", model=prepared.copied(device), vary=lambda _, x: x.to(device))
-    return _not_by_chance(prepared, two, _parity(one, two, f"on {device}", tolerance, _DEVICE, least=_ELSEWHERE))
+    return _not_by_chance(prepared, two, agreeing(one, two, f"on {device}", tolerance, _DEVICE, least=ELSEWHERE))
 
 
 @check_native
@@ -159,10 +144,10 @@ def dtype_parity(
             advice=_HARD_CODED,
         )
     floating = [given.tensor for given in (*precise.tensors, *two.tensors) if given.tensor.is_floating_point()]
-    widest = max((limit(x, tolerance, least=_ELSEWHERE) for x in floating), default=_ELSEWHERE)
+    widest = max((limit(x, tolerance, least=ELSEWHERE) for x in floating), default=ELSEWHERE)
     advice = _DTYPE if two.error is None else _HARD_CODED
     only = functools.partial(_beyond_rounding, prepared, two) if (dtype, tolerance) == (torch.float64, None) else list
-    return _not_by_chance(prepared, two, _parity(precise, two, f"in {name}", widest, advice, only=only))
+    return _not_by_chance(prepared, two, agreeing(precise, two, f"in {name}", widest, advice, only=only))
 
 
 _REPEATS = 3
@@ -258,186 +243,10 @@ def layout_parity(prepared: PreparedModel, *, tolerance: float | None = None) ->
             return layout(path, x) if path in dense else x
 
         two = prepared.run(mode="eval", vary=vary)
-        found = _parity(one, two, f"with inputs {name}", tolerance, _LAYOUT if two.error is None else _VIEW)
+        found = agreeing(one, two, f"with inputs {name}", tolerance, _LAYOUT if two.error is None else _VIEW)
         if isinstance(found, Violation):
             return _not_by_chance(prepared, two, found)
     return f"{count(len(one.outputs), 'output')} with inputs {', and '.join(layouts)}"
-
-
-@check
-def checkpoint_parity(prepared: PreparedModel, *, tolerance: float | None = None) -> Violation | str:
-    """Check that under activation checkpointing, reentrant and not, the loss and all gradients are the same.
-
-    Each child of the model that has children itself and returns a tensor or a tuple of tensors is checkpointed: for a
-    `ModuleList`, each of its modules; for a child that returns something else, which reentrant checkpoints do not
-    support, its own children. If there are none, single layers are checkpointed, or the whole model if one of them
-    works in place. They run again in the backward and write to their state twice. Therefore a model of transformers
-    runs without its cache of keys and values, as when it checkpoints itself, unless ``use_cache=True`` is given, and
-    the power iteration of `torch.nn.utils.spectral_norm`, which advances in each training forward, is stopped. A layer
-    that takes tensors inside a tuple, as an `LSTMCell` does, is not checkpointed in the reentrant way, which does not
-    see these; the outcome names it.
-
-    If something differs, each part is checkpointed alone. The first with which it differs is named, with what it does
-    to its input and its state.
-
-    A model that checkpoints itself in training is looked at first: what runs again in its backward has to draw the same
-    random numbers. The message names the layer that returns something else. What no layer takes or returns is not seen.
-
-    >>> from torch import nn
-    >>> from pytest_modelprobe import ModelProbe, checks
-    >>> probe = ModelProbe()
-    >>> print(checks.checkpoint_parity(probe, nn.Sequential(nn.Linear(3, 3), nn.ReLU()), probe.randn(4, 3)))
-    checkpoint_parity holds for Sequential: 2 parameters, 2 modules checkpointed, reentrant and not
-    """
-    if other := other_recomputation(prepared):
-        return other
-    wanted = True
-    try:
-        one = prepared.reference(backward=True, input_gradients=True, model=_stopped(prepared)[0])
-    except NotApplicableError:  # it may reject inputs that require a gradient
-        wanted = False
-        one = prepared.reference(backward=True, model=_stopped(prepared)[0])
-    model, stopped = _stopped(prepared)
-    parts = _parts(prepared, model)
-    if not parts:
-        raise NotApplicableError("the model has no children that could be checkpointed")
-    nested: dict[str, None] = {}
-
-    def differs(names: list[str], *, reentrant: bool) -> Violation | None:
-        """Return how the model differs if these parts are checkpointed."""
-        how = f"({'reentrant' if reentrant else 'not reentrant'})"
-        again, _ = _stopped(prepared)
-        root = Layers(again).modules[ROOT]
-        for name in names:
-            module = root.get_submodule(name)
-            note = functools.partial(nested.setdefault, name)
-            module.forward = functools.partial(_checkpointed, module.forward, note, use_reentrant=reentrant)
-        with warnings.catch_warnings(action="ignore"):
-            try:
-                two = prepared.run(backward=True, input_gradients=wanted, model=again)
-            except NotApplicableError:  # no gradient is left
-                two = Trace()
-        if reentrant and _TAKES_GRADIENTS in two.failure:
-            raise _NotReentrantError
-        if two.in_backward:
-            return Violation.at(ROOT, f"cannot be checkpointed {how}: {line_of(two.error)}", advice=_CHECKPOINT)
-        if two.error is not None:
-            return Violation(layer=two.raised_in, line=f"{two.failure}, when checkpointed {how}", advice=_CHECKPOINT)
-        under = f"under checkpointing {how}"
-        found = _parity(one, two, under, tolerance, _CHECKPOINT, least=_ELSEWHERE) if two.tensors else None
-        return found if isinstance(found, Violation) else _gradients(one, two, tolerance, under, _CHECKPOINT)
-
-    how = "not reentrant"
-    with contextlib.suppress(_NotReentrantError):  # its forward takes gradients itself, as of an energy
-        for reentrant in (False, True):
-            if found := differs(parts, reentrant=reentrant):
-                check_repeats(prepared)
-                each = ((name, differs([name], reentrant=reentrant)) for name in parts)
-                return next((_of_part(prepared, name, alone) for name, alone in each if alone), found)
-        how = "not reentrant" if {*parts} <= {*nested} else "reentrant and not"
-    told = f"{count(len(one.gradients), 'parameter')}, {count(len(parts), 'module')} checkpointed, {how}"
-    left = [f"not reentrant: {listed(list(nested))}, given tensors inside a tuple or the like"] if nested else []
-    return "; ".join([told, *stopped, *left])
-
-
-_TAKES_GRADIENTS = "incompatible with .grad()"
-
-
-class _NotReentrantError(Exception):
-    """Reentrant checkpoints refuse the model."""
-
-
-def _of_part(prepared: PreparedModel, part: str, found: Violation) -> Violation:
-    """Return how the model differs with one part checkpointed, with what that part does to its input and its state."""
-    part = part or ROOT
-    writer, written = _writes(prepared, part)
-    if writer is not None:
-        inside = part in (writer, *containers(writer))
-        said = "changes its input in place" if inside else f"takes what {writer} changes in place after the call"
-        advice = _IN_PLACE
-    elif written:
-        part, advice = parent(written[0]), _CHECKPOINT
-        said = f"writes to {listed(written)} and runs twice when checkpointed"
-    elif part in (found.layer, *containers(found.layer)):
-        return found
-    else:
-        said, advice = "computes something else when a checkpoint runs it again", _CHECKPOINT
-    rest = found.line.removeprefix(f"{ROOT} ")
-    line = f"{part} {said}, and {rest}" if rest.startswith("cannot") else f"{part} {said}: {found.line}"
-    return dataclasses.replace(found, layer=part, line=line, advice=advice)
-
-
-def _writes(prepared: PreparedModel, part: str) -> tuple[str | None, list[str]]:
-    """Return the layer that writes into what a part takes, and the state to which the part writes.
-
-    The layer is the part, one inside it, or one that does so after the call. State of torch's own is left out.
-    """
-    given: list[tuple[Tensor, int | None]] = []
-    states: list[Attributes] = []
-    writers: list[str] = []
-    written: dict[str, None] = {}
-
-    def state() -> Attributes:
-        tensors = {name: {"": x.detach().clone()} for name, x in all_named(prepared.model) if has_dense_storage(x)}
-        return {**attributes(prepared), **tensors}
-
-    def look(call: ModuleCall) -> None:
-        if any(version(x) != before for x, before in given):
-            writers.append(call.layer)
-
-    def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
-        if call.parent is not None:
-            look(call.parent)
-        if call.layer == part:
-            given.extend((x, version(x)) for _, x in flatten_call(args, kwargs).tensors)
-            states[:] = [state()]
-
-    def end(call: ModuleCall, args: Any, output: Any) -> None:
-        look(call)
-        if call.layer == part:
-            written.update(dict.fromkeys(changed_attributes(states[0], state())))
-
-    modules = prepared.layers.modules
-    with CallTracer(modules, ModuleCall, before=begin, after=end):
-        prepared.run(traced=False)
-    own = [name for name in written if not type(modules[parent(name)]).__module__.startswith("torch.nn.")]
-    return next(iter(writers), None), own
-
-
-def _stopped(prepared: PreparedModel) -> tuple[nn.Module, list[str]]:
-    """Return a copy of the model without known state that a second forward would write to again, and what was stopped.
-
-    This state is intended and is never combined with checkpoints. Other state is left for the check to find.
-    """
-    model = prepared.copied()
-    modules = list(model.modules())
-    configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
-    caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
-    for config in caching:
-        with contextlib.suppress(AttributeError):  # a dataclass that is frozen
-            config.use_cache = False
-    hooks = [hook for module in modules for hook in module._forward_pre_hooks.values()]
-    # Either the module of a parametrization or, of the function in torch.nn.utils itself, a hook.
-    norms: list[Any] = [one for one in (*modules, *hooks) if isinstance(getattr(one, "n_power_iterations", None), int)]
-    for norm in norms:
-        norm.n_power_iterations = 0
-    told = ["without a cache (config.use_cache)"] if any(not config.use_cache for config in caching) else []
-    return model, [*told, *([f"{count(len(norms), 'spectral norm')} standing still"] if norms else [])]
-
-
-def _checkpointed(forward: Any, note: Callable[[], object], *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:
-    given = (*args, *kwargs.values())  # reentrant checkpoints see gradients of positional arguments alone
-
-    def call(*again: Any) -> Any:
-        return forward(*again[: len(args)], **dict(zip(kwargs, again[len(args) :], strict=True)))
-
-    trained = [x for _, x in flatten_call(args, kwargs, objects=True).tensors if x.requires_grad]
-    if use_reentrant and not trained:
-        return forward(*args, **kwargs)  # an embedding, which is never checkpointed: its ids have no gradient
-    if use_reentrant and not {id(x) for x in trained} <= {id(x) for x in given}:
-        note()
-        return forward(*args, **kwargs)  # such a checkpoint does not see what is inside a tuple
-    return checkpoint(call, *given, use_reentrant=use_reentrant)
 
 
 @check_native
@@ -558,7 +367,7 @@ def _inside_program(
     for x, place in here:
         known = place[-1] and any(same(x, one.layer_tensor.tensor) for one in found)  # a layer before returned it
         far = relative_error(x, there[place]) if place in there and not known else 0.0
-        if not far <= limit(x, tolerance, least=_ELSEWHERE):
+        if not far <= limit(x, tolerance, least=ELSEWHERE):
             layer, index, path, inside = place
             found.append(Disagreement(LayerTensor(layer, index, path, x, inside), far))
     return violation_of(found, f"returns another {{path}} {how}: {{changed}}", _COMPILED) if found else None
@@ -599,9 +408,10 @@ class _Told(nn.Module):
 # --- comparing ----------------------------------------------------------------------------------------------------
 
 
-def _parity(
+def agreeing(
     one: Trace, two: Trace, how: str, tolerance: float | None, advice: str, *, least: float = 0.0, only: _Only = list
 ) -> Violation | str:
+    """Return where the layers return something else in another run, or a summary."""
     if two.error is not None:
         return Violation(layer=two.raised_in, line=f"{two.failure}, {how}", advice=advice)
     found = disagreements(one, two, tolerance=tolerance, least=least)
@@ -627,19 +437,20 @@ def _outputs(
         far = float("inf") if other is None else relative_error(tensor, other)
         if tensor.is_floating_point() and not far <= _beside(exact.get(path), tensor, tolerance):
             return Violation.at(ROOT, f"returns another {path} {how}: {changed(far)}", advice=advice)
-    return _gradients(one, two, tolerance, how, advice, precise) if two.gradients else None
+    return other_gradients(one, two, tolerance, how, advice, precise) if two.gradients else None
 
 
 def _beside(exact: Tensor | None, tensor: Tensor | None, tolerance: float | None) -> float:
     """Return the largest relative error that passes, where a run in float32 returned what is ``exact``."""
     rounding = 0.0 if exact is None or tensor is None or tolerance is not None else relative_error(tensor, exact)
     rounding = rounding if rounding <= ROUNDED else 0.0
-    return max(_ELSEWHERE if tensor is None else limit(tensor, tolerance, least=_ELSEWHERE), _TIMES * rounding)
+    return max(ELSEWHERE if tensor is None else limit(tensor, tolerance, least=ELSEWHERE), _TIMES * rounding)
 
 
-def _gradients(
+def other_gradients(
     one: Trace, two: Trace, tolerance: float | None, how: str, advice: str, precise: Trace | None = None
 ) -> Violation | None:
+    """Return the parameters that get another gradient in another run."""
     found = []
     zero, exact = negligible(one), precise.gradients if precise else {}
     for name, gradient in one.gradients.items():
@@ -662,46 +473,6 @@ def _gradients(
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _parts(prepared: PreparedModel, model: nn.Module) -> list[str]:
-    """Return the names of the outermost modules that can be checkpointed."""
-    modules = Layers(model).modules
-    simple: dict[nn.Module, bool] = {}
-    given: dict[nn.Module, list[tuple[Tensor, int]]] = {}
-    in_place = False
-
-    def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
-        given[call.module] = [(x, x._version) for _, x in flatten_call(args, kwargs).tensors if not x.is_inference()]
-
-    def end(call: ModuleCall, args: Any, output: Any) -> None:
-        nonlocal in_place
-        tensors = (output,) if isinstance(output, Tensor) else output
-        plain = (
-            type(tensors) is tuple
-            and all(isinstance(x, Tensor) or not flatten("", x).tensors for x in tensors)
-            and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
-        )
-        simple[call.module] = simple.get(call.module, True) and plain
-        in_place |= any(x._version != version for x, version in given[call.module])
-
-    with CallTracer(modules, ModuleCall, before=begin, after=end):
-        prepared.reference(backward=True, model=model)
-
-    def parts(name: str, module: nn.Module, *, single: bool) -> list[str]:
-        if name and simple.get(module) and (single or [*module.children()]):
-            return [name]
-        if hasattr(module, "parametrizations"):
-            return []
-        children = ((f"{name}.{key}" if name else key, child) for key, child in module.named_children())
-        return [part for key, child in children for part in parts(key, child, single=single)]
-
-    root = modules[ROOT]  # without a wrapper, as of torch.compile
-    if found := parts("", root, single=False):
-        return found
-    if in_place:  # the output of a checkpointed layer may not be written to
-        return [""] if simple.get(root) else []
-    return parts("", root, single=True)
 
 
 def _strided(_: str, x: Tensor) -> Tensor:

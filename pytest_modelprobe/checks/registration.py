@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import io
 import pickle
-import statistics
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -32,26 +30,20 @@ from pytest_modelprobe.models import (
     version,
 )
 from pytest_modelprobe.record import ROOT, qualified
-from pytest_modelprobe.runs import Mode, graph_nodes
+from pytest_modelprobe.runs import graph_nodes
 from pytest_modelprobe.text import count, listed, number, pattern
 
 from .agreement import check_repeats, disagreements, violation_of
 from .check import check_unmodified
 from .outcome import NotApplicableError, Violation, line_of
-from .rounding import is_rounded, plain, rms, same
-from .session import PreparedModel, Trace, copy_of, place
-from .state import OF_ANY_MODULE, Attributes, attributes, changed_attributes
+from .rounding import is_rounded, plain
+from .session import PreparedModel, Trace, place
+from .state import OF_ANY_MODULE
 
 _DEEPEST = 3
 """How many containers inside each other are searched for tensors."""
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-_BEYOND = 1e4
-"""A parameter whose root mean square is so many times the median of all was not initialized."""
-
-_SMALL = 0.02
-"""The least number that counts as the scale of all parameters: weights may be small where norms have ones."""
 
 
 @check_unmodified
@@ -60,7 +52,6 @@ def registered(prepared: PreparedModel) -> Violation | str:
 
     Unregistered tensors are in no optimizer and no state_dict, and do not move with the model. With inputs, a forward
     shows which tensors the model computes again, such as stored attention weights: those need not be registered.
-    Running statistics do, which training replaces by what depends on them, and evaluation leaves alone.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -76,7 +67,6 @@ def registered(prepared: PreparedModel) -> Violation | str:
         prepared.run()
         after = _all_unregistered(prepared)
     found = [(where, _kind(value)) for where, value in before.items() if after.get(where) is value]
-    found += [(where, "a running statistic") for where in _running_statistics(prepared, before)]
     if not found:
         return count(sum(1 for _ in prepared.model.modules()), "module")
     return Violation.first_of(
@@ -99,34 +89,6 @@ def _all_unregistered(prepared: PreparedModel) -> dict[str, Any]:
         if key not in OF_ANY_MODULE and not meant(module, key, attribute)
         for where, value in _unregistered(qualified(name, key), attribute, known, _DEEPEST)
     }
-
-
-def _running_statistics(prepared: PreparedModel, before: Mapping[str, Any]) -> list[str]:
-    """Return the tensors that a forward in training replaces by what depends on them, and one in evaluation does not.
-
-    Of a state that evaluation replaces too, such as that of a recurrent layer, nothing has to be kept.
-    """
-
-    def after(mode: Mode, change: float = 0.0) -> dict[str, Tensor]:
-        with prepared.keep_changes():
-            for where, tensor in tensors.items() if change else ():
-                layer, _, key = where.rpartition(".")
-                setattr(prepared.layers.modules[layer or ROOT], key, tensor + change)
-            failed = prepared.run(mode=mode).error is not None
-            found = {} if failed else _all_unregistered(prepared)
-        return {where: found[where] for where in tensors if where in found}
-
-    tensors = {
-        where: value
-        for where, value in before.items()
-        if isinstance(value, Tensor) and value.is_floating_point() and not where.endswith("]")
-    }
-    evaluated = after("eval") if tensors else {}
-    kept = [where for where, value in evaluated.items() if value is tensors[where]]
-    trained = after("train") if kept else {}
-    replaced = [where for where in kept if where in trained and trained[where] is not tensors[where]]
-    moved = after("train", 1.0) if replaced else {}
-    return [where for where in replaced if where in moved and not torch.equal(moved[where], trained[where])]
 
 
 def meant(module: nn.Module, key: str, attribute: Any) -> bool:
@@ -175,8 +137,7 @@ def initialized(prepared: PreparedModel, *, factory: Callable[[], nn.Module] | N
     value were never written to. `ModelProbe.build` remembers the factory; tensors of such a model that were written to
     since, as by loading, are left out.
 
-    Without a factory only values are looked at: NaN and infinity, and parameters whose root mean square is more than
-    10,000 times the median of all.
+    Without a factory only values are looked at: NaN and infinity.
 
     The row of an embedding at ``padding_idx`` gets no gradient, so values that an initialization wrote there are never
     changed. Frozen weights, and weights that another layer trains, such as a tied head, are left out.
@@ -198,7 +159,16 @@ def initialized(prepared: PreparedModel, *, factory: Callable[[], nn.Module] | N
     scale
     """
     rows = _padding_rows(prepared.model)
-    found = _without_factory(prepared) if factory is None else _written(prepared.model, factory)
+    if factory is not None:
+        found = _written(prepared.model, factory)
+    else:
+        built, found = prepared.probe.built.get(prepared.model), ""
+        if built is not None:
+            with contextlib.suppress(UsageError):  # it makes no model again
+                found = _written(prepared.model, built.factory, built.versions)
+        if isinstance(found, str):
+            by_values = _by_values(prepared.model)
+            found = by_values if isinstance(by_values, Violation) else found or by_values
     if isinstance(found, Violation):
         return found
     filled = [(name, index, row.abs().max().item()) for name, index, row in rows if bool(row.any())]
@@ -311,19 +281,6 @@ def _written(
     )
 
 
-def _without_factory(prepared: PreparedModel) -> Violation | str:
-    """Return the tensors that are not initialized, by the factory of `ModelProbe.build` and by their values."""
-    built, told = prepared.probe.built.get(prepared.model), ""
-    if built is not None:
-        with contextlib.suppress(UsageError):  # it makes no model again
-            found = _written(prepared.model, built.factory, built.versions)
-            if isinstance(found, Violation):
-                return found
-            told = found
-    by_values = _by_values(prepared.model)
-    return told or by_values if isinstance(by_values, str) else by_values
-
-
 def _by_values(model: nn.Module) -> Violation | str:
     """Return the tensors that hold what no initialization gives: uninitialized memory, or the result of training."""
     floating = _numbers(model, integers=False)
@@ -337,7 +294,7 @@ def _by_values(model: nn.Module) -> Violation | str:
         if bool((~t.isfinite() if trained else t.isnan()).any())
     ]
     if not found:
-        return _of_one_scale(model) or (
+        return (
             f"{count(len(floating), 'parameters and buffer')}, as far as values show; not looked at, whether each was "
             "written to: no factory="
         )
@@ -348,28 +305,6 @@ def _by_values(model: nn.Module) -> Violation | str:
         columns=("name", "not finite", "elements"),
         advice="Either they were never initialized (look for torch.empty without an nn.init after it), or training "
         "diverged: factory= tells which.",
-    )
-
-
-def _of_one_scale(model: nn.Module) -> Violation | None:
-    """Return the parameters that are far larger than the others, as memory that nothing wrote to may be.
-
-    Buffers may hold any number, as masks do. Zeros have no scale.
-    """
-    trained = {id(t) for t in nn.Module.parameters(model)}
-    sizes = {name: rms(t) for name, t in _numbers(model, integers=False) if id(t) in trained}
-    sizes = {name: size for name, size in sizes.items() if size}
-    usual = max(statistics.median_low(sizes.values()), _SMALL) if len(sizes) > 1 else 1.0
-    found = [(name, size) for name, size in sizes.items() if size > _BEYOND * usual]
-    if not found:
-        return None
-    _, size = found[0]
-    return Violation.first_of(
-        found,
-        f"is {number(size / usual)} times as large as other parameters: its root mean square is {number(size)}, "
-        f"their median {number(usual)}",
-        columns=("name", "root mean square"),
-        advice="Look for torch.empty without an nn.init after it: factory= tells whether something wrote to it.",
     )
 
 
@@ -436,11 +371,6 @@ def state_dict_round_trip(
     The state_dict is saved by `torch.save` and loaded, strictly, into a model whose parameters and persistent buffers
     were replaced by random numbers.
 
-    The same is done after a forward in training mode and a small change of each parameter, as by a step. What that
-    forward wrote and the state_dict lacks, such as ``self.initialized = True``, shows in the next forwards: the
-    property is broken if a forward of the loaded model overwrites parameters, and an output that differs is a hint, as
-    a hidden state may be meant to begin anew.
-
     Args:
         prepared: The model and its inputs.
         factory: Builds the model to load into. By default the state is loaded into a copy, which keeps what is not in
@@ -453,7 +383,11 @@ def state_dict_round_trip(
     state_dict_round_trip holds for Linear: 2 keys, 1 output
     """
     one = prepared.reference(mode="eval")
-    other = _another(prepared, factory)
+    if factory is None:
+        other = prepared.copied()
+    else:
+        with seeding.seeded(seeding.derive(prepared.probe.seed, "check another model")):
+            other = factory().to(prepared.probe.device)
     state = _load_state(prepared, other)
     if isinstance(state, Violation):
         return state
@@ -466,20 +400,10 @@ def state_dict_round_trip(
             columns=("parameter", "was tied to"),
             advice="Tie the parameters again after loading, or keep one module for both.",
         )
-    found = _of_copy(prepared, one, other, "a state_dict", f"{count(len(state), 'key')}, ")
-    if isinstance(found, Violation):
-        return found
-    return _lost_of_training(prepared, _another(prepared, factory)) or found
+    return _of_copy(prepared, one, other, "a state_dict", f"{count(len(state), 'key')}, ")
 
 
-def _another(prepared: PreparedModel, factory: Callable[[], nn.Module] | None) -> nn.Module:
-    if factory is None:
-        return prepared.copied()
-    with seeding.seeded(seeding.derive(prepared.probe.seed, "check another model")):
-        return factory().to(prepared.probe.device)
-
-
-def _load_state(prepared: PreparedModel, other: nn.Module, when: str = "") -> Mapping[str, Any] | Violation:
+def _load_state(prepared: PreparedModel, other: nn.Module) -> Mapping[str, Any] | Violation:
     """Load the state_dict of the model into another one, whose own numbers are replaced before."""
     stored = io.BytesIO()
     torch.save(prepared.model.state_dict(), stored)
@@ -496,68 +420,8 @@ def _load_state(prepared: PreparedModel, other: nn.Module, when: str = "") -> Ma
             state: Mapping[str, Any] = torch.load(stored, weights_only=True, map_location=prepared.probe.device)
         other.load_state_dict(state)
     except Exception as error:  # noqa: BLE001 - whatever a model's own hooks raise
-        return Violation.at(ROOT, f"cannot load its own state_dict{when}: {line_of(error)}")
+        return Violation.at(ROOT, f"cannot load its own state_dict: {line_of(error)}")
     return state
-
-
-def _lost_of_training(prepared: PreparedModel, other: nn.Module) -> Violation | None:
-    """Return what a forward in training mode wrote that matters later and is not in the state_dict.
-
-    Args:
-        prepared: The model and its inputs.
-        other: Such a model that has run in no training forward.
-    """
-    found = None
-    with prepared.keep_changes():
-        before = _unsaved(prepared)
-        if prepared.run(mode="train", traced=False).error is not None:
-            return None
-        written = changed_attributes(before, _unsaved(prepared))
-        with torch.no_grad():  # what is computed again shows after a small step
-            for name, p in prepared.model.named_parameters():
-                if p.requires_grad and has_dense_storage(p):
-                    stored = unexpanded(p)
-                    now = plain(stored)
-                    stored.copy_(now * (1 + 0.01 * prepared.randn_like(now, f"small step {name}")))
-        other.train(prepared.model.training)  # before it is loaded: merged weights are others in each mode
-        state = _load_state(prepared, other, " after a forward in training mode")
-        if isinstance(state, Violation):
-            return state
-        for mode in ("train", "eval"):
-            one = prepared.run(mode=mode, seed="loaded")
-            two = prepared.run(mode=mode, seed="loaded", model=other)
-            found = found or (None if one.error else _lost(prepared, other, (one, two), written))
-    if found:
-        with contextlib.suppress(NotApplicableError):
-            check_repeats(prepared, "train", tolerance=0.0)
-            return found
-    return None
-
-
-def _unsaved(prepared: PreparedModel) -> Attributes:
-    """Return copies of what no state_dict has: attributes, and buffers that are not persistent."""
-    buffers, temporary = dict(prepared.model.named_buffers(remove_duplicate=False)), temporary_names(prepared.model)
-    return {**attributes(prepared), **{name: {"": copy_of(buffers[name])} for name in temporary}}
-
-
-def _lost(prepared: PreparedModel, other: nn.Module, runs: tuple[Trace, Trace], written: list[str]) -> Violation | None:
-    """Return the parameters that the last forward of the loaded model overwrote, or the first output that differs."""
-    setting = f"; attributes that it set: {listed(written)}" if written else ""
-    there = dict(other.named_parameters())
-    changed = [name for name, p in prepared.model.named_parameters() if name in there and not same(p, there[name])]
-    if changed:
-        return Violation.first_of(
-            ((name,) for name in changed),
-            "is overwritten by the first forward in training mode after load_state_dict",
-            columns=("overwritten",),
-            advice="Look for an initialization by the first batch whose flag is a plain attribute, and make it a "
-            f"buffer: self.register_buffer('initialized', torch.tensor(False)){setting}.",
-        )
-    found = _compared(*runs, "a state_dict of a model that was trained", "")
-    if isinstance(found, str):
-        return None
-    advice = "A forward in training mode wrote what is not in the state_dict: a counter, statistics, a hidden state"
-    return dataclasses.replace(found, advice=f"{advice}{setting}.", level="hint")
 
 
 @check_unmodified
