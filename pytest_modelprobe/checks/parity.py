@@ -7,10 +7,12 @@ precision rounds otherwise: it may differ by several times the distance to a run
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +50,6 @@ from .session import ROUNDED, LayerTensor, PreparedModel, Trace, Vary, set_mode
 
 _Only: TypeAlias = Callable[[list[Disagreement]], list[Disagreement]]
 """Leaves out some of what differs."""
-
-_Found = TypeVar("_Found", bound="Violation | str | None")
 
 ELSEWHERE = 1e-3
 """Relative error between kernels that sum in another order; TensorFloat-32 rounds to 1e-3."""
@@ -91,7 +91,7 @@ def device_parity(
         raise UsageError(f"device= is one that computes; {device} tensors have no data")
     one = prepared.reference(mode="eval")
     two = prepared.run(mode="eval", model=prepared.copied(device), vary=lambda _, x: x.to(device))
-    return _not_by_chance(prepared, two, agreeing(one, two, f"on {device}", tolerance, _DEVICE, least=ELSEWHERE))
+    return agreeing(one, two, f"on {device}", tolerance, _DEVICE, least=ELSEWHERE, unless_random=prepared)
 
 
 @check_native
@@ -147,7 +147,7 @@ def dtype_parity(
     widest = max((limit(x, tolerance, least=ELSEWHERE) for x in floating), default=ELSEWHERE)
     advice = _DTYPE if two.error is None else _HARD_CODED
     only = functools.partial(_beyond_rounding, prepared, two) if (dtype, tolerance) == (torch.float64, None) else list
-    return _not_by_chance(prepared, two, agreeing(precise, two, f"in {name}", widest, advice, only=only))
+    return agreeing(precise, two, f"in {name}", widest, advice, only=only, unless_random=prepared)
 
 
 _REPEATS = 3
@@ -243,9 +243,10 @@ def layout_parity(prepared: PreparedModel, *, tolerance: float | None = None) ->
             return layout(path, x) if path in dense else x
 
         two = prepared.run(mode="eval", vary=vary)
-        found = agreeing(one, two, f"with inputs {name}", tolerance, _LAYOUT if two.error is None else _VIEW)
+        advice = _LAYOUT if two.error is None else _VIEW
+        found = agreeing(one, two, f"with inputs {name}", tolerance, advice, unless_random=prepared)
         if isinstance(found, Violation):
-            return _not_by_chance(prepared, two, found)
+            return found
     return f"{count(len(one.outputs), 'output')} with inputs {', and '.join(layouts)}"
 
 
@@ -290,11 +291,13 @@ def compile_parity(
             advice="TORCH_LOGS=graph_breaks shows what cannot be traced; torch.compiler.disable excludes it.",
         )
     two.gradients = {name.removeprefix(f"{COMPILED_CHILD}."): gradient for name, gradient in two.gradients.items()}
-    found = _not_by_chance(prepared, two, _outputs(one, two, tolerance, "when compiled", _COMPILED, precise))
-    if found is not None and found.layer == ROOT:
+
+    def told(model: nn.Module) -> Any:
         with torch.compiler.set_stance("default"):
-            found = _inside_program(prepared, compiled, "when compiled", tolerance) or found
-        torch.compiler.reset()
+            return prepared.run(model=compiled(model), traced=False).output
+
+    found = _in_program(prepared, one, two, precise, told, "when compiled", tolerance)
+    torch.compiler.reset()
     return found or f"{count(len(one.final), 'output')}, {count(len(one.gradients), 'parameter')}"
 
 
@@ -329,10 +332,11 @@ def export_parity(prepared: PreparedModel, *, tolerance: float | None = None) ->
             f"does not run as an exported program: {two.failure}",
             advice="Look for code that depends on a shape or a device: torch.export.export(...) shows the program.",
         )
-    found = _not_by_chance(prepared, two, _outputs(one, two, tolerance, "when exported", _COMPILED, precise))
-    if found is not None:
-        exported = functools.partial(_exported, prepared, strict=False)
-        found = _inside_program(prepared, exported, "when exported", tolerance) or found
+
+    def told(model: nn.Module) -> Any:
+        return prepared.run(model=_exported(prepared, model, strict=False), traced=False).output
+
+    found = _in_program(prepared, one, two, precise, told, "when exported", tolerance)
     return found or count(len(one.final), "output")
 
 
@@ -350,27 +354,54 @@ def _exported(prepared: PreparedModel, model: nn.Module, **options: Any) -> nn.M
         return torch.export.export(model, args, kwargs, **options).module()
 
 
-def _inside_program(
-    prepared: PreparedModel, make: Callable[[nn.Module], Any], how: str, tolerance: float | None
+def _in_program(
+    prepared: PreparedModel,
+    one: Trace,
+    two: Trace,
+    precise: Trace | None,
+    told_by: Callable[[nn.Module], Any],
+    how: str,
+    tolerance: float | None,
 ) -> Violation | None:
-    """Return the first layer that takes or returns something else in a program that returns all of that."""
+    """Return where a program differs: the first layer that takes or returns something else, or the model as a whole.
+
+    Args:
+        prepared: The model and its inputs.
+        one: A run of the model.
+        two: The run of the program.
+        precise: A run of the model in float32, if it rounds to half precision.
+        told_by: Makes a program of a model and returns its output.
+        how: What was done with the model.
+        tolerance: The largest relative change that passes.
+    """
+    exact = precise.final if precise else {}
+    far = {
+        path: relative_error(x, two.final[path]) if path in two.final else math.inf
+        for path, x in one.final.items()
+        if x.is_floating_point()
+    }
+    path = next((path for path in far if not far[path] <= _beside(exact.get(path), one.final[path], tolerance)), None)
+    if path is None:
+        found = other_gradients(one, two, tolerance, how, _COMPILED, precise) if two.gradients else None
+        if found is not None:
+            check_not_random(prepared)
+        return found
+    check_not_random(prepared)
     told = _Told(prepared.copied())
     set_mode(told, "eval")
     places = told.places  # the attribute is put back after an export, by a copy
-    try:
-        program = make(told)
-        there = dict(zip(places, prepared.run(model=program, traced=False).output, strict=True))
-    except Exception:  # noqa: BLE001 - with so many outputs it may be no program
-        return None
-    here = zip(prepared.run(model=told).output, told.places, strict=True)
-    found: list[Disagreement] = []
-    for x, place in here:
-        known = place[-1] and any(same(x, one.layer_tensor.tensor) for one in found)  # a layer before returned it
-        far = relative_error(x, there[place]) if place in there and not known else 0.0
-        if not far <= limit(x, tolerance, least=ELSEWHERE):
-            layer, index, path, inside = place
-            found.append(Disagreement(LayerTensor(layer, index, path, x, inside), far))
-    return violation_of(found, f"returns another {{path}} {how}: {{changed}}", _COMPILED) if found else None
+    inside: list[Disagreement] = []
+    with contextlib.suppress(Exception):  # with so many outputs it may be no program
+        there = dict(zip(places, told_by(told), strict=True))
+        for x, place in zip(prepared.run(model=told).output, told.places, strict=True):
+            known = place[-1] and any(same(x, one.layer_tensor.tensor) for one in inside)  # a layer before returned it
+            by = relative_error(x, there[place]) if place in there and not known else 0.0
+            if not by <= limit(x, tolerance, least=ELSEWHERE):
+                layer, index, where, is_inside = place
+                inside.append(Disagreement(LayerTensor(layer, index, where, x, is_inside), by))
+    if inside:
+        return violation_of(inside, f"returns another {{path}} {how}: {{changed}}", _COMPILED)
+    return Violation.at(ROOT, f"returns another {path} {how}: {changed(far[path])}", advice=_COMPILED)
 
 
 class _Told(nn.Module):
@@ -409,35 +440,29 @@ class _Told(nn.Module):
 
 
 def agreeing(
-    one: Trace, two: Trace, how: str, tolerance: float | None, advice: str, *, least: float = 0.0, only: _Only = list
+    one: Trace,
+    two: Trace,
+    how: str,
+    tolerance: float | None,
+    advice: str,
+    *,
+    least: float = 0.0,
+    only: _Only = list,
+    unless_random: PreparedModel | None = None,
 ) -> Violation | str:
-    """Return where the layers return something else in another run, or a summary."""
+    """Return where the layers return something else in another run, or a summary.
+
+    Raises:
+        NotApplicableError: They do, and the model that is given is random in evaluation mode.
+    """
     if two.error is not None:
         return Violation(layer=two.raised_in, line=f"{two.failure}, {how}", advice=advice)
     found = disagreements(one, two, tolerance=tolerance, least=least)
     if not found or not (found := only(found)):
         return f"{count(len(one.outputs), 'output')} {how}"
+    if unless_random is not None:
+        check_not_random(unless_random)
     return violation_of(found, f"returns another {{path}} {how}: {{changed}}", advice)
-
-
-def _not_by_chance(prepared: PreparedModel, two: Trace, found: _Found) -> _Found:
-    """Return what was found, unless the model is random in evaluation mode."""
-    if isinstance(found, Violation) and two.error is None:
-        check_not_random(prepared)
-    return found
-
-
-def _outputs(
-    one: Trace, two: Trace, tolerance: float | None, how: str, advice: str, precise: Trace | None
-) -> Violation | None:
-    """Return where the outputs, or else the gradients, of two runs differ by more than rounding."""
-    exact = precise.final if precise else {}
-    for path, tensor in one.final.items():
-        other = two.final.get(path)
-        far = float("inf") if other is None else relative_error(tensor, other)
-        if tensor.is_floating_point() and not far <= _beside(exact.get(path), tensor, tolerance):
-            return Violation.at(ROOT, f"returns another {path} {how}: {changed(far)}", advice=advice)
-    return other_gradients(one, two, tolerance, how, advice, precise) if two.gradients else None
 
 
 def _beside(exact: Tensor | None, tensor: Tensor | None, tolerance: float | None) -> float:
