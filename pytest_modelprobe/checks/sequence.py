@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pytest_modelprobe._torch import is_wrapped
-from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.exceptions import ModelProbeError, UsageError
+from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, qualified
-from pytest_modelprobe.text import count, listed
+from pytest_modelprobe.text import count, listed, pattern
 
 from .agreement import (
     Disagreement,
@@ -206,6 +208,28 @@ def attended(prepared: PreparedModel) -> set[int]:
     with (seen := _Attention()):
         prepared.reference(mode="eval")
     return seen.sizes
+
+
+def disagreeing_attention(prepared: PreparedModel, length: int) -> list[str]:
+    """Return the layers whose attention sees later positions, while that of other kinds of layers does not.
+
+    These may be an encoder and a decoder of the same sequence. Layers of one kind have names that differ in numbers.
+    """
+    args, kwargs = prepared.copied_inputs()
+    probe = ModelProbe(prepared.probe.device, prepared.probe.seed)  # the other one has the records of the user
+    try:
+        record = probe.run(prepared.model, *args, kwargs=kwargs, mode="eval", attention=True, isolate=False)
+    except ModelProbeError:  # it cannot be recorded
+        return []
+    sees: dict[str, bool] = {}
+    for name, layer in record.layers.items():
+        for attention in itertools.chain.from_iterable(call.attention for call in layer.calls):
+            if attention.kind == "attention" and attention.shape[1:] == (length, length):
+                # The key after the query counts as not later: the mask may be off by one.
+                later = (w > 0 and i % length > i // length % length + 1 for i, w in enumerate(attention.most))
+                sees[name] = sees.get(name, False) or any(later)
+    blind = {pattern(name) for name, later in sees.items() if not later}
+    return [name for name, later in sees.items() if later and blind and pattern(name) not in blind]
 
 
 def causal_input(prepared: PreparedModel) -> CausalInput:
@@ -411,6 +435,12 @@ def _causal_where_meant(prepared: PreparedModel) -> Violation | str:
     found = later_unseen(prepared, given.path, given.axis, None)
     if not isinstance(found, Violation):
         return found
+    others = disagreeing_attention(prepared, positions_of(prepared, given.path, given.axis)[1])
+    if others:
+        raise NotApplicableError(
+            f"a part of it is causal, as {given.reason}, but not {listed(others)}: call checks.causal if all of it is "
+            "meant to be"
+        )
     return dataclasses.replace(found, advice=f"It is taken for causal, as {given.reason}. {found.advice}")
 
 
