@@ -165,7 +165,11 @@ def incremental(
         axis = 0 if isinstance(root, nn.RNNBase) and not root.batch_first else 1
     one = prepared.reference(mode="eval")
     name = _taking_a_state(prepared) if step is None else ""
-    path, tensor = _input(prepared, axis, of_decoder=step is None and "decoder_input_ids" in prepared.parameters)
+    of_decoder = ("decoder_input_ids", "decoder_inputs_embeds")
+    given = next(((path, x) for path, x in prepared.dense if path in of_decoder), None)
+    if given is None and step is None and of_decoder[0] in prepared.parameters:
+        raise NotApplicableError("only the decoder continues from a state: give decoder_input_ids=")
+    path, tensor = given or sequence(prepared, axis)
     length = tensor.shape[axis]
     alone = False  # whether a position comes alone after the first chunk
     masked = step is None and any(_is_mask(prepared, where) and length in x.shape for where, x in prepared.dense)
@@ -191,14 +195,7 @@ def incremental(
     found = attempt(sizes, past=not alone)  # padding is in no state of a recurrence
     if masked and not found.ok and not alone and (other := attempt(sizes, past=False)).ok:
         found = other
-    if found.ok or chunks is not None or max(sizes[1:]) == 1:
-        return found.verdict(name)
-    single = attempt((sizes[0], *[1] * (length - sizes[0])), past=True)
-    given = f"chunks=({sizes[0]}, 1, ...)"
-    note = (
-        f"One position at a time it is right: if longer chunks are not supported, pass {given}. " if single.ok else ""
-    )
-    return (single if found.raised and not single.ok else found).verdict(name, note)
+    return found.verdict(name)
 
 
 _MASKS = {True: ", with masks of all positions so far", False: ", with masks of the chunk alone"}
@@ -259,7 +256,7 @@ class _Attempt:
         """Whether nothing differs."""
         return not self.raised and not self._found
 
-    def verdict(self, name: str, note: str = "") -> Violation | str:
+    def verdict(self, name: str) -> Violation | str:
         """Return where the chunks differ from the whole, or a summary.
 
         Raises:
@@ -267,22 +264,21 @@ class _Attempt:
         """
         told = f"chunks of {listed([str(n) for n in self.sizes], len(self.sizes))} positions{self.masks}"
         if self.raised:
-            if name and not is_cache(self.one.output, name) and not note:
+            if name and not is_cache(self.one.output, name):
                 raise NotApplicableError(f"it does not continue from what it returns for {name}: {self.raised}")
             return Violation.at(
-                self._raised_in, f"cannot continue from its state, in {told}: {self.raised}", advice=f"{note}{_ADVICE}"
+                self._raised_in, f"cannot continue from its state, in {told}: {self.raised}", advice=_ADVICE
             )
         if not self._ends:
-            if (longer := self._longer()) is not None:
-                return longer
             raise NotApplicableError("its output for a chunk is not as long as the chunk")
         first = min(self._found, key=lambda one: one.chunk, default=None)
         if first is None:
             return f"{count(len(self._looked_at), 'layer')} in {told}"
         self._check_sense(first, name)
         where = self._positions(first.chunk)
+        note = ""
         if name and not first.chunk:
-            note += "Later positions do not change it, but their number does: look for a scale or a norm that uses it. "
+            note = "Later positions do not change it, but their number does: look for a scale or a norm that uses it. "
         return Violation.at(
             first.layer_tensor.layer,
             f"differs when it is called chunk by chunk: {first.layer_tensor.path} "
@@ -293,22 +289,6 @@ class _Attempt:
             ),
             advice=f"{note}{_ADVICE}",
         )
-
-    def _longer(self) -> Violation | None:
-        """Return the first layer that returns more positions than a chunk has, as when states are broadcast."""
-        parts = [self._by_address(part) for part in self._parts]
-        for given in self.one.outputs:
-            theirs = [part.get((given.layer, given.index, given.path)) for part in parts]
-            shapes = [one.tensor.shape for one in theirs if one is not None and one.tensor.dim() == given.tensor.dim()]
-            for axis, n in enumerate(given.tensor.shape):
-                lengths = [shape[axis] for shape in shapes]
-                if n != self._pieces.length or len(lengths) < len(parts) or lengths[0] != self.sizes[0]:
-                    continue
-                for chunk, (length, size) in enumerate(zip(lengths, self.sizes, strict=True)):
-                    if size < length < self._pieces.starts[chunk] + size:
-                        said = f"returns {count(length, 'position')} of {given.path} for a chunk of {size}"
-                        return Violation.at(given.layer, f"{said}, at {self._positions(chunk)}", advice=_ADVICE)
-        return None
 
     def _check_sense(self, first: _Difference, name: str) -> None:
         """Check that the model is causal and not random, without which no state gives the same output.
@@ -404,16 +384,6 @@ def _sizes(length: int, chunks: Sequence[int] | None, *, alone: bool) -> tuple[i
     if alone:
         return length // 2, *[1] * (length - length // 2)
     return tuple(n for n in (length // 2, 1, math.ceil(rest / 2), rest // 2) if n)
-
-
-def _input(prepared: PreparedModel, axis: int, *, of_decoder: bool) -> tuple[str, Tensor]:
-    """Return the input to split into chunks."""
-    for path, tensor in prepared.dense:
-        if path in ("decoder_input_ids", "decoder_inputs_embeds"):
-            return path, tensor
-    if of_decoder:
-        raise NotApplicableError("only the decoder continues from a state: give decoder_input_ids=")
-    return sequence(prepared, axis)
 
 
 def _taking_a_state(prepared: PreparedModel) -> str:

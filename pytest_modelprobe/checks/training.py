@@ -6,13 +6,10 @@ looked at once more in float64, because gradients of sums that cancel are roundi
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +26,7 @@ from pytest_modelprobe.models import flatten, map_tensors, preserved
 from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.runs import Widening
-from pytest_modelprobe.text import Cell, count, listed, number
+from pytest_modelprobe.text import count, listed, number
 
 from .agreement import check_not_random, gradient_error, in_backward_order, negligible
 from .batch import batched, check_rows_go_together, size_of
@@ -80,65 +77,30 @@ def initial_loss(prepared: PreparedModel) -> Violation | str:
         prepared.variation(mode="train", backward=True)
     if not seen.found:
         raise NotApplicableError(
-            listed(seen.left)
-            or "no cross entropy of torch.nn.functional was computed: pass loss=, or the targets to a model that "
-            "returns its loss"
+            f"no cross entropy of torch.nn.functional for {_FEWEST} or more targets was computed: pass loss=, or the "
+            "targets to a model that returns its loss"
         )
-    far = [one for one in seen.found if one.is_far]
-    if not far:
-        return "; ".join(str(one) for one in seen.found[:_SHOWN])
-    first = far[0]
-    advice = (
-        "It begins with confident wrong guesses: look at the scale of the last layer and of the inputs."
-        if first.mean > first.guesses
-        else "It knows the targets: is it trained, are they among its inputs, or has its last bias their frequencies?"
-    )
-    rows: list[tuple[Cell, ...]] = [
-        (one.function, one.classes, one.targets, one.mean, one.guesses, one.low, one.high) for one in far
-    ]
-    return Violation.at(
-        ROOT,
-        f"begins at {first}",
-        columns=("function", "classes", "targets", "cross entropy", "equal guesses", "logits min", "logits max"),
-        rows=rows,
-        advice=advice,
-        level="hint",
-    )
+    said = []
+    for classes, losses, yes_or_no in seen.found:
+        mean, guesses = losses.mean().item(), math.log(classes)
+        by_chance = _ERRORS * losses.std().item() / math.sqrt(losses.numel())
+        said.append(
+            f"a cross entropy of {number(mean)} for {count(losses.numel(), 'target')} of {count(classes, 'class')}, "
+            f"where equal guesses have {number(guesses)}"
+        )
+        advice = ""
+        if mean - by_chance > _TIMES * guesses:
+            advice = "It begins with confident wrong guesses: look at the scale of the last layer and of the inputs."
+        elif mean + by_chance < guesses / _TIMES and not yes_or_no:
+            advice = (
+                "It knows the targets: is it trained, are they among its inputs, or has its last bias their shares?"
+            )
+        if advice:
+            return Violation.at(ROOT, f"begins at {said[-1]}", advice=advice, level="hint")
+    return "; ".join(said[:_SHOWN])
 
 
 _SHOWN = 3
-
-
-@dataclass(frozen=True, slots=True)
-class _Entropy:
-    """What a call of a loss function has as its cross entropy."""
-
-    function: str
-    classes: int
-    targets: int
-    mean: float
-    error: float
-    """The standard error of the mean."""
-    low: float
-    high: float
-
-    @property
-    def guesses(self) -> float:
-        """The cross entropy of equal guesses."""
-        return math.log(self.classes)
-
-    @property
-    def is_far(self) -> bool:
-        """Whether the mean is far from that of equal guesses, and not by chance."""
-        most = self.mean - _ERRORS * self.error > _TIMES * self.guesses
-        least = self.mean + _ERRORS * self.error < self.guesses / _TIMES
-        return most or (least and self.function != F.binary_cross_entropy_with_logits.__name__)
-
-    def __str__(self) -> str:
-        return (
-            f"a cross entropy of {number(self.mean)} for {count(self.targets, 'target')} of "
-            f"{count(self.classes, 'class')}, where equal guesses have {number(self.guesses)}"
-        )
 
 
 class _Entropies(TorchFunctionMode):
@@ -146,48 +108,27 @@ class _Entropies(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[_Entropy] = []
-        self.left: list[str] = []
-        """Why a call was left out."""
+        self.found: list[tuple[int, Tensor, bool]] = []
+        """The number of classes, the cross entropy of each target, and whether the answers are yes or no."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func in _LOSSES:
+        if func in (F.cross_entropy, F.nll_loss, F.binary_cross_entropy_with_logits):
             with torch.no_grad():
-                self._look_at(func, args, kwargs or {})
+                names = ("input", "target", "weight", "size_average", "ignore_index")
+                self._look_at(func, {**dict(zip(names, args, strict=False)), **(kwargs or {})})
         return func(*args, **(kwargs or {}))
 
-    def _look_at(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        named = {**dict(zip(_ARGUMENTS, args, strict=False)), **options}
-        logits, target = named["input"], named["target"]
-        if func is F.binary_cross_entropy_with_logits:
-            classes, losses = 2, func(logits.double(), target.double(), reduction="none")
-        else:
-            classes = logits.shape[min(logits.dim() - 1, 1)]
-            ignored = named.get("ignore_index", -100)
-            if func is F.nll_loss and not _are_log_probabilities(logits):
-                self.left.append("the input of nll_loss has no logarithms of probabilities")
-                return
-            soft = target.is_floating_point()
-            losses = func(logits.double(), target.double() if soft else target, reduction="none")
-            losses = losses if soft else losses[target != ignored]
-        if classes < 2:
-            self.left.append("a cross entropy of one class is 0")
-        elif losses.numel() < _FEWEST:
-            seen = count(losses.numel(), "target")
-            self.left.append(f"a cross entropy of {seen} may be far by chance: give a larger batch")
-        else:
-            error = losses.std().item() / math.sqrt(losses.numel())
-            low, high = logits.min().item(), logits.max().item()
-            self.found.append(_Entropy(func.__name__, classes, losses.numel(), losses.mean().item(), error, low, high))
-
-
-_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index")
-_LOSSES = (F.cross_entropy, F.nll_loss, F.binary_cross_entropy_with_logits)
-
-
-def _are_log_probabilities(x: Tensor) -> bool:
-    total = x.double().logsumexp(min(x.dim() - 1, 1))
-    return bool((total.abs() < 1e-2).all())
+    def _look_at(self, func: Any, given: dict[str, Any]) -> None:
+        logits, target = given["input"].double(), given["target"]
+        axis, yes_or_no = min(logits.dim() - 1, 1), func is F.binary_cross_entropy_with_logits
+        if func is F.nll_loss and bool((logits.logsumexp(axis).abs() > 1e-2).any()):
+            return  # it has no logarithms of probabilities
+        soft = target.is_floating_point()
+        losses = func(logits, target.double() if soft else target, reduction="none")
+        losses = losses if soft else losses[target != given.get("ignore_index", -100)]
+        classes = 2 if yes_or_no else logits.shape[axis]
+        if classes > 1 and losses.numel() >= _FEWEST:
+            self.found.append((classes, losses, yes_or_no))
 
 
 _TARGETS = "the loss does not accept a part of the batch: pass the targets as inputs, to a model that returns its loss"
@@ -477,8 +418,6 @@ def overfits_batch(
 ) -> Violation | str:
     """Check that training on one batch decreases the loss.
 
-    A cross entropy that begins at more than twice that of equal guesses, ln C for C classes, is a hint.
-
     Args:
         prepared: The model and its inputs, with a loss.
         steps: Number of steps; one or more.
@@ -503,7 +442,6 @@ def overfits_batch(
     if not prepared.has_loss:
         raise NotApplicableError("without loss= there is no loss to decrease")
     first = last = math.nan
-    guesses: float | None = None
     if prepared.inputs and not any(x.numel() for _, x in prepared.inputs):
         raise NotApplicableError("the inputs have no elements")
     parameters = [p for p in prepared.model.parameters() if p.requires_grad]
@@ -519,7 +457,6 @@ def overfits_batch(
             assert trace.loss is not None
             if not done:
                 prepared.check_reference(trace)
-                guesses = _loss_of_equal_guesses(trace)
             last = trace.loss.item()
             first = first if done else last
             if not math.isfinite(last):
@@ -533,22 +470,18 @@ def overfits_batch(
                 raise NotApplicableError(f"the loss begins at {number(first)}: a fraction of it cannot be reached")
             if done == steps or (done and last <= below * first):
                 break
-            _step(taken, functools.partial(_with_gradients, prepared, done))
+            try:
+                taken.step()
+            except Exception as error:
+                name = type(taken).__name__
+                raise NotApplicableError(f"{name} raised {line_of(error)}: pass another optimizer=") from error
         still = [
             name for name, p in prepared.model.named_parameters() if name in before and torch.equal(p, before[name])
         ]
     moved = f"; {count(len(still), 'parameter')} never moved" if still else ""
     if last <= below * first:
         names = f": {listed(still)}" if still else ""
-        said = f"loss {number(first)} → {number(last)} in {count(done, 'step')}{moved}{names}"
-        if guesses is None or first <= 2 * guesses:
-            return said
-        return Violation.at(
-            ROOT,
-            f"begins at a cross entropy of {number(first)}, equal guesses have {number(guesses)}; {said}",
-            advice="It begins with confident wrong guesses: look at the scale of the last layer and of the inputs.",
-            level="hint",
-        )
+        return f"loss {number(first)} → {number(last)} in {count(done, 'step')}{moved}{names}"
     name = still[0] if still else ROOT
     return Violation.at(
         name,
@@ -558,18 +491,6 @@ def overfits_batch(
         advice="Look for a detached or frozen part, a softmax before a cross entropy, targets that do not belong "
         "to the inputs; or pass more steps=, another optimizer=.",
     )
-
-
-def _loss_of_equal_guesses(trace: Trace) -> float | None:
-    """Return the mean cross entropy of equal guesses; None if the loss is not that of an output of classes."""
-    output, loss = trace.output, trace.loss
-    is_entropy = loss is not None and type(loss.grad_fn).__name__.startswith("NllLoss")
-    if not (is_entropy and isinstance(output, Tensor) and output.ndim == 2 and output.shape[1] > 1):
-        return None
-    guesses = math.log(output.shape[1])
-    assert loss is not None
-    is_sum = 0.5 * guesses <= loss.item() / len(output) <= 1.5 * guesses
-    return None if is_sum else guesses
 
 
 def _adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -595,23 +516,6 @@ def _with_gradients(prepared: PreparedModel, i: int) -> Trace:
     for name, p in prepared.model.named_parameters():
         p.grad = trace.gradients.get(name)
     return trace
-
-
-def _step(optimizer: torch.optim.Optimizer, run: Callable[[], Trace]) -> None:
-    """Take a step, with a closure if the optimizer needs one, as LBFGS does."""
-    wanted: Any = [lambda: run().loss for p in inspect.signature(optimizer.step).parameters.values() if _is_needed(p)]
-    try:
-        optimizer.step(*wanted)
-    except (NotApplicableError, UsageError):
-        raise
-    except Exception as error:
-        name = type(optimizer).__name__
-        raise NotApplicableError(f"{name} raised {line_of(error)}: pass another optimizer=") from error
-
-
-def _is_needed(parameter: inspect.Parameter) -> bool:
-    named = parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return named and parameter.default is inspect.Parameter.empty
 
 
 @check_unmodified
