@@ -92,9 +92,7 @@ def initial_loss(prepared: PreparedModel) -> Violation | str:
         if mean - by_chance > _TIMES * guesses:
             advice = "It begins with confident wrong guesses: look at the scale of the last layer and of the inputs."
         elif mean + by_chance < guesses / _TIMES and not yes_or_no:
-            advice = (
-                "It knows the targets: is it trained, are they among its inputs, or has its last bias their shares?"
-            )
+            advice = "It knows the targets: is it trained, are they its inputs, or has its last bias their frequencies?"
         if advice:
             return Violation.at(ROOT, f"begins at {said[-1]}", advice=advice, level="hint")
     return "; ".join(said[:_SHOWN])
