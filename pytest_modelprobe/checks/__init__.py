@@ -13,10 +13,16 @@ from .outcome import NotApplicableError, Outcome
 from .packing import packed_documents
 from .parity import compile_parity, device_parity, dtype_parity, export_parity, layout_parity
 from .recomputation import checkpoint_parity
-from .registration import copy_and_pickle, initialized, registered, state_dict_round_trip
+from .registration import (
+    copy_and_pickle,
+    initialized,
+    inputs_unchanged_by_forward,
+    registered,
+    state_dict_round_trip,
+    state_unchanged_by_forward,
+)
 from .resume import resume
 from .sequence import causal, padding_invariant, permutation_equivariant, permutation_invariant
-from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
 from .training import ema_tracks, gradcheck, gradient_accumulation, initial_loss, optimizer_covers, overfits_batch
 from .ways import attention_agrees
 

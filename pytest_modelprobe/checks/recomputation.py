@@ -213,11 +213,10 @@ def _of_part(part: str, found: Violation) -> Violation:
     part = part or ROOT
     if part in (found.layer, *containers(found.layer)):
         return found
-    rest = found.line.removeprefix(f"{ROOT} ")
-    line = f"and {rest}" if rest.startswith("cannot") else found.line
-    return dataclasses.replace(
-        found, layer=part, line=f"{part} computes something else when a checkpoint runs it again: {line}"
-    )
+    said = found.line.removeprefix(f"{ROOT} ")
+    if not said.startswith("cannot"):
+        said = f"computes something else when a checkpoint runs it again: {found.line}"
+    return dataclasses.replace(found, layer=part, line=f"{part} {said}")
 
 
 def _stopped(prepared: PreparedModel) -> tuple[nn.Module, list[str]]:

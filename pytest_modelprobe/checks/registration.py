@@ -13,15 +13,19 @@ import pickle
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import (
+    CallTracer,
+    ModuleCall,
     check_supported,
     detached_copy,
+    flatten,
+    flatten_call,
     has_dense_storage,
     is_persistent,
     own_parameters,
@@ -34,11 +38,165 @@ from pytest_modelprobe.runs import graph_nodes
 from pytest_modelprobe.text import count, listed, number, pattern
 
 from .agreement import check_repeats, disagreements, violation_of
-from .check import check_unmodified
+from .check import check, check_unmodified
 from .outcome import NotApplicableError, Violation, line_of
-from .rounding import is_rounded, plain
-from .session import PreparedModel, Trace, place
-from .state import OF_ANY_MODULE
+from .rounding import is_rounded, plain, same
+from .session import PreparedModel, Trace, all_named, place
+
+# --- side effects of a forward ------------------------------------------------------------------------------------
+
+
+@check
+def state_unchanged_by_forward(prepared: PreparedModel) -> Violation | str:
+    """Check that a forward in evaluation mode changes no parameter, no buffer and no output of the next forward.
+
+    Other attributes of a module, such as a cache of positions, may change as long as the outputs do not; the outcome
+    names them. The contents of dicts, lists and objects among the attributes are compared too.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe, model = ModelProbe(), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    >>> print(checks.state_unchanged_by_forward(probe, model, probe.randn(4, 3)))
+    state_unchanged_by_forward holds for Sequential: 7 parameters and buffers, 3 forwards
+    """
+    rows_of = {path: x for path, x in prepared.dense if x.dim() and x.shape[0] > 1}
+
+    def rolled(path: str, x: Tensor) -> Tensor:
+        return x.roll(1, 0) if path in rows_of else x
+
+    fresh = prepared.run(mode="eval", vary=rolled)
+    with prepared.keep_changes():
+        before = {name: tensor.detach().clone() for name, tensor in all_named(prepared.model)}
+        kept = attributes(prepared)
+        one = prepared.reference(mode="eval")
+        changed = [name for name, tensor in all_named(prepared.model) if not same(tensor, before.get(name))]
+        if changed:
+            return Violation.first_of(
+                ((name,) for name in changed),
+                "is changed by a forward in evaluation mode",
+                columns=("changed",),
+                advice="Look for running statistics that ignore self.training, and for writes to a buffer.",
+            )
+        two = prepared.variation(mode="eval")
+        now = attributes(prepared)
+        found = disagreements(one, two, tolerance=0.0, integers=True)
+        if not found and fresh.error is None:  # state of the first inputs may fit these alone
+            found = disagreements(fresh, prepared.run(mode="eval", vary=rolled), tolerance=0.0, integers=True)
+    changed = changed_attributes(kept, now)
+    if found:
+        check_repeats(prepared, "eval", tolerance=0.0)
+        what = f"; attributes that it set: {', '.join(changed)}" if changed else ""
+        return violation_of(
+            found,
+            "returns another {path} after a forward: {changed}",
+            f"Look for state that it keeps of its last forward: a cache, a counter, a hidden state{what}.",
+        )
+    without = f"; attributes that it set without a change of an output: {listed(changed)}" if changed else ""
+    return f"{count(len(before), 'parameters and buffer')}, 3 forwards{without}"
+
+
+@check
+def inputs_unchanged_by_forward(prepared: PreparedModel) -> Violation | str:
+    """Check that the model does not write to its inputs: neither to tensors nor to lists or dicts of them.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe = ModelProbe()
+    >>> print(checks.inputs_unchanged_by_forward(probe, nn.ReLU(), probe.randn(4, 3)))
+    inputs_unchanged_by_forward holds for ReLU: 1 input
+    >>> print(checks.inputs_unchanged_by_forward.outcome(probe, nn.ReLU(inplace=True), probe.randn(4, 3)).layer)
+    (root)
+    """
+    prepared.reference(mode="eval")
+    given: list[Any] = []
+    known: _Contents = {}
+    blamed: list[tuple[str, str]] = []
+
+    def look(call: ModuleCall) -> None:
+        now = _contents(*given)
+        written = [*_written(now, known), *sorted(known.keys() ^ now.keys())]
+        blamed.extend((call.layer, path) for path in written)
+        known.clear()
+        known.update(now)
+
+    def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
+        if call.parent is not None:
+            look(call.parent)
+        else:
+            given[:] = args, kwargs
+            known.update(_contents(*given))
+
+    def end(call: ModuleCall, args: Any, output: Any) -> None:
+        look(call)
+
+    with CallTracer(prepared.layers.modules, ModuleCall, before=begin, after=end):
+        prepared.variation(mode="eval")
+    if blamed:
+        _, path = blamed[0]
+        return Violation.first_of(
+            blamed,
+            f"writes into {path}, which the caller may use again",
+            columns=("written by", "input"),
+            advice="Look for an in-place operation (inplace=True, x += ..., x[...] = ...), and clone before it.",
+        )
+    return count(len(flatten_call(prepared.args, prepared.kwargs).tensors), "input")
+
+
+_Contents = dict[str, tuple[object, Tensor | None]]
+"""By path, which tensor in which version an input is, or its text; and a copy, as writes through .data count none."""
+
+
+def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Contents:
+    flat = flatten_call(args, kwargs)
+    copies = {path: x.detach().clone() if has_dense_storage(x) else None for path, x in flat.tensors}
+    tensors = {path: ((id(x), version(x)), copies[path]) for path, x in flat.tensors}
+    return {
+        **tensors,
+        **{path: (repr(value), None) for path, value in flat.plain.items()},
+    }  # NaN is not equal to itself
+
+
+def _written(now: _Contents, before: _Contents) -> list[str]:
+    """Return the paths at which two contents differ."""
+    both = now.keys() & before.keys()
+    changed = {path for path in both if now[path][0] != before[path][0]}
+    copies = {path: x for path in both - changed if (x := now[path][1]) is not None}
+    return sorted(changed | {path for path, x in copies.items() if not same(x, before[path][1])})
+
+
+OF_ANY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes of every module: its parameters, buffers and hooks."""
+
+Attributes: TypeAlias = dict[str, dict[str, Any]]
+"""Name of an attribute of a module → path → tensor or plain value."""
+
+
+def attributes(prepared: PreparedModel) -> Attributes:
+    """Return copies of the attributes of all modules, without parameters and buffers."""
+    found = {}
+    for layer, module in prepared.layers.modules.items():
+        for key in vars(module).keys() - OF_ANY_MODULE:
+            name, value = qualified(layer, key), vars(module)[key]
+            flat = flatten(name, list(value) if isinstance(value, (deque, set)) else value)
+            tensors = {path: x.detach().clone() if has_dense_storage(x) else x for path, x in flat.tensors}
+            found[name] = {**flat.plain, **tensors}
+    return found
+
+
+def changed_attributes(before: Attributes, now: Attributes) -> list[str]:
+    """Return the names of the attributes that are not the same in both."""
+    return [name for name in sorted(before | now) if not _alike(before.get(name), now.get(name))]
+
+
+def _alike(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
+    if one is None or other is None or one.keys() != other.keys():
+        return one is other
+    pairs = [(value, other[path]) for path, value in one.items()]
+    return all(
+        same(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) and has_dense_storage(x) else repr(x) == repr(y)
+        for x, y in pairs
+    )
+
 
 _DEEPEST = 3
 """How many containers inside each other are searched for tensors."""
@@ -160,12 +318,12 @@ def initialized(prepared: PreparedModel, *, factory: Callable[[], nn.Module] | N
     """
     rows = _padding_rows(prepared.model)
     if factory is not None:
-        found = _written(prepared.model, factory)
+        found = _never_written(prepared.model, factory)
     else:
         built, found = prepared.probe.built.get(prepared.model), ""
         if built is not None:
             with contextlib.suppress(UsageError):  # it makes no model again
-                found = _written(prepared.model, built.factory, built.versions)
+                found = _never_written(prepared.model, built.factory, built.versions)
         if isinstance(found, str):
             by_values = _by_values(prepared.model)
             found = by_values if isinstance(by_values, Violation) else found or by_values
@@ -236,7 +394,7 @@ def _padding_rows(model: nn.Module) -> list[tuple[str, int, Tensor]]:
     return rows
 
 
-def _written(
+def _never_written(
     model: nn.Module, factory: Callable[[], nn.Module], versions: Mapping[str, int | None] | None = None
 ) -> Violation | str:
     """Return the tensors that still hold NaN in a model that was built in memory filled with it.

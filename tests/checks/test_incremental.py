@@ -455,9 +455,9 @@ def test_two_positions_are_too_few(probe: ModelProbe, decoder: Any, ids: Tensor)
     [
         ({"chunks": [5, 4]}, "chunks= are lengths that add up to the 10 positions; got [5, 4]"),
         ({"chunks": [10]}, "chunks= are two or more; got [10]"),
-        ({"chunks": 5}, "chunks= of incremental is a sequence of integers or None; got 5"),
+        ({"chunks": 5}, "chunks= of incremental is collections.abc.Sequence[int] | None; got 5"),
         ({"step": lambda *_: 1}, "step= returns the output and the state, a pair; got int"),
-        ({"step": "step"}, "step= of incremental is a function or None; got 'step'"),
+        ({"step": "step"}, "step= of incremental is collections.abc.Callable[..., typing.Any] | None; got 'step'"),
     ],
 )
 def test_options_that_are_none_are_refused(
