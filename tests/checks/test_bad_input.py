@@ -133,7 +133,9 @@ def test_no_check_raises_or_complains_of_a_model_that_it_means_nothing_for(model
     assert [str(outcome) for outcome in outcomes if outcome.verdict == "broken"] == []
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["frozen", "a dict in and out", "sparse in", "its backward raises", "takes a gradient itself"]
+)
 def test_no_check_raises_with_a_loss(modelprobe: ModelProbe, name: str) -> None:
     factory, args = MODELS[name]
 
@@ -161,27 +163,6 @@ def test_inputs_that_are_all_the_same_leave_the_others_to_be_replaced(modelprobe
     model = Calling(lambda linear, types, x: linear(x).softmax(0) + types[:, :2])
     types = torch.zeros(4, 3, dtype=torch.long)
     assert checks.batch_independent.outcome(modelprobe, model, types, X).verdict == "broken"
-
-
-def test_a_gradient_of_nothing_but_rounding_is_no_other_gradient(modelprobe: ModelProbe) -> None:
-    model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 8), nn.LayerNorm(8))
-    outcome = checks.gradient_accumulation.outcome(modelprobe, model, X, loss=lambda y: y.pow(2).mean())
-    assert outcome.verdict == "holds", outcome
-
-
-def test_hooks_that_a_model_registers_in_its_first_forward_are_registered_once(modelprobe: ModelProbe) -> None:
-    class Hooked(nn.Linear):
-        ready = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            if not self.ready:
-                self.ready = True
-                self.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-            return super().forward(x)
-
-    model = Hooked(3, 2)
-    assert checks.deterministic.outcome(modelprobe, model, X).verdict == "holds"
-    assert not model._forward_pre_hooks
 
 
 def test_a_kernel_that_lacks_a_dtype_is_not_a_dtype_in_the_code(modelprobe: ModelProbe) -> None:
@@ -215,7 +196,7 @@ def test_a_model_whose_backward_raises_cannot_be_trained(modelprobe: ModelProbe,
     assert outcome.text.startswith("(root) cannot be trained: in step 1 its backward raised RuntimeError: ")
 
 
-@pytest.mark.parametrize("name", ["gradient_accumulation", "checkpoint_parity", "compile_parity", "gradcheck"])
+@pytest.mark.parametrize("name", ["checkpoint_parity", "gradcheck"])
 def test_a_backward_that_raises_leaves_no_gradients_to_compare(modelprobe: ModelProbe, name: str) -> None:
     model = nn.Sequential(MODELS["its backward raises"][0]())
     outcome = getattr(checks, name).outcome(modelprobe, model, X, loss=lambda y: y.square().mean())
@@ -223,33 +204,11 @@ def test_a_backward_that_raises_leaves_no_gradients_to_compare(modelprobe: Model
     assert outcome.text.endswith(": its backward raised RuntimeError: no backward of it")
 
 
-def test_an_expanded_buffer_that_load_state_dict_does_not_write_to_is_told(modelprobe: ModelProbe) -> None:
-    outcome = checks.state_dict_round_trip.outcome(modelprobe, Buffered(torch.ones(1, 1).expand(2, 2)), X)
-    assert outcome.text.startswith("(root) cannot load its own state_dict: RuntimeError: Error(s) in loading state_d")
-    assert 'While copying the parameter named "kept"' in outcome.text
-
-
-def test_an_expanded_parameter_that_starts_from_zero_is_woken(modelprobe: ModelProbe) -> None:
-    model = nn.Linear(3, 2)
-    model.weight = nn.Parameter(torch.zeros(2, 1).expand(2, 3))
-    assert checks.deterministic.outcome(modelprobe, model, X).verdict == "holds"
-
-
 def test_inputs_of_a_kind_that_cannot_be_varied_are_told(modelprobe: ModelProbe) -> None:
     model = Calling(lambda linear, x: linear(x.float()))
     outcome = checks.batch_independent.outcome(modelprobe, model, X.to(torch.float8_e5m2))
     assert outcome.verdict == "not applicable"
     assert outcome.text.startswith("input cannot be varied (float8_e5m2, strided): ")
-
-
-def test_inference_mode_around_a_check_does_not_matter(modelprobe: ModelProbe) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    with torch.inference_mode():
-        outcomes = checks.standard(modelprobe, model, X.clone(), loss=lambda y: (y - 1).square().mean(), only=TRAINED)
-    assert {outcome.verdict for outcome in outcomes} == {"holds"}
-
-
-TRAINED = ["deterministic", "gradient_accumulation", "checkpoint_parity", "overfits_batch"]
 
 
 def test_a_model_made_in_inference_mode_cannot_change(modelprobe: ModelProbe) -> None:
@@ -479,9 +438,3 @@ CASES: list[tuple[dict[str, Any], str]] = [
 def test_a_case_of_something_else_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):
         checks.Case(**{**CASE, **options})
-
-
-@pytest.mark.parametrize("cases", [checks.Case(**CASE), [nn.Linear(3, 2)]])
-def test_what_is_no_list_of_cases_is_refused(cases: Any) -> None:
-    with pytest.raises(UsageError, match=r"takes cases in a list: \[checks.Case"):
-        checks.parametrize_with_checks(cases)
