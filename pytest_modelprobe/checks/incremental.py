@@ -195,7 +195,11 @@ def incremental(
     found = attempt(sizes, past=not alone)  # padding is in no state of a recurrence
     if masked and not found.ok and not alone and (other := attempt(sizes, past=False)).ok:
         found = other
-    return found.verdict(name)
+    if not found.raised or chunks is not None or max(sizes[1:]) == 1:
+        return found.verdict(name)
+    single = attempt((sizes[0], *[1] * (length - sizes[0])), past=True)
+    note = f"One position at a time it is right: if longer chunks are not supported, pass chunks=({sizes[0]}, 1, ...). "
+    return found.verdict(name, note) if single.ok else single.verdict(name)
 
 
 _MASKS = {True: ", with masks of all positions so far", False: ", with masks of the chunk alone"}
@@ -256,7 +260,7 @@ class _Attempt:
         """Whether nothing differs."""
         return not self.raised and not self._found
 
-    def verdict(self, name: str) -> Violation | str:
+    def verdict(self, name: str, note: str = "") -> Violation | str:
         """Return where the chunks differ from the whole, or a summary.
 
         Raises:
@@ -264,10 +268,10 @@ class _Attempt:
         """
         told = f"chunks of {listed([str(n) for n in self.sizes], len(self.sizes))} positions{self.masks}"
         if self.raised:
-            if name and not is_cache(self.one.output, name):
+            if name and not is_cache(self.one.output, name) and not note:
                 raise NotApplicableError(f"it does not continue from what it returns for {name}: {self.raised}")
             return Violation.at(
-                self._raised_in, f"cannot continue from its state, in {told}: {self.raised}", advice=_ADVICE
+                self._raised_in, f"cannot continue from its state, in {told}: {self.raised}", advice=f"{note}{_ADVICE}"
             )
         if not self._ends:
             raise NotApplicableError("its output for a chunk is not as long as the chunk")
@@ -276,7 +280,6 @@ class _Attempt:
             return f"{count(len(self._looked_at), 'layer')} in {told}"
         self._check_sense(first, name)
         where = self._positions(first.chunk)
-        note = ""
         if name and not first.chunk:
             note = "Later positions do not change it, but their number does: look for a scale or a norm that uses it. "
         return Violation.at(

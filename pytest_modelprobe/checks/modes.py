@@ -1,7 +1,8 @@
-"""Training and evaluation mode: equal outputs without randomness, equal means with it.
+"""Whether a run is finite, can be repeated, and what the mode of the model changes.
 
-Dropout and batch norms make the two modes differ on purpose. They are made to act alike, so that what still differs is
-an error. Dropout that a layer has written itself is measured over many calls.
+A result that cannot be repeated cannot be compared, and workers that draw the same numbers train on less than it seems.
+Dropout and batch norms make training and evaluation differ on purpose: `modes_agree` makes them act alike, so that what
+still differs is an error.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -43,8 +44,6 @@ from .nonfinite import not_finite
 from .outcome import NotApplicableError, Violation
 from .rounding import limit, plain, relative_error
 from .session import PreparedModel, Trace, copy_of, set_mode
-
-# --- Whether outputs and gradients are finite: no other check applies to those that are not --------------------------
 
 _MODES: tuple[tuple[Literal["eval", "train"], str], ...] = (("eval", "evaluation"), ("train", "training"))
 
@@ -106,9 +105,6 @@ def _gradient_origin(prepared: PreparedModel, mode: Literal["eval", "train"]) ->
             return find_gradient_origin(make_loss)
     except RuntimeError:  # a graph that cannot be looked into, as of reentrant checkpoints
         return None
-
-
-# --- Whether a run can be repeated: with the same seed, with other seeds, in evaluation mode -------------------------
 
 
 @check
@@ -388,25 +384,95 @@ _SWITCHES: dict[Any, Callable[[Any, Any], _Arguments]] = {
 }
 
 
-_Key = tuple[str, int]
-"""A layer, and the index of the call."""
-
-
-@dataclass(slots=True, eq=False)
 class _Run:
-    """Inputs and outputs of each call of each layer, in the order in which they returned."""
+    """A run without dropout of torch and with the running statistics of norms: what each call took and returned.
 
-    inputs: dict[_Key, Flat] = field(default_factory=dict)
-    outputs: dict[_Key, Any] = field(default_factory=dict)
-    excluded: set[str] = field(default_factory=set)
-    """Layers whose own code drew random numbers or wrote into their parameters or buffers."""
-    losses: dict[str, None] = field(default_factory=dict)
-    """Outputs of one number that is 0 in the run that stands in: a loss that exists in training alone."""
+    Args:
+        prepared: The model and its inputs.
+        mode: Mode of the model.
+        stand_in: A run whose outputs replace those of layers that are random in another way.
+    """
+
+    def __init__(self, prepared: PreparedModel, mode: Mode, stand_in: _Run | None = None) -> None:
+        self.inputs: dict[tuple[str, int], Flat] = {}
+        """By layer and number of the call, in the order in which they returned."""
+        self.outputs: dict[tuple[str, int], Any] = {}
+        self.excluded: set[str] = set()
+        """Layers whose own code drew random numbers or wrote into their parameters or buffers."""
+        self.losses: dict[str, None] = {}
+        """Outputs of one number that is 0 in the run that stands in: a loss that exists in training alone."""
+        self._stand_in = {} if stand_in is None else stand_in.outputs
+        self._model, self._device = prepared.model, prepared.probe.device
+        self._states = seeding.generator_states(self._device)
+        self._versions: dict[int, int] = {}
+        # Before all other hooks, of which some write into a weight, and after eval(), which may too.
+        root = prepared.layers.modules[ROOT]
+        handle = root.register_forward_pre_hook(lambda *_: self._note_versions(), prepend=True)
+        tracer = CallTracer(prepared.layers.modules, _RandomCall, before=self._begin, after=self._end)
+        try:
+            with tracer, _AsInEvaluation():
+                prepared.reference(mode=mode)
+        finally:
+            handle.remove()
 
     @property
     def calls(self) -> Counter[str]:
         """Number of calls of each layer."""
         return Counter(name for name, _ in self.outputs)
+
+    def _note_versions(self) -> None:
+        tensors = (*nn.Module.parameters(self._model), *nn.Module.buffers(self._model))
+        self._versions = {id(t): t._version for t in tensors}
+
+    def _note_draws(self, running: _RandomCall | None) -> None:
+        """Note in the running call whether its own code drew since the last time."""
+        before, self._states = self._states, seeding.generator_states(self._device)
+        if running is not None:
+            running.drew |= before != self._states
+
+    def _begin(self, call: _RandomCall, args: Any, kwargs: Any) -> None:
+        given = flatten_call(args, kwargs)
+        call.originals = [x for _, x in given.tensors]
+        given.tensors = [(path, copy_of(x)) for path, x in given.tensors]
+        call.given = given
+        self._note_draws(call.parent)
+
+    def _end(self, call: _RandomCall, args: Any, output: Any) -> Any:
+        self._note_draws(call)
+        name, given = call.layer, call.given
+        key = name, self.calls[name]
+        own = [t for t in (*call.module._parameters.values(), *call.module._buffers.values()) if t is not None]
+        if call.drew or any(self._versions.get(id(t)) != t._version for t in own if t.is_floating_point()):
+            self.excluded.add(name)
+        replaced = key in self._stand_in and name in self.excluded
+        if replaced:
+            output = self._stand_in[key]
+            for x, (_, before) in zip(call.originals, given.tensors, strict=True):
+                if not torch.equal(x, before):  # noise that is added in place
+                    x.copy_(before)
+        elif key in self._stand_in:
+            there = dict(flatten("output", self._stand_in[key]).tensors)
+            zeros = {
+                id(x): (path, there[path])
+                for path, x in flatten("output", output).tensors
+                if path in there and x.numel() == there[path].numel() == 1 and x.any() and not there[path].any()
+            }
+            self.losses.update((f"{name} {path}", None) for path, _ in zeros.values())
+            output, replaced = map_tensors(lambda x: zeros.get(id(x), ("", x))[1], output), bool(zeros)
+        self.inputs[key] = given
+        self.outputs[key] = map_tensors(copy_of, output)
+        return map_tensors(torch.clone, output) if replaced else None
+
+
+@dataclass(slots=True, eq=False)
+class _RandomCall(ModuleCall):
+    """A call, with what it was given."""
+
+    parent: _RandomCall | None
+    given: Any = None
+    originals: Any = ()
+    drew: bool = False
+    """Whether its own code drew random numbers."""
 
 
 @check
@@ -430,8 +496,8 @@ def modes_agree(prepared: PreparedModel, *, tolerance: float | None = None) -> V
     >>> print(checks.modes_agree(probe, model, probe.randn(4, 3)))
     modes_agree holds for Sequential: 4 layers
     """
-    evaluated = _run(prepared, "eval")
-    train = _run(prepared, "train", stand_in=evaluated)
+    evaluated = _Run(prepared, "eval")
+    train = _Run(prepared, "train", evaluated)
     found, looked_at, inside = _differences(evaluated, train, tolerance)
     if found:
         return _broken(prepared, found, "in training mode than in evaluation mode, without randomness")
@@ -444,7 +510,7 @@ def modes_agree(prepared: PreparedModel, *, tolerance: float | None = None) -> V
         with prepared.keep_changes():
             for mode in modes[:-1]:
                 set_mode(prepared.model, mode)
-            again = _run(prepared, modes[-1], stand_in=evaluated)
+            again = _Run(prepared, modes[-1], evaluated)
         found, _, _ = _differences(before, again, tolerance)
         if found:
             order = ", ".join(f"{mode}()" for mode in modes)
@@ -455,15 +521,10 @@ def modes_agree(prepared: PreparedModel, *, tolerance: float | None = None) -> V
     others = [name for name in called if name not in looked_at and name not in excluded]
     left += f"; not compared: {listed(others)}, called otherwise or with other outputs" if others else ""
     left += f"; not compared: {listed(list(train.losses))}, 0 in evaluation mode" if train.losses else ""
-    return f"{count(len(looked_at), 'layer')}{left}{_inside_note(inside)}"
-
-
-def _inside_note(inside: list[_Difference]) -> str:
-    """Return the end of a sentence about layers that agree while others inside them differ."""
-    if not inside:
-        return ""
-    layer, path, far = inside[0]
-    return f"; layers inside differ, but those around them agree: first {layer} {path}, {changed(far)}"
+    if inside:
+        layer, path, far = inside[0]
+        left += f"; layers inside differ, but those around them agree: first {layer} {path}, {changed(far)}"
+    return f"{count(len(looked_at), 'layer')}{left}"
 
 
 _Difference = tuple[str, str, float]
@@ -523,98 +584,3 @@ def _same(one: Flat, other: Flat) -> bool:
         return False
     pairs = [(x, y) for (_, x), (_, y) in zip(one.tensors, other.tensors, strict=True)]
     return all(relative_error(x, y) <= (limit(x) if x.is_floating_point() else 0.0) for x, y in pairs)
-
-
-def _run(prepared: PreparedModel, mode: Mode, *, stand_in: _Run | None = None) -> _Run:
-    """Return a run without dropout of torch and with the running statistics of norms.
-
-    Args:
-        prepared: The model and its inputs.
-        mode: Mode of the model.
-        stand_in: A run whose outputs replace those of layers that are random in another way.
-    """
-    run = _Run()
-    watcher = _DrawDetector(prepared)
-
-    def begin(call: _RandomCall, args: Any, kwargs: Any) -> None:
-        given = flatten_call(args, kwargs)
-        originals = [x for _, x in given.tensors]
-        given.tensors = [(path, copy_of(x)) for path, x in given.tensors]
-        call.arguments = originals, given
-        watcher.drew(call.parent)
-
-    def end(call: _RandomCall, args: Any, output: Any) -> Any:
-        watcher.drew(call)
-        name = call.layer
-        originals, given = call.arguments
-        key = name, run.calls[name]
-        if call.drew or watcher.written(call.module):
-            run.excluded.add(name)
-        replaced = stand_in is not None and name in run.excluded and key in stand_in.outputs
-        if stand_in is not None and replaced:
-            output = stand_in.outputs[key]
-            for x, (_, before) in zip(originals, given.tensors, strict=True):
-                if not torch.equal(x, before):  # noise that is added in place
-                    x.copy_(before)
-        elif stand_in is not None and key in stand_in.outputs:
-            before = dict(flatten("output", stand_in.outputs[key]).tensors)
-            now = {path: x for path, x in flatten("output", output).tensors if path in before and x.numel() == 1}
-            zeros = {
-                id(x): before[path]
-                for path, x in now.items()
-                if before[path].numel() == 1 and x.any() and not before[path].any()
-            }
-            run.losses.update((f"{name} {path}", None) for path, x in now.items() if id(x) in zeros)
-            output, replaced = map_tensors(lambda x: zeros.get(id(x), x), output), bool(zeros)
-        run.inputs[key] = given
-        run.outputs[key] = map_tensors(copy_of, output)
-        return map_tensors(torch.clone, output) if replaced else None
-
-    # Before all other hooks, of which some write into a weight, and after eval(), which may too.
-    handle = prepared.layers.modules[ROOT].register_forward_pre_hook(
-        lambda *_: watcher.note_versions(prepared.model), prepend=True
-    )
-    try:
-        with CallTracer(prepared.layers.modules, _RandomCall, before=begin, after=end), _AsInEvaluation():
-            prepared.reference(mode=mode)
-    finally:
-        handle.remove()
-    return run
-
-
-@dataclass(slots=True, eq=False)
-class _RandomCall(ModuleCall):
-    """A call, with whether it draws random numbers."""
-
-    parent: _RandomCall | None
-    arguments: Any = None
-    drew: bool = False
-    """Whether its own code drew random numbers."""
-    inside: int = 0
-    """Number of calls that began inside it so far."""
-
-
-class _DrawDetector:
-    """Finds the running calls whose own code draws random numbers, by the states of the generators."""
-
-    def __init__(self, prepared: PreparedModel) -> None:
-        self._device = prepared.probe.device
-        self._states = seeding.generator_states(self._device)
-        self._versions: dict[int, int] = {}
-
-    def note_versions(self, model: nn.Module) -> None:
-        """Note the versions of the tensors of a model before its forward."""
-        self._versions = {id(t): t._version for t in (*nn.Module.parameters(model), *nn.Module.buffers(model))}
-
-    def written(self, module: nn.Module) -> bool:
-        """Whether one of the module's own floating parameters and buffers was written to since."""
-        own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-        return any(self._versions.get(id(t)) != t._version for t in own if t.is_floating_point())
-
-    def drew(self, running: _RandomCall | None) -> bool:
-        """Return whether the own code of the running call drew since the last question, and note it in the call."""
-        before, self._states = self._states, seeding.generator_states(self._device)
-        drew = running is not None and before != self._states
-        if running is not None:
-            running.drew |= drew
-        return drew
