@@ -26,7 +26,7 @@ from pytest_modelprobe.record import ROOT, label_of
 from pytest_modelprobe.runs import Loss
 from pytest_modelprobe.text import listed
 
-from .nonfinite import check_finite
+from .agreement import check_finite
 from .outcome import NotApplicableError, Outcome, Violation, message_of
 from .session import PreparedModel
 

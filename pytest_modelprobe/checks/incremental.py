@@ -26,22 +26,21 @@ from pytest_modelprobe.text import count, listed
 from .agreement import changed, disagreements
 from .check import check
 from .outcome import NotApplicableError, Violation
-from .rounding import limit, plain, relative_error
-from .sequence import (
+from .positions import (
     STATES,
     MaskedOut,
     attended,
     check_attended,
     is_cache,
     is_recurrent,
-    later_unseen,
     masked_out,
     pad_id_of,
     positions_of,
-    sequence,
     sequence_alone,
     state_of,
 )
+from .rounding import limit, plain, relative_error
+from .sequence import later_unseen, sequence
 from .session import LayerTensor, PreparedModel, Trace, Vary, copy_of, set_mode
 
 # --- Pieces of a sequence that are computed apart: which part of a tensor of the whole belongs to which p ------------

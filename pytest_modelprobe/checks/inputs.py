@@ -20,7 +20,8 @@ from pytest_modelprobe.text import count, listed
 from .agreement import disagreements
 from .check import check
 from .outcome import NotApplicableError, Violation
-from .sequence import masked_out, replacement
+from .positions import masked_out
+from .sequence import replacement
 from .session import PreparedModel, Vary
 
 # --- other values for inputs that have no gradient: identifiers, masks, labels --------------------------------------
@@ -135,7 +136,15 @@ def inputs_used(prepared: PreparedModel) -> Violation | str:
     prepared.reference(mode="eval")
     once = {id(x): (path, x) for path, x in reversed(prepared.dense) if x.numel()}
     given = dict(reversed(once.values()))
-    whole = {path: x for path, x in given.items() if _is_whole(prepared.argument(path), x)}
+    # No gradient says which parts of these are used.
+    named = {
+        path for path in given if prepared.argument(path).endswith(("mask", "labels", "label", "targets", "target"))
+    }
+    whole = {
+        path: x
+        for path, x in given.items()
+        if path in named or not (x.is_floating_point() or x.is_complex() or x.is_quantized)
+    }
     sliced = {path: x for path, x in given.items() if path not in whole and x.is_floating_point() and x.dim()}
     if not whole and not sliced:
         raise NotApplicableError("no input is of numbers whose range is known")
@@ -169,12 +178,6 @@ def inputs_used(prepared: PreparedModel) -> Violation | str:
     if reached is None:
         notes.append(f"not looked at, as no gradient can be taken: {listed(list(sliced))}")
     return "; ".join([count(len(given), "input"), *notes])
-
-
-def _is_whole(name: str, x: Tensor) -> bool:
-    """Whether an input is replaced as a whole: no gradient says which of its parts are used."""
-    integers = not x.is_floating_point() and not x.is_complex() and not x.is_quantized
-    return integers or name.endswith(("mask", "labels", "label", "targets", "target"))
 
 
 def _use(prepared: PreparedModel, path: str, x: Tensor) -> Violation | str:

@@ -38,9 +38,8 @@ from pytest_modelprobe.record import ROOT, Operation
 from pytest_modelprobe.runs import Mode, find_gradient_origin
 from pytest_modelprobe.text import count, listed
 
-from .agreement import Disagreement, changed, check_repeats, disagreements, violation_of
+from .agreement import Disagreement, changed, check_repeats, disagreements, not_finite, violation_of
 from .check import check, check_nonfinite
-from .nonfinite import not_finite
 from .outcome import NotApplicableError, Violation
 from .rounding import limit, plain, relative_error
 from .session import PreparedModel, Trace, copy_of, set_mode
@@ -181,7 +180,11 @@ def train_eval_differ(prepared: PreparedModel) -> Violation | str:
     >>> print(checks.train_eval_differ.outcome(ModelProbe(), nn.Dropout(0.0), torch.ones(3, 2)))
     train_eval_differ is not applicable to Dropout: no Dropout with 0 < p < 1, and no BatchNorm with running statistics
     """
-    wanted = [name for name, module in prepared.layers.modules.items() if _drops(module) or _gathers(module)]
+    wanted = [
+        name
+        for name, module in prepared.layers.modules.items()
+        if _drops(module) or (isinstance(module, BatchNorm) and module.track_running_stats)
+    ]
     if not wanted:
         raise NotApplicableError("no Dropout with 0 < p < 1, and no BatchNorm with running statistics")
     # A model whose eval() switches something off for good is to stay so.
@@ -194,15 +197,14 @@ def train_eval_differ(prepared: PreparedModel) -> Violation | str:
     pairs = [(given, there[given.where]) for given in train.outputs if given.layer in wanted and given.where in there]
     if not pairs:
         raise NotApplicableError(f"{listed(wanted)} {'is' if len(wanted) == 1 else 'are'} never called")
-    same = [
-        one
-        for one, other in pairs
-        if (
-            (one.layer in on and on[one.layer] == on_in_eval.get(one.layer))
-            or (relative_error(one.tensor, other.tensor) == 0 and bool(one.tensor.any()))
-        )
-        and not (on.get(one.layer) is False and _is_frozen(prepared.layers.modules[one.layer]))
-    ]
+    same = []
+    for one, other in pairs:
+        parameters = list(nn.Module.parameters(prepared.layers.modules[one.layer]))
+        frozen = bool(parameters) and not any(p.requires_grad for p in parameters)
+        alike = one.layer in on and on[one.layer] == on_in_eval.get(one.layer)
+        alike = alike or (relative_error(one.tensor, other.tensor) == 0 and bool(one.tensor.any()))
+        if alike and not (frozen and on.get(one.layer) is False):
+            same.append(one)
     if not same:
         return count(len({one.layer for one, _ in pairs}), "layer")
     return Violation.first_of(
@@ -235,15 +237,6 @@ def _switched(prepared: PreparedModel, names: Collection[str]) -> Iterator[dict[
 
 def _drops(module: nn.Module) -> bool:
     return isinstance(module, Dropout) and 0 < module.p < 1
-
-
-def _gathers(module: nn.Module) -> bool:
-    return isinstance(module, BatchNorm) and module.track_running_stats
-
-
-def _is_frozen(module: nn.Module) -> bool:
-    parameters = list(nn.Module.parameters(module))
-    return bool(parameters) and not any(p.requires_grad for p in parameters)
 
 
 @check

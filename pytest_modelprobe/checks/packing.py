@@ -23,8 +23,9 @@ from .agreement import changed, check_not_random
 from .check import arguments_of, check
 from .incremental import Layout, Pieces
 from .outcome import NotApplicableError, Violation, line_of
+from .positions import CACHES, KEYS_AND_VALUES
 from .rounding import is_rounded, limit, relative_error
-from .sequence import CACHES, KEYS_AND_VALUES, replacement, sequence
+from .sequence import replacement, sequence
 from .session import LayerTensor, PreparedModel, Trace, copy_of
 
 _FEWEST = 4

@@ -405,7 +405,13 @@ def _never_written(
         versions: Version of each tensor when the model was built; those with another one are left out.
     """
     here = dict(_numbers(model, integers=True))
-    again = _made_in_nan(factory)
+    with new_memory(filled=True):
+        try:
+            again = made_model(factory(), "factory=")
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(f"factory= raised {line_of(error)}") from error
     if again is model:
         raise UsageError("factory= returns the model itself: it makes no other")
     made = _numbers(again, integers=True)
@@ -509,15 +515,6 @@ def new_memory(*, filled: bool) -> Iterator[None]:
     finally:
         torch.set_deterministic_debug_mode(was)
         memory.fill_uninitialized_memory = filled_before
-
-
-def _made_in_nan(factory: Callable[[], nn.Module]) -> nn.Module:
-    with new_memory(filled=True):
-        try:
-            model = factory()
-        except Exception as error:
-            raise UsageError(f"factory= raised {line_of(error)}") from error
-    return made_model(model, "factory=")
 
 
 @check_unmodified

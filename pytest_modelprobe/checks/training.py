@@ -6,6 +6,7 @@ looked at once more in float64, because gradients of sums that cancel are roundi
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections import Counter
@@ -32,7 +33,6 @@ from .agreement import check_not_random, gradient_error, in_backward_order, negl
 from .batch import batched, check_rows_go_together, size_of
 from .check import check, check_unmodified
 from .outcome import NotApplicableError, Violation, line_of
-from .recomputation import other_recomputation
 from .rounding import as_double, is_rounded, limit, relative_error
 from .session import PreparedModel, Trace, Vary
 
@@ -159,8 +159,11 @@ def gradient_accumulation(prepared: PreparedModel, *, axis: int = 0, tolerance: 
         raise NotApplicableError("the batch has one row: give it two or more")
     whole = prepared.reference(mode="eval", backward=True)
     found = _accumulated(prepared, whole, size, axis, tolerance)
-    if found:
-        found = _beyond_rounding(prepared, size, axis, tolerance, found)
+    if found:  # gradients of sums that cancel are rounding errors
+        with Widening(torch.float64), contextlib.suppress(NotApplicableError, UsageError):
+            wide = prepared.copied(torch.float64)
+            whole_wide = prepared.variation(mode="eval", backward=True, model=wide, vary=_wide)
+            found = _accumulated(prepared, whole_wide, size, axis, tolerance, wide)
     if not found:
         return f"{count(len(whole.gradients), 'parameter')}, a batch of {size} in {size} parts"
     check_not_random(prepared)
@@ -251,19 +254,6 @@ def _knows_rows(prepared: PreparedModel, whole: Trace, size: int, axis: int) -> 
     return any(relative_error(one, other) > limit(one) for one, other in zip(at(0), at(1), strict=True))
 
 
-def _beyond_rounding(
-    prepared: PreparedModel, size: int, axis: int, tolerance: float, found: list[tuple[str, float, float]]
-) -> list[tuple[str, float, float]]:
-    """Return the differences in float64; those found before if the model does not run in float64."""
-    with Widening(torch.float64):
-        try:
-            wide = prepared.copied(torch.float64)
-            whole = prepared.variation(mode="eval", backward=True, model=wide, vary=_wide)
-        except (NotApplicableError, UsageError):
-            return found
-        return _accumulated(prepared, whole, size, axis, tolerance, wide)
-
-
 def _wide(_: str, x: Tensor) -> Tensor:
     return as_double(x)
 
@@ -275,8 +265,7 @@ def gradcheck(prepared: PreparedModel, *, tolerance: float = 1e-3, step: float =
     ``(loss(x + step d) - loss(x - step d)) / 2 step`` has to equal the gradient times d, for one direction d each. Half
     of d is the direction of the gradient, which shows a wrong norm, and half is random.
 
-    The model is in evaluation mode. In training mode what activation checkpointing runs again has to draw the same
-    random numbers, as in `checkpoint_parity`.
+    The model is in evaluation mode.
 
     Args:
         prepared: The model and its inputs.
@@ -291,8 +280,6 @@ def gradcheck(prepared: PreparedModel, *, tolerance: float = 1e-3, step: float =
     """
     if step <= 0:
         raise UsageError(f"step= is the distance for finite differences, more than 0; got {step}")
-    if other := other_recomputation(prepared):
-        return other
     model = prepared.copied()
     converted(model, as_double)  # .double() leaves complex ones in single precision
     parameters: dict[str, Tensor] = dict(model.named_parameters())
@@ -446,7 +433,12 @@ def overfits_batch(
     if not parameters:
         raise NotApplicableError("no parameter requires a gradient")
     with prepared.keep_changes(), progress("step", steps) as each:
-        taken = _made(optimizer or _adam, parameters)
+        try:
+            taken = optimizer(parameters) if optimizer else _adam(parameters)
+        except Exception as error:
+            raise UsageError(f"optimizer= raised {line_of(error)}, given a list of parameters") from error
+        if not isinstance(taken, torch.optim.Optimizer):
+            raise UsageError(f"optimizer= returns a torch.optim.Optimizer; got {type(taken).__name__}")
         before = {name: p.detach().clone() for name, p in prepared.model.named_parameters() if p.requires_grad}
         for done in each(range(steps + 1)):
             trace = _with_gradients(prepared, done)
@@ -494,16 +486,6 @@ def overfits_batch(
 def _adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Return Adam with an ``eps`` that is not 0 in the dtypes of the parameters, as its default is in float16."""
     return torch.optim.Adam(parameters, 1e-2, eps=max(1e-8, *(torch.finfo(p.dtype).tiny for p in parameters)))
-
-
-def _made(optimizer: Callable[[Any], torch.optim.Optimizer], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    try:
-        made = optimizer(parameters)
-    except Exception as error:
-        raise UsageError(f"optimizer= raised {line_of(error)}, given a list of parameters") from error
-    if not isinstance(made, torch.optim.Optimizer):
-        raise UsageError(f"optimizer= returns a torch.optim.Optimizer; got {type(made).__name__}")
-    return made
 
 
 def _with_gradients(prepared: PreparedModel, i: int) -> Trace:

@@ -24,8 +24,8 @@ from pytest_modelprobe.text import listed
 from .agreement import Disagreement, Pairs, check_not_random, disagreements, violation_of
 from .check import check
 from .outcome import NotApplicableError, Violation, line_of
+from .positions import MaskedOut, left_out
 from .rounding import as_double, is_rounded
-from .sequence import MaskedOut, left_out
 from .session import LayerTensor, PreparedModel, Trace
 
 _IDS, _EMBEDS, _MASK = "input_ids", "inputs_embeds", "attention_mask"

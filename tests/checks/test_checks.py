@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from pytest_modelprobe import ModelProbe, UsageError, assert_no_dead_layers, checks
 from pytest_modelprobe.checks import Check, Outcome, battery, rounding
 from pytest_modelprobe.checks.check import StateCheck
-from pytest_modelprobe.checks.sequence import masked_out
+from pytest_modelprobe.checks.positions import masked_out
 from pytest_modelprobe.checks.session import PreparedModel
 from pytest_modelprobe.models import CallTracer, ModuleCall
 
