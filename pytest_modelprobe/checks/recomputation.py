@@ -134,10 +134,9 @@ def checkpoint_parity(prepared: PreparedModel, *, tolerance: float | None = None
     `ModuleList`, each of its modules; for a child that returns something else, which reentrant checkpoints do not
     support, its own children. If there are none, single layers are checkpointed, or the whole model if one of them
     works in place. They run again in the backward and write to their state twice. Therefore a model of transformers
-    runs without its cache of keys and values, as when it checkpoints itself, unless ``use_cache=True`` is given, and
-    the power iteration of `torch.nn.utils.spectral_norm`, which advances in each training forward, is stopped. A layer
-    that takes tensors inside a tuple, as an `LSTMCell` does, is not checkpointed in the reentrant way, which does not
-    see these; the outcome names it.
+    runs without its cache of keys and values, as when it checkpoints itself, unless ``use_cache=True`` is given. A
+    layer that takes tensors inside a tuple, as an `LSTMCell` does, is not checkpointed in the reentrant way, which does
+    not see these; the outcome names it.
 
     If something differs, each part is checkpointed alone, and the first with which it differs is named.
 
@@ -225,19 +224,14 @@ def _stopped(prepared: PreparedModel) -> tuple[nn.Module, list[str]]:
     This state is intended and is never combined with checkpoints. Other state is left for the check to find.
     """
     model = prepared.copied()
-    modules = list(model.modules())
-    configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    }
     caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
     for config in caching:
         with contextlib.suppress(AttributeError):  # a dataclass that is frozen
             config.use_cache = False
-    hooks = [hook for module in modules for hook in module._forward_pre_hooks.values()]
-    # Either the module of a parametrization or, of the function in torch.nn.utils itself, a hook.
-    norms: list[Any] = [one for one in (*modules, *hooks) if isinstance(getattr(one, "n_power_iterations", None), int)]
-    for norm in norms:
-        norm.n_power_iterations = 0
-    told = ["without a cache (config.use_cache)"] if any(not config.use_cache for config in caching) else []
-    return model, [*told, *([f"{count(len(norms), 'spectral norm')} standing still"] if norms else [])]
+    return model, ["without a cache (config.use_cache)"] if any(not config.use_cache for config in caching) else []
 
 
 def _checkpointed(forward: Any, note: Callable[[], object], *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:

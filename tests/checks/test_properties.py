@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from pytest_modelprobe import ModelProbe, UsageError, checks
@@ -549,32 +548,6 @@ def test_a_cache_that_is_on_by_default_is_off_beside_a_checkpoint(probe: ModelPr
     )
     assert model.config.use_cache
     assert checks.checkpoint_parity.outcome(probe, model, probe.randn(2, 3), use_cache=True).verdict == "broken"
-
-
-class Moving(nn.Linear):
-    """Scales by a buffer that each forward of training moves on."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.register_buffer("scale", torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.scale.mul_(1.1)
-        return super().forward(x) * self.scale.clone()
-
-
-@pytest.mark.parametrize("norm", [parametrizations.spectral_norm])
-def test_a_spectral_norm_stands_still_under_checkpoints(probe: ModelProbe, norm: Any) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Sequential(norm(nn.Linear(6, 6)), nn.LeakyReLU(0.1)) for _ in range(2)])
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    assert checks.checkpoint_parity(probe, model, probe.randn(4, 6)).text == (
-        "4 parameters, 2 modules checkpointed, reentrant and not; 2 spectral norms standing still"
-    )
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    model = nn.Sequential(nn.Sequential(norm(nn.Linear(6, 4))), nn.Sequential(Moving()))
-    assert checks.checkpoint_parity.outcome(probe, model, probe.randn(4, 6)).verdict == "broken"
 
 
 @pytest.mark.parametrize(
