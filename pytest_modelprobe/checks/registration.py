@@ -404,7 +404,7 @@ def _never_written(
         factory: Builds such a model.
         versions: Version of each tensor when the model was built; those with another one are left out.
     """
-    here = dict(_numbers(model, integers=True))
+    here = dict(_numbers(model))
     with new_memory(filled=True):
         try:
             again = made_model(factory(), "factory=")
@@ -414,7 +414,7 @@ def _never_written(
             raise UsageError(f"factory= raised {line_of(error)}") from error
     if again is model:
         raise UsageError("factory= returns the model itself: it makes no other")
-    made = _numbers(again, integers=True)
+    made = _numbers(again)
     left: list[str] = []
     if versions is not None:
         left = [n for n, t in here.items() if version(t) != versions.get(n, -1)]
@@ -447,16 +447,15 @@ def _never_written(
 
 def _by_values(model: nn.Module) -> Violation | str:
     """Return the tensors that hold what no initialization gives: uninitialized memory, or the result of training."""
-    floating = _numbers(model, integers=False)
-    numbers = [(name, plain(t.detach()), isinstance(t, nn.Parameter)) for name, t in floating]
+    floating = [(name, t) for name, t in _numbers(model) if is_rounded(t)]
     if not floating:
         raise NotApplicableError("the model has no floating parameters or buffers")
-    found = [
-        (name, int((~t.isfinite()).sum()), t.numel())
-        for name, t, trained in numbers
-        # Masks are made of -inf.
-        if bool((~t.isfinite() if trained else t.isnan()).any())
-    ]
+    found = []
+    for name, t in floating:
+        values = plain(t.detach())
+        wrong = ~values.isfinite() if isinstance(t, nn.Parameter) else values.isnan()  # masks are made of -inf
+        if bool(wrong.any()):
+            found.append((name, int((~values.isfinite()).sum()), t.numel()))
     if not found:
         return (
             f"{count(len(floating), 'parameters and buffer')}, as far as values show; not looked at, whether each was "
@@ -472,10 +471,10 @@ def _by_values(model: nn.Module) -> Violation | str:
     )
 
 
-def _numbers(model: nn.Module, *, integers: bool) -> list[tuple[str, Tensor]]:
+def _numbers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the parameters and buffers that have memory; no bools, where any value is valid."""
     tensors = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if has_dense_storage(t)]
-    return [(name, t) for name, t in tensors if is_rounded(t) or (integers and t.dtype in _INTEGERS)]
+    return [(name, t) for name, t in tensors if is_rounded(t) or t.dtype in _INTEGERS]
 
 
 def temporary_names(model: nn.Module) -> set[str]:
@@ -543,23 +542,6 @@ def state_dict_round_trip(
     else:
         with seeding.seeded(seeding.derive(prepared.probe.seed, "check another model")):
             other = factory().to(prepared.probe.device)
-    state = _load_state(prepared, other)
-    if isinstance(state, Violation):
-        return state
-    there = {name: p.data_ptr() for name, p in other.named_parameters(remove_duplicate=False)}
-    lost = [(a, b) for a, b in _ties(prepared.model) if there[a] != there[b]]
-    if lost:
-        return Violation.first_of(
-            ((b, a) for a, b in lost),
-            f"is not tied to {lost[0][0]} any more after load_state_dict",
-            columns=("parameter", "was tied to"),
-            advice="Tie the parameters again after loading, or keep one module for both.",
-        )
-    return _of_copy(prepared, one, other, "a state_dict", f"{count(len(state), 'key')}, ")
-
-
-def _load_state(prepared: PreparedModel, other: nn.Module) -> Mapping[str, Any] | Violation:
-    """Load the state_dict of the model into another one, whose own numbers are replaced before."""
     stored = io.BytesIO()
     torch.save(prepared.model.state_dict(), stored)
     stored.seek(0)
@@ -576,7 +558,18 @@ def _load_state(prepared: PreparedModel, other: nn.Module) -> Mapping[str, Any] 
         other.load_state_dict(state)
     except Exception as error:  # noqa: BLE001 - whatever a model's own hooks raise
         return Violation.at(ROOT, f"cannot load its own state_dict: {line_of(error)}")
-    return state
+    there = {name: p.data_ptr() for name, p in other.named_parameters(remove_duplicate=False)}
+    first: dict[int, str] = {}
+    names = [(name, id(p)) for name, p in prepared.model.named_parameters(remove_duplicate=False)]
+    lost = [(name, tied) for name, p in names if there[name] != there[tied := first.setdefault(p, name)]]
+    if lost:
+        return Violation.first_of(
+            lost,
+            f"is not tied to {lost[0][1]} any more after load_state_dict",
+            columns=("parameter", "was tied to"),
+            advice="Tie the parameters again after loading, or keep one module for both.",
+        )
+    return _of_copy(prepared, one, other, "a state_dict", f"{count(len(state), 'key')}, ")
 
 
 @check_unmodified
@@ -590,31 +583,32 @@ def copy_and_pickle(prepared: PreparedModel) -> Violation | str:
     copy_and_pickle holds for Linear: 1 output
     """
     one = prepared.reference(mode="eval")
-    try:
-        copied = copy.deepcopy(prepared.model)
-    except Exception as error:  # noqa: BLE001 - whatever cannot be copied
-        where = _first_not(prepared, copy.deepcopy)
-        return Violation.at(
-            where,
-            f"cannot be copied: {line_of(error)}",
-            advice="Look for a tensor with a graph among its attributes, for an open file or a lock, and for a "
-            "__deepcopy__ of its own.",
-        )
-    found = _of_copy(prepared, one, copied, "copy.deepcopy")
-    if isinstance(found, Violation):
-        return found
-    if any(hasattr(module, "parametrizations") for module in prepared.model.modules()):
-        return f"{found}, by copy.deepcopy alone: torch pickles no parametrized modules"
-    try:
-        again = pickle.loads(pickle.dumps(prepared.model))
-    except Exception as error:  # noqa: BLE001 - whatever cannot be pickled
-        where = _first_not(prepared, pickle.dumps)
-        return Violation.at(
-            where,
-            f"cannot be pickled: {line_of(error)}",
-            advice="Look for a lambda, a local class or an open file among its attributes.",
-        )
-    return _of_copy(prepared, one, again, "pickle")
+    found: Violation | str = ""
+    for by, done, copied, advice in (
+        (
+            "copy.deepcopy",
+            "copied",
+            copy.deepcopy,
+            "a tensor with a graph among its attributes, an open file, a lock, a __deepcopy__",
+        ),
+        ("pickle", "pickled", _pickled, "a lambda, a local class or an open file among its attributes"),
+    ):
+        try:
+            other = copied(prepared.model)
+        except Exception as error:  # noqa: BLE001 - whatever cannot be copied
+            where = _first_not(prepared, copied)
+            return Violation.at(where, f"cannot be {done}: {line_of(error)}", advice=f"Look for {advice}.")
+        found = _of_copy(prepared, one, other, by)
+        if isinstance(found, str) and any(hasattr(module, "parametrizations") for module in prepared.model.modules()):
+            return f"{found}, by copy.deepcopy alone: torch pickles no parametrized modules"
+        if isinstance(found, Violation):
+            return found
+    return found
+
+
+def _pickled(model: nn.Module) -> nn.Module:
+    again: nn.Module = pickle.loads(pickle.dumps(model))
+    return again
 
 
 def _of_copy(prepared: PreparedModel, one: Trace, other: nn.Module, by: str, said: str = "") -> Violation | str:
@@ -647,16 +641,6 @@ def _compared(one: Trace, two: Trace, by: str, said: str) -> Violation | str:
         f"differs after {by}: {{path}} {{changed}}",
         "Look for state that is neither a parameter nor a persistent buffer.",
     )
-
-
-def _ties(model: nn.Module) -> list[tuple[str, str]]:
-    """Return the names of tied parameters, in pairs."""
-    first: dict[int, str] = {}
-    return [
-        (first[id(p)], name)
-        for name, p in model.named_parameters(remove_duplicate=False)
-        if first.setdefault(id(p), name) != name
-    ]
 
 
 def _first_not(prepared: PreparedModel, copied: Callable[[nn.Module], object]) -> str:
