@@ -218,18 +218,6 @@ def test_a_model_made_in_inference_mode_cannot_change(modelprobe: ModelProbe) ->
         checks.deterministic(modelprobe, model, X)
 
 
-def test_an_optimizer_that_takes_no_such_gradients_is_told(modelprobe: ModelProbe) -> None:
-    model, ids = nn.Embedding(4, 3, sparse=True), torch.arange(4)
-    with pytest.raises(UsageError, match=r"Adam raised RuntimeError: Adam does not .*: pass another optimizer="):
-        checks.overfits_batch(modelprobe, model, ids, loss=lambda y: y.square().mean())
-
-
-def test_an_average_of_another_shape_is_told(modelprobe: ModelProbe) -> None:
-    average = nn.Linear(2, 2)
-    outcome = checks.ema_tracks.outcome(modelprobe, nn.Linear(3, 2), average=average, decay=0.5, updates=lambda: None)
-    assert outcome.text.startswith("weight is of another shape in the average")
-
-
 # --- arguments ----------------------------------------------------------------------------------------------------
 
 SQUARE: dict[str, Any] = {"loss": lambda y: y.square().mean()}
@@ -282,10 +270,6 @@ def test_an_argument_that_is_none_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):
         getattr(checks, name)(modelprobe, nn.Linear(3, 2), X, **options)
-
-
-def test_an_axis_may_be_counted_from_the_end(modelprobe: ModelProbe) -> None:
-    assert checks.causal.outcome(modelprobe, nn.Linear(3, 2), X.reshape(2, 2, 3), axis=-2).verdict == "holds"
 
 
 @pytest.mark.parametrize("name", ["causal", "causal.outcome", "standard"])

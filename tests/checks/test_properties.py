@@ -97,13 +97,6 @@ def test_items_of_a_list_that_are_the_rows_have_no_batch(
     assert found.text == "the inputs are lists with an item for each row, and have no axis of a batch"
 
 
-def test_a_list_of_features_hides_no_fault(probe: ModelProbe) -> None:
-    features = [probe.randn(4, 3), probe.randn(4, 3, name="second")]
-    model = Code(lambda self, given: given[0] + given[1].mean(0))
-    assert checks.batch_independent.outcome(probe, model, features).verdict == "broken"
-    assert checks.any_batch_size.outcome(probe, model, features).verdict == "broken"
-
-
 # --- training -----------------------------------------------------------------------------------------------------
 
 
@@ -257,12 +250,6 @@ def test_a_sum_over_rows_shows_where_other_gradients_cancel(probe: ModelProbe) -
 def test_a_loss_that_raises_is_refused_with_the_whole_batch(probe: ModelProbe) -> None:
     with pytest.raises(UsageError, match="loss= raised AttributeError"):
         checks.gradient_accumulation.outcome(probe, nn.Linear(4, 5), probe.randn(3, 4), loss=lambda o: o.nothing)
-
-
-@pytest.mark.parametrize("sign", [-1])
-def test_a_scalar_has_a_direction_whatever_the_sign_of_its_gradient(probe: ModelProbe, sign: int) -> None:
-    model = Code(lambda self, x: sign * self.scale * x, scale=nn.Parameter(torch.tensor(2.0)))
-    assert checks.gradcheck(probe, model, probe.randn(3, 4)).text == "2 gradients"
 
 
 def test_a_loss_of_float32_is_too_coarse_for_finite_differences(probe: ModelProbe) -> None:
@@ -439,11 +426,6 @@ def test_what_leaks_within_a_chunk_knows_of_later_positions(probe: ModelProbe, l
     assert checks.causal.outcome(probe, model, probe.randn(2, length, 4)).layer == "1"
 
 
-def test_integers_that_come_out_in_another_order_are_seen(probe: ModelProbe) -> None:
-    found = checks.permutation_invariant.outcome(probe, nn.Flatten(), probe.randint(0, 9, (2, 5)))
-    assert found.layer == "(root)"
-
-
 NEIGHBORS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "distances": ("permutation_invariant", lambda x: x.diff(dim=1).abs().mean(1)),
     "both ends": ("permutation_invariant", lambda x: x[:, 0] + x[:, -1]),
@@ -491,17 +473,6 @@ def test_what_does_not_repeat_is_a_fault_of_that_alone(probe: ModelProbe, check:
         "random in evaluation: another seed changes what (root) returns",
         "its runs do not repeat: with the same seed (root) returns something else",
     )
-
-
-@pytest.mark.parametrize("check", [checks.batch_independent])
-def test_an_output_that_is_random_does_not_lose_the_batch(probe: ModelProbe, check: checks.Check) -> None:
-    assert check.outcome(probe, Drawing(pooled=True), probe.randn(3, 4)).text.startswith("random in evaluation: ")
-
-
-def test_masked_positions_do_not_explain_what_is_random(probe: ModelProbe) -> None:
-    model = Code(lambda self, x, mask: self.drawing(x), drawing=Drawing())
-    found = checks.padding_invariant.outcome(probe, model, probe.randn(3, 8, 4), mask=torch.ones(3, 8))
-    assert found.text == "random in evaluation: another seed changes what drawing returns"
 
 
 # --- elsewhere and otherwise --------------------------------------------------------------------------------------
@@ -671,16 +642,6 @@ def test_what_is_not_loaded_is_seen_whatever_its_dtype(probe: ModelProbe, state:
     x = probe.randn(2, 3)
     assert checks.state_dict_round_trip.outcome(probe, Forgetful(state, "state"), x).layer == "(root)"
     assert checks.state_dict_round_trip(probe, Forgetful(state, ""), x).verdict == "holds"
-
-
-def test_a_random_buffer_that_is_not_stored_is_seen_with_a_factory(probe: ModelProbe) -> None:
-    def factory() -> nn.Module:
-        layer = Code(lambda self, x: x @ self.turn)
-        layer.register_buffer("turn", torch.randn(3, 3), persistent=False)
-        return nn.Sequential(nn.Linear(3, 3), layer)
-
-    found = checks.state_dict_round_trip.outcome(probe, factory(), probe.randn(2, 3), factory=factory)
-    assert found.layer == "1"
 
 
 def test_what_cannot_be_copied_is_named(probe: ModelProbe) -> None:
