@@ -235,16 +235,18 @@ def _bit_for_bit(prepared: PreparedModel, one: Trace, rows: _Rows, axis: int) ->
     batches = [(n, place) for n in sizes for place in sorted({0, n // 2, n - 1})]
     most: dict[str, float] = {}
     seen_in: dict[str, list[int]] = {}
-    outputs: list[tuple[int, int]] = []
+    outputs = 0
     for n, place in batches:
         vary = _placed(prepared, rows.inputs, rows.size, n, place, axis, replaced=0 < place < n - 1)
-        two = prepared.variation(mode="eval", vary=vary)
-        differing = _other_bits(one, two, rows.pairs(n, place=place))
-        if any(given.is_final for given in differing):
-            outputs.append((n, place))
-        for given, ulps in differing.items():
-            most[given.where] = max(most.get(given.where, 0.0), ulps)
-            seen_in.setdefault(given.where, []).append(n)
+        there = {given.where: given.tensor for given in prepared.variation(mode="eval", vary=vary).tensors}
+        pairs, reaches_output = rows.pairs(n, place=place), False
+        for given in one.tensors:
+            compared = pairs(given, there[given.where]) if given.where in there else []
+            if ulps := min((_ulps(x, y) for x, y in compared), default=0.0):
+                most[given.where] = max(most.get(given.where, 0.0), ulps)
+                seen_in.setdefault(given.where, []).append(n)
+                reaches_output |= given.is_final
+        outputs += reaches_output
     found = [given for given in rows.along if given.where in most]
     told = f"batches of {listed([str(n) for n in sizes], len(sizes))} at up to 3 places"
     if not outputs:
@@ -255,7 +257,7 @@ def _bit_for_bit(prepared: PreparedModel, one: Trace, rows: _Rows, axis: int) ->
     return Violation.at(
         first.layer,
         f"returns other bits for the same row in a batch of {n} instead of {rows.size}: {first.path} differs by up to "
-        f"{_ulps_text(most[first.where])}; so does the output, in {len(outputs)} of {count(len(batches), 'batch')}",
+        f"{_ulps_text(most[first.where])}; so does the output, in {outputs} of {count(len(batches), 'batch')}",
         columns=("tensor", "differs by up to", "in batches of"),
         rows=tuple(
             (g.where, _ulps_text(most[g.where]), listed([str(n) for n in dict.fromkeys(seen_in[g.where])], len(sizes)))
@@ -275,24 +277,12 @@ def _placed(
     """
     order = torch.arange(n) % size
     order[[0, place]] = order[[place, 0]]
-    others = _replacing(prepared, inputs, [], axis, place) if replaced else keep_input
+    others = _replacing(prepared, inputs, axis, place) if replaced else keep_input
 
     def vary(path: str, x: Tensor) -> Tensor:
         return others(path, x.index_select(axis, order.to(x.device))) if path in inputs else x
 
     return vary
-
-
-def _other_bits(one: Trace, two: Trace, pairs: Pairs) -> dict[LayerTensor, float]:
-    """Return the tensors of which a row differs between two runs, and by how many units in the last place."""
-    there = {given.where: given.tensor for given in two.tensors}
-    found = {}
-    for given in one.tensors:
-        compared = pairs(given, there[given.where]) if given.where in there else []
-        ulps = min((_ulps(x, y) for x, y in compared), default=0.0)
-        if ulps:
-            found[given] = ulps
-    return found
 
 
 def _ulps(x: Tensor, y: Tensor) -> float:
@@ -474,8 +464,7 @@ def _collapse(prepared: PreparedModel, one: Trace, resized: _Resized, rows: _Row
         return None
     if any(_is_number(x) for x in outputs.values()):  # a loss, and what else is taken over the whole batch
         return None
-    replaced: list[str] = []
-    two = prepared.variation(mode="eval", vary=_replacing(prepared, rows.inputs, replaced))
+    two = prepared.variation(mode="eval", vary=_replacing(prepared, rows.inputs))
     there = {given.where: given.tensor for given in two.tensors}
     changed = {
         given.where
@@ -511,14 +500,8 @@ def _sized(inputs: set[str], size: int, n: int, axis: int) -> Vary:
     return vary
 
 
-def _replacing(
-    prepared: PreparedModel,
-    inputs: set[str],
-    replaced: list[str],
-    axis: int = 0,
-    row: int | None = None,
-) -> Vary:
-    """Return a function that replaces all rows but one, and appends the paths of changed inputs to ``replaced``.
+def _replacing(prepared: PreparedModel, inputs: set[str], axis: int = 0, row: int | None = None) -> Vary:
+    """Return a function that replaces all rows but one.
 
     Masks and single integers, as of lengths, become those of the row that stays: other numbers may not be valid.
     """
@@ -528,14 +511,11 @@ def _replacing(
         if path not in inputs or (is_mask and row is None):
             return x
         if row is not None and (is_mask or (x.dim() == 1 and not x.is_floating_point())):
-            alike = x.select(axis, row).unsqueeze(axis).expand_as(x).clone()
-            replaced.extend([] if torch.equal(alike, x) else [path])
-            return alike
+            return x.select(axis, row).unsqueeze(axis).expand_as(x).clone()
         try:
             others = replacement(prepared, x)
         except NotApplicableError:  # token types that are all 0, say
             return x
-        replaced.append(path)
         if row is not None:
             others.select(axis, row).copy_(x.select(axis, row))
         return others
@@ -547,10 +527,9 @@ def _mixed(
     prepared: PreparedModel, one: Trace, rows: _Rows, axis: int, tolerance: float | None, row: int
 ) -> tuple[list[Disagreement], Disagreement | None]:
     """Return how the output of a row changes when all other rows are replaced; see `compare_runs`."""
-    replaced: list[str] = []
-    vary = _replacing(prepared, rows.inputs, replaced, axis, row)
+    vary = _replacing(prepared, rows.inputs, axis, row)
     two = prepared.variation(mode="eval", vary=vary)
-    if not replaced:
+    if all(torch.equal(vary(path, x), x) for path, x in prepared.dense if path in rows.inputs):
         raise NotApplicableError("all elements of the inputs are equal: no other valid values are known")
     pairs = rows.pairs(rows.size, row)
     found, inside = compare_runs(prepared, (one, two), (keep_input, vary), pairs, tolerance, exact=True)
