@@ -33,7 +33,7 @@ from .agreement import check_not_random, gradient_error, in_backward_order, negl
 from .batch import batched, check_rows_go_together, size_of
 from .check import check, check_unmodified
 from .outcome import NotApplicableError, Violation, line_of
-from .rounding import as_double, is_rounded, limit, relative_error
+from .rounding import as_double, limit, relative_error
 from .session import PreparedModel, Trace, Vary
 
 # --- What a model computes before any training: its first loss -------------------------------------------------------
@@ -231,27 +231,13 @@ def _compares_rows(whole: Trace, found: Sequence[tuple[str, float, float]]) -> b
 
 
 def _knows_rows(prepared: PreparedModel, whole: Trace, size: int, axis: int) -> bool:
-    """Whether the loss, or its gradient, changes with the order of the rows of the output: it holds a target for each.
+    """Whether the loss changes with the order of the rows of the output: it holds a target for each."""
 
-    The gradient shows this even if the rows of the output are almost equal.
-    """
+    def rolled(x: Tensor) -> Tensor:
+        return x.roll(1, axis) if x.dim() > axis and x.shape[axis] == size else x
 
-    def at(by: int) -> list[Tensor]:
-        leaves = list[Tensor]()
-
-        def leaf(x: Tensor) -> Tensor:
-            if x.dim() <= axis or x.shape[axis] != size:
-                return x
-            x = x.detach().roll(by, axis)
-            if is_rounded(x):
-                leaves.append(x.requires_grad_())
-            return x
-
-        loss = prepared.loss(map_tensors(leaf, whole.output))
-        known = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
-        return [loss.detach(), *(gradient.roll(-by, axis) for gradient in known if gradient is not None)]
-
-    return any(relative_error(one, other) > limit(one) for one, other in zip(at(0), at(1), strict=True))
+    one, other = (prepared.loss(output) for output in (whole.output, map_tensors(rolled, whole.output)))
+    return relative_error(one, other) > limit(one)
 
 
 def _wide(_: str, x: Tensor) -> Tensor:
@@ -434,17 +420,22 @@ def overfits_batch(
         raise NotApplicableError("no parameter requires a gradient")
     with prepared.keep_changes(), progress("step", steps) as each:
         try:
-            taken = optimizer(parameters) if optimizer else _adam(parameters)
+            # The default of eps= is 0 in float16.
+            eps = max(1e-8, *(torch.finfo(p.dtype).tiny for p in parameters))
+            taken = optimizer(parameters) if optimizer else torch.optim.Adam(parameters, 1e-2, eps=eps)
         except Exception as error:
             raise UsageError(f"optimizer= raised {line_of(error)}, given a list of parameters") from error
         if not isinstance(taken, torch.optim.Optimizer):
             raise UsageError(f"optimizer= returns a torch.optim.Optimizer; got {type(taken).__name__}")
         before = {name: p.detach().clone() for name, p in prepared.model.named_parameters() if p.requires_grad}
         for done in each(range(steps + 1)):
-            trace = _with_gradients(prepared, done)
+            trace = prepared.run(backward=True, seed=f"step {done}", traced=not done)
             if trace.in_backward:
                 return Violation.at(ROOT, f"cannot be trained: in step {done + 1} {trace.failure}")
-            assert trace.loss is not None
+            if trace.loss is None:
+                raise NotApplicableError(f"the model does not run on these inputs: {trace.failure}") from trace.error
+            for name, p in prepared.model.named_parameters():
+                p.grad = trace.gradients.get(name)
             if not done:
                 prepared.check_reference(trace)
             last = trace.loss.item()
@@ -481,21 +472,6 @@ def overfits_batch(
         advice="Look for a detached or frozen part, a softmax before a cross entropy, targets that do not belong "
         "to the inputs; or pass more steps=, another optimizer=.",
     )
-
-
-def _adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return Adam with an ``eps`` that is not 0 in the dtypes of the parameters, as its default is in float16."""
-    return torch.optim.Adam(parameters, 1e-2, eps=max(1e-8, *(torch.finfo(p.dtype).tiny for p in parameters)))
-
-
-def _with_gradients(prepared: PreparedModel, i: int) -> Trace:
-    """Run a step of training, and set the gradients of the parameters."""
-    trace = prepared.run(backward=True, seed=f"step {i}", traced=i == 0)
-    if trace.error is not None and not trace.in_backward:
-        raise NotApplicableError(f"the model does not run on these inputs: {trace.failure}") from trace.error
-    for name, p in prepared.model.named_parameters():
-        p.grad = trace.gradients.get(name)
-    return trace
 
 
 @check_unmodified
