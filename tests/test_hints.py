@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import HintWarning, ModelProbe, checks
-from pytest_modelprobe.checks.machinery.check import Check, check
-from pytest_modelprobe.checks.machinery.prepared import PreparedModel
+from pytest_modelprobe.checks.check import Check, check
 from pytest_modelprobe.checks.outcome import Violation
+from pytest_modelprobe.checks.session import PreparedModel
 
 TEST = """
     import torch
     from torch import nn
 
     from pytest_modelprobe import checks
-    from pytest_modelprobe.checks.machinery.check import check
+    from pytest_modelprobe.checks.check import check
     from pytest_modelprobe.checks.outcome import Violation
 
     @check

@@ -6,21 +6,23 @@ from pytest_modelprobe import extension
 
 from .batch import any_batch_size, batch_independent
 from .battery import STANDARD, Case, Outcomes, add_standard, parametrize_with_checks, standard
-from .finite import finite
-from .gradients import labels_ignored
+from .check import Check
 from .incremental import incremental
-from .initial import initial_loss
 from .inputs import inputs_used
-from .machinery.check import Check
-from .modes import dropout_scaled, modes_agree
+from .modes import deterministic, eval_stable, finite, modes_agree, seeded, train_eval_differ
 from .outcome import NotApplicableError, Outcome
-from .parity import checkpoint_parity, compile_parity, device_parity, dtype_parity, export_parity, layout_parity
-from .registration import copy_and_pickle, initialized, registered, state_dict_round_trip
-from .repetition import deterministic, eval_stable, seeded, train_eval_differ
+from .parity import compile_parity, device_parity, dtype_parity, export_parity, layout_parity
+from .recomputation import checkpoint_parity
+from .registration import (
+    copy_and_pickle,
+    initialized,
+    inputs_unchanged_by_forward,
+    registered,
+    state_dict_round_trip,
+    state_unchanged_by_forward,
+)
 from .sequence import causal, padding_invariant, permutation_equivariant, permutation_invariant
-from .spectral import spectral_norms_settled
-from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
-from .training import ema_tracks, gradcheck, gradient_accumulation, optimizer_covers, overfits_batch
+from .training import ema_tracks, gradcheck, gradient_accumulation, initial_loss, optimizer_covers, overfits_batch
 
 if TYPE_CHECKING:
     from pytest_modelprobe.extras.ports.attention import attention_agrees as attention_agrees
@@ -46,7 +48,6 @@ __all__ = [
     "copy_and_pickle",
     "deterministic",
     "device_parity",
-    "dropout_scaled",
     "dtype_parity",
     "ema_tracks",
     "eval_stable",
@@ -59,7 +60,6 @@ __all__ = [
     "initialized",
     "inputs_unchanged_by_forward",
     "inputs_used",
-    "labels_ignored",
     "layout_parity",
     "modes_agree",
     "optimizer_covers",
@@ -70,7 +70,6 @@ __all__ = [
     "permutation_invariant",
     "registered",
     "seeded",
-    "spectral_norms_settled",
     "standard",
     "state_dict_round_trip",
     "state_unchanged_by_forward",

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +18,21 @@ from torch import Tensor
 from pytest_modelprobe.models import as_real
 from pytest_modelprobe.text import count, listed
 
-from .machinery.agreement import Disagreement, Pairs, check_not_random, compare_runs, inside_note, violation_of
-from .machinery.check import check
-from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary, keep_input
-from .machinery.rounding import as_double, differing_bits, is_rounded, limit, relative_error
+from .agreement import (
+    Disagreement,
+    Pairs,
+    axes_of_length,
+    axes_that_follow,
+    check_not_random,
+    compare_runs,
+    inside_note,
+    violation_of,
+)
+from .check import check
 from .outcome import NotApplicableError, Violation
+from .rounding import as_double, differing_bits, is_rounded, limit, relative_error
 from .sequence import replacement
+from .session import LayerTensor, PreparedModel, Trace, Vary, keep_input
 
 
 @check
@@ -52,7 +61,7 @@ def batch_independent(prepared: PreparedModel, *, axis: int = 0, tolerance: floa
         raise NotApplicableError("the batch has one row: give it two or more")
     one = prepared.reference(mode="eval")
     resized = _resized(prepared, size, axis, (size + 1, 2 * size))
-    rows = _as_long(prepared, one, size, axis) if resized is None else _following(one, resized, size)
+    rows = _Rows.of(prepared, one, size, axis, resized)
     if resized is None:
         _check_items_are_no_rows(prepared)
     elif collapse := _collapse(prepared, one, resized, rows, axis):
@@ -73,7 +82,6 @@ def batch_independent(prepared: PreparedModel, *, axis: int = 0, tolerance: floa
                 "batch_first=True; or a BatchNorm that is not in evaluation mode.",
             )
         inside = inside or hidden
-    _check_of_all_rows(prepared, one, resized, rows, axis)
     return f"the first and the last of {count(size, 'row')}, in {rows.summary(inside)}"
 
 
@@ -115,7 +123,7 @@ def any_batch_size(
     for n, two in runs.items():
         if two.error is not None:
             check_rows_go_together(prepared, axis)
-            known = _as_long(prepared, one, size, axis)
+            known = _Rows.of(prepared, one, size, axis, None)
             mixes = (_mixed(prepared, one, known, axis, tolerance, row)[0] for row in (0, size - 1))
             if size > 1 and known.final and any(mixes):
                 raise _no_batch(axis)
@@ -125,14 +133,14 @@ def any_batch_size(
                 advice="Look for a size that is written into a view, a buffer or a loop.",
             )
     assert resized is not None
-    rows = _following(one, resized, size)
+    rows = _Rows.of(prepared, one, size, axis, resized)
     if collapse := _collapse(prepared, one, resized, rows, axis):
         return collapse
     rows.check_known()
     inside = None
     for n, two in runs.items():
         varied = keep_input, _sized(inputs, size, n, axis)
-        found, hidden = compare_runs(prepared, (one, two), varied, functools.partial(rows.pairs, n=n), tolerance)
+        found, hidden = compare_runs(prepared, (one, two), varied, rows.pairs(n), tolerance)
         if found:
             check_not_random(prepared)
             check_rows_go_together(prepared, axis)
@@ -143,7 +151,6 @@ def any_batch_size(
             )
         rows.check_inside(hidden, f"in a batch of {n}")
         inside = inside or hidden
-    _check_of_all_rows(prepared, one, resized, rows, axis)
     if bitwise:
         return _bit_for_bit(prepared, one, rows, axis)
     return f"batches of {', '.join(str(n) for n in sorted({1, size}))} and {size + 1}, in {rows.summary(inside)}"
@@ -180,17 +187,14 @@ def check_rows_go_together(prepared: PreparedModel, axis: int) -> None:
 
 def _check_items_are_no_rows(prepared: PreparedModel) -> None:
     """Raise `NotApplicableError` if the model returns more for one more item in a list, as a detector for an image."""
-
-    def is_list(value: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:
-        return type(value) in (list, tuple)
-
-    lists = [value for value in (*prepared.args, *prepared.kwargs.values()) if is_list(value)]
-    n = next((len(value) for value in lists if any(isinstance(x, Tensor) for x in value)), None)
-    if n is None:
+    given = (*prepared.args, *prepared.kwargs.values())
+    lists = [value for value in given if type(value) in (list, tuple) and any(isinstance(x, Tensor) for x in value)]
+    if not lists:
         return
 
-    def longer(value: object) -> object:  # targets may be in a list beside the images
-        return type(value)([*value, value[-1]]) if is_list(value) and len(value) == n else value
+    def longer(value: Any) -> Any:  # targets may be in a list beside the images
+        alike = type(value) in (list, tuple) and len(value) == len(lists[0])
+        return type(value)([*value, value[-1]]) if alike else value
 
     one = prepared.reference(mode="eval")
     args, kwargs = prepared.args, prepared.kwargs
@@ -231,16 +235,18 @@ def _bit_for_bit(prepared: PreparedModel, one: Trace, rows: _Rows, axis: int) ->
     batches = [(n, place) for n in sizes for place in sorted({0, n // 2, n - 1})]
     most: dict[str, float] = {}
     seen_in: dict[str, list[int]] = {}
-    outputs: list[tuple[int, int]] = []
+    outputs = 0
     for n, place in batches:
         vary = _placed(prepared, rows.inputs, rows.size, n, place, axis, replaced=0 < place < n - 1)
-        two = prepared.variation(mode="eval", vary=vary)
-        differing = _other_bits(one, two, rows.pairs(one, n, place=place))
-        if any(given.is_final for given in differing):
-            outputs.append((n, place))
-        for given, ulps in differing.items():
-            most[given.where] = max(most.get(given.where, 0.0), ulps)
-            seen_in.setdefault(given.where, []).append(n)
+        there = {given.where: given.tensor for given in prepared.variation(mode="eval", vary=vary).tensors}
+        pairs, reaches_output = rows.pairs(n, place=place), False
+        for given in one.tensors:
+            compared = pairs(given, there[given.where]) if given.where in there else []
+            if ulps := min((_ulps(x, y) for x, y in compared), default=0.0):
+                most[given.where] = max(most.get(given.where, 0.0), ulps)
+                seen_in.setdefault(given.where, []).append(n)
+                reaches_output |= given.is_final
+        outputs += reaches_output
     found = [given for given in rows.along if given.where in most]
     told = f"batches of {listed([str(n) for n in sizes], len(sizes))} at up to 3 places"
     if not outputs:
@@ -251,7 +257,7 @@ def _bit_for_bit(prepared: PreparedModel, one: Trace, rows: _Rows, axis: int) ->
     return Violation.at(
         first.layer,
         f"returns other bits for the same row in a batch of {n} instead of {rows.size}: {first.path} differs by up to "
-        f"{_ulps_text(most[first.where])}; so does the output, in {len(outputs)} of {count(len(batches), 'batch')}",
+        f"{_ulps_text(most[first.where])}; so does the output, in {outputs} of {count(len(batches), 'batch')}",
         columns=("tensor", "differs by up to", "in batches of"),
         rows=tuple(
             (g.where, _ulps_text(most[g.where]), listed([str(n) for n in dict.fromkeys(seen_in[g.where])], len(sizes)))
@@ -271,24 +277,12 @@ def _placed(
     """
     order = torch.arange(n) % size
     order[[0, place]] = order[[place, 0]]
-    others = _replacing(prepared, inputs, [], axis, place) if replaced else keep_input
+    others = _replacing(prepared, inputs, axis, place) if replaced else keep_input
 
     def vary(path: str, x: Tensor) -> Tensor:
         return others(path, x.index_select(axis, order.to(x.device))) if path in inputs else x
 
     return vary
-
-
-def _other_bits(one: Trace, two: Trace, pairs: Pairs) -> dict[LayerTensor, float]:
-    """Return the tensors of which a row differs between two runs, and by how many units in the last place."""
-    there = {given.where: given.tensor for given in two.tensors}
-    found = {}
-    for given in one.tensors:
-        compared = pairs(given.tensor, there[given.where]) if given.where in there else []
-        ulps = min((_ulps(x, y) for x, y in compared), default=0.0)
-        if ulps:
-            found[given] = ulps
-    return found
 
 
 def _ulps(x: Tensor, y: Tensor) -> float:
@@ -322,23 +316,6 @@ def _ulps_text(ulps: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Axis:
-    """An axis with some positions for each row of the batch."""
-
-    number: int
-    places: int = 1
-    together: bool = True
-    """Whether the positions of one row are adjacent; else those of one number are."""
-
-    def row(self, x: Tensor, row: int, n: int) -> Tensor | None:
-        """Return one of n rows; None if the axis has another length."""
-        if self.number >= x.dim() or x.shape[self.number] != n * self.places:
-            return None
-        places = torch.arange(self.places, device=x.device)
-        return x.index_select(self.number, row * self.places + places if self.together else row + n * places)
-
-
-@dataclass(frozen=True, slots=True)
 class _Resized:
     """A run of the model on a batch of a different size."""
 
@@ -354,7 +331,7 @@ class _Rows:
 
     size: int
     inputs: set[str]
-    axes: Mapping[str, tuple[_Axis, ...]]
+    axes: Mapping[str, list[int]]
     """The axes of each floating tensor, by address; none if its number of axes depends on the batch."""
     along: Sequence[LayerTensor]
     """The tensors of `axes`."""
@@ -367,28 +344,55 @@ class _Rows:
     guessed: bool = False
     """Whether the model accepts no other batch size: each axis as long as the batch may be the batch axis."""
 
+    @classmethod
+    def of(cls, prepared: PreparedModel, one: Trace, size: int, axis: int, resized: _Resized | None) -> _Rows:
+        """Return the axes that are longer in a longer batch; without one, all that are as long as the batch."""
+        if resized is None:
+            axes = {g.where: axes_of_length(g.tensor, size) for g in one.tensors if is_rounded(g.tensor)}
+            axes = {where: found for where, found in axes.items() if found}
+            along = [given for given in one.tensors if given.where in axes]
+            return cls(size, batched(prepared, size, axis), axes, along, guessed=True)
+        follow = axes_that_follow(one, resized.trace, size, resized.n)
+        there = {given.where for given in resized.trace.tensors}
+        # With another number of axes it is compared as a whole.
+        along = [
+            g
+            for g in one.tensors
+            if g.where in there and (follow.get(g.where) or (g.is_final and g.where not in follow))
+        ]
+        beside = [given for given in one.tensors if given.is_final and given not in along]
+        floating = [given for given in along if is_rounded(given.tensor)]
+        final = any(given.is_final for given in floating)
+        alike = one.final.keys() == resized.trace.final.keys()  # and no list of one for each row
+        return cls(
+            size,
+            resized.inputs,
+            {given.where: follow.get(given.where, []) for given in floating},
+            floating,
+            tuple(f"{g.path} {tuple(g.tensor.shape)}" for g in beside if not (final and _is_number(g.tensor))),
+            tuple(given.path for given in along if given.is_final and given not in floating),
+            number=alike and all(_is_number(given.tensor) for given in beside),
+        )
+
     @property
     def final(self) -> bool:
         """Whether an output of the model has a batch axis."""
         return any(given.is_final for given in self.along)
 
-    def pairs(self, trace: Trace, n: int, row: int = 0, place: int | None = None) -> Pairs:
-        """Return a function that takes one row of a tensor of the trace, and of another with a batch of n.
+    def pairs(self, n: int, row: int = 0, place: int | None = None) -> Pairs:
+        """Return a function that takes one row of a tensor, and of another with a batch of n.
 
         In the other batch the row is at ``place``, by default where it is in the first.
         """
         there = row if place is None else place
-        known = {
-            id(given.tensor): (given, self.axes[given.where]) for given in trace.tensors if given.where in self.axes
-        }
 
-        def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
-            if id(one) not in known:
+        def pairs(given: LayerTensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
+            one, axes = given.tensor, self.axes.get(given.where)
+            if axes is None:
                 return []
-            given, axes = known[id(one)]
             # A matrix of rows by rows has two batch axes: of a row, its diagonal element is taken.
-            meant = [(axis,) for axis in axes] if self.guessed else [axes]
-            rows = [(_taken(one, axes, row, self.size), _taken(other, axes, there, n)) for axes in meant]
+            meant = [[axis] for axis in axes] if self.guessed else [axes]
+            rows = [(_taken(one, each, row, self.size), _taken(other, each, there, n)) for each in meant]
             found = [(x, y) for x, y in rows if x is not None and y is not None]
             if found or (one.dim() == other.dim() and not given.is_final):
                 return found  # an expert may receive as many tokens as there are rows
@@ -440,73 +444,11 @@ def _resized(prepared: PreparedModel, size: int, axis: int, sizes: tuple[int, ..
     return None
 
 
-def _following(one: Trace, resized: _Resized, size: int) -> _Rows:
-    """Return the axes that are longer in a longer batch."""
-    again = {given.where: given.tensor for given in resized.trace.tensors}
-    axes: dict[str, tuple[_Axis, ...]] = {}
-    along, integers, elsewhere = [], [], []
-    for given in one.tensors:
-        x, y = given.tensor, again.get(given.where)
-        found = () if y is None else _longer(x, y, size, resized.n, flattened=given.is_final)
-        if y is None or not (found or (given.is_final and x.dim() != y.dim())):
-            if given.is_final:
-                elsewhere.append(given)
-        elif is_rounded(x):
-            axes[given.where] = found
-            along.append(given)
-        elif given.is_final:
-            integers.append(given.path)
-    final = any(given.is_final for given in along)
-    same = one.final.keys() == resized.trace.final.keys()  # and no list of one for each row
-    number = same and all(_is_number(given.tensor) for given in elsewhere)
-    told = [f"{g.path} {tuple(g.tensor.shape)}" for g in elsewhere if not (final and _is_number(g.tensor))]
-    return _Rows(size, resized.inputs, axes, along, tuple(told), tuple(integers), number)
-
-
-def _longer(x: Tensor, y: Tensor, size: int, n: int, *, flattened: bool) -> tuple[_Axis, ...]:
-    """Return the axes of two tensors whose lengths follow the batch size, from ``size`` to ``n``.
-
-    Args:
-        x: Tensor of a batch of ``size``.
-        y: The same tensor of a batch of ``n``.
-        size: Batch size of ``x``.
-        n: Batch size of ``y``.
-        flattened: Whether an axis may have several positions for each row.
-    """
-    if x.dim() != y.dim():
-        return ()
-    found = []
-    for i, (before, after) in enumerate(zip(x.shape, y.shape, strict=True)):
-        places = before // size
-        if (before, after) != (size * places, n * places) or not places or (places > 1 and not flattened):
-            continue
-        orders = [_Axis(i, places), _Axis(i, places, together=False)] if places > 1 else [_Axis(i)]
-        found.append(min(orders, key=lambda axis: _far(axis.row(x, 0, size), axis.row(y, 0, n))))
-    return tuple(found)
-
-
-def _taken(x: Tensor, axes: tuple[_Axis, ...], row: int, n: int) -> Tensor | None:
+def _taken(x: Tensor, axes: Sequence[int], row: int, n: int) -> Tensor | None:
     """Return one of n rows along all of these axes; None if there is none, or one has another length."""
-    found: Tensor | None = x if axes else None
-    for axis in axes:
-        found = None if found is None else axis.row(found, row, n)
-    return found
-
-
-def _far(x: Tensor | None, y: Tensor | None) -> float:
-    return float("inf") if x is None or y is None else relative_error(x, y)
-
-
-def _as_long(prepared: PreparedModel, one: Trace, size: int, axis: int) -> _Rows:
-    """Return all axes that are as long as the batch."""
-    axes = {
-        given.where: tuple(_Axis(i) for i, n in enumerate(given.tensor.shape) if n == size)
-        for given in one.tensors
-        if is_rounded(given.tensor)
-    }
-    axes = {where: found for where, found in axes.items() if found}
-    along = [given for given in one.tensors if given.where in axes]
-    return _Rows(size, batched(prepared, size, axis), axes, along, guessed=True)
+    if not axes or any(axis >= x.dim() or x.shape[axis] != n for axis in axes):
+        return None
+    return functools.reduce(lambda x, axis: x.narrow(axis, row, 1), axes, x)
 
 
 def _is_number(x: Tensor) -> bool:
@@ -522,8 +464,7 @@ def _collapse(prepared: PreparedModel, one: Trace, resized: _Resized, rows: _Row
         return None
     if any(_is_number(x) for x in outputs.values()):  # a loss, and what else is taken over the whole batch
         return None
-    replaced: list[str] = []
-    two = prepared.variation(mode="eval", vary=_replacing(prepared, rows.inputs, replaced))
+    two = prepared.variation(mode="eval", vary=_replacing(prepared, rows.inputs))
     there = {given.where: given.tensor for given in two.tensors}
     changed = {
         given.where
@@ -547,40 +488,6 @@ def _collapse(prepared: PreparedModel, one: Trace, resized: _Resized, rows: _Row
     )
 
 
-_TIMES = 12
-"""How often rows are replaced without effect until an output counts as independent of them. One replacement may leave a
-discrete output, such as an accuracy, unchanged by chance."""
-
-
-def _check_of_all_rows(prepared: PreparedModel, one: Trace, resized: _Resized | None, rows: _Rows, axis: int) -> None:
-    """Check that outputs without a batch axis depend on more than one row, as a loss does and ``out[0]`` does not.
-
-    Raises:
-        NotApplicableError: Such an output changes with the rows, but not while one of them stays.
-    """
-    if rows.size < 2 or resized is None or one.final.keys() != resized.trace.final.keys():  # a list of one for each row
-        return
-    final = [given for given in one.tensors if given.is_final and given.where not in rows.axes]
-    shapes = {given.path: tuple(given.tensor.shape) for given in final if given.tensor.is_floating_point()}
-    for row, which in (0, "first"), (rows.size - 1, "last"):
-        kept = set(shapes)
-        for time in range(_TIMES):
-            kept -= _moved(prepared, one, kept, _replacing(prepared, rows.inputs, [], axis, row, time=time))
-        for path in sorted(_moved(prepared, one, kept, _replacing(prepared, rows.inputs, []))):
-            raise NotApplicableError(
-                f"{path} {shapes[path]} changes with the {which} row and with no other: a loss depends on all rows; if "
-                "it is none, the batch is lost, as in out[0]"
-            )
-
-
-def _moved(prepared: PreparedModel, one: Trace, paths: set[str], vary: Vary) -> set[str]:
-    """Return which of these outputs change with the inputs."""
-    if not paths:
-        return set()
-    again = prepared.variation(mode="eval", vary=vary).final
-    return {path for path in paths if path not in again or relative_error(one.final[path], again[path])}
-
-
 # --- other rows, and other batch sizes ----------------------------------------------------------------------------
 
 
@@ -593,16 +500,8 @@ def _sized(inputs: set[str], size: int, n: int, axis: int) -> Vary:
     return vary
 
 
-def _replacing(
-    prepared: PreparedModel,
-    inputs: set[str],
-    replaced: list[str],
-    axis: int = 0,
-    row: int | None = None,
-    *,
-    time: int = 0,
-) -> Vary:
-    """Return a function that replaces all rows but one, and appends the paths of changed inputs to ``replaced``.
+def _replacing(prepared: PreparedModel, inputs: set[str], axis: int = 0, row: int | None = None) -> Vary:
+    """Return a function that replaces all rows but one.
 
     Masks and single integers, as of lengths, become those of the row that stays: other numbers may not be valid.
     """
@@ -611,15 +510,12 @@ def _replacing(
         is_mask = x.dtype == torch.bool or path.endswith("mask")
         if path not in inputs or (is_mask and row is None):
             return x
-        if row is not None and (is_mask or (x.dim() == 1 and not x.is_floating_point() and not time)):
-            alike = x.select(axis, row).unsqueeze(axis).expand_as(x).clone()
-            replaced.extend([] if torch.equal(alike, x) else [path])
-            return alike
+        if row is not None and (is_mask or (x.dim() == 1 and not x.is_floating_point())):
+            return x.select(axis, row).unsqueeze(axis).expand_as(x).clone()
         try:
-            others = replacement(prepared, x, time=time)
+            others = replacement(prepared, x)
         except NotApplicableError:  # token types that are all 0, say
             return x
-        replaced.append(path)
         if row is not None:
             others.select(axis, row).copy_(x.select(axis, row))
         return others
@@ -631,12 +527,11 @@ def _mixed(
     prepared: PreparedModel, one: Trace, rows: _Rows, axis: int, tolerance: float | None, row: int
 ) -> tuple[list[Disagreement], Disagreement | None]:
     """Return how the output of a row changes when all other rows are replaced; see `compare_runs`."""
-    replaced: list[str] = []
-    vary = _replacing(prepared, rows.inputs, replaced, axis, row)
+    vary = _replacing(prepared, rows.inputs, axis, row)
     two = prepared.variation(mode="eval", vary=vary)
-    if not replaced:
+    if all(torch.equal(vary(path, x), x) for path, x in prepared.dense if path in rows.inputs):
         raise NotApplicableError("all elements of the inputs are equal: no other valid values are known")
-    pairs_of = functools.partial(rows.pairs, n=rows.size, row=row)
-    found, inside = compare_runs(prepared, (one, two), (keep_input, vary), pairs_of, tolerance, exact=True)
+    pairs = rows.pairs(rows.size, row)
+    found, inside = compare_runs(prepared, (one, two), (keep_input, vary), pairs, tolerance, exact=True)
     rows.check_inside(inside, "when the other rows were replaced")
     return found, inside

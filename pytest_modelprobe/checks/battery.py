@@ -26,30 +26,33 @@ from pytest_modelprobe.runs import Loss
 from pytest_modelprobe.text import count, listed
 
 from .batch import any_batch_size, batch_independent
-from .finite import finite
-from .gradients import labels_ignored
+from .check import Check, arguments_of, check_order, from_assertion
 from .incremental import incremental_where_meant
 from .inputs import inputs_used
-from .machinery.check import Check, arguments_of, from_assertion, in_order
-from .machinery.prepared import PreparedModel
-from .modes import dropout_scaled, modes_agree
+from .modes import deterministic, eval_stable, finite, modes_agree, seeded, train_eval_differ
 from .outcome import NotApplicableError, Outcome
-from .parity import checkpoint_parity, dtype_parity, layout_parity
-from .registration import copy_and_pickle, initialized, registered, state_dict_round_trip
-from .repetition import deterministic, eval_stable, seeded, train_eval_differ
+from .parity import dtype_parity, layout_parity
+from .recomputation import checkpoint_parity
+from .registration import (
+    copy_and_pickle,
+    initialized,
+    inputs_unchanged_by_forward,
+    registered,
+    state_dict_round_trip,
+    state_unchanged_by_forward,
+)
 from .sequence import causal_where_meant, padding_invariant
-from .state import inputs_unchanged_by_forward, state_unchanged_by_forward
+from .session import PreparedModel
 from .training import gradient_accumulation, overfits_batch
 
 _standard: ChainMap[str, Check] = ChainMap({}, {
     check.__name__: check
     for check in (
         finite, registered, initialized, deterministic, eval_stable, seeded, train_eval_differ,
-        modes_agree, dropout_scaled,
-        batch_independent, any_batch_size, causal_where_meant, incremental_where_meant, padding_invariant,
+        modes_agree, batch_independent, any_batch_size, causal_where_meant, incremental_where_meant, padding_invariant,
         inputs_used, state_unchanged_by_forward, inputs_unchanged_by_forward, state_dict_round_trip, copy_and_pickle,
         layout_parity, dtype_parity, checkpoint_parity,
-        labels_ignored, gradient_accumulation, overfits_batch,
+        gradient_accumulation, overfits_batch,
     )
 })  # fmt: skip
 """What was added in this run of pytest, or without one in this process, and what there always is."""
@@ -66,7 +69,6 @@ APART: Mapping[str, str] = {
     "optimizer_covers": "as it needs the optimizer",
     "ema_tracks": "as it needs the average",
     "initial_loss": "as a trained model begins lower",
-    "spectral_norms_settled": "as torch's older spectral_norm is settled by training alone",
     **extension.reasons(),
 }
 """Name of each other check → why `standard` leaves it to be called by itself."""
@@ -93,8 +95,6 @@ def add_standard(functions: Mapping[str, Callable[..., Any]]) -> Callable[[], No
     0 checks of 1 broken; 1 hold, 0 are not applicable
     >>> remove()
     """
-    if not isinstance(functions, Mapping):
-        raise UsageError(f"checks are given by name, as a dict of functions; got {type(functions).__name__}")
     for name, function in functions.items():
         if name in _standard or name in APART:
             raise UsageError(f"there is a check {name!r} already: give yours another name")
@@ -161,7 +161,6 @@ class Outcomes(tuple[Outcome, ...]):
         return "\n\n".join([first, *broken, *(f"--- {hint.check}, a hint ---\n{hint}" for hint in self.hints)])
 
 
-@in_order
 def standard(
     probe: ModelProbe,
     model: nn.Module,
@@ -176,12 +175,7 @@ def standard(
     """Run the standard checks, assert that none is broken, and return their outcomes. Hints are a `HintWarning`.
 
     `STANDARD` has their names. Among them, `causal` is not applicable unless something says that the model is meant to
-    be so. Other checks are called by themselves: those that only some models have to pass (`permutation_equivariant`,
-    `permutation_invariant`, `packed_documents`, `attention_agrees`, `export_parity`), those that
-    take long (`compile_parity`, `gradcheck`), those with a required option (`device_parity`, `optimizer_covers`,
-    `ema_tracks`), one for models before training (`initial_loss`), one for models that are evaluated after it
-    (`spectral_norms_settled`), `resume`, which makes and trains a state, `wholly_loaded`, which loads a checkpoint, and
-    `deferred_initialization`, which makes models.
+    be so. `APART` has the other checks, each with the reason why it is called by itself.
 
     Args:
         probe: Gives the device and the seed.
@@ -207,12 +201,12 @@ def standard(
     ['holds', 'not applicable']
     """
     __tracebackhide__ = True
+    check_order("standard", probe, model, *inputs)
     names = _chosen(skip, only)
     given = {**(kwargs or {}), **model_kwargs}
+    session = PreparedModel(probe, model, inputs, given, loss=loss)
     with progress("check", len(names)) as each:
-        outcomes = Outcomes(
-            STANDARD[name].outcome(probe, model, *inputs, loss=loss, kwargs=given) for name in each(names)
-        )
+        outcomes = Outcomes(STANDARD[name].judge(session) for name in each(names))
     if any(outcome.verdict == "not applicable" for outcome in outcomes):
         check_runs(probe, model, inputs, given, _one_input(inputs))
     if outcomes.broken:
@@ -253,19 +247,6 @@ class Case:
     """Markers for all its tests."""
 
     def __post_init__(self) -> None:
-        for what, value, how in (
-            ("factory", self.factory, "makes the model: lambda: Net()"),
-            ("inputs", self.inputs, "makes the inputs from a probe: lambda probe: probe.randn(4, 8)"),
-        ):
-            if not callable(value) or isinstance(value, nn.Module):
-                raise UsageError(
-                    f"{what}= of the case {self.name!r} is a function that {how}; got {type(value).__name__}"
-                )
-        if not isinstance(self.xfail, Mapping):
-            raise UsageError(
-                f"xfail= of the case {self.name!r} maps the name of a check to why it fails; "
-                f"got {type(self.xfail).__name__}"
-            )
         for name in self.xfail:
             _check_name(name, f"xfail= of the case {self.name!r}")
 
@@ -325,9 +306,7 @@ def parametrize_with_checks(
     """
     import pytest
 
-    cases = list(cases) if isinstance(cases, Iterable) else cases
-    if not isinstance(cases, list) or not all(isinstance(case, Case) for case in cases):
-        raise UsageError("parametrize_with_checks takes cases in a list: [checks.Case(...), ...]")
+    cases = list(cases)
     names = [case.name for case in cases]
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -372,7 +351,7 @@ def check_runs(
     """Raise `UsageError` if the model returns a tensor for these inputs in neither mode: no check can judge it."""
     __tracebackhide__ = True
     try:
-        with PreparedModel(probe, model, args, kwargs) as prepared, interruptible():
+        with PreparedModel(probe, model, args, kwargs).ready() as prepared, interruptible():
             with contextlib.suppress(NotApplicableError):
                 train = prepared.run(mode="train")
                 if train.error is None and train.final:

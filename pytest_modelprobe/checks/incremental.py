@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,23 +23,87 @@ from pytest_modelprobe.models import flatten
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.text import count, listed
 
-from .machinery.agreement import changed, disagreements
-from .machinery.check import check
-from .machinery.evidence import (
+from .agreement import changed, disagreements
+from .check import check
+from .outcome import NotApplicableError, Violation
+from .positions import (
     STATES,
+    MaskedOut,
     attended,
     check_attended,
     is_cache,
     is_recurrent,
+    masked_out,
+    pad_id_of,
+    positions_of,
     sequence_alone,
     state_of,
 )
-from .machinery.masking import MaskedOut, masked_out, pad_id_of, positions_of
-from .machinery.pieces import Layout, Pieces
-from .machinery.prepared import LayerTensor, PreparedModel, Trace, Vary, copy_of, set_mode
-from .machinery.rounding import limit, plain, relative_error
-from .outcome import NotApplicableError, Violation
+from .rounding import limit, plain, relative_error
 from .sequence import later_unseen, sequence
+from .session import LayerTensor, PreparedModel, Trace, Vary, copy_of, set_mode
+
+# --- Pieces of a sequence that are computed apart: which part of a tensor of the whole belongs to which p ------------
+
+Layout = list[tuple[int, int]]
+"""Axes of positions, each with the number of rows that are flattened into the same axis before the positions.
+
+0 stands for an axis that is as long as all positions so far, as in keys, values and attention weights.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A sequence that is cut into pieces of these lengths.
+
+    >>> import torch
+    >>> pieces, whole = Pieces((2, 3)), torch.arange(5)
+    >>> layouts = pieces.layouts(whole, [whole[:2], whole[2:]])
+    >>> layouts, pieces.cut(whole, layouts[0], 1)
+    ([[(0, 1)]], tensor([2, 3, 4]))
+    """
+
+    sizes: Sequence[int]
+
+    @property
+    def length(self) -> int:
+        """The length of the whole."""
+        return sum(self.sizes)
+
+    @property
+    def starts(self) -> list[int]:
+        """The first position of each piece."""
+        return [0, *accumulate(self.sizes)][:-1]
+
+    def layouts(self, whole: Tensor, parts: Sequence[Tensor]) -> list[Layout]:
+        """Return which axes may be those of positions, given the same tensor of each piece; none if it is not known."""
+        if any(part.dim() != whole.dim() for part in parts):
+            return []
+        options: list[list[tuple[int, int]]] = []
+        for axis, n in enumerate(whole.shape):
+            lengths = [part.shape[axis] for part in parts]
+            if all(other == n for other in lengths):
+                continue
+            if all(other * self.length == n * size for other, size in zip(lengths, self.sizes, strict=True)):
+                times = n // self.length
+                options.append([(axis, outer) for outer in range(1, times + 1) if times % outer == 0])
+            elif n == self.length and lengths == list(accumulate(self.sizes)):
+                options.append([(axis, 0)])
+            else:
+                return []
+        return [list(layout) for layout in product(*options)] if options else []
+
+    def cut(self, whole: Tensor, layout: Layout, piece: int) -> Tensor:
+        """Return the part of a tensor that belongs to a piece."""
+        start, n = self.starts[piece], self.sizes[piece]
+        for axis, outer in layout:
+            if outer:
+                split = whole.unflatten(axis, (outer, self.length, -1))
+                whole = split.narrow(axis + 1, start, n).flatten(axis, axis + 2)
+            else:
+                whole = whole.narrow(axis, 0, start + n)
+        return whole
+
 
 _ADVICE = (
     "Look at how it uses the state: a causal mask as long as the chunk alone, positions or rotary angles that "
@@ -100,7 +164,11 @@ def incremental(
         axis = 0 if isinstance(root, nn.RNNBase) and not root.batch_first else 1
     one = prepared.reference(mode="eval")
     name = _taking_a_state(prepared) if step is None else ""
-    path, tensor = _input(prepared, axis, of_decoder=step is None and "decoder_input_ids" in prepared.parameters)
+    of_decoder = ("decoder_input_ids", "decoder_inputs_embeds")
+    given = next(((path, x) for path, x in prepared.dense if path in of_decoder), None)
+    if given is None and step is None and of_decoder[0] in prepared.parameters:
+        raise NotApplicableError("only the decoder continues from a state: give decoder_input_ids=")
+    path, tensor = given or sequence(prepared, axis)
     length = tensor.shape[axis]
     alone = False  # whether a position comes alone after the first chunk
     masked = step is None and any(_is_mask(prepared, where) and length in x.shape for where, x in prepared.dense)
@@ -126,14 +194,11 @@ def incremental(
     found = attempt(sizes, past=not alone)  # padding is in no state of a recurrence
     if masked and not found.ok and not alone and (other := attempt(sizes, past=False)).ok:
         found = other
-    if found.ok or chunks is not None or max(sizes[1:]) == 1:
+    if not found.raised or chunks is not None or max(sizes[1:]) == 1:
         return found.verdict(name)
     single = attempt((sizes[0], *[1] * (length - sizes[0])), past=True)
-    given = f"chunks=({sizes[0]}, 1, ...)"
-    note = (
-        f"One position at a time it is right: if longer chunks are not supported, pass {given}. " if single.ok else ""
-    )
-    return (single if found.raised and not single.ok else found).verdict(name, note)
+    note = f"One position at a time it is right: if longer chunks are not supported, pass chunks=({sizes[0]}, 1, ...). "
+    return found.verdict(name, note) if single.ok else single.verdict(name)
 
 
 _MASKS = {True: ", with masks of all positions so far", False: ", with masks of the chunk alone"}
@@ -208,8 +273,6 @@ class _Attempt:
                 self._raised_in, f"cannot continue from its state, in {told}: {self.raised}", advice=f"{note}{_ADVICE}"
             )
         if not self._ends:
-            if (longer := self._longer()) is not None:
-                return longer
             raise NotApplicableError("its output for a chunk is not as long as the chunk")
         first = min(self._found, key=lambda one: one.chunk, default=None)
         if first is None:
@@ -217,7 +280,7 @@ class _Attempt:
         self._check_sense(first, name)
         where = self._positions(first.chunk)
         if name and not first.chunk:
-            note += "Later positions do not change it, but their number does: look for a scale or a norm that uses it. "
+            note = "Later positions do not change it, but their number does: look for a scale or a norm that uses it. "
         return Violation.at(
             first.layer_tensor.layer,
             f"differs when it is called chunk by chunk: {first.layer_tensor.path} "
@@ -228,22 +291,6 @@ class _Attempt:
             ),
             advice=f"{note}{_ADVICE}",
         )
-
-    def _longer(self) -> Violation | None:
-        """Return the first layer that returns more positions than a chunk has, as when states are broadcast."""
-        parts = [self._by_address(part) for part in self._parts]
-        for given in self.one.outputs:
-            theirs = [part.get((given.layer, given.index, given.path)) for part in parts]
-            shapes = [one.tensor.shape for one in theirs if one is not None and one.tensor.dim() == given.tensor.dim()]
-            for axis, n in enumerate(given.tensor.shape):
-                lengths = [shape[axis] for shape in shapes]
-                if n != self._pieces.length or len(lengths) < len(parts) or lengths[0] != self.sizes[0]:
-                    continue
-                for chunk, (length, size) in enumerate(zip(lengths, self.sizes, strict=True)):
-                    if size < length < self._pieces.starts[chunk] + size:
-                        said = f"returns {count(length, 'position')} of {given.path} for a chunk of {size}"
-                        return Violation.at(given.layer, f"{said}, at {self._positions(chunk)}", advice=_ADVICE)
-        return None
 
     def _check_sense(self, first: _Difference, name: str) -> None:
         """Check that the model is causal and not random, without which no state gives the same output.
@@ -339,16 +386,6 @@ def _sizes(length: int, chunks: Sequence[int] | None, *, alone: bool) -> tuple[i
     if alone:
         return length // 2, *[1] * (length - length // 2)
     return tuple(n for n in (length // 2, 1, math.ceil(rest / 2), rest // 2) if n)
-
-
-def _input(prepared: PreparedModel, axis: int, *, of_decoder: bool) -> tuple[str, Tensor]:
-    """Return the input to split into chunks."""
-    for path, tensor in prepared.dense:
-        if path in ("decoder_input_ids", "decoder_inputs_embeds"):
-            return path, tensor
-    if of_decoder:
-        raise NotApplicableError("only the decoder continues from a state: give decoder_input_ids=")
-    return sequence(prepared, axis)
 
 
 def _taking_a_state(prepared: PreparedModel) -> str:

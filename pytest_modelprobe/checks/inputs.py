@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +17,71 @@ from pytest_modelprobe.models import flatten
 from pytest_modelprobe.runs import Mode
 from pytest_modelprobe.text import count, listed
 
-from .machinery.agreement import disagreements
-from .machinery.check import check
-from .machinery.masking import masked_out
-from .machinery.prepared import PreparedModel, Trace, Vary
+from .agreement import disagreements
+from .check import check
 from .outcome import NotApplicableError, Violation
-from .values import other_values
+from .positions import masked_out
+from .sequence import replacement
+from .session import PreparedModel, Vary
+
+# --- other values for inputs that have no gradient: identifiers, masks, labels --------------------------------------
+
+_DRAWS = ("one", "two")
+
+
+def other_values(prepared: PreparedModel, path: str, x: Tensor) -> list[tuple[Vary, str]]:
+    """Return what gives an input other values, the likeliest to have an effect first, with how they were made.
+
+    It is empty if no values are known to be valid.
+
+    Args:
+        prepared: The model and its inputs.
+        path: Name of the input.
+        x: A mask, whose elements are flipped; integers, in whose range others are taken; or floats.
+    """
+    if prepared.argument(path).endswith("mask") or x.dtype == torch.bool:
+        made = _flipped(prepared, path, x)
+    elif x.is_floating_point():
+        made = ((prepared.redrawn(x, f"{path} {draw}"), "replaced by random numbers") for draw in _DRAWS)
+    else:
+        made = _integers(prepared, path, x)
+
+    def giving(values: Tensor) -> Vary:
+        return lambda where, given: values.to(given.device) if where == path else given
+
+    return [(giving(values), said) for values, said in made if not torch.equal(values, x)]
+
+
+def _flipped(prepared: PreparedModel, path: str, mask: Tensor) -> Iterator[tuple[Tensor, str]]:
+    """Yield a mask with elements flipped: to mask everything alone may be without effect, or an error."""
+    opposite = (mask == 0).to(mask.dtype)
+    positions = mask.shape[-1] if mask.dim() else 1
+    if positions > 1:
+        middle = torch.arange(positions, device=mask.device) == positions // 2
+        yield torch.where(middle, opposite, mask), "flipped at its middle position"
+        for draw in _DRAWS:
+            half = prepared.randn_like(mask.to(torch.float32), f"{path} {draw}") > 0
+            yield torch.where(half, opposite, mask), "flipped at random"
+    # A softmax over one position is 1 whatever is masked; a mask that leaves out whole rows is of another kind.
+    if positions > 1 or not bool((mask == mask.flatten()[0]).all()) or not prepared.argument(path).endswith("mask"):
+        yield opposite, "flipped"
+
+
+def _integers(prepared: PreparedModel, path: str, x: Tensor) -> Iterator[tuple[Tensor, str]]:
+    """Yield other integers. Negative ones stay: they mark what is ignored."""
+    wide, stays = x.to(torch.int64), x < 0
+    if bool(stays.all()):
+        return
+    known, most = wide[~stays].unique(), int(wide.max())
+    if len(known) > 1:
+        others = replacement(prepared, torch.where(stays, known[0], wide))
+        yield torch.where(stays, x, others.to(x.dtype)), "replaced by others that occur in it"
+    for draw in _DRAWS if most else ():
+        drawn = prepared.probe.randint(0, most + 1, x.shape, name=f"check {path} {draw}").to(x.device, x.dtype)
+        yield torch.where(stays, x, drawn), f"replaced by integers from 0 to {most:,}"
+    if not most and prepared.probe.device.type == "cpu":  # an index that is out of range raises there, and only there
+        yield torch.where(stays, x, x + 1), "replaced by 1"
+
 
 _TIMES = ("one", "two", "three")
 """Seeds of random inputs: several, since a ReLU or a maximum may block the gradient of one."""
@@ -50,22 +106,6 @@ _SLIDING = (
     nn.AvgPool3d,
     nn.Unfold,
 )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Part:
-    """Elements of an input at which no gradient arrives."""
-
-    path: str
-    where: Tensor
-    """Mask of them, which broadcasts to the shape of the input."""
-    said: str
-    """In words; empty for the whole input."""
-
-    @property
-    def name(self) -> str:
-        """The part, in words."""
-        return f"{self.said} of {self.path}" if self.said else self.path
 
 
 @check
@@ -96,7 +136,15 @@ def inputs_used(prepared: PreparedModel) -> Violation | str:
     prepared.reference(mode="eval")
     once = {id(x): (path, x) for path, x in reversed(prepared.dense) if x.numel()}
     given = dict(reversed(once.values()))
-    whole = {path: x for path, x in given.items() if _is_whole(prepared.argument(path), x)}
+    # No gradient says which parts of these are used.
+    named = {
+        path for path in given if prepared.argument(path).endswith(("mask", "labels", "label", "targets", "target"))
+    }
+    whole = {
+        path: x
+        for path, x in given.items()
+        if path in named or not (x.is_floating_point() or x.is_complex() or x.is_quantized)
+    }
     sliced = {path: x for path, x in given.items() if path not in whole and x.is_floating_point() and x.dim()}
     if not whole and not sliced:
         raise NotApplicableError("no input is of numbers whose range is known")
@@ -104,17 +152,17 @@ def inputs_used(prepared: PreparedModel) -> Violation | str:
     if reached is None and not whole:
         raise NotApplicableError("no gradient can be taken of the inputs")
     alone: dict[str, list[str]] = {}
-    for part in _unreached(prepared, sliced, reached or {}):
-        where = {part.path: part.where}
+    for path, part, said in _unreached(prepared, sliced, reached or {}):
+        where = {path: part}
         varies = [_replacing(prepared, where, time) for time in _TIMES]
         larger = [_replacing(prepared, where, _TIMES[0], size) for size in _LARGER]
         changed, seen_by = _effect(prepared, [*varies, *larger], allowed=len(varies))
         if changed is not None:
             how = "larger values alone" if changed >= len(varies) else "values alone, without a gradient"
-            alone.setdefault(how, []).append(part.name)
+            alone.setdefault(how, []).append(f"{said} of {path}" if said else path)
             continue
-        lost = f"is not used at {part.said}" if part.said else "is not used"
-        return _unused(part.path, f"{lost}: no gradient arrives there, and other values change no output", seen_by)
+        lost = f"is not used at {said}" if said else "is not used"
+        return _unused(path, f"{lost}: no gradient arrives there, and other values change no output", seen_by)
     notes = [f"{listed(names)} by {how}" for how, names in alone.items()]
     hint = None
     for path, x in whole.items():
@@ -132,26 +180,25 @@ def inputs_used(prepared: PreparedModel) -> Violation | str:
     return "; ".join([count(len(given), "input"), *notes])
 
 
-def _is_whole(name: str, x: Tensor) -> bool:
-    """Whether an input is replaced as a whole: no gradient says which of its parts are used."""
-    integers = not x.is_floating_point() and not x.is_complex() and not x.is_quantized
-    return integers or name.endswith(("mask", "labels", "label", "targets", "target"))
-
-
 def _use(prepared: PreparedModel, path: str, x: Tensor) -> Violation | str:
     """Return how an input was replaced, with an effect, or that it is not used."""
     ways = other_values(prepared, path, x)
     if not ways:
         return f"{path} not looked at, as no other valid values are known"
-    varies = [way.vary for way in ways]
+    varies = [vary for vary, _ in ways]
     changed, seen_by = _effect(prepared, varies)
     if changed is not None:
-        return f"{path} {ways[changed].said}"
-    for other in _optional(prepared, path):
-        with _without(prepared, other):
-            if _effect(prepared, varies)[0] is not None:
+        return f"{path} {ways[changed][1]}"
+    given, parameters = prepared.kwargs, prepared.parameters
+    for other in given:
+        optional = other in parameters and parameters[other].default is None
+        if optional and path != other and not path.startswith((f"{other}.", f"{other}[")):
+            prepared.kwargs = {key: value for key, value in given.items() if key != other}
+            with_other_left_out, _ = _effect(prepared, varies)
+            prepared.kwargs = given
+            if with_other_left_out is not None:
                 return f"{path} is used if {other} is left out"
-    how = listed(list(dict.fromkeys(way.said for way in ways)))
+    how = listed(list(dict.fromkeys(said for _, said in ways)))
     found = _unused(path, f"is not used: {how}, it changes no output", seen_by)
     return dataclasses.replace(found, level="hint") if prepared.argument(path) in _MAY_BE_UNUSED else found
 
@@ -163,23 +210,6 @@ def _unused(path: str, said: str, seen_by: str) -> Violation:
     )
     advice = f"The values reach {seen_by} and no further." if seen_by else nowhere
     return Violation.at(path, said, advice=advice)
-
-
-def _optional(prepared: PreparedModel, path: str) -> list[str]:
-    """Return the other keyword arguments that can be left out."""
-    parameters = prepared.parameters
-    names = [name for name in prepared.kwargs if name in parameters and parameters[name].default is None]
-    return [name for name in names if path != name and not path.startswith((f"{name}.", f"{name}["))]
-
-
-@contextmanager
-def _without(prepared: PreparedModel, name: str) -> Iterator[None]:
-    given = prepared.kwargs
-    prepared.kwargs = {key: value for key, value in given.items() if key != name}
-    try:
-        yield
-    finally:
-        prepared.kwargs = given
 
 
 def _reached(prepared: PreparedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor] | None:
@@ -208,11 +238,16 @@ def _reached(prepared: PreparedModel, inputs: dict[str, Tensor]) -> dict[str, Te
     return reached if ran else None
 
 
-def _unreached(prepared: PreparedModel, inputs: dict[str, Tensor], reached: dict[str, Tensor]) -> Iterator[_Part]:
+def _unreached(
+    prepared: PreparedModel, inputs: dict[str, Tensor], reached: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor, str]]:
+    """Yield the parts of inputs at which no gradient arrives: a path, a mask of the shape of the input, or one that
+    broadcasts to it, and the part in words, empty for the whole.
+    """
     slides = any(isinstance(module, _SLIDING) for module in prepared.model.modules())
     for path, there in reached.items():
         if not there.any():
-            yield _Part(path, torch.ones((), dtype=torch.bool), "")
+            yield path, torch.ones((), dtype=torch.bool), ""
             continue
         if there.dim() > 1:
             there = masked_out(prepared, path, 1).filled(there, 1, True)
@@ -222,7 +257,7 @@ def _unreached(prepared: PreparedModel, inputs: dict[str, Tensor], reached: dict
                 lost[len(lost) - int(lost.flip(0).cummin(0).values.sum()) :] = False
             if lost.any():
                 shape = [-1 if i == axis else 1 for i in range(there.dim())]
-                yield _Part(path, lost.view(shape), _slice_text(there, axis, lost))
+                yield path, lost.view(shape), _slice_text(there, axis, lost)
 
 
 def _holds_channels(tensor: Tensor, axis: int) -> bool:
@@ -245,11 +280,11 @@ def _slice_text(tensor: Tensor, axis: int, lost: Tensor) -> str:
 def _runs(lost: Tensor) -> str:
     runs: list[list[int]] = []
     for i in lost.nonzero().flatten().tolist():
-        if runs and runs[-1][1] == i - 1:
-            runs[-1][1] = i
+        if runs and runs[-1][-1] == i - 1:
+            runs[-1].append(i)
         else:
-            runs.append([i, i])
-    return listed([str(first) if first == last else f"{first} to {last}" for first, last in runs])
+            runs.append([i])
+    return listed([str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs])
 
 
 def _replacing(prepared: PreparedModel, parts: dict[str, Tensor], time: str, size: float = 1.0) -> Vary:
@@ -277,15 +312,10 @@ def _effect(prepared: PreparedModel, varies: Sequence[Vary], allowed: int | None
             two = prepared.run(mode=mode, vary=vary)
             if two.error is not None and number in range(len(varies))[allowed:]:
                 continue
-            if two.error is not None or _plain(one) != _plain(two):
+            if two.error is not None or flatten("output", one.output).plain != flatten("output", two.output).plain:
                 return number, ""
             found = disagreements(one, two, tolerance=0.0, integers=True)
             if any(far.layer_tensor.is_final for far in found):
                 return number, ""
             seen_by = found[-1].layer_tensor.where if found else seen_by
     return None, seen_by
-
-
-def _plain(trace: Trace) -> dict[str, Any]:
-    """Return the outputs that are numbers of Python."""
-    return dict(flatten("output", trace.output).plain)

@@ -1,45 +1,332 @@
-"""Training and evaluation mode: equal outputs without randomness, equal means with it.
+"""Whether a run is finite, can be repeated, and what the mode of the model changes.
 
-Dropout and batch norms make the two modes differ on purpose. They are made to act alike, so that what still differs is
-an error. Dropout that a layer has written itself is measured over many calls.
+A result that cannot be repeated cannot be compared, and workers that draw the same numbers train on less than it seems.
+Dropout and batch norms make training and evaluation differ on purpose: `modes_agree` makes them act alike, so that what
+still differs is an error.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pytest_modelprobe._torch import BatchNorm, Dropout
 from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.models import (
     CallTracer,
     Flat,
     ModuleCall,
-    attributes,
     flatten,
     flatten_call,
+    has_dense_storage,
     map_tensors,
     seeding,
 )
-from pytest_modelprobe.record import ROOT
-from pytest_modelprobe.runs import Mode
-from pytest_modelprobe.text import count, listed, number
+from pytest_modelprobe.record import ROOT, Operation
+from pytest_modelprobe.runs import Mode, find_gradient_origin
+from pytest_modelprobe.text import count, listed
 
-from .machinery.agreement import changed, check_repeats
-from .machinery.check import check
-from .machinery.prepared import PreparedModel, copy_of, set_mode
-from .machinery.rounding import as_double, limit, plain, relative_error
+from .agreement import Disagreement, changed, check_repeats, disagreements, not_finite, violation_of
+from .check import check, check_nonfinite
 from .outcome import NotApplicableError, Violation
+from .rounding import limit, plain, relative_error
+from .session import PreparedModel, Trace, copy_of, set_mode
+
+_MODES: tuple[tuple[Literal["eval", "train"], str], ...] = (("eval", "evaluation"), ("train", "training"))
+
+
+@check_nonfinite
+def finite(prepared: PreparedModel) -> Violation | str:
+    """Check that outputs and gradients of parameters are finite, in evaluation and in training mode.
+
+    NaN breaks it, and an infinity that the model computes. Other infinities are accepted: a constant, as in
+    ``masked_fill(mask, -inf)``, one in a buffer or an input, and the logarithm of a mask of zeros and ones. Values
+    inside the model that do not reach the output may be NaN or infinite.
+
+    Every other check is not applicable to a model that breaks it, because NaN agrees with NaN.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> print(checks.finite(ModelProbe(), nn.Linear(2, 2), torch.ones(3, 2)))
+    finite holds for Linear: 1 output and 2 gradients in evaluation and training mode
+    >>> print(checks.finite.outcome(ModelProbe(), nn.Threshold(9.0, float("nan")), torch.ones(3, 2)).layer)
+    (root)
+    """
+    looked_at, refused, gradients = [], [], 0
+    outputs = 0
+    for mode, said in _MODES:
+        try:
+            trace = prepared.reference(mode=mode)
+        except NotApplicableError as reason:
+            refused.append(reason)
+            continue
+        found = not_finite(prepared, trace, {"mode": mode})
+        if found is not None:
+            return found
+        try:
+            backward = prepared.reference(mode=mode, backward=True)
+        except NotApplicableError:  # frozen, say
+            backward = trace
+        found = not_finite(prepared, backward, {"mode": mode, "backward": True})
+        if found is not None:
+            origin = _gradient_origin(prepared, mode) if found.layer in backward.gradients else None
+            return dataclasses.replace(found, line=f"{found.line}, from {origin}") if origin else found
+        looked_at.append(said)
+        outputs, gradients = len(trace.final), max(gradients, len(backward.arrived))
+    if not looked_at:
+        raise refused[0]
+    found_in = f"{count(outputs, 'output')} and {count(gradients, 'gradient')} in {listed(looked_at)} mode"
+    return f"{found_in}; {refused[0]}" if refused else found_in
+
+
+def _gradient_origin(prepared: PreparedModel, mode: Literal["eval", "train"]) -> Operation | None:
+    """Return the operation whose backward first returned a value that is not finite, if it can be reproduced."""
+
+    def make_loss() -> Tensor:
+        args, kwargs = prepared.copied_inputs()
+        return prepared.loss(prepared.model.train(mode == "train")(*args, **kwargs))
+
+    seeds = seeding.seeded(seeding.derive(prepared.probe.seed, "check run"))
+    try:
+        with prepared.keep_changes(), seeds, torch.enable_grad():
+            return find_gradient_origin(make_loss)
+    except RuntimeError:  # a graph that cannot be looked into, as of reentrant checkpoints
+        return None
+
+
+@check
+def deterministic(prepared: PreparedModel) -> Violation | str:
+    """Check that two runs with the same inputs and the same random numbers agree bit for bit.
+
+    It is broken by a layer that uses a generator of its own, the clock or uninitialized memory, or that keeps state of
+    its last forward.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> print(checks.deterministic(ModelProbe(), nn.Linear(2, 2), torch.ones(3, 2)))
+    deterministic holds for Linear: 1 output in 2 runs
+    """
+    one = prepared.reference()
+    found = disagreements(one, prepared.run(), tolerance=0.0, integers=True)
+    if not found:
+        return f"{count(len(one.outputs), 'output')} in 2 runs"
+    return violation_of(
+        found,
+        "is not deterministic: {path} {changed} between two runs with the same seed",
+        "Look for a random generator of its own, the clock, uninitialized memory, or state that it keeps of its last "
+        "forward.",
+    )
+
+
+_MORE_SEEDS = 50
+"""Three runs rarely show a path that is dropped with a probability of 5 %. So many show it in all but 1 of 13 cases."""
+
+
+@check
+def eval_stable(prepared: PreparedModel) -> Violation | str:
+    """Check that in evaluation mode the output does not depend on the random numbers drawn.
+
+    It is broken by dropout that is active in evaluation mode, as in ``F.dropout(x)`` without ``self.training``. A model
+    that draws random numbers runs with up to 50 more seeds: a path that is dropped rarely may stay in the first ones.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> print(checks.eval_stable(ModelProbe(), nn.Dropout(0.5), torch.ones(3, 2)))
+    eval_stable holds for Dropout: 1 output in 3 runs, each with other random numbers
+    """
+    one = prepared.reference(mode="eval")
+    seeds = ["second", "third"]
+    _, states, _ = _followed(prepared, "run", "eval")
+    if any(state != states[0][1] for _, state in states):  # it draws
+        seeds += [f"further {i}" for i in range(_MORE_SEEDS)]
+    found: list[Disagreement] = []
+    for seed in seeds:
+        found = found or disagreements(one, prepared.run(mode="eval", seed=seed), tolerance=0.0, integers=True)
+    if not found:
+        return f"{count(len(one.outputs), 'output')} in {len(seeds) + 1} runs, each with other random numbers"
+    return violation_of(
+        found,
+        "is random in evaluation mode: {path} {changed} with another seed",
+        "Look for dropout that ignores self.training, or noise that is always added.",
+    )
+
+
+@check
+def train_eval_differ(prepared: PreparedModel) -> Violation | str:
+    """Check that dropout and batch statistics are used in training mode and not in evaluation mode.
+
+    Each such layer has to return another output in the other mode. A BatchNorm that stays in evaluation mode and whose
+    parameters are frozen is left out, as this is intended.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> print(checks.train_eval_differ(ModelProbe(), nn.Dropout(0.5), torch.ones(3, 2)))
+    train_eval_differ holds for Dropout: 1 layer
+    >>> print(checks.train_eval_differ.outcome(ModelProbe(), nn.Dropout(0.0), torch.ones(3, 2)))
+    train_eval_differ is not applicable to Dropout: no Dropout with 0 < p < 1, and no BatchNorm with running statistics
+    """
+    wanted = [
+        name
+        for name, module in prepared.layers.modules.items()
+        if _drops(module) or (isinstance(module, BatchNorm) and module.track_running_stats)
+    ]
+    if not wanted:
+        raise NotApplicableError("no Dropout with 0 < p < 1, and no BatchNorm with running statistics")
+    # A model whose eval() switches something off for good is to stay so.
+    with prepared.keep_changes(), _switched(prepared, wanted) as on:
+        evaluated = prepared.reference(mode="eval")
+        on_in_eval = on.copy()
+        on.clear()
+        train = prepared.reference(mode="train")
+    there = {given.where: given for given in evaluated.tensors}
+    pairs = [(given, there[given.where]) for given in train.outputs if given.layer in wanted and given.where in there]
+    if not pairs:
+        raise NotApplicableError(f"{listed(wanted)} {'is' if len(wanted) == 1 else 'are'} never called")
+    same = []
+    for one, other in pairs:
+        parameters = list(nn.Module.parameters(prepared.layers.modules[one.layer]))
+        frozen = bool(parameters) and not any(p.requires_grad for p in parameters)
+        alike = one.layer in on and on[one.layer] == on_in_eval.get(one.layer)
+        alike = alike or (relative_error(one.tensor, other.tensor) == 0 and bool(one.tensor.any()))
+        if alike and not (frozen and on.get(one.layer) is False):
+            same.append(one)
+    if not same:
+        return count(len({one.layer for one, _ in pairs}), "layer")
+    return Violation.first_of(
+        ((one.layer, type(prepared.layers.modules[one.layer]).__name__) for one in same),
+        "does the same in training and in evaluation mode",
+        columns=("layer", "type"),
+        advice="Look for an overridden train() or eval(), and for calls of them in the forward.",
+    )
+
+
+@contextmanager
+def _switched(prepared: PreparedModel, names: Collection[str]) -> Iterator[dict[str, bool]]:
+    """Record which of the called layers are active: dropout that drops, a norm in training mode."""
+    on: dict[str, bool] = {}
+    given: dict[str, Tensor] = {}
+
+    def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
+        given[call.layer] = plain(copy_of(args[0])) if args else torch.empty(0)
+
+    def end(call: ModuleCall, args: Any, output: Any) -> None:
+        name = call.layer
+        if not isinstance(call.module, Dropout):
+            on[name] = call.module.training
+        elif bool(given[name].any()):  # in zeros no dropout can be seen
+            on[name] = on.get(name, False) or relative_error(given[name], output) > 0
+
+    with CallTracer({name: prepared.layers.modules[name] for name in names}, ModuleCall, before=begin, after=end):
+        yield on
+
+
+def _drops(module: nn.Module) -> bool:
+    return isinstance(module, Dropout) and 0 < module.p < 1
+
+
+@check
+def seeded(prepared: PreparedModel) -> Violation | str:
+    """Check that in training mode equal seeds give equal outputs, and different seeds, as of two workers, do not.
+
+    Two seeds may draw alike, as with a dropout of 1 % on few elements. Therefore the states of the random generators
+    after each layer are compared too.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> print(checks.seeded(ModelProbe(), nn.Dropout(0.5), torch.ones(3, 20)))
+    seeded holds for Dropout: 1 layer that draws random numbers
+    """
+    one = prepared.reference(mode="train", seed="one")
+    (again, states, dropped), (other, other_states, others_dropped) = (
+        _followed(prepared, seed, "train") for seed in ("one", "another")
+    )
+    found = disagreements(one, again, tolerance=0.0, integers=True)
+    if found:
+        return violation_of(
+            found,
+            "ignores the seed: {path} {changed} between two runs with the same seed",
+            "Look for a random generator of its own, or the clock.",
+        )
+    for (layer, state), (_, other_state) in zip(states, other_states, strict=False):
+        if any(a == b for a, b in zip(state, other_state, strict=True)):
+            return Violation.at(
+                layer,
+                "sets the random seed itself: ranks and workers then draw the same numbers",
+                advice="Look for torch.manual_seed, np.random.seed or random.seed in the forward.",
+            )
+    changed = {d.layer_tensor.layer for d in disagreements(one, other, tolerance=0.0, integers=True)}
+    drawing = {layer for (_, before), (layer, after) in pairwise(states) if before != after}
+    dropping = [name for name, module in prepared.layers.modules.items() if _drops(module)]
+    called = {given.layer for given in one.outputs if bool(given.tensor.any())}
+    alike = {
+        name
+        for name in dropped.keys() & others_dropped.keys()
+        if _drop_alike(dropped[name], others_dropped[name], prepared.layers.modules[name])
+    }
+    fixed = [name for name in dropping if name in called and name not in drawing and name not in changed - alike]
+    if fixed:
+        return Violation.first_of(
+            ((name,) for name in fixed),
+            "draws the same numbers under every seed: ranks and workers draw the same numbers",
+            columns=("layer",),
+            advice="Look for torch.manual_seed in the forward.",
+        )
+    # A generator of its own that is seeded from torch's seed does not advance the global ones.
+    drawing = drawing or {name for name in changed if prepared.layers.is_leaf(name)} or changed
+    if not drawing:
+        raise NotApplicableError("no layer draws random numbers: there is nothing to check")
+    return f"{count(len(drawing), 'layer')} that {'draws' if len(drawing) == 1 else 'draw'} random numbers"
+
+
+_Dropped = tuple[Tensor, Tensor]
+"""Masks of the nonzero inputs, and of the zero outputs, of a dropout."""
+
+
+def _drop_alike(one: _Dropped, other: _Dropped, module: nn.Module) -> bool:
+    """Whether two runs dropped the same elements, which has a probability of at most one in ten million by chance."""
+    assert isinstance(module, nn.Dropout)
+    if one[0].shape != other[0].shape:
+        return False
+    both = one[0] & other[0]
+    chance = int(both.sum()) * math.log(module.p**2 + (1 - module.p) ** 2)
+    return chance < -16 and torch.equal(one[1][both], other[1][both])
+
+
+def _followed(
+    prepared: PreparedModel, seed: str, mode: Mode
+) -> tuple[Trace, list[tuple[str, tuple[bytes, ...]]], dict[str, _Dropped]]:
+    """Return a run, the generator states at each begin and end of a call, and what was dropped."""
+    states: list[tuple[str, tuple[bytes, ...]]] = []
+    dropped: dict[str, _Dropped] = {}
+
+    def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
+        around = ROOT if call.parent is None else call.parent.layer
+        states.append((around, seeding.generator_states(prepared.probe.device)))
+
+    def end(call: ModuleCall, args: Any, output: Any) -> None:
+        states.append((call.layer, seeding.generator_states(prepared.probe.device)))
+        if isinstance(call.module, nn.Dropout) and args and _drops(call.module) and has_dense_storage(args[0]):
+            dropped[call.layer] = args[0] != 0, output == 0
+
+    with CallTracer(prepared.layers.modules, ModuleCall, before=begin, after=end):
+        return prepared.reference(mode=mode, seed=seed), states, dropped
+
 
 _ADVICE = (
     "Look at how its forward, train() or eval() depends on self.training: merged weights, a scale, a branch of one "
@@ -90,25 +377,95 @@ _SWITCHES: dict[Any, Callable[[Any, Any], _Arguments]] = {
 }
 
 
-_Key = tuple[str, int]
-"""A layer, and the index of the call."""
-
-
-@dataclass(slots=True, eq=False)
 class _Run:
-    """Inputs and outputs of each call of each layer, in the order in which they returned."""
+    """A run without dropout of torch and with the running statistics of norms: what each call took and returned.
 
-    inputs: dict[_Key, Flat] = field(default_factory=dict)
-    outputs: dict[_Key, Any] = field(default_factory=dict)
-    excluded: set[str] = field(default_factory=set)
-    """Layers whose own code drew random numbers or wrote into their parameters or buffers."""
-    losses: dict[str, None] = field(default_factory=dict)
-    """Outputs of one number that is 0 in the run that stands in: a loss that exists in training alone."""
+    Args:
+        prepared: The model and its inputs.
+        mode: Mode of the model.
+        stand_in: A run whose outputs replace those of layers that are random in another way.
+    """
+
+    def __init__(self, prepared: PreparedModel, mode: Mode, stand_in: _Run | None = None) -> None:
+        self.inputs: dict[tuple[str, int], Flat] = {}
+        """By layer and number of the call, in the order in which they returned."""
+        self.outputs: dict[tuple[str, int], Any] = {}
+        self.excluded: set[str] = set()
+        """Layers whose own code drew random numbers or wrote into their parameters or buffers."""
+        self.losses: dict[str, None] = {}
+        """Outputs of one number that is 0 in the run that stands in: a loss that exists in training alone."""
+        self._stand_in = {} if stand_in is None else stand_in.outputs
+        self._model, self._device = prepared.model, prepared.probe.device
+        self._states = seeding.generator_states(self._device)
+        self._versions: dict[int, int] = {}
+        # Before all other hooks, of which some write into a weight, and after eval(), which may too.
+        root = prepared.layers.modules[ROOT]
+        handle = root.register_forward_pre_hook(lambda *_: self._note_versions(), prepend=True)
+        tracer = CallTracer(prepared.layers.modules, _RandomCall, before=self._begin, after=self._end)
+        try:
+            with tracer, _AsInEvaluation():
+                prepared.reference(mode=mode)
+        finally:
+            handle.remove()
 
     @property
     def calls(self) -> Counter[str]:
         """Number of calls of each layer."""
         return Counter(name for name, _ in self.outputs)
+
+    def _note_versions(self) -> None:
+        tensors = (*nn.Module.parameters(self._model), *nn.Module.buffers(self._model))
+        self._versions = {id(t): t._version for t in tensors}
+
+    def _note_draws(self, running: _RandomCall | None) -> None:
+        """Note in the running call whether its own code drew since the last time."""
+        before, self._states = self._states, seeding.generator_states(self._device)
+        if running is not None:
+            running.drew |= before != self._states
+
+    def _begin(self, call: _RandomCall, args: Any, kwargs: Any) -> None:
+        given = flatten_call(args, kwargs)
+        call.originals = [x for _, x in given.tensors]
+        given.tensors = [(path, copy_of(x)) for path, x in given.tensors]
+        call.given = given
+        self._note_draws(call.parent)
+
+    def _end(self, call: _RandomCall, args: Any, output: Any) -> Any:
+        self._note_draws(call)
+        name, given = call.layer, call.given
+        key = name, self.calls[name]
+        own = [t for t in (*call.module._parameters.values(), *call.module._buffers.values()) if t is not None]
+        if call.drew or any(self._versions.get(id(t)) != t._version for t in own if t.is_floating_point()):
+            self.excluded.add(name)
+        replaced = key in self._stand_in and name in self.excluded
+        if replaced:
+            output = self._stand_in[key]
+            for x, (_, before) in zip(call.originals, given.tensors, strict=True):
+                if not torch.equal(x, before):  # noise that is added in place
+                    x.copy_(before)
+        elif key in self._stand_in:
+            there = dict(flatten("output", self._stand_in[key]).tensors)
+            zeros = {
+                id(x): (path, there[path])
+                for path, x in flatten("output", output).tensors
+                if path in there and x.numel() == there[path].numel() == 1 and x.any() and not there[path].any()
+            }
+            self.losses.update((f"{name} {path}", None) for path, _ in zeros.values())
+            output, replaced = map_tensors(lambda x: zeros.get(id(x), ("", x))[1], output), bool(zeros)
+        self.inputs[key] = given
+        self.outputs[key] = map_tensors(copy_of, output)
+        return map_tensors(torch.clone, output) if replaced else None
+
+
+@dataclass(slots=True, eq=False)
+class _RandomCall(ModuleCall):
+    """A call, with what it was given."""
+
+    parent: _RandomCall | None
+    given: Any = None
+    originals: Any = ()
+    drew: bool = False
+    """Whether its own code drew random numbers."""
 
 
 @check
@@ -116,8 +473,8 @@ def modes_agree(prepared: PreparedModel, *, tolerance: float | None = None) -> V
     """Check that a forward in training mode returns the same as in evaluation mode, apart from randomness.
 
     Dropout of torch is off in both, and a BatchNorm uses its running statistics. The output of a layer that draws
-    random numbers in other ways, or updates statistics of its own, is replaced by its output in evaluation mode;
-    `dropout_scaled` checks the former. So is a single number that is 0 in evaluation mode, which is a loss of training.
+    random numbers in other ways, or updates statistics of its own, is replaced by its output in evaluation mode.
+    So is a single number that is 0 in evaluation mode, which is a loss of training.
     A layer is compared where its inputs are the same in both modes and its output has the same structure. A difference
     that the code around a layer compensates, as for a weight that is merged for evaluation, is only mentioned. Then
     eval() is called twice in a row, and eval() and train(): neither may change the output.
@@ -132,8 +489,8 @@ def modes_agree(prepared: PreparedModel, *, tolerance: float | None = None) -> V
     >>> print(checks.modes_agree(probe, model, probe.randn(4, 3)))
     modes_agree holds for Sequential: 4 layers
     """
-    evaluated = _run(prepared, "eval")
-    train = _run(prepared, "train", stand_in=evaluated)
+    evaluated = _Run(prepared, "eval")
+    train = _Run(prepared, "train", evaluated)
     found, looked_at, inside = _differences(evaluated, train, tolerance)
     if found:
         return _broken(prepared, found, "in training mode than in evaluation mode, without randomness")
@@ -146,7 +503,7 @@ def modes_agree(prepared: PreparedModel, *, tolerance: float | None = None) -> V
         with prepared.keep_changes():
             for mode in modes[:-1]:
                 set_mode(prepared.model, mode)
-            again = _run(prepared, modes[-1], stand_in=evaluated)
+            again = _Run(prepared, modes[-1], evaluated)
         found, _, _ = _differences(before, again, tolerance)
         if found:
             order = ", ".join(f"{mode}()" for mode in modes)
@@ -157,15 +514,10 @@ def modes_agree(prepared: PreparedModel, *, tolerance: float | None = None) -> V
     others = [name for name in called if name not in looked_at and name not in excluded]
     left += f"; not compared: {listed(others)}, called otherwise or with other outputs" if others else ""
     left += f"; not compared: {listed(list(train.losses))}, 0 in evaluation mode" if train.losses else ""
-    return f"{count(len(looked_at), 'layer')}{left}{_inside_note(inside)}"
-
-
-def _inside_note(inside: list[_Difference]) -> str:
-    """Return the end of a sentence about layers that agree while others inside them differ."""
-    if not inside:
-        return ""
-    layer, path, far = inside[0]
-    return f"; layers inside differ, but those around them agree: first {layer} {path}, {changed(far)}"
+    if inside:
+        layer, path, far = inside[0]
+        left += f"; layers inside differ, but those around them agree: first {layer} {path}, {changed(far)}"
+    return f"{count(len(looked_at), 'layer')}{left}"
 
 
 _Difference = tuple[str, str, float]
@@ -225,379 +577,3 @@ def _same(one: Flat, other: Flat) -> bool:
         return False
     pairs = [(x, y) for (_, x), (_, y) in zip(one.tensors, other.tensors, strict=True)]
     return all(relative_error(x, y) <= (limit(x) if x.is_floating_point() else 0.0) for x, y in pairs)
-
-
-def _run(prepared: PreparedModel, mode: Mode, *, stand_in: _Run | None = None) -> _Run:
-    """Return a run without dropout of torch and with the running statistics of norms.
-
-    Args:
-        prepared: The model and its inputs.
-        mode: Mode of the model.
-        stand_in: A run whose outputs replace those of layers that are random in another way.
-    """
-    run = _Run()
-    watcher = _DrawDetector(prepared)
-
-    def begin(call: _RandomCall, args: Any, kwargs: Any) -> None:
-        given = flatten_call(args, kwargs)
-        originals = [x for _, x in given.tensors]
-        given.tensors = [(path, copy_of(x)) for path, x in given.tensors]
-        call.arguments = originals, given
-        watcher.drew(call.parent)
-
-    def end(call: _RandomCall, args: Any, output: Any) -> Any:
-        watcher.drew(call)
-        name = call.layer
-        originals, given = call.arguments
-        key = name, run.calls[name]
-        if call.drew or watcher.written(call.module):
-            run.excluded.add(name)
-        replaced = stand_in is not None and name in run.excluded and key in stand_in.outputs
-        if stand_in is not None and replaced:
-            output = stand_in.outputs[key]
-            for x, (_, before) in zip(originals, given.tensors, strict=True):
-                if not torch.equal(x, before):  # noise that is added in place
-                    x.copy_(before)
-        elif stand_in is not None and key in stand_in.outputs:
-            before = dict(flatten("output", stand_in.outputs[key]).tensors)
-            now = {path: x for path, x in flatten("output", output).tensors if path in before and x.numel() == 1}
-            zeros = {
-                id(x): before[path]
-                for path, x in now.items()
-                if before[path].numel() == 1 and x.any() and not before[path].any()
-            }
-            run.losses.update((f"{name} {path}", None) for path, x in now.items() if id(x) in zeros)
-            output, replaced = map_tensors(lambda x: zeros.get(id(x), x), output), bool(zeros)
-        run.inputs[key] = given
-        run.outputs[key] = map_tensors(copy_of, output)
-        return map_tensors(torch.clone, output) if replaced else None
-
-    # Before all other hooks, of which some write into a weight, and after eval(), which may too.
-    handle = prepared.layers.modules[ROOT].register_forward_pre_hook(
-        lambda *_: watcher.note_versions(prepared.model), prepend=True
-    )
-    try:
-        with CallTracer(prepared.layers.modules, _RandomCall, before=begin, after=end), _AsInEvaluation():
-            prepared.reference(mode=mode)
-    finally:
-        handle.remove()
-    return run
-
-
-@dataclass(slots=True, eq=False)
-class _RandomCall(ModuleCall):
-    """A call, with whether it draws random numbers."""
-
-    parent: _RandomCall | None
-    arguments: Any = None
-    drew: bool = False
-    """Whether its own code drew random numbers."""
-    inside: int = 0
-    """Number of calls that began inside it so far."""
-
-
-class _DrawDetector:
-    """Finds the running calls whose own code draws random numbers, by the states of the generators."""
-
-    def __init__(self, prepared: PreparedModel) -> None:
-        self._device = prepared.probe.device
-        self._states = seeding.generator_states(self._device)
-        self._versions: dict[int, int] = {}
-
-    def note_versions(self, model: nn.Module) -> None:
-        """Note the versions of the tensors of a model before its forward."""
-        self._versions = {id(t): t._version for t in (*nn.Module.parameters(model), *nn.Module.buffers(model))}
-
-    def written(self, module: nn.Module) -> bool:
-        """Whether one of the module's own floating parameters and buffers was written to since."""
-        own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-        return any(self._versions.get(id(t)) != t._version for t in own if t.is_floating_point())
-
-    def drew(self, running: _RandomCall | None) -> bool:
-        """Return whether the own code of the running call drew since the last question, and note it in the call."""
-        before, self._states = self._states, seeding.generator_states(self._device)
-        drew = running is not None and before != self._states
-        if running is not None:
-            running.drew |= drew
-        return drew
-
-
-# --- dropout ------------------------------------------------------------------------------------------------------
-
-_DRAWS = 3000
-"""Calls of a layer with dropout. One that keeps 95 % and scales by 1 / 0.95² is then detected with all but one seed in
-10,000: 3,000 calls keep 8.8 standard errors more than 0.95² of them on average, and `_DOUBT` is at 6.1."""
-
-_FEWER = 4
-"""A layer that calls others takes longer and is called a fourth as often."""
-
-_DOUBT = 1e-9
-"""Probability of a false alarm for a layer with the right scale."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Dropped:
-    """Dropout of a layer, measured over many calls."""
-
-    kept: float
-    """Fraction of the calls in which an element was kept."""
-    scale: float
-    """Factor of the kept elements."""
-    doubt: float
-    """Upper bound of the probability of this fraction if the scale is right."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A tensor in which what the own code of a layer drew is seen first."""
-
-    layer: str
-    inside: int
-    """Number of calls that begin inside the layer before."""
-    child: str | None
-    """The layer inside that takes it, or `None` if the layer itself returns it."""
-    path: str
-
-    @property
-    def values(self) -> str:
-        """What is dropped, for a sentence."""
-        return "its values" if self.child is None else f"the values that {self.child} takes"
-
-
-@check
-def dropout_scaled(prepared: PreparedModel) -> Violation | str:
-    """Check that layers with dropout of their own scale the kept elements such that the mean stays.
-
-    The mean in training is then the output in evaluation mode. Checked is what the own code of a layer, or of the model
-    itself, returns or gives to a layer inside it after it drew random numbers. It runs on its input in the model 3,000
-    times, 750 if it calls others, which are in evaluation mode. Each element has to be zero or one multiple of that in
-    evaluation mode, with an input added or not. Layers of torch are not checked. What augments the data, before the
-    first parameter, layers that draw in evaluation mode too, and those that use random numbers in another way are left
-    out, and the outcome names them.
-
-    The probability of a false alarm is at most one in a billion. A scale that is applied twice is detected if at most
-    95 % are kept, or 80 % in a layer that calls others. A missing scale is always detected. A layer that calls others
-    is left out if its first 20 runs drop nothing, whole rows, or a residual branch of the whole batch: a condition and
-    a layer that are left out at random are not scaled on purpose.
-
-    Args:
-        prepared: The model and its inputs.
-
-    >>> import torch
-    >>> from torch import nn
-    >>> from pytest_modelprobe import ModelProbe, checks
-    >>> class Drop(nn.Module):
-    ...     def forward(self, x):
-    ...         return x * (torch.rand(len(x), 1) > 0.3) if self.training else x
-    >>> probe, model = ModelProbe(), nn.Sequential(nn.Linear(3, 3), Drop())
-    >>> checks.dropout_scaled.outcome(probe, model, probe.randn(4, 3)).layer  # it is not divided by 0.7
-    '1'
-    """
-    prepared.reference(mode="train")
-    places = _drawing(prepared)
-    looked_at, wrong = dict[str, None](), []
-    known: dict[Any, _Dropped | None] = {}
-    for place, given in places.items():
-        if given is None:
-            continue
-        module = prepared.layers.modules[place.layer]
-        alike = type(module), (repr(attributes(module)), place.path) if prepared.layers.is_leaf(place.layer) else place
-        if alike not in known:
-            known[alike] = _dropped(prepared, place, given)
-        dropped = known[alike]
-        if dropped is None:
-            continue
-        looked_at[place.layer] = None
-        if dropped.doubt < _DOUBT:
-            wrong.append((place, dropped))
-    others = [name for name in dict.fromkeys(place.layer for place in places) if name not in looked_at]
-    left = f"; left out: {listed(others)}" if others else ""
-    if not looked_at:
-        raise NotApplicableError(f"no layer has dropout of its own{left}")
-    if not wrong:
-        return f"{count(len(looked_at), 'layer')}{left}"
-    place, first = wrong[0]
-    return Violation.first_of(
-        ((p.layer, percent(d.kept), d.scale, percent(d.kept * d.scale)) for p, d in wrong),
-        f"keeps {percent(first.kept)} of {place.values} in training and multiplies them by {number(first.scale)}: the "
-        f"mean is {percent(first.kept * first.scale)} of the mean in evaluation mode",
-        columns=("layer", "keeps", "times", "mean"),
-        advice="Elements that are kept with probability q have to be divided by q, once, in training.",
-    )
-
-
-def _drawing(prepared: PreparedModel) -> dict[_Place, _Arguments | None]:
-    """Return where what layers drew in training is seen, each with the arguments of the layer.
-
-    The arguments are `None` if the tensor there requires no gradient: what augments the data is no dropout.
-    """
-    places: dict[_Place, _Arguments | None] = {}
-    watcher = _DrawDetector(prepared)
-
-    def note(call: _RandomCall | None, child: str | None, tensors: list[tuple[str, Tensor]]) -> None:
-        if call is not None and not type(call.module).__module__.startswith("torch.nn."):
-            for path, x in tensors:
-                place = _Place(call.layer, call.inside, child, path)
-                places.setdefault(place, call.arguments if x.requires_grad else None)
-
-    def begin(call: _RandomCall, args: Any, kwargs: Any) -> None:
-        call.arguments = tuple(map_tensors(copy_of, [args, kwargs]))
-        if watcher.drew(call.parent):
-            note(call.parent, call.layer, flatten_call(args, kwargs).tensors)
-        around = call.parent
-        while around is not None:
-            around.inside += 1
-            around = around.parent
-
-    def end(call: _RandomCall, args: Any, output: Any) -> None:
-        if watcher.drew(call):
-            note(call, None, flatten("output", output).tensors)
-
-    def run() -> None:
-        tracer = CallTracer(prepared.layers.modules, _RandomCall, before=begin, after=end)
-        with torch.enable_grad(), tracer, _AsInEvaluation():
-            args, kwargs = prepared.copied_inputs()
-            prepared.model(*args, **kwargs)
-
-    with prepared.keep_changes():
-        set_mode(prepared.model, "train")
-        prepared.trace_call(run)
-    return places
-
-
-def _dropped(prepared: PreparedModel, place: _Place, given: _Arguments) -> _Dropped | None:
-    """Return the dropout of a layer over many calls in training, or `None` if its randomness is no dropout."""
-    module, leaf = prepared.layers.modules[place.layer], prepared.layers.is_leaf(place.layer)
-    seeds = seeding.seeded(seeding.derive(prepared.probe.seed, f"check draws of {place.layer}"))
-    others = nullcontext() if leaf else _AsInEvaluation()
-    with prepared.keep_changes(), seeds, torch.no_grad(), others, _Replay(prepared, place, given) as replay:
-        try:
-            taken: list[Tensor] = []
-            module.eval()
-            steady = [replay(taken), *(replay() for _ in range(_LOOKED_AT - 1))]
-            evaluated = steady[0]
-            if module.training or any(not torch.equal(one, evaluated) for one in steady):
-                return None  # what it draws in evaluation too is a part of what it computes
-            module.train()
-            for child in module.children():
-                child.eval()
-            first = torch.stack([replay() for _ in range(_LOOKED_AT)])
-            if first.shape[1:] != evaluated.shape:
-                return None
-            for base in (torch.zeros_like(evaluated), *(x for x in taken if x.shape == evaluated.shape)):
-                scale = _scale(first, evaluated, base)
-                if scale is not None and (leaf or _drops_parts(first, evaluated, base)):
-                    at = int((evaluated - base).abs().argmax())
-                    draws = _DRAWS if leaf else _DRAWS // _FEWER
-                    rest = [replay().flatten()[at] for _ in range(draws - _LOOKED_AT)]
-                    values = torch.cat([first.flatten(1)[:, at], torch.stack(rest)]) - base.flatten()[at]
-                    return _measured(values != 0, scale)
-        except Exception:  # noqa: BLE001 - called alone it may lack state that its model sets
-            return None
-    return None
-
-
-def _drops_parts(outputs: Tensor, evaluated: Tensor, base: Tensor) -> bool:
-    """Whether parts of a row are dropped, or of a batch where something is added to a base.
-
-    A layer that is left out for the whole batch, or a condition for a whole row, is not scaled on purpose.
-    """
-    known = evaluated != base
-    shape = len(outputs), 1 if base.any() else len(evaluated), -1
-    dropped, kept = ((known & (outputs == base)).reshape(shape), (known & (outputs != base)).reshape(shape))
-    return bool((dropped.any(-1) & kept.any(-1)).any())
-
-
-class _ReachedError(Exception):
-    """The place is reached: what the layer computes after it is of no interest."""
-
-
-class _Replay:
-    """Calls a layer alone with the same arguments again and again, and returns the tensor at a place.
-
-    Args:
-        prepared: The model.
-        place: The layer and the tensor.
-        given: Arguments of the layer.
-    """
-
-    def __init__(self, prepared: PreparedModel, place: _Place, given: _Arguments) -> None:
-        self._modules, self._place, self._given = prepared.layers.modules, place, given
-        self._inside, self._found = 0, torch.empty(0)
-        self._taken: list[Tensor] | None = None
-        self._exit = ExitStack()
-
-    def __enter__(self) -> _Replay:
-        for name, module in self._modules.items():
-            if name != self._place.layer and _within(name, self._place.layer):
-                hook = functools.partial(self._begin, name)
-                self._exit.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._exit.close()
-
-    def __call__(self, taken: list[Tensor] | None = None) -> Tensor:
-        """Return the tensor, and add to ``taken`` what the layer took, and gave to others before."""
-        self._inside, self._taken = 0, taken
-        args, kwargs = map_tensors(copy_of, list(self._given))
-        self._take(flatten_call(args, kwargs).tensors)
-        try:
-            output = self._modules[self._place.layer](*args, **kwargs)
-        except _ReachedError:
-            return self._found
-        if (self._inside, None) != (self._place.inside, self._place.child):
-            raise LookupError("it leaves out layers at random")
-        return self._at_place(flatten("output", output).tensors)
-
-    def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        tensors = flatten_call(args, kwargs).tensors
-        if (self._inside, name) == (self._place.inside, self._place.child):
-            self._found = self._at_place(tensors)
-            raise _ReachedError
-        self._inside += 1
-        self._take(tensors)
-
-    def _take(self, tensors: list[tuple[str, Tensor]]) -> None:
-        if self._taken is not None:
-            self._taken += [as_double(plain(copy_of(x))) for _, x in tensors if x.is_floating_point()]
-
-    def _at_place(self, tensors: list[tuple[str, Tensor]]) -> Tensor:
-        return as_double(plain(copy_of(dict(tensors)[self._place.path])))
-
-
-_LOOKED_AT = 20
-"""Calls of which all elements are compared."""
-
-_ROUNDING = 1e-4
-"""Ratios that differ by less count as equal, and a smaller ratio counts as zero."""
-
-
-def _scale(outputs: Tensor, evaluated: Tensor, base: Tensor) -> float | None:
-    """Return the factor between what training and evaluation add to a base; None if it is not constant."""
-    added = (evaluated - base).abs()
-    large = added > 1e-3 * added.max()
-    if not large.any():
-        return None
-    ratios = ((outputs - base) / (evaluated - base))[:, large]
-    kept = ratios[ratios.abs() > _ROUNDING]
-    if not len(kept) or not kept.isfinite().all():
-        return None
-    scale = kept.median().item()
-    return scale if bool(((kept - scale).abs() < _ROUNDING * abs(scale)).all()) else None
-
-
-def _measured(kept: Tensor, scale: float) -> _Dropped:
-    """Return the probability that the kept fraction is right for a scale.
-
-    It is Chernoff's bound: of n draws that each keep with probability q, the kept fraction is s or further from q with
-    a probability of at most exp(-n KL(s, q)) on each side.
-    """
-    share = kept.float().mean().item()
-    right = 1 / scale if scale else math.inf
-    if right > 1 + _ROUNDING:
-        return _Dropped(share, scale, 0.0)
-    right = min(right, 1.0)
-    terms = [(share, right), (1 - share, 1 - right)]
-    distance = sum(s * math.log(s / q) if q else math.inf for s, q in terms if s)
-    return _Dropped(share, scale, min(1.0, 2 * math.exp(-len(kept) * distance)))

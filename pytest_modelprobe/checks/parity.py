@@ -8,15 +8,14 @@ precision rounds otherwise: it may differ by several times the distance to a run
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe._torch import COMPILED_CHILD
 from pytest_modelprobe.comparison.text import percent
@@ -29,36 +28,30 @@ from pytest_modelprobe.models import (
     flatten_call,
     has_dense_storage,
     unexpanded,
-    version,
 )
-from pytest_modelprobe.record import ROOT, containers, parent
+from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.runs import noise
-from pytest_modelprobe.text import count, listed
+from pytest_modelprobe.text import count
 
-from .machinery.agreement import (
+from .agreement import (
     Disagreement,
     changed,
     check_not_random,
-    check_repeats,
     disagreements,
     gradient_error,
     in_backward_order,
     negligible,
     violation_of,
 )
-from .machinery.check import check, check_native
-from .machinery.prepared import ROUNDED, LayerTensor, PreparedModel, Trace, Vary, all_named, set_mode
-from .machinery.rounding import TOLERANCE, is_rounded, limit, relative_error, rms, same
+from .check import check, check_native
 from .outcome import NotApplicableError, Violation, line_of
-from .recomputation import other_recomputation
-from .state import Attributes, attributes, changed_attributes
+from .rounding import TOLERANCE, is_rounded, limit, relative_error, rms, same
+from .session import ROUNDED, LayerTensor, PreparedModel, Trace, Vary, set_mode
 
 _Only: TypeAlias = Callable[[list[Disagreement]], list[Disagreement]]
 """Leaves out some of what differs."""
 
-_Found = TypeVar("_Found", bound="Violation | str | None")
-
-_ELSEWHERE = 1e-3
+ELSEWHERE = 1e-3
 """Relative error between kernels that sum in another order; TensorFloat-32 rounds to 1e-3."""
 
 _TIMES = 4
@@ -69,14 +62,6 @@ _DTYPE = "Look for what amplifies rounding: a difference of large numbers, a div
 _HARD_CODED = "Look for a hard-coded dtype, and for tensors that are created without dtype=."
 _LAYOUT = "Look for as_strided, .storage() and other code that depends on strides; call .contiguous() before it."
 _VIEW = "Look for a view that should be a reshape, and for code that depends on strides."
-_CHECKPOINT = (
-    "A checkpointed layer runs again in the backward. Look for state that the layers write to: a cache (pass "
-    "use_cache=False), a counter, a hidden state; and for code that depends on whether gradients are enabled."
-)
-_IN_PLACE = (
-    "A checkpointed layer runs again in the backward, and its input is another one by then. Compute it out of place "
-    "there (inplace=False, x = x + ...), or clone the input first."
-)
 _COMPILED = "Look for code that depends on whether it is compiled, and for writes to attributes, which a graph omits."
 
 
@@ -106,7 +91,7 @@ def device_parity(
         raise UsageError(f"device= is one that computes; {device} tensors have no data")
     one = prepared.reference(mode="eval")
     two = prepared.run(mode="eval", model=prepared.copied(device), vary=lambda _, x: x.to(device))
-    return _not_by_chance(prepared, two, _parity(one, two, f"on {device}", tolerance, _DEVICE, least=_ELSEWHERE))
+    return agreeing(one, two, f"on {device}", tolerance, _DEVICE, least=ELSEWHERE, unless_random=prepared)
 
 
 @check_native
@@ -139,7 +124,8 @@ def dtype_parity(
     if any(x.is_complex() for x in (*nn.Module.parameters(prepared.model), *nn.Module.buffers(prepared.model))):
         raise NotApplicableError("the model has complex parameters or buffers, which Module.to makes real")
     one = prepared.reference(mode="eval")
-    if one.quantized:
+    quantized = ("quantized" in type(module).__module__ for module in prepared.layers.modules.values())
+    if any(quantized) or any(x.is_quantized for _, x in flatten("output", one.output).tensors):
         raise NotApplicableError("the model is quantized and computes in no other dtype")
     with prepared.in_float32():
         precise = prepared.reference(mode="eval") if prepared.is_rounded else one
@@ -158,10 +144,10 @@ def dtype_parity(
             advice=_HARD_CODED,
         )
     floating = [given.tensor for given in (*precise.tensors, *two.tensors) if given.tensor.is_floating_point()]
-    widest = max((limit(x, tolerance, least=_ELSEWHERE) for x in floating), default=_ELSEWHERE)
+    widest = max((limit(x, tolerance, least=ELSEWHERE) for x in floating), default=ELSEWHERE)
     advice = _DTYPE if two.error is None else _HARD_CODED
     only = functools.partial(_beyond_rounding, prepared, two) if (dtype, tolerance) == (torch.float64, None) else list
-    return _not_by_chance(prepared, two, _parity(precise, two, f"in {name}", widest, advice, only=only))
+    return agreeing(precise, two, f"in {name}", widest, advice, only=only, unless_random=prepared)
 
 
 _REPEATS = 3
@@ -257,186 +243,11 @@ def layout_parity(prepared: PreparedModel, *, tolerance: float | None = None) ->
             return layout(path, x) if path in dense else x
 
         two = prepared.run(mode="eval", vary=vary)
-        found = _parity(one, two, f"with inputs {name}", tolerance, _LAYOUT if two.error is None else _VIEW)
+        advice = _LAYOUT if two.error is None else _VIEW
+        found = agreeing(one, two, f"with inputs {name}", tolerance, advice, unless_random=prepared)
         if isinstance(found, Violation):
-            return _not_by_chance(prepared, two, found)
+            return found
     return f"{count(len(one.outputs), 'output')} with inputs {', and '.join(layouts)}"
-
-
-@check
-def checkpoint_parity(prepared: PreparedModel, *, tolerance: float | None = None) -> Violation | str:
-    """Check that under activation checkpointing, reentrant and not, the loss and all gradients are the same.
-
-    Each child of the model that has children itself and returns a tensor or a tuple of tensors is checkpointed: for a
-    `ModuleList`, each of its modules; for a child that returns something else, which reentrant checkpoints do not
-    support, its own children. If there are none, single layers are checkpointed, or the whole model if one of them
-    works in place. They run again in the backward and write to their state twice. Therefore a model of transformers
-    runs without its cache of keys and values, as when it checkpoints itself, unless ``use_cache=True`` is given, and
-    the power iteration of `torch.nn.utils.spectral_norm`, which advances in each training forward, is stopped. A layer
-    that takes tensors inside a tuple, as an `LSTMCell` does, is not checkpointed in the reentrant way, which does not
-    see these; the outcome names it.
-
-    If something differs, each part is checkpointed alone. The first with which it differs is named, with what it does
-    to its input and its state.
-
-    A model that checkpoints itself in training is looked at first: what runs again in its backward has to draw the same
-    random numbers. The message names the layer that returns something else. What no layer takes or returns is not seen.
-
-    >>> from torch import nn
-    >>> from pytest_modelprobe import ModelProbe, checks
-    >>> probe = ModelProbe()
-    >>> print(checks.checkpoint_parity(probe, nn.Sequential(nn.Linear(3, 3), nn.ReLU()), probe.randn(4, 3)))
-    checkpoint_parity holds for Sequential: 2 parameters, 2 modules checkpointed, reentrant and not
-    """
-    if other := other_recomputation(prepared):
-        return other
-    wanted = True
-    try:
-        one = prepared.reference(backward=True, input_gradients=True, model=_stopped(prepared)[0])
-    except NotApplicableError:  # it may reject inputs that require a gradient
-        wanted = False
-        one = prepared.reference(backward=True, model=_stopped(prepared)[0])
-    model, stopped = _stopped(prepared)
-    parts = _parts(prepared, model)
-    if not parts:
-        raise NotApplicableError("the model has no children that could be checkpointed")
-    nested: dict[str, None] = {}
-
-    def differs(names: list[str], *, reentrant: bool) -> Violation | None:
-        """Return how the model differs if these parts are checkpointed."""
-        how = f"({'reentrant' if reentrant else 'not reentrant'})"
-        again, _ = _stopped(prepared)
-        root = Layers(again).modules[ROOT]
-        for name in names:
-            module = root.get_submodule(name)
-            note = functools.partial(nested.setdefault, name)
-            module.forward = functools.partial(_checkpointed, module.forward, note, use_reentrant=reentrant)
-        with warnings.catch_warnings(action="ignore"):
-            try:
-                two = prepared.run(backward=True, input_gradients=wanted, model=again)
-            except NotApplicableError:  # no gradient is left
-                two = Trace()
-        if reentrant and _TAKES_GRADIENTS in two.failure:
-            raise _NotReentrantError
-        if two.in_backward:
-            return Violation.at(ROOT, f"cannot be checkpointed {how}: {line_of(two.error)}", advice=_CHECKPOINT)
-        if two.error is not None:
-            return Violation(layer=two.raised_in, line=f"{two.failure}, when checkpointed {how}", advice=_CHECKPOINT)
-        under = f"under checkpointing {how}"
-        found = _parity(one, two, under, tolerance, _CHECKPOINT, least=_ELSEWHERE) if two.tensors else None
-        return found if isinstance(found, Violation) else _gradients(one, two, tolerance, under, _CHECKPOINT)
-
-    how = "not reentrant"
-    with contextlib.suppress(_NotReentrantError):  # its forward takes gradients itself, as of an energy
-        for reentrant in (False, True):
-            if found := differs(parts, reentrant=reentrant):
-                check_repeats(prepared)
-                each = ((name, differs([name], reentrant=reentrant)) for name in parts)
-                return next((_of_part(prepared, name, alone) for name, alone in each if alone), found)
-        how = "not reentrant" if {*parts} <= {*nested} else "reentrant and not"
-    told = f"{count(len(one.gradients), 'parameter')}, {count(len(parts), 'module')} checkpointed, {how}"
-    left = [f"not reentrant: {listed(list(nested))}, given tensors inside a tuple or the like"] if nested else []
-    return "; ".join([told, *stopped, *left])
-
-
-_TAKES_GRADIENTS = "incompatible with .grad()"
-
-
-class _NotReentrantError(Exception):
-    """Reentrant checkpoints refuse the model."""
-
-
-def _of_part(prepared: PreparedModel, part: str, found: Violation) -> Violation:
-    """Return how the model differs with one part checkpointed, with what that part does to its input and its state."""
-    part = part or ROOT
-    writer, written = _writes(prepared, part)
-    if writer is not None:
-        inside = part in (writer, *containers(writer))
-        said = "changes its input in place" if inside else f"takes what {writer} changes in place after the call"
-        advice = _IN_PLACE
-    elif written:
-        part, advice = parent(written[0]), _CHECKPOINT
-        said = f"writes to {listed(written)} and runs twice when checkpointed"
-    elif part in (found.layer, *containers(found.layer)):
-        return found
-    else:
-        said, advice = "computes something else when a checkpoint runs it again", _CHECKPOINT
-    rest = found.line.removeprefix(f"{ROOT} ")
-    line = f"{part} {said}, and {rest}" if rest.startswith("cannot") else f"{part} {said}: {found.line}"
-    return dataclasses.replace(found, layer=part, line=line, advice=advice)
-
-
-def _writes(prepared: PreparedModel, part: str) -> tuple[str | None, list[str]]:
-    """Return the layer that writes into what a part takes, and the state to which the part writes.
-
-    The layer is the part, one inside it, or one that does so after the call. State of torch's own is left out.
-    """
-    given: list[tuple[Tensor, int | None]] = []
-    states: list[Attributes] = []
-    writers: list[str] = []
-    written: dict[str, None] = {}
-
-    def state() -> Attributes:
-        tensors = {name: {"": x.detach().clone()} for name, x in all_named(prepared.model) if has_dense_storage(x)}
-        return {**attributes(prepared), **tensors}
-
-    def look(call: ModuleCall) -> None:
-        if any(version(x) != before for x, before in given):
-            writers.append(call.layer)
-
-    def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
-        if call.parent is not None:
-            look(call.parent)
-        if call.layer == part:
-            given.extend((x, version(x)) for _, x in flatten_call(args, kwargs).tensors)
-            states[:] = [state()]
-
-    def end(call: ModuleCall, args: Any, output: Any) -> None:
-        look(call)
-        if call.layer == part:
-            written.update(dict.fromkeys(changed_attributes(states[0], state())))
-
-    modules = prepared.layers.modules
-    with CallTracer(modules, ModuleCall, before=begin, after=end):
-        prepared.run(traced=False)
-    own = [name for name in written if not type(modules[parent(name)]).__module__.startswith("torch.nn.")]
-    return next(iter(writers), None), own
-
-
-def _stopped(prepared: PreparedModel) -> tuple[nn.Module, list[str]]:
-    """Return a copy of the model without known state that a second forward would write to again, and what was stopped.
-
-    This state is intended and is never combined with checkpoints. Other state is left for the check to find.
-    """
-    model = prepared.copied()
-    modules = list(model.modules())
-    configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
-    caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
-    for config in caching:
-        with contextlib.suppress(AttributeError):  # a dataclass that is frozen
-            config.use_cache = False
-    hooks = [hook for module in modules for hook in module._forward_pre_hooks.values()]
-    # Either the module of a parametrization or, of the function in torch.nn.utils itself, a hook.
-    norms: list[Any] = [one for one in (*modules, *hooks) if isinstance(getattr(one, "n_power_iterations", None), int)]
-    for norm in norms:
-        norm.n_power_iterations = 0
-    told = ["without a cache (config.use_cache)"] if any(not config.use_cache for config in caching) else []
-    return model, [*told, *([f"{count(len(norms), 'spectral norm')} standing still"] if norms else [])]
-
-
-def _checkpointed(forward: Any, note: Callable[[], object], *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:
-    given = (*args, *kwargs.values())  # reentrant checkpoints see gradients of positional arguments alone
-
-    def call(*again: Any) -> Any:
-        return forward(*again[: len(args)], **dict(zip(kwargs, again[len(args) :], strict=True)))
-
-    trained = [x for _, x in flatten_call(args, kwargs, objects=True).tensors if x.requires_grad]
-    if use_reentrant and not trained:
-        return forward(*args, **kwargs)  # an embedding, which is never checkpointed: its ids have no gradient
-    if use_reentrant and not {id(x) for x in trained} <= {id(x) for x in given}:
-        note()
-        return forward(*args, **kwargs)  # such a checkpoint does not see what is inside a tuple
-    return checkpoint(call, *given, use_reentrant=use_reentrant)
 
 
 @check_native
@@ -451,8 +262,8 @@ def compile_parity(
     Args:
         prepared: The model and its inputs.
         backend: Backend of `torch.compile`; ``"aot_eager"`` needs no compiler.
-        tolerance: The largest relative change that passes, by default 1e-3. A model in half precision is compiled in
-            float32 too; as it is, four times its distance to float32 passes as well.
+        tolerance: The largest relative change that passes, by default 1e-3. In half precision, four times the distance
+            to float32 passes as well.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -465,13 +276,7 @@ def compile_parity(
         compiled(nn.Identity())
     except Exception as error:
         raise UsageError(f"backend= is a backend of torch.compile; got {backend!r}: {line_of(error)}") from error
-    beside = functools.partial(_beside_compiled, compiled=compiled, tolerance=tolerance)
-    return _in_each_precision(prepared, beside, backward=True)
-
-
-def _beside_compiled(
-    prepared: PreparedModel, precise: Trace | None, compiled: Callable[..., Any], tolerance: float | None
-) -> Violation | str:
+    precise = _in_float32(prepared, backward=True)
     one, other = prepared.reference(mode="eval", backward=True), prepared.copied()
     torch.compiler.reset()
     try:
@@ -486,11 +291,13 @@ def _beside_compiled(
             advice="TORCH_LOGS=graph_breaks shows what cannot be traced; torch.compiler.disable excludes it.",
         )
     two.gradients = {name.removeprefix(f"{COMPILED_CHILD}."): gradient for name, gradient in two.gradients.items()}
-    found = _not_by_chance(prepared, two, _outputs(one, two, tolerance, "when compiled", _COMPILED, precise))
-    if found is not None and found.layer == ROOT:
+
+    def told(model: nn.Module) -> Any:
         with torch.compiler.set_stance("default"):
-            found = _inside_program(prepared, compiled, "when compiled", tolerance) or found
-        torch.compiler.reset()
+            return prepared.run(model=compiled(model), traced=False).output
+
+    found = _in_program(prepared, one, two, precise, told, "when compiled", tolerance)
+    torch.compiler.reset()
     return found or f"{count(len(one.final), 'output')}, {count(len(one.gradients), 'parameter')}"
 
 
@@ -507,11 +314,7 @@ def export_parity(prepared: PreparedModel, *, tolerance: float | None = None) ->
     >>> print(checks.export_parity(probe, nn.Linear(3, 2), probe.randn(4, 3)))
     export_parity holds for Linear: 1 output
     """
-    beside = functools.partial(_beside_exported, tolerance=tolerance)
-    return _in_each_precision(prepared, beside, backward=False)
-
-
-def _beside_exported(prepared: PreparedModel, precise: Trace | None, tolerance: float | None) -> Violation | str:
+    precise = _in_float32(prepared)
     one, other = prepared.reference(mode="eval"), prepared.copied()
     set_mode(other, "eval")
     try:
@@ -529,32 +332,20 @@ def _beside_exported(prepared: PreparedModel, precise: Trace | None, tolerance: 
             f"does not run as an exported program: {two.failure}",
             advice="Look for code that depends on a shape or a device: torch.export.export(...) shows the program.",
         )
-    found = _not_by_chance(prepared, two, _outputs(one, two, tolerance, "when exported", _COMPILED, precise))
-    if found is not None:
-        exported = functools.partial(_exported, prepared, strict=False)
-        found = _inside_program(prepared, exported, "when exported", tolerance) or found
+
+    def told(model: nn.Module) -> Any:
+        return prepared.run(model=_exported(prepared, model, strict=False), traced=False).output
+
+    found = _in_program(prepared, one, two, precise, told, "when exported", tolerance)
     return found or count(len(one.final), "output")
 
 
-def _in_each_precision(
-    prepared: PreparedModel, compared: Callable[[PreparedModel, Trace | None], Violation | str], *, backward: bool
-) -> Violation | str:
-    """Return what a comparison finds of a model as it is and, if that rounds to half precision, converted to float32.
-
-    The comparison is given a run that computes all of the model in float32.
-    """
+def _in_float32(prepared: PreparedModel, *, backward: bool = False) -> Trace | None:
+    """Return a run in float32 of a model that rounds to half precision."""
     if not prepared.is_rounded:
-        return compared(prepared, None)
+        return None
     with prepared.in_float32():
-        precise = prepared.reference(mode="eval", backward=backward)
-    found = compared(prepared, precise)
-    if isinstance(found, Violation):
-        return found
-    try:
-        with prepared.converted() as wide:
-            return compared(wide, precise)
-    except NotApplicableError:  # its code may cast to half precision what meets the weights
-        return found
+        return prepared.reference(mode="eval", backward=backward)
 
 
 def _exported(prepared: PreparedModel, model: nn.Module, **options: Any) -> nn.Module:
@@ -563,27 +354,54 @@ def _exported(prepared: PreparedModel, model: nn.Module, **options: Any) -> nn.M
         return torch.export.export(model, args, kwargs, **options).module()
 
 
-def _inside_program(
-    prepared: PreparedModel, make: Callable[[nn.Module], Any], how: str, tolerance: float | None
+def _in_program(
+    prepared: PreparedModel,
+    one: Trace,
+    two: Trace,
+    precise: Trace | None,
+    told_by: Callable[[nn.Module], Any],
+    how: str,
+    tolerance: float | None,
 ) -> Violation | None:
-    """Return the first layer that takes or returns something else in a program that returns all of that."""
+    """Return where a program differs: the first layer that takes or returns something else, or the model as a whole.
+
+    Args:
+        prepared: The model and its inputs.
+        one: A run of the model.
+        two: The run of the program.
+        precise: A run of the model in float32, if it rounds to half precision.
+        told_by: Makes a program of a model and returns its output.
+        how: What was done with the model.
+        tolerance: The largest relative change that passes.
+    """
+    exact = precise.final if precise else {}
+    far = {
+        path: relative_error(x, two.final[path]) if path in two.final else math.inf
+        for path, x in one.final.items()
+        if x.is_floating_point()
+    }
+    path = next((path for path in far if not far[path] <= _beside(exact.get(path), one.final[path], tolerance)), None)
+    if path is None:
+        found = other_gradients(one, two, tolerance, how, _COMPILED, precise) if two.gradients else None
+        if found is not None:
+            check_not_random(prepared)
+        return found
+    check_not_random(prepared)
     told = _Told(prepared.copied())
     set_mode(told, "eval")
     places = told.places  # the attribute is put back after an export, by a copy
-    try:
-        program = make(told)
-        there = dict(zip(places, prepared.run(model=program, traced=False).output, strict=True))
-    except Exception:  # noqa: BLE001 - with so many outputs it may be no program
-        return None
-    here = zip(prepared.run(model=told).output, told.places, strict=True)
-    found: list[Disagreement] = []
-    for x, place in here:
-        known = place[-1] and any(same(x, one.layer_tensor.tensor) for one in found)  # a layer before returned it
-        far = relative_error(x, there[place]) if place in there and not known else 0.0
-        if not far <= limit(x, tolerance, least=_ELSEWHERE):
-            layer, index, path, inside = place
-            found.append(Disagreement(LayerTensor(layer, index, path, x, inside), far))
-    return violation_of(found, f"returns another {{path}} {how}: {{changed}}", _COMPILED) if found else None
+    inside: list[Disagreement] = []
+    with contextlib.suppress(Exception):  # with so many outputs it may be no program
+        there = dict(zip(places, told_by(told), strict=True))
+        for x, place in zip(prepared.run(model=told).output, told.places, strict=True):
+            known = place[-1] and any(same(x, one.layer_tensor.tensor) for one in inside)  # a layer before returned it
+            by = relative_error(x, there[place]) if place in there and not known else 0.0
+            if not by <= limit(x, tolerance, least=ELSEWHERE):
+                layer, index, where, is_inside = place
+                inside.append(Disagreement(LayerTensor(layer, index, where, x, is_inside), by))
+    if inside:
+        return violation_of(inside, f"returns another {{path}} {how}: {{changed}}", _COMPILED)
+    return Violation.at(ROOT, f"returns another {path} {how}: {changed(far[path])}", advice=_COMPILED)
 
 
 class _Told(nn.Module):
@@ -621,47 +439,43 @@ class _Told(nn.Module):
 # --- comparing ----------------------------------------------------------------------------------------------------
 
 
-def _parity(
-    one: Trace, two: Trace, how: str, tolerance: float | None, advice: str, *, least: float = 0.0, only: _Only = list
+def agreeing(
+    one: Trace,
+    two: Trace,
+    how: str,
+    tolerance: float | None,
+    advice: str,
+    *,
+    least: float = 0.0,
+    only: _Only = list,
+    unless_random: PreparedModel | None = None,
 ) -> Violation | str:
+    """Return where the layers return something else in another run, or a summary.
+
+    Raises:
+        NotApplicableError: They do, and the model that is given is random in evaluation mode.
+    """
     if two.error is not None:
         return Violation(layer=two.raised_in, line=f"{two.failure}, {how}", advice=advice)
     found = disagreements(one, two, tolerance=tolerance, least=least)
     if not found or not (found := only(found)):
         return f"{count(len(one.outputs), 'output')} {how}"
+    if unless_random is not None:
+        check_not_random(unless_random)
     return violation_of(found, f"returns another {{path}} {how}: {{changed}}", advice)
-
-
-def _not_by_chance(prepared: PreparedModel, two: Trace, found: _Found) -> _Found:
-    """Return what was found, unless the model is random in evaluation mode."""
-    if isinstance(found, Violation) and two.error is None:
-        check_not_random(prepared)
-    return found
-
-
-def _outputs(
-    one: Trace, two: Trace, tolerance: float | None, how: str, advice: str, precise: Trace | None
-) -> Violation | None:
-    """Return where the outputs, or else the gradients, of two runs differ by more than rounding."""
-    exact = precise.final if precise else {}
-    for path, tensor in one.final.items():
-        other = two.final.get(path)
-        far = float("inf") if other is None else relative_error(tensor, other)
-        if tensor.is_floating_point() and not far <= _beside(exact.get(path), tensor, tolerance):
-            return Violation.at(ROOT, f"returns another {path} {how}: {changed(far)}", advice=advice)
-    return _gradients(one, two, tolerance, how, advice, precise) if two.gradients else None
 
 
 def _beside(exact: Tensor | None, tensor: Tensor | None, tolerance: float | None) -> float:
     """Return the largest relative error that passes, where a run in float32 returned what is ``exact``."""
     rounding = 0.0 if exact is None or tensor is None or tolerance is not None else relative_error(tensor, exact)
     rounding = rounding if rounding <= ROUNDED else 0.0
-    return max(_ELSEWHERE if tensor is None else limit(tensor, tolerance, least=_ELSEWHERE), _TIMES * rounding)
+    return max(ELSEWHERE if tensor is None else limit(tensor, tolerance, least=ELSEWHERE), _TIMES * rounding)
 
 
-def _gradients(
+def other_gradients(
     one: Trace, two: Trace, tolerance: float | None, how: str, advice: str, precise: Trace | None = None
 ) -> Violation | None:
+    """Return the parameters that get another gradient in another run."""
     found = []
     zero, exact = negligible(one), precise.gradients if precise else {}
     for name, gradient in one.gradients.items():
@@ -684,46 +498,6 @@ def _gradients(
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _parts(prepared: PreparedModel, model: nn.Module) -> list[str]:
-    """Return the names of the outermost modules that can be checkpointed."""
-    modules = Layers(model).modules
-    simple: dict[nn.Module, bool] = {}
-    given: dict[nn.Module, list[tuple[Tensor, int]]] = {}
-    in_place = False
-
-    def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
-        given[call.module] = [(x, x._version) for _, x in flatten_call(args, kwargs).tensors if not x.is_inference()]
-
-    def end(call: ModuleCall, args: Any, output: Any) -> None:
-        nonlocal in_place
-        tensors = (output,) if isinstance(output, Tensor) else output
-        plain = (
-            type(tensors) is tuple
-            and all(isinstance(x, Tensor) or not flatten("", x).tensors for x in tensors)
-            and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
-        )
-        simple[call.module] = simple.get(call.module, True) and plain
-        in_place |= any(x._version != version for x, version in given[call.module])
-
-    with CallTracer(modules, ModuleCall, before=begin, after=end):
-        prepared.reference(backward=True, model=model)
-
-    def parts(name: str, module: nn.Module, *, single: bool) -> list[str]:
-        if name and simple.get(module) and (single or [*module.children()]):
-            return [name]
-        if hasattr(module, "parametrizations"):
-            return []
-        children = ((f"{name}.{key}" if name else key, child) for key, child in module.named_children())
-        return [part for key, child in children for part in parts(key, child, single=single)]
-
-    root = modules[ROOT]  # without a wrapper, as of torch.compile
-    if found := parts("", root, single=False):
-        return found
-    if in_place:  # the output of a checkpointed layer may not be written to
-        return [""] if simple.get(root) else []
-    return parts("", root, single=True)
 
 
 def _strided(_: str, x: Tensor) -> Tensor:

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import io
 import pickle
-import statistics
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import (
+    CallTracer,
+    ModuleCall,
     check_supported,
     detached_copy,
+    flatten,
+    flatten_call,
     has_dense_storage,
     is_persistent,
     own_parameters,
@@ -32,26 +34,174 @@ from pytest_modelprobe.models import (
     version,
 )
 from pytest_modelprobe.record import ROOT, qualified
-from pytest_modelprobe.runs import Mode, graph_nodes
+from pytest_modelprobe.runs import graph_nodes
 from pytest_modelprobe.text import count, listed, number, pattern
 
-from .machinery.agreement import check_repeats, disagreements, violation_of
-from .machinery.check import check_unmodified
-from .machinery.prepared import PreparedModel, Trace, copy_of, place
-from .machinery.rounding import is_rounded, plain, rms, same
+from .agreement import check_repeats, disagreements, violation_of
+from .check import check, check_unmodified
 from .outcome import NotApplicableError, Violation, line_of
-from .state import OF_ANY_MODULE, Attributes, attributes, changed_attributes
+from .rounding import is_rounded, plain, same
+from .session import PreparedModel, Trace, all_named, place
+
+# --- side effects of a forward ------------------------------------------------------------------------------------
+
+
+@check
+def state_unchanged_by_forward(prepared: PreparedModel) -> Violation | str:
+    """Check that a forward in evaluation mode changes no parameter, no buffer and no output of the next forward.
+
+    Other attributes of a module, such as a cache of positions, may change as long as the outputs do not; the outcome
+    names them. The contents of dicts, lists and objects among the attributes are compared too.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe, model = ModelProbe(), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    >>> print(checks.state_unchanged_by_forward(probe, model, probe.randn(4, 3)))
+    state_unchanged_by_forward holds for Sequential: 7 parameters and buffers, 3 forwards
+    """
+    rows_of = {path: x for path, x in prepared.dense if x.dim() and x.shape[0] > 1}
+
+    def rolled(path: str, x: Tensor) -> Tensor:
+        return x.roll(1, 0) if path in rows_of else x
+
+    fresh = prepared.run(mode="eval", vary=rolled)
+    with prepared.keep_changes():
+        before = {name: tensor.detach().clone() for name, tensor in all_named(prepared.model)}
+        kept = attributes(prepared)
+        one = prepared.reference(mode="eval")
+        changed = [name for name, tensor in all_named(prepared.model) if not same(tensor, before.get(name))]
+        if changed:
+            return Violation.first_of(
+                ((name,) for name in changed),
+                "is changed by a forward in evaluation mode",
+                columns=("changed",),
+                advice="Look for running statistics that ignore self.training, and for writes to a buffer.",
+            )
+        two = prepared.variation(mode="eval")
+        now = attributes(prepared)
+        found = disagreements(one, two, tolerance=0.0, integers=True)
+        if not found and fresh.error is None:  # state of the first inputs may fit these alone
+            found = disagreements(fresh, prepared.run(mode="eval", vary=rolled), tolerance=0.0, integers=True)
+    changed = changed_attributes(kept, now)
+    if found:
+        check_repeats(prepared, "eval", tolerance=0.0)
+        what = f"; attributes that it set: {', '.join(changed)}" if changed else ""
+        return violation_of(
+            found,
+            "returns another {path} after a forward: {changed}",
+            f"Look for state that it keeps of its last forward: a cache, a counter, a hidden state{what}.",
+        )
+    without = f"; attributes that it set without a change of an output: {listed(changed)}" if changed else ""
+    return f"{count(len(before), 'parameters and buffer')}, 3 forwards{without}"
+
+
+@check
+def inputs_unchanged_by_forward(prepared: PreparedModel) -> Violation | str:
+    """Check that the model does not write to its inputs: neither to tensors nor to lists or dicts of them.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe = ModelProbe()
+    >>> print(checks.inputs_unchanged_by_forward(probe, nn.ReLU(), probe.randn(4, 3)))
+    inputs_unchanged_by_forward holds for ReLU: 1 input
+    >>> print(checks.inputs_unchanged_by_forward.outcome(probe, nn.ReLU(inplace=True), probe.randn(4, 3)).layer)
+    (root)
+    """
+    prepared.reference(mode="eval")
+    given: list[Any] = []
+    known: _Contents = {}
+    blamed: list[tuple[str, str]] = []
+
+    def look(call: ModuleCall) -> None:
+        now = _contents(*given)
+        written = [*_written(now, known), *sorted(known.keys() ^ now.keys())]
+        blamed.extend((call.layer, path) for path in written)
+        known.clear()
+        known.update(now)
+
+    def begin(call: ModuleCall, args: Any, kwargs: Any) -> None:
+        if call.parent is not None:
+            look(call.parent)
+        else:
+            given[:] = args, kwargs
+            known.update(_contents(*given))
+
+    def end(call: ModuleCall, args: Any, output: Any) -> None:
+        look(call)
+
+    with CallTracer(prepared.layers.modules, ModuleCall, before=begin, after=end):
+        prepared.variation(mode="eval")
+    if blamed:
+        _, path = blamed[0]
+        return Violation.first_of(
+            blamed,
+            f"writes into {path}, which the caller may use again",
+            columns=("written by", "input"),
+            advice="Look for an in-place operation (inplace=True, x += ..., x[...] = ...), and clone before it.",
+        )
+    return count(len(flatten_call(prepared.args, prepared.kwargs).tensors), "input")
+
+
+_Contents = dict[str, tuple[object, Tensor | None]]
+"""By path, which tensor in which version an input is, or its text; and a copy, as writes through .data count none."""
+
+
+def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Contents:
+    flat = flatten_call(args, kwargs)
+    copies = {path: x.detach().clone() if has_dense_storage(x) else None for path, x in flat.tensors}
+    tensors = {path: ((id(x), version(x)), copies[path]) for path, x in flat.tensors}
+    return {
+        **tensors,
+        **{path: (repr(value), None) for path, value in flat.plain.items()},
+    }  # NaN is not equal to itself
+
+
+def _written(now: _Contents, before: _Contents) -> list[str]:
+    """Return the paths at which two contents differ."""
+    both = now.keys() & before.keys()
+    changed = {path for path in both if now[path][0] != before[path][0]}
+    copies = {path: x for path in both - changed if (x := now[path][1]) is not None}
+    return sorted(changed | {path for path, x in copies.items() if not same(x, before[path][1])})
+
+
+OF_ANY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes of every module: its parameters, buffers and hooks."""
+
+Attributes: TypeAlias = dict[str, dict[str, Any]]
+"""Name of an attribute of a module → path → tensor or plain value."""
+
+
+def attributes(prepared: PreparedModel) -> Attributes:
+    """Return copies of the attributes of all modules, without parameters and buffers."""
+    found = {}
+    for layer, module in prepared.layers.modules.items():
+        for key in vars(module).keys() - OF_ANY_MODULE:
+            name, value = qualified(layer, key), vars(module)[key]
+            flat = flatten(name, list(value) if isinstance(value, (deque, set)) else value)
+            tensors = {path: x.detach().clone() if has_dense_storage(x) else x for path, x in flat.tensors}
+            found[name] = {**flat.plain, **tensors}
+    return found
+
+
+def changed_attributes(before: Attributes, now: Attributes) -> list[str]:
+    """Return the names of the attributes that are not the same in both."""
+    return [name for name in sorted(before | now) if not _alike(before.get(name), now.get(name))]
+
+
+def _alike(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
+    if one is None or other is None or one.keys() != other.keys():
+        return one is other
+    pairs = [(value, other[path]) for path, value in one.items()]
+    return all(
+        same(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) and has_dense_storage(x) else repr(x) == repr(y)
+        for x, y in pairs
+    )
+
 
 _DEEPEST = 3
 """How many containers inside each other are searched for tensors."""
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-_BEYOND = 1e4
-"""A parameter whose root mean square is so many times the median of all was not initialized."""
-
-_SMALL = 0.02
-"""The least number that counts as the scale of all parameters: weights may be small where norms have ones."""
 
 
 @check_unmodified
@@ -60,7 +210,6 @@ def registered(prepared: PreparedModel) -> Violation | str:
 
     Unregistered tensors are in no optimizer and no state_dict, and do not move with the model. With inputs, a forward
     shows which tensors the model computes again, such as stored attention weights: those need not be registered.
-    Running statistics do, which training replaces by what depends on them, and evaluation leaves alone.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -76,7 +225,6 @@ def registered(prepared: PreparedModel) -> Violation | str:
         prepared.run()
         after = _all_unregistered(prepared)
     found = [(where, _kind(value)) for where, value in before.items() if after.get(where) is value]
-    found += [(where, "a running statistic") for where in _running_statistics(prepared, before)]
     if not found:
         return count(sum(1 for _ in prepared.model.modules()), "module")
     return Violation.first_of(
@@ -99,34 +247,6 @@ def _all_unregistered(prepared: PreparedModel) -> dict[str, Any]:
         if key not in OF_ANY_MODULE and not meant(module, key, attribute)
         for where, value in _unregistered(qualified(name, key), attribute, known, _DEEPEST)
     }
-
-
-def _running_statistics(prepared: PreparedModel, before: Mapping[str, Any]) -> list[str]:
-    """Return the tensors that a forward in training replaces by what depends on them, and one in evaluation does not.
-
-    Of a state that evaluation replaces too, such as that of a recurrent layer, nothing has to be kept.
-    """
-
-    def after(mode: Mode, change: float = 0.0) -> dict[str, Tensor]:
-        with prepared.keep_changes():
-            for where, tensor in tensors.items() if change else ():
-                layer, _, key = where.rpartition(".")
-                setattr(prepared.layers.modules[layer or ROOT], key, tensor + change)
-            failed = prepared.run(mode=mode).error is not None
-            found = {} if failed else _all_unregistered(prepared)
-        return {where: found[where] for where in tensors if where in found}
-
-    tensors = {
-        where: value
-        for where, value in before.items()
-        if isinstance(value, Tensor) and value.is_floating_point() and not where.endswith("]")
-    }
-    evaluated = after("eval") if tensors else {}
-    kept = [where for where, value in evaluated.items() if value is tensors[where]]
-    trained = after("train") if kept else {}
-    replaced = [where for where in kept if where in trained and trained[where] is not tensors[where]]
-    moved = after("train", 1.0) if replaced else {}
-    return [where for where in replaced if where in moved and not torch.equal(moved[where], trained[where])]
 
 
 def meant(module: nn.Module, key: str, attribute: Any) -> bool:
@@ -175,8 +295,7 @@ def initialized(prepared: PreparedModel, *, factory: Callable[[], nn.Module] | N
     value were never written to. `ModelProbe.build` remembers the factory; tensors of such a model that were written to
     since, as by loading, are left out.
 
-    Without a factory only values are looked at: NaN and infinity, and parameters whose root mean square is more than
-    10,000 times the median of all.
+    Without a factory only values are looked at: NaN and infinity.
 
     The row of an embedding at ``padding_idx`` gets no gradient, so values that an initialization wrote there are never
     changed. Frozen weights, and weights that another layer trains, such as a tied head, are left out.
@@ -198,7 +317,16 @@ def initialized(prepared: PreparedModel, *, factory: Callable[[], nn.Module] | N
     scale
     """
     rows = _padding_rows(prepared.model)
-    found = _without_factory(prepared) if factory is None else _written(prepared.model, factory)
+    if factory is not None:
+        found = _never_written(prepared.model, factory)
+    else:
+        built, found = prepared.probe.built.get(prepared.model), ""
+        if built is not None:
+            with contextlib.suppress(UsageError):  # it makes no model again
+                found = _never_written(prepared.model, built.factory, built.versions)
+        if isinstance(found, str):
+            by_values = _by_values(prepared.model)
+            found = by_values if isinstance(by_values, Violation) else found or by_values
     if isinstance(found, Violation):
         return found
     filled = [(name, index, row.abs().max().item()) for name, index, row in rows if bool(row.any())]
@@ -234,7 +362,7 @@ def _copied(prepared: PreparedModel) -> Violation | None:
             if len(some) > 1 and len(set(some)) >= _DIFFERENT * len(some):
                 key = (pattern(name), values.shape, values.dtype, some)
                 original, first = originals.setdefault(key, (name, values))
-                if prepared.places[original] != prepared.places[name] and torch.equal(first, values):
+                if place(first) != place(values) and torch.equal(first, values):
                     rows.append((name, original, str(tuple(values.shape))))
     if not rows:
         return None
@@ -266,7 +394,7 @@ def _padding_rows(model: nn.Module) -> list[tuple[str, int, Tensor]]:
     return rows
 
 
-def _written(
+def _never_written(
     model: nn.Module, factory: Callable[[], nn.Module], versions: Mapping[str, int | None] | None = None
 ) -> Violation | str:
     """Return the tensors that still hold NaN in a model that was built in memory filled with it.
@@ -276,11 +404,17 @@ def _written(
         factory: Builds such a model.
         versions: Version of each tensor when the model was built; those with another one are left out.
     """
-    here = dict(_numbers(model, integers=True))
-    again = _made_in_nan(factory)
+    here = dict(_numbers(model))
+    with new_memory(filled=True):
+        try:
+            again = made_model(factory(), "factory=")
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(f"factory= raised {line_of(error)}") from error
     if again is model:
         raise UsageError("factory= returns the model itself: it makes no other")
-    made = _numbers(again, integers=True)
+    made = _numbers(again)
     left: list[str] = []
     if versions is not None:
         left = [n for n, t in here.items() if version(t) != versions.get(n, -1)]
@@ -311,33 +445,19 @@ def _written(
     )
 
 
-def _without_factory(prepared: PreparedModel) -> Violation | str:
-    """Return the tensors that are not initialized, by the factory of `ModelProbe.build` and by their values."""
-    built, told = prepared.probe.built.get(prepared.model), ""
-    if built is not None:
-        with contextlib.suppress(UsageError):  # it makes no model again
-            found = _written(prepared.model, built.factory, built.versions)
-            if isinstance(found, Violation):
-                return found
-            told = found
-    by_values = _by_values(prepared.model)
-    return told or by_values if isinstance(by_values, str) else by_values
-
-
 def _by_values(model: nn.Module) -> Violation | str:
     """Return the tensors that hold what no initialization gives: uninitialized memory, or the result of training."""
-    floating = _numbers(model, integers=False)
-    numbers = [(name, plain(t.detach()), isinstance(t, nn.Parameter)) for name, t in floating]
+    floating = [(name, t) for name, t in _numbers(model) if is_rounded(t)]
     if not floating:
         raise NotApplicableError("the model has no floating parameters or buffers")
-    found = [
-        (name, int((~t.isfinite()).sum()), t.numel())
-        for name, t, trained in numbers
-        # Masks are made of -inf.
-        if bool((~t.isfinite() if trained else t.isnan()).any())
-    ]
+    found = []
+    for name, t in floating:
+        values = plain(t.detach())
+        wrong = ~values.isfinite() if isinstance(t, nn.Parameter) else values.isnan()  # masks are made of -inf
+        if bool(wrong.any()):
+            found.append((name, int((~values.isfinite()).sum()), t.numel()))
     if not found:
-        return _of_one_scale(model) or (
+        return (
             f"{count(len(floating), 'parameters and buffer')}, as far as values show; not looked at, whether each was "
             "written to: no factory="
         )
@@ -351,32 +471,10 @@ def _by_values(model: nn.Module) -> Violation | str:
     )
 
 
-def _of_one_scale(model: nn.Module) -> Violation | None:
-    """Return the parameters that are far larger than the others, as memory that nothing wrote to may be.
-
-    Buffers may hold any number, as masks do. Zeros have no scale.
-    """
-    trained = {id(t) for t in nn.Module.parameters(model)}
-    sizes = {name: rms(t) for name, t in _numbers(model, integers=False) if id(t) in trained}
-    sizes = {name: size for name, size in sizes.items() if size}
-    usual = max(statistics.median_low(sizes.values()), _SMALL) if len(sizes) > 1 else 1.0
-    found = [(name, size) for name, size in sizes.items() if size > _BEYOND * usual]
-    if not found:
-        return None
-    _, size = found[0]
-    return Violation.first_of(
-        found,
-        f"is {number(size / usual)} times as large as other parameters: its root mean square is {number(size)}, "
-        f"their median {number(usual)}",
-        columns=("name", "root mean square"),
-        advice="Look for torch.empty without an nn.init after it: factory= tells whether something wrote to it.",
-    )
-
-
-def _numbers(model: nn.Module, *, integers: bool) -> list[tuple[str, Tensor]]:
+def _numbers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the parameters and buffers that have memory; no bools, where any value is valid."""
     tensors = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if has_dense_storage(t)]
-    return [(name, t) for name, t in tensors if is_rounded(t) or (integers and t.dtype in _INTEGERS)]
+    return [(name, t) for name, t in tensors if is_rounded(t) or t.dtype in _INTEGERS]
 
 
 def temporary_names(model: nn.Module) -> set[str]:
@@ -418,15 +516,6 @@ def new_memory(*, filled: bool) -> Iterator[None]:
         memory.fill_uninitialized_memory = filled_before
 
 
-def _made_in_nan(factory: Callable[[], nn.Module]) -> nn.Module:
-    with new_memory(filled=True):
-        try:
-            model = factory()
-        except Exception as error:
-            raise UsageError(f"factory= raised {line_of(error)}") from error
-    return made_model(model, "factory=")
-
-
 @check_unmodified
 def state_dict_round_trip(
     prepared: PreparedModel, *, factory: Callable[[], nn.Module] | None = None
@@ -435,11 +524,6 @@ def state_dict_round_trip(
 
     The state_dict is saved by `torch.save` and loaded, strictly, into a model whose parameters and persistent buffers
     were replaced by random numbers.
-
-    The same is done after a forward in training mode and a small change of each parameter, as by a step. What that
-    forward wrote and the state_dict lacks, such as ``self.initialized = True``, shows in the next forwards: the
-    property is broken if a forward of the loaded model overwrites parameters, and an output that differs is a hint, as
-    a hidden state may be meant to begin anew.
 
     Args:
         prepared: The model and its inputs.
@@ -453,34 +537,11 @@ def state_dict_round_trip(
     state_dict_round_trip holds for Linear: 2 keys, 1 output
     """
     one = prepared.reference(mode="eval")
-    other = _another(prepared, factory)
-    state = _load_state(prepared, other)
-    if isinstance(state, Violation):
-        return state
-    there = {name: p.data_ptr() for name, p in other.named_parameters(remove_duplicate=False)}
-    lost = [(a, b) for a, b in _ties(prepared.model) if there[a] != there[b]]
-    if lost:
-        return Violation.first_of(
-            ((b, a) for a, b in lost),
-            f"is not tied to {lost[0][0]} any more after load_state_dict",
-            columns=("parameter", "was tied to"),
-            advice="Tie the parameters again after loading, or keep one module for both.",
-        )
-    found = _of_copy(prepared, one, other, "a state_dict", f"{count(len(state), 'key')}, ")
-    if isinstance(found, Violation):
-        return found
-    return _lost_of_training(prepared, _another(prepared, factory)) or found
-
-
-def _another(prepared: PreparedModel, factory: Callable[[], nn.Module] | None) -> nn.Module:
     if factory is None:
-        return prepared.copied()
-    with seeding.seeded(seeding.derive(prepared.probe.seed, "check another model")):
-        return factory().to(prepared.probe.device)
-
-
-def _load_state(prepared: PreparedModel, other: nn.Module, when: str = "") -> Mapping[str, Any] | Violation:
-    """Load the state_dict of the model into another one, whose own numbers are replaced before."""
+        other = prepared.copied()
+    else:
+        with seeding.seeded(seeding.derive(prepared.probe.seed, "check another model")):
+            other = factory().to(prepared.probe.device)
     stored = io.BytesIO()
     torch.save(prepared.model.state_dict(), stored)
     stored.seek(0)
@@ -496,63 +557,19 @@ def _load_state(prepared: PreparedModel, other: nn.Module, when: str = "") -> Ma
             state: Mapping[str, Any] = torch.load(stored, weights_only=True, map_location=prepared.probe.device)
         other.load_state_dict(state)
     except Exception as error:  # noqa: BLE001 - whatever a model's own hooks raise
-        return Violation.at(ROOT, f"cannot load its own state_dict{when}: {line_of(error)}")
-    return state
-
-
-def _lost_of_training(prepared: PreparedModel, other: nn.Module) -> Violation | None:
-    """Return what a forward in training mode wrote that matters later and is not in the state_dict.
-
-    Args:
-        prepared: The model and its inputs.
-        other: Such a model that has run in no training forward.
-    """
-    found = None
-    with prepared.keep_changes():
-        before = _unsaved(prepared)
-        if prepared.run(mode="train", traced=False).error is not None:
-            return None
-        written = changed_attributes(before, _unsaved(prepared))
-        prepared.multiply_parameters("small step", mean=1.0, std=0.01)  # what is computed again shows then
-        other.train(prepared.model.training)  # before it is loaded: merged weights are others in each mode
-        state = _load_state(prepared, other, " after a forward in training mode")
-        if isinstance(state, Violation):
-            return state
-        for mode in ("train", "eval"):
-            one = prepared.run(mode=mode, seed="loaded")
-            two = prepared.run(mode=mode, seed="loaded", model=other)
-            found = found or (None if one.error else _lost(prepared, other, (one, two), written))
-    if found:
-        with contextlib.suppress(NotApplicableError):
-            check_repeats(prepared, "train", tolerance=0.0)
-            return found
-    return None
-
-
-def _unsaved(prepared: PreparedModel) -> Attributes:
-    """Return copies of what no state_dict has: attributes, and buffers that are not persistent."""
-    buffers, temporary = dict(prepared.model.named_buffers(remove_duplicate=False)), temporary_names(prepared.model)
-    return {**attributes(prepared), **{name: {"": copy_of(buffers[name])} for name in temporary}}
-
-
-def _lost(prepared: PreparedModel, other: nn.Module, runs: tuple[Trace, Trace], written: list[str]) -> Violation | None:
-    """Return the parameters that the last forward of the loaded model overwrote, or the first output that differs."""
-    setting = f"; attributes that it set: {listed(written)}" if written else ""
-    there = dict(other.named_parameters())
-    changed = [name for name, p in prepared.model.named_parameters() if name in there and not same(p, there[name])]
-    if changed:
+        return Violation.at(ROOT, f"cannot load its own state_dict: {line_of(error)}")
+    there = {name: p.data_ptr() for name, p in other.named_parameters(remove_duplicate=False)}
+    first: dict[int, str] = {}
+    names = [(name, id(p)) for name, p in prepared.model.named_parameters(remove_duplicate=False)]
+    lost = [(name, tied) for name, p in names if there[name] != there[tied := first.setdefault(p, name)]]
+    if lost:
         return Violation.first_of(
-            ((name,) for name in changed),
-            "is overwritten by the first forward in training mode after load_state_dict",
-            columns=("overwritten",),
-            advice="Look for an initialization by the first batch whose flag is a plain attribute, and make it a "
-            f"buffer: self.register_buffer('initialized', torch.tensor(False)){setting}.",
+            lost,
+            f"is not tied to {lost[0][1]} any more after load_state_dict",
+            columns=("parameter", "was tied to"),
+            advice="Tie the parameters again after loading, or keep one module for both.",
         )
-    found = _compared(*runs, "a state_dict of a model that was trained", "")
-    if isinstance(found, str):
-        return None
-    advice = "A forward in training mode wrote what is not in the state_dict: a counter, statistics, a hidden state"
-    return dataclasses.replace(found, advice=f"{advice}{setting}.", level="hint")
+    return _of_copy(prepared, one, other, "a state_dict", f"{count(len(state), 'key')}, ")
 
 
 @check_unmodified
@@ -566,31 +583,32 @@ def copy_and_pickle(prepared: PreparedModel) -> Violation | str:
     copy_and_pickle holds for Linear: 1 output
     """
     one = prepared.reference(mode="eval")
-    try:
-        copied = copy.deepcopy(prepared.model)
-    except Exception as error:  # noqa: BLE001 - whatever cannot be copied
-        where = _first_not(prepared, copy.deepcopy)
-        return Violation.at(
-            where,
-            f"cannot be copied: {line_of(error)}",
-            advice="Look for a tensor with a graph among its attributes, for an open file or a lock, and for a "
-            "__deepcopy__ of its own.",
-        )
-    found = _of_copy(prepared, one, copied, "copy.deepcopy")
-    if isinstance(found, Violation):
-        return found
-    if any(hasattr(module, "parametrizations") for module in prepared.model.modules()):
-        return f"{found}, by copy.deepcopy alone: torch pickles no parametrized modules"
-    try:
-        again = pickle.loads(pickle.dumps(prepared.model))
-    except Exception as error:  # noqa: BLE001 - whatever cannot be pickled
-        where = _first_not(prepared, pickle.dumps)
-        return Violation.at(
-            where,
-            f"cannot be pickled: {line_of(error)}",
-            advice="Look for a lambda, a local class or an open file among its attributes.",
-        )
-    return _of_copy(prepared, one, again, "pickle")
+    found: Violation | str = ""
+    for by, done, copied, advice in (
+        (
+            "copy.deepcopy",
+            "copied",
+            copy.deepcopy,
+            "a tensor with a graph among its attributes, an open file, a lock, a __deepcopy__",
+        ),
+        ("pickle", "pickled", _pickled, "a lambda, a local class or an open file among its attributes"),
+    ):
+        try:
+            other = copied(prepared.model)
+        except Exception as error:  # noqa: BLE001 - whatever cannot be copied
+            where = _first_not(prepared, copied)
+            return Violation.at(where, f"cannot be {done}: {line_of(error)}", advice=f"Look for {advice}.")
+        found = _of_copy(prepared, one, other, by)
+        if isinstance(found, str) and any(hasattr(module, "parametrizations") for module in prepared.model.modules()):
+            return f"{found}, by copy.deepcopy alone: torch pickles no parametrized modules"
+        if isinstance(found, Violation):
+            return found
+    return found
+
+
+def _pickled(model: nn.Module) -> nn.Module:
+    again: nn.Module = pickle.loads(pickle.dumps(model))
+    return again
 
 
 def _of_copy(prepared: PreparedModel, one: Trace, other: nn.Module, by: str, said: str = "") -> Violation | str:
@@ -623,16 +641,6 @@ def _compared(one: Trace, two: Trace, by: str, said: str) -> Violation | str:
         f"differs after {by}: {{path}} {{changed}}",
         "Look for state that is neither a parameter nor a persistent buffer.",
     )
-
-
-def _ties(model: nn.Module) -> list[tuple[str, str]]:
-    """Return the names of tied parameters, in pairs."""
-    first: dict[int, str] = {}
-    return [
-        (first[id(p)], name)
-        for name, p in model.named_parameters(remove_duplicate=False)
-        if first.setdefault(id(p), name) != name
-    ]
 
 
 def _first_not(prepared: PreparedModel, copied: Callable[[nn.Module], object]) -> str:

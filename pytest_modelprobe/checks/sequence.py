@@ -15,25 +15,37 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.record import ROOT, nearest
+from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.text import count, listed
 
-from .machinery.agreement import (
+from .agreement import (
     Disagreement,
     Pairs,
+    axes_of_length,
+    axes_that_follow,
     changed,
     check_not_random,
     compare_runs,
     disagreements,
     inside_note,
     violation_of,
+    whole,
 )
-from .machinery.check import check
-from .machinery.evidence import attended, causal_input, disagreeing_attention
-from .machinery.masking import MaskedOut, mark, masked_out, masks_of, pad_id_of, positions_of
-from .machinery.prepared import PreparedModel, Trace, Vary, keep_input
-from .machinery.rounding import is_rounded, limit, relative_error
+from .check import check
 from .outcome import NotApplicableError, Violation
+from .positions import (
+    MaskedOut,
+    attended,
+    causal_input,
+    disagreeing_attention,
+    mark_of,
+    masked_out,
+    masks_of,
+    pad_id_of,
+    positions_of,
+)
+from .rounding import is_rounded, limit, relative_error
+from .session import LayerTensor, PreparedModel, Trace, Vary, keep_input
 
 _OFFERED = ("attention_mask", "src_key_padding_mask", "key_padding_mask", "padding_mask", "pad_mask")
 """Arguments that are masks of padding by their name."""
@@ -41,8 +53,8 @@ _OFFERED = ("attention_mask", "src_key_padding_mask", "key_padding_mask", "paddi
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 """Layers that mix neighbors whatever a mask says, so a mask that nobody gave cannot be held against them."""
 
-_Axes = Callable[[Tensor], list[int]]
-"""Takes a tensor of a run, returns the axes that may be those of its positions."""
+_Axes = Callable[[LayerTensor], list[int]]
+"""Takes a tensor of a layer, returns the axes that may be those of its positions."""
 
 
 @check
@@ -106,18 +118,17 @@ def later_unseen(prepared: PreparedModel, path: str, axis: int, tolerance: float
     if not cuts:
         raise NotApplicableError("the mask leaves fewer than two positions")
     one = prepared.reference(mode="eval")
-    axes_in = _axes_that_follow(prepared, one, path, axis)
+    axes_of = _axes_of_positions(prepared, one, path, axis)
     inside = None
+    pairs: Pairs = whole
     for before in cuts:
 
         def vary(name: str, x: Tensor, before: int = before) -> Tensor:
             return excluded.filled(replaced_from(prepared, x, axis, before), axis, x) if name == path else x
 
-        def pairs_of(trace: Trace, before: int = before) -> Pairs:
-            return _first(before, axes_in(trace), excluded)
-
         two = prepared.variation(mode="eval", vary=vary)
-        found, hidden = compare_runs(prepared, (one, two), (keep_input, vary), pairs_of, tolerance, exact=True)
+        pairs = _first(before, axes_of, excluded)
+        found, hidden = compare_runs(prepared, (one, two), (keep_input, vary), pairs, tolerance, exact=True)
         inside = inside or hidden
         if found:
             check_not_random(prepared)
@@ -129,7 +140,7 @@ def later_unseen(prepared: PreparedModel, path: str, axis: int, tolerance: float
             )
     firsts = " and ".join(f"the first {n}" for n in cuts)
     without = " without those that are masked" if excluded else ""
-    return _looked_at(one, pairs_of(one), length, f"at {firsts} of {length} positions{without}", inside)
+    return _looked_at(one, pairs, length, f"at {firsts} of {length} positions{without}", inside)
 
 
 @check
@@ -181,11 +192,12 @@ def padding_invariant(
     if isinstance(mask, Tensor):
         prepared.kwargs["mask"], mask = mask, "mask"
     offered = None if mask is not None or _masks(prepared) else _offered(prepared, path, (batch, length))
-    padding = _padding(prepared, tensor, pad_id)
-    name = None
-    if padding is None or mask is not None or _masks(prepared):
-        name = _mask_name(prepared, mask, path, (batch, length), axis)
-    marks = mark(prepared.argument(name), dict(prepared.inputs)[name]) if name else 0
+    if is_rounded(tensor) and pad_id is not None:
+        raise NotApplicableError("pad_id= needs an input of ids, and the first input is not of integers")
+    padding = pad_id_of(prepared) if pad_id is None or pad_id < 0 else pad_id
+    padding = None if is_rounded(tensor) else padding
+    name = _mask_name(prepared, mask, path, (batch, length)) if padding is None or mask or _masks(prepared) else None
+    marks = mark_of(prepared, name) if name else 0
     excluded = masked_out(prepared, path, axis)
 
     def masked(where: str, x: Tensor) -> Tensor:
@@ -220,14 +232,15 @@ def padding_invariant(
         both = {given.where for given in two.tensors}
         one.tensors = [given for given in one.tensors if given.is_final or given.where in both]
     rows = batch if axis and not offered else -1  # what is pooled need not follow a mask that nobody gave
-    axes_in = _axes_that_follow(prepared, one, path, axis)
+    first = _first(kept, _axes_of_positions(prepared, one, path, axis), excluded)
 
-    def pairs_of(trace: Trace) -> Pairs:
-        if padding is not None:
-            return _cut_and_pooled(rows, kept, length, excluded)
-        return _first_and_pooled(rows, kept, axes_in(trace), excluded)
+    def pairs(given: LayerTensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
+        pooled = given.tensor.dim() == 2 and len(given.tensor) == rows
+        if padding is None:
+            return first(given, other) or ([(given.tensor, other)] if pooled else [])
+        return _cut(given.tensor, other, rows, kept, length, excluded)
 
-    found, inside = compare_runs(prepared, (one, two), varied, pairs_of, tolerance, exact=padding is None)
+    found, inside = compare_runs(prepared, (one, two), varied, pairs, tolerance, exact=padding is None)
     how = "replaced" if padding is None else "removed"
     others = "the others"
     if name is not None:
@@ -238,7 +251,7 @@ def padding_invariant(
         return between
     if not found:
         where = f"at the first {kept} of {length} positions without {others}"
-        return _looked_at(one, pairs_of(one), length, where, inside)
+        return _looked_at(one, pairs, length, where, inside)
     at = found[0].layer_tensor.layer
     if offered and isinstance(prepared.layers.modules[at], _CONVOLUTIONS):
         raise NotApplicableError(
@@ -279,18 +292,17 @@ def permutation_equivariant(
     path, tensor = sequence(prepared, axis)
     length = tensor.shape[axis]
     one = prepared.reference(mode="eval")
-    axes_of = _axes_that_follow(prepared, one, path, axis)(one)
+    axes_of = _axes_of_positions(prepared, one, path, axis)
     for order in _orders(length):
-        back = torch.argsort(order)
 
-        def restored(x: Tensor, y: Tensor, back: Tensor = back) -> list[tuple[Tensor, Tensor]]:
-            axes = axes_of(x)
-            if not axes or x.shape != y.shape:
-                return [(x, y)] if axes else []
-            found = [(x, y.index_select(axis, back.to(y.device))) for axis in axes]
-            for axis in axes:  # as of attention weights
-                y = y.index_select(axis, back.to(y.device))
-            return [*found, (x, y)]
+        def restored(given: LayerTensor, other: Tensor, order: Tensor = order) -> list[tuple[Tensor, Tensor]]:
+            axes = axes_of(given)
+            if given.tensor.shape != other.shape:
+                return [(given.tensor, other)] if axes else []
+            back = torch.argsort(order).to(other.device)
+            alone = [other.index_select(axis, back) for axis in axes]
+            along_all = functools.reduce(lambda x, axis: x.index_select(axis, back), axes, other)  # attention weights
+            return [(given.tensor, x) for x in (*alone, along_all)] if axes else []
 
         two = _reordered(prepared, path, axis, order)
         found = disagreements(one, two, pairs=restored, tolerance=tolerance)
@@ -349,43 +361,20 @@ def _orders_text(length: int) -> str:
     return "2 other orders" if length > 2 else "another order"
 
 
-def _first_and_pooled(batch: int, before: int, axes_of: _Axes, excluded: MaskedOut) -> Pairs:
-    """Return pairs of the first positions of two tensors, or of whole pooled tensors (one row an example)."""
-    first = _first(before, axes_of, excluded)
-
-    def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
-        pooled = one.dim() == 2 and len(one) == batch
-        return first(one, other) or ([(one, other)] if pooled else [])
-
-    return pairs
-
-
-def _cut_and_pooled(batch: int, before: int, length: int, excluded: MaskedOut) -> Pairs:
-    """Return pairs of the first positions of a tensor and a whole shorter one, or of whole pooled tensors."""
-
-    def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
-        if one.dim() != other.dim():
-            return []
-        axes = [i for i, n in enumerate(other.shape) if one.shape[i] == length and (one is other or n == before)]
-        cut = functools.reduce(lambda x, axis: x.narrow(axis, 0, before), axes, one)
-        if one is other:
-            return [(cut, cut)] if axes or one.shape[:1] == (batch,) else []
-        if cut.shape != other.shape:
-            return []
-        for axis in axes[:1]:  # queries come before keys
-            cut, other = excluded.filled(cut, axis), excluded.filled(other, axis)
-        return [(cut, other)] if axes or one.shape[:1] == (batch,) else []
-
-    return pairs
-
-
-def _padding(prepared: PreparedModel, ids: Tensor, pad_id: int | None) -> int | None:
-    """Return the id by which the model detects padding, if its inputs are ids and that is known."""
-    if is_rounded(ids):
-        if pad_id is not None:
-            raise NotApplicableError("pad_id= needs an input of ids, and the first input is not of integers")
-        return None
-    return pad_id_of(prepared) if pad_id is None or pad_id < 0 else pad_id
+def _cut(
+    one: Tensor, other: Tensor, rows: int, before: int, length: int, excluded: MaskedOut
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the first positions of a tensor with a whole shorter one, or with itself; or whole pooled tensors."""
+    if one.dim() != other.dim():
+        return []
+    axes = [axis for axis in axes_of_length(one, length) if one is other or other.shape[axis] == before]
+    cut = functools.reduce(lambda x, axis: x.narrow(axis, 0, before), axes, one)
+    other = cut if one is other else other
+    if cut.shape != other.shape or not (axes or one.shape[:1] == (rows,)):
+        return []
+    for axis in axes[:1]:  # queries come before keys
+        cut, other = excluded.filled(cut, axis), excluded.filled(other, axis)
+    return [(cut, other)]
 
 
 def _seen_between(prepared: PreparedModel, path: str, axis: int, name: str, padding: int | None) -> Violation | None:
@@ -404,8 +393,7 @@ def _seen_between(prepared: PreparedModel, path: str, axis: int, name: str, padd
     excluded = MaskedOut(between if given is None else between | given.cpu())
 
     def masked(where: str, x: Tensor) -> Tensor:
-        value = mark(prepared.argument(name), dict(prepared.inputs)[name])
-        return MaskedOut(between).filled(x, 1, value) if where == name else x
+        return MaskedOut(between).filled(x, 1, mark_of(prepared, name)) if where == name else x
 
     def replaced(where: str, x: Tensor) -> Tensor:
         if where != path:
@@ -416,10 +404,8 @@ def _seen_between(prepared: PreparedModel, path: str, axis: int, name: str, padd
         return MaskedOut(between).filled(x, axis, other)
 
     one, two = (prepared.variation(mode="eval", vary=vary) for vary in (masked, replaced))
-    axes_of = _axes_that_follow(prepared, one, path, axis)(one)
-    found, _ = compare_runs(
-        prepared, (one, two), (masked, replaced), lambda _: _first(length, axes_of, excluded), None, exact=True
-    )
+    pairs = _first(length, _axes_of_positions(prepared, one, path, axis), excluded)
+    found, _ = compare_runs(prepared, (one, two), (masked, replaced), pairs, None, exact=True)
     if not found:
         return None
     check_not_random(prepared, masked)
@@ -469,24 +455,18 @@ def replaced_from(prepared: PreparedModel, tensor: Tensor, axis: int, start: int
     return torch.cat([tensor.narrow(axis, 0, start), replacement(prepared, tensor).narrow(axis, start, rest)], axis)
 
 
-def replacement(prepared: PreparedModel, tensor: Tensor, *, time: int = 0) -> Tensor:
+def replacement(prepared: PreparedModel, tensor: Tensor) -> Tensor:
     """Return other numbers for a tensor: floats of the same mean and scale; integers that occur in it elsewhere.
-
-    Args:
-        prepared: The model and its inputs.
-        tensor: The tensor.
-        time: Number of the replacement; each gives other numbers, as far as there are other integers.
 
     Raises:
         NotApplicableError: All integers are equal: no other valid values are known.
     """
     if is_rounded(tensor):
-        return prepared.redrawn(tensor, f"other {time}" if time else "other")
+        return prepared.redrawn(tensor, "other")
     known = tensor.unique()
     if len(known) == 1:
         raise NotApplicableError("all elements of the first input are equal: no other valid values are known")
-    by = 1 + time % (len(known) - 1)
-    another: Tensor = known[(torch.searchsorted(known, tensor) + by) % len(known)]
+    another: Tensor = known[(torch.searchsorted(known, tensor) + 1) % len(known)]
     return another
 
 
@@ -499,38 +479,29 @@ def sequence(prepared: PreparedModel, axis: int) -> tuple[str, Tensor]:
     raise NotApplicableError(f"no input has more than one position along axis {axis}")
 
 
-def _mask_name(prepared: PreparedModel, name: str | None, path: str, shape: tuple[int, int], axis: int) -> str:
+def _mask_name(prepared: PreparedModel, name: str | None, path: str, shape: tuple[int, int]) -> str:
     """Return the path of the mask, whose shape is (batch, positions)."""
     shapes = {path: tuple(tensor.shape) for path, tensor in prepared.dense}
     if name is not None:
         if name not in shapes:
-            near = nearest(name, shapes, n=1)
-            hint = f"is {near[0]} meant?" if near else f"there are {', '.join(shapes)}"
-            raise UsageError(f"mask= names an argument {name!r} that is not given: {hint}")
+            raise UsageError(f"mask= names an argument {name!r} that is not given: there are {', '.join(shapes)}")
         if shapes[name] != shape:
             raise NotApplicableError(f"{name} has the shape {shapes[name]}, not (batch, positions), here {shape}")
         return name
-    found = [path for path in shapes if prepared.argument(path).endswith("mask") and shapes[path] == shape]
+    found = [where for where in _masks(prepared) if shapes[where] == shape]
+    if len(found) == 1 and shape[0] != shape[1]:
+        return found[0]
     if not found:
-        raise NotApplicableError(
-            f"no argument of shape {shape}, the batch and axis {axis} of {path}, is called a mask: give mask= its name"
-        )
-    if len(found) > 1:
-        raise NotApplicableError(f"there are several masks, {listed(found)}: give mask= the name of one")
-    if shape[0] == shape[1]:
-        raise NotApplicableError(
-            f"there are as many rows as positions, {shape[0]}: {found[0]} may be of (positions, positions) "
-            "too: give mask= its name"
-        )
-    return found[0]
+        why = f"no argument of shape {shape}, the batch and the positions of {path}, is called a mask"
+    elif len(found) > 1:
+        why = f"there are several masks, {listed(found)}"
+    else:
+        why = f"there are as many rows as positions, {shape[0]}: {found[0]} may be of (positions, positions) too"
+    raise NotApplicableError(f"{why}: give mask= its name")
 
 
-def _axes(tensor: Tensor, length: int) -> list[int]:
-    return [axis for axis, n in enumerate(tensor.shape) if n == length]
-
-
-def _axes_that_follow(prepared: PreparedModel, one: Trace, path: str, axis: int) -> Callable[[Trace], _Axes]:
-    """Return a function that finds the axes of positions: those that are shorter for a shorter sequence.
+def _axes_of_positions(prepared: PreparedModel, one: Trace, path: str, axis: int) -> _Axes:
+    """Return a function that returns the axes of positions: those that are shorter for a shorter sequence.
 
     If the model accepts no shorter one, every axis of that length may be one.
 
@@ -542,41 +513,33 @@ def _axes_that_follow(prepared: PreparedModel, one: Trace, path: str, axis: int)
     """
     tensor = dict(prepared.inputs)[path]
     axis, length = axis % tensor.dim(), tensor.shape[axis]
-
-    def guessed(x: Tensor) -> list[int]:
-        found = _axes(x, length)
-        return [] if found == [0] and axis and len(tensor) == length else found  # as many rows as positions
-
+    known: Mapping[str, list[int]] = {}
     for n in dict.fromkeys((length - 1, length // 2)):
 
         def shorter(where: str, x: Tensor, n: int = n) -> Tensor:
             if prepared.argument(where).endswith("mask"):
-                return functools.reduce(lambda x, axis: x.narrow(axis, 0, n), _axes(x, length)[-2:], x).clone()
+                return functools.reduce(lambda x, axis: x.narrow(axis, 0, n), axes_of_length(x, length)[-2:], x).clone()
             return x.narrow(axis, 0, n).clone() if x.shape[: axis + 1] == tensor.shape[: axis + 1] else x
 
         again = prepared.run(mode="eval", vary=shorter)
         if again.error is None:
-            there = {given.where: given.tensor.shape for given in again.tensors}
-            known = {
-                given.where: [i for i in _axes(given.tensor, length) if there[given.where][i : i + 1] == (n,)]
-                for given in one.tensors
-                if given.tensor.dim() == len(there.get(given.where, ()))
-            }
-            return functools.partial(_known_axes, known, guessed)
-    return functools.partial(_known_axes, {}, guessed)
+            known = axes_that_follow(one, again, length, n)
+            break
 
+    def axes_of(given: LayerTensor) -> list[int]:
+        if given.where in known:
+            return known[given.where]
+        found = axes_of_length(given.tensor, length)
+        return [] if found == [0] and axis and len(tensor) == length else found  # as many rows as positions
 
-def _known_axes(known: Mapping[str, list[int]], guessed: _Axes, trace: Trace) -> _Axes:
-    """Return a function that looks up the axes of a tensor by its address, and guesses them for others."""
-    of = {id(given.tensor): known[given.where] for given in trace.tensors if given.where in known}
-    return lambda x: of[id(x)] if id(x) in of else guessed(x)
+    return axes_of
 
 
 def _first(before: int, axes_of: _Axes, excluded: MaskedOut) -> Pairs:
     """Return pairs of the first positions of two tensors, along each axis that may be that of positions."""
 
-    def pairs(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
-        axes = axes_of(one)
+    def pairs(given: LayerTensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
+        one, axes = given.tensor, axes_of(given)
         if axes and one.shape != other.shape:
             return [(one, other)]
         firsts = [(axis, one.narrow(axis, 0, before), other.narrow(axis, 0, before)) for axis in axes]
@@ -591,17 +554,13 @@ def _looked_at(trace: Trace, pairs: Pairs, length: int, how: str, inside: Disagr
     Raises:
         NotApplicableError: No layer, or no output of the model, has an axis of positions.
     """
-    along = {id(given): bool(pairs(given.tensor, given.tensor)) for given in trace.tensors if is_rounded(given.tensor)}
-    layers = {given.layer for given in trace.tensors if along.get(id(given))}
+    along = [given for given in trace.tensors if is_rounded(given.tensor) and pairs(given, given.tensor)]
+    layers = {given.layer for given in along}
     if not layers:
         raise NotApplicableError(f"no layer returns a tensor with an axis of {count(length, 'position')}")
     final = [given for given in trace.outputs if given.layer == ROOT]
-    others = [
-        f"{given.path} {tuple(given.tensor.shape)}"
-        for given in final
-        if given.tensor.dim() and not along.get(id(given))
-    ]
-    if not any(along.get(id(given)) for given in final):
+    others = [f"{g.path} {tuple(g.tensor.shape)}" for g in final if g.tensor.dim() and g not in along]
+    if not any(given in along for given in final):
         within = "agrees" if inside is None else f"does not agree, first {inside.layer_tensor.where}, {inside.changed}"
         raise NotApplicableError(
             f"no output of the model can be compared along an axis of {count(length, 'position')}: "

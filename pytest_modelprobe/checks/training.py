@@ -6,8 +6,7 @@ looked at once more in float64, because gradients of sums that cancel are roundi
 
 from __future__ import annotations
 
-import functools
-import inspect
+import contextlib
 import math
 import warnings
 from collections import Counter
@@ -15,8 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.overrides import TorchFunctionMode
 
 from pytest_modelprobe._torch import BatchOrInstanceNorm, converted
 from pytest_modelprobe.comparison.text import percent
@@ -28,13 +29,105 @@ from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.runs import Widening
 from pytest_modelprobe.text import count, listed, number
 
+from .agreement import check_not_random, gradient_error, in_backward_order, negligible
 from .batch import batched, check_rows_go_together, size_of
-from .machinery.agreement import check_not_random, gradient_error, in_backward_order, negligible
-from .machinery.check import check, check_unmodified
-from .machinery.prepared import PreparedModel, Trace, Vary
-from .machinery.rounding import as_double, is_rounded, limit, relative_error
+from .check import check, check_unmodified
 from .outcome import NotApplicableError, Violation, line_of
-from .recomputation import other_recomputation
+from .rounding import as_double, limit, relative_error
+from .session import PreparedModel, Trace, Vary
+
+# --- What a model computes before any training: its first loss -------------------------------------------------------
+
+_TIMES = 2.0
+"""Up to so many times the cross entropy of equal guesses is as usual: logits of variance v add v / 2."""
+
+_FEWEST = 4
+"""Targets from which on a mean is not by chance."""
+
+_ERRORS = 2.0
+"""Standard errors by which the mean has to be beyond the limit."""
+
+
+@check_unmodified
+def initial_loss(prepared: PreparedModel) -> Violation | str:
+    """Check that the first cross entropy is close to that of equal guesses: ln C for C classes, ln 2 for yes or no.
+
+    A cross entropy of more than twice, or of less than half as much, is a hint. Logits that are too large at the
+    beginning are confident wrong guesses, which the first steps have to unlearn. A loss that is too small has seen the
+    targets. So a trained model has, and one whose last bias has the frequencies of the classes: do not call it for
+    these. Looked at are the calls of torch's ``cross_entropy``, ``nll_loss`` and
+    ``binary_cross_entropy_with_logits`` in training mode, by the model or by ``loss=``; weights, smoothing and
+    reduction are left out. Yes and no are only looked at from above, as few answers may be yes.
+
+    Args:
+        prepared: The model as it was initialized, and its inputs, with a loss or targets among the inputs.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe, checks
+    >>> probe = ModelProbe()
+    >>> model = probe.build(lambda: nn.Linear(20, 10))
+    >>> target = probe.randint(0, 10, (16,))
+    >>> loss = lambda logits: nn.functional.cross_entropy(logits, target)
+    >>> print(checks.initial_loss(probe, model, probe.randn(16, 20), loss=loss))
+    initial_loss holds for Linear: a cross entropy of 2.379 for 16 targets of 10 classes, where equal guesses have 2.303
+    """
+    prepared.reference(mode="train", backward=True)
+    with (seen := _Entropies()):
+        prepared.variation(mode="train", backward=True)
+    if not seen.found:
+        raise NotApplicableError(
+            f"no cross entropy of torch.nn.functional for {_FEWEST} or more targets was computed: pass loss=, or the "
+            "targets to a model that returns its loss"
+        )
+    said = []
+    for classes, losses, yes_or_no in seen.found:
+        mean, guesses = losses.mean().item(), math.log(classes)
+        by_chance = _ERRORS * losses.std().item() / math.sqrt(losses.numel())
+        said.append(
+            f"a cross entropy of {number(mean)} for {count(losses.numel(), 'target')} of {count(classes, 'class')}, "
+            f"where equal guesses have {number(guesses)}"
+        )
+        advice = ""
+        if mean - by_chance > _TIMES * guesses:
+            advice = "It begins with confident wrong guesses: look at the scale of the last layer and of the inputs."
+        elif mean + by_chance < guesses / _TIMES and not yes_or_no:
+            advice = "It knows the targets: is it trained, are they its inputs, or has its last bias their frequencies?"
+        if advice:
+            return Violation.at(ROOT, f"begins at {said[-1]}", advice=advice, level="hint")
+    return "; ".join(said[:_SHOWN])
+
+
+_SHOWN = 3
+
+
+class _Entropies(TorchFunctionMode):
+    """Sees the calls of loss functions, and computes the cross entropy of each target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, Tensor, bool]] = []
+        """The number of classes, the cross entropy of each target, and whether the answers are yes or no."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in (F.cross_entropy, F.nll_loss, F.binary_cross_entropy_with_logits):
+            with torch.no_grad():
+                names = ("input", "target", "weight", "size_average", "ignore_index")
+                self._look_at(func, {**dict(zip(names, args, strict=False)), **(kwargs or {})})
+        return func(*args, **(kwargs or {}))
+
+    def _look_at(self, func: Any, given: dict[str, Any]) -> None:
+        logits, target = given["input"].double(), given["target"]
+        axis, yes_or_no = min(logits.dim() - 1, 1), func is F.binary_cross_entropy_with_logits
+        if func is F.nll_loss and bool((logits.logsumexp(axis).abs() > 1e-2).any()):
+            return  # it has no logarithms of probabilities
+        soft = target.is_floating_point()
+        losses = func(logits, target.double() if soft else target, reduction="none")
+        losses = losses if soft else losses[target != given.get("ignore_index", -100)]
+        classes = 2 if yes_or_no else logits.shape[axis]
+        if classes > 1 and losses.numel() >= _FEWEST:
+            self.found.append((classes, losses, yes_or_no))
+
 
 _TARGETS = "the loss does not accept a part of the batch: pass the targets as inputs, to a model that returns its loss"
 
@@ -66,8 +159,11 @@ def gradient_accumulation(prepared: PreparedModel, *, axis: int = 0, tolerance: 
         raise NotApplicableError("the batch has one row: give it two or more")
     whole = prepared.reference(mode="eval", backward=True)
     found = _accumulated(prepared, whole, size, axis, tolerance)
-    if found:
-        found = _beyond_rounding(prepared, size, axis, tolerance, found)
+    if found:  # gradients of sums that cancel are rounding errors
+        with Widening(torch.float64), contextlib.suppress(NotApplicableError, UsageError):
+            wide = prepared.copied(torch.float64)
+            whole_wide = prepared.variation(mode="eval", backward=True, model=wide, vary=_wide)
+            found = _accumulated(prepared, whole_wide, size, axis, tolerance, wide)
     if not found:
         return f"{count(len(whole.gradients), 'parameter')}, a batch of {size} in {size} parts"
     check_not_random(prepared)
@@ -135,40 +231,13 @@ def _compares_rows(whole: Trace, found: Sequence[tuple[str, float, float]]) -> b
 
 
 def _knows_rows(prepared: PreparedModel, whole: Trace, size: int, axis: int) -> bool:
-    """Whether the loss, or its gradient, changes with the order of the rows of the output: it holds a target for each.
+    """Whether the loss changes with the order of the rows of the output: it holds a target for each."""
 
-    The gradient shows this even if the rows of the output are almost equal.
-    """
+    def rolled(x: Tensor) -> Tensor:
+        return x.roll(1, axis) if x.dim() > axis and x.shape[axis] == size else x
 
-    def at(by: int) -> list[Tensor]:
-        leaves = list[Tensor]()
-
-        def leaf(x: Tensor) -> Tensor:
-            if x.dim() <= axis or x.shape[axis] != size:
-                return x
-            x = x.detach().roll(by, axis)
-            if is_rounded(x):
-                leaves.append(x.requires_grad_())
-            return x
-
-        loss = prepared.loss(map_tensors(leaf, whole.output))
-        known = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
-        return [loss.detach(), *(gradient.roll(-by, axis) for gradient in known if gradient is not None)]
-
-    return any(relative_error(one, other) > limit(one) for one, other in zip(at(0), at(1), strict=True))
-
-
-def _beyond_rounding(
-    prepared: PreparedModel, size: int, axis: int, tolerance: float, found: list[tuple[str, float, float]]
-) -> list[tuple[str, float, float]]:
-    """Return the differences in float64; those found before if the model does not run in float64."""
-    with Widening(torch.float64):
-        try:
-            wide = prepared.copied(torch.float64)
-            whole = prepared.variation(mode="eval", backward=True, model=wide, vary=_wide)
-        except (NotApplicableError, UsageError):
-            return found
-        return _accumulated(prepared, whole, size, axis, tolerance, wide)
+    one, other = (prepared.loss(output) for output in (whole.output, map_tensors(rolled, whole.output)))
+    return relative_error(one, other) > limit(one)
 
 
 def _wide(_: str, x: Tensor) -> Tensor:
@@ -182,8 +251,7 @@ def gradcheck(prepared: PreparedModel, *, tolerance: float = 1e-3, step: float =
     ``(loss(x + step d) - loss(x - step d)) / 2 step`` has to equal the gradient times d, for one direction d each. Half
     of d is the direction of the gradient, which shows a wrong norm, and half is random.
 
-    The model is in evaluation mode. In training mode what activation checkpointing runs again has to draw the same
-    random numbers, as in `checkpoint_parity`.
+    The model is in evaluation mode.
 
     Args:
         prepared: The model and its inputs.
@@ -198,8 +266,6 @@ def gradcheck(prepared: PreparedModel, *, tolerance: float = 1e-3, step: float =
     """
     if step <= 0:
         raise UsageError(f"step= is the distance for finite differences, more than 0; got {step}")
-    if other := other_recomputation(prepared):
-        return other
     model = prepared.copied()
     converted(model, as_double)  # .double() leaves complex ones in single precision
     parameters: dict[str, Tensor] = dict(model.named_parameters())
@@ -323,8 +389,6 @@ def overfits_batch(
 ) -> Violation | str:
     """Check that training on one batch decreases the loss.
 
-    A cross entropy that begins at more than twice that of equal guesses, ln C for C classes, is a hint.
-
     Args:
         prepared: The model and its inputs, with a loss.
         steps: Number of steps; one or more.
@@ -349,23 +413,31 @@ def overfits_batch(
     if not prepared.has_loss:
         raise NotApplicableError("without loss= there is no loss to decrease")
     first = last = math.nan
-    guesses: float | None = None
     if prepared.inputs and not any(x.numel() for _, x in prepared.inputs):
         raise NotApplicableError("the inputs have no elements")
     parameters = [p for p in prepared.model.parameters() if p.requires_grad]
     if not parameters:
         raise NotApplicableError("no parameter requires a gradient")
     with prepared.keep_changes(), progress("step", steps) as each:
-        taken = _made(optimizer or _adam, parameters)
+        try:
+            # The default of eps= is 0 in float16.
+            eps = max(1e-8, *(torch.finfo(p.dtype).tiny for p in parameters))
+            taken = optimizer(parameters) if optimizer else torch.optim.Adam(parameters, 1e-2, eps=eps)
+        except Exception as error:
+            raise UsageError(f"optimizer= raised {line_of(error)}, given a list of parameters") from error
+        if not isinstance(taken, torch.optim.Optimizer):
+            raise UsageError(f"optimizer= returns a torch.optim.Optimizer; got {type(taken).__name__}")
         before = {name: p.detach().clone() for name, p in prepared.model.named_parameters() if p.requires_grad}
         for done in each(range(steps + 1)):
-            trace = _with_gradients(prepared, done)
+            trace = prepared.run(backward=True, seed=f"step {done}", traced=not done)
             if trace.in_backward:
                 return Violation.at(ROOT, f"cannot be trained: in step {done + 1} {trace.failure}")
-            assert trace.loss is not None
+            if trace.loss is None:
+                raise NotApplicableError(f"the model does not run on these inputs: {trace.failure}") from trace.error
+            for name, p in prepared.model.named_parameters():
+                p.grad = trace.gradients.get(name)
             if not done:
                 prepared.check_reference(trace)
-                guesses = _loss_of_equal_guesses(trace)
             last = trace.loss.item()
             first = first if done else last
             if not math.isfinite(last):
@@ -379,22 +451,18 @@ def overfits_batch(
                 raise NotApplicableError(f"the loss begins at {number(first)}: a fraction of it cannot be reached")
             if done == steps or (done and last <= below * first):
                 break
-            _step(taken, functools.partial(_with_gradients, prepared, done))
+            try:
+                taken.step()
+            except Exception as error:
+                name = type(taken).__name__
+                raise NotApplicableError(f"{name} raised {line_of(error)}: pass another optimizer=") from error
         still = [
             name for name, p in prepared.model.named_parameters() if name in before and torch.equal(p, before[name])
         ]
     moved = f"; {count(len(still), 'parameter')} never moved" if still else ""
     if last <= below * first:
         names = f": {listed(still)}" if still else ""
-        said = f"loss {number(first)} → {number(last)} in {count(done, 'step')}{moved}{names}"
-        if guesses is None or first <= 2 * guesses:
-            return said
-        return Violation.at(
-            ROOT,
-            f"begins at a cross entropy of {number(first)}, equal guesses have {number(guesses)}; {said}",
-            advice="It begins with confident wrong guesses: look at the scale of the last layer and of the inputs.",
-            level="hint",
-        )
+        return f"loss {number(first)} → {number(last)} in {count(done, 'step')}{moved}{names}"
     name = still[0] if still else ROOT
     return Violation.at(
         name,
@@ -404,60 +472,6 @@ def overfits_batch(
         advice="Look for a detached or frozen part, a softmax before a cross entropy, targets that do not belong "
         "to the inputs; or pass more steps=, another optimizer=.",
     )
-
-
-def _loss_of_equal_guesses(trace: Trace) -> float | None:
-    """Return the mean cross entropy of equal guesses; None if the loss is not that of an output of classes."""
-    output, loss = trace.output, trace.loss
-    is_entropy = loss is not None and type(loss.grad_fn).__name__.startswith("NllLoss")
-    if not (is_entropy and isinstance(output, Tensor) and output.ndim == 2 and output.shape[1] > 1):
-        return None
-    guesses = math.log(output.shape[1])
-    assert loss is not None
-    is_sum = 0.5 * guesses <= loss.item() / len(output) <= 1.5 * guesses
-    return None if is_sum else guesses
-
-
-def _adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return Adam with an ``eps`` that is not 0 in the dtypes of the parameters, as its default is in float16."""
-    return torch.optim.Adam(parameters, 1e-2, eps=max(1e-8, *(torch.finfo(p.dtype).tiny for p in parameters)))
-
-
-def _made(optimizer: Callable[[Any], torch.optim.Optimizer], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    try:
-        made = optimizer(parameters)
-    except Exception as error:
-        raise UsageError(f"optimizer= raised {line_of(error)}, given a list of parameters") from error
-    if not isinstance(made, torch.optim.Optimizer):
-        raise UsageError(f"optimizer= returns a torch.optim.Optimizer; got {type(made).__name__}")
-    return made
-
-
-def _with_gradients(prepared: PreparedModel, i: int) -> Trace:
-    """Run a step of training, and set the gradients of the parameters."""
-    trace = prepared.run(backward=True, seed=f"step {i}", traced=i == 0)
-    if trace.error is not None and not trace.in_backward:
-        raise NotApplicableError(f"the model does not run on these inputs: {trace.failure}") from trace.error
-    for name, p in prepared.model.named_parameters():
-        p.grad = trace.gradients.get(name)
-    return trace
-
-
-def _step(optimizer: torch.optim.Optimizer, run: Callable[[], Trace]) -> None:
-    """Take a step, with a closure if the optimizer needs one, as LBFGS does."""
-    wanted: Any = [lambda: run().loss for p in inspect.signature(optimizer.step).parameters.values() if _is_needed(p)]
-    try:
-        optimizer.step(*wanted)
-    except (NotApplicableError, UsageError):
-        raise
-    except Exception as error:
-        name = type(optimizer).__name__
-        raise NotApplicableError(f"{name} raised {line_of(error)}: pass another optimizer=") from error
-
-
-def _is_needed(parameter: inspect.Parameter) -> bool:
-    named = parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return named and parameter.default is inspect.Parameter.empty
 
 
 @check_unmodified

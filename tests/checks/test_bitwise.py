@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe import ModelProbe, UsageError, checks
+from pytest_modelprobe import ModelProbe, checks
 
 
 class Layer(nn.Module):
@@ -75,12 +75,6 @@ def test_a_row_at_another_place_is_compared(probe: ModelProbe, rows: Tensor) -> 
     assert "1, 2, 3, 4, 5, 8, 16, 32 and 64" in found.text
 
 
-def test_a_single_row_gets_other_neighbors(probe: ModelProbe) -> None:
-    model = Layer(lambda x: x * (1 + 2**-23 * (x != x[:1]).any()))
-    found = checks.any_batch_size.outcome(probe, model, torch.tensor([[1.0, 2.0, 3.0]]), bitwise=True)
-    assert found.text.startswith("(root) returns other bits for the same row in a batch of 3 instead of 1: ")
-
-
 def test_rows_that_are_computed_one_by_one_have_the_same_bits(probe: ModelProbe, rows: Tensor) -> None:
     model = nn.Sequential(RowByRow(3, 5), nn.Tanh(), nn.LayerNorm(5), RowByRow(5, 2))
     found = checks.any_batch_size(probe, model, rows, bitwise=True)
@@ -94,7 +88,7 @@ def test_what_differs_inside_alone_is_said(probe: ModelProbe, rows: Tensor) -> N
     assert found.text.endswith("; layers inside differ, but the output agrees: first 0 output")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
 def test_one_more_in_the_last_place_is_seen_in_each_dtype(dtype: torch.dtype, probe: ModelProbe) -> None:
     def moved(x: Tensor) -> Tensor:
         return x if len(x) > 1 else x * (1 + torch.finfo(x.dtype).eps)
@@ -102,12 +96,6 @@ def test_one_more_in_the_last_place_is_seen_in_each_dtype(dtype: torch.dtype, pr
     x = torch.tensor([[1.0, 1.0], [1.0, 1.5]]).to(dtype)
     found = checks.any_batch_size.outcome(probe, Layer(moved), x, bitwise=True)
     assert "in a batch of 1 instead of 2: output differs by up to 1 ulp;" in found.text
-
-
-def test_zeros_of_another_sign_are_other_bits(probe: ModelProbe) -> None:
-    model = Layer(lambda x: x * 0.0 if len(x) > 1 else x * -0.0)
-    found = checks.any_batch_size.outcome(probe, model, torch.ones(2, 3), bitwise=True)
-    assert "output differs by up to its sign of zero" in found.text
 
 
 def test_a_model_that_does_not_repeat_is_not_applicable(probe: ModelProbe, rows: Tensor) -> None:
@@ -120,17 +108,3 @@ def test_a_model_without_a_batch_is_not_applicable(probe: ModelProbe) -> None:
     assert (
         checks.any_batch_size.outcome(probe, nn.Linear(3, 2), torch.ones(3), bitwise=True).verdict == "not applicable"
     )
-
-
-def test_the_option_is_a_bool(probe: ModelProbe, rows: Tensor) -> None:
-    with pytest.raises(UsageError, match="bitwise= of any_batch_size is True or False; got 3"):
-        checks.any_batch_size(probe, nn.Tanh(), rows, bitwise=3)
-
-
-def test_a_transformer_with_a_cache_may_be_asked(probe: ModelProbe) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20, n_positions=8)
-    model = probe.build(lambda: transformers.GPT2LMHeadModel(config))
-    found = checks.any_batch_size.outcome(probe, model, probe.randint(0, 20, (3, 6)), bitwise=True)
-    assert found.verdict in ("holds", "broken")  # it depends on the machine
-    assert "bits" in found.text

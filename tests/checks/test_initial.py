@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -35,10 +34,9 @@ def entropy(logits: Tensor) -> Tensor:
 def test_images_that_are_not_scaled_are_a_hint() -> None:
     found = first_loss(net(), IMAGES * 255, loss=entropy)
     assert found.verdict == "hint"
-    first, table, advice = found.text.split("\n\n")
+    first, advice = found.text.split("\n\n")
     assert first.startswith("(root) begins at a cross entropy of ")
     assert first.endswith(" for 64 targets of 10 classes, where equal guesses have 2.303")
-    assert table.splitlines()[0].split("   ")[0] == "function"
     assert advice == "It begins with confident wrong guesses: look at the scale of the last layer and of the inputs."
 
 
@@ -110,29 +108,18 @@ def test_a_language_model_returns_its_loss() -> None:
     assert found.verdict == "hint"
 
 
-NOT_APPLICABLE: dict[str, tuple[Callable[[Tensor], Tensor] | None, str]] = {
-    "another loss": (lambda y: y.square().mean(), "no cross entropy of torch.nn.functional was computed: pass loss="),
-    "no loss": (None, "no cross entropy of torch.nn.functional was computed: pass loss="),
-    "two targets": (
-        lambda y: F.cross_entropy(y[:2], LABELS[:2]),
-        "a cross entropy of 2 targets may be far by chance: give a larger batch",
-    ),
-    "no probabilities": (lambda y: F.nll_loss(y, LABELS), "the input of nll_loss has no logarithms of probabilities"),
-    "one class": (lambda y: F.cross_entropy(y[:, :1], LABELS * 0), "a cross entropy of one class is 0"),
+NOT_APPLICABLE: dict[str, Callable[[Tensor], Tensor] | None] = {
+    "another loss": lambda y: y.square().mean(),
+    "no loss": None,
+    "two targets": lambda y: F.cross_entropy(y[:2], LABELS[:2]),
+    "no probabilities": lambda y: F.nll_loss(y, LABELS),
+    "one class": lambda y: F.cross_entropy(y[:, :1], LABELS * 0),
 }
 
 
 @pytest.mark.parametrize("name", NOT_APPLICABLE)
 def test_what_has_no_equal_guesses_is_not_applicable(name: str) -> None:
-    loss, said = NOT_APPLICABLE[name]
-    found = first_loss(net(), loss=loss)
-    assert found.verdict == "not applicable"
-    assert said in found.text
-
-
-def test_the_model_stays_as_it_was() -> None:
-    model = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)).eval()
-    before = copy.deepcopy(model.state_dict())
-    first_loss(model, loss=entropy)
-    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-    assert not model.training
+    assert first_loss(net(), loss=NOT_APPLICABLE[name]).text == (
+        "no cross entropy of torch.nn.functional for 4 or more targets was computed: pass loss=, or the targets to a "
+        "model that returns its loss"
+    )

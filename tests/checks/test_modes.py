@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -57,22 +56,9 @@ def test_a_row_for_padding_that_an_initialization_wrote_over_is_named(probe: Mod
         assert first == "embed.weight is not zero in row 2, its padding_idx: up to 0.5, which no gradient changes"
 
 
-def test_a_row_for_padding_that_is_zero_is_counted(probe: ModelProbe) -> None:
-    found = checks.initialized(probe, Padded())
-    assert found.text == (
-        "2 parameters and buffers, as far as values show; not looked at, whether each was written to: no factory=; "
-        "1 row for padding"
-    )
-
-
 def test_a_row_for_padding_that_a_tied_head_trains_may_hold_anything(probe: ModelProbe) -> None:
     model = Padded(tied=True)
     nn.init.ones_(model.embed.weight)
-    assert checks.initialized(probe, model).verdict == "holds"
-
-
-def test_a_frozen_row_for_padding_may_hold_anything(probe: ModelProbe) -> None:
-    model = nn.Embedding.from_pretrained(torch.ones(4, 2), padding_idx=0)
     assert checks.initialized(probe, model).verdict == "holds"
 
 
@@ -194,26 +180,6 @@ HEALTHY: dict[str, Any] = {
 def test_without_randomness_the_modes_of_a_healthy_model_agree(probe: ModelProbe, rows: Tensor, name: str) -> None:
     assert checks.modes_agree(probe, between(HEALTHY[name]()), rows).verdict == "holds"
     assert checks.modes_agree.outcome(probe, HEALTHY[name](), rows).verdict != "broken"
-
-
-def test_attention_that_drops_agrees_with_itself_in_evaluation(probe: ModelProbe) -> None:
-    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.3, batch_first=True)
-    found = checks.modes_agree(probe, nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), probe.randn(2, 5, 8))
-    assert "left out" not in found.text
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_nested_tensors_between_layers_are_compared(probe: ModelProbe, rows: Tensor) -> None:
-    nested = Own(lambda self, x: torch.nested.as_nested_tensor(list(x), layout=torch.strided))
-    padded = Own(lambda self, x: x.to_padded_tensor(0.0))
-    assert checks.modes_agree(probe, nn.Sequential(nested, nn.Linear(8, 8), padded), rows[None]).text == "6 layers"
-
-
-def test_further_heads_in_training_are_left_out(probe: ModelProbe, rows: Tensor) -> None:
-    model = Own(lambda self, x: (x, x) if self.training else x)
-    assert checks.modes_agree(probe, model, rows).text == (
-        "1 layer; not compared: (root), called otherwise or with other outputs"
-    )
 
 
 def test_what_gives_out_something_else_in_training_is_said_not_to_be_compared(probe: ModelProbe, rows: Tensor) -> None:
@@ -374,170 +340,3 @@ def test_what_counts_by_its_values_alone_is_said(probe: ModelProbe, rows: Tensor
     assert checks.inputs_used(probe, model, user=rows * 3, item=rows + 1).text == (
         "2 inputs; features 6 to 7 of 8 of user by values alone, without a gradient"
     )
-
-
-# --- dropout_scaled -----------------------------------------------------------------------------------------------
-
-
-class Dropped(nn.Module):
-    """Dropout by hand: what is kept is divided by the share that is kept, to a power."""
-
-    def __init__(self, p: float = 0.1, power: int = 1) -> None:
-        super().__init__()
-        self.p, self.power = p, power
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (torch.rand_like(x) >= self.p) / (1 - self.p) ** self.power if self.training else x
-
-
-class Classic(nn.Module):
-    """Dropout as it was first written: evaluation multiplies."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (torch.rand_like(x) >= 0.3) if self.training else x * 0.7
-
-
-class Residual(nn.Module):
-    """A block that drops its branch in its own code."""
-
-    def __init__(self, power: int = 1) -> None:
-        super().__init__()
-        self.branch, self.power = nn.Linear(WIDTH, WIDTH), power
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.branch(x)
-        if self.training:
-            y = y * (torch.rand(len(x), 1) >= 0.2) / 0.8**self.power
-        return x + y
-
-
-@pytest.mark.parametrize(
-    "layer", [DropPath(), DropPath(0.01), Dropped(), Dropped(0.5), Dropped(0.0), Classic(), Residual()]
-)
-def test_what_drops_and_scales_is_right(probe: ModelProbe, rows: Tensor, layer: nn.Module) -> None:
-    assert checks.dropout_scaled(probe, between(layer), rows).text == "1 layer"
-
-
-def test_a_dropped_path_that_is_not_scaled_is_named(probe: ModelProbe, rows: Tensor) -> None:
-    found = checks.dropout_scaled.outcome(probe, between(DropPath(power=0)), rows)
-    assert named(found) == "2"
-    first, _, columns, row, _, advice = str(found).splitlines()
-    said = re.fullmatch(
-        r"layer '2' \(DropPath\) keeps (\d+(?:\.\d)?) % of its values in training and multiplies them by 1: "
-        r"the mean is (\d+(?:\.\d)?) % of the mean in evaluation mode",
-        first,
-    )
-    assert said
-    assert all(75 < float(percent) < 85 for percent in said.groups())
-    assert columns.split() == ["layer", "keeps", "times", "mean"]
-    assert row.startswith("2 ")
-    assert advice == "Elements that are kept with probability q have to be divided by q, once, in training."
-
-
-@pytest.mark.parametrize(
-    "layer", [DropPath(0.01, power=0), DropPath(0.1, power=2), Dropped(0.05, power=2), Dropped(power=0), Residual(0)]
-)
-def test_dropout_by_hand_that_is_scaled_wrongly_is_named(probe: ModelProbe, rows: Tensor, layer: nn.Module) -> None:
-    assert named(checks.dropout_scaled.outcome(probe, between(layer), rows)) == "2"
-
-
-def test_what_does_something_else_with_random_numbers_is_left_out(probe: ModelProbe, rows: Tensor) -> None:
-    noise = Own(lambda self, x: x + torch.randn_like(x) if self.training else x)
-    found = checks.dropout_scaled(probe, nn.Sequential(between(DropPath()), noise), rows)
-    assert found.text == "1 layer; left out: 1"
-
-
-def test_augmentation_of_the_inputs_is_left_out(probe: ModelProbe, rows: Tensor) -> None:
-    found = checks.dropout_scaled.outcome(probe, nn.Sequential(DropPath(power=0), nn.Linear(WIDTH, 2)), rows)
-    assert found.verdict == "not applicable"
-    assert found.text == "no layer has dropout of its own; left out: 0"
-
-
-class Masked(nn.Module):
-    """A model that drops in its own code: at the end, before its last layer, in a residual branch, or its input."""
-
-    def __init__(self, where: str, p: float = 0.3, power: int = 1) -> None:
-        super().__init__()
-        self.where, self.p, self.power = where, p, power
-        self.stem, self.branch, self.head = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def drop(self, where: str, x: Tensor) -> Tensor:
-        if where != self.where or not self.training:
-            return x
-        return x * (torch.rand_like(x) > self.p) / (1 - self.p) ** self.power
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(self.drop("input", x))
-        x = x + self.drop("branch", self.branch(x))
-        return self.drop("end", self.head(self.drop("middle", x)))
-
-
-@pytest.mark.parametrize(
-    ("where", "values"),
-    [
-        ("end", "its values"),
-        ("middle", "the values that head takes"),
-        ("branch", "the values that head takes"),
-    ],
-)
-def test_a_mask_without_its_scale_in_the_code_of_the_model_is_named(
-    probe: ModelProbe, rows: Tensor, where: str, values: str
-) -> None:
-    found = checks.dropout_scaled.outcome(probe, Masked(where, power=0), rows)
-    assert found.layer == "(root)"
-    assert re.match(
-        rf"\(root\) keeps (6\d|7\d)(\.\d)? % of {values} in training and multiplies them by 1: ", found.text
-    )
-
-
-@pytest.mark.parametrize("where", ["end", "middle", "branch"])
-def test_a_mask_with_its_scale_in_the_code_of_the_model_passes(probe: ModelProbe, rows: Tensor, where: str) -> None:
-    assert checks.dropout_scaled(probe, Masked(where), rows).text == "1 layer"
-
-
-def test_augmentation_in_the_code_of_the_model_is_left_out(probe: ModelProbe, rows: Tensor) -> None:
-    found = checks.dropout_scaled.outcome(probe, Masked("input", power=0), rows)
-    assert found.text == "no layer has dropout of its own; left out: (root)"
-
-
-class LayerDrop(nn.ModuleList):
-    """Leaves out layers at random: does not call them, or calls them for nothing."""
-
-    def __init__(self, number: int, *, called: bool) -> None:
-        super().__init__(nn.Linear(WIDTH, WIDTH) for _ in range(number))
-        self.called = called
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self:
-            y = layer(x) if self.called else None
-            if not (self.training and torch.rand([]) < 0.5):
-                x = x + (layer(x) if y is None else y)
-        return x
-
-
-@pytest.mark.parametrize("called", [True, False])
-@pytest.mark.parametrize("number", [1, 3])
-def test_layers_that_are_left_out_at_random_are_no_dropout(
-    probe: ModelProbe, rows: Tensor, number: int, called: bool
-) -> None:
-    found = checks.dropout_scaled.outcome(probe, between(LayerDrop(number, called=called)), rows)
-    assert found.text == "no layer has dropout of its own; left out: 2"
-
-
-def test_a_condition_that_is_left_out_for_some_rows_is_no_dropout(probe: ModelProbe, rows: Tensor) -> None:
-    class Guided(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.condition, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
-
-        def forward(self, x: Tensor, given: Tensor) -> Tensor:
-            condition = self.condition(given)
-            return self.head(condition * (torch.rand(len(x), 1) > 0.2) if self.training else condition) + x[:, :2]
-
-    found = checks.dropout_scaled.outcome(probe, Guided(), rows, rows + 1)
-    assert found.text == "no layer has dropout of its own; left out: (root)"
-
-
-def test_dropout_of_torch_needs_no_judging(probe: ModelProbe, rows: Tensor) -> None:
-    found = checks.dropout_scaled.outcome(probe, between(nn.Dropout(0.5)), rows)
-    assert found.text == "no layer has dropout of its own"

@@ -33,7 +33,7 @@ class Closure(nn.Module):
         return out
 
 
-COPIED = ("state_dict_round_trip", "dtype_parity", "checkpoint_parity", "gradcheck", "export_parity")
+COPIED = ("state_dict_round_trip", "dtype_parity")
 
 
 @pytest.mark.parametrize("name", COPIED)
@@ -41,15 +41,6 @@ def test_a_copy_that_computes_with_the_original_is_not_the_fault_of_another_chec
     found = getattr(checks, name).outcome(probe, nn.Sequential(Closure()), probe.randn(4, 8))
     assert found.text == "a copy of the model computes with 0.mlp.weight of the model itself: see copy_and_pickle"
     assert found.verdict == "not applicable"
-
-
-@pytest.mark.parametrize("name", COPIED)
-def test_what_build_made_is_made_again_where_a_copy_is_none(probe: ModelProbe, name: str) -> None:
-    model = probe.build(Closure)
-    with torch.no_grad():
-        model.mlp.weight.add_(1)
-    outcome = getattr(checks, name).outcome(probe, model, probe.randn(4, 8))
-    assert outcome.verdict == "holds", outcome
 
 
 def test_a_copy_that_computes_with_the_original_is_named(probe: ModelProbe) -> None:
@@ -66,7 +57,7 @@ def test_of_a_copy_that_computes_with_the_original_one_check_is_broken(probe: Mo
     with pytest.raises(AssertionError) as error:
         checks.standard(probe, Closure(), probe.randn(4, 8))
     assert str(error.value).startswith("mlp.weight is not copied: after copy.deepcopy ")
-    assert "; 1 check of 25 broken; " in str(error.value)
+    assert "; 1 check of 23 broken; " in str(error.value)
 
 
 def test_a_closure_over_a_weight_is_no_copy_though_the_numbers_agree(probe: ModelProbe) -> None:
@@ -103,8 +94,8 @@ def test_all_checks_that_are_broken_are_named_in_the_first_line(probe: ModelProb
     with pytest.raises(AssertionError) as error:
         checks.standard(probe, model, probe.randn(4, 8))
     assert str(error.value).partition("\n")[0] == (
-        "extra[0] is a module (Linear) that the model has not registered; 3 checks of 25 broken: registered, "
-        "batch_independent and any_batch_size; 13 hold, 9 are not applicable"
+        "extra[0] is a module (Linear) that the model has not registered; 3 checks of 23 broken: registered, "
+        "batch_independent and any_batch_size; 13 hold, 7 are not applicable"
     )
 
 
@@ -137,10 +128,7 @@ def test_a_part_that_changes_its_input_in_place_is_named_of_a_checkpoint(probe: 
     model = Halves(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 2)))
     found = checks.checkpoint_parity.outcome(probe, model, probe.randn(4, 8))
     assert found.layer == "head"
-    assert found.text.startswith(
-        "head changes its input in place, and cannot be checkpointed (not reentrant): RuntimeError: one of the vari"
-    )
-    assert found.text.endswith("Compute it out of place there (inplace=False, x = x + ...), or clone the input first.")
+    assert found.text.startswith("head cannot be checkpointed (not reentrant): RuntimeError: one of the variables")
 
 
 class Quantizer(nn.Module):
@@ -162,30 +150,12 @@ def test_a_part_that_moves_its_buffer_is_named_of_a_checkpoint(probe: ModelProbe
     found = checks.checkpoint_parity.outcome(probe, Halves(Quantizer()), probe.randn(4, 8))
     assert found.layer == "head"
     assert found.text.startswith(
-        "head writes to head.codes and runs twice when checkpointed: body.1.weight gets another gradient under "
+        "head computes something else when a checkpoint runs it again: body.1.weight gets another gradient under "
         "checkpointing (not reentrant): "
     )
 
 
 # --- modes ------------------------------------------------------------------------------------------------------------
-
-
-class Masked(nn.Module):
-    """Replaces positions by a learned vector, in both modes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Parameter(torch.rand(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x[torch.rand(x.shape[:2]) < 0.4] = self.embedding
-        return x
-
-
-def test_what_is_drawn_in_evaluation_too_is_no_dropout(probe: ModelProbe) -> None:
-    model = nn.Sequential(nn.Linear(4, 8), Masked(), nn.Linear(8, 2))
-    found = checks.dropout_scaled.outcome(probe, model, probe.randn(2, 30, 4))
-    assert found.text == "no layer has dropout of its own; left out: 1"
 
 
 class Router(nn.Module):
@@ -213,11 +183,6 @@ class WithLoss(nn.Module):
 def test_a_loss_of_training_alone_is_no_other_mode(probe: ModelProbe) -> None:
     found = checks.modes_agree(probe, WithLoss(), probe.randn(4, 8))
     assert found.text == "3 layers; not compared: router output[1], 0 in evaluation mode"
-
-
-def test_beside_a_loss_of_training_alone_another_output_is_compared(probe: ModelProbe) -> None:
-    found = checks.modes_agree.outcome(probe, WithLoss(2.0), probe.randn(4, 8))
-    assert found.text.startswith("(root) computes something else from the same inputs in training mode ")
 
 
 # --- export -----------------------------------------------------------------------------------------------------------
@@ -254,11 +219,6 @@ def test_the_first_layer_that_an_export_computes_otherwise_is_named(
     found = checks.export_parity.outcome(probe, Exported(Odd(*scales)), probe.randn(4, 8))
     assert found.layer == "odd"
     assert found.text.startswith("odd returns another output when exported: changed by ")
-
-
-def test_code_between_layers_that_an_export_computes_otherwise_is_named_by_its_own_layer(probe: ModelProbe) -> None:
-    found = checks.export_parity.outcome(probe, nn.Sequential(Exported(Odd(1.0, 1.0), 3.0)), probe.randn(4, 8))
-    assert found.text.startswith("layer '0' (Exported) returns another input of 0.head when exported: changed by 200 %")
 
 
 # --- infinities -------------------------------------------------------------------------------------------------------

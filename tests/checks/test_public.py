@@ -54,10 +54,8 @@ def test_signal_jepa_contextual_of_braindecode_writes_into_what_a_part_took(prob
     found = checks.checkpoint_parity.outcome(probe, Contextual(), probe.randn(4, 8))
     assert found.layer == "positions"
     assert found.text.startswith(
-        "positions takes what (root) changes in place after the call, and cannot be checkpointed (not "
-        "reentrant): RuntimeError: one of the variables needed"
+        "positions cannot be checkpointed (not reentrant): RuntimeError: one of the variables needed"
     )
-    assert found.text.endswith("Compute it out of place there (inplace=False, x = x + ...), or clone the input first.")
 
 
 ORDERS = itertools.cycle([1, -1])
@@ -151,30 +149,6 @@ def test_masks_of_conditional_auto_regressive_nn_of_pyro_that_layers_register_ar
     assert found.text.startswith(
         "mask_skip is a tensor that the model has not registered\n\nwhere       what\nmask_skip   a tensor\n\n"
     )
-
-
-class Spiking(nn.Module):
-    """Has its hidden state in a buffer that is not persistent, and keeps its last spikes."""
-
-    mem: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.register_buffer("mem", torch.zeros(0), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.mem.shape[0]:
-            self.mem = torch.zeros_like(x)
-        self.spk = (self.mem > 1).float()
-        self.mem = 0.9 * self.mem + self.linear(x + self.mem)
-        return self.mem * 1
-
-
-def test_the_hidden_state_of_sconv2dlstm_of_snntorch_is_named_among_what_is_lost(probe: ModelProbe) -> None:
-    found = checks.state_dict_round_trip.outcome(probe, Spiking(), probe.randn(4, 8))
-    assert found.verdict == "hint"
-    assert found.text.endswith("a counter, statistics, a hidden state; attributes that it set: mem and spk.")
 
 
 class Attending(nn.Module):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -68,39 +69,30 @@ LINEAR_RETURNS_VIEWS = nn.Linear(1, 1)(torch.ones(1, 1, 1))._is_view()
 """Whether the output of a linear layer is a view, as it was before torch 2.15."""
 
 
-def case(
-    name: str,
-    factory: Callable[[], nn.Module],
-    inputs: Callable[[ModelProbe], Any],
-    *,
-    loss: Callable[[Any], Tensor] = own_loss,
-    xfail: Mapping[str, str] | None = None,
-) -> checks.Case:
-    return checks.Case(name=name, factory=factory, inputs=inputs, loss=loss, xfail=xfail or {})
-
-
 CASES = [
-    case("llama", made("LlamaForCausalLM", "LlamaConfig", **COMMON, num_key_value_heads=1), labeled),
-    case(
-        "mixtral",
-        made("MixtralForCausalLM", "MixtralConfig", **COMMON, num_key_value_heads=1, num_local_experts=4),
-        labeled,
+    checks.Case(
+        name="llama", factory=made("LlamaForCausalLM", "LlamaConfig", **COMMON, num_key_value_heads=1), inputs=labeled
     ),
-    case(
-        "mamba",
-        made(
+    checks.Case(
+        name="mixtral",
+        factory=made("MixtralForCausalLM", "MixtralConfig", **COMMON, num_key_value_heads=1, num_local_experts=4),
+        inputs=labeled,
+    ),
+    checks.Case(
+        name="mamba",
+        factory=made(
             "MambaForCausalLM", "MambaConfig", hidden_size=16, num_hidden_layers=1, vocab_size=VOCABULARY, state_size=4
         ),
-        labeled,
+        inputs=labeled,
         xfail={
             "dtype_parity": "it casts its logits to float32 whatever its own dtype is",
             "padding_invariant": "the state that it returns goes on through padding behind the last word",
         },
     ),
-    case("bert", made("BertForMaskedLM", "BertConfig", **COMMON), labeled),
-    case(
-        "t5",
-        made(
+    checks.Case(name="bert", factory=made("BertForMaskedLM", "BertConfig", **COMMON), inputs=labeled),
+    checks.Case(
+        name="t5",
+        factory=made(
             "T5ForConditionalGeneration",
             "T5Config",
             d_model=16,
@@ -111,12 +103,12 @@ CASES = [
             vocab_size=VOCABULARY,
             decoder_start_token_id=0,
         ),
-        labeled,
+        inputs=labeled,
     ),
-    case(
-        "wav2vec2",
-        made("Wav2Vec2ForCTC", "Wav2Vec2Config", **AUDIO, pad_token_id=0),
-        lambda probe: {
+    checks.Case(
+        name="wav2vec2",
+        factory=made("Wav2Vec2ForCTC", "Wav2Vec2Config", **AUDIO, pad_token_id=0),
+        inputs=lambda probe: {
             "input_values": probe.randn(ROWS, 400),
             "attention_mask": torch.ones(ROWS, 400, dtype=torch.long),
             "labels": ids(probe)[:, :4],
@@ -130,10 +122,14 @@ CASES = [
             ),
         },
     ),
-    case("vit", made("ViTForImageClassification", "ViTConfig", **IMAGE, image_size=32, patch_size=8), image),
-    case(
-        "resnet",
-        made(
+    checks.Case(
+        name="vit",
+        factory=made("ViTForImageClassification", "ViTConfig", **IMAGE, image_size=32, patch_size=8),
+        inputs=image,
+    ),
+    checks.Case(
+        name="resnet",
+        factory=made(
             "ResNetForImageClassification",
             "ResNetConfig",
             embedding_size=8,
@@ -141,7 +137,7 @@ CASES = [
             depths=[1, 1],
             layer_type="basic",
         ),
-        image,
+        inputs=image,
     ),
 ]
 
@@ -149,8 +145,11 @@ LIKE_OTHERS = {"bert", "llama", "vit"}
 """Run in `tox -e long` alone."""
 
 
-@checks.parametrize_with_checks(
-    [one for one in CASES if one.name not in LIKE_OTHERS or "MODELPROBE_LONG" in os.environ]
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.name not in LIKE_OTHERS or "MODELPROBE_LONG" in os.environ],
+    ids=lambda case: case.name,
 )
-def test_standard(modelprobe: ModelProbe, check: Callable[[ModelProbe], Any]) -> None:
-    check(modelprobe)
+def test_standard(modelprobe: ModelProbe, case: checks.Case) -> None:
+    model, inputs = modelprobe.build(case.factory), case.inputs(modelprobe)
+    checks.standard(modelprobe, model, loss=own_loss, skip=[*case.xfail], kwargs=inputs)

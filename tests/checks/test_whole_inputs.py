@@ -99,13 +99,6 @@ def test_types_of_tokens_and_positions_that_are_not_used_are_a_hint() -> None:
     assert outcome(alone, token_type_ids=ZEROS, labels=ZEROS.clone()).layer == "labels"
 
 
-def test_a_mask_that_leaves_out_whole_rows_is_flipped() -> None:
-    mask = torch.tensor([[0.0], [1.0], [0.0]])
-    assert outcome(alone, mask=mask).text.startswith("mask is not used: flipped, it changes no output")
-    used = outcome(lambda model, x, mask, **_: model.head(x).mean(1) * mask, mask=mask)
-    assert used.text.endswith("; mask flipped")
-
-
 def test_identifiers_that_are_not_used_are_named_with_the_layer_that_sees_them_last() -> None:
     found = outcome(lambda model, x, **_: model.head(torch.zeros_like(x)))
     assert found.text.startswith("input is not used: replaced by others that occur in it and replaced by integers ")
@@ -136,11 +129,3 @@ def test_an_input_may_be_ignored_where_another_replaces_it() -> None:
         probe, probe.build(Either), ids=probe.randint(0, 10, (3, 6)), embedded=probe.randn(3, 6, 4)
     )
     assert found.text == "2 inputs; ids is used if embedded is left out"
-
-
-def test_labels_may_change_a_number_of_python_alone() -> None:
-    def code(model: Words, x: Tensor, *, labels: Tensor, **_: Any) -> dict[str, Any]:
-        logits = model.head(x)
-        return {"logits": logits, "loss": float(F.cross_entropy(logits.mT, labels))}
-
-    assert outcome(code, labels=ZEROS).text.startswith("2 inputs; input replaced by others that occur in it; labels ")

@@ -16,18 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe.checks.machinery.agreement import (
-    Disagreement,
-    Pairs,
-    check_not_random,
-    disagreements,
-    violation_of,
-)
-from pytest_modelprobe.checks.machinery.check import check
-from pytest_modelprobe.checks.machinery.masking import MaskedOut, left_out
-from pytest_modelprobe.checks.machinery.prepared import LayerTensor, PreparedModel, Trace
-from pytest_modelprobe.checks.machinery.rounding import as_double, is_rounded
+from pytest_modelprobe.checks.agreement import Disagreement, Pairs, check_not_random, disagreements, violation_of
+from pytest_modelprobe.checks.check import check
 from pytest_modelprobe.checks.outcome import NotApplicableError, Violation, line_of
+from pytest_modelprobe.checks.positions import MaskedOut, left_out
+from pytest_modelprobe.checks.rounding import as_double, is_rounded
+from pytest_modelprobe.checks.session import LayerTensor, PreparedModel, Trace
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import Layers
 from pytest_modelprobe.record import ROOT
@@ -274,7 +268,8 @@ def _compared(one: Trace, two: Trace, case: _Case, tolerance: float | None) -> l
 def _at_real_positions(case: _Case) -> Pairs:
     """Return what makes pairs of the parts of tensors at positions that no mask leaves out."""
 
-    def pairs(one: Tensor, two: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def pairs(given: LayerTensor, two: Tensor, /) -> list[tuple[Tensor, Tensor]]:
+        one = given.tensor
         if not case.excluded or one.shape != two.shape:
             return [(one, two)]
         batch, length = case.shape

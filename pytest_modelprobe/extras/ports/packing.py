@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pytest_modelprobe.checks.machinery.agreement import changed, check_not_random
-from pytest_modelprobe.checks.machinery.check import arguments_of, check
-from pytest_modelprobe.checks.machinery.evidence import CACHES, KEYS_AND_VALUES
-from pytest_modelprobe.checks.machinery.pieces import Layout, Pieces
-from pytest_modelprobe.checks.machinery.prepared import LayerTensor, PreparedModel, Trace, copy_of
-from pytest_modelprobe.checks.machinery.rounding import is_rounded, limit, relative_error
+from pytest_modelprobe.checks.agreement import changed, check_not_random
+from pytest_modelprobe.checks.check import arguments_of, check
+from pytest_modelprobe.checks.incremental import Layout, Pieces
 from pytest_modelprobe.checks.outcome import NotApplicableError, Violation, line_of
+from pytest_modelprobe.checks.positions import CACHES, KEYS_AND_VALUES
+from pytest_modelprobe.checks.rounding import is_rounded, limit, relative_error
 from pytest_modelprobe.checks.sequence import replacement, sequence
+from pytest_modelprobe.checks.session import LayerTensor, PreparedModel, Trace, copy_of
 from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.text import count, listed

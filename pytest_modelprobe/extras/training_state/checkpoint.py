@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe._torch import Operation, TorchDispatchMode, schema, storage_key
-from pytest_modelprobe.checks.machinery.check import StateCheck, noted
-from pytest_modelprobe.checks.machinery.prepared import all_named
-from pytest_modelprobe.checks.machinery.rounding import as_double, differing_bits, is_rounded, plain
+from pytest_modelprobe.checks.check import StateCheck, noted
 from pytest_modelprobe.checks.outcome import NotApplicableError, Outcome, Violation, line_of, message_of
 from pytest_modelprobe.checks.registration import copy_on_cpu, made_model, new_memory, temporary_names
+from pytest_modelprobe.checks.rounding import as_double, differing_bits, is_rounded, plain
+from pytest_modelprobe.checks.session import all_named
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import (
     ModelState,

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe.checks.machinery.check import check_unmodified, noted
-from pytest_modelprobe.checks.machinery.prepared import PreparedModel, all_named
-from pytest_modelprobe.checks.machinery.rounding import as_double, differing_bits, is_rounded, plain
+from pytest_modelprobe.checks.check import check_unmodified, noted
 from pytest_modelprobe.checks.outcome import NotApplicableError, Violation, line_of
 from pytest_modelprobe.checks.registration import copy_on_cpu, made_model, meant, new_memory, temporary_names
+from pytest_modelprobe.checks.rounding import as_double, differing_bits, is_rounded, plain
+from pytest_modelprobe.checks.session import PreparedModel, all_named
 from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.models import has_dense_storage, seeding, unexpanded
 from pytest_modelprobe.probe import ModelProbe

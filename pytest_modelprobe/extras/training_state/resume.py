@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from pytest_modelprobe.checks.machinery.check import StateCheck, noted
+from pytest_modelprobe.checks.check import StateCheck, noted
 from pytest_modelprobe.checks.outcome import Outcome
 from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import UsageError

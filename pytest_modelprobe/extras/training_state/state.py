@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
-from pytest_modelprobe.checks.machinery.rounding import relative_error
 from pytest_modelprobe.checks.outcome import line_of
+from pytest_modelprobe.checks.rounding import relative_error
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import GENERATORS, as_array, detached_copy
 from pytest_modelprobe.record import qualified

@@ -1,14 +1,16 @@
-"""Whether a model is meant to be causal, and which state it takes: from its attention, and from its names.
+"""What a model shows of positions: which masks leave out, over which it attends, and which state it takes.
 
-A check among the standard ones must not fail a model that was never meant to have the property. So it asks first what
-the model shows: triangular masks, attention over positions, the names of classes, arguments and outputs.
+Libraries disagree on what a mask marks: 0 is left out in an ``attention_mask``, True in a ``key_padding_mask``. A check
+among the standard ones must not fail a model that was never meant to be causal, so `causal_input` asks first what the
+model shows: triangular masks, attention over positions, the names of classes, arguments and outputs.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +20,117 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pytest_modelprobe._torch import is_wrapped
-from pytest_modelprobe.checks.outcome import NotApplicableError
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, qualified
-from pytest_modelprobe.text import listed
+from pytest_modelprobe.text import listed, pattern
 
-from .prepared import PreparedModel
+from .outcome import NotApplicableError
+from .session import PreparedModel
+
+# --- masks: which positions they leave out. A model may compute anything there ------------------------------------
+
+_MASKED = -1e3
+"""A float up to here masks the score that it is added to: a softmax over it gives 0."""
+
+
+class MaskedOut:
+    """Positions of an input that a mask leaves out, as those of padding: a model may compute anything there.
+
+    Args:
+        positions: True where a position is left out, of shape (batch, positions). With `None` nothing is left out.
+    """
+
+    def __init__(self, positions: Tensor | None = None) -> None:
+        self.positions = positions if positions is not None and bool(positions.any()) else None
+
+    def __bool__(self) -> bool:
+        return self.positions is not None
+
+    def filled(self, tensor: Tensor, axis: int, value: Tensor | float = 0.0, *, start: int = 0) -> Tensor:
+        """Return a tensor with a value at the positions that are left out.
+
+        Args:
+            tensor: A tensor with an axis of rows, the first unless that is ``axis``: the batch, or several rows for
+                each of it. A tensor without one is returned as it is.
+            axis: Its axis of positions.
+            value: A number, or a tensor of the same shape.
+            start: The position at which the tensor begins.
+
+        >>> MaskedOut(torch.tensor([[True, False], [False, False]])).filled(torch.ones(2, 2), 1)
+        tensor([[0., 1.],
+                [1., 1.]])
+        """
+        if self.positions is None or tensor.dim() < 2:
+            return tensor
+        axis, rows = axis % tensor.dim(), 0 if axis % tensor.dim() else 1
+        each, rest = divmod(tensor.shape[rows], len(self.positions))
+        if rest:
+            return tensor
+        where = self.positions.narrow(1, start, tensor.shape[axis]).repeat_interleave(each, 0).to(tensor.device)
+        shape = [n if i in (rows, axis) else 1 for i, n in enumerate(tensor.shape)]
+        where = (where.T if axis < rows else where).reshape(shape)
+        return torch.where(where, torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device), tensor)
+
+
+def masked_out(prepared: PreparedModel, path: str, axis: int) -> MaskedOut:
+    """Return the positions of an input that its masks leave out, or that have the id of padding."""
+    shape = positions_of(prepared, path, axis)
+    names = masks_of(prepared, path, shape)
+    if shape[0] == shape[1]:  # any other may be of (positions, positions)
+        names = [name for name in names if prepared.argument(name).endswith("attention_mask")]
+    found = [left_out(prepared.argument(name), dict(prepared.dense)[name]) for name in names]
+    tensor, padding = dict(prepared.dense)[path], pad_id_of(prepared)
+    if padding is not None and not tensor.is_floating_point() and tensor.shape == shape:
+        found.append(tensor == padding)
+    return MaskedOut(torch.stack([positions.cpu() for positions in found]).any(0) if found else None)
+
+
+def positions_of(prepared: PreparedModel, path: str, axis: int) -> tuple[int, int]:
+    """Return the numbers of rows and of positions of an input, the shape of its masks."""
+    tensor = dict(prepared.dense)[path]
+    return tensor.shape[0 if axis % tensor.dim() else 1 % tensor.dim()], tensor.shape[axis]
+
+
+def pad_id_of(prepared: PreparedModel) -> int | None:
+    """Return the id by which a model of transformers detects padding."""
+    found = getattr(getattr(prepared.layers.modules[ROOT], "config", None), "pad_token_id", None)
+    return found if isinstance(found, int) and found >= 0 else None
+
+
+def masks_of(prepared: PreparedModel, path: str, shape: tuple[int, int]) -> list[str]:
+    """Return the arguments that are masks of an input, by their names: of shape (batch, positions)."""
+    of_decoder = prepared.argument(path).startswith("decoder_")
+    named = [(name, prepared.argument(name)) for name, x in prepared.dense if x.shape == shape]
+    return [path for path, name in named if name.endswith("mask") and name.startswith("decoder_") == of_decoder]
+
+
+def left_out(name: str, mask: Tensor) -> Tensor:
+    """Return where a mask leaves out what it belongs to.
+
+    >>> left_out("attention_mask", torch.tensor([0, 1])), left_out("pad_mask", torch.tensor([False, True]))
+    (tensor([ True, False]), tensor([False,  True]))
+    """
+    marks = mark(name, mask)
+    return mask <= _MASKED if marks == -math.inf else mask == marks
+
+
+def mark(name: str, mask: Tensor) -> bool | int | float:
+    """Return the value that marks what is left out, such that the given mask does not leave out everything."""
+    if mask.is_floating_point() and not bool((mask > 0).any()):
+        return -math.inf
+    marks = mask.dtype == torch.bool and "pad" in name
+    if bool((mask.bool() == marks).all()):
+        marks = not marks
+    return marks if mask.dtype == torch.bool else int(marks)
+
+
+def mark_of(prepared: PreparedModel, path: str) -> bool | int | float:
+    """Return the value that marks what is left out in the mask at a path."""
+    return mark(prepared.argument(path), dict(prepared.inputs)[path])
+
+
+# --- what shows that a model is meant to be causal ----------------------------------------------------------------
 
 _FEWEST = 5
 """Positions from which on a mask is told from a band of neighbors, or from padding."""
@@ -98,9 +204,7 @@ def disagreeing_attention(prepared: PreparedModel, length: int) -> list[str]:
     These may be an encoder and a decoder of the same sequence. Layers of one kind have names that differ in numbers.
     """
     args, kwargs = prepared.copied_inputs()
-    probe = ModelProbe(
-        prepared.probe.device, prepared.probe.seed
-    )  # that of the prepared model has the records of the user
+    probe = ModelProbe(prepared.probe.device, prepared.probe.seed)  # the other one has the records of the user
     try:
         record = probe.run(prepared.model, *args, kwargs=kwargs, mode="eval", attention=True, isolate=False)
     except ModelProbeError:  # it cannot be recorded
@@ -109,20 +213,11 @@ def disagreeing_attention(prepared: PreparedModel, length: int) -> list[str]:
     for name, layer in record.layers.items():
         for attention in itertools.chain.from_iterable(call.attention for call in layer.calls):
             if attention.kind == "attention" and attention.shape[1:] == (length, length):
-                sees[name] = sees.get(name, False) or _sees_later(attention.most, length)
-    blind = {_kind(name) for name, later in sees.items() if not later}
-    return [name for name, later in sees.items() if later and blind and _kind(name) not in blind]
-
-
-def _kind(layer: str) -> str:
-    """Return the name of a layer without its numbers."""
-    return re.sub(r"\d+", "*", layer)
-
-
-def _sees_later(most: Iterable[float], length: int) -> bool:
-    """Whether attention gives weight to a key after the one that follows the query."""
-    cells = enumerate(most)
-    return any(weight > 0 and i % length > i // length % length + 1 for i, weight in cells)
+                # The key after the query counts as not later: the mask may be off by one.
+                later = (w > 0 and i % length > i // length % length + 1 for i, w in enumerate(attention.most))
+                sees[name] = sees.get(name, False) or any(later)
+    blind = {pattern(name) for name, later in sees.items() if not later}
+    return [name for name, later in sees.items() if later and blind and pattern(name) not in blind]
 
 
 def causal_input(prepared: PreparedModel) -> CausalInput:
@@ -168,7 +263,9 @@ def sequence_alone(prepared: PreparedModel) -> tuple[str, Tensor]:
     Raises:
         NotApplicableError: There is none, or there are several.
     """
-    given = [(path, x) for path, x in prepared.dense if not _is_beside(prepared.argument(path), x)]
+    beside = ("mask", "labels", "targets", "target", "label")
+    given = [(path, x) for path, x in prepared.dense if not prepared.argument(path).endswith(beside)]
+    given = [(path, x) for path, x in given if x.dim() > 1 and x.dtype != torch.bool]
     of_decoder = [(path, x) for path, x in given if prepared.argument(path).startswith("decoder_")]
     if not of_decoder and "decoder_input_ids" in prepared.parameters:
         raise NotApplicableError("only the decoder may be causal: give decoder_input_ids=")
@@ -184,11 +281,6 @@ def sequence_alone(prepared: PreparedModel) -> tuple[str, Tensor]:
     if first.dim() != (3 if first.is_floating_point() else 2):
         raise NotApplicableError(f"{path} is no sequence of ids or vectors")
     return path, first
-
-
-def _is_beside(name: str, x: Tensor) -> bool:
-    """Whether an input goes with others, or has no positions."""
-    return x.dim() < 2 or x.dtype == torch.bool or name.endswith(("mask", "labels", "targets", "target", "label"))
 
 
 def _said(prepared: PreparedModel) -> str | None:
@@ -239,7 +331,7 @@ class _Attention(TorchFunctionMode):
             # With three axes it may be one of words, or of the experts of a router.
             self.sizes |= set(output.shape[-2:]) if _size(output) or output.dim() > 3 else set()
             self._look_at([output])
-        elif func is Tensor.__setitem__ or _is_scores(output):
+        elif func is Tensor.__setitem__ or _may_be_scores(output):
             self._look_at(given)
         return output
 
@@ -250,7 +342,7 @@ class _Attention(TorchFunctionMode):
                 self.triangular.add(n)
 
 
-def _is_scores(output: Any) -> bool:
+def _may_be_scores(output: Any) -> bool:
     """Whether it may be scores or weights of attention, to which a mask was applied."""
     return isinstance(output, Tensor) and output.is_floating_point() and output.dim() > 2 and _size(output) > 0
 

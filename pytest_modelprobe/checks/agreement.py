@@ -8,24 +8,27 @@ whose runs cannot be compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pytest_modelprobe.checks.outcome import NotApplicableError, Violation
 from pytest_modelprobe.comparison.text import percent
-from pytest_modelprobe.record import ROOT, label_of
-from pytest_modelprobe.runs import Mode
-from pytest_modelprobe.text import Cell
+from pytest_modelprobe.models import CallTracer, Layers, ModuleCall, flatten, run_eagerly
+from pytest_modelprobe.record import ROOT, label_of, parent
+from pytest_modelprobe.runs import Mode, Source, SourceMode
+from pytest_modelprobe.text import Cell, listed
 
-from .prepared import LayerTensor, PreparedModel, Trace, Vary
-from .rounding import as_double, is_rounded, limit, relative_error
+from .outcome import NotApplicableError, Violation
+from .rounding import as_double, is_rounded, limit, plain, relative_error, same
+from .session import LayerTensor, PreparedModel, Trace, Vary
 
-Pairs = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
-"""Takes two tensors and returns pairs of their parts, of which one has to agree. Without a pair nothing is compared."""
+Pairs = Callable[[LayerTensor, Tensor], list[tuple[Tensor, Tensor]]]
+"""Takes a tensor of a layer and that of another run, and returns pairs of their parts, of which one has to agree.
+
+Without a pair nothing is compared."""
 
 _ROUNDING = 1e-6
 """Largest relative error of two runs in float64, as parts of a model may compute in float32 all the same."""
@@ -62,9 +65,9 @@ class Disagreement:
         return f"is {self.note}" if self.note == MISSING else f"changed its {self.note}"
 
 
-def whole(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
+def whole(given: LayerTensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Return the two tensors as the only pair."""
-    return [(one, other)]
+    return [(given.tensor, other)]
 
 
 def disagreements(
@@ -96,13 +99,43 @@ def disagreements(
         if again is None:
             found.append(Disagreement(given, math.inf, MISSING))
         elif integers or is_rounded(given.tensor):
-            compared = pairs(given.tensor, again.tensor)
+            compared = pairs(given, again.tensor)
             least_change = min((relative_error(x, y) for x, y in compared), default=0.0)
             if not least_change <= limit(given.tensor, tolerance, least=least):
                 reshaped = f"shape {tuple(given.tensor.shape)} → {tuple(again.tensor.shape)}"
                 note = "" if any(x.shape == y.shape for x, y in compared) else reshaped
                 found.append(Disagreement(given, least_change, note))
     return found
+
+
+def axes_of_length(tensor: Tensor, length: int) -> list[int]:
+    """Return the axes of a length.
+
+    >>> axes_of_length(torch.ones(2, 3, 2), 2)
+    [0, 2]
+    """
+    return [axis for axis, n in enumerate(tensor.shape) if n == length]
+
+
+def axes_that_follow(one: Trace, other: Trace, length: int, now: int) -> dict[str, list[int]]:
+    """Return the axes that follow one of the inputs: those of its length in a run, and in another one as it is there.
+
+    Args:
+        one: A run.
+        other: A run on inputs of another length along their axis.
+        length: The length in the first run.
+        now: The length in the other one.
+
+    Returns:
+        By address, the axes of each tensor that has as many axes in the other run.
+    """
+    there = {given.where: given.tensor for given in other.tensors}
+    both = [(given, there[given.where]) for given in one.tensors if given.where in there]
+    return {
+        given.where: [axis for axis in axes_of_length(given.tensor, length) if again.shape[axis] == now]
+        for given, again in both
+        if given.tensor.dim() == again.dim()
+    }
 
 
 def changed(by: float) -> str:
@@ -171,7 +204,7 @@ def compare_runs(
     prepared: PreparedModel,
     runs: tuple[Trace, Trace],
     varied: tuple[Vary, Vary],
-    pairs_of: Callable[[Trace], Pairs],
+    pairs: Pairs,
     tolerance: float | None,
     *,
     exact: bool = False,
@@ -185,21 +218,17 @@ def compare_runs(
         prepared: The model and its inputs.
         runs: The two runs.
         varied: The functions that changed their inputs, to repeat the runs in float64.
-        pairs_of: Takes a trace, returns which parts of its tensors to compare.
+        pairs: Returns the parts of two tensors to compare.
         tolerance: The largest relative change that passes. By default it follows from the dtype: 1e-4 in float32.
         exact: Whether both ran the same operations on the same shapes, so that equal parts are equal bit for bit.
     """
 
     def compared(one: Trace, two: Trace, up_to: float | None) -> list[Disagreement]:
-        pairs = pairs_of(one)
         found = disagreements(one, two, pairs=pairs, tolerance=up_to)
         there = {given.where for given in two.tensors}  # what other rows go to may not be called
         # Of a list of one for each row there are fewer; what is along the axis is there whatever its length.
-        along = {
-            one.layer_tensor.where
-            for one in found
-            if one.layer_tensor.is_final and pairs(*[one.layer_tensor.tensor] * 2)
-        }
+        given = [one.layer_tensor for one in found if one.layer_tensor.is_final]
+        along = {one.where for one in given if pairs(one, one.tensor)}
         return [one for one in found if one.layer_tensor.where in there | along]
 
     found = compared(*runs, tolerance)
@@ -209,7 +238,10 @@ def compare_runs(
         return [], None
     try:
         model = prepared.copied(torch.float64)
-        wide = [prepared.variation(mode="eval", model=model, vary=_in_double_precision(vary)) for vary in varied]
+        wide = [
+            prepared.variation(mode="eval", model=model, vary=lambda path, x, vary=vary: as_double(vary(path, x)))
+            for vary in varied
+        ]
         found = compared(wide[0], wide[1], _ROUNDING if tolerance is None else tolerance)
     except NotApplicableError:  # it runs in its own dtype alone
         pass
@@ -257,5 +289,154 @@ def violation_of(found: Sequence[Disagreement], said: str, advice: str = "") -> 
     )
 
 
-def _in_double_precision(vary: Vary) -> Vary:
-    return lambda path, x: as_double(vary(path, x))
+# --- Outputs and gradients that are not finite, and the first layer where this begins --------------------------------
+
+_MODES = {"eval": " in evaluation mode", "train": " in training mode", None: ""}
+
+_KINDS = ("nan", "inf", "-inf")
+
+_OUTPUT = (
+    "Look for a division by 0, a logarithm or a root of what is not above 0, an exp that overflows, and a row of "
+    "attention of which everything is masked. Write an intended infinity as a constant: masked_fill(mask, -inf)."
+)
+_GRADIENT = (
+    "It begins between there and the loss. Look for a root, a norm or a logarithm at 0, a torch.where around one, and "
+    "a division by what may be 0."
+)
+
+
+def check_finite(prepared: PreparedModel, trace: Trace, options: Mapping[str, Any]) -> None:
+    """Check that the outputs, the loss and the gradients of a run are finite: NaN agrees with NaN.
+
+    Raises:
+        NotApplicableError: A run returned something that is not finite, or a gradient that is not.
+    """
+    found = not_finite(prepared, trace, options)
+    if found is not None:
+        raise NotApplicableError(f"not finite at {found.layer}")
+
+
+def not_finite(prepared: PreparedModel, trace: Trace, options: Mapping[str, Any]) -> Violation | None:
+    """Return where the outputs, the loss or the gradients of a run begin to be not finite.
+
+    Values inside the model that do not reach the output, such as masks, may be infinite or NaN.
+
+    Args:
+        prepared: The model and its inputs.
+        trace: The trace of the run.
+        options: Options of the run, to repeat it.
+    """
+    when = _MODES[options.get("mode")]
+    return _of_outputs(prepared, trace, options, when) or _of_loss(prepared, trace, when) or _of_gradients(trace, when)
+
+
+def _of_outputs(prepared: PreparedModel, trace: Trace, options: Mapping[str, Any], when: str) -> Violation | None:
+    where = {path: _infinite(tensor) for path, tensor in flatten("output", trace.output).tensors if _kinds(tensor)}
+    meant = prepared.meant.get(options.get("mode"), {})
+    if all(path in meant and same(x, meant[path]) for path, x in where.items()):
+        return None  # the operations were followed before, which takes long
+    sources = _sources(prepared, trace, options)
+    bad = [kind for kind in _KINDS if kind in sources and not (sources[kind] or _UNKNOWN).given]
+    if not bad:
+        prepared.meant[options.get("mode")] = where
+        return None
+    source = sources[bad[0]]
+    rows = [(given.where, *_counted(given.tensor)) for given in trace.tensors if {*_kinds(given.tensor)} & {*bad}]
+    layer = source.layer if source else next((g.layer for g in trace.tensors if bad[0] in _kinds(g.tensor)), ROOT)
+    return Violation.at(
+        layer,
+        f"is not finite{when}: the model returns {_kinds_text(bad)}" + (f", from {source.text}" if source else ""),
+        columns=("tensor", "NaN", "infinite", "elements"),
+        rows=tuple(rows),
+        advice=_OUTPUT,
+    )
+
+
+_UNKNOWN = Source("", "")
+
+
+def _sources(prepared: PreparedModel, trace: Trace, options: Mapping[str, Any]) -> dict[str, Source | None]:
+    """Return which kinds are in the output, each with its source, by repeating the run."""
+    model = options.get("model", prepared.model)
+    layers = Layers(model)
+    calls = CallTracer(layers.modules, ModuleCall)
+    mode = SourceMode(_held(prepared, model), lambda: calls.innermost)
+    with run_eagerly(layers), calls, mode:
+        again = prepared.run(**{**options, "backward": False, "traced": False})
+    found: dict[str, Source | None] = {}
+    for tensor in _tensors(trace.output):
+        found |= dict.fromkeys(_kinds(tensor))
+    for tensor in _tensors(again.output):
+        for kind, source in (mode.sources(tensor) if tensor.layout is torch.strided else {}).items():
+            if found.get(kind) is None or not (source or _UNKNOWN).given:
+                found[kind] = source
+    return found
+
+
+def _held(prepared: PreparedModel, model: nn.Module) -> dict[int, Source]:
+    """Return the tensors that exist before the run, by address, each as a source."""
+    held = {x: Source(path, path, given=True) for path, x in prepared.inputs}
+    held |= {x: Source(parent(name), name, given=True) for name, x in model.named_buffers()}
+    held |= {x: Source(parent(name), name) for name, x in model.named_parameters()}
+    strided = {x: source for x, source in held.items() if x.layout is torch.strided and not x.is_nested}
+    return {x.untyped_storage().data_ptr(): source for x, source in strided.items()}
+
+
+def _of_loss(prepared: PreparedModel, trace: Trace, when: str) -> Violation | None:
+    if not prepared.has_loss or trace.loss is None or trace.loss.isfinite():
+        return None
+    said = f"computes a loss of {trace.loss.item()}{when} from finite outputs"
+    return Violation.at(ROOT, said, advice="Look for a division or a logarithm in the loss.")
+
+
+def _of_gradients(trace: Trace, when: str) -> Violation | None:
+    bad = [(name, g) for name, g in trace.gradients.items() if g is not None and _kinds(g)]
+    if not bad:
+        return None
+    found = in_backward_order(bad, trace)
+    return Violation.first_of(
+        ((name, *_counted(gradient)) for name, gradient in found),
+        f"gets a gradient that is not finite{when}: {_kinds_text(_kinds(found[0][1]))}",
+        columns=("gradient of", "NaN", "infinite", "elements"),
+        advice=_GRADIENT,
+    )
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [tensor for _, tensor in flatten("output", output).tensors]
+
+
+def _kinds(tensor: Tensor) -> list[str]:
+    """Return which of NaN, inf and -inf occur in a tensor.
+
+    >>> _kinds(torch.tensor([0.0, math.inf, math.nan]))
+    ['nan', 'inf']
+    """
+    x = _values(tensor)
+    if x.isfinite().all():
+        return []
+    return [kind for kind, there in zip(_KINDS, (x.isnan(), x == math.inf, x == -math.inf), strict=True) if there.any()]
+
+
+def _infinite(tensor: Tensor) -> Tensor:
+    """Return a tensor with zeros in place of what is finite."""
+    x = _values(tensor)
+    return x.where(~x.isfinite(), torch.zeros_like(x))
+
+
+def _counted(tensor: Tensor) -> tuple[Cell, ...]:
+    x = _values(tensor)
+    return int(x.isnan().sum()), int(x.isinf().sum()), tensor.numel()
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor as real numbers."""
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        tensor = torch.nested.to_padded_tensor(tensor, 0.0 if tensor.is_floating_point() else 0)
+    tensor = plain(tensor)
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _kinds_text(kinds: list[str]) -> str:
+    return listed([kind.replace("nan", "NaN") for kind in kinds])

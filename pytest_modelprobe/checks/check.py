@@ -13,11 +13,10 @@ import numbers
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec
 
 from torch import nn
 
-from pytest_modelprobe.checks.outcome import NotApplicableError, Outcome, Violation, message_of
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.interrupts import interruptible
 from pytest_modelprobe.models import seeding, settings_preserved
@@ -27,30 +26,24 @@ from pytest_modelprobe.record import ROOT, label_of
 from pytest_modelprobe.runs import Loss
 from pytest_modelprobe.text import listed
 
-from .nonfinite import check_finite
-from .prepared import PreparedModel, ReferenceCheck
+from .agreement import check_finite
+from .outcome import NotApplicableError, Outcome, Violation, message_of
+from .session import PreparedModel
 
 Property = Callable[..., "Violation | str"]
 """Takes a prepared model and the options of the check; returns where the property breaks, or a summary."""
 
 P = ParamSpec("P")
-T = TypeVar("T")
 
 
-def in_order(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function, or a method of `Check`, explain the order of its arguments when they are wrong."""
-
-    @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        __tracebackhide__ = True
-        named, given = (args[0], args[1:]) if args and isinstance(args[0], Check) else (function, args)
-        if len(given) < 2 or not isinstance(given[0], ModelProbe):
-            name = f"checks.{named.__name__}"
-            got = ", ".join(type(one).__name__ for one in given) or "neither"
-            raise UsageError(f"{name} takes the probe, then the model: {name}(modelprobe, model, *inputs); got {got}")
-        return function(*args, **kwargs)
-
-    return called
+def check_order(name: str, probe: object, *others: object) -> None:
+    """Raise `UsageError` with the order of the arguments if the first one is no probe."""
+    __tracebackhide__ = True
+    if not isinstance(probe, ModelProbe):
+        got = ", ".join(type(one).__name__ for one in (probe, *others))
+        raise UsageError(
+            f"checks.{name} takes the probe, then the model: checks.{name}(modelprobe, model, *inputs); got {got}"
+        )
 
 
 class Check:
@@ -68,32 +61,24 @@ class Check:
     """
 
     def __init__(
-        self,
-        function: Property,
-        *,
-        randomize_zeros: bool = True,
-        check_reference: ReferenceCheck | None = check_finite,
-        native: bool = False,
+        self, function: Property, *, unmodified: bool = False, native: bool = False, nonfinite: bool = False
     ) -> None:
         functools.update_wrapper(self, function)
         self.__name__: str
         self.function = function
         """The property itself, to call it for a prepared model that another check has prepared."""
-        self._prepared = functools.partial(
-            PreparedModel, randomize_zeros=randomize_zeros, check_reference=check_reference, native=native
-        )
+        self._ready = {"unmodified": unmodified, "native": native}
+        self._check_reference = None if nonfinite else check_finite
         self._kinds = typing.get_type_hints(function)
         parameters = list(inspect.signature(function).parameters.values())[1:]
         self.options = frozenset(p.name for p in parameters)
         """Keyword arguments of the check; all others are passed to the model."""
-        self._needed = [p.name for p in parameters if p.default is p.empty]
         self.__signature__ = _called_with(parameters)
 
     def __get__(self, instance: object, owner: type | None = None) -> Check:
         """Return the check itself: `help()` shows the signature of objects with this method."""
         return self
 
-    @in_order
     def __call__(
         self,
         probe: ModelProbe,
@@ -115,7 +100,6 @@ class Check:
         found = self.outcome(probe, model, *inputs, loss=loss, kwargs=kwargs, **options)
         return found.asserted(stacklevel=5)
 
-    @in_order
     def outcome(
         self,
         probe: ModelProbe,
@@ -141,39 +125,41 @@ class Check:
             UsageError: An option or the loss is invalid; the message says what is accepted.
         """
         __tracebackhide__ = True
+        check_order(self.__name__, probe, model, *inputs)
         own = {name: value for name, value in options.items() if name in self.options}
         model_kwargs = {name: value for name, value in options.items() if name not in self.options}
         self._check_options(own)
-        prepared = self._prepared(probe, model, inputs, {**(kwargs or {}), **model_kwargs}, loss=loss)
-        found = self._found(prepared, own)
-        probe.note_check(found.model, len(prepared.layers.modules), found.verdict)
+        return self.judge(PreparedModel(probe, model, inputs, {**(kwargs or {}), **model_kwargs}, loss=loss), own)
+
+    def judge(self, session: PreparedModel, options: Mapping[str, Any] = types.MappingProxyType({})) -> Outcome:
+        """Return the outcome for a session, which other checks may share."""
+        __tracebackhide__ = True
+        found = self._found(session, options)
+        session.probe.note_check(found.model, len(session.layers.modules), found.verdict)
         return found
 
-    def _found(self, prepared: PreparedModel, own: Mapping[str, Any]) -> Outcome:
+    def _found(self, session: PreparedModel, options: Mapping[str, Any]) -> Outcome:
         __tracebackhide__ = True
+        said = functools.partial(Outcome, check=self.__name__, model=session.name)
         try:
-            with progress(self.__name__), prepared, interruptible():
-                found = self.function(prepared, **own)
+            with progress(self.__name__), session.ready(self._check_reference, **self._ready), interruptible():
+                found = self.function(session, **options)
         except NotApplicableError as reason:
-            return Outcome(check=self.__name__, model=prepared.name, verdict="not applicable", text=str(reason))
+            return said(verdict="not applicable", text=str(reason))
         if isinstance(found, Violation):
-            module = prepared.layers.modules.get(found.layer)
+            module = session.layers.modules.get(found.layer)
             text = message_of(found, "" if module is None else type(module).__name__)
-            return Outcome(check=self.__name__, model=prepared.name, verdict=found.level, text=text, layer=found.layer)
-        if prepared.numbers:
-            found += f"; not looked at, as numbers of Python: {listed(list(prepared.numbers))}"
-        return Outcome(check=self.__name__, model=prepared.name, verdict="holds", text=found)
+            return said(verdict=found.level, text=text, layer=found.layer)
+        if session.numbers:
+            found += f"; not looked at, as numbers of Python: {listed(list(session.numbers))}"
+        return said(verdict="holds", text=found)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         __tracebackhide__ = True
-        for name in self._needed:
-            if name not in options:
-                raise UsageError(f"{self.__name__} needs {name}=, {_type_text(self._kinds[name])}")
         for name, value in options.items():
-            wanted = f"{name}= of {self.__name__} is {_type_text(self._kinds[name])}"
-            plain = value if isinstance(value, (bool, int, float, str)) else None
+            wanted = f"{name}= of {self.__name__} is {inspect.formatannotation(self._kinds[name])}"
             if not _is(value, self._kinds[name]):
-                got = type(value).__name__ if plain is None else repr(plain)
+                got = repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
                 raise UsageError(f"{wanted}; got {got}: what the model itself calls {name} goes into kwargs=")
             if isinstance(value, numbers.Real) and name != "axis" and not float(value) >= 0:
                 raise UsageError(f"{wanted}, not negative; got {value}")
@@ -262,42 +248,14 @@ def _is(value: Any, kind: Any) -> bool:
     return isinstance(value, number or kind) and not (number and isinstance(value, bool))
 
 
-def _type_text(kind: Any) -> str:
-    """Return a type of a signature, in words.
-
-    >>> _type_text(float | None), _type_text(Callable[[], nn.Module])
-    ('a number or None', 'a function that returns a torch.nn.Module')
-    """
-    if isinstance(kind, types.UnionType):
-        return " or ".join(_type_text(one) for one in typing.get_args(kind))
-    if typing.get_origin(kind) is Callable:
-        returned = typing.get_args(kind)[-1]
-        return "a function" + ("" if returned in (object, Any) else f" that returns {_type_text(returned)}")
-    if typing.get_origin(kind) is Sequence:
-        return f"a sequence of {'strings' if typing.get_args(kind) == (str,) else 'integers'}"
-    names = {bool: "True or False", int: "an integer", float: "a number", str: "a string", types.NoneType: "None"}
-    package = ".".join(kind.__module__.split(".")[:2])  # torch.nn.modules.module.Module
-    return names.get(kind, f"a {package}.{kind.__name__}")
-
-
-def check(function: Property) -> Check:
-    """Make a check from a function that takes a prepared model."""
-    return Check(function)
-
-
-def check_native(function: Property) -> Check:
-    """Make a check that says itself in which precision a model runs."""
-    return Check(function, native=True)
-
-
-def check_unmodified(function: Property) -> Check:
-    """Make a check on the unmodified model: parameters that are all zero stay so, and half precision what it is."""
-    return Check(function, randomize_zeros=False, native=True)
-
-
-def check_nonfinite(function: Property) -> Check:
-    """Make a check on the unmodified model that accepts outputs that are not finite."""
-    return Check(function, randomize_zeros=False, check_reference=None, native=True)
+check = Check
+"""Makes a check from a function that takes a prepared model."""
+check_native = functools.partial(Check, native=True)
+"""Makes a check that says itself in which precision a model runs."""
+check_unmodified = functools.partial(Check, unmodified=True, native=True)
+"""Makes a check on the unmodified model: parameters that are all zero stay so, and half precision what it is."""
+check_nonfinite = functools.partial(Check, unmodified=True, native=True, nonfinite=True)
+"""Makes a check on the unmodified model that accepts outputs that are not finite."""
 
 
 def from_assertion(name: str, function: Callable[..., Any]) -> Check:
@@ -317,7 +275,7 @@ def from_assertion(name: str, function: Callable[..., Any]) -> Check:
         return said if isinstance(said, str) else ""
 
     asserted.__name__, asserted.__doc__ = name, function.__doc__
-    return check_unmodified(asserted)
+    return Check(asserted, unmodified=True, native=True)
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
@@ -21,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from pytest_modelprobe._torch import converted, is_wrapped, without_autocast, without_dispatch_modes
-from pytest_modelprobe.checks.outcome import NotApplicableError, line_of
+from pytest_modelprobe._torch import is_wrapped, without_dispatch_modes
 from pytest_modelprobe.exceptions import ModelProbeError, UsageError
 from pytest_modelprobe.models import (
     CallTracer,
@@ -34,14 +32,12 @@ from pytest_modelprobe.models import (
     flatten,
     flatten_call,
     has_dense_storage,
-    initialization,
     lacks_memory,
     map_tensors,
     raised_in_hook,
     run_eagerly,
     seeding,
     settings_preserved,
-    unexpanded,
     unseen,
     version,
     wake_zeros,
@@ -60,6 +56,7 @@ from pytest_modelprobe.runs import (
     widened,
 )
 
+from .outcome import NotApplicableError, line_of
 from .rounding import limit, plain, relative_error
 
 ROUNDED = 0.1
@@ -104,8 +101,6 @@ class Trace:
     """Gradients of the parameters that require one, by full name; None where none arrived. Empty without a backward."""
     input_gradients: dict[str, Tensor | None] = field(default_factory=dict)
     """Gradients of the floating inputs, by path."""
-    quantized: bool = False
-    """Whether some of the tensors are quantized; `tensors` holds them dequantized."""
     largest_gradient: float = 0.0
     """The largest norm of a gradient that arrived at an operation, from the loss back."""
     loss: Tensor | None = None
@@ -137,12 +132,11 @@ class Trace:
 
 
 class PreparedModel:
-    """A model and its inputs, prepared for several runs on the device of the probe.
+    """A session of a model and its inputs: it is made ready for a check, runs varied any number of times, is put back.
 
     Parameters, buffers, gradients, modes, attributes, random states and settings of the process are restored after each
-    run and at the end of the `with` block. Within the block, weights that are all zero, as those of heads and gates may
-    be at first, have small random values: zeros would hide an error in the layers before them. Compiled code runs
-    eagerly.
+    run and at the end of a block of `ready`. One session serves any number of checks, one after the other. What does
+    not change between them is asked once: see `is_rounded`.
 
     An exception of the model or its backward is stored in the trace of the run. Any other obstacle raises
     `NotApplicableError`.
@@ -151,9 +145,6 @@ class PreparedModel:
     later. This class keeps the tensors of many runs on changed inputs, copies and dtypes of a model that stays
     prepared. Both use `models.ModelState`, `models.map_tensors` and `runs.loss_of`.
 
-    A model in half precision, also by autocast, is computed in float32, as rounding says nothing of what it computes,
-    unless float32 differs from it by more: see `is_rounded`.
-
     Args:
         probe: Gives the device and the seed.
         model: The model.
@@ -161,10 +152,6 @@ class PreparedModel:
         kwargs: Its keyword arguments.
         loss: A function of the output. By default, and as ``"random"``, it is a fixed random projection of all floating
             outputs.
-        randomize_zeros: Whether parameters of layers that are all zero get small random values.
-        check_reference: Takes the prepared model, a trace and the options of its run; raises `NotApplicableError` if
-            other runs cannot be compared with it.
-        native: Whether half precision stays what it is, but within `in_float32`.
     """
 
     def __init__(
@@ -175,9 +162,6 @@ class PreparedModel:
         kwargs: Mapping[str, Any] | None = None,
         *,
         loss: Loss | None = None,
-        randomize_zeros: bool = True,
-        check_reference: ReferenceCheck | None = None,
-        native: bool = False,
     ) -> None:
         self.layers = Layers(model)
         check_loss(loss)
@@ -189,19 +173,11 @@ class PreparedModel:
         self.meant: dict[Mode | None, dict[str, Tensor]] = {}
         """By mode and path, the infinities in the output that the model is known not to have computed."""
         self._loss: Loss = "random" if loss is None else loss
-        self._randomize_zeros = randomize_zeros
-        self._check_reference = check_reference
-        self._native = native
+        self._check_reference: ReferenceCheck | None = None
         self._wide = False
-        self.places: dict[str, Hashable] = {}
-        """Where each parameter was in memory before the model was moved: see `place`. A move separates those that
-        share memory."""
-        self._exit = ExitStack()
         self._state: ModelState | None = None
         self._keep_changes = False
         self._graph = False
-        self._copy: Callable[[], nn.Module] = self._deep_copy
-        self._fault_of_copy: str | None = None
 
     @property
     def inputs(self) -> list[tuple[str, Tensor]]:
@@ -256,7 +232,52 @@ class PreparedModel:
         """Whether the user gave a loss function."""
         return callable(self._loss)
 
-    def __enter__(self) -> PreparedModel:
+    @contextmanager
+    def ready(
+        self, check_reference: ReferenceCheck | None = None, *, unmodified: bool = False, native: bool = False
+    ) -> Iterator[PreparedModel]:
+        """Make the model ready for several runs on the device of the probe, and put everything back after the block.
+
+        Within the block, compiled code runs eagerly. Weights that are all zero, as those of heads and gates may be at
+        first, have small random values: zeros would hide an error in the layers before them. A model in half
+        precision, also by autocast, is computed in float32, as rounding says nothing of what it computes, unless
+        float32 differs from it by more: see `is_rounded`.
+
+        Args:
+            check_reference: Takes the prepared model, a trace and the options of its run; raises `NotApplicableError`
+                if other runs cannot be compared with it.
+            unmodified: Whether zeros stay zero.
+            native: Whether half precision stays what it is, but within `in_float32`.
+        """
+        self._check_weights()
+        given = self.args, self.kwargs
+        self.kwargs, self.numbers, self._check_reference = dict(self.kwargs), {}, check_reference
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(ModelState(self.model))
+            stack.enter_context(seeding.forked_rng())
+            stack.enter_context(run_eagerly(self.layers))
+            stack.enter_context(torch.enable_grad())
+            for parameter in nn.Module.parameters(self.model):
+                parameter.grad = None
+            try:
+                self.model.to(self.probe.device)
+            except Exception as error:
+                raise NotApplicableError(
+                    f"the model cannot be moved to {self.probe.device}: {line_of(error)}"
+                ) from error
+            if not unmodified:
+                wake_zeros(self.layers, self.probe.seed)
+            self._state = ModelState(self.model, generators=False)  # else no run would show that they matter
+            if not native:
+                stack.enter_context(self.in_float32())
+            try:
+                yield self
+            finally:
+                self.args, self.kwargs = given
+                self._state = None
+
+    def _check_weights(self) -> None:
         tensors = (*nn.Module.parameters(self.model), *nn.Module.buffers(self.model))
         if any(t.is_meta for t in tensors):
             raise NotApplicableError("the model is on the meta device and has no numbers")
@@ -271,33 +292,6 @@ class PreparedModel:
             raise NotApplicableError(
                 "the model was made under torch.inference_mode() and cannot change: make it outside"
             )
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(ModelState(self.model))
-            stack.enter_context(seeding.forked_rng())
-            stack.enter_context(run_eagerly(self.layers))
-            stack.enter_context(torch.enable_grad())
-            for parameter in nn.Module.parameters(self.model):
-                parameter.grad = None
-            self.places = {name: place(parameter) for name, parameter in self.model.named_parameters()}
-            try:
-                self.model.to(self.probe.device)
-            except Exception as error:
-                raise NotApplicableError(
-                    f"the model cannot be moved to {self.probe.device}: {line_of(error)}"
-                ) from error
-            if self._randomize_zeros:
-                wake_zeros(self.layers, self.probe.seed)
-            self._state = ModelState(self.model, generators=False)  # else no run would show that they matter
-            if not self._native:
-                stack.enter_context(self.in_float32())
-            self._exit = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._exit.close()
 
     # --- running --------------------------------------------------------------------------------------------------
 
@@ -326,7 +320,7 @@ class PreparedModel:
             traced: Whether to record each layer. A compiled model has none to record.
         """
         trace = Trace()
-        assert self._state is not None, "a prepared model is a context: with PreparedModel(...) as prepared"
+        assert self._state is not None, "a prepared model runs within ready()"
         seeds = seeding.seeded(seeding.derive(self.probe.seed, f"check {seed}"))
         try:
             layers = self.layers if model is None else Layers(model)
@@ -346,7 +340,7 @@ class PreparedModel:
                 self._check_output(trace)
                 if backward:
                     inputs = flatten_call(args, kwargs, objects=True).tensors
-                    self._run_backward(trace, run, dict(inputs), self.loss(trace.output, loss), traced=traced)
+                    self._run_backward(trace, run, dict(inputs), self.loss(trace.output, loss))
         finally:
             if not self._keep_changes:
                 self._state.restore()
@@ -367,24 +361,6 @@ class PreparedModel:
                 yield
             finally:
                 self._wide, self._state = False, native
-
-    @contextmanager
-    def converted(self) -> Iterator[PreparedModel]:
-        """Prepare a copy of the model whose parameters, buffers and inputs are float32, without autocast."""
-
-        def wide(tensor: Tensor) -> Tensor:
-            return tensor.to(widened(tensor.dtype))
-
-        def copied() -> nn.Module:
-            model = self.copied()
-            converted(model, wide)
-            return model
-
-        args, kwargs = map_tensors(wide, (self.args, self.kwargs))
-        options: dict[str, Any] = {"loss": self._loss, "check_reference": self._check_reference, "native": True}
-        with without_autocast(), PreparedModel(self.probe, copied(), args, kwargs, **options) as other:
-            other._copy, other._fault_of_copy = copied, ""  # as is known of this model
-            yield other
 
     @contextmanager
     def keep_changes(self) -> Iterator[None]:
@@ -504,22 +480,15 @@ class PreparedModel:
         return args, kwargs
 
     def copied(self, to: torch.dtype | torch.device | str | None = None) -> nn.Module:
-        """Return a copy of the model, converted to a dtype or moved to a device.
-
-        It is a deep copy; or of the factory of `ModelProbe.build`, where a deep copy is not what the model is.
+        """Return a deep copy of the model, converted to a dtype or moved to a device.
 
         Raises:
             NotApplicableError: It cannot be copied or converted, or what is wrong is the copy itself.
         """
-        if self._fault_of_copy is None:
-            with self.in_float32():
-                self._fault_of_copy = self._fault()
-                if self._fault_of_copy:
-                    self._copy = self._made_again
-                    self._fault_of_copy = self._fault() and self._fault_of_copy
         if self._fault_of_copy:
             raise NotApplicableError(self._fault_of_copy)
-        other = self._copy()
+        with without_dispatch_modes():  # torch makes the memory of a copy in the dtype that it asks for
+            other = copy.deepcopy(self.model)
         if to is None:
             return other
         try:
@@ -535,51 +504,24 @@ class PreparedModel:
         with _Operands(self.model, other) as seen:
             return self.run(mode="eval", model=other), seen.names
 
-    def _deep_copy(self) -> nn.Module:
-        with without_dispatch_modes():  # torch makes the memory of a copy in the dtype that it asks for
-            return copy.deepcopy(self.model)
-
-    def _made_again(self) -> nn.Module:
-        """Return another model of the factory that made this one, with its values and modes.
-
-        Raises:
-            LookupError: It is not known what made it, or the factory now makes another one.
-        """
-        with without_dispatch_modes():
-            other = initialization.build(self.probe.built[self.model].factory, seed=self.probe.seed)
-        other = other.to(self.probe.device)
-        mine = dict(all_named(self.model))
-        modes = {name: module.training for name, module in self.model.named_modules()}
-        for name, tensor in all_named(other):
-            tensor.data = tensor.data.to(mine[name].dtype).copy_(mine[name])
-            tensor.requires_grad_(mine[name].requires_grad)
-        for name, module in other.named_modules():
-            module.training = modes[name]
-        return other
-
-    def _fault(self) -> str:
-        """Return what is wrong with a copy of the model: it computes otherwise, or with tensors of the model."""
-        one = self.run(mode="eval")
-        try:
-            two, shared = self.run_other(self._copy())
-        except Exception as error:  # whatever a factory raises, or what cannot be copied
-            if type(error) is ModelProbeError:
-                raise  # it is of the version of torch, not of the model
-            return f"the model cannot be copied: {line_of(error)}"
-        if shared:
-            return f"a copy of the model computes with {shared[0]} of the model itself: see copy_and_pickle"
-        if _as_before(one, two) or not _as_before(one, self.run(mode="eval")):
-            return ""  # of what does not repeat nothing is known
-        return "a copy of the model computes something else: see copy_and_pickle"
-
-    def multiply_parameters(self, name: str, *, mean: float, std: float) -> None:
-        """Multiply each trainable parameter by normal numbers; within `keep_changes`."""
-        with torch.no_grad():
-            for path, p in self.model.named_parameters():
-                if p.requires_grad and has_dense_storage(p):
-                    written = unexpanded(p)
-                    now = plain(written)
-                    written.copy_(now * (mean + std * self.randn_like(now, f"{name} {path}")))
+    @functools.cached_property
+    def _fault_of_copy(self) -> str:
+        """What is wrong with a copy of the model: it computes otherwise, or with tensors of the model."""
+        with self.in_float32():
+            one = self.run(mode="eval")
+            try:
+                with without_dispatch_modes():
+                    other = copy.deepcopy(self.model)
+                two, shared = self.run_other(other)
+            except Exception as error:  # whatever cannot be copied
+                if type(error) is ModelProbeError:
+                    raise  # it is of the version of torch, not of the model
+                return f"the model cannot be copied: {line_of(error)}"
+            if shared:
+                return f"a copy of the model computes with {shared[0]} of the model itself: see copy_and_pickle"
+            if _as_before(one, two) or not _as_before(one, self.run(mode="eval")):
+                return ""  # of what does not repeat nothing is known
+            return "a copy of the model computes something else: see copy_and_pickle"
 
     def randn_like(self, tensor: Tensor, name: str) -> Tensor:
         """Return normal numbers with the shape, dtype and device of a tensor, drawn from the seed and the name."""
@@ -601,22 +543,21 @@ class PreparedModel:
         numbers = (path for path, x in found.plain.items() if isinstance(x, (int, float)) and not isinstance(x, bool))
         self.numbers.update(dict.fromkeys(numbers))
 
-    def _run_backward(
-        self, trace: Trace, model: nn.Module, inputs: dict[str, Tensor], loss: Tensor, *, traced: bool
-    ) -> None:
+    def _run_backward(self, trace: Trace, model: nn.Module, inputs: dict[str, Tensor], loss: Tensor) -> None:
         trace.loss = loss
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for parameter in parameters.values():
             parameter.grad = None  # a step of training leaves it there
         try:
-            with _measured(trace, loss) if traced else nullcontext():
+            with _measured(trace, loss):
                 loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
         except Exception as error:  # noqa: BLE001 - the trace reports it
             trace.error, trace.in_backward = _of_model(error), True
             return
-        trace.gradients = {name: _taken(p) for name, p in parameters.items()}
-        floating = {path: x for path, x in inputs.items() if x.requires_grad and x.is_leaf}
-        trace.input_gradients = {path: _taken(x) for path, x in floating.items()}
+        trace.gradients = {name: p.grad for name, p in parameters.items()}
+        trace.input_gradients = {path: x.grad for path, x in inputs.items() if x.requires_grad and x.is_leaf}
+        for parameter in parameters.values():
+            parameter.grad = None
 
 
 def set_mode(model: nn.Module, mode: Mode) -> None:
@@ -722,18 +663,12 @@ def _measured(trace: Trace, loss: Tensor) -> Iterator[None]:
             handle.remove()
 
 
-def _taken(leaf: Tensor) -> Tensor | None:
-    gradient, leaf.grad = leaf.grad, None
-    return gradient
-
-
 @contextmanager
 def _traced(trace: Trace, modules: Mapping[str, nn.Module]) -> Iterator[None]:
     """Record what each layer returns, and in which layer the model raises."""
     known: dict[int, tuple[Tensor, int | None]] = {}  # by id, each with its version when it was last recorded
 
     def is_new(tensor: Tensor) -> bool:
-        trace.quantized |= tensor.is_quantized
         now, there = version(tensor), known.get(id(tensor))
         known[id(tensor)] = tensor, now
         return there is None or there[1] != now
