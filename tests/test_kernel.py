@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from pytest_modelprobe import kernel
 from pytest_modelprobe._torch import openmp_team
 from pytest_modelprobe.exceptions import ModelProbeError
-from pytest_modelprobe.statistics.compiled import prepare
-from pytest_modelprobe.statistics.reduced import PackedReduction
+from pytest_modelprobe.statistics.reduced import PackedReduction, prepare
 
 compiled = pytest.mark.skipif(kernel.active is None, reason="the kernel is not compiled")
 
@@ -395,7 +394,7 @@ for _ in range(20):
         read_for_ever()
     except KeyboardInterrupt:
         pass
-print(reduce(x).row == before.row)
+print(reduce(x).numbers == before.numbers)
 """)
     assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
 

@@ -154,8 +154,7 @@ class Holder(nn.Module):
 def reduced(tensor):
     """Reduce as hooks do, by the kernel where it can. To go through all that is expanded would take minutes."""
     if tensor.numel() < 1 << 30:
-        small = statistics.SmallTensors()
-        statistics.collect([statistics.reduce(tensor, axis=-1, histogram=True, small=small)])
+        statistics.collect([statistics.reduce(tensor, axis=-1, histogram=True)])
 
 
 def sampled(tensor):

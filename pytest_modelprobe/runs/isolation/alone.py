@@ -335,7 +335,6 @@ class _IsolatedCall:
         """The synthetic tensors with label and version, by id. Holding them keeps other tensors from getting the id."""
         self._emitted: list[tuple[str, str | None]] = []
         self._reduced: list[statistics.Reduction] = []
-        self._small = statistics.SmallTensors()
         self._seen: set[int] = set()
         self._leaves: dict[str, tuple[str, Tensor]] = {}
         """Label and tensor of each synthetic tensor that a gradient may reach, by role."""
@@ -524,7 +523,7 @@ class _IsolatedCall:
         if self.session.of == "gradients":
             return
         self._emitted.append((where, None))
-        self._reduced.append(statistics.reduce(as_mask(tensor), small=self._small))
+        self._reduced.append(statistics.reduce(as_mask(tensor)))
 
     def _add_term(self, role: str, tensor: Tensor) -> None:
         """Add a random projection to the loss at once, as the code may write to the tensor later."""
@@ -538,7 +537,7 @@ class _IsolatedCall:
 
     def _response(self) -> IsolatedResponse:
         roles, gradients, reason = self._gradients()
-        self._reduced += [statistics.reduce(gradient, small=self._small) for gradient in gradients]
+        self._reduced += [statistics.reduce(gradient) for gradient in gradients]
         readings = statistics.collect(self._reduced)
         computed = iter(readings)
         handed = tuple(
