@@ -84,11 +84,14 @@ class _Search:
         flat = self._flat
         flat.known = False
         attributes = _attributes(value) if self._objects and self._depth < _DEEPEST else {}
-        if attributes and any(value is known for known in self._opened):
+        if not attributes:
+            self._leave(path, value)
+            return
+        if any(value is known for known in self._opened):
             return
         # A function among the attributes may compute a part of the output later, which nobody would have looked at.
         hidden = (isinstance(x, functools.partial) or getattr(x, "__closure__", None) for x in attributes.values())
-        if not attributes or any(hidden):
+        if any(hidden):
             self._leave(path, value)
         self._opened.append(value)  # it may contain itself
         before, plain = len(flat.tensors), flat.plain
