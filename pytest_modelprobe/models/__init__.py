@@ -32,16 +32,20 @@ from .distribution import (
 )
 from .eager import run_eagerly
 from .flatten import Flat, flatten, flatten_call, map_tensors, parts, unseen
-from .hooks import ChangingHook, ModuleHook, changing_hooks
 from .layers import (
     RUN_EAGERLY,
+    ChangingHook,
     Layers,
+    ModuleHook,
+    Offloaded,
     attributes,
+    changing_hooks,
     check_supported,
     is_persistent,
     own_buffers,
     own_parameters,
     type_name,
+    wake_zeros,
 )
 from .memory import (
     as_array,
@@ -54,11 +58,9 @@ from .memory import (
     unexpanded,
     version,
 )
-from .offloading import Offloaded
 from .process import GENERATORS, Autocast, active_autocast, autocast_states, settings_preserved
 from .restoring import ModelState, has_lazy, preserved
 from .seeding import derive, seeded
-from .waking import wake_zeros
 
 __all__ = [
     "GENERATORS",
