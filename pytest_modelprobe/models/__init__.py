@@ -6,7 +6,7 @@ restoring its state. Capture, checks, interventions and mutation all use these, 
 
 from __future__ import annotations
 
-from .calls import CallTracer, ModuleCall, raised_in_hook
+from .calls import CallTracer, ModuleCall, raised_in_hook, run_eagerly
 from .carrying import carry, recognized
 from .devices import (
     current_stream,
@@ -30,7 +30,6 @@ from .distribution import (
     sharded_parameters,
     value_layout,
 )
-from .eager import run_eagerly
 from .flatten import Flat, flatten, flatten_call, map_tensors, parts, unseen
 from .layers import (
     RUN_EAGERLY,
