@@ -8,28 +8,6 @@ from __future__ import annotations
 
 from .calls import CallTracer, ModuleCall, raised_in_hook, run_eagerly
 from .carrying import carry, recognized
-from .devices import (
-    current_stream,
-    devices_of,
-    generator_state,
-    is_captured,
-    kept_on_devices,
-    read_flags,
-    sent,
-    together,
-    wait_for,
-    widest,
-)
-from .distribution import (
-    TENSOR_PARALLEL,
-    is_distributed,
-    layout,
-    local_tensor,
-    notes_on,
-    original_class,
-    sharded_parameters,
-    value_layout,
-)
 from .flatten import Flat, flatten, flatten_call, map_tensors, parts, unseen
 from .layers import (
     RUN_EAGERLY,
@@ -46,20 +24,38 @@ from .layers import (
     type_name,
     wake_zeros,
 )
-from .memory import (
-    as_array,
-    as_bits,
-    as_real,
-    detached_copy,
-    has_dense_storage,
-    holds_elements,
-    lacks_memory,
-    unexpanded,
-    version,
-)
 from .process import GENERATORS, Autocast, active_autocast, autocast_states, settings_preserved
 from .restoring import ModelState, has_lazy, preserved
 from .seeding import derive, seeded
+from .tensors import (
+    TENSOR_PARALLEL,
+    as_array,
+    as_bits,
+    as_real,
+    current_stream,
+    detached_copy,
+    devices_of,
+    generator_state,
+    has_dense_storage,
+    holds_elements,
+    is_captured,
+    is_distributed,
+    kept_on_devices,
+    lacks_memory,
+    layout,
+    local_tensor,
+    notes_on,
+    original_class,
+    read_flags,
+    sent,
+    sharded_parameters,
+    together,
+    unexpanded,
+    value_layout,
+    version,
+    wait_for,
+    widest,
+)
 
 __all__ = [
     "GENERATORS",

@@ -20,9 +20,8 @@ from pytest_modelprobe._torch import checkpointed, compiled, compiled_call, hook
 from pytest_modelprobe.exceptions import UnsupportedModelError
 from pytest_modelprobe.record import ROOT, Plain, qualified
 
-from .distribution import DDP, notes_on, original_class
-from .memory import unexpanded
 from .seeding import randn
+from .tensors import DDP, notes_on, original_class, unexpanded
 
 # --- Hooks that know their module and do nothing in a copy of it, and among them those that change what i ------------
 

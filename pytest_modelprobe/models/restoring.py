@@ -25,9 +25,8 @@ from torch.nn.parameter import is_lazy
 from pytest_modelprobe._torch import is_view, storage_key, without_dispatch_modes, without_torch_function
 from pytest_modelprobe.interrupts import held
 
-from .devices import read_flags
-from .memory import as_bytes, has_dense_storage, is_strided
 from .process import Settings, read_settings, restore_settings
+from .tensors import as_bytes, has_dense_storage, is_strided, read_flags
 
 # The attributes that `register_forward_hook` and its like change. They have a rule of their own, see `_hooks`.
 _HOOKS = frozenset(key for key in vars(nn.Module()) if "hook" in key)
