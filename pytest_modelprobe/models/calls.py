@@ -1,4 +1,9 @@
-"""The calls of a model's layers while it runs, and compiled code that runs eagerly for a while, so that hooks run."""
+"""The calls of a model's layers while it runs, and compiled code that runs eagerly for a while, so that hooks run.
+
+Isolation and the checks use this one tracer. Hooks do not always come in pairs: an interrupt skips the second, a hook
+of somebody else may raise before the first, and an exception passes every layer around the one that raised it. So calls
+are kept as a stack, and a hook that ends a call also ends all that are still listed inside it.
+"""
 
 from __future__ import annotations
 
@@ -173,7 +178,11 @@ def raised_in_hook(error: BaseException | None) -> bool:
     return False
 
 
-# --- Compiled code that holds a watched model runs eagerly for a while, so that hooks run. Other code sta ------------
+# --- compiled code ----------------------------------------------------------------------------------------------------
+#
+# A hook that is added after the first compiled call is not called, because torch does not check for new hooks. The
+# stance of `torch.compiler` would help, but it is one for the whole process: functions that have nothing to do with the
+# model would run eagerly too. So each compiled callable is asked whether the model can be reached from it.
 
 _MOST_OBJECTS = 10_000
 """How many objects are searched for a model in one compiled callable and its arguments."""

@@ -1,4 +1,9 @@
-"""Layers of a model by name, hooks on them, weights that are kept elsewhere, and weights that are zero."""
+"""Layers of a model by name, hooks on them, weights that are kept elsewhere, and weights that are zero.
+
+Names must be those that the user knows: a wrapper of another library adds a segment that nobody wrote. Wrappers are
+known by their type and never by a spelling, because a layer of the user may have any name. A module whose hooks would
+report wrong values is refused here, before anything is attached.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,11 @@ from pytest_modelprobe.record import ROOT, Plain, qualified
 from .seeding import randn
 from .tensors import DDP, notes_on, original_class, unexpanded
 
-# --- Hooks that know their module and do nothing in a copy of it, and among them those that change what i ------------
+# --- hooks ------------------------------------------------------------------------------------------------------------
+#
+# `copy.deepcopy` and `torch.save` take a module's hooks with it. A closure as a hook could not be pickled, and in a copy
+# it would record the copy's forwards as the model's. These hooks have a weak reference to their module instead, and
+# turn into something inert when they are copied or pickled.
 
 
 def _nothing(key: int) -> tuple[Any, ...]:
@@ -310,7 +319,10 @@ def is_persistent(module: nn.Module, buffer: str) -> bool | None:
     return None if kept_out is None else name not in kept_out
 
 
-# --- Weights that accelerate keeps on the CPU or on disk -------------------------------------------------------------
+# --- weights that accelerate keeps on the CPU or on disk --------------------------------------------------------------
+#
+# Between calls a meta tensor stands in the place of each weight, so a record of its parameters would have no numbers.
+# The weights are read here where the hooks of accelerate keep them, and nothing of the model is moved.
 
 
 class Offloaded:
@@ -351,7 +363,10 @@ def _weights(module: nn.Module) -> Iterator[Mapping[str, torch.Tensor]]:
             yield one.weights_map
 
 
-# --- Small random numbers in the place of parameters that are all zero -----------------------------------------------
+# --- weights that are zero --------------------------------------------------------------------------------------------
+#
+# Heads and gates may be zero at first, on purpose. What such a weight scales is zero whatever the layers before it do,
+# and no gradient reaches these, so a check would hold without having seen anything.
 
 _STD = 0.02
 """The standard deviation, as in initializations of transformers."""

@@ -16,12 +16,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.dlpack import to_dlpack
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # documented, but not in `__all__`
 
 from pytest_modelprobe._torch import dispatch_modes, shards, spec_of_local, waited, without_subclasses
 from pytest_modelprobe.record import process_group, this_rank
 
-# --- The memory of tensors: whether it holds their elements, as bytes, and as an array of numpy ----------------------
+# --- memory -----------------------------------------------------------------------------------------------------------
+#
+# Before an address is read, the storage is asked whether it holds the elements. Most operations of torch do not ask, and
+# a tensor whose memory was freed crashes the process.
 
 _CPU = (1, 0)  # the CPU as DLPack writes it: kDLCPU, device 0
 
@@ -180,7 +183,7 @@ class _Exported:
         return _CPU
 
 
-# --- Devices beside the CPU: what one has and lacks, asked of the device and not of its name; streams; mo ------------
+# --- devices beside the CPU: what one has and lacks is asked of the device, and not of its name ------------------------
 
 
 @functools.cache
@@ -302,7 +305,10 @@ def kept_on_devices(make: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tu
     return kept
 
 
-# --- What torch.distributed makes of a model: which parts are on this rank, and what its numbers stand fo ------------
+# --- torch.distributed -------------------------------------------------------------------------------------------------
+#
+# A rank that has a shard of a weight has other numbers than one process would have, so a record says what they are
+# numbers of. Nothing of torch.distributed is imported here, because what is not loaded is not in use.
 
 FSDP2 = "FSDP2: activations are of this rank's batch, parameters and their gradients this rank's shards"
 TENSOR_PARALLEL = "tensor parallel: parameters are this rank's shards, and so may values be"
