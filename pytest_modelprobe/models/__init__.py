@@ -24,8 +24,16 @@ from .layers import (
     type_name,
     wake_zeros,
 )
-from .process import GENERATORS, Autocast, active_autocast, autocast_states, settings_preserved
-from .restoring import ModelState, has_lazy, preserved
+from .restoring import (
+    GENERATORS,
+    Autocast,
+    ModelState,
+    active_autocast,
+    autocast_states,
+    has_lazy,
+    preserved,
+    settings_preserved,
+)
 from .seeding import derive, seeded
 from .tensors import (
     TENSOR_PARALLEL,

@@ -19,7 +19,7 @@ import torch
 
 from pytest_modelprobe._torch import seed_cuda, without_torch_function
 
-from .process import GENERATORS
+from .restoring import GENERATORS
 from .tensors import generator_state
 
 _BLOCK = 16

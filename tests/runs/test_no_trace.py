@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_modelprobe import ModelProbe, UsageError, checks
-from pytest_modelprobe.models.process import GENERATORS, SETTINGS, settings_preserved
+from pytest_modelprobe.models.restoring import GENERATORS, SETTINGS, settings_preserved
 from pytest_modelprobe.models.seeding import forked_rng
 
 
