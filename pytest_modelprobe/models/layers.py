@@ -30,9 +30,9 @@ from .tensors import DDP, notes_on, original_class, unexpanded
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
 #
-# `copy.deepcopy` and `torch.save` take a module's hooks with it. A closure as a hook could not be pickled, and in a copy
-# it would record the copy's forwards as the model's. These hooks have a weak reference to their module instead, and
-# turn into something inert when they are copied or pickled.
+# `copy.deepcopy` and `torch.save` take a module's hooks with it. A closure as a hook could not be pickled, and in a
+# copy it would record the copy's forwards as the model's. These hooks have a weak reference to their module instead,
+# and turn into something inert when they are copied or pickled.
 
 
 def _nothing(key: int) -> tuple[Any, ...]:

@@ -1,4 +1,10 @@
-"""Save and restore the settings of the process, and the state of a model: tensors, gradients, what attributes refer to."""
+"""Save and restore the settings of the process, and the state of a model: tensors, gradients, all its attributes.
+
+A run and a check leave no trace. A model may set a default dtype, warning filters or a thread count, and leave them so:
+then a test would change the tests after it. The table of settings is read before a run, and what differs is set back
+after it. The model is put back on the same objects and in the same memory, because a tied parameter, a view or an
+optimizer may refer to them. How far that reaches is decided by type, and notes say where it ends.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +31,6 @@ from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.interrupts import held
 
 from .tensors import as_bytes, has_dense_storage, is_strided, read_flags
-
-# --- The state of the process that a forward may change: one table of how it is read, and how it is set --------------
 
 
 class Setting(NamedTuple):

@@ -23,8 +23,8 @@ from pytest_modelprobe.record import process_group, this_rank
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 #
-# Before an address is read, the storage is asked whether it holds the elements. Most operations of torch do not ask, and
-# a tensor whose memory was freed crashes the process.
+# Before an address is read, the storage is asked whether it holds the elements. Most operations of torch do not ask,
+# and a tensor whose memory was freed crashes the process.
 
 _CPU = (1, 0)  # the CPU as DLPack writes it: kDLCPU, device 0
 
@@ -183,7 +183,7 @@ class _Exported:
         return _CPU
 
 
-# --- devices beside the CPU: what one has and lacks is asked of the device, and not of its name ------------------------
+# --- devices beside the CPU: what one has and lacks is asked of the device, and not of its name -----------------------
 
 
 @functools.cache
@@ -305,7 +305,7 @@ def kept_on_devices(make: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tu
     return kept
 
 
-# --- torch.distributed -------------------------------------------------------------------------------------------------
+# --- torch.distributed ------------------------------------------------------------------------------------------------
 #
 # A rank that has a shard of a weight has other numbers than one process would have, so a record says what they are
 # numbers of. Nothing of torch.distributed is imported here, because what is not loaded is not in use.

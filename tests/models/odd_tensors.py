@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 
 from pytest_modelprobe import ModelProbe, checks, kernel, statistics
 from pytest_modelprobe.models import Layers, detached_copy, has_dense_storage, preserved
-from pytest_modelprobe.runs.isolation.calls import attributes_restored
+from pytest_modelprobe.runs.isolation.contexts import attributes_restored
 from pytest_modelprobe.runs.isolation.tracing import KeptForwards
 from pytest_modelprobe.runs.loss import random_loss
 from pytest_modelprobe.runs.noise import Perturbation

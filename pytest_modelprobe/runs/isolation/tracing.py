@@ -1,4 +1,9 @@
-"""The calls of a real run, with recipes of their tensors, and copies of the inputs of a watch, to run its forwards again."""
+"""The calls of a real run, with recipes of their tensors, and copies of a watch's inputs, to run its forwards again.
+
+No tensor of the run is kept, since that would take the memory of all activations. Each is replaced by a placeholder on
+the meta device that says how to make a synthetic one. If something cannot be replaced, the call is not repeated alone,
+and that is the reason.
+"""
 
 from __future__ import annotations
 
@@ -264,7 +269,11 @@ def line(text: str) -> str:
     return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 3] + "..."
 
 
-# --- Copies of the inputs of the first two forwards of each kind in a watch, to run these again ----------------------
+# --- forwards of a watch ----------------------------------------------------------------------------------------------
+#
+# A watch sees what the test runs, and cannot make it run again. To call layers alone later, it needs the inputs of a
+# forward, the modes, and the buffers as they were. All of these are copied. If one cannot be copied, the forward is not
+# run again, and a note says why.
 
 _OF_A_KIND = 2
 """Most forwards of a kind that are kept. They differ in shapes or plain arguments, as the steps of a decoder do."""
