@@ -36,20 +36,22 @@ from pytest_modelprobe.record import (
 from pytest_modelprobe.runs.noise import terms_of
 from pytest_modelprobe.runs.widening import Widening, widened
 
-from .alike import is_plain, likeness
-from .arguments import with_arguments
 from .contexts import (
     ATOMIC,
     StateBefore,
     attributes_restored,
     buffers_of,
+    combined,
     fixed_seed,
     fused_paths_disabled,
     is_equal,
+    is_plain,
+    likeness,
+    projected,
     weights_of,
+    with_arguments,
     without_hooks,
 )
-from .gradients import combined, projected
 from .recipes import Draws, as_mask, fits, head_of, kind_of, synthetic
 from .tracing import ArgumentTemplate, CannotTellError, TensorSpec, TracedCall, Tracer, copied, line, reason_of
 
