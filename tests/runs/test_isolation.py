@@ -1117,7 +1117,7 @@ def test_responses_are_those_of_each_layer_called_by_itself(monkeypatch: pytest.
         return nn.Sequential(*(copy.deepcopy(layer) for _ in range(3) for layer in block))
 
     once = respond(model(), torch.ones(4, 8))
-    monkeypatch.setattr("pytest_modelprobe.runs.isolation.alone.likeness", lambda *_: None)
+    monkeypatch.setattr("pytest_modelprobe.runs.isolation.calls.likeness", lambda *_: None)
     assert respond(model(), torch.ones(4, 8)) == once
 
 
