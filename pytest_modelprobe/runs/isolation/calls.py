@@ -1,4 +1,8 @@
-"""One isolated call: the own code of a layer on synthetic tensors, the arguments it passes on, and its output."""
+"""One isolated call: the own code of a layer on synthetic tensors, the arguments it passes on, and its output.
+
+`Session` replaces weights and forwards of all layers once. `_IsolatedCall` then runs one call of a layer: the layer's
+own code runs, and calls inside it return synthetic outputs. What the code hands on and returns is the response.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What an isolated call needs around it: its surroundings, its arguments, its gradients, and calls that compute the same."""
+"""What surrounds an isolated call: without hooks and warnings, with a fixed seed, the layer's own state restored.
+
+Each call begins in the same state. Otherwise its response would depend on the calls before it.
+"""
 
 from __future__ import annotations
 
@@ -213,7 +216,10 @@ def fixed_seed() -> Callable[[], None]:
     return seed
 
 
-# --- The arguments of the expected call in place of those of the run, so that both answer the same questi ------------
+# --- arguments --------------------------------------------------------------------------------------------------------
+#
+# Two versions of a model may call a child with different arguments. With the arguments of the expected call in place of
+# those of the run, a difference between the responses is one of the child's own code, and not of its caller's.
 
 _NUMBERS = (bool, int, float, type(None))
 _POSITION = re.compile(r"input\[(\d+)\]")
@@ -299,7 +305,10 @@ def _is_same(a: object, b: object) -> bool:
     return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
-# --- Calls of layers that compute the same on synthetic tensors, so that one of them is enough -----------------------
+# --- calls that compute the same --------------------------------------------------------------------------------------
+#
+# Blocks repeat: most of their layers have equal code, attributes, synthetic weights and inputs, and so equal responses.
+# One call is enough. If anything about a layer is not known to be plain, the layer is called itself.
 
 _MODULE = frozenset(vars(nn.Module()))
 """Attributes of every module."""
@@ -369,7 +378,7 @@ def plain(value: Any) -> Hashable:
     return spec.name, spec.shape, spec.stride, spec.dtype, spec.device, spec.kind
 
 
-# --- The gradients of an isolated call: its loss, and one reading for all gradients ----------------------------------
+# --- gradients: those of one call add up to one reading, each with signs that its role chooses ------------------------
 
 
 def projected(tensor: Tensor, weights: Tensor) -> Tensor:
