@@ -114,8 +114,6 @@ class Session:
         self.owned: dict[str, dict[str, str]] = defaultdict(dict)
         """Recipes of the weights of each layer, and of layers inside it that have no response."""
         self._weights: dict[int, nn.Parameter | Tensor] = {}
-        self._drawn: list[Tensor] = []
-        """The memory of the synthetic weights. The code of a layer may put another tensor in the place of a weight."""
         self._made: dict[int, Hashable] = {}
         """What the synthetic weights were made from, by id."""
         self._responses: dict[Hashable, IsolatedResponse] = {}
@@ -140,8 +138,6 @@ class Session:
 
     def __exit__(self, *error: object) -> None:
         self._exit.close()
-        self.draws.take_back(self._drawn)
-        self._drawn.clear()
         self._weights.clear()
 
     def response(self, call: TracedCall) -> IsolatedResponse:
@@ -266,7 +262,6 @@ class Session:
         if drawn.stride() != tensor.stride():
             weight = torch.empty_strided(tensor.shape, tensor.stride(), dtype=drawn.dtype, device=tensor.device)
             weight.copy_(drawn)
-        self._drawn.append(weight.detach())
         if isinstance(tensor, nn.Parameter):
             weight = nn.Parameter(weight, requires_grad=tensor.requires_grad)
         vars(weight).update(vars(tensor))
