@@ -173,16 +173,16 @@ def by_triton() -> Iterator[None]:
     Raises:
         RuntimeError: They do not compute all.
     """
-    from pytest_modelprobe.statistics import cuda
+    from pytest_modelprobe.statistics import operations
 
-    usual, os.environ["MODELPROBE_KERNEL"] = cuda.KERNELS, "triton"
-    cuda.KERNELS = _TRITON.setdefault("kernels", type(usual)())
+    usual, os.environ["MODELPROBE_KERNEL"] = operations.TRITON, "triton"
+    operations.TRITON = _TRITON.setdefault("kernels", type(usual)())
     try:
         yield
-        if (said := cuda.description()) != "Triton":
+        if (said := operations.TRITON.description()) != "Triton":
             raise RuntimeError(f"Triton was asked for, and computed not all: {said}")
     finally:
-        cuda.KERNELS = usual
+        operations.TRITON = usual
         del os.environ["MODELPROBE_KERNEL"]
 
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from pytest_modelprobe.statistics.fingerprint import project_rows
-from pytest_modelprobe.statistics.signs import K
+from pytest_modelprobe.statistics import Samples
+from pytest_modelprobe.statistics.fingerprint import project
+from pytest_modelprobe.statistics.samples import K
 
 SHAPE = (32, 14, 14)
 DRAWS = 2000
@@ -43,8 +45,8 @@ def by_axes(change: Array, rng: np.random.Generator) -> Array:
 def by_fingerprint(change: Array, rng: np.random.Generator) -> Array:
     """Return fingerprints of samples of different hashes, shape (draws, 16)."""
     hashes = rng.integers(0, 2**63, (DRAWS, 1)).astype(np.uint64)
-    found: Array = project_rows(np.broadcast_to(change.reshape(1, -1), (DRAWS, change.size)), hashes)
-    return found
+    tensor = torch.from_numpy(change.reshape(1, -1).copy())
+    return np.stack([project(tensor, Samples(one)) for one in torch.from_numpy(hashes.view(np.int64))])
 
 
 def main() -> None:

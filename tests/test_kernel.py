@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from pytest_modelprobe import kernel
 from pytest_modelprobe._torch import openmp_team
 from pytest_modelprobe.exceptions import ModelProbeError
-from pytest_modelprobe.statistics.compiled import prepare
-from pytest_modelprobe.statistics.reduced import PackedReduction
+from pytest_modelprobe.statistics.reduced import PackedReduction, prepare
 
 compiled = pytest.mark.skipif(kernel.active is None, reason="the kernel is not compiled")
 
@@ -107,15 +106,15 @@ def test_any_strides(view, kind, seed, data, special):
 
 @compiled
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 255, 256, 257, 4095, 4097, 8192, 8193, 40_001])
-def test_any_size(kind, size):
-    stored, values = drawn(kind, size, size, special=[0.0])
-    check(kernel.active.reduce(stored.ctypes.data, KINDS[kind], (size,), (1,), None, 0, HASH, 1), values)
+def test_any_size(kind):
+    for size in (1, 2, 15, 16, 17, 255, 256, 257, 4095, 4097, 8192, 8193, 40_001):
+        stored, values = drawn(kind, size, size, special=[0.0])
+        check(kernel.active.reduce(stored.ctypes.data, KINDS[kind], (size,), (1,), None, 0, HASH, 1), values)
 
 
 @compiled
-@pytest.mark.parametrize("kind", KINDS)
-def test_memory_that_is_not_aligned_and_read_only(kind):
+def test_memory_that_is_not_aligned_and_read_only():
+    kind = "float64"
     stored, values = drawn(kind, 10_000, 1)
     data = b"x" + stored.tobytes()
     address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value + 1
@@ -230,7 +229,7 @@ def check_orders(kind, shape, order, axis, signs):
 
 @compiled
 @pytest.mark.parametrize("kind", ["float32", "float64"])
-@pytest.mark.parametrize("special", [(), (math.nan, math.inf, -math.inf), (0.0,)])
+@pytest.mark.parametrize("special", [(0.0,), (math.nan, math.inf, -math.inf)])
 def test_numbers_of_two_tensors_together_are_those_of_all_their_elements(kind, special):
     one, other = (drawn(kind, 300, seed, special=special if seed else ())[0] for seed in (0, 1))
     both = np.concatenate([one, other])
@@ -315,10 +314,9 @@ LARGE = {
 
 
 @compiled
-@pytest.mark.parametrize("kind", ["float32", "float64"])
 @pytest.mark.parametrize("layout", LARGE)
-def test_any_number_of_threads_gives_the_same_bits(layout, kind):
-    shape, strides, axis = LARGE[layout]
+def test_any_number_of_threads_gives_the_same_bits(layout):
+    (shape, strides, axis), kind = LARGE[layout], "float64" if layout == "columns" else "float32"
     stored, _ = drawn(kind, 3_200_000, 5, special=[math.nan, 0.0, math.inf])
     for special in (True, False):
         if not special:
@@ -395,7 +393,7 @@ for _ in range(20):
         read_for_ever()
     except KeyboardInterrupt:
         pass
-print(reduce(x).row == before.row)
+print(reduce(x).numbers == before.numbers)
 """)
     assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
 
@@ -417,21 +415,18 @@ sys.exit(3)
 
 
 @compiled
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
+def test_what_cannot_be_meant_is_an_error():
+    for arguments, error in (
         ((0, 9, (), (), None, 0, None, 1), "ValueError: no such type, strides or axis"),
         ((0, 0, (2,), (), None, 0, None, 1), "ValueError: no such type, strides or axis"),
         ((0, 0, [2], (1,), None, 0, None, 1), "TypeError: sizes and strides are tuples"),
         ((0, 0, (1,) * 65, (1,) * 65, None, 0, None, 1), "ValueError: a tensor of 65 dimensions"),
         ((0, 0, (0,), (1,), None, 0, b"123", 1), "ValueError: hashes that are not one uint64 for each sample"),
         ((0, 0), "TypeError: reduce() takes 8 arguments or 9"),
-    ],
-)
-def test_what_cannot_be_meant_is_an_error(arguments, error):
-    with pytest.raises((ValueError, TypeError)) as caught:
-        kernel.active.reduce(*arguments)
-    assert f"{caught.type.__name__}: {caught.value}" == error
+    ):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            kernel.active.reduce(*arguments)
+        assert f"{caught.type.__name__}: {caught.value}" == error
 
 
 # --- which code runs --------------------------------------------------------------------------------------------------

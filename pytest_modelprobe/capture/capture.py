@@ -43,7 +43,6 @@ from pytest_modelprobe.models import (
     run_eagerly,
 )
 from pytest_modelprobe.record import ForwardKind, gc_paused, select
-from pytest_modelprobe.statistics import SmallTensors
 from pytest_modelprobe.text import listed
 
 from .hooks.function_modes import ForwardMode, enter, leave
@@ -101,7 +100,6 @@ class Capture:
         self.guard = TimedGuard(self.notes) if options.profile else HookGuard(self.notes)
         self._on_forward = on_forward
         stop = None if judge is None else StopCheck(judge, self.guard)
-        small = SmallTensors()
         self._forwards = ObservedForwards(options.steps)
         self._running = RunningCalls(on_abandoned=self._leave_forward)
         self._profiler: Profiler | None = None
@@ -110,10 +108,10 @@ class Capture:
         self._views = HookedViews()
         self._steps = Steps(self._forwards)
         self._backward = BackwardPasses(
-            self._forwards, self._running, self._views, self._steps, small, stop, histograms=options.histograms
+            self._forwards, self._running, self._views, self._steps, stop, histograms=options.histograms
         )
         self._tensors = TensorObserver(
-            self.guard, self._views, small, on_gradient=self._backward.receive, histograms=options.histograms
+            self.guard, self._views, on_gradient=self._backward.receive, histograms=options.histograms
         )
         self._recomputation = Recomputation(self._forwards, self._tensors, self._backward)
         self._set_attributes = SetAttributes(layers, self.selected)

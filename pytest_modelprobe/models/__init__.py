@@ -6,118 +6,66 @@ restoring its state. Capture, checks, interventions and mutation all use these, 
 
 from __future__ import annotations
 
-from .calls import CallTracer, ModuleCall, raised_in_hook
-from .devices import (
-    current_stream,
-    devices_of,
-    generator_state,
-    is_captured,
-    kept_on_devices,
-    read_flags,
-    sent,
-    together,
-    wait_for,
-    widest,
-)
-from .distribution import (
-    TENSOR_PARALLEL,
-    is_distributed,
-    layout,
-    local_tensor,
-    notes_on,
-    original_class,
-    sharded_parameters,
-    value_layout,
-)
-from .eager import run_eagerly
-from .flatten import Flat, flatten, flatten_call, map_tensors, parts, unseen
-from .hooks import ChangingHook, ModuleHook, changing_hooks
-from .layers import (
-    RUN_EAGERLY,
-    Layers,
-    attributes,
-    check_supported,
-    is_persistent,
-    own_buffers,
-    own_parameters,
-    type_name,
-)
-from .memory import (
-    as_array,
-    as_bits,
-    as_real,
-    detached_copy,
-    has_dense_storage,
-    holds_elements,
-    lacks_memory,
-    unexpanded,
-    version,
-)
-from .offloading import Offloaded
-from .process import GENERATORS, Autocast, active_autocast, autocast_states, settings_preserved
-from .restoring import ModelState, has_lazy, preserved
-from .seeding import derive, seeded
-from .waking import wake_zeros
+from pytest_modelprobe.extras.ports.weights import carry as carry
+from pytest_modelprobe.extras.ports.weights import recognized as recognized
 
-__all__ = [
-    "GENERATORS",
-    "RUN_EAGERLY",
-    "TENSOR_PARALLEL",
-    "Autocast",
-    "ChangingHook",
-    "ModuleCall",
-    "CallTracer",
-    "Flat",
-    "Layers",
-    "ModelState",
-    "ModuleHook",
-    "Offloaded",
-    "active_autocast",
-    "as_array",
-    "as_bits",
-    "as_real",
-    "attributes",
-    "autocast_states",
-    "changing_hooks",
-    "check_supported",
-    "current_stream",
-    "derive",
-    "detached_copy",
-    "devices_of",
-    "flatten",
-    "flatten_call",
-    "generator_state",
-    "has_dense_storage",
-    "has_lazy",
-    "holds_elements",
-    "is_captured",
-    "is_distributed",
-    "is_persistent",
-    "kept_on_devices",
-    "lacks_memory",
-    "layout",
-    "local_tensor",
-    "map_tensors",
-    "notes_on",
-    "original_class",
-    "own_buffers",
-    "own_parameters",
-    "parts",
-    "preserved",
-    "raised_in_hook",
-    "read_flags",
-    "run_eagerly",
-    "seeded",
-    "sent",
-    "settings_preserved",
-    "sharded_parameters",
-    "together",
-    "type_name",
-    "unexpanded",
-    "unseen",
-    "value_layout",
-    "version",
-    "wait_for",
-    "wake_zeros",
-    "widest",
-]
+from .calls import CallTracer as CallTracer
+from .calls import ModuleCall as ModuleCall
+from .calls import raised_in_hook as raised_in_hook
+from .calls import run_eagerly as run_eagerly
+from .flatten import Flat as Flat
+from .flatten import flatten as flatten
+from .flatten import flatten_call as flatten_call
+from .flatten import map_tensors as map_tensors
+from .flatten import parts as parts
+from .flatten import unseen as unseen
+from .layers import RUN_EAGERLY as RUN_EAGERLY
+from .layers import ChangingHook as ChangingHook
+from .layers import Layers as Layers
+from .layers import ModuleHook as ModuleHook
+from .layers import Offloaded as Offloaded
+from .layers import attributes as attributes
+from .layers import changing_hooks as changing_hooks
+from .layers import check_supported as check_supported
+from .layers import is_persistent as is_persistent
+from .layers import own_buffers as own_buffers
+from .layers import own_parameters as own_parameters
+from .layers import type_name as type_name
+from .layers import wake_zeros as wake_zeros
+from .restoring import GENERATORS as GENERATORS
+from .restoring import Autocast as Autocast
+from .restoring import ModelState as ModelState
+from .restoring import active_autocast as active_autocast
+from .restoring import autocast_states as autocast_states
+from .restoring import has_lazy as has_lazy
+from .restoring import preserved as preserved
+from .restoring import settings_preserved as settings_preserved
+from .seeding import derive as derive
+from .seeding import seeded as seeded
+from .tensors import TENSOR_PARALLEL as TENSOR_PARALLEL
+from .tensors import as_array as as_array
+from .tensors import as_bits as as_bits
+from .tensors import as_real as as_real
+from .tensors import current_stream as current_stream
+from .tensors import detached_copy as detached_copy
+from .tensors import devices_of as devices_of
+from .tensors import generator_state as generator_state
+from .tensors import has_dense_storage as has_dense_storage
+from .tensors import holds_elements as holds_elements
+from .tensors import is_captured as is_captured
+from .tensors import is_distributed as is_distributed
+from .tensors import kept_on_devices as kept_on_devices
+from .tensors import lacks_memory as lacks_memory
+from .tensors import layout as layout
+from .tensors import local_tensor as local_tensor
+from .tensors import notes_on as notes_on
+from .tensors import original_class as original_class
+from .tensors import read_flags as read_flags
+from .tensors import sent as sent
+from .tensors import sharded_parameters as sharded_parameters
+from .tensors import together as together
+from .tensors import unexpanded as unexpanded
+from .tensors import value_layout as value_layout
+from .tensors import version as version
+from .tensors import wait_for as wait_for
+from .tensors import widest as widest

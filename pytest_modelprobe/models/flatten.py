@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import types
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -87,26 +86,29 @@ class _Search:
         attributes = _attributes(value) if self._objects and self._depth < _DEEPEST else {}
         if not attributes:
             self._leave(path, value)
-        elif not any(value is known for known in self._opened):
-            self._opened.append(value)  # it may contain itself
-            found = Flat()
-            inside = _Search(found, objects=True)
-            inside._opened, inside._left, inside._depth = self._opened, self._left, self._depth + 1
-            for name, part in attributes.items():
-                if not _is_code(part):
-                    inside.add(f"{path}.{name}", part)
-            self._left = inside._left - len(attributes)
-            known: set[int] = set()
-            for where, tensor in found.tensors:
-                if id(tensor) not in known:  # distributions hold their parameter a second time as `_param`
-                    known.add(id(tensor))
-                    flat.tensors.append((where, tensor))
-            flat.opaque.update(found.opaque)
-            # A function among the attributes may compute a part of the output later, which nobody would have looked at.
-            closures = [part for part in attributes.values() if _is_closure(part)]
-            unsearched = not known and not found.opaque
-            if any(unsearched or _holds_tensors(part) for part in closures):
-                self._leave(path, value)
+            return
+        if any(value is known for known in self._opened):
+            return
+        # A function among the attributes may compute a part of the output later, which nobody would have looked at.
+        hidden = (isinstance(x, functools.partial) or getattr(x, "__closure__", None) for x in attributes.values())
+        if any(hidden):
+            self._leave(path, value)
+        self._opened.append(value)  # it may contain itself
+        before, plain = len(flat.tensors), flat.plain
+        flat.plain = {}
+        self._depth += 1
+        for name, part in attributes.items():
+            self._left -= 1
+            if self._left < 0:
+                self._leave(path, value, " of too many parts")
+                break
+            if not _is_code(part):
+                self.add(f"{path}.{name}", part)
+        self._depth -= 1
+        flat.plain = plain
+        # Distributions hold their parameter a second time as `_param`.
+        found = {id(tensor): (where, tensor) for where, tensor in reversed(flat.tensors[before:])}
+        flat.tensors[before:] = reversed(found.values())
 
     def _leave(self, path: str, value: Any, more: str = "") -> None:
         self._flat.known = False
@@ -157,43 +159,17 @@ def _field_names(value: Any) -> tuple[str, ...] | None:
 
 def _attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, or none if it has other contents too, like an iterator, mapping or module."""
-    kinds = type(value).__mro__
-    if any(not kind.__flags__ & _FROM_PYTHON for kind in kinds[:-1]):
+    kinds = type(value).__mro__[:-1]
+    if any(not kind.__flags__ & _FROM_PYTHON or vars(kind).get("__slots__") for kind in kinds):
         return {}
     if isinstance(value, (torch.nn.Module, Iterator, AsyncIterator, Mapping)):
         return {}
-    found = dict(getattr(value, "__dict__", {}))
-    for kind in kinds:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            # Python stores a private slot under a name with that of its class.
-            hidden = name.startswith("__") and not name.endswith("__")
-            name = f"_{kind.__name__.lstrip('_')}{name}" if hidden else name
-            if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
-                found[name] = getattr(value, name)
-    return found
+    return dict(getattr(value, "__dict__", {}))
 
 
 def _is_code(value: Any) -> bool:
     """Whether an attribute is not a result but a function, a class or a module."""
     return callable(value) and not _attributes(value)
-
-
-def _is_closure(value: Any) -> bool:
-    """Whether a function may contain results."""
-    return isinstance(value, functools.partial) or bool(getattr(value, "__closure__", None))
-
-
-def _holds_tensors(function: Any) -> bool:
-    """Whether a closure refers to tensors, from which it may compute a result later."""
-    if isinstance(function, functools.partial):
-        return bool(flatten_call(function.args, function.keywords).tensors) or _holds_tensors(function.func)
-    cells = getattr(function, "__closure__", None) or ()
-    return any(flatten("", cell.cell_contents, objects=False).tensors for cell in cells if cell != _EMPTY)
-
-
-_EMPTY = types.CellType()
-"""It is equal to every cell that is not filled yet. Asking such a cell for its contents raises."""
 
 
 def flatten(path: str, value: Any, *, objects: bool = True) -> Flat:
@@ -311,11 +287,7 @@ def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
         return type(value)(*parts.values()) if named else type(value)(parts.values())
     if not isinstance(value, (Mapping, list)) and _field_names(value) is None:
         rebuilt = object.__new__(type(value))
-        for name, part in parts.items():
-            if name in getattr(value, "__dict__", {}):
-                rebuilt.__dict__[name] = part  # not `setattr`: a property may have the same name
-            else:
-                object.__setattr__(rebuilt, name, part)
+        rebuilt.__dict__.update(parts)  # not `setattr`: a property may have the same name
         return rebuilt
     try:
         rebuilt = copy.copy(value)

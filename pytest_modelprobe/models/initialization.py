@@ -34,8 +34,8 @@ from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.interrupts import held, interruptible
 from pytest_modelprobe.record import old_name
 
-from .memory import as_bytes, has_dense_storage
 from .seeding import derive, fill_normal, seeded
+from .tensors import as_bytes, has_dense_storage
 
 M = TypeVar("M", bound=nn.Module)
 

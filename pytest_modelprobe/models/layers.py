@@ -1,4 +1,4 @@
-"""Layers of a model by name: wrappers are skipped by type, and wrappers whose hooks misreport are rejected.
+"""Layers of a model by name, hooks on them, weights that are kept elsewhere, and weights that are zero.
 
 Names must be those that the user knows: a wrapper of another library adds a segment that nobody wrote. Wrappers are
 known by their type and never by a spelling, because a layer of the user may have any name. A module whose hooks would
@@ -7,20 +7,99 @@ report wrong values is refused here, before anything is attached.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
 import sys
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import filterfalse
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from pytest_modelprobe._torch import checkpointed, compiled, compiled_call, left_out
+from pytest_modelprobe._torch import checkpointed, compiled, compiled_call, hook_tables, left_out
 from pytest_modelprobe.exceptions import UnsupportedModelError
 from pytest_modelprobe.record import ROOT, Plain, qualified
 
-from .distribution import DDP, notes_on, original_class
+from .seeding import randn
+from .tensors import DDP, notes_on, original_class, unexpanded
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+#
+# `copy.deepcopy` and `torch.save` take a module's hooks with it. A closure as a hook could not be pickled, and in a
+# copy it would record the copy's forwards as the model's. These hooks have a weak reference to their module instead,
+# and turn into something inert when they are copied or pickled.
+
+
+def _nothing(key: int) -> tuple[Any, ...]:
+    """Return what a hook is pickled as: it takes any arguments, returns `None`, and exists without this package.
+
+    Its handle goes with it, since torch, as it loads one, gives no hook that is registered later the same number. That
+    hook would be called with keyword arguments, as ours was.
+    """
+    handle = RemovableHandle(OrderedDict())
+    handle.id = key
+    return getattr, (contextlib.nullcontext(handle), "__exit__")
+
+
+class ModuleHook:
+    """A hook on one module. If it is copied or pickled with the module, it does nothing."""
+
+    __slots__ = ("_module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = ref(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing(self._key())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
+        return _Inert(self._key())
+
+    def _key(self) -> int:
+        """Return the number of the hook, or -1 if it is on its module no more."""
+        module = self._module()
+        tables = [] if module is None else hook_tables(module)
+        return next((key for table in tables for key, hook in table.items() if hook is self), -1)
+
+
+class ChangingHook(ModuleHook):
+    """A hook that changes what a module computes. While it is there, the code of the module counts as changed."""
+
+    __slots__ = ()
+
+
+class _Inert:
+    """What a hook becomes in a copy of its module. It does nothing, and removes itself at the copy's first call."""
+
+    __slots__ = ("_key",)
+    is_modelprobe = True
+
+    def __init__(self, key: int) -> None:
+        self._key = key
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing(self._key)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
+        return self
+
+    def __call__(self, module: nn.Module, *given: Any) -> None:
+        tables = hook_tables(module)
+        for key in [key for table in tables for key, hook in table.items() if isinstance(hook, _Inert)]:
+            for table in tables:
+                table.pop(key, None)
+
+
+def changing_hooks(modules: Iterable[nn.Module]) -> tuple[int, ...]:
+    """Return the numbers of the hooks that change what the modules compute."""
+    tables = (table for module in modules for table in (module._forward_pre_hooks, module._forward_hooks) if table)
+    return tuple(key for table in tables for key, hook in table.items() if isinstance(hook, ChangingHook))
+
 
 _ATOMIC = (nn.MultiheadAttention, nn.RNNBase)
 """Modules that compute in fused code without calling their children. Hooks on the children never fire, so that these
@@ -238,3 +317,78 @@ def is_persistent(module: nn.Module, buffer: str) -> bool | None:
     owner, _, name = buffer.rpartition(".")
     kept_out = left_out(module.get_submodule(owner))
     return None if kept_out is None else name not in kept_out
+
+
+# --- weights that accelerate keeps on the CPU or on disk --------------------------------------------------------------
+#
+# Between calls a meta tensor stands in the place of each weight, so a record of its parameters would have no numbers.
+# The weights are read here where the hooks of accelerate keep them, and nothing of the model is moved.
+
+
+class Offloaded:
+    """The weights of a model that are kept elsewhere. There are none if accelerate is not imported.
+
+    Args:
+        modules: The modules of the model, each before those inside it.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._kept: dict[int, tuple[Mapping[str, torch.Tensor], str]] = {}
+        for module in modules if "accelerate" in sys.modules else ():
+            for weights in _weights(module):
+                for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+                    if tensor.is_meta:
+                        self._kept[id(tensor)] = weights, name
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._kept
+
+    def load(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what a call puts in the place of a meta tensor, and any other tensor as it is.
+
+        >>> Offloaded([]).load(torch.ones(1))
+        tensor([1.])
+        """
+        with contextlib.suppress(KeyError, OSError):  # the weight is kept nowhere, or its file is gone
+            weights, name = self._kept[id(tensor)]
+            return weights[name]
+        return tensor
+
+
+def _weights(module: nn.Module) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Yield the mappings in which the hooks of accelerate on a module keep weights."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    for one in getattr(hook, "hooks", (hook,)):  # a `SequentialHook` has several
+        if getattr(one, "weights_map", None) is not None:
+            yield one.weights_map
+
+
+# --- weights that are zero --------------------------------------------------------------------------------------------
+#
+# Heads and gates may be zero at first, on purpose. What such a weight scales is zero whatever the layers before it do,
+# and no gradient reaches these, so a check would hold without having seen anything.
+
+_STD = 0.02
+"""The standard deviation, as in initializations of transformers."""
+
+
+def wake_zeros(layers: Layers, seed: int) -> None:
+    """Write small random numbers into weights that are all zero.
+
+    >>> head = torch.nn.Linear(2, 1)
+    >>> _ = torch.nn.init.zeros_(head.weight)
+    >>> wake_zeros(Layers(head), seed=0)
+    >>> bool(head.weight.any())
+    True
+    """
+    for name, module in layers.modules.items():
+        own = [(n, p) for n, p in module.named_parameters(recurse=False) if p.is_floating_point() and p.numel()]
+        zero = [(n, p) for n, p in own if not p.any()]
+        # A bias that is zero hides nothing, unless all parameters of the layer are zero.
+        if len(zero) == len(own) or any(not n.endswith("bias") for n, _ in zero):
+            for parameter_name, parameter in zero:
+                written = unexpanded(parameter.detach())
+                drawn = f"check {qualified(name, parameter_name)}"
+                numbers = randn(written.shape, seed=seed, name=drawn, device=written.device, dtype=written.dtype)
+                with torch.no_grad():
+                    written.copy_(numbers * _STD)

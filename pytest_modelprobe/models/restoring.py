@@ -1,44 +1,251 @@
-"""Save and restore the state of a model: tensors, gradients, everything its attributes refer to, settings.
+"""Save and restore the settings of the process, and the state of a model: tensors, gradients, all its attributes.
 
-A run and a check leave no trace in the user's model. Everything is put back on the same objects and in the same
-memory, because a tied parameter, a view or an optimizer may refer to them. How far that reaches is decided by type, in
-`_savers_of`, and notes say where it ends.
+A run and a check leave no trace. A model may set a default dtype, warning filters or a thread count, and leave them so:
+then a test would change the tests after it. The table of settings is read before a run, and what differs is set back
+after it. The model is put back on the same objects and in the same memory, because a tied parameter, a view or an
+optimizer may refer to them. How far that reaches is decided by type, and notes say where it ends.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
 import itertools
-import operator
+import os
 import random
 import sys
 import types
+import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from pytest_modelprobe import _torch
 from pytest_modelprobe._torch import is_view, storage_key, without_dispatch_modes, without_torch_function
+from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.interrupts import held
 
-from .devices import read_flags
-from .memory import as_bytes, has_dense_storage, is_strided
-from .process import Settings, read_settings, restore_settings
+from .tensors import as_bytes, has_dense_storage, is_strided, read_flags
+
+
+class Setting(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    """Its name in the documentation."""
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
+
+
+Settings = list[tuple[Setting, Any]]
+"""The type of settings, each with its value."""
+
+
+@contextmanager
+def settings_preserved() -> Iterator[None]:
+    """Restore on exit the settings of the process.
+
+    >>> with settings_preserved():
+    ...     torch.set_default_dtype(torch.float64)
+    >>> torch.ones(1).dtype
+    torch.float32
+    """
+    before = read_settings()
+    try:
+        yield
+    finally:
+        restore_settings(before)
+
+
+def read_settings() -> Settings:
+    """Return the settings that have a value."""
+    return [(one, was) for one in SETTINGS if (was := _read(one)) is not _NO_VALUE]
+
+
+def restore_settings(before: Settings) -> None:
+    """Set the settings that have another value now. All others are left alone: to set some takes long, or warns."""
+    for one, was in before:
+        if _read(one) != was:
+            one.set(was)
+
+
+_NO_VALUE = object()
+
+
+def _read(one: Setting) -> Any:
+    try:
+        return one.get()
+    # torch has two ways to set a precision. After the newer one the older one may raise instead of having a value.
+    except (RuntimeError, ModelProbeError):
+        return _NO_VALUE
+
+
+Autocast = tuple[str, torch.dtype, bool]
+"""Type of device, dtype to which autocast casts there, and whether it is enabled."""
+
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+def autocast_states(devices: Iterable[str] = _DEVICES) -> tuple[Autocast, ...]:
+    """Return the state of autocast for the types of device that have it, enabled or not."""
+    available = filter(torch.amp.is_autocast_available, dict.fromkeys(devices))
+    return tuple((d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in available)
+
+
+def active_autocast(devices: Iterable[str] = _DEVICES) -> tuple[Autocast, ...]:
+    """Return the state of autocast for the types of device for which it is enabled.
+
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     active_autocast()
+    (('cpu', torch.bfloat16, True),)
+    """
+    return tuple(state for state in autocast_states(devices) if state[2]) if _torch.any_autocast() else ()
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+_ENVIRONMENT: Any = getattr(os.environ, "_data", os.environ)
+"""The environment variables as Python keeps them, encoded. To decode them before and after each run took a twentieth of
+the run of a small model."""
+
+
+def _set_environment(encoded: dict[Any, Any]) -> None:
+    variables = {os.fsdecode(name): os.fsdecode(value) for name, value in encoded.items()}
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+
+
+def _set_warning_filters(before: list[Any]) -> None:
+    warnings.resetwarnings()  # it also makes Python forget what the old filters decided
+    warnings.filters.extend(before)  # type: ignore[attr-defined]
+
+
+def _set_deterministic(before: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _set_autocast(before: tuple[Autocast, ...]) -> None:
+    for device, dtype, enabled in before:  # set also where it is off: the dtype for the next time is a setting too
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
+_BACKENDS: list[Any] = [
+    operation
+    for backend in (torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn)
+    for operation in (getattr(backend, name, None) for name in ("matmul", "conv", "rnn"))
+    if hasattr(operation, "fp32_precision")  # torch 2.9 and newer
+]
+
+
+def _set_precisions(before: list[str]) -> None:
+    for operation, precision in zip(_BACKENDS, before, strict=True):
+        if operation.fp32_precision != precision:
+            operation.fp32_precision = precision
+
+
+def _stream() -> Any:
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+
+def _set_stream(before: Any) -> None:
+    if before is not None:
+        torch.cuda.set_stream(before)
+
+
+# Not the properties of `torch.backends.cudnn`, which cannot be set after the user froze the flags.
+SETTINGS = (
+    Setting("environment", _ENVIRONMENT.copy, _set_environment),
+    Setting("warning filters", lambda: warnings.filters[:], _set_warning_filters),
+    Setting("function modes and default device", _torch.function_modes_now, _torch.set_function_modes),
+    Setting("dispatch modes", _torch.dispatch_modes_now, _torch.set_dispatch_modes),
+    Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Setting("grad mode", torch.is_grad_enabled, lambda on: torch.set_grad_enabled(on)),
+    Setting("autocast", lambda: autocast_states(("cpu", "cuda")), _set_autocast),
+    Setting("autocast cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    Setting(
+        "deterministic algorithms",
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        _set_deterministic,
+    ),
+    *(Setting(f"cuDNN {name}", read, write) for name, (read, write) in _torch.CUDNN.items()),
+    Setting("precision of float32 products", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    Setting("precision by backend", lambda: [one.fp32_precision for one in _BACKENDS], _set_precisions),
+    Setting("threads", torch.get_num_threads, torch.set_num_threads),
+    Setting("stream of CUDA", _stream, _set_stream),
+)
+"""The settings that `settings_preserved` puts back, in this order."""
+
+
+# --- random generators ------------------------------------------------------------------------------------------------
+
+
+def _cuda_states() -> Any:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # reading would initialize CUDA
+
+
+def _set_cuda_states(before: Any) -> None:
+    if before is not None:
+        torch.cuda.set_rng_state_all(before)
+    elif torch.backends.cuda.is_built():  # a seed that was set meanwhile would wait for CUDA's first use
+        _torch.seed_cuda(torch.initial_seed())
+
+
+def _generators() -> Iterator[Setting]:
+    yield Setting("generator of torch on the CPU", torch.get_rng_state, torch.set_rng_state)
+    if torch.backends.mps.is_available():
+        yield Setting("generator of MPS", torch.mps.get_rng_state, torch.mps.set_rng_state)
+    if torch.xpu.is_available():
+        yield Setting("generators of XPU", torch.xpu.get_rng_state_all, torch.xpu.set_rng_state_all)
+    yield Setting("generators of CUDA", _cuda_states, _set_cuda_states)
+    yield Setting("generator of numpy", np.random.get_state, np.random.set_state)
+    yield Setting("generator of random", random.getstate, random.setstate)
+
+
+GENERATORS = tuple(_generators())
+"""The generators that `seeding.forked_rng` puts back. The CPU comes first, because CUDA may need its seed."""
 
 # The attributes that `register_forward_hook` and its like change. They have a rule of their own, see `_hooks`.
 _HOOKS = frozenset(key for key in vars(nn.Module()) if "hook" in key)
 
 _MOST_OBJECTS = 20_000  # objects besides modules and their attributes. A thousand take some milliseconds
 _LONG = 200  # characters of a name in a note. Deeper values get the name of their container
-_MOST_BYTES = 1 << 30  # of one array that is not a tensor: the index of a search engine is not copied for a forward
+
+_Action = Callable[[], object]
+_NOTHING = object()
+_CONTAINERS = (list, deque, set)
+_RANDOM: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object], Callable[[Any], object]]] = {
+    torch.Generator: (
+        torch.Generator.get_state,
+        torch.Generator.set_state,
+        lambda g: torch.rand((), generator=g, device=g.device),
+    ),
+    np.random.Generator: (
+        lambda g: g.bit_generator.state,
+        lambda g, state: setattr(g.bit_generator, "state", state),
+        lambda g: g.random(),
+    ),
+    np.random.RandomState: (
+        np.random.RandomState.get_state,
+        np.random.RandomState.set_state,
+        np.random.RandomState.random_sample,
+    ),
+    random.Random: (random.Random.getstate, random.Random.setstate, random.Random.random),
+}
+"""For each kind of random generator: read its state, set it, draw a number."""
+_KINDS = (nn.Module, torch.Tensor, dict, *_CONTAINERS, tuple, frozenset, np.ndarray, *_RANDOM)
+_MADE_OF = ("torch.nn.", "torch.optim.", "torch.amp.", "torch.distributions.")
+"""Packages of torch whose objects are parts of models. Objects of its other packages refer to half the process."""
+_LIBRARIES = sys.stdlib_module_names | {"_pytest", "numpy", "pytest", "pytest_modelprobe", "torch"}
+_PROCESS = frozenset({"asyncio", "concurrent", "io", "logging", "multiprocessing", "socket", "threading", "unittest"})
+"""Packages of the standard library: objects whose classes derive from theirs run beside the model, and change on their
+own while it runs."""
 
 
 def preserved(model: nn.Module, *, values: bool = True, lazy: bool = True) -> ModelState:
@@ -55,9 +262,14 @@ def preserved(model: nn.Module, *, values: bool = True, lazy: bool = True) -> Mo
     return ModelState(model, values=values, lazy=lazy)
 
 
-def has_lazy(model: nn.Module) -> bool:
-    """Whether the model has a lazy module that has seen no input."""
-    return any(map(_is_lazy, model.modules()))
+def has_lazy(model: nn.Module, *, recurse: bool = True) -> bool:
+    """Whether the model has a lazy module that has seen no input, or, without ``recurse``, is one itself."""
+    modules = model.modules() if recurse else (model,)
+    return any(
+        tensor is not None and is_lazy(tensor)
+        for module in modules
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+    )
 
 
 class ModelState:
@@ -100,17 +312,26 @@ class ModelState:
         self._blocks: list[tuple[held, Settings]] = []
         self._known: set[int] = set()
         self._restores: list[_Action] = []
-        self._memory: dict[int, _Memory] = {}  # by address
+        self._memory: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # with the bytes, by address
         self._late: list[_Action] = []  # hooks and lazy classes, which are put back after all attributes
-        self._savers_by_type: dict[type, tuple[_Saver, ...]] = {}
+        self._types: dict[type, tuple[bool, bool]] = {}  # whether values are saved, and whether by their attributes
         self._found: deque[tuple[str, Any]] = deque()
         with held(), _modes_off():
             for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-                self.save(name, tensor)  # first: other objects may be too many, and weights must not be among the rest
+                self._save(name, tensor)  # first: other objects may be too many, and weights must not be among the rest
             # The innermost first, so that the modules inside one are known when its attributes are saved.
             for name, module in reversed(list(model.named_modules())):
-                self.save(name, module)
-            self._follow()
+                self._save(name, module)
+            # Then what was found in them, and what is found meanwhile: the nearest to a module come first.
+            for _ in range(_MOST_OBJECTS):
+                if self._found:
+                    self._save(*self._found.popleft())
+        if self._found:
+            self.notes.append(
+                f"{self._found[0][0]} and what comes after it stays as a forward leaves it: {_MOST_OBJECTS:,} objects "
+                "in the attributes of the model were looked at"
+            )
+            self._found.clear()
 
     def __enter__(self) -> ModelState:
         block = held()
@@ -136,7 +357,12 @@ class ModelState:
         with _modes_off():
             for restore in self._restores:
                 restore()
-            _put_back([*self._memory.values()])
+            # Bytes that did not change may be read-only, and their version counter must not move. Each device is waited
+            # for once.
+            memory = [*self._memory.values()]
+            for (storage, before), differs in zip(memory, read_flags([_differs(*one) for one in memory]), strict=True):
+                if differs:
+                    as_bytes(storage).copy_(before)
             for restore in self._late:
                 restore()
         # It has copies of the weights, in another dtype, as they were meanwhile. Under an autocast of the caller's they
@@ -148,73 +374,78 @@ class ModelState:
         for draw in self._draws:
             draw()
 
-    # --- a method for each kind of value; the values inside are found, and saved later --------------------------------
+    # --- saving by type; the values inside of a value are found, and saved later --------------------------------------
 
-    def save(self, name: str, value: Any) -> None:
-        """Save a value in the ways of its type, once."""
-        if id(value) not in self._known:
-            self._known.add(id(value))
-            for save in self._savers(type(value)):
-                save(self, name, value)
+    def _save(self, name: str, value: Any) -> None:
+        """Save a value by its type, once."""
+        if id(value) in self._known:
+            return
+        self._known.add(id(value))
+        if isinstance(value, nn.Module):
+            return self._save_module(name, value)
+        if isinstance(value, torch.Tensor):
+            return self._save_tensor(name, value)
+        if isinstance(value, dict):
+            mapping: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+            self._restores.append(_contents(value, mapping, mapping.items, mapping.update))
+            self._find(name, mapping.items(value))
+        elif isinstance(value, _CONTAINERS):
+            base: Any = next(kind for kind in _CONTAINERS if isinstance(value, kind))
+            self._restores.append(_contents(value, base, base.__iter__, base.update if base is set else base.extend))
+            self._find(name, enumerate(base.__iter__(value)))
+        elif isinstance(value, (tuple, frozenset)):
+            self._find(name, enumerate(value))
+        elif isinstance(value, np.ndarray):
+            if value.flags.writeable and not value.dtype.hasobject:
+                array, elements = value, value.copy()
+                self._restores.append(lambda: np.copyto(array, elements))
+        # The generator of the operating system has no state.
+        elif isinstance(value, tuple(_RANDOM)) and not isinstance(value, random.SystemRandom):
+            read, write, draw = next(_RANDOM[kind] for kind in _RANDOM if isinstance(value, kind))
+            self._draws.append(lambda: draw(value))
+            if self._with_generators:
+                state = read(value)
+                self._restores.append(lambda: write(value, state))
+        if self._kept(type(value))[1]:
+            self._save_attributes(name, value)
+        return None
 
-    def save_module(self, name: str, module: nn.Module) -> None:
-        """Save a module: its attributes, their values, and its hooks."""
-        names, lazy = vars(module), _is_lazy(module)
+    def _save_module(self, name: str, module: nn.Module) -> None:
+        names, lazy = vars(module), has_lazy(module, recurse=False)
         if lazy and not self._lazy:
-            self._restores.append(functools.partial(names.__setitem__, "training", names["training"]))
+            training = module.training
+            self._restores.append(lambda: names.update(training=training))
             return
         self._late.append(_hooks([value for key, value in names.items() if key in _HOOKS and isinstance(value, dict)]))
         if lazy:
             self._late.append(_laziness(module))
             self.notes.append(f"{name or 'the model'} is lazy and has seen no input: its shapes are those of this run")
         self._restores.append(_attributes(names, without=_HOOKS))
-        prefix = f"{name}." if name else ""
         for key, value in names.items():
-            if key not in _HOOKS and self._savers(type(value)):
-                self.save(prefix + key, value)
+            if key not in _HOOKS and self._kept(type(value))[0]:
+                self._save(f"{name}.{key}" if name else key, value)
 
-    def save_tensor(self, name: str, tensor: Any) -> None:
-        """Save a tensor, its gradient, the tensors inside a subclass, and its memory."""
-        self._known.add(id(tensor))
+    def _save_tensor(self, name: str, tensor: Any) -> None:
+        """Save a tensor, its gradient, the tensors inside a subclass such as a DTensor, and its memory."""
         if is_lazy(tensor):
             return
         grad = tensor.grad if tensor.is_leaf else None
         if grad is not None:
             # First: torch takes a gradient only if its shape, dtype and device fit, and they may have changed too.
-            self.save(f"{name}.grad", grad)
-        self._restores.append(_state_of(tensor, grad))
-        inner = _inner_tensors(tensor)
-        for one in inner:
-            self.save(name, one)
-        self.save_attributes(name, tensor)
+            self._save(f"{name}.grad", grad)
+        self._restores.append(_autograd(tensor, grad))
+        inner = tensor.__tensor_flatten__()[0] if hasattr(type(tensor), "__tensor_flatten__") else ()
+        for key in inner:
+            self._save(name, getattr(tensor, key))
+        self._save_attributes(name, tensor)
         if has_dense_storage(tensor):
             storage = tensor.untyped_storage()
             if self._values and storage_key(storage) not in self._memory:
-                self._memory[storage_key(storage)] = _Memory(storage)
+                self._memory[storage_key(storage)] = storage, as_bytes(storage).clone()
         elif self._values and not (inner or tensor.is_meta):
             self.notes.append(f"{name} has no dense memory that holds its elements: they stay as a forward leaves them")
 
-    def save_items(self, name: str, items: Iterable[Any]) -> None:
-        """Find the items of a container that itself cannot be changed."""
-        self._find(name, enumerate(items))
-
-    def save_mapping(self, name: str, mapping: Any) -> None:
-        """Save the items of a dict."""
-        base: Any = OrderedDict if isinstance(mapping, OrderedDict) else dict
-        pairs = list(base.items(mapping))
-        self._restores.append(_contents(mapping, base, base.items, base.update))
-        self._find(name, pairs)
-        self._find(f"{name}.keys()", ((None, key) for key, _ in pairs))
-
-    def save_contents(self, name: str, container: Any) -> None:
-        """Save the items of a list, a set or a deque."""
-        base: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
-        add = base.update if base is set else base.extend
-        self._restores.append(_contents(container, base, base.__iter__, add))
-        self._find(name, enumerate(base.__iter__(container)))
-
-    def save_attributes(self, name: str, owner: Any) -> None:
-        """Save the attributes of an object that is no module."""
+    def _save_attributes(self, name: str, owner: Any) -> None:
         try:
             names = owner.__dict__
         except Exception:  # noqa: BLE001 - a proxy for something that is not there may raise anything
@@ -222,68 +453,47 @@ class ModelState:
         self._restores.append(_attributes(names))
         self._find(name, names.items(), "{}.{}")
 
-    def save_array(self, name: str, values: npt.NDArray[Any]) -> None:
-        """Save the elements of an array of numpy if it is writable and not too large."""
-        if values.nbytes > _MOST_BYTES:
-            self.notes.append(f"{name} is an array of {values.nbytes:,} bytes, and stays as a forward leaves it")
-        elif values.flags.writeable and not values.dtype.hasobject:
-            self._restores.append(_elements(values))
-
-    def save_generator(self, name: str, generator: Any) -> None:
-        """Save the state of a random generator."""
-        read, write, draw = next(_RANDOM[kind] for kind in _RANDOM if isinstance(generator, kind))
-        self._draws.append(functools.partial(draw, generator))
-        if self._with_generators:
-            self._restores.append(functools.partial(write, generator, read(generator)))
-
     def _find(self, name: str, items: Iterable[tuple[Any, Any]], form: str = "{}[{!r}]") -> None:
         for key, value in items:
-            if self._savers(type(value)) and id(value) not in self._known:
+            if self._kept(type(value))[0] and id(value) not in self._known:
                 self._found.append((form.format(name, key) if len(name) < _LONG else name, value))
 
-    def _follow(self) -> None:
-        """Save the values that were found, and those found meanwhile. The nearest to a module come first."""
-        for _ in range(_MOST_OBJECTS):
-            if not self._found:
-                return
-            self.save(*self._found.popleft())
-        name, _ = self._found.popleft()
-        self.notes.append(
-            f"{name} and what comes after it stays as a forward leaves it: {_MOST_OBJECTS:,} objects in the attributes "
-            "of the model were looked at"
-        )
-        self._found.clear()
+    def _kept(self, kind: type) -> tuple[bool, bool]:
+        """Return whether values of a type are saved, and whether their attributes are.
 
-    def _savers(self, kind: type) -> tuple[_Saver, ...]:
-        savers = self._savers_by_type.get(kind)
-        if savers is None:
-            savers = self._savers_by_type[kind] = _savers_of(kind)
-        return savers
+        They are if the values may be parts of a model, and not of the process around it.
+        """
+        if kind not in self._types:
+            root = kind.__module__.partition(".")[0]
+            of_models = (
+                bool(kind.__dictoffset__)
+                and not issubclass(kind, type)
+                and all(base.__module__.partition(".")[0] not in _PROCESS for base in kind.__mro__)
+                and (
+                    root not in _LIBRARIES
+                    or f"{kind.__module__}.".startswith(_MADE_OF)
+                    or kind is types.SimpleNamespace
+                )
+            )
+            self._types[kind] = of_models or issubclass(kind, _KINDS), of_models
+        return self._types[kind]
 
 
 # --- what puts one thing back -----------------------------------------------------------------------------------------
 
-_Action = Callable[[], object]
 
-
-def _contents(
-    container: Any, base: Any, read: Callable[[Any], Iterable[Any]], add: Callable[[Any, Any], object]
-) -> _Action:
+def _contents(value: Any, base: Any, read: Callable[[Any], Iterable[Any]], add: Callable[..., object]) -> _Action:
     """Put back the items of a container, in order, by the methods of its base: those of a subclass may refuse."""
-    before = list(read(container))
-    same = _same_pair if issubclass(base, dict) else operator.is_
+    before = list(read(value))
+    same = [*map(id, itertools.chain(*before))] if issubclass(base, dict) else [*map(id, before)]
 
     def restore() -> None:
-        now = list(read(container))
-        if len(now) != len(before) or not all(map(same, now, before)):
-            base.clear(container)
-            add(container, before)
+        now = list(read(value))
+        if [*map(id, itertools.chain(*now) if issubclass(base, dict) else now)] != same:
+            base.clear(value)
+            add(value, before)
 
     return restore
-
-
-def _same_pair(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    return one[0] is other[0] and one[1] is other[1]
 
 
 def _attributes(names: dict[str, Any], *, without: frozenset[str] = frozenset()) -> _Action:
@@ -294,19 +504,6 @@ def _attributes(names: dict[str, Any], *, without: frozenset[str] = frozenset())
         for key in names.keys() - before.keys() - without:
             del names[key]
         names.update({key: value for key, value in before.items() if names.get(key, _NOTHING) is not value})
-
-    return restore
-
-
-def _elements(array: npt.NDArray[Any]) -> _Action:
-    before = array.copy()
-
-    def restore() -> None:
-        if array.shape != before.shape:
-            array.resize(before.shape, refcheck=False)
-        # Compared as bytes, since a NaN is not equal to itself. Memory that did not change may be read-only.
-        if array.tobytes() != before.tobytes():
-            np.copyto(array, before)
 
     return restore
 
@@ -323,10 +520,8 @@ def _hooks(tables: list[dict[int, Any]]) -> _Action:
 
     def restore() -> None:
         for hooks, items in before:
-            if not (hooks or items):
-                continue
-            wanted = {key: hook for key, hook in items if key not in ours or key in hooks}
-            if list(hooks.items()) != list(wanted.items()):
+            wanted = [(key, hook) for key, hook in items if key not in ours or key in hooks]
+            if list(hooks.items()) != wanted:
                 hooks.clear()
                 hooks.update(wanted)
 
@@ -336,7 +531,7 @@ def _hooks(tables: list[dict[int, Any]]) -> _Action:
 def _laziness(module: nn.Module) -> _Action:
     """Make a module lazy again: its class, which a forward changes, and its tensors without shapes."""
     kind = type(module)
-    own = [tensor for tensor in _own_tensors(module) if is_lazy(tensor)]
+    own = [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None and is_lazy(x)]
     before = [(tensor, type(tensor), tensor.data, tensor.requires_grad) for tensor in own]
 
     def restore() -> None:
@@ -350,7 +545,7 @@ def _laziness(module: nn.Module) -> _Action:
     return restore
 
 
-def _state_of(tensor: torch.Tensor, grad: torch.Tensor | None) -> _Action:
+def _autograd(tensor: torch.Tensor, grad: torch.Tensor | None) -> _Action:
     """Put back the memory that a tensor refers to, and its state in autograd."""
     data = tensor.data if is_strided(tensor) else None
     place = None if data is None else _place(data)
@@ -372,33 +567,20 @@ def _state_of(tensor: torch.Tensor, grad: torch.Tensor | None) -> _Action:
     return restore
 
 
-class _Memory:
-    """The bytes of a whole storage. By storages, views, overlaps and ties need no care."""
-
-    __slots__ = ("before", "now", "storage")
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.storage, self.now = storage, as_bytes(storage)
-        self.before = self.now.clone()
-
-    def differs(self) -> torch.Tensor:
-        """Return whether the bytes changed, as a tensor: nothing is read from a device."""
-        if self.storage.nbytes() != self.before.numel():
-            self.storage.resize_(self.before.numel())
-        now, before = _words(self.now), _words(self.before)
-        return torch.tensor(not torch.equal(now, before)) if now.is_cpu else (now != before).any()
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return where the elements of a strided tensor are. It stays the same unless the tensor's data are replaced."""
+    storage = storage_key(tensor.untyped_storage())
+    return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _put_back(memory: Sequence[_Memory]) -> None:
-    """Put back the bytes that changed. Others may be read-only, and their version counter must not move."""
-    for one, differs in zip(memory, read_flags([one.differs() for one in memory]), strict=True):
-        if differs:
-            one.now.copy_(one.before)
-
-
-def _words(memory: torch.Tensor) -> torch.Tensor:
-    """Return bytes as words of eight if none are left over: torch compares six times as many in the same time."""
-    return memory.view(torch.int64) if memory.numel() % 8 == 0 else memory
+def _differs(storage: torch.UntypedStorage, before: torch.Tensor) -> torch.Tensor:
+    """Return whether the bytes of a storage changed, as a tensor: nothing is read from a device."""
+    if storage.nbytes() != before.numel():
+        storage.resize_(before.numel())
+    now = as_bytes(storage)
+    if now.numel() % 8 == 0:  # torch compares six times as many in the same time
+        now, before = now.view(torch.int64), before.view(torch.int64)
+    return torch.tensor(not torch.equal(now, before)) if now.is_cpu else (now != before).any()
 
 
 @contextmanager
@@ -406,99 +588,3 @@ def _modes_off() -> Iterator[None]:
     """Work on the tensors themselves, whatever fake mode or default device is active."""
     with without_dispatch_modes(), without_torch_function():
         yield
-
-
-# --- how the values of a type are saved -------------------------------------------------------------------------------
-
-_Saver = Callable[[ModelState, str, Any], None]
-
-_NOTHING = object()
-_CONTAINERS = (list, deque, set)
-_RANDOM: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object], Callable[[Any], object]]] = {
-    torch.Generator: (
-        torch.Generator.get_state,
-        torch.Generator.set_state,
-        lambda g: torch.rand((), generator=g, device=g.device),
-    ),
-    np.random.Generator: (
-        lambda g: g.bit_generator.state,
-        lambda g, state: setattr(g.bit_generator, "state", state),
-        lambda g: g.random(),
-    ),
-    np.random.RandomState: (
-        np.random.RandomState.get_state,
-        np.random.RandomState.set_state,
-        np.random.RandomState.random_sample,
-    ),
-    random.Random: (random.Random.getstate, random.Random.setstate, random.Random.random),
-}
-"""For each kind of random generator: read its state, set it, draw a number."""
-_HOLDERS = (types.SimpleNamespace, argparse.Namespace)
-"""Classes of the standard library that are plain containers. They may hold a part of a model."""
-_MADE_OF = ("torch.nn.", "torch.optim.", "torch.amp.", "torch.distributions.")
-"""Packages of torch whose objects are parts of models. Objects of its other packages refer to half the process."""
-_LIBRARIES = sys.stdlib_module_names | {"_pytest", "numpy", "pytest", "pytest_modelprobe", "torch"}
-_PROCESS = frozenset({"asyncio", "concurrent", "io", "logging", "multiprocessing", "socket", "threading", "unittest"})
-"""Packages of the standard library: objects whose classes derive from theirs run beside the model, and change on their
-own while it runs."""
-
-
-def _savers_of(kind: type) -> tuple[_Saver, ...]:
-    """Return how the values of a type are saved: in no way if they cannot change, or are not part of a model."""
-    if issubclass(kind, nn.Module):
-        return (ModelState.save_module,)
-    if issubclass(kind, torch.Tensor):
-        return (ModelState.save_tensor,)
-    savers: list[_Saver] = []
-    if issubclass(kind, dict):
-        savers.append(ModelState.save_mapping)
-    elif issubclass(kind, _CONTAINERS):
-        savers.append(ModelState.save_contents)
-    elif issubclass(kind, (tuple, frozenset)):
-        savers.append(ModelState.save_items)
-    elif issubclass(kind, np.ndarray):
-        savers.append(ModelState.save_array)
-    # The generator of the operating system has no state.
-    elif issubclass(kind, tuple(_RANDOM)) and not issubclass(kind, random.SystemRandom):
-        savers.append(ModelState.save_generator)
-    elif issubclass(kind, functools.partial):
-        savers.append(lambda state, name, value: state.save_items(name, (value.func, value.args, value.keywords)))
-    if _is_of_models(kind) and kind.__dictoffset__:
-        savers.append(ModelState.save_attributes)
-    return tuple(savers)
-
-
-def _is_of_models(kind: type) -> bool:
-    """Whether objects of a class may be parts of a model, and not of the process around it."""
-    if issubclass(kind, type) or any(_top_package(base) in _PROCESS for base in kind.__mro__):
-        return False
-    return _top_package(kind) not in _LIBRARIES or f"{kind.__module__}.".startswith(_MADE_OF) or kind in _HOLDERS
-
-
-def _top_package(kind: type) -> str:
-    return str(kind.__module__).partition(".")[0]
-
-
-# --- helpers ----------------------------------------------------------------------------------------------------------
-
-
-def _is_lazy(module: nn.Module) -> bool:
-    return any(map(is_lazy, _own_tensors(module)))
-
-
-def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
-    both = (*module._parameters.values(), *module._buffers.values())
-    return [tensor for tensor in both if tensor is not None]
-
-
-def _inner_tensors(tensor: Any) -> list[object]:
-    """Return the tensors inside a tensor subclass, such as a DTensor's local shard."""
-    if not hasattr(type(tensor), "__tensor_flatten__"):
-        return []
-    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-
-
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return where the elements of a strided tensor are. It stays the same unless the tensor's data are replaced."""
-    storage = storage_key(tensor.untyped_storage())
-    return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()

@@ -19,8 +19,8 @@ import torch
 
 from pytest_modelprobe._torch import seed_cuda, without_torch_function
 
-from .devices import generator_state
-from .process import GENERATORS
+from .restoring import GENERATORS
+from .tensors import generator_state
 
 _BLOCK = 16
 """How many uniform numbers torch turns into as many normal ones at once: 8 cosines, then 8 sines."""

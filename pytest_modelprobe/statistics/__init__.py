@@ -1,6 +1,6 @@
 """Statistics of tensors: reduced on the tensor's device, read when the record is made.
 
-Hooks call `reduce`. On the CPU it returns plain numbers, and those of small tensors are computed when they are needed.
+Hooks call `reduce`. On the CPU it returns plain numbers.
 On another device it returns a small tensor that stays there: no element is read, so the model does not wait for it.
 `merge` merges two reductions in the same manner, and `collect` reads any number of them with one transfer per device.
 
@@ -27,15 +27,11 @@ from pytest_modelprobe._torch import function_modes
 from pytest_modelprobe.models import as_array, together
 from pytest_modelprobe.record import Histogram, Reading, Statistics, Units
 
-from .compiled import by_kernel, by_kernel_merged
-from .cpu import on_cpu
-from .device import fetch, merged_rows, on_device
-from .fingerprint import project, read, turned, turned_on_device
-from .histogram import count, from_counts
-from .readable import ABSTRACT, FLOATS, NARROW, ambient_modes_disabled, as_plain_tensor, is_expanded, real
-from .reduced import NO_ELEMENT, Array, PackedReduction, Reduced, Reduction, merged_row
+from .fingerprint import read, turned, turned_on_device
+from .operations import by_torch, fetch, from_counts, merged_rows, on_cpu
+from .readable import ABSTRACT, ambient_modes_disabled, as_plain_tensor, is_expanded
+from .reduced import NO_ELEMENT, Array, PackedReduction, Reduced, Reduction, by_kernel, by_kernel_merged, merged_row
 from .samples import WHOLE, Samples, SeenSamples, samples_of, sum_of_hashes
-from .small import SMALL, SmallTensors
 
 __all__ = [
     "ABSTRACT",
@@ -45,7 +41,6 @@ __all__ = [
     "Reduction",
     "Samples",
     "SeenSamples",
-    "SmallTensors",
     "any_nonfinite",
     "collect",
     "fetch",
@@ -53,13 +48,10 @@ __all__ = [
     "as_plain_tensor",
     "ambient_modes_disabled",
     "reduce",
-    "reduce_on_device",
     "samples_of",
     "sum_of_hashes",
     "with_signs_of",
 ]
-
-_FLOATING = FLOATS | NARROW
 
 
 def reduce(
@@ -70,7 +62,6 @@ def reduce(
     samples: Samples = WHOLE,
     fingerprint: bool = True,
     histogram: bool = False,
-    small: SmallTensors | None = None,
 ) -> Reduction:
     """Return the reduction of a tensor, or the reason why it cannot be read.
 
@@ -83,7 +74,6 @@ def reduce(
         samples: The samples of the forward. If the tensor has the batch, its fingerprint is the sum over its samples.
         fingerprint: Whether to compute the fingerprint too.
         histogram: Whether to count the elements in bins too.
-        small: Batch in which small tensors are reduced together, later. With `None` the tensor is reduced at once.
 
     >>> (reading,) = collect([reduce(torch.tensor([[1.0, 0.0], [3.0, 0.0]]), axis=-1)])
     >>> reading.statistics.mean, reading.statistics.zeros, reading.units.dead
@@ -94,29 +84,20 @@ def reduce(
     if not function_modes():  # these see even attributes of tensors; no other mode sees what `by_kernel` does
         by_one_read = by_kernel(tensor, axis, index, samples if fingerprint else None, histogram)
         if by_one_read is not None:
-            return by_one_read if small is not None else by_one_read.computed()
+            return by_one_read
     with ambient_modes_disabled():
-        return _reduced(tensor, axis, index, samples, fingerprint, histogram, small)
-
-
-def reduce_on_device(
-    tensor: Tensor,
-    *,
-    axis: int | None = None,
-    index: int = 0,
-    samples: Samples = WHOLE,
-    fingerprint: bool = True,
-    histogram: bool = False,
-) -> Reduced:
-    """Return the reduction of a tensor without reading an element of it.
-
-    `reduce` does this for tensors that are not on the CPU. It runs on any device, also ``meta`` and fake ones.
-
-    >>> reduce_on_device(torch.empty(8, 3, device="meta"), axis=-1).low.shape
-    torch.Size([3])
-    """
-    with ambient_modes_disabled():
-        return on_device(tensor.detach(), axis, index, samples, fingerprint, histogram)
+        plain, reason = as_plain_tensor(tensor)
+        if reason is not None:
+            return Reduced(reason=reason)
+        if is_expanded(plain):  # what depends on the place of an element would be read one by one, and never end
+            axis, fingerprint = None, False
+            reason = "expanded to very many elements: counted, without a fingerprint"
+        by_one_read = by_kernel(plain, axis, index, samples if fingerprint else None, histogram)
+        if by_one_read is not None:
+            return by_one_read
+        reduced = by_torch(plain, axis, index, samples, fingerprint, histogram)
+        reduced.reason = reduced.reason or reason
+        return on_cpu(reduced, plain) if plain.is_cpu else reduced
 
 
 def merge(a: Reduction, b: Reduction) -> Reduction:
@@ -289,38 +270,6 @@ def _statistics(row: Sequence[float]) -> Statistics:
 
 def _plain_numbers(values: Array) -> tuple[float, ...]:
     return tuple((values.astype(np.float64) + 0.0).tolist())
-
-
-def _reduced(
-    tensor: Tensor,
-    axis: int | None,
-    index: int,
-    samples: Samples,
-    fingerprint: bool,
-    histogram: bool,
-    small: SmallTensors | None,
-) -> Reduction:
-    plain, reason = as_plain_tensor(tensor)
-    if reason is not None:
-        return Reduced(reason=reason)
-    if is_expanded(plain):  # what depends on the place of an element would be read one by one, and never end
-        counted = on_device(plain, None, index, samples, False, histogram)
-        return replace(counted, reason="expanded to very many elements: counted, without a fingerprint")
-    if not plain.is_cpu:
-        return on_device(plain, axis, index, samples, fingerprint, histogram)
-    by_one_read = by_kernel(plain, axis, index, samples if fingerprint else None, histogram)
-    if by_one_read is not None:
-        return by_one_read if small is not None else by_one_read.computed()
-    if 0 < plain.numel() <= SMALL and plain.dtype in _FLOATING:
-        together = SmallTensors() if small is None else small
-        reduced = together.add(as_array(real(plain)).copy(), axis, index, samples, fingerprint, histogram)
-        return reduced.computed() if small is None else reduced
-    reduced = on_cpu(plain, axis, index)
-    if fingerprint:
-        reduced.fingerprint = project(plain, samples)
-    if histogram:
-        reduced.histogram = count(plain, torch.float64)
-    return reduced
 
 
 def _has_numbers(reduced: Reduced) -> bool:

@@ -34,8 +34,7 @@ from torch import Tensor
 
 from pytest_modelprobe.models import as_array, kept_on_devices, sent
 
-from .samples import WHOLE, Samples, mix, shifted, signed
-from .signs import (
+from .samples import (
     COLUMNS,
     GAMMA,
     HASHED,
@@ -43,13 +42,16 @@ from .signs import (
     ORDER_BITS,
     ORDERS,
     SIGN_BITS,
+    WHOLE,
     Array,
     K,
-    bits_of_rows,
+    Samples,
     columns,
     masks,
+    mix,
     orders,
-    projected,
+    shifted,
+    signed,
     turn,
     weights_of_places,
 )
@@ -246,32 +248,6 @@ def _hashed(part: Tensor, of_samples: Tensor, first: int) -> tuple[Tensor, Tenso
 
 
 # --- several ------------------------------------------------------------------------------------------------------
-
-
-def project_rows(x: Array, hashes: Array) -> Array:
-    """Return what `project` returns for each of several tensors of one size, shape (tensors, 16).
-
-    Args:
-        x: Finite numbers in float64, not near overflow, shape (tensors, elements). At most 32,768 elements each.
-        hashes: Hashes of the samples of each tensor, shape (tensors, samples), uint64.
-
-    >>> project_rows(np.array([[3.0], [6.0]]), np.zeros((2, 1), np.uint64))[:, :2] * 4
-    array([[3., 3.],
-           [6., 6.]])
-    """
-    count, samples = hashes.shape
-    length = x.shape[1] // samples
-    several = -(-length // COLUMNS)
-    bits = bits_of_rows(hashes, several).reshape(count, -1)
-    x = x.reshape(count, samples, length)
-    if several > 1 and length % COLUMNS:
-        x = np.pad(x, ((0, 0), (0, 0), (0, -length % COLUMNS)))
-    x = x.reshape(count, samples * several, -1)
-    width = x.shape[2]
-    # Each tensor has a product of its own. In one for all, the last bits would depend on how many tensors there are.
-    values = np.matmul(x * masks()[bits % np.uint64(MASKS), :width], columns()[:width])
-    numbers: Array = np.add.reduce(projected(values, bits), axis=1) * _SCALE
-    return numbers
 
 
 def turned(numbers: Array, number: int) -> Array:

@@ -9,8 +9,8 @@ their norm, and four coarse projections. So another machine, a perturbation or a
 is. Where samples have the same first input, the others tell them apart. Samples that are equal in every bit are
 numbered, and those of earlier microbatches count too.
 
-What is computed by torch here is also computed by numpy for the CPU, with the same results, because a hook on the model
-runs for each forward and numpy's calls take a fraction of the time for so few numbers.
+On the CPU numpy computes, with the same results: a hook on the model runs for each forward, and numpy's calls take a
+fraction of the time for so few numbers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,7 +29,22 @@ from pytest_modelprobe.models import as_array, as_real, kept_on_devices, sent, t
 from pytest_modelprobe.record import batch_sizes
 
 from .readable import ambient_modes_disabled, as_plain_tensor, is_expanded
-from .signs import GAMMA, STEPS, Array, hashes, highest_bits, mixed, places
+
+Array = npt.NDArray[Any]
+
+K = 16  # projections of a fingerprint
+COLUMNS = 256  # elements of a row
+MASKS, ORDERS = 8, 256
+ORDER_BITS, SIGN_BITS = 3, 48  # the lowest bits of the order and of the signs; the mask begins at bit 0
+HASHED = 1 << 14  # so many integers of a sample have hashes with one weight
+_TURNS = 64  # so many turns are drawn together
+
+# The salts were chosen for the best estimates of constant shifts over every number of elements up to 2**26. That of
+# turns was chosen for the best estimates of constant values that are equal in two of the first 32 forwards.
+_PLACE_SALT, _MASK_SALT, _ORDER_SALT, _TURN_SALT = 1, 10, 106, 848
+
+GAMMA = 0x9E3779B97F4A7C15
+_STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 _MOST = 1 << 12  # samples that are remembered: a limit, because without optimizer steps memory would grow for ever
 _READ = 256  # elements of a sample that are looked at, evenly spaced: at least so many, and up to twice as many
@@ -36,7 +52,6 @@ _PROJECTIONS = 4
 _SALT = 7  # chooses the signs of these projections among the outputs of splitmix64
 _TINY = 1e-30  # the least norm to divide by, for samples of zeros
 _NO_BATCH = np.zeros(1, np.uint64)
-_OF_NUMPY = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool}
 
 
 class Samples:
@@ -192,35 +207,15 @@ def _hashes(batch: Sequence[Tensor], seen: SeenSamples | None) -> tuple[Tensor, 
     The hash gives the signs. It may be the same for samples that differ, since it is coarse. The key tells which
     samples are equal in every bit, and have to be numbered.
     """
-    keys: Array | Tensor
-    alone: Any
-    exact: Any
-    times: Any
-    by_numpy = _hashes_by_numpy(batch) if batch[0].is_cpu else None
-    if by_numpy is None:
-        read = [_elements_read(tensor) for tensor in batch]
-        alone = _row_hashes([_summaries(x) if x.is_floating_point() else x for x in read])
-        exact = _row_hashes([_bits(x) for x in read])
-        keys = as_array(exact).copy() if exact.is_cpu else exact
-        times = None if seen is None else seen.times(keys)
-        times = None if times is None else torch.as_tensor(times)
-        return *_numbered(alone, exact, times, _is_constant(read[0])), keys
-    arrays, hashes, keys = by_numpy
-    times = None if seen is None else seen.times(keys)
-    equal = [i for i, of_input in enumerate(keys.tolist()) if len(set(of_input)) < len(of_input)]
-    exact = keys.copy() if equal else keys
-    for i in equal:
-        if arrays[i].dtype.kind == "f":  # the keys are sums, which samples that differ hardly ever share
-            exact[i] = _row_hashes_by_numpy([arrays[i].view(np.int64)])[0].view(np.int64)
-    is_constant = len(arrays) > 1 and (arrays[0][:, 0] == arrays[0][:, -1]).any() and _is_constant(arrays[0])
-    if times is None and 0 not in equal and not np.any(is_constant):  # nearly always the first tells samples apart
-        for i in equal:
-            hashes[i] ^= mix(_occurrences(exact[i])[0] * signed(GAMMA))
-        alone = torch.from_numpy(hashes).unbind()
-        return alone[0], alone, keys
-    found, own = _numbered(hashes, exact, times, is_constant)
-    alone = [torch.from_numpy(one) for one in own]
-    return alone[0] if found is own[0] else torch.from_numpy(found), alone, keys
+    read = [_elements_read(tensor) for tensor in batch]
+    alone = _row_hashes([_summaries(x) if _is_floating(x) else x for x in read])
+    keys = _row_hashes([_bits(x) for x in read])
+    times: Any = None if seen is None else seen.times(keys)
+    found, own = _numbered(alone, keys, times, _is_constant(read[0]))
+    if isinstance(keys, Tensor):
+        return found, own, keys
+    inputs = [torch.from_numpy(one) for one in own]
+    return inputs[0] if found is own[0] else torch.from_numpy(found), inputs, keys
 
 
 def _numbered(alone: Any, exact: Any, times: Any, is_constant: Any) -> tuple[Any, Sequence[Any]]:
@@ -240,11 +235,12 @@ def _numbered(alone: Any, exact: Any, times: Any, is_constant: Any) -> tuple[Any
         before, repeated = before + times, repeated | (times > 0)
     numbers = mix(before * signed(GAMMA)).reshape(-1, alone.shape[1])  # number 0 leaves the hash as it is
     own = list(alone ^ numbers[: len(alone)])
-    if len(own) == 1:
+    xp = np if isinstance(alone, np.ndarray) else torch
+    unclear = repeated[: alone.shape[1]] | is_constant
+    if len(own) == 1 or (xp is np and not unclear.any()):  # nearly always the first tells samples apart
         return own[0], own
     of_all = alone[0] ^ _together(alone[1:]) ^ numbers[-1]
-    where = np.where if isinstance(of_all, np.ndarray) else torch.where
-    return where(repeated[: alone.shape[1]] | is_constant, of_all, alone[0]), own
+    return xp.where(unclear, of_all, alone[0]), own
 
 
 def _is_constant(x: Any) -> Any:
@@ -283,117 +279,75 @@ def _occurrences(keys: Any) -> tuple[Any, Any]:
     return number, torch.empty_like(new).scatter_(0, order, ~(new & ends))
 
 
-def _hashes_by_numpy(batch: Sequence[Tensor]) -> tuple[Sequence[Array], Array, Array] | None:
-    """Return elements, hashes and keys of each input in a tenth of the time, or `None` if some are not finite."""
-    arrays = [_read_by_numpy(tensor) for tensor in batch]
-    with np.errstate(all="ignore"):
-        norms = [np.sqrt(np.einsum("nm,nm->n", x, x)) if x.dtype.kind == "f" else None for x in arrays]
-        sums = [None if x.dtype.kind != "f" else np.einsum("nm,m->n", x, _weights()[: x.shape[1]]) for x in arrays]
-        if not all(some is None or np.isfinite(np.add.reduce(some)) for some in (*norms, *sums)):
-            return None
-        parts = [x if norm is None else _summaries_by_numpy(x, norm) for x, norm in zip(arrays, norms, strict=True)]
-        hashes = _row_hashes_by_numpy(parts).view(np.int64)
-        keys = hashes.copy()  # that of integers is of all that are looked at
-        for key, of_floats in zip(keys, sums, strict=True):
-            if of_floats is not None:
-                key[:] = of_floats.view(np.int64)
-    return arrays, hashes, keys
+# --- the same for arrays of numpy, on the CPU, and for tensors on other devices ---------------------------------------
 
 
-def _read_by_numpy(tensor: Tensor) -> Array:
-    """Return what `_elements_read` returns, in a fraction of the time.
-
-    Each row lies in one piece, because how a sum rounds depends on it.
-    """
-    if tensor.dtype not in _OF_NUMPY:
-        return np.ascontiguousarray(as_array(_elements_read(tensor)))
-    x = as_array(tensor)
-    x = x.reshape(len(x), -1)
-    return x[:, :: x.shape[1] // _READ | 1].astype(np.float64 if x.dtype.kind == "f" else np.int64, order="C")
-
-
-@functools.cache
-def _weights() -> Array:
-    """Return weights of elements, with which samples that differ have different sums."""
-    return hashes(_SALT + 1, 2 * _READ).astype(np.float64) / 2.0**64 + 0.5
-
-
-def _summaries_by_numpy(x: Array, norm: Array) -> Array:
-    shares = x.dot(_patterns_by_numpy()[: x.shape[1]]) / np.maximum(norm, _TINY)[:, None]
-    summaries = np.empty((len(x), 1 + _PROJECTIONS), np.int64)
-    summaries[:, 0] = np.frexp(1.1 * norm)[1]
-    summaries[:, 1:] = np.floor(2 * shares + 0.3)
-    return summaries
-
-
-def _row_hashes_by_numpy(parts: Sequence[Array]) -> Array:
-    """Return what `_row_hashes` returns, as uint64."""
-    of_places, starts = _places_of(tuple(part.shape[1] for part in parts))
-    numbers = np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
-    hashed = mixed(numbers.view(np.uint64) + of_places)
-    return mixed(np.add.reduceat(hashed, starts, axis=1).T.copy())
-
-
-@functools.lru_cache(64)
-def _places_of(widths: tuple[int, ...]) -> tuple[Array, Array]:
-    """Return what is added to integers by their place in each part, and where each part begins."""
-    return np.concatenate([places()[:width] for width in widths]), np.cumsum([0, *widths[:-1]])
-
-
-def _elements_read(tensor: Tensor) -> Tensor:
-    """Return elements of each sample, float64 where the device has it, or int64."""
+def _elements_read(tensor: Tensor) -> Any:
+    """Return elements of each sample, float64 where the device has it, or int64: an array, or a tensor elsewhere."""
     x = as_real(tensor)
     x = x.reshape(len(x), -1)
     x = x[:, :: x.shape[1] // _READ | 1]
-    if not x.is_floating_point():
-        return x.to(torch.int64)
-    return x.to(widest(x.device))
+    x = x.to(widest(x.device) if x.is_floating_point() else torch.int64)
+    # Each row lies in one piece, because how a sum rounds depends on it. `as_array` may share memory with the tensor.
+    return np.array(as_array(x), order="C") if x.is_cpu else x
 
 
-def _bits(x: Tensor) -> Tensor:
+def _is_floating(x: Any) -> bool:
+    return x.dtype.kind == "f" if isinstance(x, np.ndarray) else torch.is_floating_point(x)
+
+
+def _bits(x: Any) -> Any:
     """Return numbers as integers with the same bits."""
+    if isinstance(x, np.ndarray):
+        return x.view(np.int64)
     if not x.is_floating_point():
         return x
     return x.contiguous().view(torch.int64 if x.dtype == torch.float64 else torch.int32).long()
 
 
-def _summaries(x: Tensor) -> Tensor:
+def _summaries(x: Any) -> Any:
     """Return five integers for each sample that rounding hardly ever changes."""
-    x = torch.nan_to_num(x, 0.0, 0.0, 0.0)
-    norm = torch.linalg.vector_norm(x, dim=1, keepdim=True)
-    (patterns,) = _patterns(x.device, x.dtype)
-    shares = (x[:, :, None] * patterns[: x.shape[1]]).sum(1) / norm.clamp(min=_TINY)
+    xp, patterns = (np, _patterns()) if isinstance(x, np.ndarray) else (torch, _patterns_on(x.device, x.dtype)[0])
+    x = xp.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)
+    patterns = patterns[: x.shape[1]]
+    norm = xp.sqrt((x * x).sum(1))[:, None]
+    # On a device no product is used: see `fingerprint`.
+    sums = x.dot(patterns) if xp is np else (x[:, :, None] * patterns).sum(1)
     # The factor 1.1 and the term 0.3 keep steps away from common values, where rounding would choose: a one-hot sample
     # has the norm 1 and the shares +-1, and a sample that cancels has the share 0.
-    return torch.cat([torch.frexp(1.1 * norm).exponent, (2 * shares + 0.3).floor()], 1).to(torch.int64)
-
-
-@kept_on_devices
-def _patterns(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    return (torch.from_numpy(_patterns_by_numpy()).to(dtype),)
+    found = xp.concatenate([xp.frexp(1.1 * norm)[1], xp.floor(2 * sums / xp.clip(norm, _TINY, None) + 0.3)], 1)
+    return found.astype(np.int64) if xp is np else found.to(torch.int64)
 
 
 @functools.cache
-def _patterns_by_numpy() -> Array:
+def _patterns() -> Array:
     return highest_bits(hashes(_SALT, 2 * _READ), _PROJECTIONS)
 
 
-def _row_hashes(parts: Sequence[Tensor]) -> Tensor:
+@kept_on_devices
+def _patterns_on(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return (torch.from_numpy(_patterns()).to(dtype),)
+
+
+def _row_hashes(parts: Sequence[Any]) -> Any:
     """Return a hash of each row of each part, shape (parts, rows)."""
-    numbers = torch.cat(list(parts), 1) if len(parts) > 1 else parts[0]
-    of_places = torch.from_numpy(_places_of(tuple(part.shape[1] for part in parts))[0].view(np.int64))
-    hashed = mix(numbers + sent(of_places, numbers.device))
-    return mix(torch.stack([part.sum(1) for part in hashed.split([part.shape[1] for part in parts], 1)]))
+    found = []
+    for part in parts:
+        of_places: Any = places()[: part.shape[1]].view(np.int64)
+        if isinstance(part, Tensor):
+            of_places = sent(torch.from_numpy(of_places), part.device)
+        found.append(mix(part + of_places).sum(1))
+    return mix(torch.stack(found) if isinstance(found[0], Tensor) else np.stack(found))
 
 
-def mix(z: Tensor) -> Tensor:
+def mix(z: Any) -> Any:
     """Return the output function of splitmix64. It is computed in int64, which wraps as uint64 does."""
-    for shift, factor in STEPS:
+    for shift, factor in _STEPS:
         z = (z ^ shifted(z, shift)) * signed(factor)
     return z
 
 
-def shifted(z: Tensor, shift: int) -> Tensor:
+def shifted(z: Any, shift: int) -> Any:
     """Return int64 shifted right as uint64 is."""
     return (z >> shift) & ((1 << (64 - shift)) - 1)
 
@@ -401,3 +355,93 @@ def shifted(z: Tensor, shift: int) -> Tensor:
 def signed(number: int) -> int:
     """Return a number below 2**64 as the int64 with its bits."""
     return number - (1 << 64) if number >= 1 << 63 else number
+
+
+# --- signs ------------------------------------------------------------------------------------------------------------
+#
+# They come from splitmix64 and stay the same for ever: fingerprints stand in files, so another version, machine or
+# library must draw the same ones. The random generators of torch and numpy do not promise it.
+#
+# Each row of 256 elements of a sample has 64 bits of its own: output number ``row + 1`` of splitmix64 that starts at
+# the hash of the sample. They choose one of 8 masks, one of 256 orders and 16 signs. So two samples with the same
+# elements have projections that are as good as independent, and their sum does not cancel.
+
+
+def hashes(salt: int, count: int, first: int = 0) -> Array:
+    """Return ``count`` outputs of splitmix64, from number ``salt * 2**32 + first`` on.
+
+    >>> hex(hashes(0, 1)[0])
+    '0xe220a8397b1dcdaf'
+    """
+    start = (salt << 32) + 1 + first
+    numbers = np.arange(start, start + count, dtype=np.uint64) * np.uint64(GAMMA)
+    found: Array = mix(numbers.view(np.int64)).view(np.uint64)
+    return found
+
+
+def highest_bits(z: Array, width: int) -> Array:
+    """Return the highest bits of each hash as signs, shape (hashes, width), from the lowest of them on."""
+    places = np.arange(64 - width, 64, dtype=np.uint64)
+    return np.where((z[:, None] >> places) & np.uint64(1), 1.0, -1.0)
+
+
+@functools.cache
+def columns() -> Array:
+    """Return the signs of columns in each of 16 sums, shape (256, 16).
+
+    Sum t adds column ``16 * b + l`` with the sign -1 if ``(b ^ l) & t`` has an odd number of bits. For the 16 blocks of
+    16 columns that is a Walsh-Hadamard transform, and then one more set of signs in each of its 16 sums. So the
+    compiled kernel gets all 16 sums with few additions, in the same read as the statistics.
+    """
+    b, lane, t = np.ix_(range(16), range(16), range(16))
+    return np.where(_odd((b ^ lane) & t), -1.0, 1.0).reshape(COLUMNS, K)
+
+
+@functools.cache
+def masks() -> Array:
+    """Return the masks, shape (8, 256): each column is multiplied by +1 or -1 before `columns` adds them up.
+
+    Each is a bent function (Maiorana and McFarland): column ``16 * b + l`` has the sign -1 if ``b & p[l]`` has an odd
+    number of bits, and besides the sign of a bit of lane l, where p is a permutation. So a row that is constant, or a
+    Walsh function, has the same magnitude in all sums. Otherwise all of it would be in one sum, where two samples could
+    cancel.
+    """
+    drawn = hashes(_MASK_SALT, 16 * MASKS).reshape(MASKS, 1, 16)
+    odd = _odd(np.arange(16)[:, None] & drawn.argsort(-1, kind="stable"))
+    return np.where(odd ^ (drawn >> np.uint64(63)).astype(bool), -1.0, 1.0).reshape(MASKS, COLUMNS)
+
+
+@functools.cache
+def orders() -> Array:
+    """Return the orders, shape (256, 16). Projection k gets the sum of columns with the number ``orders()[o, k]``."""
+    return hashes(_ORDER_SALT, K * ORDERS).reshape(ORDERS, K).argsort(1, kind="stable")
+
+
+def turn(number: int) -> tuple[Array, Array, int]:
+    """Return the signs and the order of the 16 projections of a turned fingerprint, and the factor of its digest."""
+    signs, order, factors = _turns(number // _TURNS)
+    i = number % _TURNS
+    return signs[i], order[i], factors[i]
+
+
+@functools.lru_cache(8)
+def _turns(block: int) -> tuple[Array, Array, list[int]]:
+    """Return what `turn` returns for each number of a block: a watch asks for one after the other."""
+    bits = hashes(_TURN_SALT, _TURNS, block * _TURNS)
+    return highest_bits(bits, K), orders()[bits & np.uint64(ORDERS - 1)], (bits | np.uint64(1)).tolist()
+
+
+@functools.cache
+def places() -> Array:
+    """Return what is added to integers by their place, shape (16384,)."""
+    return np.arange(1, HASHED + 1, dtype=np.uint64) * np.uint64(GAMMA)
+
+
+def weights_of_places(count: int) -> Array:
+    """Return an odd number for each 2**14 elements, by which the sum of their hashes is multiplied."""
+    return hashes(_PLACE_SALT, -(-count // HASHED)) | np.uint64(1)
+
+
+def _odd(numbers: Array) -> Array:
+    """Return whether each number below 16 has an odd number of bits."""
+    return (0x6996 >> numbers & 1).astype(bool)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import pytest_modelprobe
 from pytest_modelprobe import ModelProbe, statistics
-from pytest_modelprobe.models.memory import as_array
 from pytest_modelprobe.models.seeding import generator_states
+from pytest_modelprobe.models.tensors import as_array
 from pytest_modelprobe.runs.architecture import architecture
 
 KINDS: dict[str, Callable[[], Tensor]] = {

@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 from pytest_modelprobe import ModelProbe, checks, kernel, statistics
 from pytest_modelprobe.models import Layers, detached_copy, has_dense_storage, preserved
 from pytest_modelprobe.runs.isolation.contexts import attributes_restored
-from pytest_modelprobe.runs.isolation.forwards import KeptForwards
+from pytest_modelprobe.runs.isolation.tracing import KeptForwards
 from pytest_modelprobe.runs.loss import random_loss
 from pytest_modelprobe.runs.noise import Perturbation
 
@@ -154,8 +154,7 @@ class Holder(nn.Module):
 def reduced(tensor):
     """Reduce as hooks do, by the kernel where it can. To go through all that is expanded would take minutes."""
     if tensor.numel() < 1 << 30:
-        small = statistics.SmallTensors()
-        statistics.collect([statistics.reduce(tensor, axis=-1, histogram=True, small=small)])
+        statistics.collect([statistics.reduce(tensor, axis=-1, histogram=True)])
 
 
 def sampled(tensor):

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from pytest_modelprobe.models import devices, devices_of, kept_on_devices, sent, together, widest
+from pytest_modelprobe.models import devices_of, kept_on_devices, sent, together, widest
+from pytest_modelprobe.models import tensors as devices
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -18,7 +18,7 @@ from pytest_modelprobe import (
     assert_grad_finite,
     assert_params_updated,
 )
-from pytest_modelprobe.models.distribution import DDP, FSDP2, MIXED, TENSOR_PARALLEL, notes_on
+from pytest_modelprobe.models.tensors import DDP, FSDP2, MIXED, TENSOR_PARALLEL, notes_on
 from pytest_modelprobe.record import Call, Record
 
 

@@ -35,17 +35,8 @@ def tensors(model):
 
 def hugging_face(kind, layers):
     transformers = pytest.importorskip("transformers")
-    common = {
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-        "num_hidden_layers": layers,
-    }
     sizes = {
         "GPT2": {"n_layer": layers, "n_embd": 64, "n_head": 4},
-        "Llama": common,
-        "Bert": common,
-        "ViT": common | {"image_size": 32},
         "ResNet": {
             "depths": [1, 1, layers],
             "hidden_sizes": [8, 16, 32],
@@ -54,12 +45,12 @@ def hugging_face(kind, layers):
         "T5": {"num_layers": layers, "d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 128},
         "Mamba": {"num_hidden_layers": layers, "hidden_size": 64},
     }
-    vocabulary = {} if kind in ("ViT", "ResNet") else {"vocab_size": 300}
+    vocabulary = {} if kind == "ResNet" else {"vocab_size": 300}
     config = getattr(transformers, f"{kind}Config")(**sizes[kind], **vocabulary)
     return getattr(transformers, f"{kind}Model")(config)
 
 
-KINDS = ["GPT2", "Llama", "Bert", "ViT", "ResNet", "T5", "Mamba"]
+KINDS = ["GPT2", "ResNet", "T5", "Mamba"]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -246,14 +237,9 @@ def held(make, seed=0, more=0):
 
 
 @pytest.mark.parametrize("make", WAYS.values(), ids=WAYS)
-def test_a_weight_is_drawn_from_its_name(make):
-    first, with_others = held(make), held(make, more=2)
+def test_a_weight_is_drawn_from_its_name_and_the_seed(make):
+    first, with_others, other = held(make), held(make, more=2), held(make, seed=1)
     assert all(torch.equal(tensor, with_others[name]) for name, tensor in first.items())
-
-
-@pytest.mark.parametrize("make", WAYS.values(), ids=WAYS)
-def test_a_weight_depends_on_the_seed(make):
-    first, other = held(make), held(make, seed=1)
     assert not all(torch.equal(tensor, other[name]) for name, tensor in first.items())
 
 
@@ -326,22 +312,16 @@ def test_only_the_last_of_several_fills_counts():
     assert torch.equal(twice.weight, once.weight)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.randn(2, 0, 4),
-        lambda: torch.bernoulli(torch.rand(0, 3)),
-        lambda: nn.init.trunc_normal_(torch.empty(0, 3)),
-        lambda: torch.randn(10)[:0],
-        filled(lambda t: nn.init.normal_(t[4:]), 4, 2),
-    ],
-    ids=["randn", "bernoulli", "trunc_normal_", "no row", "no further row"],
-)
-def test_a_draw_that_fills_no_element_of_the_model_leaves_the_other_weights_alone(make):
+def test_a_draw_that_fills_no_element_of_the_model_leaves_the_other_weights_alone():
     expected = build(lambda: nn.Sequential(nn.Identity(), nn.Linear(2, 2)), seed=0)
-    model = build(lambda: nn.Sequential(Holder(make), nn.Linear(2, 2)), seed=0)
-    assert model[0].it.shape == make().shape
-    assert torch.equal(model[1].weight, expected[1].weight)
+    for make in (
+        lambda: torch.randn(2, 0, 4),
+        lambda: nn.init.trunc_normal_(torch.empty(0, 3)),
+        filled(lambda t: nn.init.normal_(t[4:]), 4, 2),
+    ):
+        model = build(lambda make=make: nn.Sequential(Holder(make), nn.Linear(2, 2)), seed=0)
+        assert model[0].it.shape == make().shape
+        assert torch.equal(model[1].weight, expected[1].weight)
 
 
 def test_a_draw_outside_a_weight_leaves_the_weight_alone():
@@ -661,11 +641,8 @@ def test_a_factory_may_be_the_first_to_run_compiled_code(another_process):
     assert another_process[2] is True
 
 
-@pytest.mark.parametrize("name", as_drawn())
-def test_what_is_drawn_by_name_has_the_same_bits_without_vector_instructions_and_with_other_threads(
-    another_process, name
-):
-    assert another_process[3][name] == as_drawn()[name]
+def test_what_is_drawn_by_name_has_the_same_bits_without_vector_instructions_and_with_other_threads(another_process):
+    assert another_process[3] == as_drawn()
 
 
 def test_a_factory_may_run_compiled_code():
@@ -686,7 +663,7 @@ def test_a_draw_for_another_device_is_made_on_the_cpu_into_the_same_tensor(monke
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", [n for n in WAYS if n not in ("orthogonal_", "spectral_norm")])
+@pytest.mark.parametrize("name", ["kaiming_uniform_", "randn", "masked", "LSTM", "weight_norm"])
 def test_a_model_made_on_cuda_has_the_weights_of_the_cpu(name):
     cpu = tensors(build(lambda: Holder(WAYS[name], more=1), seed=0))
     with torch.device("cuda"):

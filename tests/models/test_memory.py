@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pytest_modelprobe.models.memory import as_bits, detached_copy, has_dense_storage, holds_elements
+from pytest_modelprobe.models.tensors import as_bits, detached_copy, has_dense_storage, holds_elements
 
 ODD_TENSORS = Path(__file__).with_name("odd_tensors.py")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import subprocess
 import sys
@@ -19,20 +20,27 @@ from pytest_modelprobe import kernel, statistics
 from pytest_modelprobe.record import estimated_change, estimated_share
 from pytest_modelprobe.statistics import (
     WHOLE,
+    ambient_modes_disabled,
     collect,
     fingerprint,
     merge,
     reduce,
-    reduce_on_device,
     samples_of,
-    signs,
     with_signs_of,
 )
+from pytest_modelprobe.statistics import samples as signs
 from pytest_modelprobe.statistics.fingerprint import pieces, read, turned
-from pytest_modelprobe.statistics.signs import K
+from pytest_modelprobe.statistics.operations import by_torch
+from pytest_modelprobe.statistics.samples import K
 
-SIZES = [1, 2, 255, 256, 257, 512, 513, 1000, 1024, 1025, 8192, 32_768, 65_535, 65_536, 65_537]
+SIZES = [1, 2, 255, 256, 257, 1000, 1025, 32_768, 65_537]
 LARGE = [2**18 + 1, 2**20 - 1, 2**20, 2**20 + 300]  # around a piece
+
+
+def reduce_on_device(tensor, axis=None, index=0, **options):
+    """The reduction by operations of torch, as another device gets it."""
+    with ambient_modes_disabled():
+        return by_torch(tensor.detach(), axis, index, **options)
 
 
 def project(tensor, samples=WHOLE):
@@ -88,13 +96,36 @@ def signs_of_elements(count):
     return found
 
 
+def bits_of_rows(hashes, count):
+    """The bits of the first rows of samples, shape (samples, count)."""
+    numbers = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(signs.GAMMA)
+    return signs.mix((hashes[..., None] + numbers).view(np.int64)).view(np.uint64)
+
+
+def projected(values, bits):
+    """The 16 signed sums of rows, before they are divided by 4, of the products of rows and columns."""
+    minus = bits[..., None] >> np.arange(48, 64, dtype=np.uint64) & np.uint64(1)
+    order = signs.orders()[bits >> np.uint64(3) & np.uint64(255)]
+    return np.take_along_axis(np.where(minus, -values, values), order, -1)
+
+
+def project_rows(x, hashes):
+    """The fingerprints of several tensors of one size, from the definition."""
+    count, samples = hashes.shape
+    x = x.reshape(count, samples, -1)
+    x = np.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % 256)))
+    bits = bits_of_rows(hashes, x.shape[2] // 256).reshape(count, -1)
+    values = x.reshape(*bits.shape, 256) * signs.masks()[bits % np.uint64(8)] @ signs.columns()
+    return projected(values, bits).sum(1) / math.sqrt(K)
+
+
 # --- the same for ever -----------------------------------------------------------------------------------------------
 
 
 def test_the_generator_is_splitmix64():
     outputs = [number for number, _ in zip(splitmix64(1234567), range(3), strict=False)]
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]  # of the reference in C
-    assert signs.bits_of_rows(np.array([1234567], np.uint64), 3).tolist() == [outputs]
+    assert bits_of_rows(np.array([1234567], np.uint64), 3).tolist() == [outputs]
     assert signs.hashes(0, 1)[0] == 0xE220A8397B1DCDAF
 
 
@@ -108,20 +139,22 @@ def test_fingerprints_stay_what_they_are():
     assert reading(torch.arange(20_000)).digest == "e3439ca7f79dafd3"
 
 
-@pytest.mark.parametrize("size", [1, 3, 16, 40, 100, 300, 512, 513, 20_000])
+@pytest.mark.parametrize("size", [1, 16, 300, 512, 20_000])
 def test_a_fingerprint_is_the_sum_of_signed_elements(size):
     x = draw(size, dtype=torch.float64)
     expected = x.numpy() @ signs_of_elements(size) / math.sqrt(K)
-    np.testing.assert_allclose(project(x), expected, rtol=0, atol=1e-12 * math.sqrt(size))
+    by_definition = project_rows(x.numpy()[None], np.zeros((1, 1), np.uint64))[0]
+    for found in (project(x), fingerprint.project(x), by_definition):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * math.sqrt(size))
 
 
 def test_rows_far_back_have_bits_of_their_own():
     x = torch.zeros(2 * 2**20 + 7)
     x[2**20 + 5] = 1
-    bits = signs.bits_of_rows(np.zeros(1, np.uint64), 4097)[0, -1:]
+    bits = bits_of_rows(np.zeros(1, np.uint64), 4097)[0, -1:]
     row = np.zeros((1, 256))
     row[0, 5] = 1
-    expected = signs.projected(row * signs.masks()[bits % np.uint64(8)] @ signs.columns(), bits)[0]
+    expected = projected(row * signs.masks()[bits % np.uint64(8)] @ signs.columns(), bits)[0]
     np.testing.assert_array_equal(project(x), expected / math.sqrt(K))
 
 
@@ -136,7 +169,7 @@ def test_walsh_functions_have_the_same_magnitude_in_all_sums():
 # --- how far off estimates are ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [100, 1000, pytest.param(2**18, marks=pytest.mark.long), 2**18 + 2**16])
+@pytest.mark.parametrize("size", [100, 2**18 + 2**16])
 def test_a_generic_difference_is_estimated_to_eighteen_percent(size):
     found = np.array([np.linalg.norm(project(x := draw(size, seed=seed))) / x.norm().item() for seed in range(100)])
     assert found.mean() == pytest.approx(1, abs=0.06)
@@ -145,13 +178,13 @@ def test_a_generic_difference_is_estimated_to_eighteen_percent(size):
 
 def test_the_signs_keep_every_constant_shift_in_sight():
     columns = np.cumsum(signs.masks()[:, :, None] * signs.columns(), axis=1)  # of the first elements of a row
-    bits = signs.bits_of_rows(np.zeros(1, np.uint64), 20_000)[0]
-    of_rows = signs.projected(columns[bits % np.uint64(8), -1], bits)
+    bits = bits_of_rows(np.zeros(1, np.uint64), 20_000)[0]
+    of_rows = projected(columns[bits % np.uint64(8), -1], bits)
     before = np.cumsum(of_rows, axis=0) - of_rows
     worst = []
     for count in range(1, 257):
         rows = slice(None) if count in (1, 2, 3, 64, 128, 200, 256) else slice(64)
-        total = before[rows] + signs.projected(columns[bits[rows] % np.uint64(8), count - 1], bits[rows])
+        total = before[rows] + projected(columns[bits[rows] % np.uint64(8), count - 1], bits[rows])
         estimate = np.sqrt((total**2).mean(1) / (256 * np.arange(len(total)) + count))
         worst += [estimate.min(), estimate.max()]
     assert min(worst) > 0.7
@@ -186,7 +219,7 @@ def ratios(rng, structure, size, samples, equal, count):
         x = STRUCTURES[structure](rng, (some * (1 if equal else samples), size))
         x = (x.repeat(samples, 0) if equal else x).reshape(some, -1)
         hashes = rng.integers(2**64, size=(some, samples), dtype=np.uint64)
-        numbers = fingerprint.project_rows(x, hashes)
+        numbers = project_rows(x, hashes)
         found.append(np.linalg.norm(numbers, axis=1) / np.linalg.norm(x, axis=1))
     return np.concatenate(found)
 
@@ -221,10 +254,10 @@ def test_equal_samples_do_not_cancel():
         assert 0.4 < math.hypot(*reading(x, of).fingerprint) / x.norm().item() < 2
 
 
-@pytest.mark.parametrize("size", [*SIZES, *LARGE])
-def test_a_constant_shift_is_seen(size):
-    y = draw(size)
-    assert 0.55 < change(y + 0.01, y) / true_change(y + 0.01, y) < 1.6
+def test_a_constant_shift_is_seen():
+    for size in (*SIZES, *LARGE):
+        y = draw(size)
+        assert 0.55 < change(y + 0.01, y) / true_change(y + 0.01, y) < 1.6
 
 
 def one_element(x):
@@ -292,16 +325,15 @@ FAULTS = [
     one_element, one_row, one_column, one_column_scaled, rolled_heads, swapped_halves, swapped_halves_of_rows,
     two_rows_swapped, permuted_rows, reversed_rows, transposed, sign_flip, scale, every_second, late,
 ]  # fmt: skip
-SHAPES = [(4, 16), (16, 64), (32, 256), (64, 1024), (65, 1024), (256, 768), (256, 1024), (257, 1024), (1100, 1024)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_what_goes_wrong_in_models_is_seen(fault, shape):
-    y = draw(*shape) + 0.5
-    x = y.clone()
-    fault(x)
-    assert 0.4 < change(x, y) / true_change(x, y) < 2
+def test_what_goes_wrong_in_models_is_seen(fault):
+    for shape in ((4, 16), (65, 1024), (256, 768)):
+        y = draw(*shape) + 0.5
+        x = y.clone()
+        fault(x)
+        assert 0.4 < change(x, y) / true_change(x, y) < 2
 
 
 @settings(deadline=None, max_examples=60)
@@ -372,12 +404,11 @@ def views():
     }
 
 
-@pytest.mark.parametrize("name", views())
 @pytest.mark.parametrize("read", [reading, on_device])
-def test_the_layout_does_not_matter(name, read):
-    x = views()[name]
-    a, b = read(x), read(x.contiguous())
-    assert (a.fingerprint, a.digest) == (b.fingerprint, b.digest)
+def test_the_layout_does_not_matter(read):
+    for x in views().values():
+        a, b = read(x), read(x.contiguous())
+        assert (a.fingerprint, a.digest) == (b.fingerprint, b.digest)
 
 
 def test_pieces_are_the_elements_in_logical_order():
@@ -398,9 +429,8 @@ def test_a_large_tensor_in_another_layout_is_copied_in_pieces(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float64], ids=str)
-@pytest.mark.parametrize("size", [100, 3000, 2**18 + 77])
-def test_of_other_floats_it_is_that_of_the_same_numbers(dtype, size):
-    x = draw(size, dtype=dtype)
+def test_of_other_floats_it_is_that_of_the_same_numbers(dtype):
+    x = draw(2**18 + 77, dtype=dtype)
     same = project(x.double().float() if dtype != torch.float64 else x.float())
     assert estimated_change(project(x), same) < 1e-6
 
@@ -421,27 +451,27 @@ def test_lazy_negation_is_done():
     assert estimated_change(project(x), project(x.clone())) < 1e-6
 
 
-@pytest.mark.parametrize("size", [0, *SIZES, *LARGE])
-def test_every_device_gives_the_same(size):
-    x = draw(size)
-    a, b = reading(x), on_device(x)
-    assert math.dist(a.fingerprint, b.fingerprint) <= 3e-7 * x.norm().item()
+def test_every_device_gives_the_same():
+    for size in (0, *SIZES, *LARGE):
+        x = draw(size)
+        a, b = reading(x), on_device(x)
+        assert math.dist(a.fingerprint, b.fingerprint) <= 3e-7 * x.norm().item()
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int64, torch.uint16], ids=str)
-@pytest.mark.parametrize("size", [0, 1, 20_000, 2**18 + 77])
-def test_every_device_gives_the_same_digest(dtype, size):
-    x = torch.randint(-100, 100, (size,)).to(dtype) if dtype != torch.bool else torch.rand(size) < 0.5
-    a, b = reading(x), on_device(x)
-    assert a.digest == b.digest
-    assert math.dist(a.fingerprint, b.fingerprint) <= 1e-6 * math.sqrt(size)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.uint16], ids=str)
+def test_every_device_gives_the_same_digest(dtype):
+    for size in (0, 2**18 + 77):
+        x = torch.randint(-100, 100, (size,)).to(dtype) if dtype != torch.bool else torch.rand(size) < 0.5
+        a, b = reading(x), on_device(x)
+        assert a.digest == b.digest
+        assert math.dist(a.fingerprint, b.fingerprint) <= 1e-6 * math.sqrt(size)
 
 
 def test_on_a_device_without_float64_no_product_is_used(monkeypatch):
     x = draw(300_000)
     ids = torch.arange(300_000)
     expected, digest = project(x), reading(ids).digest
-    monkeypatch.setattr(statistics.device, "widest", lambda device: torch.float32)
+    monkeypatch.setattr(statistics.operations, "widest", lambda device: torch.float32)
     with torch.no_grad():
         monkeypatch.setattr(torch.Tensor, "__matmul__", None)
         monkeypatch.setattr(torch, "matmul", None)
@@ -466,7 +496,7 @@ def test_no_product_is_computed_on_a_device(dtype):
     # cuBLAS refuses one under deterministic algorithms, unless its workspace is configured.
     x = torch.empty(6, 700, dtype=dtype, device="meta")
     with Operations() as seen:
-        statistics.device.on_device(x, -1, 0, histogram=True)
+        by_torch(x, -1, 0, histogram=True)
         statistics.samples._hashes([x], None)
     assert "sum" in seen.names
     assert not seen.names & {"mm", "mv", "bmm", "dot", "vdot", "addmm", "addmv", "baddbmm", "linear"}
@@ -480,15 +510,14 @@ def test_a_device_handles_large_tensors_in_chunks(monkeypatch):
         assert estimated_change(a.fingerprint, b.fingerprint) < 1e-6
 
 
-@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
-@pytest.mark.parametrize("size", [400, 8000, 2**18 + 77])
-def test_no_setting_of_precision_reaches_it(precision, size):
+@pytest.mark.parametrize("read", [reading, on_device])
+def test_no_setting_of_precision_reaches_it(read):
     before = torch.get_float32_matmul_precision()
-    expected = project(draw(size))
+    expected = project(draw(2**18 + 77))
     try:
-        torch.set_float32_matmul_precision(precision)
+        torch.set_float32_matmul_precision("medium")
         with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
-            found = reading(draw(size)).fingerprint
+            found = read(draw(2**18 + 77)).fingerprint
     finally:
         torch.set_float32_matmul_precision(before)
     assert estimated_change(found, tuple(expected)) < 1e-6
@@ -502,19 +531,19 @@ def test_the_newer_setting_of_precision_does_not_reach_it_either():
     before = settings.fp32_precision
     try:
         settings.fp32_precision = "bf16"
-        found = reading(draw(2**18 + 77)).fingerprint
+        found = on_device(draw(2**18 + 77)).fingerprint
     finally:
         settings.fp32_precision = before
     assert estimated_change(found, tuple(expected)) < 1e-6
 
 
-@pytest.mark.parametrize("size", [400, 8000, 2**18 + 77])
-def test_no_number_of_threads_changes_it(size):
+@pytest.mark.parametrize("read", [reading, on_device])
+def test_no_number_of_threads_changes_it(read):
     threads, found = torch.get_num_threads(), []
     try:
         for number in (1, 2, 4):
             torch.set_num_threads(number)
-            found.append(reading(draw(size)).fingerprint)
+            found.append(read(draw(2**18 + 77)).fingerprint)
     finally:
         torch.set_num_threads(threads)
     assert max(estimated_change(one, found[0]) for one in found) < 1e-7
@@ -523,8 +552,6 @@ def test_no_number_of_threads_changes_it(size):
 # --- what is not finite, and what is huge -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("read", [reading, on_device])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
@@ -535,14 +562,15 @@ def test_no_number_of_threads_changes_it(size):
         ([math.nan, math.inf], [4, 2]),
     ],
 )
-def test_what_is_not_finite_counts_in_units_of_the_largest(given, meant, dtype, read):
-    found = read(torch.tensor(given, dtype=dtype)).fingerprint
-    assert found == pytest.approx(project(torch.tensor(meant, dtype=torch.float64)).tolist(), abs=1e-6)
+def test_what_is_not_finite_counts_in_units_of_the_largest(given, meant):
+    for way, dtype in itertools.product((reading, on_device), (torch.float16, torch.float32, torch.float64)):
+        found = way(torch.tensor(given, dtype=dtype)).fingerprint
+        assert found == pytest.approx(project(torch.tensor(meant, dtype=torch.float64)).tolist(), abs=1e-6)
 
 
 @pytest.mark.parametrize("blocked", [-math.inf, torch.finfo(torch.float32).min], ids=["infinite", "huge"])
-@pytest.mark.parametrize("size", [16, 600])
-def test_a_mask_moved_by_one_place_is_seen(blocked, size):
+def test_a_mask_moved_by_one_place_is_seen(blocked):
+    size = 600
     mask = torch.full((size, size), blocked)
     a, b = reading(mask.triu(1)).fingerprint, reading(mask.triu(2)).fingerprint
     true = math.sqrt((size - 1) / ((size - 1) * (size - 2) / 2))
@@ -550,9 +578,9 @@ def test_a_mask_moved_by_one_place_is_seen(blocked, size):
 
 
 @pytest.mark.parametrize("read", [reading, on_device])
-@pytest.mark.parametrize("size", [300, 2**18 + 77])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_sums_of_huge_elements_do_not_overflow(dtype, size, read):
+def test_sums_of_huge_elements_do_not_overflow(dtype, read):
+    size = 2**18 + 77
     x = torch.full((size,), torch.finfo(dtype).max, dtype=dtype)
     found = read(x).fingerprint
     assert all(map(math.isfinite, found))
@@ -561,8 +589,8 @@ def test_sums_of_huge_elements_do_not_overflow(dtype, size, read):
         assert found == pytest.approx(expected.tolist())
 
 
-@pytest.mark.parametrize("size", [300, 3000])
-def test_numpy_told_to_raise_is_not_asked(size):
+def test_numpy_told_to_raise_is_not_asked():
+    size = 300
     with np.errstate(all="raise"):
         reading(torch.full((size,), torch.finfo(torch.float32).max))
         reading(torch.full((size,), math.nan))
@@ -637,7 +665,7 @@ def test_merging_is_the_same_on_every_device():
         assert max(estimated_change(one.fingerprint, a.fingerprint) for one in (b, c)) < 1e-6
 
 
-@pytest.mark.parametrize("size", [1, 16, 300])
+@pytest.mark.parametrize("size", [1, 300])
 def test_equal_values_of_any_two_of_the_first_forwards_neither_cancel_nor_double(size):
     each = np.stack([turned(np.array(project(torch.ones(size))), number) for number in range(32)])
     for first in range(32):
@@ -668,7 +696,7 @@ def test_an_empty_tensor_has_a_fingerprint_of_zeros():
     assert read(np.zeros(K)) == ((0.0,) * K, None)
 
 
-@pytest.mark.parametrize("number", [1, 63, 64, 65, 1_000_003])
+@pytest.mark.parametrize("number", [1, 63, 64, 1_000_003])
 def test_a_turn_is_the_same_as_if_it_were_drawn_alone(number):
     (bits,) = signs.hashes(signs._TURN_SALT, 1, number)
     plus_or_minus, order, factor = signs.turn(number)

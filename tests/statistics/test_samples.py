@@ -14,13 +14,21 @@ from pytest_modelprobe.record import estimated_change
 from pytest_modelprobe.statistics import (
     Samples,
     SeenSamples,
+    ambient_modes_disabled,
     collect,
     merge,
     reduce,
-    reduce_on_device,
+    samples,
     samples_of,
 )
-from pytest_modelprobe.statistics.fingerprint import K
+from pytest_modelprobe.statistics.operations import by_torch
+from pytest_modelprobe.statistics.samples import K
+
+
+def reduce_on_device(tensor, axis=None, index=0, **options):
+    """The reduction by operations of torch, as another device gets it."""
+    with ambient_modes_disabled():
+        return by_torch(tensor.detach(), axis, index, **options)
 
 
 def draw(*shape, seed=0, dtype=torch.float32):
@@ -36,7 +44,7 @@ def hashes_of(*inputs):
     return samples_of(inputs).hashes((len(inputs[0]),))
 
 
-SIZES = [(3, 1), (5, 40), (6, 3, 100), (4, 300), (7, 4096), (40, 700), (3, 300_000), (2, 2**20 + 300)]
+SIZES = [(3, 1), (6, 3, 100), (40, 700), (2, 2**20 + 300)]
 
 
 # --- the definition ---------------------------------------------------------------------------------------------------
@@ -51,9 +59,9 @@ def test_the_fingerprint_of_a_batch_is_the_sum_of_those_of_its_samples(shape, wa
 
 
 @pytest.mark.parametrize("way", [reduce, reduce_on_device])
-@pytest.mark.parametrize("shape", [(8, 20), (8, 700), (8, 20_000)], ids=str)
 @pytest.mark.parametrize("kind", ["float", "int"])
-def test_those_of_the_parts_of_a_batch_add_up_in_any_order(shape, kind, way):
+def test_those_of_the_parts_of_a_batch_add_up_in_any_order(kind, way):
+    shape = (8, 20_000)
     given = torch.randint(0, 50, (8, 9), generator=torch.Generator().manual_seed(1))
     x = draw(*shape) if kind == "float" else (draw(*shape) * 1000).long()
     (whole,) = collect([way(x, samples=samples_of([given]))])
@@ -173,11 +181,11 @@ def test_arguments_that_tell_no_more_samples_apart_change_the_hashes():
     assert (hashes_of(x, lengths) != hashes_of(x, lengths.flip(0))).any()
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (1, 4), (6, 3), (2, 3, 3)], ids=str)
-def test_in_a_forward_of_one_sample_every_value_belongs_to_it(shape):
+def test_in_a_forward_of_one_sample_every_value_belongs_to_it():
     samples = samples_of([torch.tensor(2.0), draw(1, 6), torch.arange(5)])
-    assert samples.has_batch(shape)
-    assert samples.hashes(shape).tolist() == hashes_of(draw(1, 6)).tolist()
+    for shape in ((), (3,), (1, 4), (2, 3, 3)):
+        assert samples.has_batch(shape)
+        assert samples.hashes(shape).tolist() == hashes_of(draw(1, 6)).tolist()
     assert [own is None for own in samples.inputs] == [False, True, False]
 
 
@@ -186,10 +194,10 @@ def test_all_tokens_in_one_axis_have_the_fingerprint_of_one_sequence():
     assert fingerprint(x[0], samples) == fingerprint(x, samples)
 
 
-@pytest.mark.parametrize("x", [draw(32, 64), draw(32, 3), draw(32, 5000).relu(), F.one_hot(torch.arange(32)).float()])
-def test_rounding_leaves_the_hashes_of_floating_samples(x):
-    assert (hashes_of(x) == hashes_of(x * (1 + 1e-7 * draw(*x.shape, seed=1)))).all()
-    assert (hashes_of(x) == hashes_of(x.double())).all()
+def test_rounding_leaves_the_hashes_of_floating_samples():
+    for x in (draw(32, 64), draw(32, 3), draw(32, 5000).relu(), F.one_hot(torch.arange(32)).float()):
+        assert (hashes_of(x) == hashes_of(x * (1 + 1e-7 * draw(*x.shape, seed=1)))).all()
+        assert (hashes_of(x) == hashes_of(x.double())).all()
 
 
 def test_a_narrower_dtype_leaves_the_hashes_of_nearly_all_samples():
@@ -208,10 +216,9 @@ def test_equal_samples_are_numbered_and_do_not_add_up_to_more_than_they_are():
     [EQUAL_IN_PARTS, EQUAL_IN_PARTS.double(), (100 * EQUAL_IN_PARTS).long()],
     ids=["float32", "float64", "int64"],
 )
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_equal_samples_of_microbatches_are_numbered_as_in_one_batch(given, size):
+def test_equal_samples_of_microbatches_are_numbered_as_in_one_batch(given):
     seen, found = SeenSamples(), []
-    for part in given.split(size):
+    for part in given.split(2):
         samples = samples_of([part], seen=seen)
         seen.add(samples)
         found.append(samples.hashes((len(part),)))
@@ -246,10 +253,14 @@ def test_inputs_that_cannot_be_read_have_no_batch():
 
 
 @pytest.mark.parametrize("given", [draw(6, 700), torch.arange(60).view(6, 10), torch.ones(6, 4)])
-def test_every_device_gives_samples_the_same_hashes(given):
-    samples = samples_of([given])
-    found = samples.hashes_on(torch.device("cpu"), (6,))
-    np.testing.assert_array_equal(found.tolist(), samples.hashes((6,)).view(np.int64))
+def test_every_device_gives_samples_the_same_hashes(given, monkeypatch):
+    here, read = samples_of([given, ALIKE["not finite"]]), samples._elements_read
+    monkeypatch.setattr(samples, "_elements_read", lambda x: torch.from_numpy(read(x)))
+    there = samples_of([given, ALIKE["not finite"]])
+    assert isinstance(there.keys, torch.Tensor)
+    np.testing.assert_array_equal(there.keys, here.keys)
+    for one, other in ((there, here), (there.inputs[1], here.inputs[1])):
+        np.testing.assert_array_equal(one.hashes((6,)), other.hashes((6,)))
 
 
 # --- how far off estimates are ----------------------------------------------------------------------------------------
@@ -296,7 +307,7 @@ def test_a_generic_difference_within_a_batch_is_estimated_to_eighteen_percent():
     assert 0.12 < np.std(found) < 0.24
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 32])
+@pytest.mark.parametrize("size", [1, 3, 32])
 def test_a_shift_that_all_samples_share_is_estimated_to_a_third(size):
     x = torch.ones(size, 300)
     lengths = [math.hypot(*fingerprint(x, samples_of([draw(size, 6, seed=seed)]))) for seed in range(60)]

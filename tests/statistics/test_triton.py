@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_modelprobe.statistics import WHOLE, collect, cuda, merge, reduce, reduce_on_device, samples_of
+from pytest_modelprobe.statistics import WHOLE, ambient_modes_disabled, collect, merge, operations, reduce, samples_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", reason="needs Triton")
@@ -28,8 +28,7 @@ FLOATS = [
 
 
 @pytest.fixture(autouse=True)
-def _computed_by(monkeypatch):
-    """Run each test once: the kernel in C computes nothing that is compared here."""
+def _interpreted(monkeypatch):
     if DEVICE == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")  # Triton imports more of itself with the first call
 
@@ -38,10 +37,16 @@ def draw(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def reduce_on_device(tensor, axis=None, index=0, **options):
+    """The reduction by operations of torch, as another device gets it."""
+    with ambient_modes_disabled():
+        return operations.by_torch(tensor.detach(), axis, index, **options)
+
+
 def one_read(x, axis=None, index=0, samples=WHOLE):
     """The reduction by the kernels, with the layout of a tensor on the CPU."""
     there = x if DEVICE == "cpu" else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=DEVICE).copy_(x)
-    return cuda.by_triton(triton_kernels, there, axis, index, samples)
+    return triton_kernels.reduced(there, axis, index, samples)
 
 
 def check(x, axis=None, index=0, samples=WHOLE):
@@ -193,7 +198,7 @@ def test_a_tensor_on_cuda_is_read_by_the_kernels_without_waiting(nothing_waits):
     reduce(x, axis=-3)  # compiles
     with nothing_waits():
         reduced = reduce(x, axis=-3)
-    assert cuda.KERNELS.problem is None
+    assert operations.TRITON.problem is None
     (found,) = collect([reduced])
     assert found.units == expected.units
     assert found.statistics.std == pytest.approx(expected.statistics.std, rel=1e-6)

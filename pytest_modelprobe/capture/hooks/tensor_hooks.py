@@ -22,7 +22,7 @@ from pytest_modelprobe._torch import WeakStorage, free_graphs, hook_tensor, is_v
 from pytest_modelprobe.capture.observed.observation import Forward, TensorObservation
 from pytest_modelprobe.capture.observed.tensors import ContentKey, content_key, is_parameter, shape_of
 from pytest_modelprobe.models import is_distributed, local_tensor, value_layout
-from pytest_modelprobe.statistics import Reduction, Samples, SmallTensors, ambient_modes_disabled
+from pytest_modelprobe.statistics import Reduction, Samples, ambient_modes_disabled
 
 from .guard import HookGuard, hidden
 
@@ -65,7 +65,6 @@ class TensorObserver:
 
     guard: HookGuard
     views: HookedViews
-    small: SmallTensors
     on_gradient: OnGradient
     """Called with the observations of a tensor, by forward, and its whole gradient."""
     histograms: bool
@@ -163,7 +162,6 @@ class TensorObserver:
             index=forward.index,
             samples=own or forward.samples,
             histogram=self.histograms,
-            small=self.small,
         )
         if own is not None:
             forward.own.add(reduced)

@@ -18,7 +18,7 @@ from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import storage_key, without_torch_function
 from pytest_modelprobe.models import Layers, Offloaded, own_buffers, own_parameters, sharded_parameters
 from pytest_modelprobe.record import qualified
-from pytest_modelprobe.statistics import Reduction, SmallTensors
+from pytest_modelprobe.statistics import Reduction
 
 from .tensors import ContentKey, content_key
 
@@ -59,11 +59,11 @@ def read_parameters(layers: Layers, selected: Collection[str]) -> dict[str, Para
 def reducer(layers: Layers) -> Callable[[torch.Tensor], Reduction]:
     """Return a function that reduces the parameters and buffers of layers, each once."""
     known: dict[int, Reduction] = {}
-    small, offloaded = SmallTensors(), Offloaded(layers.modules.values())
+    offloaded = Offloaded(layers.modules.values())
 
     def reduced(tensor: torch.Tensor) -> Reduction:
         if id(tensor) not in known:
-            known[id(tensor)] = statistics.reduce(offloaded.load(tensor), small=small)
+            known[id(tensor)] = statistics.reduce(offloaded.load(tensor))
         return known[id(tensor)]
 
     return reduced

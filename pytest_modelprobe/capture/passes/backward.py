@@ -21,7 +21,7 @@ from pytest_modelprobe.capture.observed.observation import Forward, ParameterGra
 from pytest_modelprobe.capture.observed.running_calls import RunningCalls
 from pytest_modelprobe.capture.observed.tensors import ContentKey, content_key
 from pytest_modelprobe.capture.special.stop import StopCheck
-from pytest_modelprobe.statistics import WHOLE, Reduction, Samples, SmallTensors
+from pytest_modelprobe.statistics import WHOLE, Reduction, Samples
 
 from .observed_forwards import ObservedForwards, ObservedPasses
 from .steps import Steps
@@ -38,7 +38,6 @@ class BackwardPasses:
     running: RunningCalls
     views: HookedViews
     steps: Steps
-    small: SmallTensors
     stop: StopCheck | None
     histograms: bool
 
@@ -131,9 +130,7 @@ class BackwardPasses:
         known = None if key is None else self._cache.get((index, axis, key))
         if known is not None:
             return known[0]
-        reduced = statistics.reduce(
-            gradient, axis=axis, index=index, samples=samples, histogram=self.histograms, small=self.small
-        )
+        reduced = statistics.reduce(gradient, axis=axis, index=index, samples=samples, histogram=self.histograms)
         if key is not None:
             # While the storage is held weakly its address is not used again.
             self._cache[index, axis, key] = reduced, WeakStorage(gradient.untyped_storage())

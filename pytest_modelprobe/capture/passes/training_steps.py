@@ -17,7 +17,7 @@ from pytest_modelprobe._torch import graph_task
 from pytest_modelprobe.capture.observed.parameters import named_tensors, read_parameters
 from pytest_modelprobe.models import Layers, detached_copy
 from pytest_modelprobe.record import OptimizerGroup
-from pytest_modelprobe.statistics import Reduced, Reduction, SmallTensors
+from pytest_modelprobe.statistics import Reduced, Reduction
 
 from .observed_forwards import ObservedForwards
 from .steps import is_zero
@@ -97,9 +97,8 @@ class TrainingSteps:
             step.modes = self._modes()
             if early:
                 self._read_gradients(parameters)
-            small = SmallTensors()
             for name, tensor in () if graph_task() != -1 else self._buffers():
-                step.buffers[name] = statistics.reduce(tensor, small=small)
+                step.buffers[name] = statistics.reduce(tensor)
             del self._running[-1:]
             if not self._running:
                 self._read_updates(parameters)
@@ -118,7 +117,7 @@ class TrainingSteps:
 
     def _read_updates(self, parameters: Named) -> None:
         """Read what was added to parameters since they were copied, and free the copies."""
-        updates, small = self.forwards.step.updates, SmallTensors()
+        updates = self.forwards.step.updates
         known: dict[int, Reduction] = {}
         for name, tensor in parameters:
             copy = self._copies.pop(name, None)
@@ -127,7 +126,7 @@ class TrainingSteps:
             elif copy is None or copy.shape != tensor.shape:
                 updates[name] = Reduced(reason="it could not be copied before the step")
             elif id(tensor) not in known:
-                known[id(tensor)] = updates[name] = statistics.reduce(tensor.detach() - copy, small=small)
+                known[id(tensor)] = updates[name] = statistics.reduce(tensor.detach() - copy)
             else:  # tied
                 updates[name] = known[id(tensor)]
 
@@ -149,11 +148,11 @@ class TrainingSteps:
         return {name: module.training for name, module in self.layers.modules.items()}
 
     def _read_gradients(self, parameters: Named) -> None:
-        newest, small = self.forwards.newest, SmallTensors()
+        newest = self.forwards.newest
         index = 0 if newest is None else newest.index
         for name, parameter in parameters:
             if parameter.grad is not None:
-                self.forwards.step.applied[name] = statistics.reduce(parameter.grad, index=index, small=small)
+                self.forwards.step.applied[name] = statistics.reduce(parameter.grad, index=index)
 
     def _buffers(self) -> Named:
         named = named_tensors(self.layers, self.selected)

@@ -224,9 +224,9 @@ def _cuda() -> str:
 
 
 def _cuda_statistics() -> str:
-    from pytest_modelprobe.statistics import cuda
+    from pytest_modelprobe.statistics import operations
 
-    return cuda.description()
+    return operations.TRITON.description()
 
 
 def _mps() -> str:

@@ -32,11 +32,10 @@ from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROUNDING_OF_RESPONSES, IsolatedResponse, Reading
 from pytest_modelprobe.runs.noise import relative_change
 
-from .alone import IsolationOptions, Key, Perturb, Repeat, Session, in_float64
+from .calls import IsolationOptions, Key, Perturb, Repeat, Session, in_float64
 from .contexts import StateBefore, is_ours, without_hooks, without_warnings
-from .forwards import KeptForward, KeptForwards, merged, recipes_of
 from .recipes import Draws, fits, kind_of, synthetic
-from .tracing import Tracer
+from .tracing import KeptForward, KeptForwards, Tracer, merged, recipes_of
 
 __all__ = [
     "IsolationOptions", "Key", "KeptForward", "KeptForwards", "Perturb", "Repeat", "doubtful", "fits", "in_float64",

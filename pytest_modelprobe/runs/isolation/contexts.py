@@ -6,17 +6,32 @@ Each call begins in the same state. Otherwise its response would depend on the c
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
+import math
+import re
+import types
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe._torch import BatchOrInstanceNorm
-from pytest_modelprobe.models import GENERATORS, as_bits, has_dense_storage, holds_elements, own_buffers, seeding
+from pytest_modelprobe.models import (
+    GENERATORS,
+    as_bits,
+    flatten_call,
+    has_dense_storage,
+    holds_elements,
+    own_buffers,
+    seeding,
+)
+from pytest_modelprobe.record import Call, Reading, Statistics
+
+from .tracing import TracedCall
 
 ATOMIC = (nn.MultiheadAttention, nn.RNNBase)
 """Layers that are treated as one with the modules inside them."""
@@ -199,3 +214,216 @@ def fixed_seed() -> Callable[[], None]:
             one.set(state)
 
     return seed
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+#
+# Two versions of a model may call a child with different arguments. With the arguments of the expected call in place of
+# those of the run, a difference between the responses is one of the child's own code, and not of its caller's.
+
+_NUMBERS = (bool, int, float, type(None))
+_POSITION = re.compile(r"input\[(\d+)\]")
+
+
+def with_arguments(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    expected: Call,
+    make: Callable[[str], Tensor | None] = lambda path: None,
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments of a call with those that the expected one gets, as far as the function takes them.
+
+    Plain values are the expected ones. Tensors that the expected call does not get are left out, and those that only
+    the expected call gets are made. Arguments that the function has no parameter for are left out. Returns `None` if
+    nothing differs, or if that cannot be done.
+
+    Args:
+        function: What is called.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        expected: The expected call.
+        make: Returns the tensor at a path of the expected call, or `None` if there is none.
+
+    >>> call = Call(root="f", root_training=False, index=0, arguments={"input": 0.5, "scale": 2, "old": 1})
+    >>> with_arguments(lambda x, scale=1, flag=None: x, (0.5,), {"flag": True}, call)
+    ((0.5,), {'scale': 2})
+    """
+    flat = flatten_call(args, kwargs)
+    tensors, given = {path for path, _ in flat.tensors}, {value.path for value in expected.inputs}
+    now, then = flat.plain, expected.arguments
+    came, gone = sorted(tensors - given), sorted(given - tensors)
+    plain = [path for path in {**now, **then} if path in came or not _is_same(now.get(path), then.get(path))]
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+    named = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    found = {**dict(zip(named, args, strict=False)), **kwargs} if len(args) <= len(named) else {}
+
+    def name_of(path: str) -> str:
+        """Return the name of the parameter at a path, which for an element of a container is that of the container."""
+        position = _POSITION.match(path)
+        number = int(position[1]) if position else 0 if path == "input" and len(args) == 1 else len(named)
+        return named[number] if number < len(named) else re.split(r"[.\[]", path)[0]
+
+    if not (plain or came or gone):
+        return None
+    # A tensor cannot be left out of a container that has others.
+    if len(args) > len(named) or any(name_of(path) in map(name_of, tensors & given) for path in came):
+        return None
+    changed: dict[str, Any] = {}
+    for path in (path for path in plain if path in then):
+        value = then[path]
+        # Neither text is replaced, nor an element of a container of tensors.
+        if type(value) not in _NUMBERS or name_of(path) in map(name_of, tensors & given):
+            return None
+        changed[path] = value
+    for path in (path for path in (*came, *plain) if path not in then and path not in gone):
+        parameter = parameters.get(name_of(path))
+        if name_of(path) not in found or (parameter is not None and parameter.default is parameter.empty):
+            return None  # a parameter without a default cannot be left out
+        del found[name_of(path)]
+    for path in gone:
+        if (made := make(path)) is None:
+            return None
+        changed[path] = made
+    for path, value in changed.items():
+        if name_of(path) in parameters or (takes_any and path.isidentifier()):
+            found[name_of(path)] = value
+        elif not path.isidentifier() and not _POSITION.match(path):
+            return None
+    # Arguments behind the first one that was left out are passed by keyword.
+    by_position = 0
+    while by_position < len(args) and named[by_position] in found:
+        by_position += 1
+    return tuple(found.pop(name) for name in named[:by_position]), found
+
+
+def _is_same(a: object, b: object) -> bool:
+    return type(a) is type(b) and (a == b or (a != a and b != b))
+
+
+# --- calls that compute the same --------------------------------------------------------------------------------------
+#
+# Blocks repeat: most of their layers have equal code, attributes, synthetic weights and inputs, and so equal responses.
+# One call is enough. If anything about a layer is not known to be plain, the layer is called itself.
+
+_MODULE = frozenset(vars(nn.Module()))
+"""Attributes of every module."""
+
+_TABLES = frozenset({"_parameters", "_buffers", "forward"})
+"""Attributes of every module that are compared in their own way."""
+
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+
+
+class _UnknownError(Exception):
+    """There is a value, and it is not known what code does with it."""
+
+
+def likeness(call: TracedCall, forward: Any, weights: Mapping[int, Hashable], expected: object) -> Hashable | None:
+    """Return what determines the response of a call. It is equal for calls that compute the same.
+
+    Returns `None` if that is not known. It is not known of layers with children, hooks, ``__slots__``, a ``forward`` of
+    their own, objects that are not plain among their attributes and arguments, or tensors that are not synthetic.
+
+    Args:
+        call: The call.
+        forward: The ``forward`` of its layer.
+        weights: What each synthetic weight was made from, by id of the weight.
+        expected: The arguments that it gets in place of its own.
+    """
+    module, attributes = call.module, vars(call.module)
+    if call.calls or call.inputs is None or not call.inputs.known:
+        return None
+    if getattr(forward, "__func__", None) is not type(module).forward:
+        return None
+    if any(value for key, value in attributes.items() if key in _MODULE and key not in _TABLES and key != "training"):
+        return None  # it has children or hooks
+    if any(vars(kind).get("__slots__") for kind in type(module).__mro__):
+        return None  # it has attributes that `vars` does not show
+    own = {key: v for key, v in attributes.items() if key not in _TABLES and (key not in _MODULE or key == "training")}
+    tensors = [(name, x) for name, x in (*module._parameters.items(), *module._buffers.items()) if x is not None]
+    if any(id(tensor) not in weights for _, tensor in tensors):
+        return None
+    made = tuple((name, weights[id(tensor)], tensor._version) for name, tensor in tensors)
+    try:
+        return id(type(module)), made, call.autocast, *map(plain, (own, call.inputs.value, expected))
+    except _UnknownError:
+        return None
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is a number, a text or the like."""
+    return type(value) in _PLAIN
+
+
+def plain(value: Any) -> Hashable:
+    """Return what is equal for values that are alike to code: plain ones, containers of these, and placeholders."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, repr(value)  # as text, in which -0.0 differs from 0.0
+    if kind in (tuple, list, torch.Size):
+        return kind, tuple(map(plain, value))
+    if kind is dict:
+        return kind, tuple((plain(key), plain(v)) for key, v in value.items())
+    if isinstance(value, _FUNCTIONS):
+        return kind, id(value)
+    spec = getattr(value, "_modelprobe_spec", None) if isinstance(value, Tensor) else None
+    if spec is None or spec.value is not None:
+        raise _UnknownError
+    return spec.name, spec.shape, spec.stride, spec.dtype, spec.device, spec.kind
+
+
+# --- gradients: those of one call add up to one reading, each with signs that its role chooses ------------------------
+
+
+def projected(tensor: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum of a tensor times weights, divided by the square root of its size."""
+    project: Any = _Projection.apply
+    return project(tensor, weights, 1 / math.sqrt(tensor.numel()))  # type: ignore[no-any-return]
+
+
+class _Projection(torch.autograd.Function):
+    """The function of `projected`. It saves no tensor, because activation checkpointing counts the saved ones."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, weights: Tensor, scale: float) -> Tensor:
+        ctx.weights, ctx.dtype, ctx.scale = weights, tensor.dtype, scale
+        wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        return torch.dot(tensor.to(wide).reshape(-1), weights.to(wide).reshape(-1)) * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return (gradients[0] * ctx.scale * ctx.weights).to(ctx.dtype), None, None
+
+
+def combined(gradients: Sequence[tuple[str, Reading]]) -> Reading:
+    """Return one reading for all gradients. Each is scaled to the fourth root of its norm, so that small ones count."""
+    fingerprint: list[float] | None = None
+    deviations, count, nonfinite = 0.0, 0, 0
+    for role, reading in gradients:
+        numbers = reading.statistics
+        if numbers is None or reading.fingerprint is None:
+            continue
+        norm = (numbers.rms or 0.0) * math.sqrt(numbers.finite)
+        if math.isinf(norm):
+            # The squares of its elements are too large for a float, so the fingerprint estimates the norm.
+            norm = math.hypot(*reading.fingerprint)
+        scale = norm**-0.75 if norm else 0.0
+        signs = seeding.derive(0, f"gradient {role}")
+        terms = [scale * x * (1 if signs >> k & 1 else -1) for k, x in enumerate(reading.fingerprint)]
+        fingerprint = terms if fingerprint is None else [a + b for a, b in zip(fingerprint, terms, strict=True)]
+        deviations += (scale * norm) ** 2
+        count += numbers.count
+        nonfinite += numbers.nonfinite
+    return Reading(
+        tensors=len(gradients),
+        statistics=Statistics(
+            count=count, nan=nonfinite, mean=0.0 if count > nonfinite else None, deviations=deviations
+        ),
+        fingerprint=None if fingerprint is None else tuple(fingerprint),
+    )

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -318,55 +318,30 @@ class Draws:
     def __init__(self) -> None:
         self._kept: dict[tuple[str, int], Tensor] = {}
         self._bytes = 0
-        self._spare: dict[int, list[Tensor]] = {}  # by their number of elements
 
     def __call__(self, shape: Sequence[int], name: str, exponent: int = 0, sign: str = "") -> Tensor:
         """Return the numbers of that shape and name times a power of two, and with a sign their magnitudes with it.
 
-        After `_PERIOD` they repeat, each time slightly larger. They are written only once, because new memory costs
-        more than the computation.
+        After `_PERIOD` they repeat, each time slightly larger.
         """
         count = math.prod(shape)
-        numbers = self._drawn(min(count, _PERIOD), name)
+        key = name, min(count, _PERIOD)
+        if key not in self._kept:
+            drawn = seeding.randn(key[1:], seed=0, name=name, device="cpu", dtype=torch.float32)
+            if self._bytes + drawn.nbytes > self._MOST:
+                self._kept.clear()
+                self._bytes = 0
+            self._bytes += drawn.nbytes
+            self._kept[key] = drawn
+        numbers = self._kept[key]
         early = exponent if abs(exponent) <= _EXACT else 0
         numbers = numbers * 2.0**early
         if sign in ("+", "-"):
             numbers = numbers.abs_() if sign == "+" else numbers.abs_().neg_()
         if count > _PERIOD:
-            numbers = self._repeated(numbers, count)
+            scales = 1 + torch.arange(-(-count // _PERIOD)) % 512 / 4096
+            numbers = (scales[:, None] * numbers).view(-1)[:count]
         return (numbers if early == exponent else numbers.mul_(2.0**exponent)).view(tuple(shape))
-
-    def _drawn(self, count: int, name: str) -> Tensor:
-        if (name, count) not in self._kept:
-            drawn = seeding.randn((count,), seed=0, name=name, device="cpu", dtype=torch.float32)
-            if self._bytes + drawn.nbytes > self._MOST:
-                self._kept.clear()
-                self._bytes = 0
-            self._bytes += drawn.nbytes
-            self._kept[name, count] = drawn
-        return self._kept[name, count]
-
-    def _repeated(self, numbers: Tensor, count: int) -> Tensor:
-        """Return the numbers as often as it takes to have ``count`` of them, each time slightly larger."""
-        scales = 1 + torch.arange(-(-count // len(numbers))) % 512 / 4096
-        dtype = torch.promote_types(scales.dtype, numbers.dtype)
-        spare = self._spare.get(count)
-        repeated = spare.pop() if spare and dtype == torch.float32 else torch.empty(count, dtype=dtype)
-        whole = count // len(numbers)
-        torch.mul(scales[:whole, None], numbers, out=repeated[: whole * len(numbers)].view(whole, -1))
-        rest = repeated[whole * len(numbers) :]
-        torch.mul(scales[whole : whole + 1], numbers[: len(rest)], out=rest)
-        return repeated
-
-    def take_back(self, tensors: Iterable[Tensor]) -> None:
-        """Take the memory of tensors that are not used any more, in place of memory that was taken before.
-
-        They were made of these numbers. The next large tensors are written there.
-        """
-        self._spare.clear()
-        for tensor in tensors:
-            if tensor.numel() > _PERIOD and tensor.is_cpu and tensor.dtype == torch.float32 and tensor.is_contiguous():
-                self._spare.setdefault(tensor.numel(), []).append(tensor.view(-1))
 
 
 def head_of(shape: Sequence[int], dtype: torch.dtype) -> str:

@@ -68,7 +68,7 @@ enum {
     SMALL = 1 << 13,  /* up to so many elements, all is done in float64 */
     THREADED = 1 << 16 /* from so many elements on, the GIL is released, and other threads may run */
 };
-/* These are the constants of statistics/signs.py. FLUSHED: so many rows are added in the type of the elements, then
+/* These are the constants of statistics/samples.py. FLUSHED: so many rows are added in the type of the elements, then
    their sum in float64. */
 enum { COLUMNS = 256, NUMBERS = 16, MASKS = 8, ORDERS = 256, ORDER_BITS = 3, SIGN_BITS = 48, FLUSHED = 16 };
 /* These are those of statistics/histogram.py. */
@@ -418,7 +418,7 @@ static void pack(Packed *to, const Part *all, int64_t copies, double index) {
     }
 }
 
-/* Reads the tables of signs: masks, signs of the lanes of each sum, orders. They come from statistics/signs.py, so that
+/* Reads the tables of signs: masks, signs of the lanes of each sum, orders. They come from statistics/samples.py, so that
    there is one source of them. */
 static PyObject *set_tables(PyObject *module, PyObject *args) {
     const char *masks, *lanes, *orders;

@@ -36,20 +36,22 @@ from pytest_modelprobe.record import (
 from pytest_modelprobe.runs.noise import terms_of
 from pytest_modelprobe.runs.widening import Widening, widened
 
-from .alike import is_plain, likeness
-from .arguments import with_arguments
 from .contexts import (
     ATOMIC,
     StateBefore,
     attributes_restored,
     buffers_of,
+    combined,
     fixed_seed,
     fused_paths_disabled,
     is_equal,
+    is_plain,
+    likeness,
+    projected,
     weights_of,
+    with_arguments,
     without_hooks,
 )
-from .gradients import combined, projected
 from .recipes import Draws, as_mask, fits, head_of, kind_of, synthetic
 from .tracing import ArgumentTemplate, CannotTellError, TensorSpec, TracedCall, Tracer, copied, line, reason_of
 
@@ -112,8 +114,6 @@ class Session:
         self.owned: dict[str, dict[str, str]] = defaultdict(dict)
         """Recipes of the weights of each layer, and of layers inside it that have no response."""
         self._weights: dict[int, nn.Parameter | Tensor] = {}
-        self._drawn: list[Tensor] = []
-        """The memory of the synthetic weights. The code of a layer may put another tensor in the place of a weight."""
         self._made: dict[int, Hashable] = {}
         """What the synthetic weights were made from, by id."""
         self._responses: dict[Hashable, IsolatedResponse] = {}
@@ -138,8 +138,6 @@ class Session:
 
     def __exit__(self, *error: object) -> None:
         self._exit.close()
-        self.draws.take_back(self._drawn)
-        self._drawn.clear()
         self._weights.clear()
 
     def response(self, call: TracedCall) -> IsolatedResponse:
@@ -264,7 +262,6 @@ class Session:
         if drawn.stride() != tensor.stride():
             weight = torch.empty_strided(tensor.shape, tensor.stride(), dtype=drawn.dtype, device=tensor.device)
             weight.copy_(drawn)
-        self._drawn.append(weight.detach())
         if isinstance(tensor, nn.Parameter):
             weight = nn.Parameter(weight, requires_grad=tensor.requires_grad)
         vars(weight).update(vars(tensor))
@@ -335,7 +332,6 @@ class _IsolatedCall:
         """The synthetic tensors with label and version, by id. Holding them keeps other tensors from getting the id."""
         self._emitted: list[tuple[str, str | None]] = []
         self._reduced: list[statistics.Reduction] = []
-        self._small = statistics.SmallTensors()
         self._seen: set[int] = set()
         self._leaves: dict[str, tuple[str, Tensor]] = {}
         """Label and tensor of each synthetic tensor that a gradient may reach, by role."""
@@ -524,7 +520,7 @@ class _IsolatedCall:
         if self.session.of == "gradients":
             return
         self._emitted.append((where, None))
-        self._reduced.append(statistics.reduce(as_mask(tensor), small=self._small))
+        self._reduced.append(statistics.reduce(as_mask(tensor)))
 
     def _add_term(self, role: str, tensor: Tensor) -> None:
         """Add a random projection to the loss at once, as the code may write to the tensor later."""
@@ -538,7 +534,7 @@ class _IsolatedCall:
 
     def _response(self) -> IsolatedResponse:
         roles, gradients, reason = self._gradients()
-        self._reduced += [statistics.reduce(gradient, small=self._small) for gradient in gradients]
+        self._reduced += [statistics.reduce(gradient) for gradient in gradients]
         readings = statistics.collect(self._reduced)
         computed = iter(readings)
         handed = tuple(
