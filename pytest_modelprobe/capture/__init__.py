@@ -8,12 +8,10 @@ belong together, and `special` what only some captures look at.
 from __future__ import annotations
 
 from .assembly import Which, assemble
-from .capture import Capture
-from .observed.parameters import ParameterReading, read_parameters
-from .observed.tensors import content_key
-from .options import Options, Positions
-from .passes.observed_forwards import ForwardCounts
-from .special.stop import SeenValue
+from .capture import Capture, Options, Positions
+from .forwards import ForwardCounts
+from .observation import SeenValue
+from .tensors import ParameterReading, content_key, read_parameters
 
 __all__ = [
     "Capture",

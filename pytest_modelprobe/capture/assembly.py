@@ -48,19 +48,10 @@ from pytest_modelprobe.record import (
 )
 from pytest_modelprobe.statistics import Reduced, Reduction
 
-from .observed.observation import (
-    AttentionObservation,
-    CallObservation,
-    ParameterGradient,
-    Parts,
-    TensorObservation,
-    Totals,
-)
-from .observed.parameters import ParameterReading, named_tensors, reducer
-from .observed.tensors import plain_name
-from .observed.units import is_pointwise
-from .passes.observed_forwards import Observations, ObservedStep
-from .special.costs import TOTAL, Costs
+from .forwards import Observations, ObservedStep
+from .observation import AttentionObservation, CallObservation, ParameterGradient, Parts, TensorObservation, Totals
+from .profiler import TOTAL, Costs
+from .tensors import ParameterReading, is_pointwise, named_tensors, plain_name, reducer
 
 Which = Literal["all", "first", "last", "evaluations", "others"] | int
 """Which forwards: all, one, those of a step by its number from 0, or those that are part of no step: those that no

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -42,32 +42,51 @@ from pytest_modelprobe.models import (
     notes_on,
     run_eagerly,
 )
-from pytest_modelprobe.record import ForwardKind, gc_paused, select
+from pytest_modelprobe.record import ForwardKind, Selector, gc_paused, select
 from pytest_modelprobe.statistics import SmallTensors
 from pytest_modelprobe.text import listed
 
-from .hooks.function_modes import ForwardMode, enter, leave
-from .hooks.guard import HookGuard
-from .hooks.module_hooks import ModuleHooks
-from .hooks.parameter_hooks import ParameterHooks
-from .hooks.tensor_hooks import HookedViews, TensorObserver
-from .observed.call_recorder import CallRecorder
-from .observed.parameters import ParameterReading, read_parameters, storage_keys
-from .observed.positions import LastPosition
-from .observed.random_draws import may_draw
-from .observed.running_calls import RunningCall, RunningCalls, input_keys
-from .observed.set_attributes import SetAttributes
-from .observed.tensors import describe
-from .options import Options
-from .passes.backward import BackwardPasses
-from .passes.observed_forwards import ForwardCounts, Observations, ObservedForwards
-from .passes.steps import Steps
-from .passes.training_steps import TrainingSteps
-from .special.attention import AttentionMode
-from .special.functionals import FunctionalMode
-from .special.profiler import Profiler, TimedGuard
-from .special.recomputation import Recomputation
-from .special.stop import Judge, StopCheck
+from .attention import AttentionMode
+from .calls import CallRecorder, FunctionalMode
+from .forwards import ForwardCounts, Observations, ObservedForwards
+from .gradients import BackwardPasses, HookedViews, ParameterHooks, Recomputation, TensorObserver
+from .hooks import ForwardMode, HookGuard, ModuleHooks, enter, leave
+from .observation import Judge, RunningCall, RunningCalls, SetAttributes, StopCheck, input_keys
+from .profiler import Profiler
+from .tensors import LastPosition, ParameterReading, describe, may_draw, read_parameters, storage_keys
+from .training import Steps, TrainingSteps
+
+# --- What is asked of a capture: which layers are seen, and what is taken down of each -------------------------------
+
+Positions = Literal["all", "last"]
+"""Which positions of a sequence to record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options that a run, a watch and a capture share."""
+
+    layers: Selector = "**"
+    """Which layers to record. The root is hooked in any case, for it marks where a forward begins."""
+    keep: Selector = ()
+    """Which layers' output tensors of the newest forward to keep."""
+    functionals: bool = False
+    """Whether to record functional calls such as ``F.relu`` as pseudo-layers."""
+    attention: bool = False
+    """Whether to look at attention weights."""
+    profile: bool = False
+    """Whether to measure what each layer costs."""
+    histograms: bool = False
+    """Whether to count the elements of each tensor and gradient in bins."""
+    positions: Positions = "all"
+    """Whether to record all positions of a sequence, or the last one alone."""
+    steps: int = 1
+    """How many steps of training to keep, each apart."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether outputs are kept. An empty list asks for none; `select` would refuse it."""
+        return self.keep not in ((), [])
 
 
 class Capture:
@@ -98,15 +117,13 @@ class Capture:
         self.sample_inputs: Flat | None = None
         """What tells the samples of the forwards apart; None: their own arguments."""
         self.notes: dict[str, None] = dict.fromkeys(layers.notes)
-        self.guard = TimedGuard(self.notes) if options.profile else HookGuard(self.notes)
+        self._profiler = Profiler() if options.profile else None
+        self.guard = HookGuard(self.notes, self._profiler)
         self._on_forward = on_forward
         stop = None if judge is None else StopCheck(judge, self.guard)
         small = SmallTensors()
         self._forwards = ObservedForwards(options.steps)
         self._running = RunningCalls(on_abandoned=self._leave_forward)
-        self._profiler: Profiler | None = None
-        if isinstance(self.guard, TimedGuard):
-            self._profiler = self.guard.profiler = Profiler(self._running)
         self._views = HookedViews()
         self._steps = Steps(self._forwards)
         self._backward = BackwardPasses(
@@ -117,7 +134,7 @@ class Capture:
         )
         self._recomputation = Recomputation(self._forwards, self._tensors, self._backward)
         self._set_attributes = SetAttributes(layers, self.selected)
-        self._modules = ModuleHooks(self)
+        self._modules = ModuleHooks(self.guard, self.before, self.after)
         self._training = TrainingSteps(layers, self.selected, self._forwards, self.notes)
         self._parameters = ParameterHooks(layers, self.guard, self._backward, self._steps, self._training)
         attending = AttentionMode(self.guard, self._running) if options.attention else None
@@ -352,7 +369,7 @@ class Capture:
         if running is None:
             return
         if running.input_keys is not None and running.input_keys != input_keys(flatten_call(args, kwargs)):
-            self.note_late(name, "inputs")
+            self.guard.note_late(name, "inputs")
         error = sys.exc_info()[1]
         try:
             if error is not None and error is not running.error_before:
@@ -367,13 +384,6 @@ class Capture:
                 self._changed.update((child, None) for parent, child in changed if self.selected & {parent, child})
                 self._abstract += _is_abstract(output)
                 self._leave_forward()
-
-    def note_late(self, name: str, what: str) -> None:
-        """Note that a hook came too late for one call to see what it changes."""
-        self.notes[
-            f"{name}: a hook was registered on it after the watch began, and what it did to the {what} of the first "
-            "call was not seen"
-        ] = None
 
     def _note_eager(self, name: str) -> None:
         self.notes[f"{name} {RUN_EAGERLY}"] = None

@@ -19,7 +19,7 @@ from pytest_modelprobe import (
     assert_attention_entropy,
     assert_attention_mask,
 )
-from pytest_modelprobe.capture.special import attention
+from pytest_modelprobe.capture import attention
 from pytest_modelprobe.models import read_flags
 
 PROBE = ModelProbe()

@@ -383,7 +383,7 @@ def test_the_first_forward_says_that_it_is_an_evaluation() -> None:
 
 
 def test_no_parameter_is_read_in_steps_that_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pytest_modelprobe.capture.passes import training_steps
+    from pytest_modelprobe.capture import training as training_steps
 
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -17,19 +17,13 @@ import torch
 from torch import Tensor
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe.capture.observed.observation import (
-    DoneForward,
-    Forward,
-    ParameterGradient,
-    Parts,
-    Totals,
-    merge_into,
-)
-from pytest_modelprobe.capture.observed.parameters import ParameterReading
 from pytest_modelprobe.models import Layers
 from pytest_modelprobe.record import ForwardKind, OptimizerGroup, Training
 from pytest_modelprobe.statistics import Reduction, SeenSamples
 from pytest_modelprobe.text import count
+
+from .observation import DoneForward, Forward, ParameterGradient, Parts, Totals, merge_into
+from .tensors import ParameterReading
 
 
 class ForwardCounts(NamedTuple):

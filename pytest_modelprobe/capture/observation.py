@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -18,12 +22,15 @@ import torch
 from torch import Tensor
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe.capture.special.costs import Costs
-from pytest_modelprobe.models import together
-from pytest_modelprobe.record import Dimension, ForwardKind, Plain, merge_dimensions
+from pytest_modelprobe.models import Flat, Layers, attributes, together
+from pytest_modelprobe.record import ROOT, Dimension, ForwardKind, Plain, Statistics, merge_dimensions
 from pytest_modelprobe.statistics import Reduction, Samples
 
-from .tensors import ContentKey, plain_name, shape_of
+from .hooks import HookGuard
+from .profiler import CallStart, Costs
+from .tensors import ContentKey, content_key, plain_name, shape_of
+
+# --- Mutable accumulators that the hooks fill: tensors, calls, forwards; and how forwards merge ----------------------
 
 Merge = Callable[[Reduction, Reduction], Reduction]
 Sign = Callable[[Reduction], Reduction]
@@ -404,3 +411,287 @@ Parts = dict[ForwardKind, Totals]
 def merge_into(parts: Parts, forward: Forward | DoneForward, *, final: bool = True) -> None:
     """Merge a forward into those of its kind."""
     parts.setdefault(forward.kind, Totals()).merge_from(forward, final=final)
+
+
+# --- The calls that run now, outermost first -------------------------------------------------------------------------
+
+InputKeys = list[tuple[int, ContentKey | None]]
+
+
+class RunningCall:
+    """A call that has begun and has not ended."""
+
+    __slots__ = (
+        "attended", "error_before", "forward", "frame", "input_keys", "inputs", "name", "observation",
+        "random_states", "start", "unit_axes",
+    )  # fmt: skip
+
+    def __init__(self, name: str, frame: FrameType, forward: Forward, inputs: Flat) -> None:
+        self.name = name
+        self.frame = frame
+        self.forward = forward
+        self.inputs = inputs
+        self.observation: CallObservation | None = None
+        """What is recorded of the call, or `None` if the layer is not selected."""
+        self.unit_axes: dict[tuple[Dimension, ...], int | None] = {}
+        """Unit axis of the outputs of the calls inside, by shape. The newest of each shape counts."""
+        self.random_states: tuple[bytes, ...] = ()
+        """States of the random generators when the call began, or empty if it cannot draw."""
+        self.input_keys: InputKeys | None = None
+        """Keys of the inputs as they were read. Set only if another hook runs after ours, which may change them."""
+        self.attended = False
+        """Whether attention weights were seen in the call."""
+        self.start: CallStart | None = None
+        """What was measured when the call began, or `None` if it is not profiled."""
+        # A forward that is called in an `except` block sees the error of that block, which is none of its own.
+        self.error_before = sys.exc_info()[1]
+
+    def is_over(self, thread: int, here: FrameType) -> bool:
+        """Whether a call that began in ``thread`` has ended, so that its Python frame is neither there nor ``here``."""
+        if _is_on_stack(self.frame, here):
+            return False
+        elsewhere = None if thread == threading.get_ident() else sys._current_frames().get(thread)
+        return not _is_on_stack(self.frame, elsewhere)
+
+    def inherited_axis(self, output: torch.Tensor) -> int | None:
+        """Return the unit axis of a value of the shape of an output: of one made inside, else of an input."""
+        shape = shape_of(output) if output.is_nested else tuple(output.shape)
+        inside = self.unit_axes.get(shape) if self.unit_axes else None
+        if inside is None and self.observation is not None:
+            for _, seen in self.observation.inputs:
+                if seen.shape == shape:
+                    return seen.axis
+        return inside
+
+
+class RunningCalls:
+    """The stack of the calls that run, all in one thread.
+
+    Args:
+        on_abandoned: Called when the outermost call turns out to have ended without a hook.
+    """
+
+    def __init__(self, on_abandoned: Callable[[], None]) -> None:
+        self.stack: list[RunningCall] = []
+        """The calls, for others to read and not to change."""
+        self._thread = 0
+        self._on_abandoned = on_abandoned
+
+    def innermost_here(self) -> RunningCall | None:
+        """Return the innermost call, if it still runs."""
+        running = self.stack[-1] if self.stack else None
+        return None if running is None or running.is_over(self._thread, sys._getframe()) else running
+
+    def is_elsewhere(self) -> bool:
+        """Whether the calls run in another thread than this."""
+        return self._thread != threading.get_ident()
+
+    def push(self, running: RunningCall) -> None:
+        """Add the innermost call."""
+        if not self.stack:
+            self._thread = threading.get_ident()
+        self.stack.append(running)
+
+    def pop(self, name: str, frame: FrameType) -> RunningCall | None:
+        """Remove a call with all inside it, and return it.
+
+        Returns `None` if the call was never added, since another hook raised before ours ran.
+        """
+        for i in range(len(self.stack) - 1, -1, -1):
+            # The name is compared too, because a functional call has the frame of the layer around it.
+            if self.stack[i].frame is frame and self.stack[i].name == name:
+                running = self.stack[i]
+                del self.stack[i:]
+                return running
+        return None
+
+    def remove(self, running: RunningCall) -> None:
+        """Remove a call with all inside it, if it is there."""
+        if running in self.stack:
+            del self.stack[self.stack.index(running) :]
+
+    def drop_abandoned(self, here: FrameType | None = None) -> bool:
+        """Remove calls that ended although no hook ran, and return whether a call still runs.
+
+        Args:
+            here: A frame inside all calls that run in this thread. `None` means the frame of the caller.
+        """
+        stack = self.stack
+        here = here or sys._getframe()
+        while stack and not _is_on_stack(stack[-1].frame, here) and stack[-1].is_over(self._thread, here):
+            stack.pop()
+            if not stack:
+                self._on_abandoned()
+        return bool(stack)
+
+    def clear(self) -> None:
+        """Remove all calls."""
+        self.stack.clear()
+
+    def attend(self) -> None:
+        """Mark all running calls: attention weights were computed in all of them."""
+        for running in self.stack:
+            running.attended = True
+
+
+def input_keys(inputs: Flat) -> InputKeys:
+    """Return the identity and the content key of each tensor."""
+    return [(id(tensor), content_key(tensor)) for _, tensor in inputs.tensors]
+
+
+def _is_on_stack(frame: FrameType, innermost: FrameType | None) -> bool:
+    """Whether a frame is on the stack that ends with ``innermost``. The walk is short if it is."""
+    while innermost is not None:
+        if innermost is frame:
+            return True
+        innermost = innermost.f_back
+    return False
+
+
+# --- Plain attributes that a forward sets on its modules: results of the run, not settings of the layer --------------
+
+
+@dataclass(slots=True, eq=False)
+class SetAttributes:
+    """Compares the attributes of the selected layers before and after the first forward of each kind."""
+
+    layers: Layers
+    selected: Collection[str]
+    found: dict[str, set[str]] = field(default_factory=dict)
+    """Names of the attributes that a forward set, by layer."""
+    _before: dict[str, tuple[type, dict[str, Plain]]] = field(default_factory=dict)
+
+    def begin(self, root: str) -> None:
+        """Read the attributes of a layer and all inside it."""
+        self._before = {
+            name: (type(module), attributes(module))
+            for name, module in self.layers.modules.items()
+            if name in self.selected and (root in (ROOT, name) or name.startswith(f"{root}."))
+        }
+
+    def update(self) -> None:
+        """Add the attributes that were set since `begin`."""
+        for name, (kind, before) in self._before.items():
+            module = self.layers.modules[name]
+            if type(module) is not kind:
+                continue  # a lazy module became another class, and its attributes are settings
+            for key, now in attributes(module).items():
+                then = before.get(key)
+                # Identity, as a forward may set what is equal by chance this time: a number that was computed again is
+                # another object. Text is compared by value, because `attributes` makes it anew of a sequence.
+                if now is not then and not (type(now) is str and now == then):
+                    self.found.setdefault(name, set()).add(key)
+
+    def clear(self) -> None:
+        """Compare nothing until the next `begin`."""
+        self._before = {}
+
+
+# --- Stops the model when a value meets a condition, by an error raised in the hook, at the user's call o ------------
+
+_OURS = ("torch", "pytest_modelprobe")
+_BACKWARD = "torch.autograd.graph"
+"""Module in which a thread waits for a backward pass that runs in another thread, as it does on CUDA."""
+
+
+Rows = tuple[tuple[str, tuple[Dimension, ...], Statistics], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SeenValue:
+    """A value that was just seen, and the other values of its call, to judge it by."""
+
+    layer: str
+    call: int
+    """Index of the call, from 0."""
+    path: str
+    """``output``, ``output[1]``, ``input`` or the name of a parameter."""
+    is_gradient: bool
+    statistics: Statistics
+    others: Rows
+    """Path, shape and statistics of this value and of the others of the call."""
+
+
+Judge = Callable[[SeenValue], BaseException | None]
+"""Returns the error to raise at a value, or `None`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StopCheck:
+    """Shows each output and gradient to a judge as it arrives."""
+
+    judge: Judge
+    guard: HookGuard
+
+    def outputs(self, call: CallObservation) -> None:
+        """Judge what a call returned."""
+        seen = [(path, value.shape, _numbers(value.forward)) for path, value in (*call.inputs, *call.outputs)]
+        others = tuple((path, shape, numbers) for path, shape, numbers in seen if numbers is not None)
+        for path, _, numbers in seen[len(call.inputs) :]:
+            if numbers is not None:
+                self._show(call.layer, call.index, path, False, numbers, others)
+
+    def gradient(self, observed: Mapping[Forward, Iterable[TensorObservation]], reduced: Reduction) -> None:
+        """Judge the gradient of a tensor that was observed."""
+        numbers = _numbers(reduced)
+        if numbers is None:
+            return
+        # A tensor is seen in several places. It is named as an output rather than an input, of the call that ended
+        # first.
+        call, path, seen = min(
+            (place for forward, places in observed.items() for place in _places(forward, list(places))),
+            key=lambda place: (place[1].startswith("input"), place[0].finished),
+        )
+        rows = ((f"gradient of {path}", numbers), (path, _numbers(seen.forward)))
+        others = tuple((name, seen.shape, of) for name, of in rows if of is not None)
+        self._show(call.layer, call.index, path, True, numbers, others)
+
+    def parameter(self, name: str, gradient: Tensor, reduced: Reduction) -> None:
+        """Judge the gradient of a parameter, given the full name."""
+        numbers = _numbers(reduced)
+        if numbers is not None:
+            layer, _, own = name.rpartition(".")
+            others = ((f"gradient of {own}", shape_of(gradient), numbers),)
+            self._show(layer or ROOT, 0, own, True, numbers, others)
+
+    def _show(
+        self,
+        layer: str,
+        call: int,
+        path: str,
+        is_gradient: bool,
+        numbers: Statistics,
+        others: Rows,
+    ) -> None:
+        try:
+            error = self.judge(SeenValue(layer, call, path, is_gradient, numbers, others))
+        except Exception as raised:  # noqa: BLE001 - an error of the user's condition, which goes to the user
+            error = raised
+        if error is not None:
+            self.guard.let_through = error  # else the guard would keep it, as an error of our own
+            _hide_frames()
+            raise error
+
+
+def _numbers(reduced: Reduction) -> Statistics | None:
+    return statistics.collect([reduced])[0].statistics
+
+
+def _places(
+    forward: Forward, observed: list[TensorObservation]
+) -> Iterable[tuple[CallObservation, str, TensorObservation]]:
+    for call in forward.calls.values():
+        for path, seen in (*call.outputs, *call.inputs):
+            if any(seen is one for one in observed):
+                yield call, path, seen
+
+
+def _hide_frames() -> None:
+    """Hide the frames of torch and of this package, so that a debugger stands at the call in the user's code."""
+    waiting = (f for f in sys._current_frames().values() if f.f_globals.get("__name__") == _BACKWARD)
+    for top in (sys._getframe(), *waiting):
+        frame: FrameType | None = top
+        while frame is not None:
+            if str(frame.f_globals.get("__name__")).partition(".")[0] in _OURS:
+                frame.f_locals["__tracebackhide__"] = True
+            frame = frame.f_back

@@ -22,12 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe.capture.hooks.function_modes import ForwardMode
-from pytest_modelprobe.capture.hooks.guard import HookGuard, hidden
-from pytest_modelprobe.capture.observed.observation import AttentionObservation, CallObservation
-from pytest_modelprobe.capture.observed.running_calls import RunningCall, RunningCalls
 from pytest_modelprobe.interrupts import is_interrupt
 from pytest_modelprobe.models import read_flags, widest
+
+from .hooks import ForwardMode, HookGuard
+from .observation import AttentionObservation, CallObservation, RunningCall, RunningCalls
 
 _Reader = Callable[..., AttentionObservation | None]
 
@@ -64,16 +63,17 @@ class AttentionMode(ForwardMode):
         output = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if func in _READERS or name in _PRODUCTS or self._followed:
-            with self._guard.lock, self._guard, hidden(), statistics.ambient_modes_disabled():
-                if not self._guard.observes():
-                    pass
-                elif func in _READERS:
-                    self._begin(func, args, kwargs, output)
-                elif name in _PRODUCTS:
-                    self._multiply(name, args)
-                else:
-                    self._follow(func, name, args, kwargs, output)
+            self._guard.observe(self._look_at, func, name, args, kwargs, output)
         return output
+
+    def _look_at(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        with statistics.ambient_modes_disabled():
+            if func in _READERS:
+                self._begin(func, args, kwargs, output)
+            elif name in _PRODUCTS:
+                self._multiply(name, args)
+            else:
+                self._follow(func, args, kwargs, output)
 
     def observe_returned(self, running: RunningCall, call: CallObservation, outputs: Iterable[Tensor]) -> None:
         """Look for attention weights among the outputs of a call in which none were seen to be computed."""
@@ -140,7 +140,7 @@ class AttentionMode(ForwardMode):
         known = self._multiplied.get(id(tensor))
         return known is not None and known() is tensor
 
-    def _follow(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def _follow(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Follow weights through a function that keeps the layout, or changes it in a known way."""
         found = [known for arg in (*args, *kwargs.values()) if (known := self._found(arg)) is not None]
         if not found:
