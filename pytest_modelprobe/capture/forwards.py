@@ -413,7 +413,7 @@ class ObservedForwards:
             if forward.trained_by:
                 self.step.seen[forward.kind].add(forward.samples)
                 self._owner(forward).add(forward)
-            elif forward.may_be_trained:
+            elif forward.graph() is not None:  # a backward pass may reach it still
                 self._undecided.append(forward)
             else:
                 merge_into(self._evaluations, forward)

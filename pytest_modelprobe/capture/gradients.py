@@ -474,8 +474,6 @@ class ParameterHooks:
             self.training.step_begins(optimizer, _named(hooks), early=computes_gradients(optimizer, args, kwargs))
             if _is_stepped_by_scaler():  # gradients were seen before it took its factor out
                 self.guard.notes["gradients are those of the loss as a GradScaler scaled it"] = None
-        else:
-            self.training.other_step_begins()
 
     @not_compiled
     def step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

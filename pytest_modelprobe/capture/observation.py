@@ -12,8 +12,9 @@ import functools
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -29,8 +30,6 @@ from pytest_modelprobe.statistics import Reduction, Samples
 from .hooks import HookGuard
 from .profiler import CallStart, Costs
 from .tensors import ContentKey, content_key, plain_name, shape_of
-
-# --- Mutable accumulators that the hooks fill: tensors, calls, forwards; and how forwards merge ----------------------
 
 Merge = Callable[[Reduction, Reduction], Reduction]
 Sign = Callable[[Reduction], Reduction]
@@ -88,7 +87,9 @@ class TensorObservation:
         if self.device == "meta":  # a forward on meta tensors has no numbers, and the other one's stay
             self.device = other.device
         if self.shape != other.shape:
-            self.shape = _merged_shape(self.shape, other.shape)
+            # No ranges can be made of another number of dimensions, so the newest stands for both.
+            alike = len(self.shape) == len(other.shape)
+            self.shape = tuple(map(merge_dimensions, self.shape, other.shape)) if alike else other.shape
         self.forward = merge(self.forward, other.forward)
         if other.backward is not None:
             self.backward = other.backward if self.backward is None else merge(self.backward, other.backward)
@@ -144,33 +145,28 @@ class AttentionObservation(NamedTuple):
         )
 
 
+@dataclass(slots=True, eq=False)
 class CallObservation:
     """One execution of a layer within one forward, or several merged."""
 
-    __slots__ = (
-        "arguments", "attention", "autocast", "finished", "forwards", "grad_enabled", "index", "inputs", "inputs_known",
-        "layer", "outputs", "random", "recomputed", "started", "total", "training",
-    )  # fmt: skip
-
-    def __init__(self, layer: str, index: int) -> None:
-        self.layer = layer
-        self.index = index
-        self.forwards = 1
-        self.started = -1
-        self.finished = -1
-        self.training = False
-        self.inputs: Values = []
-        self.inputs_known = True
-        self.outputs: Values = []
-        self.arguments: dict[str, Plain] = {}
-        self.attention: list[AttentionObservation] = []
-        """One entry for each time that weights were computed in the call itself."""
-        self.grad_enabled = True
-        self.autocast: str | None = None
-        self.random: str | None = None
-        self.recomputed = 0
-        self.total: CallObservation | None = None
-        """The call into which this one was merged."""
+    layer: str
+    index: int
+    forwards: int = 1
+    started: int = -1
+    finished: int = -1
+    training: bool = False
+    inputs: Values = field(default_factory=list)
+    inputs_known: bool = True
+    outputs: Values = field(default_factory=list)
+    arguments: dict[str, Plain] = field(default_factory=dict)
+    attention: list[AttentionObservation] = field(default_factory=list)
+    """One entry for each time that weights were computed in the call itself."""
+    grad_enabled: bool = True
+    autocast: str | None = None
+    random: str | None = None
+    recomputed: int = 0
+    total: CallObservation | None = None
+    """The call into which this one was merged."""
 
     def run_again(self) -> None:
         """Count a recomputation."""
@@ -207,15 +203,12 @@ class CallObservation:
 
     def copy(self) -> CallObservation:
         """Return an independent copy."""
-        copy = object.__new__(CallObservation)
-        for name in CallObservation.__slots__:
-            setattr(copy, name, getattr(self, name))
-        copy.inputs = [(path, seen.copy()) for path, seen in self.inputs]
-        copy.outputs = [(path, seen.copy()) for path, seen in self.outputs]
-        copy.total = None
-        return copy
+        inputs = [(path, seen.copy()) for path, seen in self.inputs]
+        outputs = [(path, seen.copy()) for path, seen in self.outputs]
+        return replace(self, inputs=inputs, outputs=outputs, total=None)
 
 
+@dataclass(slots=True, eq=False)
 class ParameterGradient:
     """The gradient of a parameter, one reading for each backward pass.
 
@@ -223,12 +216,9 @@ class ParameterGradient:
     so far, so only the last one of a pass counts.
     """
 
-    __slots__ = ("_backward", "_before", "_newest")
-
-    def __init__(self, newest: Reduction | None = None, backward: int = -1) -> None:
-        self._backward = backward
-        self._before: Reduction | None = None
-        self._newest = newest
+    _newest: Reduction | None = None
+    _backward: int = -1
+    _before: Reduction | None = None
 
     def receive(self, gradient: Reduction, backward: int) -> None:
         """Take the gradient of a pass as it is now."""
@@ -253,38 +243,38 @@ KnownReduction = tuple[tuple[int, int], Reduction, Any]
 """Number of a tensor, its reduction, and its storage. While the storage is held weakly, its key is not used again."""
 
 
+@dataclass(eq=False)
 class Forward:
     """One outermost call of a watched module, and everything that was called in it."""
 
-    forwards = 1
-
-    def __init__(self, index: int, kind: ForwardKind, samples: Samples, devices: tuple[torch.device, ...] = ()) -> None:
-        self.index = index
-        self.devices = devices
-        """Devices beside the CPU that the model and its inputs are on."""
-        self.kind = kind
-        self.samples = samples
-        self.calls: dict[tuple[str, int], CallObservation] = {}
-        self.counts: dict[str, int] = {}
-        self.backwards: set[int] = set()
-        """Numbers of the backward passes that reached it."""
-        self.trained_by: set[int] = set()
-        """These, and the passes that reached no hooked value while this was the newest forward."""
-        self.parameters: dict[str, ParameterGradient] = {}
-        """Gradients of the passes that ran while this was the newest forward, or that reached it, by full name."""
-        self._tensors = itertools.count()
-        self._events = itertools.count()
-        self.costs: Costs | None = None
-        """What the calls cost, or `None` if costs are not measured."""
-        self.reductions: dict[ContentKey, KnownReduction] = {}
-        """What is known of the tensors seen in this forward, by their contents, so that none is read twice."""
-        self.own: set[Reduction] = set()
-        """Reductions of what the model was given, with the signs of that input alone."""
+    index: int
+    kind: ForwardKind
+    samples: Samples
+    devices: tuple[torch.device, ...] = ()
+    """Devices beside the CPU that the model and its inputs are on."""
+    forwards: int = 1
+    calls: dict[tuple[str, int], CallObservation] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    """How many calls each layer has."""
+    backwards: set[int] = field(default_factory=set)
+    """Numbers of the backward passes that reached it."""
+    trained_by: set[int] = field(default_factory=set)
+    """These, and the passes that reached no hooked value while this was the newest forward."""
+    parameters: dict[str, ParameterGradient] = field(default_factory=dict)
+    """Gradients of the passes that ran while this was the newest forward, or that reached it, by full name."""
+    costs: Costs | None = None
+    """What the calls cost, or `None` if costs are not measured."""
+    reductions: dict[ContentKey, KnownReduction] = field(default_factory=dict)
+    """What is known of the tensors seen in this forward, by their contents, so that none is read twice."""
+    own: set[Reduction] = field(default_factory=set)
+    """Reductions of what the model was given, with the signs of that input alone."""
+    _tensors: Iterator[int] = field(default_factory=itertools.count)
+    _events: Iterator[int] = field(default_factory=itertools.count)
 
     def begin_call(self, layer: str) -> CallObservation:
         """Return a new call of ``layer``."""
-        index = self.counts.get(layer, 0)
-        self.counts[layer] = index + 1
+        index = self.counts[layer]
+        self.counts[layer] += 1
         call = self.calls[layer, index] = CallObservation(layer, index)
         call.started = next(self._events)
         return call
@@ -304,7 +294,7 @@ class Forward:
 
     def calls_of(self, layer: str) -> list[CallObservation]:
         """Return the calls of a layer, in order."""
-        return [self.calls[layer, index] for index in range(self.counts.get(layer, 0))]
+        return [self.calls[layer, index] for index in range(self.counts[layer])]
 
 
 class DoneForward:
@@ -313,34 +303,29 @@ class DoneForward:
     The `Forward` itself is held only by its graph. When the graph is gone, no gradient can arrive any more.
     """
 
-    __slots__ = ("_graph", "calls", "costs", "index", "kind", "samples", "trained_by")
+    __slots__ = ("calls", "costs", "graph", "index", "kind", "samples", "trained_by")
     forwards = 1
 
     def __init__(self, forward: Forward) -> None:
         self.index, self.kind, self.calls, self.costs = forward.index, forward.kind, forward.calls, forward.costs
         self.trained_by = forward.trained_by
         self.samples = forward.samples
-        self._graph = ref(forward)
+        self.graph = ref(forward)
 
     @property
     def sum_of_hashes(self) -> Tensor | None:
         """Sum of the hashes of its samples."""
         return self.samples.sum()
 
-    @property
-    def may_be_trained(self) -> bool:
-        """Whether a backward pass may reach it still."""
-        return self._graph() is not None
 
-
+@dataclass(slots=True, eq=False)
 class Totals:
     """The forwards of one kind, merged."""
 
-    def __init__(self) -> None:
-        self.forwards = 0
-        self.calls: dict[tuple[str, int], CallObservation] = {}
-        self.costs: Costs | None = None
-        self.sum_of_hashes: Tensor | None = None
+    forwards: int = 0
+    calls: dict[tuple[str, int], CallObservation] = field(default_factory=dict)
+    costs: Costs | None = None
+    sum_of_hashes: Tensor | None = None
 
     def merge_from(
         self, forward: Forward | DoneForward | Totals, number: int | None = None, *, final: bool = True
@@ -365,17 +350,13 @@ class Totals:
         for key, call in forward.calls.items():
             total = self.calls.get(key)
             if total is None:
-                total = self.calls[key] = CallObservation(*key)
-                total.forwards = 0
+                total = self.calls[key] = CallObservation(*key, forwards=0)
             total.merge_from(call, merge, sign, number, final=final)
 
     @classmethod
     def of(cls, forward: Forward | DoneForward) -> Totals:
         """Return one forward as totals. They must be read at once, as its calls are not copied and may still change."""
-        totals = cls()
-        totals.forwards, totals.calls, totals.costs = 1, forward.calls, forward.costs
-        totals.sum_of_hashes = forward.sum_of_hashes
-        return totals
+        return cls(1, forward.calls, forward.costs, forward.sum_of_hashes)
 
     def drop_gradients(self) -> None:
         """Forget the gradients of all values."""
@@ -385,23 +366,13 @@ class Totals:
 
     def copy(self) -> Totals:
         """Return an independent copy."""
-        copy = Totals()
-        copy.forwards = self.forwards
-        copy.calls = {key: call.copy() for key, call in self.calls.items()}
-        copy.costs = None if self.costs is None else self.costs.copy()
-        copy.sum_of_hashes = self.sum_of_hashes
-        return copy
+        calls = {key: call.copy() for key, call in self.calls.items()}
+        return replace(self, calls=calls, costs=self.costs and self.costs.copy())
 
 
 def merged(a: Reduction | None, b: Reduction | None, merge: Merge = statistics.merge) -> Reduction | None:
     """Return two reductions merged, or the one that is not `None`."""
     return b if a is None else a if b is None else merge(a, b)
-
-
-def _merged_shape(a: tuple[Dimension, ...], b: tuple[Dimension, ...]) -> tuple[Dimension, ...]:
-    if len(a) != len(b):  # no ranges can be made of another number of dimensions, so the newest stands for both
-        return b
-    return tuple(map(merge_dimensions, a, b))
 
 
 Parts = dict[ForwardKind, Totals]
@@ -418,33 +389,28 @@ def merge_into(parts: Parts, forward: Forward | DoneForward, *, final: bool = Tr
 InputKeys = list[tuple[int, ContentKey | None]]
 
 
+@dataclass(slots=True, eq=False)
 class RunningCall:
     """A call that has begun and has not ended."""
 
-    __slots__ = (
-        "attended", "error_before", "forward", "frame", "input_keys", "inputs", "name", "observation",
-        "random_states", "start", "unit_axes",
-    )  # fmt: skip
-
-    def __init__(self, name: str, frame: FrameType, forward: Forward, inputs: Flat) -> None:
-        self.name = name
-        self.frame = frame
-        self.forward = forward
-        self.inputs = inputs
-        self.observation: CallObservation | None = None
-        """What is recorded of the call, or `None` if the layer is not selected."""
-        self.unit_axes: dict[tuple[Dimension, ...], int | None] = {}
-        """Unit axis of the outputs of the calls inside, by shape. The newest of each shape counts."""
-        self.random_states: tuple[bytes, ...] = ()
-        """States of the random generators when the call began, or empty if it cannot draw."""
-        self.input_keys: InputKeys | None = None
-        """Keys of the inputs as they were read. Set only if another hook runs after ours, which may change them."""
-        self.attended = False
-        """Whether attention weights were seen in the call."""
-        self.start: CallStart | None = None
-        """What was measured when the call began, or `None` if it is not profiled."""
-        # A forward that is called in an `except` block sees the error of that block, which is none of its own.
-        self.error_before = sys.exc_info()[1]
+    name: str
+    frame: FrameType
+    forward: Forward
+    inputs: Flat
+    observation: CallObservation | None = None
+    """What is recorded of the call, or `None` if the layer is not selected."""
+    unit_axes: dict[tuple[Dimension, ...], int | None] = field(default_factory=dict)
+    """Unit axis of the outputs of the calls inside, by shape. The newest of each shape counts."""
+    random_states: tuple[bytes, ...] = ()
+    """States of the random generators when the call began, or empty if it cannot draw."""
+    input_keys: InputKeys | None = None
+    """Keys of the inputs as they were read. Set only if another hook runs after ours, which may change them."""
+    attended: bool = False
+    """Whether attention weights were seen in the call."""
+    start: CallStart | None = None
+    """What was measured when the call began, or `None` if it is not profiled."""
+    error_before: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
+    """A forward that is called in an `except` block sees the error of that block, which is none of its own."""
 
     def is_over(self, thread: int, here: FrameType) -> bool:
         """Whether a call that began in ``thread`` has ended, so that its Python frame is neither there nor ``here``."""

@@ -26,8 +26,6 @@ from pytest_modelprobe.statistics import Reduced, Reduction, SmallTensors, ambie
 from .forwards import GradientState, ObservedForwards, ObservedPasses, PendingPasses
 from .tensors import named_tensors, read_parameters
 
-# --- The training loop: which gradients each step of an optimizer was taken with -------------------------------------
-
 
 @dataclass(slots=True, eq=False)
 class _OptimizerSteps:
@@ -56,6 +54,7 @@ class Steps:
         self._by_optimizer: WeakKeyDictionary[Optimizer, _OptimizerSteps] = WeakKeyDictionary()
         self._optimizer_steps: list[_OptimizerSteps] = []
         self._optimizers: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        """Of optimizers without a parameter of the model, whether theirs have the same shapes."""
         self._stepping = False
         self._running: PendingPasses | None = None  # the newest pass, until it is known which parameters it reaches
         self._task = self._discarded_in = -1
@@ -96,7 +95,9 @@ class Steps:
         if torch.is_grad_enabled():
             self._forwards += module.training
         elif module.training:
-            self._idle |= not _computes_statistics(module)
+            # `torch.optim.swa_utils.update_bn` has the norms of a module average over all batches.
+            norms = (one for one in module.modules() if "running_mean" in one._buffers)
+            self._idle |= not any(one.training and getattr(one, "momentum", 0.0) is None for one in norms)
 
     def reached_in_evaluation(self) -> None:
         """Note that a backward pass reached a forward in evaluation mode."""
@@ -124,7 +125,7 @@ class Steps:
         if (
             reset
             or parameter.grad is None
-            or ((held.used or between) and not self._is_kept((held.used, held.owner), parameter.grad))
+            or ((held.used or between) and self._was_reset((held.used, held.owner), parameter.grad))
         ):
             held.passes, held.used, held.stale, held.mixed = 0, 0, False, False
         elif held.used:
@@ -198,7 +199,10 @@ class Steps:
         """
         if not held:
             self._others += 1
-            self._lookalikes += self._has_same_shapes(optimizer, parameters)
+            if optimizer not in self._optimizers:
+                shapes = Counter(p.shape for group in optimizer.param_groups for p in group["params"])
+                self._optimizers[optimizer] = shapes <= Counter(p.shape for p in parameters)
+            self._lookalikes += self._optimizers[optimizer]
         else:
             self._steps += 1
             self._emptied += emptied
@@ -226,14 +230,14 @@ class Steps:
         self.settle()
         self._stepping = False
 
-    def _is_kept(self, step: tuple[int, int], gradient: torch.Tensor) -> bool:
-        """Whether a gradient with which a step was taken was not reset to zero since.
+    def _was_reset(self, step: tuple[int, int], gradient: torch.Tensor) -> bool:
+        """Whether a gradient with which a step was taken was reset to zero since.
 
         One gradient of each step and optimizer is read in a pass, as reading synchronizes on CUDA.
         """
         if step not in self._kept:
             self._kept[step] = is_zero(gradient) is False
-        return self._kept[step]
+        return not self._kept[step]
 
     def _is_there(self, passes: PendingPasses, owner: int | None) -> bool:
         """Whether a gradient of pending passes was not reset to None or zero since; of one optimizer, or of all.
@@ -250,13 +254,6 @@ class Steps:
                 there = not are_zero(found) or (bool(found) and not passes.has_gradient_other_than_zero(names))
             self._kept[passes, owner] = there
         return self._kept[passes, owner]
-
-    def _has_same_shapes(self, optimizer: Optimizer, parameters: Collection[nn.Parameter]) -> bool:
-        """Whether the parameters of an optimizer have the shapes of parameters of the model."""
-        if optimizer not in self._optimizers:
-            shapes = Counter(p.shape for group in optimizer.param_groups for p in group["params"])
-            self._optimizers[optimizer] = shapes <= Counter(p.shape for p in parameters)
-        return self._optimizers[optimizer]
 
 
 _MOST_PENDING = 16
@@ -287,13 +284,7 @@ def _any(gradient: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
-def _computes_statistics(module: nn.Module) -> bool:
-    """Whether the norms of a module average over all batches now, as `torch.optim.swa_utils.update_bn` has them do."""
-    norms = (one for one in module.modules() if "running_mean" in one._buffers)
-    return any(one.training and getattr(one, "momentum", 0.0) is None for one in norms)
-
-
-# --- Steps of training as optimizers take them: gradients and parameters before and after each step that  ------------
+# --- what an optimizer does in a step ---------------------------------------------------------------------------------
 
 Named = Iterable[tuple[str, torch.Tensor]]
 """Parameters with their full names; of a tied one all."""
@@ -314,37 +305,15 @@ class TrainingSteps:
     notes: dict[str, None]
     _before: dict[str, Reduction] = field(default_factory=dict)
     """Parameters and buffers by full name before the newest step of an optimizer of this model."""
-    _before_other: dict[str, Reduction] = field(default_factory=dict)
-    """The same before another optimizer stepped, if gradients had arrived."""
     _copies: dict[str, torch.Tensor] = field(default_factory=dict)
     """Parameters by full name as the step that runs found them."""
     _running: list[int] = field(default_factory=list)
     """Ids of the optimizers whose step runs: that of one may call that of another, as in ZeRO, or a forward."""
 
     def forward_begins(self) -> None:
-        """End a step that nobody saw: gradients arrived, another optimizer stepped, and parameters have changed.
-
-        ZeRO keeps the parameters in flat copies of its own, which its optimizer holds instead of them.
-        """
-        step, before = self.forwards.step, self._before_other
-        self._before_other = {}
-        if before and not step.taken:
-            now = self._read()
-            if _differ(before, now, list(self.forwards.gradients)):
-                for passes in list(self.forwards.pending):
-                    self.forwards.use(passes)
-                step.taken, step.before, step.buffers = True, before, {name: now[name] for name, _ in self._buffers()}
-                self._read_updates(self._parameters())
+        """Free the copies, unless the forward is in the closure of a step."""
         if not self._running:
             self._copies.clear()
-
-    def other_step_begins(self) -> None:
-        """Read parameters before an optimizer that holds none of them steps, as it may hold copies of them."""
-        step = self.forwards.step
-        if self.forwards.keeps_step and self.forwards.gradients and not (step.taken or self._before_other):
-            self._before_other = self._read()
-            self._copy(self._parameters())
-            step.modes = self._modes()
 
     def step_begins(self, optimizer: torch.optim.Optimizer, parameters: Named, *, early: bool) -> None:
         """Read parameters before an optimizer changes them, and its gradients unless it computes them itself."""
@@ -354,10 +323,18 @@ class TrainingSteps:
                 self._running.clear()
             self._running.append(id(optimizer))
             if early or not step.before:  # within the step of another, as in ZeRO, it is known
-                self._before = self._read()
+                readings = read_parameters(self.layers, self.selected)
+                self._before = {name: reading.reduced for name, reading in readings.items()}
             step.before = step.before or self._before
             self._copy(parameters)
-            self._note_groups(optimizer, parameters)
+            for group in optimizer.param_groups:
+                own = {id(tensor) for tensor in group["params"]}
+                held = [name for name, tensor in parameters if id(tensor) in own]
+                step.groups.update((name, len(step.optimizers)) for name in held if name not in step.groups)
+                if held:
+                    options = {key: _plain(value) for key, value in group.items() if key not in _NO_EFFECT}
+                    found = {key: value for key, value in options.items() if value is not NotImplemented}
+                    step.optimizers.append(OptimizerGroup(optimizer=type(optimizer).__name__, options=found))
             if not early:
                 self._read_gradients(parameters)
 
@@ -367,12 +344,13 @@ class TrainingSteps:
         step.taken = True
         if self.forwards.keeps_step:
             step.before = step.before or self._before  # a forward in a closure began the step
-            step.modes = self._modes()
+            step.modes = {name: module.training for name, module in self.layers.modules.items()}
             if early:
                 self._read_gradients(parameters)
             small = SmallTensors()
-            for name, tensor in () if graph_task() != -1 else self._buffers():
-                step.buffers[name] = statistics.reduce(tensor, small=small)
+            for name, tensor in () if graph_task() != -1 else named_tensors(self.layers, self.selected):
+                if not isinstance(tensor, nn.Parameter):
+                    step.buffers[name] = statistics.reduce(tensor, small=small)
             del self._running[-1:]
             if not self._running:
                 self._read_updates(parameters)
@@ -404,37 +382,12 @@ class TrainingSteps:
             else:  # tied
                 updates[name] = known[id(tensor)]
 
-    def _note_groups(self, optimizer: torch.optim.Optimizer, parameters: Named) -> None:
-        step = self.forwards.step
-        for group in optimizer.param_groups:
-            own = {id(tensor) for tensor in group["params"]}
-            held = [name for name, tensor in parameters if id(tensor) in own]
-            step.groups.update((name, len(step.optimizers)) for name in held if name not in step.groups)
-            if held:
-                options = {key: _plain(value) for key, value in group.items() if key not in _NO_EFFECT}
-                found = {key: value for key, value in options.items() if value is not NotImplemented}
-                step.optimizers.append(OptimizerGroup(optimizer=type(optimizer).__name__, options=found))
-
-    def _read(self) -> dict[str, Reduction]:
-        return {name: reading.reduced for name, reading in read_parameters(self.layers, self.selected).items()}
-
-    def _modes(self) -> dict[str, bool]:
-        return {name: module.training for name, module in self.layers.modules.items()}
-
     def _read_gradients(self, parameters: Named) -> None:
         newest, small = self.forwards.newest, SmallTensors()
         index = 0 if newest is None else newest.index
         for name, parameter in parameters:
             if parameter.grad is not None:
                 self.forwards.step.applied[name] = statistics.reduce(parameter.grad, index=index, small=small)
-
-    def _buffers(self) -> Named:
-        named = named_tensors(self.layers, self.selected)
-        return [(name, tensor) for name, tensor in named if not isinstance(tensor, torch.nn.Parameter)]
-
-    def _parameters(self) -> Named:
-        named = named_tensors(self.layers, self.selected)
-        return [(name, tensor) for name, tensor in named if isinstance(tensor, torch.nn.Parameter)]
 
 
 def computes_gradients(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -451,13 +404,6 @@ def is_skipped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a fused step does nothing, as gradients are not finite. A scaler leaves out other steps by itself."""
     found_inf = getattr(optimizer, "found_inf", None)
     return isinstance(found_inf, torch.Tensor) and is_zero(found_inf) is False
-
-
-def _differ(before: dict[str, Reduction], now: dict[str, Reduction], names: list[str]) -> bool:
-    """Whether a parameter has other elements; this reads from the device."""
-    both = [name for name in names if name in before and name in now]
-    then = statistics.collect([before[name] for name in both])
-    return then != statistics.collect([now[name] for name in both])
 
 
 _NO_EFFECT = ("params", "foreach", "fused", "capturable", "differentiable")
