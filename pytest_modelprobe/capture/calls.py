@@ -18,12 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import WeakStorage, any_autocast
 from pytest_modelprobe.models import Flat, Layers, active_autocast, flatten, flatten_call, type_name, unseen
 from pytest_modelprobe.record import ROOT, qualified
 
-from .attention import AttentionMode
 from .gradients import TensorObserver
 from .hooks import ForwardMode, HookGuard, leave
 from .observation import CallObservation, RunningCall, RunningCalls, StopCheck
@@ -40,8 +38,6 @@ class CallRecorder:
     tensors: TensorObserver
     running: RunningCalls
     notes: dict[str, None]
-    attention: AttentionMode | None
-    """Looks for attention weights among outputs. `None` without ``attention=True``."""
     profiler: Profiler | None
     """Measures what each call costs. `None` without ``profile=True``."""
     stop: StopCheck | None
@@ -113,9 +109,6 @@ class CallRecorder:
             call.outputs.append((path, seen))
             if outer is not None:
                 outer.unit_axes[seen.shape] = seen.axis
-        if self.attention is not None:
-            with statistics.ambient_modes_disabled():
-                self.attention.observe_returned(running, call, [tensor for _, tensor in outputs.tensors])
         if outer is None:
             self._keep_returned(running, call, outputs)
         if outputs.opaque and outer is None:

@@ -42,13 +42,13 @@ from pytest_modelprobe.models import (
     notes_on,
     run_eagerly,
 )
-from pytest_modelprobe.record import ForwardKind, Selector, gc_paused, select
+from pytest_modelprobe.record import ForwardKind, Selector, Training, gc_paused, select
 from pytest_modelprobe.statistics import SmallTensors
 from pytest_modelprobe.text import listed
 
 from .attention import AttentionMode
 from .calls import CallRecorder, FunctionalMode
-from .forwards import ForwardCounts, Observations, ObservedForwards
+from .forwards import ForwardCounts, ObservedForwards
 from .gradients import BackwardPasses, HookedViews, ParameterHooks, Recomputation, TensorObserver
 from .hooks import ForwardMode, HookGuard, ModuleHooks, enter, leave
 from .observation import Judge, RunningCall, RunningCalls, SetAttributes, StopCheck, input_keys
@@ -122,30 +122,28 @@ class Capture:
         self._on_forward = on_forward
         stop = None if judge is None else StopCheck(judge, self.guard)
         small = SmallTensors()
-        self._forwards = ObservedForwards(options.steps)
+        self.observed = ObservedForwards(options.steps)
         self._running = RunningCalls(on_abandoned=self._leave_forward)
         self._views = HookedViews()
-        self._steps = Steps(self._forwards)
+        self._steps = Steps(self.observed)
         self._backward = BackwardPasses(
-            self._forwards, self._running, self._views, self._steps, small, stop, histograms=options.histograms
+            self.observed, self._running, self._views, self._steps, small, stop, histograms=options.histograms
         )
         self._tensors = TensorObserver(
             self.guard, self._views, small, on_gradient=self._backward.receive, histograms=options.histograms
         )
-        self._recomputation = Recomputation(self._forwards, self._tensors, self._backward)
-        self._set_attributes = SetAttributes(layers, self.selected)
+        self._recomputation = Recomputation(self.observed, self._tensors, self._backward)
+        self.set_attributes = SetAttributes(layers, self.selected)
         self._modules = ModuleHooks(self.guard, self.before, self.after)
-        self._training = TrainingSteps(layers, self.selected, self._forwards, self.notes)
-        self._parameters = ParameterHooks(layers, self.guard, self._backward, self._steps, self._training)
+        self._training = TrainingSteps(layers, self.selected, self.observed, self.notes)
+        self.parameter_hooks = ParameterHooks(layers, self.guard, self._backward, self._steps, self._training)
         attending = AttentionMode(self.guard, self._running) if options.attention else None
         self._last = LastPosition() if options.positions == "last" else None
-        self._calls = CallRecorder(
-            self._tensors, self._running, self.notes, attending, self._profiler, stop, self._last
-        )
-        self._functionals = FunctionalMode(layers, self.selected, self.guard, self._running, self._calls)
+        self._calls = CallRecorder(self._tensors, self._running, self.notes, self._profiler, stop, self._last)
+        self.functionals = FunctionalMode(layers, self.selected, self.guard, self._running, self._calls)
         # Attention topmost: it comes first, while no pseudo-layer runs.
-        modes: tuple[ForwardMode | None, ...] = (self._functionals if options.functionals else None, attending)
-        self._modes = self._functionals.modes = [mode for mode in modes if mode is not None]
+        modes: tuple[ForwardMode | None, ...] = (self.functionals if options.functionals else None, attending)
+        self._modes = self.functionals.modes = [mode for mode in modes if mode is not None]
         self._unhooked: list[str] = []
         self._unseen_thread = False
         self._children = layers.children()
@@ -158,65 +156,61 @@ class Capture:
     @property
     def forwards(self) -> int:
         """Forwards seen."""
-        return self._forwards.count
+        return self.observed.count
 
     @property
     def steps(self) -> int:
         """Steps of training that are kept."""
-        return len(self._forwards.taken)
+        return len(self.observed.taken)
 
     @property
     def counts(self) -> ForwardCounts:
         """How many forwards are part of what."""
         self._steps.settle()
-        return self._forwards.counts
+        return self.observed.counts
 
     @property
     def changes(self) -> int:
         """A number that changes with whatever is seen: a record made at another number is out of date."""
         return self.guard.entered
 
-    def observations(self) -> Observations:
-        """Return what was seen.
+    def settle(self) -> None:
+        """Decide what can be decided of all that was seen, for a record.
 
         Raises:
             ModelProbeError: A hook failed, or was removed.
         """
         self.check()
         self._steps.settle()
-        self._forwards.sort_thrown()
-        return Observations(
-            layers=self.layers,
-            selected=self.selected,
-            forwards=self._forwards,
-            backwards=self._backward.count,
-            parameters=self.parameters,
-            set_attributes=self._set_attributes.found,
-            functional_types=self._functionals.types,
-            replaced=self._parameters.replaced,
-            training=self._steps.training,
-            notes=(
-                *self.notes,
-                *self._changed_layers(),
-                *self._abstract_forwards(),
-                *(self._last.notes(self.forwards) if self._last else ()),
-            ),
-        )
+        self.observed.sort_thrown()
 
-    def _changed_layers(self) -> Iterator[str]:
+    @property
+    def backwards(self) -> int:
+        """Backward passes, those inside a forward left out."""
+        return self._backward.count
+
+    @property
+    def training(self) -> Training | None:
+        """What optimizers did."""
+        return self._steps.training
+
+    @property
+    def all_notes(self) -> Iterator[str]:
+        """The notes of a record of what was seen so far."""
+        yield from self.notes
         if self._changed:
             yield (
                 f"{listed([*self._changed])}: replaced, added or removed while the model was watched; the record has "
                 "the modules from before, so watch the model again after such a change"
             )
-
-    def _abstract_forwards(self) -> Iterator[str]:
         if 0 < self._abstract < self.forwards:
             yield f"{self._abstract:,} of {self.forwards:,} forwards ran on meta or fake tensors, which have no numbers"
+        if self._last is not None:
+            yield from self._last.notes(self.forwards)
 
     def type_name(self, layer: str) -> str:
         """Return the name of a layer's class, or of the function."""
-        functional = self._functionals.types.get(layer)
+        functional = self.functionals.types.get(layer)
         return functional or type(self.layers.modules[layer]).__name__
 
     def read_parameters(self) -> None:
@@ -242,11 +236,11 @@ class Capture:
                     if name == root or name in self.selected or name in self.keep:
                         self._modules.attach(name, module)
                     if name in self.selected:
-                        self._parameters.add_layer(name, module)
+                        self.parameter_hooks.add_layer(name, module)
                 self._tensors.model_storages = frozenset(storage_keys(self.layers))
-                self._parameters.attach()
-                self._exit.enter_context(register_optimizer_step_pre_hook(self._parameters.step_begins))
-                self._exit.enter_context(register_optimizer_step_post_hook(self._parameters.step_ends))
+                self.parameter_hooks.attach()
+                self._exit.enter_context(register_optimizer_step_pre_hook(self.parameter_hooks.step_begins))
+                self._exit.enter_context(register_optimizer_step_post_hook(self.parameter_hooks.step_ends))
                 self.guard.active = True
         except BaseException:
             self.detach()
@@ -272,14 +266,14 @@ class Capture:
         """Take every hook off again: modules', parameters' and those on tensors still alive. Idempotent."""
         self._find_unhooked()
         self.guard.active = False
-        self._running.clear()
+        self._running.stack.clear()
         self._recomputation.clear()
-        self._set_attributes.clear()
+        self.set_attributes.clear()
         self._leave_forward()
         self._backward.clear()
         self._tensors.detach()
         with gc_paused():
-            self._parameters.detach()
+            self.parameter_hooks.detach()
             self._modules.detach()
         self._exit.close()
 
@@ -343,8 +337,8 @@ class Capture:
         elif self._running.is_elsewhere():
             self._unseen_thread = True
             return
-        assert self._forwards.newest is not None
-        running = RunningCall(name, frame, self._forwards.newest, inputs)
+        assert self.observed.newest is not None
+        running = RunningCall(name, frame, self.observed.newest, inputs)
         if late:
             running.input_keys = input_keys(inputs)
         if name in self.selected:
@@ -390,7 +384,7 @@ class Capture:
 
     def note_set_attributes(self) -> None:
         """Find the plain attributes that were set since the newest forward began, if it is the first of its kind."""
-        self._set_attributes.update()
+        self.set_attributes.update()
 
     def _begin_forward(self, name: str, module: nn.Module, inputs: Flat) -> None:
         kind = name, module.training
@@ -401,27 +395,27 @@ class Capture:
             tensors = self._last.begin(tensors)
         given = [tensor for _, tensor in inputs.tensors]
         devices = devices_of(self.layers.modules.values(), given)
-        self._forwards.begin(kind, tensors, devices, accumulates=self._parameters.hold_gradients)
+        self.observed.begin(kind, tensors, devices, accumulates=self.parameter_hooks.hold_gradients)
         self._modules.stay_last()
-        self._parameters.attach()
+        self.parameter_hooks.attach()
         self._recomputation.clear()
         self._backward.recomputed = None
         self._views.mark_overwritten()
         self._tensors.drop_dead_hooks()
         self._steps.forward_begins(module)
-        self._set_attributes.clear()
-        if self._forwards.is_new(kind):
-            self._set_attributes.begin(name)
+        self.set_attributes.clear()
+        if self.observed.is_new(kind):
+            self.set_attributes.begin(name)
         self.kept = {}
-        if self._profiler is not None and self._forwards.newest is not None:
-            self._forwards.newest.costs = self._profiler.begin(given, self._tensors.model_storages, devices)
+        if self._profiler is not None and self.observed.newest is not None:
+            self.observed.newest.costs = self._profiler.begin(given, self._tensors.model_storages, devices)
 
     def _leave_forward(self) -> None:
         leave(self._modes)
         if self._profiler is not None:
             self._profiler.end()
-        self._set_attributes.update()
-        if self.guard.active and self.parameters is None and self._forwards.first is not None:
+        self.set_attributes.update()
+        if self.guard.active and self.parameters is None and self.observed.first is not None:
             self.read_parameters()
 
     def _keep(self, name: str, output: Any) -> None:

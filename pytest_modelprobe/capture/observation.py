@@ -405,8 +405,6 @@ class RunningCall:
     """States of the random generators when the call began, or empty if it cannot draw."""
     input_keys: InputKeys | None = None
     """Keys of the inputs as they were read. Set only if another hook runs after ours, which may change them."""
-    attended: bool = False
-    """Whether attention weights were seen in the call."""
     start: CallStart | None = None
     """What was measured when the call began, or `None` if it is not profiled."""
     error_before: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
@@ -489,15 +487,6 @@ class RunningCalls:
             if not stack:
                 self._on_abandoned()
         return bool(stack)
-
-    def clear(self) -> None:
-        """Remove all calls."""
-        self.stack.clear()
-
-    def attend(self) -> None:
-        """Mark all running calls: attention weights were computed in all of them."""
-        for running in self.stack:
-            running.attended = True
 
 
 def input_keys(inputs: Flat) -> InputKeys:

@@ -33,7 +33,7 @@ def architecture(model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
     """
     layers = Layers(model)
     if not (args or kwargs):
-        return assemble(Capture(layers, Options()).observations())
+        return assemble(Capture(layers, Options()))
     # Torch's cache of fakes fails on packed weights of quantized models, which it cannot compare. Without the cache a
     # forward is slow, so it comes second.
     for cached in (True, False):
@@ -41,8 +41,8 @@ def architecture(model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
         with preserved(model, values=False), seeding.forked_rng(), quiet():
             reason = _run_on_fakes(capture, model, args, kwargs, cached)
         if reason is None:
-            return assemble(capture.observations())
-    record = assemble(Capture(layers, Options()).observations())
+            return assemble(capture)
+    record = assemble(Capture(layers, Options()))
     note = f"structure without shapes: the forward cannot run on fake tensors ({reason})"
     return dataclasses.replace(record, notes=(*record.notes, note))
 

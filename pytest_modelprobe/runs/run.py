@@ -362,7 +362,7 @@ class Run:
                         "loss= needs gradients, which torch.inference_mode() does not record: call run outside of it, "
                         "or without loss="
                     ) from error
-                cut = detaching_call(assemble(capture.observations()))
+                cut = detaching_call(assemble(capture))
                 if cut is None:
                     raise
                 raise NoGradientError(
@@ -372,8 +372,7 @@ class Run:
                 ) from error
             capture.notes.update(self._notes)
             capture.note_set_attributes()  # once more, because a hook of the backward may set some too
-            observed = capture.observations()
-            record = assemble(observed, seed=self.seed, loss=_loss_name(self.loss), before=observed.parameters)
+            record = assemble(capture, seed=self.seed, loss=_loss_name(self.loss), before=capture.parameters)
         return record, capture.kept
 
     @contextmanager

@@ -237,7 +237,7 @@ class Watch:
         now = self._capture.changes, tuple((id(t), version(t)) for t in tensors)
         then, record = self._records.get(which, (None, None))
         if record is None or then != now:
-            record = assemble(self._capture.observations(), which, seed=self._seed, loss=self._loss)
+            record = assemble(self._capture, which, seed=self._seed, loss=self._loss)
             if self._forwards is not None:
                 with_live_run(record, WeakLiveRun(self, _GONE, functools.partial(Watch.isolated, which=which)))
             self._records[which] = now, record

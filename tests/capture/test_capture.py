@@ -1277,8 +1277,8 @@ def test_no_element_is_read_of_tensors_on_another_device(monkeypatch):
     with Watch(model) as watch:
         for _ in range(2):
             model(torch.empty(2, 3, 4, 4, device="meta")).sum().backward()
-        seen = watch._capture.observations()
-    assert seen.forwards.newest.calls["4", 0].outputs[0][1].backward.rows.is_meta
+        seen = watch._capture.observed
+    assert seen.newest.calls["4", 0].outputs[0][1].backward.rows.is_meta
 
 
 @pytest.mark.cuda

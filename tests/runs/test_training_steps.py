@@ -515,7 +515,7 @@ def test_passes_that_each_reach_other_parameters_are_kept_together() -> None:
     chosen = [some for size in (1, 2, 3) for some in itertools.combinations(experts, size)]
     for some in chosen:
         sum(expert(x(0)).sum() for expert in some).backward()
-    assert len(watch._capture._forwards.pending) <= 16
+    assert len(watch._capture.observed.pending) <= 16
     optimizer.step()
     assert watch.counts.in_steps == sum(map(len, chosen))
     assert watch.first_step.backwards == len(chosen)
