@@ -32,12 +32,12 @@ from .runs import (
     Target,
     Watch,
     WeakLiveRun,
+    architecture,
     check_loss,
     is_same_device,
     merged,
     watched,
 )
-from .runs import architecture as _architecture
 from .runs import maps as runs_maps
 
 if TYPE_CHECKING:
@@ -346,7 +346,7 @@ class ModelProbe:
         >>> record.layers["1"].calls[0].outputs[0].shape
         (4, 20000)
         """
-        record = _architecture.architecture(model, *args, **kwargs)
+        record = architecture(model, *args, **kwargs)
         self._remember(record.model, record)
         if self._recorder is not None:
             self._recorder.recorded("architecture", record, model)

@@ -31,7 +31,7 @@ from pytest_modelprobe.models import (
     map_tensors,
     version,
 )
-from pytest_modelprobe.runs.widening import NARROW
+from pytest_modelprobe.runs.noise import NARROW
 
 from .recipes import kind_of
 
