@@ -29,11 +29,11 @@ from .runs import (
     StopOn,
     Watch,
     WeakLiveRun,
+    architecture,
     check_loss,
     is_same_device,
     watched,
 )
-from .runs import architecture as _architecture
 
 if TYPE_CHECKING:
     from .extras.pictures import drawing as _drawing
@@ -333,7 +333,7 @@ class ModelProbe:
         >>> record.layers["1"].calls[0].outputs[0].shape
         (4, 20000)
         """
-        record = _architecture.architecture(model, *args, **kwargs)
+        record = architecture(model, *args, **kwargs)
         self._remember(record.model, record)
         if self._recorder is not None:
             self._recorder.recorded("architecture", record, model)

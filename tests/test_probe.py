@@ -41,7 +41,7 @@ from pytest_modelprobe.capture import capture
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.models import seeding
 from pytest_modelprobe.record import IsolatedResponse, LiveRun, Reading, Record
-from pytest_modelprobe.runs.architecture import architecture
+from pytest_modelprobe.runs.fakes import architecture
 from pytest_modelprobe.statistics import collect, reduce
 
 

@@ -1,29 +1,20 @@
 """Hooks: what a model does while it runs, attached, observed and detached.
 
-`Capture` in `capture.py` makes all parts and receives what the hooks tell; `assembly.py` makes a record of it. Of the
-rooms, `hooks` is what torch calls, `observed` what is kept of a call, `passes` how forwards, backward passes and steps
-belong together, and `special` what only some captures look at.
+`Capture` in `capture.py` makes all parts and receives what the hooks tell; `assembly.py` makes a record of it. `hooks`,
+`gradients` and `calls` are what torch calls, `observation` and `tensors` what is kept of a call, `forwards` and
+`training` how forwards, backward passes and steps belong together. `attention` and `profiler` are what only some
+captures look at.
 """
 
 from __future__ import annotations
 
-from .assembly import Which, assemble
-from .capture import Capture
-from .observed.parameters import ParameterReading, read_parameters
-from .observed.tensors import content_key
-from .options import Options, Positions
-from .passes.observed_forwards import ForwardCounts
-from .special.stop import SeenValue
-
-__all__ = [
-    "Capture",
-    "ForwardCounts",
-    "Options",
-    "ParameterReading",
-    "Positions",
-    "SeenValue",
-    "Which",
-    "assemble",
-    "content_key",
-    "read_parameters",
-]
+from .assembly import Which as Which
+from .assembly import assemble as assemble
+from .capture import Capture as Capture
+from .capture import Options as Options
+from .capture import Positions as Positions
+from .forwards import ForwardCounts as ForwardCounts
+from .observation import SeenValue as SeenValue
+from .tensors import ParameterReading as ParameterReading
+from .tensors import content_key as content_key
+from .tensors import read_parameters as read_parameters

@@ -48,32 +48,21 @@ from pytest_modelprobe.record import (
 )
 from pytest_modelprobe.statistics import Reduced, Reduction
 
-from .observed.observation import (
-    AttentionObservation,
-    CallObservation,
-    ParameterGradient,
-    Parts,
-    TensorObservation,
-    Totals,
-)
-from .observed.parameters import ParameterReading, named_tensors, reducer
-from .observed.tensors import plain_name
-from .observed.units import is_pointwise
-from .passes.observed_forwards import Observations, ObservedStep
-from .special.costs import TOTAL, Costs
+from .capture import Capture
+from .forwards import ObservedStep
+from .observation import AttentionObservation, CallObservation, ParameterGradient, Parts, TensorObservation, Totals
+from .profiler import TOTAL, Costs
+from .tensors import ParameterReading, is_pointwise, named_tensors, plain_name, reducer
 
 Which = Literal["all", "first", "last", "evaluations", "others"] | int
 """Which forwards: all, one, those of a step by its number from 0, or those that are part of no step: those that no
 backward pass reached, and those whose gradients no step used."""
 
-_CHANGED = "changed after this forward"
-_IN_NO_STEP = "the {} forward is part of no step of training: first_step and steps are those that are"
 _REPLACED = Reading(tensors=0, reason="it was computed of another tensor in its place, as torch.func and offloading do")
-_SKIPPED = "{} skipped, as gradients were not finite: these gradients are left out"
 
 
 def assemble(
-    observed: Observations,
+    capture: Capture,
     which: Which = "all",
     *,
     seed: int | None = None,
@@ -83,7 +72,7 @@ def assemble(
     """Return the record of all forwards merged, or of the first or the newest alone.
 
     Args:
-        observed: What was seen.
+        capture: What has seen them.
         which: Which forwards.
         seed: Stored in the record.
         loss: Stored in the record.
@@ -92,32 +81,32 @@ def assemble(
             forward as it left them.
     """
     with gc_paused(), without_torch_function():  # a mode of the user sees nothing of it
-        return _assembled(observed, which, seed=seed, loss=loss, before=before or {})
-
-
-def _assembled(
-    observed: Observations, which: Which, *, seed: int | None, loss: str | None, before: Mapping[str, ParameterReading]
-) -> Record:
-    chosen = _chosen(observed, which)
-    layers = _Builder(observed, which, chosen, before).layers()
-    parameters = [parameter for layer in layers.values() for parameter in layer.parameters]
-    model = next(iter(observed.layers.modules.values()))
-    return Record(
-        model=original_class(model).__qualname__,
-        layers=layers,
-        forwards=sum(part.forwards for part in chosen.parts.values()),
-        backwards=chosen.backwards,
-        device=_device(model, chosen.parts.values()),
-        seed=seed,
-        loss=loss,
-        notes=(*observed.notes, *chosen.notes),
-        step=which if isinstance(which, int) else None,
-        optimizers=() if chosen.step is None else tuple(chosen.step.optimizers),
-        applied=None if chosen.step is None or process_group() is not None else what_was_applied(parameters),
-        training=observed.training if which == "all" else None,
-        profile=_profile(observed, chosen.parts.values()),
-        versions={"torch": str(torch.__version__), "numpy": numpy.__version__},
-    )
+        capture.settle()
+        chosen = _chosen(capture, which)
+        layers = _Builder(capture, which, chosen, before or {}).layers()
+        parameters = [parameter for layer in layers.values() for parameter in layer.parameters]
+        model = next(iter(capture.layers.modules.values()))
+        # The device is that of the first parameter; of one that is offloaded between calls, that of the values.
+        device = next((str(p.device) for p in nn.Module.parameters(model)), "cpu")
+        if device == "meta":
+            calls = (call for part in chosen.parts.values() for call in part.calls.values())
+            device = next((seen.device for call in calls for _, seen in call.outputs), device)
+        return Record(
+            model=original_class(model).__qualname__,
+            layers=layers,
+            forwards=sum(part.forwards for part in chosen.parts.values()),
+            backwards=chosen.backwards,
+            device=device,
+            seed=seed,
+            loss=loss,
+            notes=(*capture.all_notes, *chosen.notes),
+            step=which if isinstance(which, int) else None,
+            optimizers=() if chosen.step is None else tuple(chosen.step.optimizers),
+            applied=None if chosen.step is None or process_group() is not None else what_was_applied(parameters),
+            training=capture.training if which == "all" else None,
+            profile=_profile(capture, chosen.parts.values()),
+            versions={"torch": str(torch.__version__), "numpy": numpy.__version__},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -134,8 +123,8 @@ class _Chosen:
     notes: tuple[str, ...] = ()
 
 
-def _chosen(observed: Observations, which: Which) -> _Chosen:
-    forwards = observed.forwards
+def _chosen(capture: Capture, which: Which) -> _Chosen:
+    forwards = capture.observed
     if isinstance(which, int):
         step = forwards.taken[which]
         parts = forwards.parts_of_step(step)
@@ -152,38 +141,33 @@ def _chosen(observed: Observations, which: Which) -> _Chosen:
         )
     forward = forwards.first if which == "first" else forwards.newest
     if which == "all" or forward is None:
-        taken = 0 if observed.training is None else observed.training.steps
+        taken = 0 if capture.training is None else capture.training.steps
         skipped = forwards.skipped > max(1, taken)
         steps = "1 step was" if forwards.skipped == 1 else f"{forwards.skipped:,} steps were"
-        notes = [] if skipped or not forwards.skipped else [_SKIPPED.format(steps)]
+        note = f"{steps} skipped, as gradients were not finite: these gradients are left out"
+        notes = [] if skipped or not forwards.skipped else [note]
         counts = forwards.counts
-        if counts.others and observed.training is not None and forwards.count > 1:  # else nothing was trained
+        if counts.others and capture.training is not None and forwards.count > 1:  # else nothing was trained
             notes.append(str(counts))
         return _Chosen(
             parts=forwards.all_parts(with_skipped=skipped),
-            backwards=observed.backwards,
+            backwards=capture.backwards,
             gradients=forwards.all_gradients(with_skipped=skipped),
             notes=tuple(notes),
         )
     is_unused = not forward.trained_by or (which == "first" and forwards.first_is_unused)
     in_no_step = forwards.taken and is_unused
+    note = f"the {which} forward is part of no step of training: first_step and steps are those that are"
     return _Chosen(
         parts={forward.kind: Totals.of(forward)},
         backwards=len(forward.backwards),
         gradients=forward.parameters,
         first=forward.index,
-        notes=(_IN_NO_STEP.format(which),) if in_no_step else (),
+        notes=(note,) if in_no_step else (),
     )
 
 
-def _device(model: nn.Module, parts: Iterable[Totals]) -> str:
-    """Return the device of the first parameter; of one that is offloaded between calls, that of the values."""
-    device = next((str(p.device) for p in nn.Module.parameters(model)), "cpu")
-    calls = (call for part in parts for call in part.calls.values()) if device == "meta" else ()
-    return next((seen.device for call in calls for _, seen in call.outputs), device)
-
-
-def _profile(observed: Observations, parts: Iterable[Totals]) -> Profile | None:
+def _profile(capture: Capture, parts: Iterable[Totals]) -> Profile | None:
     """Return what the forwards cost; None where that was not measured."""
     measured = [(part.forwards, part.costs) for part in parts if part.costs is not None]
     if not measured:
@@ -191,11 +175,11 @@ def _profile(observed: Observations, parts: Iterable[Totals]) -> Profile | None:
     costs = Costs()
     for _, of_kind in measured:
         costs.merge_from(of_kind)
-    times, modules = costs.times(), observed.layers.modules
+    times, modules = costs.times(), capture.layers.modules
     return Profile(
         layers={
             name: LayerProfile(
-                type=observed.functional_types.get(name) or type_name(modules[name]).rpartition(".")[2],
+                type=capture.functionals.types.get(name) or type_name(modules[name]).rpartition(".")[2],
                 calls=calls,
                 wall_time=times.get(name, 0.0),
                 flops=costs.flops[name],
@@ -220,20 +204,16 @@ def _elements(module: nn.Module | None) -> int:
 
 
 class _Builder:
-    def __init__(
-        self,
-        observed: Observations,
-        which: Which,
-        chosen: _Chosen,
-        before: Mapping[str, ParameterReading],
-    ) -> None:
-        self.observed = observed
+    def __init__(self, capture: Capture, which: Which, chosen: _Chosen, before: Mapping[str, ParameterReading]) -> None:
+        self.capture = capture
         self.step = chosen.step or ObservedStep()
         self.first = chosen.first
         self.backwards = chosen.backwards
         self.calls: dict[str, list[tuple[ForwardKind, CallObservation]]] = {}
-        self.samples = {kind: _digest(totals.sum_of_hashes) for kind, totals in chosen.parts.items()}
+        self.samples: dict[ForwardKind, str | None] = {}
         for kind, totals in chosen.parts.items():
+            hashes = totals.sum_of_hashes
+            self.samples[kind] = None if hashes is None else f"{int(hashes) % 2**64:016x}"
             for (layer, _), call in totals.calls.items():
                 self.calls.setdefault(layer, []).append((kind, call))
         attended = [one for calls in self.calls.values() for _, call in calls for one in call.attention]
@@ -242,10 +222,12 @@ class _Builder:
         self.gradients = {name: r for name, gradient in chosen.gradients.items() if (r := gradient.reduced) is not None}
         self.own: dict[str, tuple[Reduction, Reduction | None]] = {}
         """Parameters and buffers by full name: before the forward, and now if that may differ."""
-        self.shards = sharded_parameters(observed.layers.modules.values())
+        self.shards = sharded_parameters(capture.layers.modules.values())
         self._read_owned(which, before)
         self.ties: dict[int, str] = {}
-        self.readings = self._collect()
+        unique = {id(reduced): reduced for reduced in self._reduced()}
+        # Numbers are collected all together, in one transfer.
+        self.readings = dict(zip(unique, map(self._counted, statistics.collect(list(unique.values()))), strict=True))
         self.numbers: dict[tuple[int, int], int] = {}
         self.layouts: dict[tuple[int, int], str] = {}
         self.whole: dict[tuple[int, int], Reduction] = {}
@@ -257,23 +239,23 @@ class _Builder:
         """Return the selected layers in the model's order, each functional one after the layer that called it."""
         found = {
             name: self._layer(name, module)
-            for name, module in self.observed.layers.modules.items()
-            if name in self.observed.selected
+            for name, module in self.capture.layers.modules.items()
+            if name in self.capture.selected
         }
-        for name, function in self.observed.functional_types.items():
+        for name, function in self.capture.functionals.types.items():
             found[name] = Layer(name=name, type=function, functional=True, calls=self._calls(name))
         return found
 
     def _layer(self, name: str, module: nn.Module) -> Layer:
-        set_by_forward = self.observed.set_attributes.get(name, ())
-        leaf = self.observed.layers.is_leaf(name)  # a leaf with children is atomic: their parameters are its own
+        set_by_forward = self.capture.set_attributes.found.get(name, ())
+        leaf = self.capture.layers.is_leaf(name)  # a leaf with children is atomic: their parameters are its own
         return Layer(
             name=name,
             type=type_name(module),
             leaf=leaf,
             training=self.step.modes.get(name, module.training),
             attributes={k: v for k, v in attributes(module).items() if k not in set_by_forward},
-            aliases=tuple(self.observed.layers.aliases.get(name, ())),
+            aliases=tuple(self.capture.layers.aliases.get(name, ())),
             parameters=tuple(self._parameter(name, own, tensor) for own, tensor in own_parameters(module, atomic=leaf)),
             buffers=tuple(
                 self._parameter(name, own, tensor, persistent=is_persistent(module, own))
@@ -285,16 +267,16 @@ class _Builder:
     def _parameter(self, layer: str, name: str, tensor: torch.Tensor, *, persistent: bool | None = None) -> Parameter:
         full = qualified(layer, name)
         first = self.ties.setdefault(id(tensor), full)
-        tensor = self.shards.get((self.observed.layers.modules[layer], name), tensor)
+        tensor = self.shards.get((self.capture.layers.modules[layer], name), tensor)
         gradient = self.gradients.get(full)
-        in_place = full in self.observed.replaced or (tensor.is_meta and tensor.requires_grad)
+        in_place = full in self.capture.parameter_hooks.replaced or (tensor.is_meta and tensor.requires_grad)
         unknown = _REPLACED if self.backwards and in_place else None
         then, now = self.own[full]
         reading = self.reading(then)
         applied, update = self.step.applied.get(full), self.step.updates.get(full)
         return Parameter(
             name=name,
-            shape=_shape(tensor),
+            shape=(tensor.numel(),) if tensor.is_nested else () if is_lazy(tensor) else tuple(tensor.shape),
             dtype=plain_name(tensor.dtype),
             device=str(tensor.device),
             requires_grad=tensor.requires_grad,
@@ -314,10 +296,9 @@ class _Builder:
         return tuple(self._call(kind, call) for kind, call in self.calls.get(layer, ()))
 
     def _call(self, kind: ForwardKind, call: CallObservation) -> Call:
-        root, root_training = kind
         return Call(
-            root=root,
-            root_training=root_training,
+            root=kind[0],
+            root_training=kind[1],
             index=call.index,
             forwards=call.forwards,
             started=call.started,
@@ -327,12 +308,21 @@ class _Builder:
             inputs_known=call.inputs_known,
             outputs=tuple(self._value(path, seen, None) for path, seen in call.outputs),
             arguments=call.arguments,
-            attention=tuple(_attention(attended, self.attended) for attended in call.attention),
+            attention=tuple(map(self._attention, call.attention)),
             grad_enabled=call.grad_enabled,
             autocast=call.autocast,
             random=call.random,
             samples=self.samples[kind],
             recomputed=call.recomputed,
+        )
+
+    def _attention(self, attended: AttentionObservation) -> Attention:
+        entropies, queries, most = (self.attended[id(tensor)].tolist() for tensor in attended[:3])
+        return Attention(
+            shape=tuple(attended.most.shape),
+            entropy=tuple(entropy / n if n else None for entropy, n in zip(entropies, queries, strict=True)),
+            most=tuple(most),
+            kind=attended.kind,
         )
 
     def _find_layouts(self) -> None:
@@ -342,7 +332,7 @@ class _Builder:
         self.layouts = {seen.number: seen.layout for seen in values if seen.layout is not None}
         if not self.layouts:
             return
-        modules = self.observed.layers.modules
+        modules = self.capture.layers.modules
         for call in (*calls, *reversed(calls)):
             if call.layer in modules and is_pointwise(modules[call.layer]) and call.inputs and call.outputs:
                 one, other = call.inputs[0][1].number, call.outputs[0][1].number
@@ -373,16 +363,9 @@ class _Builder:
             source=seen.returned_as or source,
         )
 
-    # --- numbers: everything in one transfer ----------------------------------------------------------------------
-
     def reading(self, reduced: Reduction) -> Reading:
         """Return the reading of a reduction; all were collected together."""
         return self.readings[id(reduced)]
-
-    def _collect(self) -> dict[int, Reading]:
-        unique = {id(reduced): reduced for reduced in self._reduced()}
-        readings = statistics.collect(list(unique.values()))
-        return dict(zip(unique, map(self._counted, readings), strict=True))
 
     def _counted(self, reading: Reading) -> Reading:
         if not self.first or reading.statistics is None or not reading.statistics.nonfinite:
@@ -390,9 +373,9 @@ class _Builder:
         return dataclasses.replace(reading, statistics=reading.statistics.counted_from(self.first))
 
     def _read_owned(self, which: Which, before: Mapping[str, ParameterReading]) -> None:
-        after_first = self.observed.parameters if which == "first" else None
-        now = reducer(self.observed.layers)
-        for name, tensor in named_tensors(self.observed.layers, self.observed.selected):
+        after_first = self.capture.parameters if which == "first" else None
+        now = reducer(self.capture.layers)
+        for name, tensor in named_tensors(self.capture.layers, self.capture.selected):
             then = before.get(name)
             known = self.step.before.get(name)
             if known is not None:
@@ -400,7 +383,10 @@ class _Builder:
             elif after_first is not None:
                 left = after_first.get(name)
                 same = left is not None and (is_lazy(tensor) or left.tensor.shape == tensor.shape)
-                self.own[name] = left.reduced if left is not None and same else Reduced(reason=_CHANGED), None
+                self.own[name] = (
+                    left.reduced if left is not None and same else Reduced(reason="changed after this forward"),
+                    None,
+                )
             elif then is None or then.reduced.reason:  # one that was lazy had no numbers before
                 self.own[name] = now(tensor), None
             else:
@@ -457,23 +443,3 @@ def _agree(a: Reading, b: Reading) -> bool:
     if a.fingerprint is None or b.fingerprint is None:
         return False
     return a.digest == b.digest and estimated_change(a.fingerprint, b.fingerprint) < 1e-5
-
-
-def _attention(attended: AttentionObservation, numbers: Mapping[int, Any]) -> Attention:
-    entropies, queries, most = (numbers[id(tensor)].tolist() for tensor in attended[:3])
-    return Attention(
-        shape=tuple(attended.most.shape),
-        entropy=tuple(entropy / n if n else None for entropy, n in zip(entropies, queries, strict=True)),
-        most=tuple(most),
-        kind=attended.kind,
-    )
-
-
-def _digest(sum_of_hashes: torch.Tensor | None) -> str | None:
-    return None if sum_of_hashes is None else f"{int(sum_of_hashes) % 2**64:016x}"
-
-
-def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    if tensor.is_nested:
-        return (tensor.numel(),)
-    return () if is_lazy(tensor) else tuple(tensor.shape)

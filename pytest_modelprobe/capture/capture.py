@@ -1,6 +1,6 @@
 """Attach, observe, detach: hooks on a model, and what they see while it runs.
 
-The hooks keep numbers and a few copies of small tensors, never a tensor or graph of the model. `Capture` makes the
+The hooks keep numbers, never a tensor or graph of the model. `Capture` makes the
 parts and decides what each event means: `before` and `after` of a call, and the beginning of a forward. Each part has a
 module: what runs now, what was observed, hooks on modules, tensors and parameters.
 """
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -42,31 +42,50 @@ from pytest_modelprobe.models import (
     notes_on,
     run_eagerly,
 )
-from pytest_modelprobe.record import ForwardKind, gc_paused, select
+from pytest_modelprobe.record import ForwardKind, Selector, Training, gc_paused, select
 from pytest_modelprobe.text import listed
 
-from .hooks.function_modes import ForwardMode, enter, leave
-from .hooks.guard import HookGuard
-from .hooks.module_hooks import ModuleHooks
-from .hooks.parameter_hooks import ParameterHooks
-from .hooks.tensor_hooks import HookedViews, TensorObserver
-from .observed.call_recorder import CallRecorder
-from .observed.parameters import ParameterReading, read_parameters, storage_keys
-from .observed.positions import LastPosition
-from .observed.random_draws import may_draw
-from .observed.running_calls import RunningCall, RunningCalls, input_keys
-from .observed.set_attributes import SetAttributes
-from .observed.tensors import describe
-from .options import Options
-from .passes.backward import BackwardPasses
-from .passes.observed_forwards import ForwardCounts, Observations, ObservedForwards
-from .passes.steps import Steps
-from .passes.training_steps import TrainingSteps
-from .special.attention import AttentionMode
-from .special.functionals import FunctionalMode
-from .special.profiler import Profiler, TimedGuard
-from .special.recomputation import Recomputation
-from .special.stop import Judge, StopCheck
+from .attention import AttentionMode
+from .calls import CallRecorder, FunctionalMode
+from .forwards import ForwardCounts, ObservedForwards
+from .gradients import BackwardPasses, HookedViews, ParameterHooks, Recomputation, TensorObserver
+from .hooks import ForwardMode, HookGuard, ModuleHooks, enter, leave
+from .observation import Judge, RunningCall, RunningCalls, SetAttributes, StopCheck, input_keys
+from .profiler import Profiler
+from .tensors import LastPosition, ParameterReading, describe, may_draw, read_parameters, storage_keys
+from .training import Steps, TrainingSteps
+
+# --- What is asked of a capture: which layers are seen, and what is taken down of each -------------------------------
+
+Positions = Literal["all", "last"]
+"""Which positions of a sequence to record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options that a run, a watch and a capture share."""
+
+    layers: Selector = "**"
+    """Which layers to record. The root is hooked in any case, for it marks where a forward begins."""
+    keep: Selector = ()
+    """Which layers' output tensors of the newest forward to keep."""
+    functionals: bool = False
+    """Whether to record functional calls such as ``F.relu`` as pseudo-layers."""
+    attention: bool = False
+    """Whether to look at attention weights."""
+    profile: bool = False
+    """Whether to measure what each layer costs."""
+    histograms: bool = False
+    """Whether to count the elements of each tensor and gradient in bins."""
+    positions: Positions = "all"
+    """Whether to record all positions of a sequence, or the last one alone."""
+    steps: int = 1
+    """How many steps of training to keep, each apart."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether outputs are kept. An empty list asks for none; `select` would refuse it."""
+        return self.keep not in ((), [])
 
 
 class Capture:
@@ -97,36 +116,32 @@ class Capture:
         self.sample_inputs: Flat | None = None
         """What tells the samples of the forwards apart; None: their own arguments."""
         self.notes: dict[str, None] = dict.fromkeys(layers.notes)
-        self.guard = TimedGuard(self.notes) if options.profile else HookGuard(self.notes)
+        self._profiler = Profiler() if options.profile else None
+        self.guard = HookGuard(self.notes, self._profiler)
         self._on_forward = on_forward
         stop = None if judge is None else StopCheck(judge, self.guard)
-        self._forwards = ObservedForwards(options.steps)
+        self.observed = ObservedForwards(options.steps)
         self._running = RunningCalls(on_abandoned=self._leave_forward)
-        self._profiler: Profiler | None = None
-        if isinstance(self.guard, TimedGuard):
-            self._profiler = self.guard.profiler = Profiler(self._running)
         self._views = HookedViews()
-        self._steps = Steps(self._forwards)
+        self._steps = Steps(self.observed)
         self._backward = BackwardPasses(
-            self._forwards, self._running, self._views, self._steps, stop, histograms=options.histograms
+            self.observed, self._running, self._views, self._steps, stop, histograms=options.histograms
         )
         self._tensors = TensorObserver(
             self.guard, self._views, on_gradient=self._backward.receive, histograms=options.histograms
         )
-        self._recomputation = Recomputation(self._forwards, self._tensors, self._backward)
-        self._set_attributes = SetAttributes(layers, self.selected)
-        self._modules = ModuleHooks(self)
-        self._training = TrainingSteps(layers, self.selected, self._forwards, self.notes)
-        self._parameters = ParameterHooks(layers, self.guard, self._backward, self._steps, self._training)
+        self._recomputation = Recomputation(self.observed, self._tensors, self._backward)
+        self.set_attributes = SetAttributes(layers, self.selected)
+        self._modules = ModuleHooks(self.guard, self.before, self.after)
+        self._training = TrainingSteps(layers, self.selected, self.observed, self.notes)
+        self.parameter_hooks = ParameterHooks(layers, self.guard, self._backward, self._steps, self._training)
         attending = AttentionMode(self.guard, self._running) if options.attention else None
         self._last = LastPosition() if options.positions == "last" else None
-        self._calls = CallRecorder(
-            self._tensors, self._running, self.notes, attending, self._profiler, stop, self._last
-        )
-        self._functionals = FunctionalMode(layers, self.selected, self.guard, self._running, self._calls)
+        self._calls = CallRecorder(self._tensors, self._running, self.notes, self._profiler, stop, self._last)
+        self.functionals = FunctionalMode(layers, self.selected, self.guard, self._running, self._calls)
         # Attention topmost: it comes first, while no pseudo-layer runs.
-        modes: tuple[ForwardMode | None, ...] = (self._functionals if options.functionals else None, attending)
-        self._modes = self._functionals.modes = [mode for mode in modes if mode is not None]
+        modes: tuple[ForwardMode | None, ...] = (self.functionals if options.functionals else None, attending)
+        self._modes = self.functionals.modes = [mode for mode in modes if mode is not None]
         self._unhooked: list[str] = []
         self._unseen_thread = False
         self._children = layers.children()
@@ -139,65 +154,61 @@ class Capture:
     @property
     def forwards(self) -> int:
         """Forwards seen."""
-        return self._forwards.count
+        return self.observed.count
 
     @property
     def steps(self) -> int:
         """Steps of training that are kept."""
-        return len(self._forwards.taken)
+        return len(self.observed.taken)
 
     @property
     def counts(self) -> ForwardCounts:
         """How many forwards are part of what."""
         self._steps.settle()
-        return self._forwards.counts
+        return self.observed.counts
 
     @property
     def changes(self) -> int:
         """A number that changes with whatever is seen: a record made at another number is out of date."""
         return self.guard.entered
 
-    def observations(self) -> Observations:
-        """Return what was seen.
+    def settle(self) -> None:
+        """Decide what can be decided of all that was seen, for a record.
 
         Raises:
             ModelProbeError: A hook failed, or was removed.
         """
         self.check()
         self._steps.settle()
-        self._forwards.sort_thrown()
-        return Observations(
-            layers=self.layers,
-            selected=self.selected,
-            forwards=self._forwards,
-            backwards=self._backward.count,
-            parameters=self.parameters,
-            set_attributes=self._set_attributes.found,
-            functional_types=self._functionals.types,
-            replaced=self._parameters.replaced,
-            training=self._steps.training,
-            notes=(
-                *self.notes,
-                *self._changed_layers(),
-                *self._abstract_forwards(),
-                *(self._last.notes(self.forwards) if self._last else ()),
-            ),
-        )
+        self.observed.sort_thrown()
 
-    def _changed_layers(self) -> Iterator[str]:
+    @property
+    def backwards(self) -> int:
+        """Backward passes, those inside a forward left out."""
+        return self._backward.count
+
+    @property
+    def training(self) -> Training | None:
+        """What optimizers did."""
+        return self._steps.training
+
+    @property
+    def all_notes(self) -> Iterator[str]:
+        """The notes of a record of what was seen so far."""
+        yield from self.notes
         if self._changed:
             yield (
                 f"{listed([*self._changed])}: replaced, added or removed while the model was watched; the record has "
                 "the modules from before, so watch the model again after such a change"
             )
-
-    def _abstract_forwards(self) -> Iterator[str]:
         if 0 < self._abstract < self.forwards:
             yield f"{self._abstract:,} of {self.forwards:,} forwards ran on meta or fake tensors, which have no numbers"
+        if self._last is not None:
+            yield from self._last.notes(self.forwards)
 
     def type_name(self, layer: str) -> str:
         """Return the name of a layer's class, or of the function."""
-        functional = self._functionals.types.get(layer)
+        functional = self.functionals.types.get(layer)
         return functional or type(self.layers.modules[layer]).__name__
 
     def read_parameters(self) -> None:
@@ -223,11 +234,11 @@ class Capture:
                     if name == root or name in self.selected or name in self.keep:
                         self._modules.attach(name, module)
                     if name in self.selected:
-                        self._parameters.add_layer(name, module)
+                        self.parameter_hooks.add_layer(name, module)
                 self._tensors.model_storages = frozenset(storage_keys(self.layers))
-                self._parameters.attach()
-                self._exit.enter_context(register_optimizer_step_pre_hook(self._parameters.step_begins))
-                self._exit.enter_context(register_optimizer_step_post_hook(self._parameters.step_ends))
+                self.parameter_hooks.attach()
+                self._exit.enter_context(register_optimizer_step_pre_hook(self.parameter_hooks.step_begins))
+                self._exit.enter_context(register_optimizer_step_post_hook(self.parameter_hooks.step_ends))
                 self.guard.active = True
         except BaseException:
             self.detach()
@@ -253,14 +264,14 @@ class Capture:
         """Take every hook off again: modules', parameters' and those on tensors still alive. Idempotent."""
         self._find_unhooked()
         self.guard.active = False
-        self._running.clear()
+        self._running.stack.clear()
         self._recomputation.clear()
-        self._set_attributes.clear()
+        self.set_attributes.clear()
         self._leave_forward()
         self._backward.clear()
         self._tensors.detach()
         with gc_paused():
-            self._parameters.detach()
+            self.parameter_hooks.detach()
             self._modules.detach()
         self._exit.close()
 
@@ -324,8 +335,8 @@ class Capture:
         elif self._running.is_elsewhere():
             self._unseen_thread = True
             return
-        assert self._forwards.newest is not None
-        running = RunningCall(name, frame, self._forwards.newest, inputs)
+        assert self.observed.newest is not None
+        running = RunningCall(name, frame, self.observed.newest, inputs)
         if late:
             running.input_keys = input_keys(inputs)
         if name in self.selected:
@@ -350,7 +361,7 @@ class Capture:
         if running is None:
             return
         if running.input_keys is not None and running.input_keys != input_keys(flatten_call(args, kwargs)):
-            self.note_late(name, "inputs")
+            self.guard.note_late(name, "inputs")
         error = sys.exc_info()[1]
         try:
             if error is not None and error is not running.error_before:
@@ -366,19 +377,12 @@ class Capture:
                 self._abstract += _is_abstract(output)
                 self._leave_forward()
 
-    def note_late(self, name: str, what: str) -> None:
-        """Note that a hook came too late for one call to see what it changes."""
-        self.notes[
-            f"{name}: a hook was registered on it after the watch began, and what it did to the {what} of the first "
-            "call was not seen"
-        ] = None
-
     def _note_eager(self, name: str) -> None:
         self.notes[f"{name} {RUN_EAGERLY}"] = None
 
     def note_set_attributes(self) -> None:
         """Find the plain attributes that were set since the newest forward began, if it is the first of its kind."""
-        self._set_attributes.update()
+        self.set_attributes.update()
 
     def _begin_forward(self, name: str, module: nn.Module, inputs: Flat) -> None:
         kind = name, module.training
@@ -389,27 +393,27 @@ class Capture:
             tensors = self._last.begin(tensors)
         given = [tensor for _, tensor in inputs.tensors]
         devices = devices_of(self.layers.modules.values(), given)
-        self._forwards.begin(kind, tensors, devices, accumulates=self._parameters.hold_gradients)
+        self.observed.begin(kind, tensors, devices, accumulates=self.parameter_hooks.hold_gradients)
         self._modules.stay_last()
-        self._parameters.attach()
+        self.parameter_hooks.attach()
         self._recomputation.clear()
         self._backward.recomputed = None
         self._views.mark_overwritten()
         self._tensors.drop_dead_hooks()
         self._steps.forward_begins(module)
-        self._set_attributes.clear()
-        if self._forwards.is_new(kind):
-            self._set_attributes.begin(name)
+        self.set_attributes.clear()
+        if self.observed.is_new(kind):
+            self.set_attributes.begin(name)
         self.kept = {}
-        if self._profiler is not None and self._forwards.newest is not None:
-            self._forwards.newest.costs = self._profiler.begin(given, self._tensors.model_storages, devices)
+        if self._profiler is not None and self.observed.newest is not None:
+            self.observed.newest.costs = self._profiler.begin(given, self._tensors.model_storages, devices)
 
     def _leave_forward(self) -> None:
         leave(self._modes)
         if self._profiler is not None:
             self._profiler.end()
-        self._set_attributes.update()
-        if self.guard.active and self.parameters is None and self._forwards.first is not None:
+        self.set_attributes.update()
+        if self.guard.active and self.parameters is None and self.observed.first is not None:
             self.read_parameters()
 
     def _keep(self, name: str, output: Any) -> None:

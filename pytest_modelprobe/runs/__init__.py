@@ -6,41 +6,30 @@ state, how often, and what is restored afterwards. Outside a watch, a run leaves
 
 from __future__ import annotations
 
-from pytest_modelprobe.capture import Options, Positions
+from pytest_modelprobe.capture import Options as Options
+from pytest_modelprobe.capture import Positions as Positions
 
-from .live import WeakLiveRun
-from .loss import Loss, NoGradientError, check_loss, loss_of
-from .origin import Source, SourceMode, find_gradient_origin, graph_nodes
-from .run import Mode, Run, is_same_device
-from .stop import StopOn
-from .trial import Given, Trial, Trials
-from .watch import Watch
-from .watched import watched
-from .widening import NARROW, Widening, in_float32, widened
-
-__all__ = [
-    "Given",
-    "Loss",
-    "Mode",
-    "NARROW",
-    "Widening",
-    "NoGradientError",
-    "Options",
-    "Positions",
-    "Run",
-    "StopOn",
-    "Source",
-    "SourceMode",
-    "Trial",
-    "Trials",
-    "Watch",
-    "watched",
-    "WeakLiveRun",
-    "check_loss",
-    "find_gradient_origin",
-    "graph_nodes",
-    "in_float32",
-    "is_same_device",
-    "loss_of",
-    "widened",
-]
+from . import noise as noise
+from .fakes import Given as Given
+from .fakes import Trial as Trial
+from .fakes import Trials as Trials
+from .fakes import architecture as architecture
+from .live import WeakLiveRun as WeakLiveRun
+from .loss import Loss as Loss
+from .loss import NoGradientError as NoGradientError
+from .loss import check_loss as check_loss
+from .loss import loss_of as loss_of
+from .noise import NARROW as NARROW
+from .noise import Widening as Widening
+from .noise import in_float32 as in_float32
+from .noise import widened as widened
+from .origin import Source as Source
+from .origin import SourceMode as SourceMode
+from .origin import find_gradient_origin as find_gradient_origin
+from .origin import graph_nodes as graph_nodes
+from .run import Mode as Mode
+from .run import Run as Run
+from .run import is_same_device as is_same_device
+from .watch import StopOn as StopOn
+from .watch import Watch as Watch
+from .watch import watched as watched

@@ -14,6 +14,7 @@ import torch
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import as_real, flatten, lacks_memory, parts, seeding
+from pytest_modelprobe.record import CallTree, Record, Step
 
 Loss = Callable[[Any], torch.Tensor] | Literal["random"]
 
@@ -111,3 +112,42 @@ def _floating(output: Any) -> list[torch.Tensor]:
 def _is_cache(name: str, part: Any) -> bool:
     """Whether a part of the output is a cache, by the name of its field or type."""
     return bool(_CACHE.fullmatch(name.removeprefix(".")) or _CACHE.fullmatch(type(part).__name__))
+
+
+# --- The layer that cut the graph of a loss without a gradient -------------------------------------------------------
+
+
+def detaching_call(record: Record) -> Step | None:
+    """Return the innermost call whose own code cut the output of the model off from what requires a gradient.
+
+    Returns `None` if the output requires a gradient, or if nothing that it is computed of does.
+    """
+    step = next((step for step in CallTree(record).started if step.outermost), None)
+    if step is None or not _detaches(step):
+        return None
+    child = step.last_child
+    while child is not None and not _has_graph(child):
+        if _detaches(child):
+            step, child = child, child.last_child
+        else:
+            child = child.previous
+    return step
+
+
+def _has_graph(step: Step) -> bool:
+    return any(value.requires_grad for value in step.call.outputs)
+
+
+def _detaches(step: Step) -> bool:
+    floating = any(value.is_floating for value in step.call.outputs)
+    return step.call.grad_enabled and floating and not _has_graph(step) and _is_given_graph(step)
+
+
+def _is_given_graph(step: Step) -> bool:
+    child = step.last_child
+    while child is not None:
+        if _has_graph(child) or _is_given_graph(child):
+            return True
+        child = child.previous
+    given, own = step.call.inputs, step.layer.parameters
+    return any(value.requires_grad for value in given) or any(parameter.requires_grad for parameter in own)

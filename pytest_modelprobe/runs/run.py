@@ -46,7 +46,6 @@ from pytest_modelprobe.progress import Parts, progress
 from pytest_modelprobe.record import (
     GIVEN,
     IsolatedResponse,
-    Reading,
     Record,
     has_nonfinite,
     is_narrow,
@@ -55,7 +54,6 @@ from pytest_modelprobe.record import (
 )
 
 from . import noise
-from .detached import detaching_call
 from .isolation import IsolationOptions, Key, Repeat, doubtful, in_float64, isolate_repeatedly, noisy
 from .live import (
     IsolationRequest,
@@ -65,9 +63,9 @@ from .live import (
     with_note,
     with_responses_of_one_forward,
 )
-from .loss import Loss, NoGradientError, loss_of
+from .loss import Loss, NoGradientError, detaching_call, loss_of
+from .noise import InFloat32
 from .origin import find_gradient_origin, find_origin
-from .widening import InFloat32
 
 Mode = Literal["train", "eval"]
 
@@ -303,7 +301,15 @@ class Run:
             if same and record is not None:
                 with self._prepared(start=start):
                     start.parameters = read_parameters(Layers(model), modules_of(record))
-                same = _parameters(record) == _readings(start.parameters)
+                # They are compared by their readings, because ``.data`` changes no version.
+                reduced = {id(one.reduced): one.reduced for one in start.parameters.values()}
+                found = dict(zip(reduced, statistics.collect(list(reduced.values())), strict=True))
+                now = {name: found[id(one.reduced)] for name, one in start.parameters.items()}
+                same = now == {
+                    qualified(layer.name, one.name): one.reading
+                    for layer in record.layers.values()
+                    for one in (*layer.parameters, *layer.buffers)
+                }
             if not same:
                 start.obstacle = "the model or an input was changed after the run: compare the record before that"
             yield start
@@ -362,7 +368,7 @@ class Run:
                         "loss= needs gradients, which torch.inference_mode() does not record: call run outside of it, "
                         "or without loss="
                     ) from error
-                cut = detaching_call(assemble(capture.observations()))
+                cut = detaching_call(assemble(capture))
                 if cut is None:
                     raise
                 raise NoGradientError(
@@ -372,8 +378,8 @@ class Run:
                 ) from error
             capture.notes.update(self._notes)
             capture.note_set_attributes()  # once more, because a hook of the backward may set some too
-            observed = capture.observations()
-            record = assemble(observed, seed=self.seed, loss=_loss_name(self.loss), before=observed.parameters)
+            loss = getattr(self.loss, "__name__", type(self.loss).__name__) if callable(self.loss) else self.loss
+            record = assemble(capture, seed=self.seed, loss=loss, before=capture.parameters)
         return record, capture.kept
 
     @contextmanager
@@ -392,7 +398,7 @@ class Run:
             # would pass for repeatable.
             for _ in range(repeat):
                 state.draw()
-            contexts.enter_context(self._seeded())
+            contexts.enter_context(seeding.seeded(seeding.derive(self.seed, "run")))
             contexts.enter_context(torch.set_grad_enabled(self._grad_enabled))
             for autocast in self._autocast:
                 contexts.enter_context(torch.autocast(*autocast))
@@ -400,22 +406,16 @@ class Run:
                 self.model.train(self.mode == "train")
             if any(not (p.is_meta or is_same_device(p.device, self.device)) for p in nn.Module.parameters(self.model)):
                 self.model.to(self.device)
-            if has_lazy(self.model):
-                self._give_shapes()
+            if has_lazy(self.model):  # its modules are initialized by a forward, of which everything else is restored
+                seeded = seeding.seeded(seeding.derive(self.seed, "run"))
+                with preserved(self.model, lazy=False), seeded, torch.no_grad():
+                    self.model.eval()
+                    # An error is not lost: the step raises it again, and says in which layer.
+                    with contextlib.suppress(Exception), interruptible():
+                        self._forward()
             for parameter in nn.Module.parameters(self.model):
                 parameter.grad = None
             yield state
-
-    def _seeded(self) -> contextlib.AbstractContextManager[None]:
-        return seeding.seeded(seeding.derive(self.seed, "run"))
-
-    def _give_shapes(self) -> None:
-        """Initialize lazy modules by a forward, of which everything else is restored."""
-        with preserved(self.model, lazy=False), self._seeded(), torch.no_grad():
-            self.model.eval()
-            # An error is not lost: the step raises it again, and says in which layer.
-            with contextlib.suppress(Exception), interruptible():
-                self._forward()
 
     def _forward(self, move: Move | None = None) -> Any:
         __tracebackhide__ = True
@@ -479,43 +479,15 @@ class Run:
     def _with_origins(self, record: Record) -> Record:
         """Fill in the origin of values that are not finite, by running once more."""
         __tracebackhide__ = True
-        forward, backward = _nonfinite(record)
-        if not (forward or backward):
+        values = [value for layer in record.layers.values() for _, value in (*layer.inputs, *layer.outputs)]
+        forward = any(has_nonfinite(value.forward) for value in values)
+        gradients = [value.backward for value in values] + [parameter.gradient for parameter in record.parameters]
+        if not (forward or any(map(has_nonfinite, gradients))):
             return record
         with self._prepared(), interruptible():
             if forward:
                 return dataclasses.replace(record, origin=find_origin(self._forward) or GIVEN)
             return dataclasses.replace(record, gradient_origin=find_gradient_origin(self._loss))
-
-
-def _nonfinite(record: Record) -> tuple[bool, bool]:
-    """Return whether an activation, and whether a gradient, is not finite."""
-    values = [value for layer in record.layers.values() for _, value in (*layer.inputs, *layer.outputs)]
-    gradients = [value.backward for value in values]
-    gradients += [parameter.gradient for parameter in record.parameters]
-    return any(has_nonfinite(value.forward) for value in values), any(map(has_nonfinite, gradients))
-
-
-def _parameters(record: Record) -> dict[str, Reading]:
-    """Return the readings of parameters and buffers by full name."""
-    layers = (layer for layer in record.layers.values() if not layer.functional)
-    return {qualified(layer.name, p.name): p.reading for layer in layers for p in (*layer.parameters, *layer.buffers)}
-
-
-def _readings(parameters: Mapping[str, ParameterReading]) -> dict[str, Reading]:
-    """Return the readings of parameters and buffers as they were read.
-
-    They are compared by their readings, because ``.data`` changes no version.
-    """
-    unique = {id(one.reduced): one.reduced for one in parameters.values()}
-    readings = dict(zip(unique, statistics.collect(list(unique.values())), strict=True))
-    return {name: readings[id(one.reduced)] for name, one in parameters.items()}
-
-
-def _loss_name(loss: Loss | None) -> str | None:
-    if loss is None or isinstance(loss, str):
-        return loss
-    return getattr(loss, "__name__", type(loss).__name__)
 
 
 def is_same_device(a: torch.device, b: torch.device) -> bool:

@@ -19,8 +19,7 @@ from pytest_modelprobe import (
     assert_attention_entropy,
     assert_attention_mask,
 )
-from pytest_modelprobe.capture.special import attention
-from pytest_modelprobe.models import read_flags
+from pytest_modelprobe.capture import attention
 
 PROBE = ModelProbe()
 X = PROBE.randn(2, 6, 16)
@@ -66,19 +65,6 @@ def fused_with_added_mask(q, k, v):
 
 
 CORES = [by_softmax, by_method, fused, fused_with_mask, fused_with_added_mask]
-
-
-class OwnSoftmax(nn.Module):
-    """Gives its weights out, and computes them in no way that could be watched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weights = (self.q(x) @ self.k(x).mT / 4).exp().tril()
-        weights = weights / weights.sum(-1, keepdim=True)
-        return weights @ x, weights
 
 
 def build(core: object) -> nn.Module:
@@ -141,7 +127,7 @@ def test_on_a_device_queries_and_keys_are_multiplied_without_a_matrix_product() 
 def test_attention_on_cuda_is_that_of_the_cpu() -> None:
     def found(device: str) -> list[object]:
         probe = ModelProbe(device=device, seed=0)
-        model = probe.build(lambda: nn.Sequential(Attention(fused), nn.MultiheadAttention(16, 2), GivesOn()))
+        model = probe.build(lambda: nn.Sequential(Attention(fused), nn.MultiheadAttention(16, 2), nn.Identity()))
         model.forward = lambda x: model[2](model[1](*[model[0](x)] * 3, need_weights=False)[0])
         record = probe.run(model, probe.randn(2, 6, 16), attention=True)
         return [one for _, call in record.calls for one in call.attention]
@@ -163,59 +149,6 @@ def test_a_layer_that_is_asked_keeps_its_own_answer_and_its_random_numbers() -> 
     attention = PROBE.build(lambda: nn.MultiheadAttention(16, 2, dropout=0.5, batch_first=True))
     plain, looked_at = (PROBE.run(attention, X, X, X, attention=a) for a in (False, True))
     assert plain["(root)"].output.forward == looked_at["(root)"].output.forward
-
-
-def test_weights_that_a_module_gives_out_are_read() -> None:
-    (attention,) = PROBE.run(OwnSoftmax(), X, attention=True)["(root)"].calls[0].attention
-    assert attention.shape == (2, 6, 6)
-    assert_attention_mask(PROBE.run(OwnSoftmax(), X, attention=True), causal=True)
-
-
-def test_weights_given_out_are_not_read_again_where_they_were_computed() -> None:
-    class Both(nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            weights = F.softmax(x @ x.mT, dim=-1)
-            return weights @ x, weights
-
-    found = PROBE.run(nn.Sequential(Both()), X, attention=True)
-    assert [(layer.name, len(call.attention)) for layer, call in found.calls] == [("(root)", 0), ("0", 1)]
-
-
-class GivesOn(nn.Module):
-    """Uses weights that a layer gave out, drops some of them, and gives them out too."""
-
-    def __init__(self, rate: float = 0.0) -> None:
-        super().__init__()
-        self.own, self.dropout, self.identity = OwnSoftmax(), nn.Dropout(rate), nn.Identity()
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        _, weights = self.own(x)
-        weights = self.identity(self.dropout(weights) * 1.0)
-        return weights @ x, 1.0 * weights
-
-
-def attended(model: nn.Module, mode: str) -> list[tuple[str, object]]:
-    found = PROBE.run(PROBE.build(lambda: model), X, attention=True, mode=mode)
-    return [(layer.name, attention) for layer, call in found.calls for attention in call.attention]
-
-
-@pytest.mark.parametrize("most", [attention._MOST, 0], ids=["at the end", "at each output"])
-@pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize(
-    "model",
-    [OwnSoftmax(), GivesOn(), GivesOn(0.5), nn.Sequential(nn.LayerNorm(16), nn.Softmax(-1), nn.Linear(16, 16))],
-    ids=["given out", "given on", "dropped", "softmax"],
-)
-def test_what_a_device_computed_is_judged_without_a_wait_for_each_output(
-    monkeypatch: pytest.MonkeyPatch, model: nn.Module, mode: str, most: int
-) -> None:
-    expected = attended(model, mode)
-    waits = []
-    monkeypatch.setattr(attention, "_may_be_read", lambda holds: False)
-    monkeypatch.setattr(attention, "_MOST", most)
-    monkeypatch.setattr(attention, "read_flags", lambda holds: waits.extend([1] if holds else []) or read_flags(holds))
-    assert attended(model, mode) == expected != []
-    assert most == 0 or len(waits) <= 1
 
 
 def test_forwards_merge() -> None:

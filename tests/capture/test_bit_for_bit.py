@@ -81,11 +81,6 @@ def llama():
     return model, (torch.randint(0, 50, (2, 9)),), {}
 
 
-def vit():
-    model = transformer("ViTModel", image_size=8, patch_size=4)
-    return model, (randn(2, 3, 8, 8),), {}
-
-
 def lstm():
     return nn.Sequential(nn.LSTM(4, 5, num_layers=2, dropout=0.2)), (randn(6, 2, 4),), {}
 
@@ -114,13 +109,6 @@ def structured():
         return {"result": Result(self.b(hidden[0]), hidden), "more": (x["x"], None, 3)}
 
     return Call(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 2)), ({"x": randn(3, 4)},), {}
-
-
-def keywords():
-    def forward(self, *, x, scale):
-        return self.fc(input=x) * scale
-
-    return Call(forward, fc=nn.Linear(4, 2)), (), {"x": randn(3, 4), "scale": 2.5}
 
 
 def checkpointed(use_reentrant):
@@ -158,19 +146,6 @@ def frozen_without_grad():
     return Call(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 2)), (randn(3, 4),), {}
 
 
-def inner_gradient():
-    def forward(self, x):
-        energy = self.b(torch.tanh(self.a(x))).sum()
-        return torch.autograd.grad(energy, x, create_graph=True)[0]
-
-    return Call(forward, a=nn.Linear(4, 6), b=nn.Linear(6, 1)), (randn(3, 4),), {}
-
-
-def parametrized():
-    fc = nn.utils.parametrizations.spectral_norm(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)))
-    return nn.Sequential(fc, nn.ReLU()), (randn(3, 6),), {}
-
-
 def functional():
     def forward(self, x):
         x = F.dropout(F.relu(self.fc(x), inplace=True), 0.3, self.training)
@@ -179,22 +154,11 @@ def functional():
     return Call(forward, fc=nn.Linear(8, 8)), (randn(2, 5, 8),), {}
 
 
-def sparse_embedding():
-    return nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 2)), (torch.randint(0, 20, (3, 5)),), {}
-
-
-def complex_numbers():
-    def forward(self, x):
-        return torch.fft.irfft(self.keep(torch.fft.rfft(self.fc(x))), n=6)
-
-    return Call(forward, fc=nn.Linear(6, 6), keep=nn.Identity()), (randn(3, 6),), {}
-
-
 MODELS = {
     function.__name__: function
     for function in (
-        mlp, resnet, gpt2, llama, vit, lstm, attention, encoder_layer, shared, structured, keywords, passing, views,
-        frozen_without_grad, inner_gradient, parametrized, functional, sparse_embedding, complex_numbers,
+        mlp, resnet, gpt2, llama, lstm, attention, encoder_layer, shared, structured, passing, views,
+        frozen_without_grad, functional,
     )
 }  # fmt: skip
 MODELS["reentrant checkpoint"] = lambda: checkpointed(True)
@@ -254,7 +218,7 @@ def test_training_is_the_same(case):
     assert_same(trace(case, watched=True), trace(case, watched=False))
 
 
-WITHOUT_GRADIENT = {name: case for name, case in MODELS.items() if case not in (encoder_layer, inner_gradient)}
+WITHOUT_GRADIENT = {name: MODELS[name] for name in ("resnet", "gpt2", "functional", "reentrant checkpoint")}
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -265,23 +229,17 @@ def test_evaluation_without_gradient_is_the_same(case):
 
 
 @pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
-@pytest.mark.parametrize("case", [mlp, resnet, gpt2, lstm, attention, structured, functional])
+@pytest.mark.parametrize("case", [resnet, attention])
 def test_a_context_of_the_user_changes_nothing(case, context):
-    try:
-        expected = trace(case, watched=False, context=context)
-    except RuntimeError as error:
-        if "primitive descriptor" in str(error):  # oneDNN has no LSTM in bfloat16 on some processors
-            pytest.skip(f"this processor runs no {case.__name__} so, watched or not: {error}")
-        raise
-    assert_same(trace(case, watched=True, context=context), expected)
+    assert_same(trace(case, watched=True, context=context), trace(case, watched=False, context=context))
 
 
-@pytest.mark.parametrize("name", ["mlp", "resnet", "gpt2", "llama", "shared", "functional", "reentrant checkpoint"])
+@pytest.mark.parametrize("name", ["gpt2", "functional", "reentrant checkpoint"])
 def test_recording_functional_calls_changes_nothing(name):
     assert_same(trace(MODELS[name], watched=True, functionals=True), trace(MODELS[name], watched=False))
 
 
-@pytest.mark.parametrize("name", ["resnet", "gpt2", "llama", "attention", "shared", "reentrant checkpoint"])
+@pytest.mark.parametrize("name", ["gpt2", "attention", "reentrant checkpoint"])
 def test_looking_at_attention_changes_nothing(name):
     assert_same(trace(MODELS[name], watched=True, attention=True), trace(MODELS[name], watched=False))
 
@@ -328,7 +286,7 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("mode", [Functions, Operations])
-@pytest.mark.parametrize("case", [mlp, resnet, views, structured, lambda: checkpointed(True)])
+@pytest.mark.parametrize("case", [resnet, lambda: checkpointed(True)])
 def test_a_mode_of_the_user_sees_the_same_operations(case, mode):
     def run(watched):
         torch.manual_seed(0)

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe.capture.observed.observation import DoneForward, Forward, TensorObservation
-from pytest_modelprobe.capture.passes.observed_forwards import ObservedStep
+from pytest_modelprobe.capture.forwards import ObservedStep
+from pytest_modelprobe.capture.observation import DoneForward, Forward, TensorObservation
 
 
 def seen(layout):

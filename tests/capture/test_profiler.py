@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.flop_counter import FlopCounterMode
 
 from pytest_modelprobe import ModelProbe, Record
-from pytest_modelprobe.capture.special.costs import Costs, Spans
+from pytest_modelprobe.capture.profiler import Costs, Spans
 from pytest_modelprobe.files import encode
 
 PROBE = ModelProbe()
@@ -136,7 +136,7 @@ def test_functional_calls_have_a_profile_of_their_own() -> None:
 def test_the_time_of_a_layer_has_no_time_of_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second passes with each look at the clock: what the model does between two looks takes one."""
     seconds = itertools.count()
-    monkeypatch.setattr("pytest_modelprobe.capture.special.profiler.perf_counter", lambda: float(next(seconds)))
+    monkeypatch.setattr("pytest_modelprobe.capture.profiler.perf_counter", lambda: float(next(seconds)))
     profile = PROBE.run(nn.Sequential(nn.Identity(), nn.Identity()), torch.ones(2), profile=True).profile
     assert {name: layer.wall_time for name, layer in profile.layers.items()} == {"(root)": 5.0, "0": 1.0, "1": 1.0}
     assert profile.wall_time == 5.0

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_modelprobe.capture.observed.units import unit_axis
+from pytest_modelprobe.capture.tensors import unit_axis
 
 
 class RootMeanSquareNorm(nn.Module):

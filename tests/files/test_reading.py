@@ -13,7 +13,7 @@ import pytest_modelprobe
 from pytest_modelprobe import ModelProbe, statistics
 from pytest_modelprobe.models.seeding import generator_states
 from pytest_modelprobe.models.tensors import as_array
-from pytest_modelprobe.runs.architecture import architecture
+from pytest_modelprobe.runs.fakes import architecture
 
 KINDS: dict[str, Callable[[], Tensor]] = {
     "nothing": lambda: torch.empty(0, 3),

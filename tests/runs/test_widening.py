@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_modelprobe import ModelProbe
-from pytest_modelprobe.runs.widening import in_float32
+from pytest_modelprobe.runs.noise import in_float32
 
 PROBE = ModelProbe()
 

@@ -33,8 +33,7 @@ from pytest_modelprobe.record import (
     containers,
     relative_name,
 )
-from pytest_modelprobe.runs.noise import terms_of
-from pytest_modelprobe.runs.widening import Widening, widened
+from pytest_modelprobe.runs.noise import Widening, terms_of, widened
 
 from .contexts import (
     ATOMIC,

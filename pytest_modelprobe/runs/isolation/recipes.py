@@ -30,7 +30,7 @@ from torch import Tensor
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe.models import has_dense_storage, seeding
-from pytest_modelprobe.runs.widening import widened
+from pytest_modelprobe.runs.noise import widened
 
 _EXTREME = -1e4
 """Floats of this or less are taken for entries of masks."""

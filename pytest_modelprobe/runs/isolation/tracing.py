@@ -42,7 +42,7 @@ from pytest_modelprobe.models import (
     version,
 )
 from pytest_modelprobe.record import ForwardKind, IsolatedResponse
-from pytest_modelprobe.runs.widening import NARROW
+from pytest_modelprobe.runs.noise import NARROW
 
 from .recipes import kind_of
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
@@ -22,20 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe.capture.hooks.function_modes import ForwardMode
-from pytest_modelprobe.capture.hooks.guard import HookGuard, hidden
-from pytest_modelprobe.capture.observed.observation import AttentionObservation, CallObservation
-from pytest_modelprobe.capture.observed.running_calls import RunningCall, RunningCalls
 from pytest_modelprobe.interrupts import is_interrupt
-from pytest_modelprobe.models import read_flags, widest
+from pytest_modelprobe.models import widest
+
+from .hooks import ForwardMode, HookGuard
+from .observation import AttentionObservation, CallObservation, RunningCalls
 
 _Reader = Callable[..., AttentionObservation | None]
 
 _MASKED = -5e3
 """Scores of this or less belong to masked keys. Masks add -1e4, the smallest number of the dtype, or -infinity."""
-
-_MOST = 1 << 26
-"""Up to so many elements are kept of outputs of which it is not known yet whether they are weights."""
 
 
 class AttentionMode(ForwardMode):
@@ -46,74 +42,27 @@ class AttentionMode(ForwardMode):
         self._guard = guard
         self._running = running
         self._followed: dict[int, _Followed] = {}
-        self._multiplied: dict[int, ReferenceType[Tensor]] = {}
-        self._candidates: list[_Weights] = []
-        """Outputs of which it is not known yet whether they are weights."""
-        self._accepted: list[CallObservation] = []
-        """Calls that returned weights."""
 
     def end(self) -> None:
         """Stop following tensors."""
-        self._decide()
-        self._accepted.clear()
         self._followed.clear()
-        self._multiplied.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if func in _READERS or name in _PRODUCTS or self._followed:
-            with self._guard.lock, self._guard, hidden(), statistics.ambient_modes_disabled():
-                if not self._guard.observes():
-                    pass
-                elif func in _READERS:
-                    self._begin(func, args, kwargs, output)
-                elif name in _PRODUCTS:
-                    self._multiply(name, args)
-                else:
-                    self._follow(func, name, args, kwargs, output)
+            self._guard.observe(self._look_at, func, name, args, kwargs, output)
         return output
 
-    def observe_returned(self, running: RunningCall, call: CallObservation, outputs: Iterable[Tensor]) -> None:
-        """Look for attention weights among the outputs of a call in which none were seen to be computed."""
-        for tensor in () if running.attended else outputs:
-            known = self._found(tensor)
-            before = None if known is None else known.weights
-            if known is not None and (known.weights.holds is None or known.weights.returned is known.tensor):
-                continue  # a dropout returns weights that were seen before
-            found = returned(tensor)
-            if found is not None:
-                kept, holds = found
-                kind = "attention" if self._is_multiplied(tensor) else "probabilities"
-                weights = _Weights(call, kept._replace(kind=kind), holds=holds, before=before, returned=ref(tensor))
-                self._add(tensor, _Followed(ref(tensor), _positions(tensor, -1), weights))
-                self._candidates.append(weights)
-        if sum(one.kept.most.numel() for one in self._candidates if one.kept is not None) > _MOST:
-            self._decide()
-
-    def _decide(self) -> None:
-        """Keep the candidates that are weights, and forget the others. It is read from their device."""
-        candidates, self._candidates = self._candidates, []
-        if not candidates:
-            return
+    def _look_at(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         with statistics.ambient_modes_disabled():
-            read = read_flags([one.holds for one in candidates if one.holds is not None])
-        for one, holds in zip(candidates, read, strict=True):
-            call, one.holds = one.call, None
-            before = None if one.before is None or one.before.index is None else one.before
-            # Weights that a layer inside returned are not those of this call.
-            inside = any(call.started < of.started and of.finished < call.finished for of in self._accepted)
-            if before is not None:  # a dropout returned weights that were seen before
-                one.index = before.index
-            elif holds and not inside:
-                one.keep()
-                self._accepted.append(call)
-                continue
-            for at in [at for at, known in self._followed.items() if known.weights is one]:
-                known = self._followed.pop(at)
-                if before is not None:
-                    self._followed[at] = known._replace(weights=before)
+            if func in _READERS:
+                self._begin(func, args, kwargs, output)
+            elif name in _PRODUCTS:
+                self._multiply(name, args)
+            else:
+                self._follow(func, args, kwargs, output)
 
     def _begin(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         running = self._running.innermost_here()
@@ -124,40 +73,34 @@ class AttentionMode(ForwardMode):
         if func in _SOFTMAXES and isinstance(output, Tensor) and _may_be_weights(output):
             dim = _axis(*args, **kwargs)
             if dim is not None:
-                self._add(output, _Followed(ref(output), _positions(output, dim), weights))
+                self._add(output, _positions(output, dim), weights)
         if weights.kept is not None:
             weights.keep()
-            self._running.attend()
 
-    def _add(self, tensor: Tensor, followed: _Followed) -> None:
-        self._followed[id(tensor)] = followed
+    def _add(self, tensor: Tensor, positions: Tensor, weights: _Weights) -> None:
+        self._followed[id(tensor)] = _Followed(ref(tensor), positions, weights)
 
     def _found(self, value: Any) -> _Followed | None:
         known = self._followed.get(id(value))
         return known if known is not None and known.tensor() is value else None
 
-    def _is_multiplied(self, tensor: Tensor) -> bool:
-        known = self._multiplied.get(id(tensor))
-        return known is not None and known() is tensor
-
-    def _follow(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def _follow(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Follow weights through a function that keeps the layout, or changes it in a known way."""
-        found = [known for arg in (*args, *kwargs.values()) if (known := self._found(arg)) is not None]
-        if not found:
+        first = next((known for arg in (*args, *kwargs.values()) if (known := self._found(arg)) is not None), None)
+        if first is None:
             return
-        first = next((known for known in found if known.weights.holds is None), found[0])
         if func in _LAYOUTS:
             try:
                 moved = _LAYOUTS[func](func, first.positions, *args[1:], **kwargs)
                 pairs = zip(output, moved, strict=True) if isinstance(output, (tuple, list)) else [(output, moved)]
                 for tensor, positions in pairs:
-                    self._add(tensor, first._replace(tensor=ref(tensor), positions=positions))
+                    self._add(tensor, positions, first.weights)
             except Exception as error:
                 if is_interrupt(error):
                     raise
                 # else the new positions are unknown, and nothing is followed further
         elif isinstance(output, Tensor) and output.shape == first.positions.shape and output is not first.tensor():
-            self._add(output, first._replace(tensor=ref(output)))
+            self._add(output, first.positions, first.weights)
 
     def _multiply(self, name: str, args: Any) -> None:
         """Note whether a product sums weights times values over the axis along which the weights sum to 1."""
@@ -171,11 +114,8 @@ class AttentionMode(ForwardMode):
         axes = _summed(equation, operands)
         for weights, values, axis in zip(operands, reversed(operands), axes, strict=True):
             # Values belong to an example, so they have three axes. A table that all examples share has two.
-            if axis is None or values.ndim < 3:
-                continue
-            self._multiplied[id(weights)] = ref(weights)
-            known = self._found(weights)
-            if known is not None:
+            known = None if axis is None or values.ndim < 3 else self._found(weights)
+            if known is not None and axis is not None:
                 known.note_product(weights, axis)
 
 
@@ -184,17 +124,11 @@ class _Weights:
     """Attention weights, or a tensor that may be."""
 
     call: CallObservation
-    """The call that computed or returned them."""
+    """The call that computed them."""
     kept: AttentionObservation | None
     """Their observation. `None` if the softmax is not over the last axis, until a product shows that it is wrong."""
     index: int | None = None
     """Where the call keeps the observation. `None` if it does not."""
-    holds: Tensor | None = None
-    """On their device, whether they are weights. `None` once that is known."""
-    before: _Weights | None = None
-    """Those that they were made of."""
-    returned: ReferenceType[Tensor] | None = None
-    """The tensor, if a call returned it."""
 
     def keep(self) -> None:
         """Let the call have the observation."""
@@ -227,7 +161,7 @@ class _Followed(NamedTuple):
         elif not right and axis is not None:
             nothing = torch.zeros(0, device=weights.device)
             own.kept = AttentionObservation(nothing, nothing, nothing.reshape(0, 0, 0), "another axis")
-        if own.holds is None and own.kept is not None:
+        if own.kept is not None:
             own.keep()
 
 
@@ -278,23 +212,6 @@ def _read_plain(
         return tensors[id(x)][0] if isinstance(x, Tensor) else x
 
     return read(*map(plain, args), **{name: plain(x) for name, x in kwargs.items()})
-
-
-def returned(output: Tensor) -> tuple[AttentionObservation, Tensor] | None:
-    """Return the observation of a tensor that may be attention weights and whether it is, or `None` if it is not.
-
-    It is if it has 3 axes or more, and rows that sum to 1 within a hundredth. That is not read from a device.
-    """
-    output, reason = statistics.as_plain_tensor(output)
-    if reason is not None or not _may_be_weights(output) or output.shape[-1] < 2:
-        return None
-    weights = output.float()
-    holds = (weights >= 0).all() & ((weights.sum(-1) - 1).abs() < 1e-2).all()
-    return None if _may_be_read(holds) and not holds else (_observed(weights, weights > 0), holds)
-
-
-def _may_be_read(holds: Tensor) -> bool:
-    return holds.is_cpu
 
 
 def _may_be_weights(tensor: Tensor) -> bool:

@@ -8,7 +8,7 @@ What is decided merges into totals, so that memory grows with the number of laye
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakSet, ref
@@ -17,19 +17,11 @@ import torch
 from torch import Tensor
 
 from pytest_modelprobe import statistics
-from pytest_modelprobe.capture.observed.observation import (
-    DoneForward,
-    Forward,
-    ParameterGradient,
-    Parts,
-    Totals,
-    merge_into,
-)
-from pytest_modelprobe.capture.observed.parameters import ParameterReading
-from pytest_modelprobe.models import Layers
-from pytest_modelprobe.record import ForwardKind, OptimizerGroup, Training
+from pytest_modelprobe.record import ForwardKind, OptimizerGroup
 from pytest_modelprobe.statistics import Reduction, SeenSamples
 from pytest_modelprobe.text import count
+
+from .observation import DoneForward, Forward, ParameterGradient, Parts, Totals, merge_into
 
 
 class ForwardCounts(NamedTuple):
@@ -419,7 +411,7 @@ class ObservedForwards:
             if forward.trained_by:
                 self.step.seen[forward.kind].add(forward.samples)
                 self._owner(forward).add(forward)
-            elif forward.may_be_trained:
+            elif forward.graph() is not None:  # a backward pass may reach it still
                 self._undecided.append(forward)
             else:
                 merge_into(self._evaluations, forward)
@@ -473,25 +465,3 @@ def _merged(merged: Parts, forwards: Sequence[Forward | DoneForward]) -> Parts:
     for forward in forwards:
         merge_into(parts, forward, final=False)
     return parts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Observations:
-    """What a capture has seen, as a record is assembled from it."""
-
-    layers: Layers
-    selected: frozenset[str]
-    """Names of the layers to record."""
-    forwards: ObservedForwards
-    backwards: int
-    """Backward passes, those inside a forward left out."""
-    parameters: Mapping[str, ParameterReading] | None
-    """Parameters and buffers by full name, as they were read; None: no forward."""
-    set_attributes: Mapping[str, set[str]]
-    """Names of the attributes that a forward set, by layer."""
-    functional_types: Mapping[str, str]
-    """Name of the function, by name of the pseudo-layer."""
-    replaced: Collection[str]
-    """Full names of the parameters in whose place another tensor stood, of which the gradient was computed."""
-    training: Training | None
-    notes: tuple[str, ...]

@@ -1,33 +1,32 @@
 """Records one call of a layer: its inputs are observed when it begins, its outputs when it ends.
 
-Calls of modules and functional calls are recorded alike, since `Capture` and `FunctionalMode` both use this. The inputs
-are read before the call because the layer may write into them.
+The inputs are read before the call because the layer may write into them. A functional call is recorded as that of a
+pseudo-layer: ``F.relu`` inside ``block`` is ``block.relu``. A model that calls it has no module for it, and so no hook,
+but a function mode sees the call. It costs some microseconds for each call of torch, so ``functionals=True`` has to ask
+for it. Functions that a module of torch calls itself are left out, since the module is recorded.
 """
 
 from __future__ import annotations
 
 import hashlib
 import operator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import WeakStorage, any_autocast
-from pytest_modelprobe.capture.hooks.tensor_hooks import TensorObserver
-from pytest_modelprobe.capture.special.attention import AttentionMode
-from pytest_modelprobe.capture.special.profiler import Profiler
-from pytest_modelprobe.capture.special.stop import StopCheck
-from pytest_modelprobe.models import Flat, active_autocast, flatten, unseen
+from pytest_modelprobe.models import Flat, Layers, active_autocast, flatten, flatten_call, type_name, unseen
+from pytest_modelprobe.record import ROOT, qualified
 
-from .observation import CallObservation
-from .positions import LastPosition
-from .random_draws import random_states
-from .running_calls import RunningCall, RunningCalls
-from .tensors import ContentKey, content_key, plain_name, shape_of
-from .units import unit_axis
+from .gradients import TensorObserver
+from .hooks import ForwardMode, HookGuard, leave
+from .observation import CallObservation, RunningCall, RunningCalls, StopCheck
+from .profiler import Profiler
+from .tensors import ContentKey, LastPosition, content_key, plain_name, random_states, shape_of, unit_axis
 
 _MOST_RETURNED = 256  # outputs of forwards that are remembered
 
@@ -39,8 +38,6 @@ class CallRecorder:
     tensors: TensorObserver
     running: RunningCalls
     notes: dict[str, None]
-    attention: AttentionMode | None
-    """Looks for attention weights among outputs. `None` without ``attention=True``."""
     profiler: Profiler | None
     """Measures what each call costs. `None` without ``profile=True``."""
     stop: StopCheck | None
@@ -80,7 +77,7 @@ class CallRecorder:
         if may_draw:
             running.random_states = random_states(running.forward.devices)
         if self.profiler is not None:
-            self.profiler.start_call(running)
+            running.start = self.profiler.start_call(running.name)
 
     def finish(self, running: RunningCall, output: Any, module: nn.Module | None, *, leaf: bool = True) -> None:
         """Observe the outputs of a call, which is off the stack already.
@@ -97,8 +94,11 @@ class CallRecorder:
         outer = self.running.stack[-1] if self.running.stack else None
         running.forward.end_call(call)
         outputs = flatten("output", output)
-        if self.profiler is not None:
-            self.profiler.finish_call(running, [tensor for _, tensor in outputs.tensors], leaf=leaf)
+        if self.profiler is not None and running.start is not None:
+            returned = [tensor for _, tensor in outputs.tensors]
+            self.profiler.finish_call(
+                running.name, running.start, None if outer is None else outer.start, returned, leaf=leaf
+            )
         found = outputs.tensors
         for path, tensor in found if self.last is None else self.last.of(running.name, found):
             if module is None or tensor.is_nested:
@@ -109,9 +109,6 @@ class CallRecorder:
             call.outputs.append((path, seen))
             if outer is not None:
                 outer.unit_axes[seen.shape] = seen.axis
-        if self.attention is not None:
-            with statistics.ambient_modes_disabled():
-                self.attention.observe_returned(running, call, [tensor for _, tensor in outputs.tensors])
         if outer is None:
             self._keep_returned(running, call, outputs)
         if outputs.opaque and outer is None:
@@ -139,3 +136,92 @@ def _autocast_dtype(inputs: Flat) -> str | None:
     """Return the dtype of the autocast that is active for the device of an input, or for the CPU without inputs."""
     active = active_autocast(sorted({tensor.device.type for _, tensor in inputs.tensors} or {"cpu"}))
     return plain_name(active[0][1]) if active else None
+
+
+# --- functional calls -------------------------------------------------------------------------------------------------
+
+_NAMES = (
+    "batch_norm", "celu", "dropout", "dropout1d", "dropout2d", "dropout3d", "elu", "gelu", "glu", "group_norm",
+    "hardsigmoid", "hardswish", "hardtanh", "layer_norm", "leaky_relu", "log_softmax", "logsigmoid", "mish",
+    "normalize", "prelu", "relu", "relu6", "rms_norm", "scaled_dot_product_attention", "selu", "sigmoid", "silu",
+    "softmax", "softmin", "softplus", "softsign", "tanh", "tanhshrink",
+)  # fmt: skip
+
+
+_FUNCTIONS = {
+    function: name
+    for name in _NAMES
+    for home in (F, torch, torch.Tensor)
+    for spelling in (name, f"{name}_")
+    if (function := getattr(home, spelling, None)) is not None
+}
+
+
+class FunctionalMode(ForwardMode):
+    """Records functional calls while a forward runs, inside the layers that are selected."""
+
+    def __init__(
+        self,
+        layers: Layers,
+        selected: Collection[str],
+        guard: HookGuard,
+        running: RunningCalls,
+        recorder: CallRecorder,
+    ) -> None:
+        super().__init__()
+        self._layers = layers
+        self._selected = selected
+        self._guard = guard
+        self._running = running
+        self._recorder = recorder
+        self.modes: Sequence[ForwardMode] = [self]
+        """All modes that are on the stack together, this one among them. They are taken off together."""
+        self.types: dict[str, str] = {}
+        """Name of the function by name of the pseudo-layer."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = _FUNCTIONS.get(func)
+        call = None if name is None else self._guard.observe(self._start, name, args, kwargs)
+        if call is None:
+            return func(*args, **kwargs)
+        try:
+            output = func(*args, **kwargs)
+        except BaseException:
+            self._running.remove(call)
+            raise
+        try:
+            self._guard.observe(self._finish, call, output)
+        except Exception:
+            # The guard lets only the error of ``stop_on=`` through. It closes the watch, which cannot take off the mode
+            # whose handler runs now: torch puts it back. So it is taken off when the running call of the module ends.
+            def after(*_: object) -> None:
+                handle.remove()
+                leave(self.modes)
+
+            handle = self._layers.modules[call.name.rpartition(".")[0] or ROOT].register_forward_hook(
+                after, always_call=True
+            )
+            raise
+        return output
+
+    def _start(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunningCall | None:
+        """Begin a functional call inside the running layer, unless it is not to be recorded."""
+        layer = self._running.innermost_here()
+        if layer is None or layer.name not in self._selected:
+            return None
+        module = self._layers.modules[layer.name]
+        if type_name(module).startswith("torch.nn.modules."):
+            return None  # the module is the function
+        name = qualified(layer.name, function)
+        if name in self._layers.modules:  # a child of the layer has the name of the function
+            name += "()"
+        self.types[name] = function
+        call = RunningCall(name, layer.frame, layer.forward, flatten_call(args, kwargs))
+        self._recorder.start(call, training=module.training, may_draw=True)
+        self._running.push(call)
+        return call
+
+    def _finish(self, call: RunningCall, output: Any) -> None:
+        self._running.remove(call)
+        self._recorder.finish(call, output, None)

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from pytest_modelprobe._torch import accumulates
-from pytest_modelprobe.models import read_flags
-from pytest_modelprobe.record import Training
-from pytest_modelprobe.statistics import ambient_modes_disabled, as_plain_tensor
+from pytest_modelprobe import statistics
+from pytest_modelprobe._torch import accumulates, graph_task
+from pytest_modelprobe.models import Layers, detached_copy, read_flags
+from pytest_modelprobe.record import OptimizerGroup, Training
+from pytest_modelprobe.statistics import Reduced, Reduction, ambient_modes_disabled, as_plain_tensor
 
-from .observed_forwards import GradientState, ObservedForwards, ObservedPasses, PendingPasses
+from .forwards import GradientState, ObservedForwards, ObservedPasses, PendingPasses
+from .tensors import named_tensors, read_parameters
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +54,7 @@ class Steps:
         self._by_optimizer: WeakKeyDictionary[Optimizer, _OptimizerSteps] = WeakKeyDictionary()
         self._optimizer_steps: list[_OptimizerSteps] = []
         self._optimizers: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        """Of optimizers without a parameter of the model, whether theirs have the same shapes."""
         self._stepping = False
         self._running: PendingPasses | None = None  # the newest pass, until it is known which parameters it reaches
         self._task = self._discarded_in = -1
@@ -91,7 +95,9 @@ class Steps:
         if torch.is_grad_enabled():
             self._forwards += module.training
         elif module.training:
-            self._idle |= not _computes_statistics(module)
+            # `torch.optim.swa_utils.update_bn` has the norms of a module average over all batches.
+            norms = (one for one in module.modules() if "running_mean" in one._buffers)
+            self._idle |= not any(one.training and getattr(one, "momentum", 0.0) is None for one in norms)
 
     def reached_in_evaluation(self) -> None:
         """Note that a backward pass reached a forward in evaluation mode."""
@@ -119,7 +125,7 @@ class Steps:
         if (
             reset
             or parameter.grad is None
-            or ((held.used or between) and not self._is_kept((held.used, held.owner), parameter.grad))
+            or ((held.used or between) and self._was_reset((held.used, held.owner), parameter.grad))
         ):
             held.passes, held.used, held.stale, held.mixed = 0, 0, False, False
         elif held.used:
@@ -193,7 +199,10 @@ class Steps:
         """
         if not held:
             self._others += 1
-            self._lookalikes += self._has_same_shapes(optimizer, parameters)
+            if optimizer not in self._optimizers:
+                shapes = Counter(p.shape for group in optimizer.param_groups for p in group["params"])
+                self._optimizers[optimizer] = shapes <= Counter(p.shape for p in parameters)
+            self._lookalikes += self._optimizers[optimizer]
         else:
             self._steps += 1
             self._emptied += emptied
@@ -221,14 +230,14 @@ class Steps:
         self.settle()
         self._stepping = False
 
-    def _is_kept(self, step: tuple[int, int], gradient: torch.Tensor) -> bool:
-        """Whether a gradient with which a step was taken was not reset to zero since.
+    def _was_reset(self, step: tuple[int, int], gradient: torch.Tensor) -> bool:
+        """Whether a gradient with which a step was taken was reset to zero since.
 
         One gradient of each step and optimizer is read in a pass, as reading synchronizes on CUDA.
         """
         if step not in self._kept:
             self._kept[step] = is_zero(gradient) is False
-        return self._kept[step]
+        return not self._kept[step]
 
     def _is_there(self, passes: PendingPasses, owner: int | None) -> bool:
         """Whether a gradient of pending passes was not reset to None or zero since; of one optimizer, or of all.
@@ -245,13 +254,6 @@ class Steps:
                 there = not are_zero(found) or (bool(found) and not passes.has_gradient_other_than_zero(names))
             self._kept[passes, owner] = there
         return self._kept[passes, owner]
-
-    def _has_same_shapes(self, optimizer: Optimizer, parameters: Collection[nn.Parameter]) -> bool:
-        """Whether the parameters of an optimizer have the shapes of parameters of the model."""
-        if optimizer not in self._optimizers:
-            shapes = Counter(p.shape for group in optimizer.param_groups for p in group["params"])
-            self._optimizers[optimizer] = shapes <= Counter(p.shape for p in parameters)
-        return self._optimizers[optimizer]
 
 
 _MOST_PENDING = 16
@@ -282,7 +284,136 @@ def _any(gradient: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
-def _computes_statistics(module: nn.Module) -> bool:
-    """Whether the norms of a module average over all batches now, as `torch.optim.swa_utils.update_bn` has them do."""
-    norms = (one for one in module.modules() if "running_mean" in one._buffers)
-    return any(one.training and getattr(one, "momentum", 0.0) is None for one in norms)
+# --- what an optimizer does in a step ---------------------------------------------------------------------------------
+
+Named = Iterable[tuple[str, torch.Tensor]]
+"""Parameters with their full names; of a tied one all."""
+
+
+@dataclass(slots=True, eq=False)
+class TrainingSteps:
+    """Reads what an optimizer does in each of the steps that are kept.
+
+    A step is over when the next forward begins: several optimizers, or several calls of one within a backward pass, may
+    take it together.
+    """
+
+    layers: Layers
+    selected: Collection[str]
+    """Names of the layers that are recorded."""
+    forwards: ObservedForwards
+    notes: dict[str, None]
+    _before: dict[str, Reduction] = field(default_factory=dict)
+    """Parameters and buffers by full name before the newest step of an optimizer of this model."""
+    _copies: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Parameters by full name as the step that runs found them."""
+    _running: list[int] = field(default_factory=list)
+    """Ids of the optimizers whose step runs: that of one may call that of another, as in ZeRO, or a forward."""
+
+    def forward_begins(self) -> None:
+        """Free the copies, unless the forward is in the closure of a step."""
+        if not self._running:
+            self._copies.clear()
+
+    def step_begins(self, optimizer: torch.optim.Optimizer, parameters: Named, *, early: bool) -> None:
+        """Read parameters before an optimizer changes them, and its gradients unless it computes them itself."""
+        step = self.forwards.step
+        if self.forwards.keeps_step:
+            if id(optimizer) in self._running:  # a step of it raised an error
+                self._running.clear()
+            self._running.append(id(optimizer))
+            if early or not step.before:  # within the step of another, as in ZeRO, it is known
+                readings = read_parameters(self.layers, self.selected)
+                self._before = {name: reading.reduced for name, reading in readings.items()}
+            step.before = step.before or self._before
+            self._copy(parameters)
+            for group in optimizer.param_groups:
+                own = {id(tensor) for tensor in group["params"]}
+                held = [name for name, tensor in parameters if id(tensor) in own]
+                step.groups.update((name, len(step.optimizers)) for name in held if name not in step.groups)
+                if held:
+                    options = {key: _plain(value) for key, value in group.items() if key not in _NO_EFFECT}
+                    found = {key: value for key, value in options.items() if value is not NotImplemented}
+                    step.optimizers.append(OptimizerGroup(optimizer=type(optimizer).__name__, options=found))
+            if not early:
+                self._read_gradients(parameters)
+
+    def step_ends(self, parameters: Named, *, early: bool) -> None:
+        """Read what the optimizer did."""
+        step = self.forwards.step
+        step.taken = True
+        if self.forwards.keeps_step:
+            step.before = step.before or self._before  # a forward in a closure began the step
+            step.modes = {name: module.training for name, module in self.layers.modules.items()}
+            if early:
+                self._read_gradients(parameters)
+            for name, tensor in () if graph_task() != -1 else named_tensors(self.layers, self.selected):
+                if not isinstance(tensor, nn.Parameter):
+                    step.buffers[name] = statistics.reduce(tensor)
+            del self._running[-1:]
+            if not self._running:
+                self._read_updates(parameters)
+
+    def _copy(self, parameters: Named) -> None:
+        """Copy parameters, to know what is added to them: their fingerprints are not as exact as that needs."""
+        for name, tensor in parameters:
+            if name not in self._copies:
+                try:
+                    copy = detached_copy(tensor)
+                except torch.OutOfMemoryError:
+                    self.notes["what optimizers added to parameters was not recorded: no memory for copies"] = None
+                    return
+                if copy is not None:
+                    self._copies[name] = copy
+
+    def _read_updates(self, parameters: Named) -> None:
+        """Read what was added to parameters since they were copied, and free the copies."""
+        updates = self.forwards.step.updates
+        known: dict[int, Reduction] = {}
+        for name, tensor in parameters:
+            copy = self._copies.pop(name, None)
+            if name in updates:
+                updates[name] = Reduced(reason="several optimizers changed it in one step")
+            elif copy is None or copy.shape != tensor.shape:
+                updates[name] = Reduced(reason="it could not be copied before the step")
+            elif id(tensor) not in known:
+                known[id(tensor)] = updates[name] = statistics.reduce(tensor.detach() - copy)
+            else:  # tied
+                updates[name] = known[id(tensor)]
+
+    def _read_gradients(self, parameters: Named) -> None:
+        newest = self.forwards.newest
+        index = 0 if newest is None else newest.index
+        for name, parameter in parameters:
+            if parameter.grad is not None:
+                self.forwards.step.applied[name] = statistics.reduce(parameter.grad, index=index)
+
+
+def computes_gradients(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether gradients are known only after a step: a closure computes them, or a fused kernel unscales them."""
+    return has_closure(args, kwargs) or getattr(optimizer, "grad_scale", None) is not None
+
+
+def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether gradients are computed in the step."""
+    return kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
+
+
+def is_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a fused step does nothing, as gradients are not finite. A scaler leaves out other steps by itself."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return isinstance(found_inf, torch.Tensor) and is_zero(found_inf) is False
+
+
+_NO_EFFECT = ("params", "foreach", "fused", "capturable", "differentiable")
+"""Fields of a group that change no number."""
+
+
+def _plain(value: object) -> Any:
+    """Return a hyperparameter as a record has it; `NotImplemented` if it is no number, text or tuple of them."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else NotImplemented
+    if isinstance(value, (tuple, list)):
+        parts = [_plain(one) for one in value]
+        return NotImplemented if NotImplemented in parts else f"({', '.join(map(str, parts))})"
+    return value if value is None or isinstance(value, (bool, int, float, str)) else NotImplemented

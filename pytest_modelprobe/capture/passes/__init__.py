@@ -1,1 +1,0 @@
-"""Forwards, backward passes and steps of optimizers: what belongs together, and what is merged."""
