@@ -73,12 +73,26 @@ def assert_same_distribution(
     what, limit = f"by {first.shift:.3g} standard deviations", max_shift
     if not first.shift > max_shift:
         what, limit = f"with a stability index of {first.psi:.3g}", max_psi
+    advice = "The data differ before the first layer: compare how they are read, normalized and augmented."
+    if first.side != "it":
+        at = pairs.index(first)
+        before = f"; {pairs[at - 1].label} moved by {pairs[at - 1].shift:.3g}" if at else ""
+        advice = (
+            f"What came before is within the limits{before}: look at what {first.label} does with it. "
+            "modelprobe.plot_distributions(a, b) draws both."
+        )
+    rows: list[list[Cell]] = []
+    for pair in moved:
+        (mean, std), (other_mean, other_std) = _moments(pair.a), _moments(pair.b)
+        index = "-" if pair.psi is None else f"{pair.psi:.3g}"
+        columns = [number(value) for value in (mean, other_mean, std, other_std)]
+        rows.append([pair.label, pair.type, f"{pair.shift:.3g}", index, *columns])
     raise failed(
         f"{first.label} is the first with another distribution: {first.side} moved {what}, more than {limit:g}; "
         f"{out_of(len(moved), len(pairs), 'value')} moved",
         ["value", "type", "shift", "index", "mean of a", "mean of b", "std of a", "std of b"],
-        [_row(pair) for pair in moved],
-        _next_step(first, pairs),
+        rows,
+        advice,
     )
 
 
@@ -95,7 +109,8 @@ class _Pair:
     @functools.cached_property
     def shift(self) -> float:
         mean, std, other_mean, other_std = _moments(self.a) + _moments(self.b)
-        if math.isnan(mean + other_mean) or _is_finite(self.a) != _is_finite(self.b):
+        a, b = (one.statistics is None or not one.statistics.nonfinite for one in (self.a, self.b))
+        if math.isnan(mean + other_mean) or a != b:
             return math.inf  # one has no finite element, or elements that mean and std leave out
         return in_pooled_deviations(math.hypot(mean - other_mean, std - other_std), std, other_std)
 
@@ -181,25 +196,3 @@ def _moments(reading: Reading) -> tuple[float, float]:
     assert reading.statistics is not None
     mean, std = reading.statistics.mean, reading.statistics.std
     return (math.nan, math.nan) if mean is None or std is None else (mean, std)
-
-
-def _is_finite(reading: Reading) -> bool:
-    return reading.statistics is None or not reading.statistics.nonfinite
-
-
-def _row(pair: _Pair) -> list[Cell]:
-    (mean, std), (other_mean, other_std) = _moments(pair.a), _moments(pair.b)
-    numbers = [number(value) for value in (mean, other_mean, std, other_std)]
-    index = "-" if pair.psi is None else f"{pair.psi:.3g}"
-    return [pair.label, pair.type, f"{pair.shift:.3g}", index, *numbers]
-
-
-def _next_step(first: _Pair, pairs: Sequence[_Pair]) -> str:
-    if first.side == "it":
-        return "The data differ before the first layer: compare how they are read, normalized and augmented."
-    at = pairs.index(first)
-    before = f"; {pairs[at - 1].label} moved by {pairs[at - 1].shift:.3g}" if at else ""
-    return (
-        f"What came before is within the limits{before}: look at what {first.label} does with it. "
-        "modelprobe.plot_distributions(a, b) draws both."
-    )

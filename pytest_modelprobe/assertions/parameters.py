@@ -8,6 +8,7 @@ from fingerprints, because a record has no tensors.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -56,15 +57,6 @@ __tracebackhide__ = True  # a traceback ends at the line of the test
 # --- static facts -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _ParameterInfo:
-    name: str
-    elements: int
-    requires_grad: bool
-    same: object
-    """Equal for tied parameters."""
-
-
 def assert_param_count(
     subject: Subject | Any, expected: int | tuple[int, int], *, trainable: bool | None = None, layers: Selector = "**"
 ) -> None:
@@ -85,22 +77,18 @@ def assert_param_count(
     >>> assert_param_count(nn.Linear(3, 2), 8)
     """
     low, high = bounds(expected, "elements")
-    counted: dict[object, _ParameterInfo] = {}
-    for fact in _parameter_infos(subject, layers):
-        if trainable is None or fact.requires_grad == trainable:
-            counted.setdefault(fact.same, fact)
-    total = sum(fact.elements for fact in counted.values())
-    if low <= total <= high:
-        return
-    kind = "" if trainable is None else "trainable " if trainable else "frozen "
-    by_layer: dict[str, int] = {}
-    for fact in counted.values():
-        owner = parent(fact.name)
-        by_layer[owner] = by_layer.get(owner, 0) + fact.elements
-    rows: list[list[Cell]] = [[name, n] for name, n in sorted(by_layer.items(), key=lambda item: -item[1])]
-    owner = "the model has" if layers == "**" else "the selected layers have"
-    first = f"{owner} {count(total, f'{kind}parameter')}, {deviation(total, low, high)}"
-    raise failed(first, ["layer", "parameters"], rows)
+    counted: set[object] = set()
+    by_layer: Counter[str] = Counter()
+    for name, elements, requires_grad, same in _parameters(subject, layers):
+        if same not in counted and trainable in (None, requires_grad):
+            counted.add(same)
+            by_layer[parent(name)] += elements
+    total = by_layer.total()
+    if not low <= total <= high:
+        kind = "" if trainable is None else "trainable " if trainable else "frozen "
+        owner = "the model has" if layers == "**" else "the selected layers have"
+        first = f"{owner} {count(total, f'{kind}parameter')}, {deviation(total, low, high)}"
+        raise failed(first, ["layer", "parameters"], by_layer.most_common())
 
 
 def assert_tied(subject: Subject | Any, *names: str) -> None:
@@ -121,16 +109,15 @@ def assert_tied(subject: Subject | Any, *names: str) -> None:
     """
     if len(set(names)) < max(2, len(names)):
         raise UsageError(f"assert_tied takes the names of two or more parameters, each once; got {listed(names)}")
-    facts = {fact.name: fact for fact in _parameter_infos(subject, "**")}
+    known = {name: (elements, same) for name, elements, _, same in _parameters(subject, "**")}
     for name in names:
-        if name not in facts:
-            near = nearest(name, facts)
-            hint = f"; nearest: {', '.join(near)}" if near else ""
-            raise UsageError(f"there is no parameter {name!r}{hint}")
-    first, *others = names
-    untied = [name for name in others if facts[name].same != facts[first].same]
+        if name not in known:
+            near = nearest(name, known)
+            raise UsageError(f"there is no parameter {name!r}{f'; nearest: {listed(near)}' if near else ''}")
+    first = names[0]
+    untied = [name for name in names if known[name][1] != known[first][1]]
     if untied:
-        rows: list[list[Cell]] = [[name, facts[name].elements, "no" if name in untied else "yes"] for name in names]
+        rows: list[list[Cell]] = [[name, known[name][0], "no" if name in untied else "yes"] for name in names]
         raise failed(
             f"{untied[0]} is not tied to {first}: they are two parameters",
             ["parameter", "elements", f"tied to {first}"],
@@ -162,7 +149,9 @@ def assert_devices(subject: Subject, devices: str | Mapping[str, str], *, layers
     looked_at = 0
     for selector, device in by_selector(devices, layers, "device"):
         for layer in reversed(called(record, selector)):  # children before their parent
-            for where, actual in _places(layer):
+            own = ((full_name(layer, one.name), one.device) for one in (*layer.parameters, *layer.buffers))
+            outputs = ((address(layer.name, call, value.path), value.device) for call, value in layer.outputs)
+            for where, actual in (*own, *outputs):
                 looked_at += 1
                 if str(device) not in (actual, actual.partition(":")[0]) and (actual, str(device)) != ("cpu", "cpu:0"):
                     rows.append([where, layer.type_name, actual, str(device)])
@@ -178,28 +167,22 @@ def assert_devices(subject: Subject, devices: str | Mapping[str, str], *, layers
         )
 
 
-def _places(layer: Layer) -> Iterator[tuple[str, str]]:
-    for parameter in (*layer.parameters, *layer.buffers):
-        yield full_name(layer, parameter.name), parameter.device
-    for call, value in layer.outputs:
-        yield address(layer.name, call, value.path), value.device
-
-
-def _parameter_infos(subject: Subject | Any, layers: Selector) -> Iterator[_ParameterInfo]:
+def _parameters(subject: Subject | Any, layers: Selector) -> Iterator[tuple[str, int, bool, object]]:
+    """Yield name, elements and ``requires_grad`` of each parameter, and what is equal for tied ones."""
     if hasattr(subject, "named_parameters"):
         if layers != "**":
             raise UsageError("layers= goes with a record; of a module all parameters are looked at")
         for name, p in subject.named_parameters(remove_duplicate=False):
             if type(p).__name__ == "UninitializedParameter":
                 raise UsageError(f"{name} has no shape yet: run the model once, then count")
-            yield _ParameterInfo(name, p.numel(), p.requires_grad, id(p))
+            yield name, p.numel(), p.requires_grad, id(p)
         return
     source = source_of(subject)
     record = source if isinstance(source, Record) else source.record
     for layer in selected(record, layers):
         for own in layer.parameters:
             name = full_name(layer, own.name)
-            yield _ParameterInfo(name, math.prod(own.shape), own.requires_grad, own.tied_to or name)
+            yield name, math.prod(own.shape), own.requires_grad, own.tied_to or name
 
 
 # --- what training does -------------------------------------------------------------------------------------------
@@ -207,15 +190,8 @@ def _parameter_infos(subject: Subject | Any, layers: Selector) -> Iterator[_Para
 
 _NEGLIGIBLE = 1e-5
 """A gradient below this share of the largest of its layer may be too small for any step that suits the others."""
-_CANCELED = (
-    "Its gradient is rounding error: the {} cancels it. A bias there has no effect: remove it from the model, or "
-    "exclude it here with ignore=."
-)
-_ZERO = "Its gradient is all zero: {}."
+
 _ORIGIN = "assert_grad_finite names where that began."
-_NEVER_UPDATED = "No optimizer has updated it: assert_params_updated says why."
-_NO_BUFFERS = "the record of a step has buffers as the step left them, and not before it; give the watch"
-_LEARNING_RATE = "The learning rate is too {0} for it, or its gradient is."
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,11 +214,6 @@ class _Change:
     def now(self) -> Reading:
         """What training made of it: its values, or what a step added to them if that is not finite."""
         return self.own.update if self.own.update is not None and has_nonfinite(self.own.update) else self.own.reading
-
-    @property
-    def is_relative(self) -> bool:
-        """Whether there is a change, and a norm that it is relative to."""
-        return self.change is not None and not math.isinf(self.change)
 
 
 def assert_frozen(subject: Subject, *, layers: Selector = "**") -> None:
@@ -274,23 +245,27 @@ def assert_frozen(subject: Subject, *, layers: Selector = "**") -> None:
     """
     found = _changes(subject, layers)
     bad = [one for one in found if one.change]
-    statistics = [layer for layer in {one.layer.name: one.layer for one in found}.values() if _tracks_statistics(layer)]
     if bad:
         first = bad[0]
-        why = (
-            "BatchNorm in training mode updates its running statistics even if it is frozen: call eval() on it."
-            if first.buffer
-            else "It is in the optimizer: weight decay and momentum change parameters without a gradient too."
-            if not first.own.requires_grad
-            else "It requires a gradient: call requires_grad_(False), and leave it out of the optimizer."
-        )
+        why = "It requires a gradient: call requires_grad_(False), and leave it out of the optimizer."
+        if first.buffer:
+            why = "BatchNorm in training mode updates its running statistics even if it is frozen: call eval() on it."
+        elif not first.own.requires_grad:
+            why = "It is in the optimizer: weight decay and momentum change parameters without a gradient too."
+        size = _size(first)
+        changed = f" to {size}" if has_nonfinite(first.own.reading) else f" by {size}" if size != "not known" else ""
         raise failed(
-            f"{first.name} is not frozen: it changed{_by(first)}; "
-            f"{out_of(len(bad), len(found), 'parameters and buffer')}",
+            f"{first.name} is not frozen: it changed{changed}; {out_of(len(bad), len(found), 'parameters and buffer')}",
             ["parameter", "requires_grad", "changed by"],
             [[one.name, "buffer" if one.buffer else str(one.own.requires_grad), _size(one)] for one in bad],
             why,
         )
+    statistics = [
+        layer
+        for layer in {one.layer.name: one.layer for one in found}.values()
+        if any(buffer.name.startswith("running_") for buffer in layer.buffers)
+        and any(call.training for call in layer.calls)
+    ]
     if statistics:
         layer = statistics[0]
         raise failed(
@@ -359,7 +334,7 @@ def _why_unchanged(one: _Change, subject: Subject) -> tuple[str, bool]:
     if healthy:
         return healthy, True
     if gradient.statistics is not None and gradient.statistics.all_zero:
-        return _ZERO.format(_why_zero(one.layer)), False
+        return _why_zero(one.layer), False
     return _why_without_effect(one, subject) or (
         "It has a gradient: it is in no group of the optimizer, the step is too small, or was never taken."
     ), False
@@ -372,16 +347,23 @@ def _why_small(one: _Change, subject: Subject, low: float = 0.0) -> str:
     """
     seen = [(layer, own) for _, layer, own in _steps_with(one, subject)] or [(one.layer, one.own)]
     if all(_cancels(layer, own) for layer, own in seen):
-        by = "norm after it" if _feeds_norm(one.layer, subject) else "rest of the model, or the loss,"
-        return _CANCELED.format(by)
-    shares = [_share_of_layer(layer, own) for layer, own in seen]
+        outputs = {value.tensor for _, value in one.layer.outputs}
+        norms = (s.call for s in CallTree(record_of(subject)).started if "Norm" in s.layer.type_name)
+        feeds_norm = any(value.tensor in outputs for call in norms for value in call.inputs)
+        by = "norm after it" if feeds_norm else "rest of the model, or the loss,"
+        return (
+            f"Its gradient is rounding error: the {by} cancels it. A bias there has no effect: remove it from the "
+            "model, or exclude it here with ignore=."
+        )
+    largest = [max(_rms(p.gradient) or 0.0 for p in layer.parameters) for layer, _ in seen]
+    shares = [(_rms(own.gradient) or 0.0) / most if most else 0.0 for (_, own), most in zip(seen, largest, strict=True)]
     if all(0 < share < _NEGLIGIBLE for share in shares):
         times = number(1 / max(shares))
         return f"Its gradient is {times} times smaller than the largest of its layer, too small for steps that suit it."
     if not any(_rms(own.gradient) for _, own in seen):
         explained = excuse_gradients(subject)
         if explained:
-            return f"{_ZERO.format(_why_zero(one.layer))} {explained}"
+            return f"{_why_zero(one.layer)} {explained}"
     merged = record_of(subject)[one.layer.name].parameters
     arrived = any(_rms(own.gradient) for own in merged if own.name == one.own.name)
     if not arrived or _why_without_effect(one, subject):
@@ -393,17 +375,11 @@ def _why_zero(layer: Layer) -> str:
     """Return why no gradient comes from a layer: nothing but zeros comes in, or back, or it cancels."""
     given = [value.forward.statistics for _, value in layer.inputs if value.is_floating]
     if given and all(numbers is not None and numbers.all_zero for numbers in given):
-        return "all that its layer is given is zero"
+        return "Its gradient is all zero: all that its layer is given is zero."
     arrived = [numbers for _, value in layer.outputs if (numbers := gradient_of(value)) is not None]
     if any(not numbers.all_zero for numbers in arrived):
-        return "a gradient arrives at its layer, and its part in it is zero or cancels"
-    return "the layers after it are dead, zero-initialized or not used"
-
-
-def _feeds_norm(layer: Layer, subject: Subject) -> bool:
-    outputs = {value.tensor for _, value in layer.outputs}
-    steps = CallTree(record_of(subject)).started
-    return any("Norm" in s.layer.type_name and any(v.tensor in outputs for v in s.call.inputs) for s in steps)
+        return "Its gradient is all zero: a gradient arrives at its layer, and its part in it is zero or cancels."
+    return "Its gradient is all zero: the layers after it are dead, zero-initialized or not used."
 
 
 def _steps_with(one: _Change, subject: Subject) -> list[tuple[Record, Layer, Parameter]]:
@@ -436,28 +412,21 @@ def _cancels(layer: Layer, own: Parameter) -> bool:
     return 0 < len(known) == len(terms) and gradient < norm * min(4 * rounding, 0.03 / math.sqrt(n))
 
 
-def _share_of_layer(layer: Layer, own: Parameter) -> float:
-    """Return the gradient of a parameter beside the largest of its layer; 0 if there is none."""
-    largest = max(_rms(p.gradient) or 0.0 for p in layer.parameters)
-    return (_rms(own.gradient) or 0.0) / largest if largest else 0.0
-
-
 def _why_without_effect(one: _Change, subject: Subject) -> str | None:
     """Return why the steps that are kept could not change a parameter with a gradient; None: they could have."""
     held = [(own, step.optimizers[own.group]) for step, _, own in _steps_with(one, subject) if own.group is not None]
     if held and all(group.options.get("lr") == 0 for _, group in held):
         name = held[0][1].optimizer
         return f"Its group of {name} has lr 0 in every step that is kept: raise it, or train longer if it is a warmup."
-    if held and all(_is_emptied(own) for own, _ in held):
+
+    def is_emptied(own: Parameter) -> bool:  # a gradient arrived that is not zero, and the optimizer had none or zeros
+        arrived, applied = (None if one is None else one.statistics for one in (own.gradient, own.applied))
+        gone = own.applied is None or (applied is not None and applied.all_zero)
+        return gone and arrived is not None and not arrived.all_zero
+
+    if held and all(is_emptied(own) for own, _ in held):
         return f"{held[0][1].optimizer} had none of its gradient: call zero_grad() after step() or before backward()."
     return None
-
-
-def _is_emptied(own: Parameter) -> bool:
-    """Whether a gradient arrived that is not zero, and the optimizer had none or zeros."""
-    arrived, applied = (None if one is None else one.statistics for one in (own.gradient, own.applied))
-    gone = own.applied is None or (applied is not None and applied.all_zero)
-    return gone and arrived is not None and not arrived.all_zero
 
 
 def assert_update_ratio(
@@ -508,37 +477,40 @@ def assert_update_ratio(
     if not found:
         _reject_unknown(trained)
         raise NothingObservedError("the selected layers have no parameters that require a gradient and were not zero")
+
+    def times_outside(ratio: float) -> float:  # inf for a ratio of 0 and an unknown one
+        return ratio / high if ratio > high > 0 else low / ratio if 0 < ratio <= high else math.inf
+
     bad = [(n, one) for n, one in found if not low <= (one.change or 0.0) <= high]
-    bad.sort(key=lambda pair: -_times_outside(pair[1].change or 0.0, low, high))
-    small = {one.name: _why_too_small(one, subject, low) for _, one in bad}
-    bad.sort(key=lambda pair: bool(small[pair[1].name]))
+    bad.sort(key=lambda pair: -times_outside(pair[1].change or 0.0))
+    below = (one for _, one in bad if (one.change or 0.0) < low and not has_nonfinite(one.own.gradient))
+    healthy = {one.name: reason for one in below if (reason := _why_small(one, subject, low))}
+    bad.sort(key=lambda pair: pair[1].name in healthy)
     if bad:
         step, first = bad[0]
         names = {one.name for _, one in bad}
-        large = (first.change or 0.0) > high
-        when = "" if step is None else f" in step {step}"
-        numbers = sorted({n for n, _ in found if n is not None})
-        of = f" in {count(len(numbers), 'step')}" if numbers else ""
+        numbers = {n for n, _ in found if n is not None}
         rows: list[list[Cell]] = [
-            [
-                one.name,
-                str(one.own.shape),
-                *([n] if numbers else []),
-                one.change,
-                _rms(one.own.applied or one.own.gradient),
-            ]
+            [one.name, str(one.own.shape), *[n] * bool(numbers), one.change, _rms(one.own.applied or one.own.gradient)]
             for n, one in bad
         ]
+        large = (first.change or 0.0) > high
+        why: str | None = healthy.get(first.name) or (None if first.change else _why_without_effect(first, subject))
+        if first.name not in healthy and numbers and step is None:
+            why = "No optimizer has updated it: assert_params_updated says why."
+        elif not large and has_nonfinite(first.own.gradient):
+            why = f"Its gradient is not finite, and such steps are skipped. {_ORIGIN}"
         text = failure(
-            f"{first.name} changed by {number(first.change)} of its norm{when}, not {number(low)} to "
-            f"{number(high)}; {out_of(len(names), len({one.name for _, one in found}), 'parameter')}{of}",
-            ["parameter", "shape", *(["step"] if numbers else []), "ratio", "gradient rms"],
+            f"{first.name} changed by {number(first.change)} of its norm{'' if step is None else f' in step {step}'}, "
+            f"not {number(low)} to {number(high)}; "
+            + out_of(len(names), len({one.name for _, one in found}), "parameter")
+            + (f" in {count(len(numbers), 'step')}" if numbers else ""),
+            ["parameter", "shape", *["step"] * bool(numbers), "ratio", "gradient rms"],
             rows,
-            small[first.name]
-            or (_NEVER_UPDATED if numbers and step is None else _why_outside(first, subject, large=large)),
+            why or f"The learning rate is too {'large' if large else 'small'} for it, or its gradient is.",
             wider_globs(ignore, names),
         )
-        fail_or_hint(text, hint=bool(small[first.name]))
+        fail_or_hint(text, hint=first.name in healthy)
     _reject_unknown(trained)
 
 
@@ -566,7 +538,12 @@ def _in_steps(subject: Subject, trained: list[_Change]) -> list[tuple[int | None
     those of all steps together. Left out are parameters that were zero before training: they had no norm.
     """
     names = {one.name for one in trained}
-    steps = [(n, one) for n, one in _changes_of_steps(subject) if one.name in names]
+    source = source_of(subject)
+    steps: list[tuple[int | None, _Change]] = []
+    for record in (source,) if isinstance(source, Record) else source.steps:
+        of_step = [one for one in _of_step(record) if one.own.update is not None]
+        if any(one.change for one in of_step):
+            steps += ((record.step, one) for one in of_step if one.name in names)
     zero = {one.name for _, one in steps if one.change is not None and math.isinf(one.change)}
     found = [(n, one) for n, one in steps if one.name not in zero]
     if found:
@@ -574,21 +551,7 @@ def _in_steps(subject: Subject, trained: list[_Change]) -> list[tuple[int | None
         found += [(None, one) for one in trained if one.name not in stepped and one.change == 0]
     else:
         found = [(None, one) for one in trained]
-    return [(n, one) for n, one in found if one.is_relative]
-
-
-def _changes_of_steps(subject: Subject) -> Iterator[tuple[int | None, _Change]]:
-    """Yield the change of each parameter in each step that is kept, with the step's number from 0."""
-    source = source_of(subject)
-    for record in (source,) if isinstance(source, Record) else source.steps:
-        found = [
-            _Change(full_name(layer, own.name), layer, own, _share_added(own.update, own.reading), False, False)
-            for layer in record.layers.values()
-            for own in layer.parameters
-            if own.update is not None
-        ]
-        if any(one.change for one in found):
-            yield from ((record.step, one) for one in found)
+    return [(n, one) for n, one in found if one.change is not None and not math.isinf(one.change)]
 
 
 def _reject_unknown(found: Iterable[_Change]) -> None:
@@ -604,13 +567,11 @@ def _finite(found: list[_Change]) -> list[_Change]:
     bad = [one for one in found if has_nonfinite(one.now)]
     if bad:
         first = bad[0]
-        why = (
-            "It was not finite before the first step either: look at the initialization, or at what was loaded."
-            if first.bad_before
-            else f"Its gradient was not finite. {_ORIGIN}"
-            if has_nonfinite(first.own.gradient)
-            else "Its gradients were finite: look at the learning rate and at what the optimizer divides by."
-        )
+        why = "Its gradients were finite: look at the learning rate and at what the optimizer divides by."
+        if first.bad_before:
+            why = "It was not finite before the first step either: look at the initialization, or at what was loaded."
+        elif has_nonfinite(first.own.gradient):
+            why = f"Its gradient was not finite. {_ORIGIN}"
         raise failed(
             f"{first.name} is not finite after training: {_bad_counts(first.now)}; "
             f"{out_of(len(bad), len(found), 'parameter')}",
@@ -628,24 +589,6 @@ def _bad_counts(reading: Reading | None) -> str:
     return nonfinite_counts(statistics) if statistics.nonfinite else "none"
 
 
-def _why_outside(one: _Change, subject: Subject, *, large: bool) -> str:
-    if not large and has_nonfinite(one.own.gradient):
-        return f"Its gradient is not finite, and such steps are skipped. {_ORIGIN}"
-    why = None if one.change else _why_without_effect(one, subject)
-    return why or _LEARNING_RATE.format("large" if large else "small")
-
-
-def _why_too_small(one: _Change, subject: Subject, low: float) -> str:
-    """Return why a parameter changes by less than ``low``, if it does and a healthy model may; else an empty text."""
-    too_small = (one.change or 0.0) < low and not has_nonfinite(one.own.gradient)
-    return _why_small(one, subject, low) if too_small else ""
-
-
-def _times_outside(ratio: float, low: float, high: float) -> float:
-    """Return the factor by which a ratio is out of range; inf for a ratio of 0 and an unknown one."""
-    return ratio / high if ratio > high > 0 else low / ratio if 0 < ratio <= high else math.inf
-
-
 def _changes(subject: Subject, layers: Selector, *, may_be_unchanged: bool = False) -> list[_Change]:
     """Return the change of each parameter and buffer of the layers since before training.
 
@@ -656,7 +599,7 @@ def _changes(subject: Subject, layers: Selector, *, may_be_unchanged: bool = Fal
         source.reread()
         now = record_of(source)
         before = source.first
-        found = [one for layer in now.layers.values() for one in _of_layer(layer, before.layers.get(layer.name))]
+        found = [one for layer in now.layers.values() for one in _between(layer, before.layers.get(layer.name))]
     elif isinstance(source, Record) and any(own.update is not None for own in source.parameters):
         now, found = source, list(_of_step(source))
     else:
@@ -679,18 +622,12 @@ def _changes(subject: Subject, layers: Selector, *, may_be_unchanged: bool = Fal
     return wanted
 
 
-def _of_layer(now: Layer, before: Layer | None) -> Iterator[_Change]:
-    if before is None:
-        return
-    for kind, mine, theirs in (
-        ("parameter", now.parameters, before.parameters), ("buffer", now.buffers, before.buffers)
-    ):  # fmt: skip
-        was = {own.name: own for own in theirs}
-        for own in mine:
-            if own.name in was:
-                change = _relative_change(own.reading, was[own.name].reading)
-                bad_before = has_nonfinite(was[own.name].reading)
-                yield _Change(full_name(now, own.name), now, own, change, kind == "buffer", bad_before)
+def _between(now: Layer, before: Layer | None) -> Iterator[_Change]:
+    was = {} if before is None else {own.name: own.reading for own in (*before.parameters, *before.buffers)}
+    for own in (*now.parameters, *now.buffers):
+        if own.name in was:
+            change, bad_before = _relative_change(own.reading, was[own.name]), has_nonfinite(was[own.name])
+            yield _Change(full_name(now, own.name), now, own, change, own in now.buffers, bad_before)
 
 
 def _of_step(record: Record) -> Iterator[_Change]:
@@ -701,7 +638,8 @@ def _of_step(record: Record) -> Iterator[_Change]:
             unknown = None if own.update is None else own.update.reason
             yield _Change(full_name(layer, own.name), layer, own, change, False, has_nonfinite(own.reading), unknown)
         for own in layer.buffers:
-            yield _Change(full_name(layer, own.name), layer, own, None, True, False, _NO_BUFFERS)
+            unknown = "the record of a step has buffers as the step left them, and not before it; give the watch"
+            yield _Change(full_name(layer, own.name), layer, own, None, True, False, unknown)
 
 
 def _share_added(update: Reading, before: Reading) -> float | None:
@@ -729,22 +667,10 @@ def _relative_change(now: Reading, before: Reading) -> float | None:
     return estimated_change(now.fingerprint, before.fingerprint, before.statistics.norm)
 
 
-def _by(one: _Change) -> str:
-    if has_nonfinite(one.own.reading):
-        return f" to {_bad_counts(one.own.reading)}"
-    return "" if one.change is None or math.isnan(one.change) else f" by {percent(one.change)}"
-
-
 def _size(one: _Change) -> str:
     if has_nonfinite(one.own.reading):
         return _bad_counts(one.own.reading)
     return "not known" if one.change is not None and math.isnan(one.change) else percent(one.change)
-
-
-def _tracks_statistics(layer: Layer) -> bool:
-    """Whether a layer was called in training mode and has running statistics."""
-    keeps = any(buffer.name.startswith("running_") for buffer in layer.buffers)
-    return keeps and any(call.training for call in layer.calls)
 
 
 def _rms(reading: Reading | None) -> float | None:
