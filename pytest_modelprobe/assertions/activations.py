@@ -32,26 +32,24 @@ from pytest_modelprobe.record import (
 from pytest_modelprobe.text import Cell, count, failed, failure, listed, number, out_of
 
 from .sources import (
+    BY_CHANCE,
     Subject,
+    excuse_gradients,
     fail_or_hint,
     full_name,
     gradient_of,
+    has_zero_parameters,
     is_zero,
     newest_of,
     numbers,
     record_of,
     reject_unread,
-    with_numbers,
-)
-from .structure import forwards_of
-from .zeros import (
-    BY_CHANCE,
-    excuse_gradients,
-    has_zero_parameters,
     returns_drawn_zeros,
     second_look,
     starts_from_zero,
+    with_numbers,
 )
+from .structure import forwards_of
 
 __tracebackhide__ = True  # a traceback ends at the line of the test
 

@@ -33,19 +33,22 @@ from pytest_modelprobe.text import Cell, count, failed, failure, listed, number,
 from pytest_modelprobe.text import shape as shape_text
 
 from .activations import find_nonfinite, from_forward, nonfinite_counts
-from .experts import find_unreached
 from .sources import (
     LEAVE_OUT,
     Subject,
     backward_of,
     called,
+    excuse_gradients,
+    excuse_small_gradients,
     fail_or_hint,
+    find_unreached,
     full_name,
+    has_zero_parameters,
     not_ignored,
+    second_look,
     start_of,
     wider_globs,
 )
-from .zeros import excuse_gradients, excuse_small_gradients, has_zero_parameters, second_look
 
 __tracebackhide__ = True  # a traceback ends at the line of the test
 

@@ -6,24 +6,16 @@ edited. Hooks make the changes, and at the end of a block the model is as it was
 
 from __future__ import annotations
 
-from . import faults
-from .ablations import Ablated, Ablation, Metric, ablation, assert_layer_matters
-from .faults import Swap
-from .intervention import Change, Intervention, intervene
-from .precisions import LayerPrecision, PrecisionTable, precision
-
-__all__ = [
-    "Ablated",
-    "Ablation",
-    "Change",
-    "Intervention",
-    "LayerPrecision",
-    "Metric",
-    "PrecisionTable",
-    "Swap",
-    "ablation",
-    "assert_layer_matters",
-    "faults",
-    "intervene",
-    "precision",
-]
+from . import faults as faults
+from .ablations import Ablated as Ablated
+from .ablations import Ablation as Ablation
+from .ablations import Metric as Metric
+from .ablations import ablation as ablation
+from .ablations import assert_layer_matters as assert_layer_matters
+from .faults import Swap as Swap
+from .intervention import Change as Change
+from .intervention import Intervention as Intervention
+from .intervention import intervene as intervene
+from .precisions import LayerPrecision as LayerPrecision
+from .precisions import PrecisionTable as PrecisionTable
+from .precisions import precision as precision

@@ -17,10 +17,8 @@ from typing import Any, TypeVar, cast
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.text import count
 
-from .calls import Call, Plain
 from .codec import decode, encode
-from .layer import Parameter
-from .naming import qualified
+from .layer import Call, Parameter, Plain, qualified
 from .record import Record, Training
 from .tensor_statistics import Reading, estimated_change
 

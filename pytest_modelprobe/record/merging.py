@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_modelprobe.exceptions import UsageError
 
-from .calls import Call, Dimension, Value, batch_sizes
-from .layer import Layer, Parameter
-from .naming import address, qualified
+from .layer import Call, Dimension, Layer, Parameter, Value, address, batch_sizes, qualified
 from .stepping import Stepping
 from .tensor_parallel import MIXED, TENSOR_PARALLEL, Joining
 from .tensor_statistics import Reading, has_nonfinite

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from pytest_modelprobe.exceptions import SelectionError
 from pytest_modelprobe.text import count
 
-from .naming import ROOT
+from .layer import ROOT
 
 if TYPE_CHECKING:
     from .layer import Layer

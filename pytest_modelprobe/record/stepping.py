@@ -12,8 +12,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .layer import Layer, Parameter
-from .naming import qualified
+from .layer import Layer, Parameter, qualified
 from .together import demand_equal
 
 if TYPE_CHECKING:

@@ -13,9 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from .calls import Call, Dimension, Value
-from .layer import Layer, Parameter
-from .naming import address, qualified
+from .layer import Call, Dimension, Layer, Parameter, Value, address, qualified
 from .tensor_statistics import Reading, Statistics, Units
 from .together import demand_alike, demand_equal, mean, rms, together
 

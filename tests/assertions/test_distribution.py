@@ -6,7 +6,7 @@ import math
 import pytest
 
 from pytest_modelprobe import NothingObservedError, Record, UsageError, assert_same_distribution
-from pytest_modelprobe.assertions.distribution import stability_index
+from pytest_modelprobe.assertions.behavior import stability_index
 from pytest_modelprobe.record import Call, Histogram, Layer, Reading, Statistics, Value
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_modelprobe.assertions.shapes import Bindings, match, parse
+from pytest_modelprobe.assertions.structure import Bindings, match, parse
 from pytest_modelprobe.exceptions import ShapeSpecError
 
 

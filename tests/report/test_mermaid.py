@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pytest_modelprobe.gate.verdict import SnapshotChange, SnapshotVersion, judge
 from pytest_modelprobe.record import Call, Layer, Record, Value
 from pytest_modelprobe.report import markdown
-from pytest_modelprobe.report.mermaid import graph
+from pytest_modelprobe.report.markdown import graph
 
 
 def chain(names: Sequence[str], changed: str = "", kind: str = "Linear") -> Record:
