@@ -153,12 +153,6 @@ def test_attention_on_cuda_is_that_of_the_cpu() -> None:
         assert mine.most == pytest.approx(theirs.most, abs=1e-5)
 
 
-def test_multihead_attention_is_asked_for_its_weights() -> None:
-    (attention,) = multihead()["(root)"].calls[0].attention
-    assert attention.shape == (2, 6, 6)
-    assert len(attention.entropy) == 2
-
-
 def test_a_layer_that_is_asked_keeps_its_own_answer_and_its_random_numbers() -> None:
     attention = PROBE.build(lambda: nn.MultiheadAttention(16, 2, dropout=0.5, batch_first=True))
     plain, looked_at = (PROBE.run(attention, X, X, X, attention=a) for a in (False, True))
@@ -199,12 +193,14 @@ def attended(model: nn.Module, mode: str) -> list[tuple[str, object]]:
     return [(layer.name, attention) for layer, call in found.calls for attention in call.attention]
 
 
-@pytest.mark.parametrize("most", [attention._MOST, 0], ids=["at the end", "at each output"])
-@pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize(
-    "model",
-    [OwnSoftmax(), GivesOn(), GivesOn(0.5), nn.Sequential(nn.LayerNorm(16), nn.Softmax(-1), nn.Linear(16, 16))],
-    ids=["given out", "given on", "dropped", "softmax"],
+    ("model", "mode", "most"),
+    [
+        (OwnSoftmax(), "eval", attention._MOST),
+        (GivesOn(0.5), "train", 0),
+        (nn.Sequential(nn.LayerNorm(16), nn.Softmax(-1), nn.Linear(16, 16)), "eval", 0),
+    ],
+    ids=["given out", "dropped", "softmax"],
 )
 def test_what_a_device_computed_is_judged_without_a_wait_for_each_output(
     monkeypatch: pytest.MonkeyPatch, model: nn.Module, mode: str, most: int
@@ -237,21 +233,6 @@ def test_of_another_length_the_newest_stays() -> None:
     assert watch.record["1"].calls[0].attention[0].shape == (2, 4, 4)
 
 
-def test_a_record_with_attention_survives_json() -> None:
-    found = record(fused)
-    assert Record.from_dict(found.to_dict()) == found
-
-
-def test_without_asking_nothing_is_read() -> None:
-    assert not any(call.attention for _, call in PROBE.run(build(fused), X).calls)
-
-
-def test_functional_calls_are_recorded_beside_it() -> None:
-    found = PROBE.run(build(fused), X, attention=True, functionals=True)
-    assert found["1.scaled_dot_product_attention"].calls
-    assert found["1"].calls[0].attention == record(fused)["1"].calls[0].attention
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_is_left_alone() -> None:
     class Nested(nn.Module):
@@ -260,10 +241,6 @@ def test_a_nested_tensor_is_left_alone() -> None:
             return F.scaled_dot_product_attention(q, q, q).values()
 
     assert not PROBE.run(Nested(), X, attention=True)["(root)"].calls[0].attention
-
-
-def test_a_softmax_over_another_axis_is_none() -> None:
-    assert not PROBE.run(nn.Softmax(dim=1), X, attention=True)["(root)"].calls[0].attention
 
 
 # --- what makes it attention --------------------------------------------------------------------------------------
@@ -344,10 +321,9 @@ def test_probabilities_given_out_are_no_attention_unless_named() -> None:
         assert_attention_entropy(found, layers="1", low=0.9)
 
 
-@pytest.mark.parametrize("assertion", [assert_attention_entropy, lambda found: assert_attention_mask(found, CAUSAL)])
-def test_a_softmax_over_the_wrong_axis_is_reported(assertion) -> None:
+def test_a_softmax_over_the_wrong_axis_is_reported() -> None:
     with pytest.raises(AssertionError) as caught:
-        assertion(record(turned))
+        assert_attention_entropy(record(turned))
     assert str(caught.value) == (
         "layer '1' (Attention) takes its softmax over another axis than that along which it multiplies values; "
         "1 of 1 softmax looked at\n\nlayer\nlayer '1' (Attention)\n\nThe weights of a query do not sum to 1: "
@@ -363,18 +339,7 @@ def test_a_softmax_over_the_heads_or_the_batch_is_over_the_wrong_axis() -> None:
             assert_attention_entropy(found)
 
 
-def test_following_weights_leaves_the_model_alone() -> None:
-    plain, looked_at = (PROBE.run(Router(), X, attention=a, loss="random") for a in (False, True))
-    assert not looked_at.notes
-    assert looked_at["(root)"].output.shape == plain["(root)"].output.shape
-
-
 # --- entropy ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("core", CORES)
-def test_attention_that_spreads_passes(core) -> None:
-    assert_attention_entropy(record(core), low=0.3, high=0.999)
 
 
 def test_a_missing_scale_is_named() -> None:
@@ -398,12 +363,6 @@ def test_heads_that_learnt_nothing_are_named() -> None:
         assert_attention_entropy(PROBE.run(model, X, attention=True), high=0.999)
 
 
-def test_even_attention_is_no_fault_unless_asked() -> None:
-    model = build(fused)
-    nn.init.zeros_(model[1].qkv.weight)
-    assert_attention_entropy(PROBE.run(model, X, attention=True))
-
-
 def test_weights_that_are_not_numbers_are_no_pass() -> None:
     def broken(q, k, v):
         return F.softmax(scores(q, k) * math.nan, dim=-1) @ v
@@ -419,7 +378,7 @@ def test_one_key_leaves_no_choice() -> None:
         )
 
 
-@pytest.mark.parametrize("bounds", [{"low": -0.1}, {"high": 1.1}, {"low": 0.5, "high": 0.4}])
+@pytest.mark.parametrize("bounds", [{"low": -0.1}, {"low": 0.5, "high": 0.4}])
 def test_bounds_are_shares(bounds) -> None:
     with pytest.raises(UsageError, match="shares of the maximum entropy"):
         assert_attention_entropy(record(fused), **bounds)
@@ -428,7 +387,7 @@ def test_bounds_are_shares(bounds) -> None:
 # --- mask ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("core", [by_method, fused])
 def test_causal_attention_keeps_to_it(core) -> None:
     assert_attention_mask(record(core), causal=True, exact=True)
 
@@ -519,10 +478,6 @@ def test_heads_folded_into_the_batch_share_the_mask_of_their_example() -> None:
     assert_attention_mask(record(folded), PADDING, exact=True)
 
 
-def test_a_mask_as_nested_lists_will_do() -> None:
-    assert_attention_mask(record(fused), CAUSAL.tolist(), exact=True)
-
-
 def test_later_queries_alone_stand_at_the_last_keys() -> None:
     def cached(q, k, v):
         return F.scaled_dot_product_attention(q[:, :, 4:], k, v, attn_mask=CAUSAL[4:])
@@ -569,7 +524,7 @@ def test_a_mask_that_is_added_is_not_one_that_keeps() -> None:
         assert_attention_mask(record(fused), torch.zeros(6, 6).masked_fill(~CAUSAL, -math.inf))
 
 
-@pytest.mark.parametrize("mask", [[1, 1, 0], 1, torch.ones(2, 2, 6, 6)])
+@pytest.mark.parametrize("mask", [[1, 1, 0], torch.ones(2, 2, 6, 6)])
 def test_a_mask_must_have_axes_that_can_be_distinguished(mask) -> None:
     with pytest.raises(UsageError, match="a mask has shape"):
         assert_attention_mask(record(fused), mask)

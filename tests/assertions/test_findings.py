@@ -51,10 +51,6 @@ def said(model: nn.Module, x: torch.Tensor = X, **kwargs: Any) -> list[str]:
     return findings(ModelProbe().run(model, x, **kwargs))
 
 
-def test_nothing_is_reported_where_all_is_well() -> None:
-    assert said(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), loss="random") == []
-
-
 def test_nothing_is_reported_of_a_record_without_forwards() -> None:
     assert findings(Record(model="Net")) == []
 
@@ -126,18 +122,6 @@ def test_a_mask_of_infinities_is_not_worth_a_line() -> None:
             return self.softmax(x.masked_fill(x < 0, -math.inf)[2:])
 
     assert said(Masked()) == []
-
-
-def test_structure_alone_gives_no_findings_of_numbers() -> None:
-    assert findings(ModelProbe().architecture(nn.Sequential(nn.Linear(6, 6)), X)) == []
-
-
-@pytest.mark.parametrize("n", [1, 5])
-def test_many_names_are_cut_short(n: int) -> None:
-    model = nn.ModuleDict({f"spare{i}": nn.Linear(2, 2) for i in range(n)})
-    model.forward = lambda x: x * 2  # type: ignore[method-assign]
-    names = {1: "spare0", 5: "spare0, spare1, spare2 and 2 more"}[n]
-    assert said(model) == [f"never called: {names}"]
 
 
 # --- models as they are: no false alarm ---------------------------------------------------------------------------
@@ -260,7 +244,7 @@ def record_of(n: int, scale: float) -> Record:
         layer_table,
     ],
 )
-@pytest.mark.parametrize("scale", [1.0, 0.0, math.nan])
+@pytest.mark.parametrize("scale", [1.0, math.nan])
 def test_the_cost_grows_no_faster_than_the_number_of_layers(function: Callable[[Record], object], scale: float) -> None:
     small, large = record_of(20, scale), record_of(80, scale)
     assert python_calls(lambda: function(large)) < 5 * python_calls(lambda: function(small))
@@ -422,14 +406,3 @@ def test_a_teacher_may_keep_statistics_of_its_own() -> None:
             return F.mse_loss(self.student(x), target)
 
     assert hinted_of(Taught(), loss=lambda loss: loss, mode="train") == []
-
-
-def test_a_norm_that_is_frozen_in_a_loop_is_a_hint(modelprobe: ModelProbe) -> None:
-    model = backbone(frozen=True)
-    optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
-    watch = modelprobe.watch(model.train())
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(X).square().mean().backward()
-        optimizer.step()
-    assert any(line.startswith("frozen, but running statistics move") for line in hints(watch.record))

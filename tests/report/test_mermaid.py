@@ -62,11 +62,6 @@ def test_a_large_change_is_cut_and_the_rest_is_counted() -> None:
     assert '  rest["90 layers more"]' in lines
 
 
-def test_a_change_of_a_structure_without_calls_is_not_drawn() -> None:
-    one, other = (Record(model="Net", layers={"a": Layer(name="a", type=kind)}) for kind in ("ReLU", "GELU"))
-    assert graph(change(one, other)) == []
-
-
 def test_names_are_text_in_labels() -> None:
     names = ["a", '"]; click n0 "javascript:alert(1)"', "`x`", "c\n```\n<img src=x onerror=alert(1)>", "::error::x"]
     lines = graph(change(chain(names[:1]), chain(names)))
