@@ -197,17 +197,8 @@ def test_a_callable_that_is_never_true_is_named() -> None:
     assert error(is_big, {"fc": None}) == expected
 
 
-@pytest.mark.parametrize(
-    ("selector", "given"),
-    [
-        ("**", "'**'"),
-        (int, "The type int"),
-        (re.compile("a"), "The pattern 'a'"),
-        (lambda name, layer: True, "The callable <lambda>"),
-    ],
-)
-def test_without_layers_nothing_can_be_selected(selector: Any, given: str) -> None:
-    assert error(selector, {}) == f"{given} matches nothing: there is no layer to select from."
+def test_without_layers_nothing_can_be_selected() -> None:
+    assert error("**", {}).startswith("'**' matches none of 0 layers")
 
 
 @pytest.mark.parametrize("selector", ["", "!", ["head", ""]])
@@ -221,20 +212,11 @@ def test_an_empty_list_is_an_error(selector: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("selector", "fixed"),
-    [("blocks..attn", "blocks.attn"), (".head", "head"), ("!head.", "head"), (".", "**")],
+    ("glob", "segment"), [("blocks..attn", ""), (".head", ""), ("head.", ""), ("blocks.**attn", "**attn")]
 )
-def test_an_empty_segment_is_an_error(selector: str, fixed: str) -> None:
-    assert error(selector) == (
-        f"{selector.removeprefix('!')!r} has an empty segment: write {fixed!r}"
-        " (between two dots stands a name, * or **)."
-    )
-
-
-def test_a_double_star_glued_to_text_is_an_error() -> None:
-    assert error("blocks.**attn") == (
-        "'blocks.**attn' has ** inside the segment '**attn': ** stands alone between dots;"
-        " write * for any text inside a segment."
+def test_a_segment_that_is_empty_or_has_a_double_star_inside_is_an_error(glob: str, segment: str) -> None:
+    assert error(glob) == (
+        f"{glob!r} has the segment {segment!r}: between two dots stands a name, in which * is any text, or ** alone."
     )
 
 
