@@ -92,7 +92,15 @@ class Intervention:
         changes: Mapping[What, Change | Swap],
         calls: Collection[int] | None = None,
     ) -> None:
-        _check(changes, calls)
+        if not changes:
+            raise UsageError("nothing to change: give input=, output=, gradient= or weight=")
+        misplaced = next(
+            (what for what, change in changes.items() if isinstance(change, Swap) and what != "output"), ""
+        )
+        if misplaced:
+            raise UsageError(f"swap is for output=, not for {misplaced}=")
+        if calls is not None and "weight" in changes:
+            raise UsageError("weight= changes weights for the whole block: leave out calls=")
         self._changes: dict[What, Any] = dict(changes)
         self._layers = Layers(model)
         self._root = next(iter(self._layers.modules.values()))
@@ -170,7 +178,9 @@ class Intervention:
             found |= {prefix + own: weight for own, weight in weights.weights_of(self._layers, name).items()}
             computed += weights.parametrized_weights_of(module)
         if not (found or computed):
-            raise UsageError(f"{self._where()} has no weight of its own: select layers that have one")
+            raise UsageError(
+                f"{self._described().partition(':')[0]} has no weight of its own: select layers that have one"
+            )
         stack.enter_context(weights.changed(found, lambda name, weight: self._tensor("weight", name, weight)))
         self._writes = bool(found)
         for module in computed:
@@ -200,7 +210,7 @@ class Intervention:
         self._running[name].append(call)
         if not self._inside and graph_task() == -1:
             self._use_weights()
-        if not self._selects(call):
+        if self._only is not None and call not in self._only:
             return None
         self._note(module)
         if "input" not in self._changes:
@@ -214,11 +224,18 @@ class Intervention:
     def _end_call(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return what the layer returns instead of ``output``."""
         call = self._running[name].pop() if self._running[name] else 0
-        if not self._selects(call):
+        if self._only is not None and call not in self._only:
             return output
         change = self._changes.get("output")
         if isinstance(change, Swap):
-            output = self._swapped(change, name, call, output)
+            new = change.output(name, call)
+            old, other = ([(p, tuple(t.shape)) for p, t in flatten("output", one).tensors] for one in (output, new))
+            if old != other:
+                raise UsageError(
+                    f"{name}: the output of the other run has other shapes, {dict(other)}, not {dict(old)}"
+                )
+            self._fired += 1
+            output = map_tensors(torch.clone, new)  # a later layer that works in place would write to what was kept
         elif change is not None:
             output = self._values("output", name, output, flatten("output", output).tensors)
         if "gradient" in self._changes:
@@ -254,9 +271,6 @@ class Intervention:
         self._most[name] = max(self._most[name], call + 1)
         return call
 
-    def _selects(self, call: int) -> bool:
-        return self._only is None or call in self._only
-
     def _use_weights(self) -> None:
         if self._writes:
             self._fired += 1
@@ -276,14 +290,6 @@ class Intervention:
             raise UsageError(f"{name}: {what}= returned {type(changed).__name__}: return the tensor to use instead")
         return changed
 
-    def _swapped(self, change: Swap, name: str, call: int, output: Any) -> Any:
-        new = change.output(name, call)
-        old, other = ([(p, tuple(t.shape)) for p, t in flatten("output", value).tensors] for value in (output, new))
-        if old != other:
-            raise UsageError(f"{name}: the output of the other run has other shapes, {dict(other)}, not {dict(old)}")
-        self._fired += 1
-        return map_tensors(torch.clone, new)  # a later layer that works in place would write to what was kept
-
     def _with_gradient(self, name: str, tensor: Tensor) -> Tensor:
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
@@ -300,13 +306,11 @@ class Intervention:
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
-    def _where(self) -> str:
-        name, *more = self._names
-        label = label_of(name, type(self._layers.modules[name]).__name__)
-        return f"{label} and {len(more):,} more" if more else label
-
     def _described(self) -> str:
-        return f"{self._where()}: " + ", ".join(f"{what}={_name(change)}" for what, change in self._changes.items())
+        name, *more = self._names
+        where = label_of(name, type(self._layers.modules[name]).__name__) + (f" and {len(more):,} more" if more else "")
+        changes = (f"{what}={getattr(change, '__name__', None) or change!r}" for what, change in self._changes.items())
+        return f"{where}: {', '.join(changes)}"
 
     def _never(self) -> str:
         most = max(self._most.values(), default=0)
@@ -321,28 +325,6 @@ class Intervention:
         else:
             why = "there is no tensor in what was to be changed"
         return f"{self._described()} never fired: {why}"
-
-
-def _check(changes: Mapping[What, Change | Swap], calls: Collection[int] | None) -> None:
-    if not changes:
-        raise UsageError("nothing to change: give input=, output=, gradient= or weight=")
-    for what, change in changes.items():
-        if isinstance(change, Swap) and what != "output":
-            raise UsageError(f"swap is for output=, not for {what}=")
-        if not callable(change) and not isinstance(change, Swap):
-            raise UsageError(f"{what}= is a function from a tensor to a tensor; got {change!r}")
-    if calls is None:
-        return
-    if not isinstance(calls, Collection) or not all(isinstance(call, int) and call >= 0 for call in calls):
-        raise UsageError(f"calls= is a list of numbers of calls, from 0; got {calls!r}")
-    if not calls:
-        raise UsageError("calls= selects none")
-    if "weight" in changes:
-        raise UsageError("weight= changes weights for the whole block: leave out calls=")
-
-
-def _name(change: Any) -> str:
-    return getattr(change, "__name__", None) or repr(change)
 
 
 # --- hooks --------------------------------------------------------------------------------------------------------

@@ -349,11 +349,7 @@ def test_an_exception_in_the_block_is_not_replaced():
     ("given", "message"),
     [
         ({}, "nothing to change: give input=, output=, gradient= or weight="),
-        ({"output": 3}, "output= is a function from a tensor to a tensor; got 3"),
         ({"weight": faults.zero, "calls": [0]}, "weight= changes weights for the whole block: leave out calls="),
-        ({"output": faults.zero, "calls": []}, "calls= selects none"),
-        ({"output": faults.zero, "calls": [-1]}, "calls= is a list of numbers of calls, from 0; got [-1]"),
-        ({"output": faults.zero, "calls": 0}, "calls= is a list of numbers of calls, from 0; got 0"),
         ({"input": faults.swap({"used": [torch.ones(1)]})}, "swap is for output=, not for input="),
     ],
 )
