@@ -22,8 +22,8 @@ from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROOT, Selector, label_of, select
 from pytest_modelprobe.text import Cell, failed, number, out_of, table
 
-from . import faults, weights
-from .intervention import Change, Intervention, intervene
+from . import faults
+from .intervention import Change, Intervention, intervene, weights_changed
 
 Metric = Callable[[Any], "float | Tensor"]
 """A function from the output of the model to a number."""
@@ -213,7 +213,7 @@ def _of_head(model: nn.Module, name: str, module: nn.Module, head: int, of: int,
         # It does not call its output projection, so no hook there would fire. The columns of the weight belong to the
         # heads in the same way. The output is passed on unchanged, to know whether the layer was called.
         columns = {f"{name}.out_proj.weight": module.out_proj.weight}
-        stack.enter_context(weights.changed(columns, lambda _, weight: changed(weight)))
+        stack.enter_context(weights_changed(columns, lambda _, weight: changed(weight)))
         return intervene(model, name, output=lambda tensor: tensor)
 
     return plant

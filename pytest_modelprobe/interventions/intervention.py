@@ -10,21 +10,31 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from pytest_modelprobe._torch import graph_task
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.interrupts import finished, held
-from pytest_modelprobe.models import ChangingHook, Layers, flatten, flatten_call, map_tensors, parts, run_eagerly
+from pytest_modelprobe.models import (
+    ChangingHook,
+    Layers,
+    flatten,
+    flatten_call,
+    map_tensors,
+    own_parameters,
+    parts,
+    run_eagerly,
+)
 from pytest_modelprobe.record import ROOT, Selector, label_of, select
 from pytest_modelprobe.text import count
 
-from . import weights
 from .faults import Swap
 
 __tracebackhide__ = True  # of all functions here: an error is told at the line of the user's own code
@@ -175,13 +185,13 @@ class Intervention:
         computed = []
         for name in self._names:
             module, prefix = self._layers.modules[name], "" if name == ROOT else f"{name}."
-            found |= {prefix + own: weight for own, weight in weights.weights_of(self._layers, name).items()}
-            computed += weights.parametrized_weights_of(module)
+            found |= {prefix + own: weight for own, weight in weights_of(self._layers, name).items()}
+            computed += parametrized_weights_of(module)
         if not (found or computed):
             raise UsageError(
                 f"{self._described().partition(':')[0]} has no weight of its own: select layers that have one"
             )
-        stack.enter_context(weights.changed(found, lambda name, weight: self._tensor("weight", name, weight)))
+        stack.enter_context(weights_changed(found, lambda name, weight: self._tensor("weight", name, weight)))
         self._writes = bool(found)
         for module in computed:
             _add(stack, module.register_forward_hook, CallHook(module, self._computed_weight))
@@ -325,6 +335,83 @@ class Intervention:
         else:
             why = "there is no tensor in what was to be changed"
         return f"{self._described()} never fired: {why}"
+
+
+# --- weights ------------------------------------------------------------------------------------------------------
+
+# They are written in place, because a parameter may be tied, or an optimizer may hold it. Blocks may end in a different
+# order than the reverse of their beginning, so the bits of a weight are kept until the last block that changed it ends.
+
+
+def weights_of(layers: Layers, layer: str) -> dict[str, nn.Parameter]:
+    """Return the parameters of a layer itself except biases, by name, and those of its children too if it is atomic.
+
+    Parameters below ``parametrizations`` are left out: a weight is computed from them, and that weight is changed.
+    """
+    module = layers.modules[layer]
+    return {
+        name: parameter
+        for name, parameter in own_parameters(module, atomic=layers.is_leaf(layer))
+        if "bias" not in name.rpartition(".")[2] and not name.startswith("parametrizations.")
+    }
+
+
+def parametrized_weights_of(module: nn.Module) -> list[nn.Module]:
+    """Return the modules that compute the parametrized weights of a module itself."""
+    if not parametrize.is_parametrized(module):
+        return []
+    found = module.get_submodule("parametrizations").named_children()
+    return [computes for name, computes in found if "bias" not in name]
+
+
+_written: list[list[Tensor]] = []
+"""The weights that blocks change now, each with its values before, in the order in which they were written."""
+
+
+@contextlib.contextmanager
+def weights_changed(weights: Mapping[str, Tensor], change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+    """Write ``change(name, weight)`` into each weight, and on exit the bits that it had before.
+
+    A parameter that is used in several places is changed once. All changes are computed before one is written, so that
+    an error leaves all weights as they are. If another block changed a weight meanwhile and has not ended, the bits
+    come back when that block ends.
+    """
+    once: dict[int, tuple[str, Tensor]] = {}
+    for name, weight in weights.items():
+        once.setdefault(id(weight), (name, weight))
+    planned = []
+    for name, weight in once.values():
+        if is_lazy(weight):
+            raise UsageError(f"{name} has no shape before the first forward: run the model once before the block")
+        with torch.no_grad():
+            before = weight.detach().clone()
+            after = change(name, before.clone())
+            if after.shape != before.shape:
+                shapes = f"{tuple(after.shape)}, not {tuple(before.shape)}"
+                raise UsageError(f"{name} became a tensor of another shape: {shapes}")
+            planned.append((weight, before, after))
+    with contextlib.ExitStack() as stack:
+        for weight, before, after in planned:
+            stack.callback(_restore, one := [weight, before])
+            _written.append(one)
+            _write(weight, after)
+        yield
+
+
+def _restore(one: list[Tensor]) -> None:
+    at = next(i for i, other in enumerate(_written) if other is one)
+    del _written[at]
+    later = next((other for other in _written[at:] if other[0] is one[0]), None)
+    if later is None:
+        _write(*one)
+    else:  # the block that wrote later now restores the bits from before both
+        later[1] = one[1]
+
+
+def _write(weight: Tensor, values: Tensor) -> None:
+    # In place, so that the version counter moves: autograd then refuses a backward through values that are gone.
+    with torch.inference_mode(weight.is_inference()), torch.no_grad():
+        weight.copy_(values)
 
 
 # --- hooks --------------------------------------------------------------------------------------------------------
