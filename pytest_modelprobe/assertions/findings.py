@@ -16,7 +16,7 @@ from pytest_modelprobe.text import count, listed
 from .activations import Dead, find_dead, find_dead_units, find_nonfinite
 from .gradients import find_lost_calls
 from .sources import find_unreached, full_name, has_zero_parameters, numbers, returns_drawn_zeros
-from .structure import of_unknown_use, taken_for_another, uncalled, weights_in_use
+from .structure import of_unknown_use, uncalled, weights_in_use
 
 # --- Outputs that are the same for every row of a batch, although the inputs are not ---------------------------------
 
@@ -131,7 +131,6 @@ def hints(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
     lost = [step.label for step in find_lost_calls(record)]
     if lost:
         found.append(f"no gradient at the output of {count(len(lost), 'call')}: {listed(lost)}, but at other calls")
-    found += [f"never called: {idle.label}; {step.label} in its place?" for idle, step in taken_for_another(record)]
     if unknown := [record.layers[name].label for name in of_unknown_use(record)]:
         found.append(f"never called, and no gradient can tell whether its weights are used: {listed(unknown)}")
     constant = find_constant(record)

@@ -190,9 +190,7 @@ def with_numbers(record: Record, layers: Selector) -> list[Layer]:
     """Return the selected layers with floating-point outputs; NothingObservedError if there are none."""
     active = called(record, layers)
     for layer in active:
-        for note in record.notes:
-            if note.startswith(f"{layer.name}: output") and "cannot be looked into" in note:
-                raise NothingObservedError(f"{printable(note)}, or leave {printable(layer.name)} out of layers=")
+        reject_opaque(record, layer)
     found = [layer for layer in active if any(numbers(value) for _, value in layer.outputs)]
     if not found:
         reasons = (v.forward.reason for layer in active for _, v in layer.outputs if v.forward.reason)
@@ -202,6 +200,13 @@ def with_numbers(record: Record, layers: Selector) -> list[Layer]:
             f"{printable(active[0].label)} among them: {printable(why)}"
         )
     return found
+
+
+def reject_opaque(record: Record, layer: Layer) -> None:
+    """Raise NothingObservedError if a layer returned an object that cannot be looked into."""
+    for note in record.notes:
+        if note.startswith(f"{layer.name}: output") and "cannot be looked into" in note:
+            raise NothingObservedError(f"{printable(note)}, or leave {printable(layer.name)} out of layers=")
 
 
 LEAVE_OUT = "leave the layer out with layers=, and look at the value in the test itself"

@@ -25,12 +25,10 @@ from pytest_modelprobe.record import (
     Parameter,
     Record,
     Selector,
-    Step,
     Value,
     address,
     containers,
     label_of,
-    parent,
     select,
     selected,
 )
@@ -474,28 +472,6 @@ def uncalled(record: Record) -> list[Layer]:
     around = _around_called(record)
     idle = [layer for layer in record.layers.values() if not layer.calls and layer.name not in around]
     return [layer for layer in idle if not _is_container(layer)]
-
-
-def taken_for_another(record: Record) -> Iterator[tuple[Layer, Step]]:
-    """Yield the layers without parameters that are never called, each with a call of a sibling in its place.
-
-    The sibling has the same type and name, but for the number, and is called twice in one call of its parent. Others
-    are left out: many models have a dropout that their fused attention does not call.
-    """
-    idle = {_sibling(layer): layer for layer in uncalled(record) if layer.leaf and not layer.parameters}
-    earlier: set[tuple[int, str]] = set()
-    for step in CallTree(record).started if idle else ():
-        if step.parent is not None and parent(step.layer.name) == step.parent.layer.name:
-            place = id(step.parent), step.layer.name
-            if place in earlier and _sibling(step.layer) in idle:
-                yield idle.pop(_sibling(step.layer)), step
-            earlier.add(place)
-
-
-def _sibling(layer: Layer) -> tuple[str, str, str]:
-    """Return what layers have in common that are made for the same purpose in one module."""
-    own = layer.name.rpartition(".")[2]
-    return parent(layer.name), layer.type, re.sub(r"\d+", "", own)
 
 
 def weights_in_use(record: Record) -> set[str]:

@@ -23,7 +23,7 @@ from pytest_modelprobe.record import (
 )
 from pytest_modelprobe.text import Cell, count, failed, failure, out_of, printable
 
-from .sources import LEAVE_OUT, Subject, backward_of, called, fail_or_hint, full_name, record_of
+from .sources import LEAVE_OUT, Subject, backward_of, called, fail_or_hint, full_name, record_of, reject_opaque
 
 __tracebackhide__ = True  # a traceback ends at the line of the test
 
@@ -256,78 +256,50 @@ def assert_no_gradient(subject: Subject, layers: Selector) -> None:
     if record.training is None or not record.training.others:
         backward_of(subject)
     chosen = selected(record, layers)
-    found = sorted(_arrived(chosen), key=lambda one: (one.path == "", -one.finished))
+    places: list[tuple[str, Layer, str, Reading | None, int]] = []
+    for layer in chosen:
+        outputs = ((address(layer.name, call, value.path), value, call) for call, value in layer.outputs)
+        places += [(where, layer, "output", value.backward, call.finished) for where, value, call in outputs]
+        places += [(full_name(layer, p.name), layer, "parameter", p.gradient, -1) for p in layer.parameters]
+    found = [one for one in places if one[3] is not None and one[3].tensors]
+    found.sort(key=lambda one: (one[2] == "parameter", -one[4]))
     if found:
-        raise _failure(record, found, chosen)
-    for layer in called(record, layers):
-        _check_seen(record, layer)
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrived:
-    """A gradient that arrived at an output or a parameter."""
-
-    layer: Layer
-    where: str
-    path: str
-    """Empty for a parameter."""
-    reading: Reading
-    finished: int = -1
-    """Position of the end of the call."""
-
-    @property
-    def norm(self) -> float | None:
-        """The norm of the gradient."""
-        return None if self.reading.statistics is None else self.reading.statistics.norm
-
-
-def _arrived(layers: list[Layer]) -> Iterator[_Arrived]:
-    for layer in layers:
-        for call, value in layer.outputs:
-            if value.backward is not None and value.backward.tensors:
-                where = address(layer.name, call, value.path)
-                yield _Arrived(layer, where, value.path, value.backward, call.finished)
-        for p in layer.parameters:
-            if p.gradient is not None and p.gradient.tensors:
-                yield _Arrived(layer, full_name(layer, p.name), "", p.gradient)
-
-
-def _failure(record: Record, found: list[_Arrived], chosen: list[Layer]) -> AssertionError:
-    first = found[0]
-    label = label_of(first.where, first.layer.type_name)
-    reached = len({one.layer.name for one in found})
-    rows: list[list[Cell]] = [
-        [one.where, one.layer.type_name, "output" if one.path else "parameter", one.norm] for one in found
-    ]
-    if first.path:
-        advice = f"The loss reaches {label}: detach it before it is compared with, or call {first.layer.label} under "
+        where, layer, kind, _, _ = found[0]
+        label = label_of(where, layer.type_name)
+        advice = f"The loss reaches {label}: detach it before it is compared with, or call {layer.label} under "
         advice += "torch.no_grad()."
-    else:
-        tied = next((p.tied_to for p in first.layer.parameters if p.tied_to is not None), None)
-        advice = "Its outputs get none, so other code uses its parameters"
-        advice += f": they are shared with {tied}; copy.deepcopy makes a copy." if tied else ": look for who shares it."
-    return failed(
-        f"{label} gets a gradient; {out_of(reached, len(chosen), 'layer')} in {count(record.backwards, 'backward')}",
-        ["gradient of", "type", "kind", "norm"],
-        rows,
-        advice,
-    )
-
-
-def _check_seen(record: Record, layer: Layer) -> None:
-    """Raise NothingObservedError if it is not known whether a gradient arrived at a layer."""
-    for note in record.notes:
-        if note.startswith(f"{layer.name}: output") and "cannot be looked into" in note:
-            raise NothingObservedError(f"{printable(note)}, or leave {printable(layer.name)} out of layers=")
-    readings = [(address(layer.name, call, v.path), v.backward) for call, v in layer.outputs]
-    readings += [(full_name(layer, p.name), p.gradient) for p in layer.parameters]
-    for where, reading in readings:
+        if kind == "parameter":
+            tied = next((p.tied_to for p in layer.parameters if p.tied_to is not None), None)
+            advice = "Its outputs get none, so other code uses its parameters"
+            advice += (
+                f": they are shared with {tied}; copy.deepcopy makes a copy." if tied else ": look for who shares it."
+            )
+        rows: list[list[Cell]] = []
+        for name, one, what, reading, _ in found:
+            statistics = None if reading is None else reading.statistics
+            rows.append([name, one.type_name, what, None if statistics is None else statistics.norm])
+        reached = out_of(len({one.name for _, one, *_ in found}), len(chosen), "layer")
+        raise failed(
+            f"{label} gets a gradient; {reached} in {count(record.backwards, 'backward')}",
+            ["gradient of", "type", "kind", "norm"],
+            [
+                [name, one.type_name, kind, s and s.norm]
+                for name, one, kind, r, _ in found
+                for s in [r and r.statistics]
+            ],
+            advice,
+        )
+    for layer in called(record, layers):
+        reject_opaque(record, layer)
+    for where, _, _, reading, _ in places:
         if reading is not None:
             why = printable(reading.reason or "it was not recorded")
             raise NothingObservedError(f"whether {where} gets a gradient is not known: {why}; {LEAVE_OUT}")
-    for call, value in layer.outputs:
-        if value.overwritten and value.requires_grad:
-            where = address(layer.label, call, value.path)
-            raise NothingObservedError(
-                f"whether {where} gets a gradient is not known: it is a view that was overwritten in place; {LEAVE_OUT}"
-            )
+    for layer in chosen:
+        for call, value in layer.outputs:
+            if value.overwritten and value.requires_grad:
+                where = address(layer.label, call, value.path)
+                raise NothingObservedError(
+                    f"whether {where} gets a gradient is not known: it is a view that was overwritten in place; "
+                    f"{LEAVE_OUT}"
+                )

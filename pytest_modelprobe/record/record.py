@@ -342,7 +342,7 @@ class Record:
         """Write the record into a file, which `load` reads in another process or on another machine.
 
         The file is strict JSON, compressed if the name ends in ``.gz``. It replaces an old file only when it is
-        complete and was read back. The model and its inputs are not in it: see `load`. Its size grows with the number
+        complete. The model and its inputs are not in it: see `load`. Its size grows with the number
         of layers and not with theirs: a forward of GPT-2 with 12 blocks, 164 layers in all, takes 1.5 MB, compressed
         0.35 MB. Of a run in half precision, the noise is measured first and each layer is called alone in float32, as
         else a later comparison could not tell a change from rounding.

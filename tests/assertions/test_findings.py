@@ -277,50 +277,6 @@ def test_many_dead_units_and_equal_attention_are_hints() -> None:
         assert hints(probe.run(attention, x * scale, x, x, attention=True)) == found
 
 
-# --- a layer in the place of another ------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    """A residual block with two dropouts, and the names of those that it calls."""
-
-    def __init__(self, *called: str, other: str = "drop2") -> None:
-        super().__init__()
-        self.fc, self.called = nn.Linear(6, 6), called
-        self.drop1 = nn.Dropout(0.1)
-        self.add_module(other, nn.Dropout(0.1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for name in self.called:
-            x = x + self.get_submodule(name)(self.fc(x))
-        return x
-
-
-def hinted(model: nn.Module) -> list[str]:
-    record = ModelProbe().run(model, X, loss="random", mode="train")
-    assert findings(record) == []
-    return hints(record)
-
-
-def test_a_dropout_that_is_called_in_the_place_of_another_is_a_hint() -> None:
-    assert hinted(nn.Sequential(Block("drop1", "drop1"), Block("drop1", "drop2"))) == [
-        "never called: 0.drop2; 0.drop1 (call 2) in its place?"
-    ]
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        Block("drop1", "drop2"),
-        Block("drop1"),
-        Block("drop1", "drop1", other="attention_drop"),  # fused attention does not call it
-        nn.Sequential(*[Block("drop1")] * 2),
-    ],
-    ids=["both", "one", "another name", "a block that is called twice"],
-)
-def test_dropouts_that_are_not_called_in_the_place_of_another_are_sound(model: nn.Module) -> None:
-    assert hinted(model) == []
-
-
 # --- the batch, and frozen norms: each hint beside a healthy twin -------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import functools
 import hashlib
 import html
@@ -95,24 +96,12 @@ def _units(name: str) -> Callable[[Layer], Child]:
     return cell
 
 
-def _weights_gradient(layer: Layer) -> Child:
-    return number((layer["weights"] or {}).get("gradient_rms"))
-
-
 def _profile(name: str, scale: float = 1.0) -> Callable[[Layer], Child]:
     def cell(layer: Layer) -> Child:
         value = (layer["profile"] or {}).get(name)
         return number(value * scale if isinstance(value, float) else value)
 
     return cell
-
-
-def _parameters(layer: Layer) -> Child:
-    return number(layer["parameters"]) if layer["parameters"] else ""
-
-
-def _calls(layer: Layer) -> Child:
-    return number(layer["calls"]) if layer["calls"] != 1 else ""
 
 
 _LONG = 28
@@ -130,9 +119,13 @@ _COLUMNS = (
     _Column("zeros", "Share of the output's elements that are zero", _zeros),
     _Column("not finite", "Elements of the output that are NaN or infinite", _nonfinite),
     _Column("saturated", "Units that are always at a limit, of all", _units("saturated_units")),
-    _Column("calls", "Calls, where it is not one", _calls),
-    _Column("parameters", "Elements of the layer's own parameters", _parameters),
-    _Column("of weights", "Root mean square of the gradient of the parameters", _weights_gradient),
+    _Column("calls", "Calls, where it is not one", lambda one: number(one["calls"]) if one["calls"] != 1 else ""),
+    _Column("parameters", "Elements of the layer's own parameters", lambda one: number(one["parameters"] or None)),
+    _Column(
+        "of weights",
+        "Root mean square of the gradient of the parameters",
+        lambda one: number((one["weights"] or {}).get("gradient_rms")),
+    ),
     _Column("time ms", "Wall time, with the layers in it", _profile("wall_time", 1000.0)),
     _Column("FLOPs", "Floating-point operations, with the layers in it", _profile("flops")),
     _Column("bytes", "Bytes of activations", _profile("activation_bytes")),
@@ -235,7 +228,11 @@ def render(results: Data) -> str:
         tag("section", tag("h2", "Tests"), [_test(i, test, i in unfolded) for i, test in tests], id="tests"),
         _unused(results),
     ]
-    return _page(f"modelprobe: {results['root']}", _header(results), main)
+    facts = [f"commit {results['commit'][:12]}" if results["commit"] else ""]
+    facts += [f"{name} {version}" for name, version in results["versions"].items()]
+    facts += [", ".join(results["devices"]), f"seed {results['seed']}" if results["seed"] is not None else ""]
+    header = _head(results["root"], bullets(filter(None, facts), class_="facts"))
+    return _page(f"modelprobe: {results['root']}", header, main)
 
 
 def render_run(run: Data) -> str:
@@ -296,14 +293,6 @@ def _unfolded(tests: Sequence[tuple[int, Data]]) -> Iterator[int]:
         yield i
 
 
-def _header(results: Data) -> Markup:
-    versions = [f"{name} {version}" for name, version in results["versions"].items()]
-    commit = [f"commit {results['commit'][:12]}"] if results["commit"] else []
-    seed = [f"seed {results['seed']}"] if results["seed"] is not None else []
-    facts = [*commit, *versions, ", ".join(results["devices"]), *seed]
-    return _head(results["root"], bullets(filter(None, facts), class_="facts"))
-
-
 def _head(title: str, facts: Child = None) -> Markup:
     return tag("header", tag("p", "modelprobe", class_="brand"), tag("h1", title), facts)
 
@@ -351,7 +340,14 @@ def _causes(tests: Sequence[Data]) -> list[_Cause]:
         for snapshot in [*(test["snapshots"] if failed else ()), *_changed(test)]:
             for cause in snapshot["causes"]:
                 entry = found.setdefault(cause["said"], _Cause(cause["said"], cause["kind"], cause["layer"]))
-                entry.facts, entry.hints, said = _facts(cause), list(cause["hints"]), True
+                entry.facts = [count(cause["layers"], "layer")] if cause["layers"] > 1 else []
+                change = finite(cause["change"])
+                if change is not None:
+                    size = f"{change * 100:.2g} %" if change < 10 else f"a factor of {change:.3g}"
+                    entry.facts.append(f"changed by {size}")
+                if cause["evidence"]:
+                    entry.facts.append(_EVIDENCE.get(cause["evidence"], str(cause["evidence"])))
+                entry.hints, said = list(cause["hints"]), True
                 entry.tests[i] = None
                 entry.moved = max(entry.moved, snapshot["moved"])
         if failed and not said:
@@ -370,23 +366,12 @@ def _changed(test: Data) -> list[Data]:
     return [pair for pair in test.get("base", ()) if pair["verdict"] == "changed"]
 
 
-def _facts(cause: Data) -> list[str]:
-    facts = [count(cause["layers"], "layer")] if cause["layers"] > 1 else []
-    change = finite(cause["change"])
-    facts += [f"changed by {_percent(change)}"] if change is not None else []
-    return facts + [_EVIDENCE.get(cause["evidence"], str(cause["evidence"]))] * bool(cause["evidence"])
-
-
 _EVIDENCE = {
     "isolated": "found by calling it alone, on synthetic inputs",
     "recorded": "found by comparing what was recorded then and now",
     "propagation": "found in the run, where a change first shows",
     "both": "found in the run, and by calling it alone",
 }
-
-
-def _percent(share: float) -> str:
-    return f"{share * 100:.2g} %" if share < 10 else f"a factor of {share:.3g}"
 
 
 def _causes_section(causes: Sequence[_Cause], tests: Sequence[Data]) -> Markup | None:
@@ -511,7 +496,11 @@ _FINE = ("same", "not compared")
 def _snapshot(snapshot: Data) -> Markup:
     verdict = snapshot["verdict"]
     file = tag("code", snapshot["snapshot"])
-    said, steps = _split(snapshot["text"])
+    # The next steps are the last paragraph, a question and a command on each line.
+    said, gap, last = snapshot["text"].rstrip().rpartition("\n\n")
+    steps = [(match[1], match[2]) for line in last.splitlines() if (match := _STEP.match(line))]
+    if not gap or len(steps) < len(last.splitlines()):
+        said, steps = snapshot["text"], []
     where = tag("p", tag("b", f"Snapshot {verdict}"), " ", file, f" on {snapshot['device']}")
     parts = [where, preformatted(said) if said else None]
     possible = [cause["said"] for cause in snapshot["possible"]]
@@ -536,13 +525,6 @@ def _pair(pair: Data) -> Markup:
     return tag("section", where, preformatted(said) if said else None, class_=css)
 
 
-def _split(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """Return what a message says, and its next steps: the last paragraph, a question and a command on each line."""
-    said, gap, last = text.rstrip().rpartition("\n\n")
-    steps = [(match[1], match[2]) for line in last.splitlines() if (match := _STEP.match(line))]
-    return (said, steps) if gap and len(steps) == len(last.splitlines()) else (text, [])
-
-
 _STEP = re.compile(r"([A-Z][\w ]+[?:]) +(.+)")
 """A next step in a message: ``Intended? pytest --snapshot-update``."""
 
@@ -550,20 +532,14 @@ _STEP = re.compile(r"([A-Z][\w ]+[?:]) +(.+)")
 def _figures(figures: Sequence[Data]) -> list[Markup]:
     images = []
     for figure in figures:
-        source = _data_url(figure)
+        source = None
+        with contextlib.suppress(binascii.Error, ValueError):
+            if figure["media"] in ("image/png", "image/svg+xml"):
+                data = base64.b64encode(base64.b64decode(figure["data"], validate=True)).decode()
+                source = f"data:{figure['media']};base64,{data}"
         image = tag("img", src=source, alt=figure["title"]) if source else tag("p", "An image that cannot be shown.")
         images.append(tag("figure", tag("figcaption", tag("b", figure["title"])), image))
     return [tag("div", images, class_="figures")] if images else []
-
-
-def _data_url(figure: Data) -> str | None:
-    if figure["media"] not in ("image/png", "image/svg+xml"):
-        return None
-    try:
-        data = base64.b64encode(base64.b64decode(figure["data"], validate=True)).decode()
-    except (binascii.Error, ValueError):
-        return None
-    return f"data:{figure['media']};base64,{data}"
 
 
 # --- runs ---------------------------------------------------------------------------------------------------------
@@ -588,8 +564,12 @@ def _run(prefix: str, run: Data) -> Markup:
         box = tag("div", drawn, class_="scroll", tabindex=0, role="group", aria_label=f"Graph of {run['name']}")
         caption = tag("figcaption", tag("b", "Layers:"), _GRAPH)
         figure = tag("figure", caption, box, legend(words), class_="layers-graph")
-        link = _linker(anchors)
-        charts = _charts(run, layers, link)
+
+        def link(name: str) -> Child:
+            return tag("a", name, href=f"#{anchors[name]}") if name in anchors else name
+
+        by_depth = [make(layers, link) for make in (gradient_flow, activation_scale, attention_entropy)]
+        charts = [chart for chart in (*by_depth, update_ratios(run.get("steps", ()), link)) if chart]
         pictures = tag("div", figure, tag("div", charts, class_="charts") if charts else None, class_="pictures")
         parts += [_offenders(layers, link), pictures, layer_table(layers, anchors.get, f"Layers of {run['name']}")]
     caused = any(is_cause(word) for word in words)
@@ -612,19 +592,6 @@ def _offenders(layers: Sequence[Data], link: Callable[[str], Child]) -> Markup |
 
 
 _GRAPH = f" a solid line is an output that the next takes as it is; a dotted line is {GUESS}."
-
-
-def _linker(anchors: dict[str, str]) -> Callable[[str], Child]:
-    def link(name: str) -> Child:
-        return tag("a", name, href=f"#{anchors[name]}") if name in anchors else name
-
-    return link
-
-
-def _charts(run: Data, layers: Sequence[Data], link: Callable[[str], Child]) -> list[Markup]:
-    by_depth = [make(layers, link) for make in (gradient_flow, activation_scale, attention_entropy)]
-    charts = [*by_depth, update_ratios(run.get("steps", ()), link)]
-    return [chart for chart in charts if chart]
 
 
 def _run_facts(run: Data) -> Iterator[str]:
