@@ -9,9 +9,7 @@ from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import (
-    Layer,
     Profile,
-    Reading,
     Record,
     Selector,
     address,
@@ -287,42 +285,32 @@ def assert_sparsity(subject: Subject, least: float, *, layers: Selector = "**") 
     if is_watch(source):
         source.reread()
     record: Record = source if isinstance(source, Record) else source.record
-    found = [one for layer in selected(record, layers) for one in _weights(layer)]
+    found: list[tuple[float, str, int, int]] = []
+    unknown = ""
+    for layer in selected(record, layers):
+        masks = {buffer.name: buffer for buffer in layer.buffers}
+        for parameter in layer.parameters:
+            own = parameter.name.removesuffix("_orig")
+            reading = (masks.get(f"{own}_mask", parameter) if own != parameter.name else parameter).reading
+            statistics = reading.statistics
+            if "bias" in own:
+                continue
+            if statistics is not None and statistics.count:
+                zeros, n = statistics.zeros, statistics.count
+                found.append((zeros / n, full_name(layer, own), zeros, n))
+            elif reading.reason:
+                unknown = unknown or f"{full_name(layer, own)}: {printable(reading.reason)}"
     if not found:
         raise NothingObservedError("the selected layers have no weights with numbers: select layers that have")
-    short = sorted(((zeros / n, name, zeros, n) for name, zeros, n in found if zeros / n < least))
-    if not short:
-        _reject_unread(record, layers)
-        return
-    share, name, _, _ = short[0]
-    raise failed(
-        f"{name} is {share:.1%} zeros, not {least:.1%} or more; {out_of(len(short), len(found), 'weight')}",
-        ["weight", "zeros", "elements", "share"],
-        [[name, zeros, n, f"{share:.1%}"] for share, name, zeros, n in short],
-        "A step of an optimizer fills what was set to zero: multiply by the mask after each step, or use "
-        "torch.nn.utils.prune, which does it in each forward.",
-    )
-
-
-def _weights(layer: Layer) -> Iterator[tuple[str, int, int]]:
-    """Yield the name, the number of zeros and the number of elements of each weight."""
-    for name, reading in _readings(layer):
-        statistics = reading.statistics
-        if statistics is not None and statistics.count:
-            yield name, statistics.zeros, statistics.count
-
-
-def _readings(layer: Layer) -> Iterator[tuple[str, Reading]]:
-    """Yield the full name of each weight, and what was read of it or of its mask."""
-    masks = {buffer.name: buffer for buffer in layer.buffers}
-    for parameter in layer.parameters:
-        name = parameter.name.removesuffix("_orig")
-        read = masks.get(f"{name}_mask", parameter) if name != parameter.name else parameter
-        if "bias" not in name:
-            yield full_name(layer, name), read.reading
-
-
-def _reject_unread(record: Record, layers: Selector) -> None:
-    for name, reading in (one for layer in selected(record, layers) for one in _readings(layer)):
-        if reading.statistics is None and reading.reason:
-            raise NothingObservedError(f"no number is known of {name}: {printable(reading.reason)}; {LEAVE_OUT}")
+    short = sorted(one for one in found if one[0] < least)
+    if short:
+        raise failed(
+            f"{short[0][1]} is {short[0][0]:.1%} zeros, not {least:.1%} or more; "
+            f"{out_of(len(short), len(found), 'weight')}",
+            ["weight", "zeros", "elements", "share"],
+            [[name, zeros, n, f"{share:.1%}"] for share, name, zeros, n in short],
+            "A step of an optimizer fills what was set to zero: multiply by the mask after each step, or use "
+            "torch.nn.utils.prune, which does it in each forward.",
+        )
+    if unknown:
+        raise NothingObservedError(f"no number is known of {unknown}; {LEAVE_OUT}")

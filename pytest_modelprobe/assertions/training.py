@@ -282,11 +282,7 @@ def assert_no_gradient(subject: Subject, layers: Selector) -> None:
         raise failed(
             f"{label} gets a gradient; {reached} in {count(record.backwards, 'backward')}",
             ["gradient of", "type", "kind", "norm"],
-            [
-                [name, one.type_name, kind, s and s.norm]
-                for name, one, kind, r, _ in found
-                for s in [r and r.statistics]
-            ],
+            rows,
             advice,
         )
     for layer in called(record, layers):
