@@ -91,10 +91,9 @@ def test_gradients_that_are_reset_before_the_step_are_said(to_none: bool) -> Non
         assert_training_loop(watch)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_gradients_that_are_reset_before_a_scaler_steps_are_said(fused: bool) -> None:
+def test_gradients_that_are_reset_before_a_scaler_steps_are_said() -> None:
     def loop(model: nn.Module) -> None:
-        optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1, fused=fused), torch.amp.GradScaler("cpu")
+        optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1, fused=True), torch.amp.GradScaler("cpu")
         for _ in range(STEPS):
             scaler.scale(loss(model)).backward()
             optimizer.zero_grad(set_to_none=False)
@@ -146,9 +145,8 @@ def test_gradients_may_be_accumulated_between_steps(passes: int, at_the_end: boo
     assert training.accumulated == (STEPS if passes > 1 else 0)
 
 
-@pytest.mark.parametrize("norm", [True, False])
-def test_gradients_that_autograd_gives_out_are_added_to_nothing(norm: bool) -> None:
-    model = net(norm=norm)
+def test_gradients_that_autograd_gives_out_are_added_to_nothing() -> None:
+    model = net(norm=True)
     optimizer, parameters = sgd(model), [*model.parameters()]
     with watched(model) as watch:
         for _ in range(STEPS):
@@ -232,9 +230,8 @@ def test_the_last_parts_of_each_epoch_without_a_step_are_a_hint() -> None:
     assert text.startswith("gradients are thrown away before a step: 4 of 24 times")  # those of the last are not reset
 
 
-@pytest.mark.parametrize("parts", [8, 9])
-def test_parts_of_a_batch_that_all_lead_to_a_step_are_sound(parts: int) -> None:
-    assert hints_of(functools.partial(in_parts, reset="step", parts=parts), net()) == []
+def test_parts_of_a_batch_that_all_lead_to_a_step_are_sound() -> None:
+    assert hints_of(functools.partial(in_parts, reset="step"), net()) == []
 
 
 def test_a_closure_that_resets_before_each_of_its_passes_is_sound() -> None:
@@ -536,11 +533,10 @@ def test_a_scaler_that_skips_its_steps_is_said(spoil: Callable[[int], bool]) -> 
     assert "look at its initial scale" in text
 
 
-@pytest.mark.parametrize("spoil", [lambda step: False, lambda step: step < 2], ids=["none", "the first two"])
-def test_a_scaler_that_finds_its_scale_is_sound(spoil: Callable[[int], bool]) -> None:
+def test_a_scaler_that_finds_its_scale_is_sound() -> None:
     model = net()
     with watched(model):
-        scaled(model, spoil=spoil)
+        scaled(model, spoil=lambda step: step < 2)
 
 
 # --- in common ----------------------------------------------------------------------------------------------------
