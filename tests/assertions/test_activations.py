@@ -17,7 +17,6 @@ from pytest_modelprobe import (
     ModelProbe,
     NothingObservedError,
     Record,
-    SelectionError,
     UsageError,
     Watch,
     assert_finite,
@@ -194,11 +193,6 @@ def test_an_embedding_of_padding_alone_is_not_dead() -> None:
     assert_no_dead_layers(run(model))
 
 
-def test_integers_are_not_looked_at() -> None:
-    model = Net(lambda m, x: (m.index(x), x), index=Net(lambda m, x: torch.zeros_like(x, dtype=torch.long)))
-    assert_no_dead_layers(run(model))
-
-
 @pytest.mark.parametrize("loss", [None, "random"])
 def test_a_zero_initialized_residual_branch_is_not_dead(loss: Any) -> None:
     branch = nn.Sequential(linear(), nn.Tanh(), linear(weight=0.0))
@@ -281,17 +275,6 @@ def test_never_alive_in_any_forward_counts_all_of_them() -> None:
         watch.model.eval()(X - 10)
     text = failure_of(assert_no_dead_layers, watch)
     assert text.startswith("layer '0' (ReLU) is dead: all 60 outputs are 0 in 3 forwards; ")
-
-
-def test_names_of_any_kind_are_printed_harmlessly() -> None:
-    model = nn.Module()
-    model.add_module("a\x1b[31m\n\u202eb", nn.ReLU())
-    model.add_module("x" * 5000, nn.ReLU())
-    model.forward = lambda x: [child(x) for child in model.children()]  # type: ignore[method-assign]
-    text = failure_of(assert_no_dead_layers, run(model, X - 10))
-    assert text.startswith("a\\x1b[31m\\n\\u202eb is dead: ")
-    assert text.isprintable() or set(text) - {"\n"} == {c for c in text if c.isprintable()}
-    assert max(map(len, text.splitlines())) < 4200  # of the name of 5,000 both ends
 
 
 # --- zero gradients -----------------------------------------------------------------------------------------------
@@ -408,15 +391,6 @@ def test_units_that_dropout_zeroes_by_chance_are_not_counted() -> None:
 def test_units_of_a_zero_initialized_layer_are_not_counted() -> None:
     model = Net(lambda m, x: m.fc(x) + m.zero(x), fc=linear(), zero=linear(weight=0.0))
     assert_no_dead_layers(run(model), max_dead_units=0)
-
-
-def test_attention_weights_hide_no_units() -> None:
-    attention = nn.MultiheadAttention(4, 2, batch_first=True)
-    model = Net(lambda m, x: m.attention(x, x, x), attention=attention)
-    with torch.no_grad():
-        attention.out_proj.weight[0] = 0
-    text = failure_of(assert_no_dead_layers, run(model, torch.randn(2, 3, 4)), max_dead_units=0)
-    assert text.startswith("attention has 1 dead unit of 4")
 
 
 def test_the_worst_share_comes_first() -> None:
@@ -562,13 +536,6 @@ def test_the_first_layer_is_named_though_a_later_one_alone_is_looked_at() -> Non
     assert "1 of 1 layer looked at" in text
 
 
-def test_what_is_left_out_is_not_judged() -> None:
-    model = Net(lambda m, x: (m.a(x) * 0).nan_to_num(), a=Log())
-    record = run(model)
-    assert failure_of(assert_finite, record).startswith("a is not finite: ")
-    assert_finite(record, layers="!a")
-
-
 def test_of_several_calls_the_bad_one_is_named() -> None:
     model = Net(lambda m, x: m.log(x.abs() + 1) + m.log(x), log=Log())
     assert failure_of(assert_finite, run(model)).startswith("log (call 2) is not finite: ")
@@ -618,11 +585,6 @@ def test_no_selected_layer_was_called() -> None:
         assert_finite(record, layers=["b", "c"])
 
 
-def test_a_selector_that_matches_nothing() -> None:
-    with pytest.raises(SelectionError, match="'fc' matches none of 1 layer"):
-        assert_finite(run(linear()), layers="fc")
-
-
 def test_a_record_without_numbers() -> None:
     record = ModelProbe().architecture(nn.Sequential(linear()), X)
     with pytest.raises(NothingObservedError, match="none of the 2 layers looked at returned floating-point values"):
@@ -638,19 +600,6 @@ def test_layers_that_give_out_integers_alone() -> None:
 def test_a_model_in_place_of_a_record() -> None:
     with pytest.raises(UsageError, match=r"got Linear: record = modelprobe.run"):
         assert_finite(linear())
-
-
-def test_a_probe_that_ran_nothing() -> None:
-    with pytest.raises(NothingObservedError, match="nothing was observed"):
-        assert_finite(ModelProbe())
-
-
-def test_a_probe_that_ran_twice() -> None:
-    probe = ModelProbe()
-    probe.run(linear(), X)
-    probe.run(linear(), X)
-    with pytest.raises(UsageError, match="2 runs and watches were made"):
-        assert_finite(probe)
 
 
 def test_a_record_of_the_structure_alone_says_why() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralModel
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from pytest_modelprobe import (
     ModelProbe,
@@ -233,16 +233,6 @@ def test_of_another_length_the_newest_stays() -> None:
     assert watch.record["1"].calls[0].attention[0].shape == (2, 4, 4)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_is_left_alone() -> None:
-    class Nested(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            q = torch.nested.nested_tensor([x[0], x[1, :4]], layout=torch.jagged).unsqueeze(2).transpose(1, 2)
-            return F.scaled_dot_product_attention(q, q, q).values()
-
-    assert not PROBE.run(Nested(), X, attention=True)["(root)"].calls[0].attention
-
-
 # --- what makes it attention --------------------------------------------------------------------------------------
 
 
@@ -444,17 +434,6 @@ def test_an_ignored_padding_mask_is_named() -> None:
         assert_attention_mask(found, PADDING)
 
 
-def test_a_window_is_a_mask_like_any_other() -> None:
-    config = MistralConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        vocab_size=50, sliding_window=3,
-    )  # fmt: skip
-    found = PROBE.run(MistralModel(config).eval(), PROBE.randint(0, 50, (2, 6)), attention=True)
-    assert_attention_mask(found, CAUSAL.triu(-2), exact=True)
-    with pytest.raises(AssertionError, match="gives weight"):
-        assert_attention_mask(found, CAUSAL.triu(-1))
-
-
 def test_multihead_attention_keeps_to_its_masks() -> None:
     found = multihead(attn_mask=~CAUSAL, key_padding_mask=PADDING == 0)
     assert_attention_mask(found, PADDING, causal=True, exact=True)
@@ -492,21 +471,6 @@ def test_a_query_with_no_key_left_is_left_out() -> None:
         return F.softmax(scores(q, k).masked_fill(~(CAUSAL & left_padded[0].bool()), -1e9), dim=-1) @ v
 
     assert_attention_mask(record(padded), left_padded, causal=True, exact=True)
-
-
-def test_layers_choose_what_the_mask_is_for() -> None:
-    class Decoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.own, self.cross = Attention(fused), Attention(F.scaled_dot_product_attention)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.cross(self.own(x))
-
-    found = PROBE.run(Decoder(), X, attention=True)
-    assert_attention_mask(found, causal=True, layers="own")
-    with pytest.raises(AssertionError, match=r"^cross does not follow the mask.*1 of 2 layers"):
-        assert_attention_mask(found, causal=True)
 
 
 def test_a_mask_must_be_given() -> None:

@@ -577,27 +577,9 @@ def seed_of_draw(*, drop: bool) -> int:
     raise AssertionError
 
 
-def test_frozen_layers_do_not_take_part() -> None:
-    assert_grad_flow(run(Net(lambda m, x: m.b(m.a(x)), a=linear().requires_grad_(False), b=linear())))
-
-
 def test_an_expert_that_no_token_came_to_does_not_take_part() -> None:
     model = Net(lambda m, x: m.a(x) + m.b(x[:0]).sum(), a=linear(), b=linear())
     assert_grad_flow(run(model))
-
-
-def test_parameters_without_elements_do_not_take_part() -> None:
-    model = Net(lambda m, x: m.a(x) + m.empty(x).sum(-1, keepdim=True), a=linear(), empty=Empty())
-    assert_grad_flow(run(model))
-
-
-class Empty(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(6, 0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight
 
 
 def test_a_parameter_of_a_container_that_was_not_needed_stops_no_flow() -> None:

@@ -181,22 +181,6 @@ def test_the_layer_that_a_failure_names_is_marked_in_graph_charts_and_table(mess
     assert titles.count("named: 1 layer") == (2 if named else 0)  # gradients, and activations
 
 
-def test_what_most_is_looked_at_comes_first_in_the_table() -> None:
-    texts = Page(render_run(run(layer("fc", calls=2)))).texts
-    order = ["output", "distribution", "dead", "gradient", "mean", "zeros", "calls", "parameters", "of weights"]
-    assert sorted(order, key=texts.index) == order
-
-
-def test_a_box_of_a_run_with_a_cause_is_as_high_as_what_is_in_it() -> None:
-    runs = {word: render_run(run(layer("fc", status=[word]))) for word in ("dead", "moved")}
-    assert ['class="run caused"' in page for page in runs.values()] == [True, False]
-    limits = re.findall(r"([^{}/]*){ max-height: (?!none)", runs["dead"])
-    assert [limit.strip() for limit in limits] == [
-        ".run:not(.caused) > .scroll, .run:not(.caused) .layers-graph > .scroll",
-        ".run:not(.caused) .layers-graph:has(+ .charts) > .scroll", ".charts .scroll",
-    ]  # fmt: skip
-
-
 def test_failed_tests_come_first_and_are_open() -> None:
     tests = [
         tag for tag in Page(render(results(checked("a"), checked("b", outcome="failed")))).tags if "test" in str(tag)
