@@ -1,4 +1,4 @@
-"""Attention weights: their entropy in each head, and whether they follow a mask.
+"""Where a model looks: the entropy of its attention, whether it follows a mask, and its map of an input.
 
 A head that attends to one key alone, or to a key that is masked, computes plausible numbers, so that no other
 assertion notices it. A record keeps the entropy of each head and the largest weight of each pair of query and key.
@@ -251,7 +251,7 @@ def _attentions(subject: Subject, layers: Selector) -> list[tuple[str, Attention
     return found
 
 
-# --- Where in its input a model looks --------------------------------------------------------------------------------
+# --- where in its input a model looks ---------------------------------------------------------------------------------
 
 Box = tuple[int, int, int, int]
 Map = list[list[float]]

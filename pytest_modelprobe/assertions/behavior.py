@@ -1,7 +1,8 @@
 """Compare two records: a port and its reference, a model before and after a refactoring.
 
 Numbers alone say that something differs, not what. So where both models are still alive, each layer is called alone on
-equal inputs, and the failure names the code or the weights instead of every layer behind them.
+equal inputs, and the failure names the code or the weights instead of every layer behind them. Where data differ, all
+layers after the first differ too, so distributions are compared in order of execution.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def _next_steps(*, structure: bool) -> list[str]:
     return steps
 
 
-# --- Two records side by side: which layer is the first that sees another distribution -------------------------------
+# --- distributions ----------------------------------------------------------------------------------------------------
 
 _BINS = 10  # The usual limits of the index, 0.1 and 0.25, are for this number of bins.
 

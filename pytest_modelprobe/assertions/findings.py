@@ -18,7 +18,7 @@ from .gradients import find_lost_calls
 from .sources import find_unreached, full_name, has_zero_parameters, numbers, returns_drawn_zeros
 from .structure import of_unknown_use, uncalled, weights_in_use
 
-# --- Outputs that are the same for every row of a batch, although the inputs are not ---------------------------------
+# --- outputs that are the same for every row --------------------------------------------------------------------------
 
 
 def find_constant(record: Record) -> tuple[Step, Step] | None:

@@ -1,4 +1,7 @@
-"""What a model has and costs: the number, devices, ties and zeros of its parameters, operations and memory."""
+"""What a model has and costs: the number, devices, ties and zeros of its parameters, operations and memory.
+
+All of it is the same in every run on one device. Time is not, so there is no assertion on time.
+"""
 
 from __future__ import annotations
 
@@ -165,7 +168,7 @@ def _parameters(subject: Subject | Any, layers: Selector) -> Iterator[tuple[str,
             yield name, math.prod(own.shape), own.requires_grad, own.tied_to or name
 
 
-# --- Budgets: what a model may cost in operations and in memory ------------------------------------------------------
+# --- operations and memory --------------------------------------------------------------------------------------------
 
 
 def assert_flops(subject: Subject, expected: int | tuple[int, int], *, layers: Selector = "**") -> None:
@@ -253,7 +256,7 @@ def _rows(profile: Profile, names: Iterable[str], numbers: Mapping[str, int]) ->
     return [[name, profile.layers[name].type, profile.layers[name].calls, n] for name, n in found]
 
 
-# --- Pruned weights: how many elements are zero, and whether they stay so --------------------------------------------
+# --- pruned weights ---------------------------------------------------------------------------------------------------
 
 
 def assert_sparsity(subject: Subject, least: float, *, layers: Selector = "**") -> None:

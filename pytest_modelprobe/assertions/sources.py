@@ -2,7 +2,8 @@
 
 An assertion on nothing would always pass. So each function here raises `NothingObservedError` where there is no call,
 no layer or no number, and says what to do. A watch and a probe are described by protocols, because nothing after the
-record imports torch.
+record imports torch. What a healthy model may do is known here too: zeros of layers that were initialized so, and
+experts that few tokens reach.
 """
 
 from __future__ import annotations
@@ -305,7 +306,7 @@ def gradient_of(value: Value) -> Statistics | None:
     return None if value.backward is None else value.backward.statistics
 
 
-# --- Zeros that a healthy model may have -----------------------------------------------------------------------------
+# --- zeros that a healthy model may have ------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -430,7 +431,7 @@ def _again(record: Record) -> Record | None:
     )
 
 
-# --- Weights of several modules in one parameter, such as experts: which of them never get a gradient ----------------
+# --- experts without a gradient ---------------------------------------------------------------------------------------
 
 _TOKENS = 16
 """With so many tokens for each expert, it is no chance that one of them gets none."""

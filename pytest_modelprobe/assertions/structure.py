@@ -37,7 +37,7 @@ from pytest_modelprobe.text import shape as shape_text
 
 from .sources import Subject, by_selector, called, fail_or_hint, full_name, is_watch, record_of, source_of
 
-# --- Shape specifications for `assert_shapes`: how they are read, and how shapes are compared with them --------------
+# --- specifications of shapes -----------------------------------------------------------------------------------------
 
 __tracebackhide__ = True  # a traceback ends at the line of the test
 

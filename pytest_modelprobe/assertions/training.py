@@ -1,7 +1,8 @@
 """The training loop: gradients, modes and the optimizer of a model that is trained.
 
 A loop with one of these mistakes runs, and often learns, only worse. A watch counts what happens between the steps of
-all optimizers; the assertion reads these counts, and names the most likely mistake first.
+all optimizers; the assertion reads these counts, and names the most likely mistake first. A target that is not detached
+is trained toward the model that is compared with it, and the loss falls all the same.
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ def _nonfinite_gradients(record: Record) -> Iterator[str]:
                 yield full_name(layer, parameter.name)
 
 
-# --- Targets: no gradient may arrive at what a loss only compares with, such as a teacher or a target net ------------
+# --- targets that are compared with -----------------------------------------------------------------------------------
 
 
 def assert_no_gradient(subject: Subject, layers: Selector) -> None:

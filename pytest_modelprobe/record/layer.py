@@ -1,4 +1,4 @@
-"""Layers and their parameters.
+"""Layers with their parameters, calls and cost, and their names as messages write them.
 
 A layer has the parameters and buffers that its module itself owns, not those of the layers inside it. Attributes of the
 module that are plain numbers or text are recorded too, so that a changed ``eps`` or ``stride`` can be named as such.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .tensor_statistics import FiniteStatistics
 
 
-# --- Names of layers, and addresses of values, as messages write them ------------------------------------------------
+# --- names and addresses ----------------------------------------------------------------------------------------------
 
 ROOT = "(root)"
 """The name of the outermost module, which ``named_modules()`` calls the empty string."""
@@ -98,7 +98,7 @@ def call_name(layer: str, call: Indexed) -> str:
     return f"{layer} (call {call.index + 1})" if call.index else layer
 
 
-# --- Calls of a layer: the tensors that went in and out, attention weights, the isolated response --------------------
+# --- calls ------------------------------------------------------------------------------------------------------------
 
 Plain = None | bool | int | float | str
 """The type of an argument or attribute that is not a tensor. Its value is recorded exactly."""
@@ -420,7 +420,7 @@ class Layer(NanEqual):
         return ((call, value) for call in self.calls for value in call.inputs)
 
 
-# --- What each layer costs: time, operations, memory of activations --------------------------------------------------
+# --- cost -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

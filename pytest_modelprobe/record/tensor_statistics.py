@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-# --- What the frozen dataclasses of a record have in common ----------------------------------------------------------
+# --- dataclasses that are made quickly, in which a NaN equals a NaN ---------------------------------------------------
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""A record as text and as HTML, and the message for an unknown layer.
+"""A record as a table of its layers, as text and as HTML, and the message for an unknown layer.
 
 These are the words of a record, which stand with it: a record can say itself without `report`. Names of layers are
 untrusted text, so they are made printable here, and escaped for HTML.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .record import Record
 
 
-# --- The layers of a record as the rows of a table -------------------------------------------------------------------
+# --- the table of layers ----------------------------------------------------------------------------------------------
 
 SPARE = ("calls", "min", "max", "mean", "zeros")
 """Columns that a narrow terminal leaves out first: dead units and gradients are looked at more."""

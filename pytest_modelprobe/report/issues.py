@@ -1,4 +1,4 @@
-"""What is wrong in the results of a run, each thing at a line of a file.
+"""What is wrong in the results of a run, each thing at a line of a file, for GitLab and as SARIF.
 
 Code hosts show it beside the code, and follow it from run to run. So each issue has an identity, which is made without
 numbers: a change of 3 % and one of 4 % are the same issue.
@@ -107,7 +107,7 @@ def _of_test(test: Mapping[str, Any]) -> Iterator[_Found]:
 _FINDINGS = {"dead", "not finite", "never called", "no gradient", "experts without a gradient", "rounding"}
 
 
-# --- The results of a run as a code quality report of GitLab, which a merge request shows beside the code ------------
+# --- GitLab -----------------------------------------------------------------------------------------------------------
 
 _SEVERITIES = {"error": "major", "warning": "minor"}
 
@@ -131,7 +131,7 @@ def gitlab(results: Mapping[str, Any]) -> str:
     return json.dumps(found, indent=1) + "\n"
 
 
-# --- The results of a run as SARIF 2.1.0, the format of GitHub's code scanning and of editors ------------------------
+# --- SARIF ------------------------------------------------------------------------------------------------------------
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 

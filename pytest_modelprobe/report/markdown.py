@@ -31,7 +31,7 @@ from pytest_modelprobe.text import LONGEST, Cell, count, number, printable
 from .results.verdict import FAILED, side_name
 from .results.verdict import verdict as run_verdict
 
-# --- The changed part of a model as a Mermaid graph, which GitHub and GitLab draw in Markdown ------------------------
+# --- the changed part of a model as a Mermaid graph -------------------------------------------------------------------
 
 MOST_NODES = 40
 """How many layers a graph has; the rest is counted."""

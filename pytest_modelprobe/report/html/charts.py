@@ -17,7 +17,7 @@ from pytest_modelprobe.text import count, folded
 
 from .elements import STATUSES, Child, Markup, coordinate, finite, is_cause, number, status_of, tag
 
-# --- Histograms of exponential bins: their quantiles, and the small pictures in the table of layers ------------------
+# --- histograms -------------------------------------------------------------------------------------------------------
 
 Histogram = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Elements of HTML and SVG as text.
+"""Elements of HTML and SVG as text, and what the status of a layer looks like.
 
 Names of layers and messages of tests are untrusted. So every string is escaped, unless it is `Markup`, which only the
 functions here return.
@@ -138,7 +138,7 @@ def number(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-# --- What the status of a layer looks like: a class of the style sheet, a sign, a sentence ---------------------------
+# --- the status of a layer --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

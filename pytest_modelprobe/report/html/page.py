@@ -42,7 +42,7 @@ from .elements import (
 )
 from .graph import GUESS, graph
 
-# --- The table of the layers of one run ------------------------------------------------------------------------------
+# --- the table of layers ----------------------------------------------------------------------------------------------
 
 Layer = dict[str, Any]
 
@@ -621,7 +621,7 @@ def _unused(results: Data) -> Markup | None:
     return tag("section", tag("h2", "Snapshot files that no test uses"), lists) if lists else None
 
 
-# --- A record as a page, and in a notebook ---------------------------------------------------------------------------
+# --- a record ---------------------------------------------------------------------------------------------------------
 
 _FRAME = (
     '<div><iframe sandbox="allow-scripts" style="width: 100%; height: 40rem; border: 0" srcdoc="{}"></iframe></div>'
