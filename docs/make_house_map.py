@@ -28,12 +28,6 @@ PICTURE = HERE / "house.svg"
 MODELS = "models"
 """The room of live models: what reaches it needs one, and stands on the right."""
 
-DOOR = f"{NAME}.record.display"
-"""The one module that imports upward, when it is called."""
-
-UPSTAIRS = "report"
-"""The room that it imports."""
-
 SHORT = 40
 """Lines of code below which a module is counted as short."""
 
@@ -182,7 +176,7 @@ class House:
     modules: Graph
     """Module → the modules of the package that it imports."""
     rooms: Graph
-    """Room → the rooms that it imports; the arrow through the door is left out."""
+    """Room → the rooms that it imports."""
     folders: set[str]
     live: set[str]
     """Rooms that need a live model."""
@@ -209,9 +203,8 @@ def read(root: Path) -> House:
         inside = module if path.name == "__init__.py" else module.rpartition(".")[0]
         tree = ast.parse(texts[module])
         modules[module] = {name for name in imports(tree, inside, paths, annotations=False) if name in paths} - {module}
-        if module != DOOR:
-            every = {name for name in imports(tree, inside, paths, annotations=True) if name in paths} - {NAME}
-            rooms[room_of(module)] |= {room_of(name) for name in every} - {room_of(module)}
+        every = {name for name in imports(tree, inside, paths, annotations=True) if name in paths} - {NAME}
+        rooms[room_of(module)] |= {room_of(name) for name in every} - {room_of(module)}
     live = {room for room in rooms if MODELS in _reached(rooms, room)} | {MODELS, "_torch"}
     folders = {path.parent.name for path in package.glob("*/__init__.py")}
     return House(modules, rooms, folders, live, texts)
@@ -219,8 +212,7 @@ def read(root: Path) -> House:
 
 def figures(house: House) -> Iterator[tuple[str, str]]:
     """Yield the numbers of a house, each with what it is of."""
-    without_door = {module: own if module != DOOR else set() for module, own in house.modules.items()}
-    ring = circles(without_door)
+    ring = circles(house.modules)
     code = {module: len(lines.code) for module, lines in house.lines.items()}
     total = sum(code.values())
     comments = sum(len(lines.comments) for lines in house.lines.values())
@@ -266,7 +258,6 @@ def drawn(house: House) -> str:
     parts = list(_ground(highest, height))
     for room, below in sorted(not_implied(house.rooms).items()):
         parts += [_arrow(place[room], place[other], f"{room} → {other}") for other in sorted(below)]
-    parts.append(_door(place[room_of(DOOR)], place[UPSTAIRS]))
     parts += [_room(room, place[room], room in house.folders) for room in sorted(place)]
     title = f"The rooms of {NAME}, floor by floor"
     head = (
@@ -294,15 +285,6 @@ def _arrow(above: tuple[float, float, float], below: tuple[float, float, float],
     path = f"M{x1:.0f} {y1:.0f}C{x1:.0f} {y1 + bend:.0f} {x2:.0f} {y2 - bend:.0f} {x2:.0f} {y2:.0f}"
     head = f"M{x2 - 4:.0f} {y2 - 7:.0f}L{x2:.0f} {y2:.0f}L{x2 + 4:.0f} {y2 - 7:.0f}"
     return f'<path d="{path}{head}" fill="none" stroke="#8c959f"><title>{escape(title)}</title></path>'
-
-
-def _door(below: tuple[float, float, float], above: tuple[float, float, float]) -> str:
-    """Draw the arrow upward, dashed."""
-    x1, y1 = below[0] + below[2] / 2, below[1]
-    x2, y2 = above[0] + above[2] / 2, above[1] + _BOX
-    path = f"M{x1:.0f} {y1:.0f}C{x1:.0f} {y1 - _ROW:.0f} {x2:.0f} {y2 + _ROW:.0f} {x2:.0f} {y2:.0f}"
-    title = f"<title>{DOOR} → {UPSTAIRS}, when it is called</title>"
-    return f'<path d="{path}" fill="none" stroke="#bf8700" stroke-dasharray="5 4">{title}</path>'
 
 
 def _room(name: str, place: tuple[float, float, float], is_folder: bool) -> str:

@@ -32,10 +32,6 @@ if not EXTRAS.exists():
 
 FLOORS = {room: int(floor) for floor, room, _ in ROWS if room in MAY_IMPORT}
 
-DOOR = PACKAGE / "record/display.py"
-UPSTAIRS = "report"
-"""The one room that is imported from below: by the door, when it is called."""
-
 # Modules with the words of a folder, which others import directly.
 DIRECTLY = {"rows", "text"}
 
@@ -120,10 +116,10 @@ def wrong(files: Iterable[Path], names_of: Callable[[Path], set[str]]) -> dict[s
 
 @pytest.fixture(scope="module")
 def used() -> dict[str, set[str]]:
-    """Return what each room imports, but for what the door does."""
+    """Return what each room imports."""
     rooms: dict[str, set[str]] = {module_of(path): set() for path in FILES}
     for path in FILES:
-        rooms[module_of(path)] |= foreign(imports(path), module_of(path)) - ({UPSTAIRS} if path == DOOR else set())
+        rooms[module_of(path)] |= foreign(imports(path), module_of(path))
     return rooms
 
 
@@ -140,7 +136,7 @@ def test_every_module_is_in_the_table() -> None:
 
 def test_a_module_imports_only_what_the_table_lists() -> None:
     def more(path: Path) -> set[str]:
-        allowed = MAY_IMPORT[module_of(path)] | ({UPSTAIRS} if path == DOOR else set())
+        allowed = MAY_IMPORT[module_of(path)]
         return foreign(imports(path), module_of(path)) - allowed - ({"_torch"} if "torch" in allowed else set())
 
     assert wrong(FILES, more) == {}
@@ -157,8 +153,7 @@ def test_the_table_lists_only_what_is_imported(used: dict[str, set[str]]) -> Non
 def test_a_room_imports_from_lower_floors_alone() -> None:
     def not_lower(path: Path) -> set[str]:
         room = module_of(path)
-        found = {name for name in foreign(imports(path), room) & FLOORS.keys() if FLOORS[name] >= FLOORS[room]}
-        return found - ({UPSTAIRS} if path == DOOR else set())
+        return {name for name in foreign(imports(path), room) & FLOORS.keys() if FLOORS[name] >= FLOORS[room]}
 
     assert wrong(FILES, not_lower) == {}
 
@@ -169,19 +164,14 @@ def test_a_room_stands_right_above_the_highest_that_it_imports(used: dict[str, s
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Imports inside functions count; those for annotations alone do not, nor does the door."""
-    left = {name: modules_imported(path) if path != DOOR else set() for name, path in BY_NAME.items()}
+    """Imports inside functions count; those for annotations alone do not."""
+    left = {name: modules_imported(path) for name, path in BY_NAME.items()}
     assert sum(map(len, left.values())) > len(left)
     # Again and again, take away what imports nothing that is left: what remains is in a circle, or above one.
     while free := [name for name, others in left.items() if not others & left.keys()]:
         for name in free:
             del left[name]
     assert sorted(left) == []
-
-
-def test_the_door_leads_upstairs_when_it_is_called() -> None:
-    assert foreign(imports(DOOR), "record") == {UPSTAIRS}
-    assert foreign(imports(DOOR, top_level=True), "record") == set()
 
 
 def test_the_picture_of_the_house_is_of_these_imports() -> None:
@@ -196,13 +186,6 @@ def test_what_every_run_loads_imports_nothing_at_its_top() -> None:
     loaded += [*EXTRAS.rglob("__init__.py"), *EXTRAS.glob("*/plugin.py")]
     free = {"pytest", "extension", "plugin"}
     assert wrong(loaded, lambda path: foreign(imports(path, top_level=True), module_of(path)) - free) == {}
-
-
-def test_a_record_imports_nothing_of_its_pages_before_one_is_asked_for() -> None:
-    free = {"exceptions", "extension", "text"}
-    files = [path for path in FILES if module_of(path) == "record"]
-    assert files
-    assert wrong(files, lambda path: foreign(imports(path, top_level=True), "record") - free) == {}
 
 
 def test_other_folders_are_imported_through_their_init() -> None:

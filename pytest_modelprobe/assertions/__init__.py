@@ -1,52 +1,30 @@
 """Assertions on a probe, a watch or a record: each checks, and raises AssertionError with a message."""
 
-from .activations import assert_finite, assert_no_dead_layers
-from .attention import assert_attention_entropy, assert_attention_mask
-from .behavior import assert_same_behavior
-from .budgets import assert_activation_memory, assert_flops
-from .distribution import assert_same_distribution
-from .gradients import assert_all_params_have_grad, assert_grad_finite, assert_grad_flow
-from .parameters import (
-    assert_devices,
-    assert_frozen,
-    assert_param_count,
-    assert_params_updated,
-    assert_tied,
-    assert_update_ratio,
-)
-from .ranges import assert_activation_range, assert_activation_scale, assert_fits_dtype, assert_not_saturated
-from .sparsity import assert_sparsity
-from .structure import assert_called, assert_dtypes, assert_no_leftover_hooks, assert_shapes
-from .targets import assert_no_gradient
-from .training import assert_training_loop
-
-__all__ = [
-    "assert_activation_memory",
-    "assert_activation_range",
-    "assert_activation_scale",
-    "assert_all_params_have_grad",
-    "assert_attention_entropy",
-    "assert_attention_mask",
-    "assert_called",
-    "assert_devices",
-    "assert_dtypes",
-    "assert_finite",
-    "assert_fits_dtype",
-    "assert_flops",
-    "assert_frozen",
-    "assert_grad_finite",
-    "assert_grad_flow",
-    "assert_no_dead_layers",
-    "assert_no_gradient",
-    "assert_no_leftover_hooks",
-    "assert_not_saturated",
-    "assert_param_count",
-    "assert_params_updated",
-    "assert_same_behavior",
-    "assert_same_distribution",
-    "assert_shapes",
-    "assert_sparsity",
-    "assert_tied",
-    "assert_training_loop",
-    "assert_update_ratio",
-]
+from .activations import assert_finite as assert_finite
+from .activations import assert_no_dead_layers as assert_no_dead_layers
+from .attention import assert_attention_entropy as assert_attention_entropy
+from .attention import assert_attention_mask as assert_attention_mask
+from .behavior import assert_same_behavior as assert_same_behavior
+from .behavior import assert_same_distribution as assert_same_distribution
+from .gradients import assert_all_params_have_grad as assert_all_params_have_grad
+from .gradients import assert_grad_finite as assert_grad_finite
+from .gradients import assert_grad_flow as assert_grad_flow
+from .parameters import assert_activation_memory as assert_activation_memory
+from .parameters import assert_devices as assert_devices
+from .parameters import assert_flops as assert_flops
+from .parameters import assert_param_count as assert_param_count
+from .parameters import assert_sparsity as assert_sparsity
+from .parameters import assert_tied as assert_tied
+from .ranges import assert_activation_range as assert_activation_range
+from .ranges import assert_activation_scale as assert_activation_scale
+from .ranges import assert_fits_dtype as assert_fits_dtype
+from .ranges import assert_not_saturated as assert_not_saturated
+from .structure import assert_called as assert_called
+from .structure import assert_dtypes as assert_dtypes
+from .structure import assert_no_leftover_hooks as assert_no_leftover_hooks
+from .structure import assert_shapes as assert_shapes
+from .training import assert_no_gradient as assert_no_gradient
+from .training import assert_training_loop as assert_training_loop
+from .updates import assert_frozen as assert_frozen
+from .updates import assert_params_updated as assert_params_updated
+from .updates import assert_update_ratio as assert_update_ratio

@@ -29,29 +29,27 @@ from pytest_modelprobe.record import (
     has_nonfinite,
     label_of,
 )
-from pytest_modelprobe.text import Cell, count, failure, listed, number, out_of
+from pytest_modelprobe.text import Cell, count, failed, failure, listed, number, out_of
 
 from .sources import (
+    BY_CHANCE,
     Subject,
+    excuse_gradients,
     fail_or_hint,
     full_name,
     gradient_of,
+    has_zero_parameters,
     is_zero,
     newest_of,
     numbers,
     record_of,
     reject_unread,
-    with_numbers,
-)
-from .structure import forwards_of
-from .zeros import (
-    BY_CHANCE,
-    excuse_gradients,
-    has_zero_parameters,
     returns_drawn_zeros,
     second_look,
     starts_from_zero,
+    with_numbers,
 )
+from .structure import forwards_of
 
 __tracebackhide__ = True  # a traceback ends at the line of the test
 
@@ -91,7 +89,11 @@ def assert_no_dead_layers(subject: Subject, *, layers: Selector = "**", max_dead
     >>> _ = nn.init.ones_(model[0].bias)
     >>> assert_no_dead_layers(ModelProbe().run(model, torch.tensor([[1.0, -1.0], [-1.0, 1.0]])))
     """
-    _check_max_dead_units(max_dead_units)
+    most = 1 if isinstance(max_dead_units, float) else math.inf
+    if max_dead_units is not None and not 0 <= max_dead_units <= most:
+        raise UsageError(
+            f"max_dead_units is a number of units (an int) or a share (a float from 0 to 1); got {max_dead_units!r}"
+        )
     record, newest = record_of(subject), newest_of(subject)
     looked_at = with_numbers(record, layers)
     names = {layer.name for layer in looked_at}
@@ -112,9 +114,7 @@ def assert_no_dead_layers(subject: Subject, *, layers: Selector = "**", max_dead
     if without_gradient:
         fail_or_hint(_zero_gradient_text(without_gradient, record, looked_at), why)
     if max_dead_units is not None:
-        above_limit = _too_many_dead_units(record, names, max_dead_units)
-        if above_limit:
-            raise AssertionError(_units_text(above_limit, looked_at, max_dead_units))
+        _check_units(record, looked_at, max_dead_units)
     reject_unread(record, layers)
 
 
@@ -141,6 +141,13 @@ class Dead:
     def label(self) -> str:
         """Its name in a sentence."""
         return label_of(self.where, self.step.layer.type_name)
+
+    @property
+    def zeros(self) -> int:
+        """How many elements are zero."""
+        values = (v for call in self.calls for v in (call.inputs if self.received else call.outputs))
+        known = (numbers(v) for v in values if not self.received or v.path == self.value.path)
+        return sum(s.count for s in known if s is not None)
 
 
 def find_dead(record: Record, names: Iterable[str]) -> list[Dead]:
@@ -224,39 +231,26 @@ def _is_inside_zeros(step: Step) -> bool:
 
 def _dead_text(dead: list[Dead], record: Record, looked_at: list[Layer]) -> str:
     first = dead[0]
-    total = sum(s.count for s in map(numbers, _zero_values(first)) if s is not None)
     if first.record is not record and record.forwards > 1:
         forwards = f"in the newest of {count(record.forwards, 'forward')}"
     else:
         forwards = f"in {count(sum(forwards_of(first.calls).values()), 'forward')}"
-    zeros = f"{count(total, 'value')} it receives" if first.received else count(total, "output")
+    zeros = f"{count(first.zeros, 'value')} it receives" if first.received else count(first.zeros, "output")
     share = out_of(len({d.step.layer.name for d in dead}), len(looked_at), "layer")
+    rows: list[list[Cell]] = []
+    for d in dead:
+        units, entered = d.value.forward.units, None if d.received else _first_numbers(d.step.call.inputs)
+        extent = (None, None) if entered is None else (entered.min, entered.max)
+        dead_units = "-" if units is None else f"{units.dead:,}/{len(units):,}"
+        rows.append([d.where, d.step.layer.type_name, d.zeros, dead_units, *extent])
+    waking = [layer.label for layer in record.layers.values() if layer.calls and starts_from_zero(layer)]
     return failure(
         f"{first.label} is dead: all {zeros} are 0 {forwards}; {share}",
         ["layer", "type", "outputs", "dead units", "input min", "input max"],
-        [_dead_row(d) for d in dead],
+        rows,
         _dead_hint(first),
-        _zero_note(record),
+        f"Not counted as dead, because zero-initialized: {listed(waking)}." if waking else "",
     )
-
-
-def _zero_values(dead: Dead) -> list[Value]:
-    if dead.received:
-        return [v for call in dead.calls for v in call.inputs if v.path == dead.value.path]
-    return [v for call in dead.calls for v in call.outputs if v.is_floating]
-
-
-def _dead_row(dead: Dead) -> list[Cell]:
-    units = dead.value.forward.units
-    entered = None if dead.received else _first_numbers(dead.step.call.inputs)
-    return [
-        dead.where,
-        dead.step.layer.type_name,
-        sum(s.count for s in map(numbers, _zero_values(dead)) if s is not None),
-        "-" if units is None else f"{units.dead:,}/{len(units):,}",
-        None if entered is None else entered.min,
-        None if entered is None else entered.max,
-    ]
 
 
 def _first_numbers(values: Iterable[Value]) -> Statistics | None:
@@ -282,24 +276,18 @@ def _dead_hint(dead: Dead) -> str:
         fed_by = dead.record.layers.get(feeder.partition(" ")[0])
         feeder = label_of(feeder, "" if fed_by is None else fed_by.type_name)
         return f"{negative}: look at the bias or the scale of {feeder}, which feeds it."
-    if "Dropout" in dead.step.layer.type_name and dead.step.layer.attributes.get("p") == 1.0:
-        return f"{label} drops everything (p=1.0). {intended}"
     return f"Look at the parameters of {label} and at what multiplies its output. {intended}"
 
 
-def _zero_note(record: Record) -> str:
-    names = [layer.label for layer in record.layers.values() if layer.calls and starts_from_zero(layer)]
-    return f"Not counted as dead, because zero-initialized: {listed(names)}." if names else ""
-
-
 def _zero_gradient_text(without_gradient: list[tuple[Step, Value]], record: Record, looked_at: list[Layer]) -> str:
-    rows: list[list[Cell]] = [
-        [step.name, step.layer.type_name, value.path, _elements(value), _range(value)]
-        for step, value in without_gradient
-    ]
-    step, value = without_gradient[0]
+    rows: list[list[Cell]] = []
+    for step, value in without_gradient:
+        s, gradient = numbers(value), gradient_of(value)
+        extent = "-" if s is None or s.min is None else f"{number(s.min)} to {number(s.max)}"
+        rows.append([step.name, step.layer.type_name, value.path, 0 if gradient is None else gradient.count, extent])
+    step, elements = without_gradient[0][0], int(rows[0][3] or 0)
     return failure(
-        f"{step.label} has a zero gradient: all {count(_elements(value), 'element')} of its output's gradient "
+        f"{step.label} has a zero gradient: all {count(elements, 'element')} of its output's gradient "
         f"are 0 in {count(record.backwards, 'backward')}; "
         f"{out_of(len({step.layer.name for step, _ in without_gradient}), len(looked_at), 'layer')}",
         ["layer", "type", "value", "elements", "range of values"],
@@ -307,29 +295,6 @@ def _zero_gradient_text(without_gradient: list[tuple[Step, Value]], record: Reco
         f"The layers after {step.label} do not depend on its output, or have a zero derivative there: dead, saturated, "
         f'multiplied by zero, a loss at its minimum. If this is intended: layers=["**", "!{step.layer.name}"].',
     )
-
-
-def _elements(value: Value) -> int:
-    gradient = gradient_of(value)
-    return gradient.count if gradient is not None else 0
-
-
-def _range(value: Value) -> str:
-    s = numbers(value)
-    return "-" if s is None or s.min is None else f"{number(s.min)} to {number(s.max)}"
-
-
-# --- dead units ---------------------------------------------------------------------------------------------------
-
-
-def _check_max_dead_units(allowed: float | None) -> None:
-    if allowed is None:
-        return
-    number_or_share = isinstance(allowed, (int, float)) and not isinstance(allowed, bool)
-    if not number_or_share or not 0 <= allowed <= (1 if isinstance(allowed, float) else math.inf):
-        raise UsageError(
-            f"max_dead_units is a number of units (an int) or a share of them (a float from 0 to 1); got {allowed!r}"
-        )
 
 
 @dataclass(frozen=True)
@@ -356,21 +321,36 @@ def find_dead_units(record: Record, names: Collection[str]) -> Iterator[DeadUnit
         if layer.name not in names or tensors in seen or len({len(_units(v)) for v in values}) != 1:
             continue
         seen.add(tensors)
-        dead, units = _dead_units(values), len(_units(values[0]))
-        is_own = dead > _dead_inputs(calls, units) and not starts_from_zero(layer)
+        units = len(_units(values[0]))
+        bounds = [bound for value in values for bound in (_units(value).low, _units(value).high)]
+        dead = sum(not any(unit) for unit in zip(*bounds, strict=True))  # NaN is true
+        entered = [v.forward.units for call in calls for v in call.inputs if v.forward.units is not None]
+        dead_before = max((e.dead for e in entered if len(e) == units), default=0)
+        is_own = dead > dead_before and not starts_from_zero(layer)
         seen_of_each = sum(s.count for s in map(numbers, values) if s is not None) // max(units, 1)
         yield DeadUnits(layer, where, dead if is_own else 0, units, seen_of_each)
 
 
-def _too_many_dead_units(record: Record, names: set[str], allowed: float) -> list[DeadUnits]:
-    known = list(find_dead_units(record, names))
+def _check_units(record: Record, looked_at: list[Layer], allowed: float) -> None:
+    known = list(find_dead_units(record, {layer.name for layer in looked_at}))
     if not known:
         raise NothingObservedError(
-            f"the units of none of the {count(len(names), 'layer')} looked at are known: select layers with channels "
-            "or features (conv, linear, norm, and activations after them)"
+            f"the units of none of the {count(len(looked_at), 'layer')} looked at are known: select layers with "
+            "channels or features (conv, linear, norm, and activations after them)"
         )
     found = [c for c in known if c.dead > (allowed * c.units if isinstance(allowed, float) else allowed)]
-    return sorted(found, key=lambda c: -c.dead / c.units)
+    if found:
+        found.sort(key=lambda c: -c.dead / c.units)
+        label = label_of(found[0].where, found[0].layer.type_name)
+        limit = f"{100 * allowed:g}%" if isinstance(allowed, float) else f"{allowed:,}"
+        raise failed(
+            f"{label} has {count(found[0].dead, 'dead unit')} of {found[0].units:,}, {limit} allowed; "
+            f"{out_of(len(found), len(looked_at), 'layer')}",
+            ["layer", "type", "dead units", "share"],
+            [[c.where, c.layer.type_name, f"{c.dead:,}/{c.units:,}", f"{c.dead / c.units:.0%}"] for c in found],
+            "A dead unit is zero for every input of the test: use more inputs, or look at the bias and the learning "
+            f"rate of what feeds {label}.",
+        )
 
 
 def _calls_with_units(record: Record) -> Iterator[tuple[Layer, str, list[Call]]]:
@@ -398,32 +378,6 @@ def _calls_with_units(record: Record) -> Iterator[tuple[Layer, str, list[Call]]]
 def _units(value: Value) -> Units:
     assert value.forward.units is not None
     return value.forward.units
-
-
-def _dead_units(values: list[Value]) -> int:
-    """Return how many units are zero in all values."""
-    bounds = [bound for value in values for bound in (_units(value).low, _units(value).high)]
-    return sum(not any(unit) for unit in zip(*bounds, strict=True))  # NaN is true
-
-
-def _dead_inputs(calls: Iterable[Call], units: int) -> int:
-    """Return how many units of an input were dead."""
-    entered = [v.forward.units for call in calls for v in call.inputs if v.forward.units is not None]
-    return max((e.dead for e in entered if len(e) == units), default=0)
-
-
-def _units_text(above_limit: list[DeadUnits], looked_at: list[Layer], allowed: float) -> str:
-    worst = above_limit[0]
-    label = label_of(worst.where, worst.layer.type_name)
-    limit = f"{100 * allowed:g}%" if isinstance(allowed, float) else f"{allowed:,}"
-    return failure(
-        f"{label} has {count(worst.dead, 'dead unit')} of {worst.units:,}, {limit} allowed; "
-        f"{out_of(len(above_limit), len(looked_at), 'layer')}",
-        ["layer", "type", "dead units", "share"],
-        [[c.where, c.layer.type_name, f"{c.dead:,}/{c.units:,}", f"{c.dead / c.units:.0%}"] for c in above_limit],
-        "A dead unit is zero for every input of the test: use more inputs, or look at the bias and the learning "
-        f"rate of what feeds {label}.",
-    )
 
 
 # --- finite -------------------------------------------------------------------------------------------------------
@@ -454,7 +408,15 @@ def assert_finite(subject: Subject, *, layers: Selector = "**") -> None:
     looked_at = with_numbers(record, layers)
     origin = find_nonfinite(record, {layer.name for layer in looked_at})
     if origin is not None:
-        raise AssertionError(_finite_text(record, origin, looked_at))
+        what, why, hint = _finite_sentence(origin)
+        bad = sum(any(_kinds([value]) for _, value in layer.outputs) for layer in looked_at)
+        raise failed(
+            f"{what} is not finite{from_forward(record, origin.since)}: {why}; {out_of(bad, len(looked_at), 'layer')}",
+            ["layer", "type", "input min", "input max", "output min", "output max", "not finite"],
+            _finite_rows(record, origin),
+            f"It began in {record.origin}." if record.origin not in (None, GIVEN) else "",
+            hint,
+        )
     reject_unread(record, layers)
 
 
@@ -537,19 +499,6 @@ def from_forward(record: Record, since: float) -> str:
     return f" from forward {since + 1:,.0f} of {record.forwards:,} on" if known and record.forwards > 1 else ""
 
 
-def _finite_text(record: Record, origin: NonfiniteOrigin, looked_at: list[Layer]) -> str:
-    what, why, hint = _finite_sentence(origin)
-    when = from_forward(record, origin.since)
-    bad = sum(any(_kinds([value]) for _, value in layer.outputs) for layer in looked_at)
-    return failure(
-        f"{what} is not finite{when}: {why}; {out_of(bad, len(looked_at), 'layer')}",
-        ["layer", "type", "input min", "input max", "output min", "output max", "not finite"],
-        [_step_row(step) for step in _steps_before(record, origin)],
-        f"It began in {record.origin}." if record.origin not in (None, GIVEN) else "",
-        hint,
-    )
-
-
 def _finite_sentence(origin: NonfiniteOrigin) -> tuple[str, str, str]:
     """Return the name of the value, the counts and their cause, and the next step."""
     step, layer, counts = origin.step, origin.step.layer, origin.counts
@@ -576,18 +525,15 @@ def _finite_sentence(origin: NonfiniteOrigin) -> tuple[str, str, str]:
     return step.label, f"its output has {counts}, {because}", hint
 
 
-def _steps_before(record: Record, origin: NonfiniteOrigin) -> list[Step]:
-    """Return up to five leaf calls that returned before the origin, and the origin."""
+def _finite_rows(record: Record, origin: NonfiniteOrigin) -> Iterator[list[Cell]]:
+    """Yield the rows of up to five leaf calls that returned before the origin, and of the origin."""
     before = [
         step
         for step in CallTree(record).returned
         if step.place[:2] == origin.step.place[:2] and step.call.finished < origin.position and step.layer.leaf
     ]
-    return [*before[-5:], origin.step]
-
-
-def _step_row(step: Step) -> list[Cell]:
-    entered, left = _first_numbers(step.call.inputs), _first_numbers(step.call.outputs)
-    bounds: list[Cell] = [getattr(s, bound, None) for s in (entered, left) for bound in ("min", "max")]
-    bad = nonfinite_counts(left) if left is not None and left.nonfinite else "-"
-    return [step.name, step.layer.type_name, *bounds, bad]
+    for step in [*before[-5:], origin.step]:
+        entered, left = _first_numbers(step.call.inputs), _first_numbers(step.call.outputs)
+        bounds: list[Cell] = [getattr(s, bound, None) for s in (entered, left) for bound in ("min", "max")]
+        bad = nonfinite_counts(left) if left is not None and left.nonfinite else "-"
+        yield [step.name, step.layer.type_name, *bounds, bad]

@@ -1,4 +1,4 @@
-"""Attention weights: their entropy in each head, and whether they follow a mask.
+"""Where a model looks: the entropy of its attention, whether it follows a mask, and its map of an input.
 
 A head that attends to one key alone, or to a key that is masked, computes plausible numbers, so that no other
 assertion notices it. A record keeps the entropy of each head and the largest weight of each pair of query and key.
@@ -6,12 +6,11 @@ assertion notices it. A record keeps the entropy of each head and the largest we
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Attention, Call, Layer, Selector, address
+from pytest_modelprobe.record import Attention, Selector, address
 from pytest_modelprobe.text import failed, number, out_of, printable
 
 from .sources import Subject, called, record_of
@@ -71,7 +70,16 @@ def assert_attention_entropy(
     bad = [x for x in heads if not low <= min(x[2], 1.0) <= high]
     if bad:
         name, head, share = bad[0]
-        what, limit, advice = _entropy_message(share, low, high)
+        what, limit, advice = "has NaN weights", "a number", "assert_finite names where NaN began."
+        if share < low:
+            what, limit = "attends to one key alone", f"{low:.2%} or more"
+            advice = (
+                "Look at the scores: a missing 1/sqrt(d), or queries and keys that are too large. If these weights "
+                "are not attention, exclude the layer with layers=."
+            )
+        elif share > high:
+            what, limit = "attends to all keys equally", f"{high:.2%} or less"
+            advice = "Look at queries and keys: are they zero, or their projections not trained?"
         raise failed(
             f"head {head} of {name} {what}: its entropy is {share:.2%} of the maximum, not {limit}; "
             f"{out_of(len(bad), len(heads), 'head')}",
@@ -79,20 +87,6 @@ def assert_attention_entropy(
             [[name, head, f"{share:.2%}"] for name, head, share in bad],
             advice,
         )
-
-
-def _entropy_message(share: float, low: float, high: float) -> tuple[str, str, str]:
-    """Return the finding, the range, and the next step."""
-    if share < low:
-        advice = (
-            "Look at the scores: a missing 1/sqrt(d), or queries and keys that are too large. If these weights "
-            "are not attention, exclude the layer with layers=."
-        )
-        return "attends to one key alone", f"{low:.2%} or more", advice
-    if share > high:
-        advice = "Look at queries and keys: are they zero, or their projections not trained?"
-        return "attends to all keys equally", f"{high:.2%} or less", advice
-    return "has NaN weights", "a number", "assert_finite names where NaN began."
 
 
 def assert_attention_mask(
@@ -127,7 +121,7 @@ def assert_attention_mask(
     """
     if mask is None and not causal:
         raise UsageError("give mask=, causal=True, or both")
-    given = None if mask is None else _Mask(mask)
+    given = None if mask is None else _mask_values(mask)
     looked_at = _attentions(subject, layers)
     bad: list[list[Any]] = []
     for name, attention in looked_at:
@@ -149,61 +143,63 @@ def assert_attention_mask(
         )
 
 
-class _Mask:
-    """A mask as nested lists, made from a tensor, an array or lists."""
+def _mask_values(mask: Any) -> tuple[list[Any], tuple[int, ...]]:
+    """Return a mask, which is a tensor, an array or lists, as nested lists without the axis of heads, and its shape."""
 
-    def __init__(self, mask: Any) -> None:
-        values = mask.tolist() if hasattr(mask, "tolist") else mask
-        self.shape = tuple(mask.shape) if hasattr(mask, "shape") else _shape(values)
-        if not _has_only(values, {0, 1}):
-            raise UsageError(
-                "a mask has True and False, or 1 and 0, where True keeps a key: for one that is added to the scores, "
-                "give mask == 0"
-            )
-        if len(self.shape) == 4 and self.shape[1] == 1:
-            values, self.shape = [rows[0] for rows in values], (self.shape[0], *self.shape[2:])
-        if len(self.shape) not in (2, 3):
-            raise UsageError(
-                "a mask has shape (batch, keys), (queries, keys), (batch, queries, keys) or (batch, 1, queries, "
-                f"keys); got {self.shape}"
-            )
-        self._values = values
+    def shape_of(values: Any) -> tuple[int, ...]:
+        return (len(values), *shape_of(values[0])) if isinstance(values, (list, tuple)) and values else ()
 
-    def rows(self, name: str, shape: tuple[int, ...]) -> Iterator[list[Any]]:
-        """Yield the row of each query, by example."""
-        batch, queries, keys = shape
-        if self.shape == (queries, keys) and queries != batch:
-            yield from itertools.chain.from_iterable([self._values] * batch)
-            return
-        repeats = batch // self.shape[0] if self.shape[0] and batch % self.shape[0] == 0 else 0  # heads in the batch
-        if not repeats or self.shape[-1] != keys or (len(self.shape) == 3 and self.shape[1] not in (1, queries)):
-            raise UsageError(
-                f"a mask of shape {self.shape} does not fit the attention of {name}, which has batch {batch}, "
-                f"{queries} queries and {keys} keys: select the layers it belongs to with layers="
-            )
-        for example in self._values:
-            rows = [example] if len(self.shape) == 2 else example
-            yield from (rows * queries if len(rows) == 1 else rows) * repeats
+    def is_boolean(values: Any) -> bool:
+        return all(map(is_boolean, values)) if isinstance(values, (list, tuple)) else values in (0, 1)
+
+    values = mask.tolist() if hasattr(mask, "tolist") else mask
+    if not is_boolean(values):
+        raise UsageError(
+            "a mask has True and False, or 1 and 0, where True keeps a key: for one that is added to the scores, "
+            "give mask == 0"
+        )
+    shape = shape_of(values)
+    if len(shape) == 4 and shape[1] == 1:
+        values, shape = [rows[0] for rows in values], (shape[0], *shape[2:])
+    if len(shape) not in (2, 3):
+        raise UsageError(
+            "a mask has shape (batch, keys), (queries, keys), (batch, queries, keys) or (batch, 1, queries, "
+            f"keys); got {shape}"
+        )
+    return values, shape
 
 
-def _has_only(values: Any, allowed: set[int]) -> bool:
-    if isinstance(values, (list, tuple)):
-        return all(_has_only(value, allowed) for value in values)
-    return values in allowed
-
-
-def _shape(values: Any) -> tuple[int, ...]:
-    return (len(values), *_shape(values[0])) if isinstance(values, (list, tuple)) and values else ()
+def _mask_rows(
+    name: str, mask: tuple[list[Any], tuple[int, ...]] | None, shape: tuple[int, ...]
+) -> Iterator[list[Any]]:
+    """Yield the row of each query, by example."""
+    batch, queries, keys = shape
+    if mask is None:
+        yield from [[True] * keys] * (batch * queries)
+        return
+    values, given = mask
+    if given == (queries, keys) and queries != batch:
+        yield from values * batch
+        return
+    repeats = batch // given[0] if given[0] and batch % given[0] == 0 else 0  # heads in the batch
+    if not repeats or given[-1] != keys or (len(given) == 3 and given[1] not in (1, queries)):
+        raise UsageError(
+            f"a mask of shape {given} does not fit the attention of {name}, which has batch {batch}, "
+            f"{queries} queries and {keys} keys: select the layers it belongs to with layers="
+        )
+    for example in values:
+        rows = [example] if len(given) == 2 else example
+        yield from (rows * queries if len(rows) == 1 else rows) * repeats
 
 
 def _worst(
-    name: str, attention: Attention, mask: _Mask | None, *, causal: bool, exact: bool
+    name: str, attention: Attention, mask: tuple[list[Any], tuple[int, ...]] | None, *, causal: bool, exact: bool
 ) -> tuple[int, int, int, float, int] | None:
     """Return example, query, key and weight of the worst violation, and the number of violations."""
     batch, queries, keys = attention.shape
-    rows: Iterator[list[Any]] = itertools.repeat([True] * keys) if mask is None else mask.rows(name, attention.shape)
+    rows = _mask_rows(name, mask, attention.shape)
     found: list[tuple[float, int, int, int]] = []
-    for start, row in zip(range(0, batch * queries * keys, keys), rows, strict=mask is not None):
+    for start, row in zip(range(0, batch * queries * keys, keys), rows, strict=True):
         example, query = divmod(start // keys, queries)
         last = query + keys - queries if causal else keys
         allowed = [bool(a) and key <= last for key, a in enumerate(row)]
@@ -224,7 +220,11 @@ def _attentions(subject: Subject, layers: Selector) -> list[tuple[str, Attention
     record = record_of(subject)
     calls = [(layer, call) for layer in called(record, layers) for call in layer.calls if call.attention]
     calls.sort(key=lambda x: x[1].finished)
-    seen = [(_name(layer, call, i), a) for layer, call in calls for i, a in enumerate(call.attention)]
+    seen: list[tuple[str, Attention]] = []
+    for layer, call in calls:
+        name = address(layer.label, call, "").strip()
+        many = len(call.attention) > 1
+        seen += [(f"{name} (attention {i})" if many else name, a) for i, a in enumerate(call.attention, start=1)]
     wrong_axis = [name for name, attention in seen if attention.kind == "another axis"]
     if wrong_axis:
         raise failed(
@@ -248,8 +248,3 @@ def _attentions(subject: Subject, layers: Selector) -> list[tuple[str, Attention
             "uses no softmax, scaled_dot_product_attention or nn.MultiheadAttention has to return its weights"
         )
     return found
-
-
-def _name(layer: Layer, call: Call, index: int) -> str:
-    name = address(layer.label, call, "").strip()
-    return name if len(call.attention) == 1 else f"{name} (attention {index + 1})"

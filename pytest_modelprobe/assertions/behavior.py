@@ -1,14 +1,17 @@
 """Compare two records: a port and its reference, a model before and after a refactoring.
 
 Numbers alone say that something differs, not what. So where both models are still alive, each layer is called alone on
-equal inputs, and the failure names the code or the weights instead of every layer behind them.
+equal inputs, and the failure names the code or the weights instead of every layer behind them. Where data differ, all
+layers after the first differ too, so distributions are compared in order of execution.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from pytest_modelprobe import comparison
@@ -21,10 +24,22 @@ from pytest_modelprobe.comparison import (
     layers_behind_zeros,
 )
 from pytest_modelprobe.comparison.text import text
-from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.record import LAST_POSITION, Record, Selector, is_narrow, selected
+from pytest_modelprobe.exceptions import NothingObservedError, UsageError
+from pytest_modelprobe.record import (
+    LAST_POSITION,
+    Histogram,
+    Layer,
+    Reading,
+    Record,
+    Selector,
+    Statistics,
+    Value,
+    is_narrow,
+    selected,
+)
+from pytest_modelprobe.text import Cell, failed, number, out_of, printable
 
-from .sources import Subject, record_of
+from .sources import Subject, called, numbers, record_of, reject_unread_values
 
 __tracebackhide__ = True  # a traceback ends at the line of the test
 
@@ -145,3 +160,184 @@ def _next_steps(*, structure: bool) -> list[str]:
     if structure:
         steps.append("Another implementation of the same? structure=False compares numbers alone, rename= maps names.")
     return steps
+
+
+# --- distributions ----------------------------------------------------------------------------------------------------
+
+_BINS = 10  # The usual limits of the index, 0.1 and 0.25, are for this number of bins.
+
+
+def assert_same_distribution(
+    a: Subject, b: Subject, *, layers: Selector = "**", max_shift: float = 0.25, max_psi: float = 0.25
+) -> None:
+    """Assert that layers see the same distribution in two records: of train and test data, a model and its twin.
+
+    The *shift* of a layer is that of the mean and standard deviation of all its outputs together, in standard
+    deviations: ``sqrt((mean_a - mean_b)² + (std_a - std_b)²) / sqrt((std_a² + std_b²) / 2)``, the 2-Wasserstein
+    distance of normal distributions over their pooled standard deviation. Where both records have histograms
+    (``histograms=True``), the population stability index is looked at too, ``sum((p - q) ln(p / q))`` over about 10
+    bins of as many elements each: below 0.1 is commonly called stable, above 0.25 a change (N. Siddiqi, Credit Risk
+    Scorecards, 2006). Both are of the finite elements: `assert_finite` looks at the others. Layers are paired by name;
+    the inputs of the model are looked at first.
+
+    Args:
+        a: A record, a watch, or a probe with one run or watch.
+        b: The other.
+        layers: Which layers of ``a`` to look at.
+        max_shift: The largest shift allowed.
+        max_psi: The largest population stability index allowed.
+
+    Raises:
+        AssertionError: A layer sees another distribution. The first in order of execution is named first.
+        NothingObservedError: No selected layer is in both records with numbers.
+        UsageError: A limit is negative.
+
+    >>> import torch
+    >>> from pytest_modelprobe import ModelProbe
+    >>> probe, model = ModelProbe(), torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+    >>> train, test = (probe.run(model, probe.randn(1024, 2, name=name)) for name in ("train", "test"))
+    >>> assert_same_distribution(train, test)
+    """
+    for name, limit in {"max_shift": max_shift, "max_psi": max_psi}.items():
+        if not limit >= 0:
+            raise UsageError(f"{name} is a number, 0 or more; got {limit!r}")
+    mine, theirs = record_of(a), record_of(b)
+    pairs = list(_pairs(mine, theirs, called(mine, layers)))
+    if all(pair.side == "it" for pair in pairs):  # the inputs alone say nothing of the layers
+        raise NothingObservedError(
+            f"{printable(mine.model)} and {printable(theirs.model)} have no layer of the same name with floating-point "
+            "outputs among those selected: nothing was looked at"
+        )
+    moved = [pair for pair in pairs if pair.shift > max_shift or (pair.psi or 0.0) > max_psi]
+    if not moved:
+        for name in (layer.name for layer in called(mine, layers) if layer.name in theirs):
+            for layer in (mine[name], theirs[name]):
+                reject_unread_values(layer, (value for _, value in layer.outputs))
+        return
+    first = moved[0]
+    what, limit = f"by {first.shift:.3g} standard deviations", max_shift
+    if not first.shift > max_shift:
+        what, limit = f"with a stability index of {first.psi:.3g}", max_psi
+    advice = "The data differ before the first layer: compare how they are read, normalized and augmented."
+    if first.side != "it":
+        at = pairs.index(first)
+        before = f"; {pairs[at - 1].label} moved by {pairs[at - 1].shift:.3g}" if at else ""
+        advice = (
+            f"What came before is within the limits{before}: look at what {first.label} does with it. "
+            "modelprobe.plot_distributions(a, b) draws both."
+        )
+    rows: list[list[Cell]] = []
+    for pair in moved:
+        (mean, std), (other_mean, other_std) = _moments(pair.a), _moments(pair.b)
+        index = "-" if pair.psi is None else f"{pair.psi:.3g}"
+        columns = [number(value) for value in (mean, other_mean, std, other_std)]
+        rows.append([pair.label, pair.type, f"{pair.shift:.3g}", index, *columns])
+    raise failed(
+        f"{first.label} is the first with another distribution: {first.side} moved {what}, more than {limit:g}; "
+        f"{out_of(len(moved), len(pairs), 'value')} moved",
+        ["value", "type", "shift", "index", "mean of a", "mean of b", "std of a", "std of b"],
+        rows,
+        advice,
+    )
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The outputs of a layer, or the inputs of the model, in both records."""
+
+    label: str
+    side: str
+    type: str
+    a: Reading
+    b: Reading
+
+    @functools.cached_property
+    def shift(self) -> float:
+        mean, std, other_mean, other_std = _moments(self.a) + _moments(self.b)
+        a, b = (one.statistics is None or not one.statistics.nonfinite for one in (self.a, self.b))
+        if math.isnan(mean + other_mean) or a != b:
+            return math.inf  # one has no finite element, or elements that mean and std leave out
+        return in_pooled_deviations(math.hypot(mean - other_mean, std - other_std), std, other_std)
+
+    @functools.cached_property
+    def psi(self) -> float | None:
+        if self.a.histogram is None or self.b.histogram is None:
+            return None
+        return stability_index(self.a.histogram, self.b.histogram)
+
+
+def in_pooled_deviations(distance: float, std: float, other_std: float) -> float:
+    """Return a distance in standard deviations of two distributions together.
+
+    >>> in_pooled_deviations(3.0, 1.0, 1.0), in_pooled_deviations(0.0, 0.0, 0.0)
+    (3.0, 0.0)
+    """
+    scale = math.sqrt((std**2 + other_std**2) / 2)
+    return distance / scale if scale else 0.0 if distance == 0 else math.inf
+
+
+def stability_index(a: Histogram, b: Histogram) -> float:
+    """Return the population stability index of two distributions, in 10 bins with about as many elements each.
+
+    Half an element is added to each bin, so that an empty one counts as a small one.
+
+    >>> same = Histogram(first=0, negative=(0, 0), positive=(50, 50))
+    >>> stability_index(same, same)
+    0.0
+    >>> round(stability_index(same, Histogram(first=0, negative=(0, 0), positive=(90, 10))), 2)
+    0.85
+    """
+    wide = a.merge(b)
+    blank = Histogram(first=wide.first, negative=(0,) * len(wide.negative), positive=(0,) * len(wide.positive))
+    mine, theirs = (blank.merge(one).bins()[1] for one in (a, b))
+    if not (sum(mine) and sum(theirs)):
+        return 0.0
+    bins = list(_grouped(mine, theirs))
+    share = [(n + 0.5) / (sum(mine) + 0.5 * len(bins)) for n, _ in bins]
+    other = [(n + 0.5) / (sum(theirs) + 0.5 * len(bins)) for _, n in bins]
+    return math.fsum((p - q) * math.log(p / q) for p, q in zip(share, other, strict=True))
+
+
+def _grouped(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the counts of neighboring bins together, of each group a tenth of both distributions or more."""
+    mine, theirs, held = 0, 0, 0.0
+    for n, m in zip(a, b, strict=True):
+        mine, theirs, held = mine + n, theirs + m, held + n / sum(a) + m / sum(b)
+        if held >= 2 / _BINS:
+            yield mine, theirs
+            mine, theirs, held = 0, 0, 0.0
+    if mine or theirs:
+        yield mine, theirs
+
+
+def _pairs(a: Record, b: Record, layers: Iterable[Layer]) -> Iterator[_Pair]:
+    """Yield the inputs of the model, and the outputs of the layers in order of execution."""
+    roots = [layer for layer, call in a.calls[:1] if layer.name == call.root and layer.name in b]
+    for root in roots:
+        mine, theirs = (_merged(value for _, value in record[root.name].inputs) for record in (a, b))
+        if mine is not None and theirs is not None:
+            yield _Pair("the input of the model", "it", root.type_name, mine, theirs)
+    for layer in sorted(layers, key=lambda one: one.calls[0].finished):
+        mine = _merged(value for _, value in layer.outputs)
+        theirs = _merged(value for _, value in b[layer.name].outputs) if layer.name in b else None
+        if mine is not None and theirs is not None:
+            yield _Pair(layer.label, "its output", layer.type_name, mine, theirs)
+
+
+def _merged(values: Iterable[Value]) -> Reading | None:
+    """Return the numbers of all floating-point values together, or None if there is no such value."""
+    found = [value.forward for value in values if value.is_floating and numbers(value) is not None]
+    if not found:
+        return None
+    merged = functools.reduce(Statistics.merge, (one.statistics for one in found if one.statistics is not None))
+    histograms = [one.histogram for one in found]
+    whole = None
+    if all(one is not None for one in histograms):
+        whole = functools.reduce(Histogram.merge, (one for one in histograms if one is not None))
+    return Reading(statistics=merged, histogram=whole)
+
+
+def _moments(reading: Reading) -> tuple[float, float]:
+    assert reading.statistics is not None
+    mean, std = reading.statistics.mean, reading.statistics.std
+    return (math.nan, math.nan) if mean is None or std is None else (mean, std)

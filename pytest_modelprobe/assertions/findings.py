@@ -10,16 +10,59 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from pytest_modelprobe.comparison import is_rounding, largest_gradient
-from pytest_modelprobe.record import Call, CallTree, Layer, Record, label_of
+from pytest_modelprobe.record import Call, CallTree, Layer, Record, Step, Value, label_of
 from pytest_modelprobe.text import count, listed
 
 from .activations import Dead, find_dead, find_dead_units, find_nonfinite
-from .constant import find_constant
-from .experts import find_unreached
 from .gradients import find_lost_calls
-from .sources import full_name
-from .structure import of_unknown_use, taken_for_another, uncalled, weights_in_use
-from .zeros import returns_drawn_zeros
+from .sources import find_unreached, full_name, has_zero_parameters, numbers, returns_drawn_zeros
+from .structure import of_unknown_use, uncalled, weights_in_use
+
+# --- outputs that are the same for every row --------------------------------------------------------------------------
+
+
+def find_constant(record: Record) -> tuple[Step, Step] | None:
+    """Return a forward whose outputs are the same for all rows, and the call after the last output that varies.
+
+    Outputs of a model with a layer of zeros are left out, as a head that begins with zeros gives them; so are those of
+    inputs that are one number, or integers, of whose rows nothing is known.
+
+    >>> find_constant(Record(model="Net")) is None
+    True
+    """
+    if any(layer.calls and has_zero_parameters(layer) for layer in record.layers.values()):
+        return None
+    tree = CallTree(record)
+    for forward in (step for step in tree.returned if step.outermost):
+        given = [numbers(value) for value in forward.call.inputs if _has_rows(value)]
+        if _is_constant(forward) and any(one is not None and one.min != one.max for one in given):
+            steps = [one for one in tree.returned if one.place[:2] == forward.place[:2] and one.layer.leaf]
+            last = max((i for i, one in enumerate(steps) if _varies(one)), default=-1)
+            if last >= 0:
+                return forward, next((one for one in steps[last + 1 :] if _is_constant(one)), forward)
+    return None
+
+
+def _is_constant(step: Step) -> bool:
+    """Whether no output of a call with an axis of rows varies."""
+    rows = [value for value in step.call.outputs if _has_rows(value)]
+    return bool(rows) and all(_ranges(value) == "equal" for value in rows)
+
+
+def _varies(step: Step) -> bool:
+    return any(_has_rows(value) and _ranges(value) == "wide" for value in step.call.outputs)
+
+
+def _has_rows(value: Value) -> bool:
+    size = value.shape[0] if len(value.shape) > 1 else 0
+    return value.is_floating and (size if isinstance(size, int) else size[0]) > 1
+
+
+def _ranges(value: Value) -> str:
+    units = value.forward.units
+    if units is None or not len(units):
+        return "not known"
+    return "equal" if units.low == units.high else "wide"
 
 
 def findings(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
@@ -88,7 +131,6 @@ def hints(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
     lost = [step.label for step in find_lost_calls(record)]
     if lost:
         found.append(f"no gradient at the output of {count(len(lost), 'call')}: {listed(lost)}, but at other calls")
-    found += [f"never called: {idle.label}; {step.label} in its place?" for idle, step in taken_for_another(record)]
     if unknown := [record.layers[name].label for name in of_unknown_use(record)]:
         found.append(f"never called, and no gradient can tell whether its weights are used: {listed(unknown)}")
     constant = find_constant(record)

@@ -29,23 +29,26 @@ from pytest_modelprobe.record import (
     label_of,
     selected,
 )
-from pytest_modelprobe.text import Cell, count, failure, listed, number, out_of, printable
+from pytest_modelprobe.text import Cell, count, failed, failure, listed, number, out_of, printable
 from pytest_modelprobe.text import shape as shape_text
 
 from .activations import find_nonfinite, from_forward, nonfinite_counts
-from .experts import Unreached, find_unreached
 from .sources import (
     LEAVE_OUT,
     Subject,
     backward_of,
     called,
+    excuse_gradients,
+    excuse_small_gradients,
     fail_or_hint,
+    find_unreached,
     full_name,
+    has_zero_parameters,
     not_ignored,
+    second_look,
     start_of,
     wider_globs,
 )
-from .zeros import excuse_gradients, excuse_small_gradients, has_zero_parameters, second_look
 
 __tracebackhide__ = True  # a traceback ends at the line of the test
 
@@ -81,7 +84,27 @@ def assert_grad_finite(subject: Subject, *, layers: Selector = "**") -> None:
         )
     bad = [g for g in seen if g.statistics.nonfinite]
     if bad:
-        raise AssertionError(_finite_text(record, gradients, bad, looked_at))
+        origin = min(gradients, key=lambda g: g.since)  # the first of the backward pass, of those of one forward
+        what, why, hint = _finite_sentence(origin, gradients)
+        activation = find_nonfinite(record, record.layers)
+        if activation is None or activation.since > origin.since:  # caused by a weight that the gradient made NaN
+            began = "It began in"
+        else:
+            began = "The first such gradient came from"
+            where = f"{activation.step.label}'s {activation.value.path}"
+            hint = f"Activations are already not finite, from {where} on: assert_finite names where that began."
+        came = f"{began} {record.gradient_origin}." if record.gradient_origin else ""
+        counts = nonfinite_counts(origin.statistics)
+        raise failed(
+            f"{what} is not finite{from_forward(record, origin.since)}: {counts}, {why}; "
+            f"{out_of(len({g.layer.name for g in bad}), len(looked_at), 'layer')}",
+            ["gradient of", "type", "min", "max", "not finite"],
+            [
+                [g.where, g.layer.type_name, g.statistics.min, g.statistics.max, nonfinite_counts(g.statistics)]
+                for g in bad
+            ],
+            *([came, hint] if began == "It began in" else [hint, came]),
+        )
     if unread is not None:
         raise NothingObservedError(f"no number is known of a gradient of {printable(unread)}; {LEAVE_OUT}")
 
@@ -157,36 +180,6 @@ def _statistics(*readings: Reading | None) -> Iterator[Statistics]:
     return (r.statistics for r in readings if r is not None and r.statistics is not None)
 
 
-def _finite_text(record: Record, gradients: list[_Gradient], bad: list[_Gradient], looked_at: list[Layer]) -> str:
-    origin = min(gradients, key=lambda g: g.since)  # the first of the backward pass, of those of one forward
-    what, why, hint = _finite_sentence(origin, gradients)
-    activation = _activation_hint(record, origin)
-    began = "The first such gradient came from" if activation else "It began in"
-    when = from_forward(record, origin.since)
-    counts = nonfinite_counts(origin.statistics)
-    rows: list[list[Cell]] = [
-        [g.where, g.layer.type_name, g.statistics.min, g.statistics.max, nonfinite_counts(g.statistics)] for g in bad
-    ]
-    return failure(
-        f"{what} is not finite{when}: {counts}, {why}; "
-        f"{out_of(len({g.layer.name for g in bad}), len(looked_at), 'layer')}",
-        ["gradient of", "type", "min", "max", "not finite"],
-        rows,
-        activation,
-        f"{began} {record.gradient_origin}." if record.gradient_origin else "",
-        "" if activation else hint,
-    )
-
-
-def _activation_hint(record: Record, gradient: _Gradient) -> str:
-    """Return a sentence if an activation was not finite before any gradient was; else an empty text."""
-    origin = find_nonfinite(record, record.layers)
-    if origin is None or origin.since > gradient.since:  # caused by a weight that the gradient made NaN
-        return ""
-    where = f"{origin.step.label}'s {origin.value.path}"
-    return f"Activations are already not finite, from {where} on: assert_finite names where that began."
-
-
 def _finite_sentence(origin: _Gradient, gradients: list[_Gradient]) -> tuple[str, str, str]:
     """Return the name of the gradient, where it was made, and the next step."""
     step, what = origin.step, f"gradient of {origin.label}"
@@ -228,7 +221,13 @@ def assert_all_params_have_grad(subject: Subject, *, layers: Selector = "**", ig
     >>> assert_all_params_have_grad(ModelProbe().run(nn.Linear(2, 3), torch.ones(4, 2), loss="random"))
     """
     record = backward_of(subject)
-    wanted = _trainable(record, layers, ignore)
+    every = [(layer, p) for layer in selected(record, layers) for p in layer.parameters if p.requires_grad]
+    if not every:
+        raise NothingObservedError(
+            "no parameter of the selected layers requires a gradient: they are frozen, or have none"
+        )
+    left = not_ignored([full_name(layer, p.name) for layer, p in every], ignore)
+    wanted = [(layer, p) for layer, p in every if full_name(layer, p.name) in left]
     missing = [(layer, p) for layer, p in wanted if p.gradient is None]
     if missing:
         raise AssertionError(_missing_text(record, missing, wanted, ignore))
@@ -237,16 +236,6 @@ def assert_all_params_have_grad(subject: Subject, *, layers: Selector = "**", ig
             raise NothingObservedError(
                 f"no gradient of {full_name(layer, p.name)} was seen: {printable(p.gradient.reason or '')}; {LEAVE_OUT}"
             )
-
-
-def _trainable(record: Record, layers: Selector, ignore: str | Iterable[str]) -> list[tuple[Layer, Parameter]]:
-    every = [(layer, p) for layer in selected(record, layers) for p in layer.parameters if p.requires_grad]
-    if not every:
-        raise NothingObservedError(
-            "no parameter of the selected layers requires a gradient: they are frozen, or have none"
-        )
-    left = not_ignored([full_name(layer, p.name) for layer, p in every], ignore)
-    return [(layer, p) for layer, p in every if full_name(layer, p.name) in left]
 
 
 def _missing_text(
@@ -300,20 +289,16 @@ def find_cut(record: Record, layer: Layer) -> str | None:
     for step in tree.returned:
         if step.call.finished < first.call.finished or not any(value.is_floating for value in step.call.outputs):
             continue
-        if step.last_child is None:
-            if _cuts(step):
-                return f"The graph is cut in {step.label}: look for .detach() or .data there."
-            continue
-        if _requires(step.last_child.call.outputs) and not _requires(step.call.outputs):
-            after = f"after {step.last_child.label}{forward_of(step)}"
-            return f"The graph is cut {after}: look for .detach() or .data there."
+        last = step.last_child
+        if last is None:
+            weights = any(parameter.requires_grad for parameter in step.layer.parameters)
+            used = step.call.grad_enabled and (weights or _requires(step.call.inputs))
+        else:
+            used = _requires(last.call.outputs)
+        if used and not _requires(step.call.outputs):
+            where = f"in {step.label}" if last is None else f"after {last.label}{forward_of(step)}"
+            return f"The graph is cut {where}: look for .detach() or .data there."
     return None
-
-
-def _cuts(step: Step) -> bool:
-    """Whether a call without calls inside returned what requires no gradient, though something that it used does."""
-    used = _requires(step.call.inputs) or any(parameter.requires_grad for parameter in step.layer.parameters)
-    return step.call.grad_enabled and used and not _requires(step.call.outputs)
 
 
 def _cut_before(tree: CallTree, step: Step) -> str | None:
@@ -391,7 +376,19 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
         )
 
     def out_of_bounds(one: Record) -> list[_LayerGradient]:
-        return _out_of_bounds(flow if one is record else _known(_layer_gradients(called(one, layers))), max_ratio)
+        gradients = flow if one is record else _known(_layer_gradients(called(one, layers)))
+        known = [f.known for f in gradients]
+        before = accumulate(known, max)
+        after = reversed(list(accumulate(reversed(known), max)))
+        largest = max(known)
+        small = [
+            f
+            for f, up_to, on in zip(gradients, before, after, strict=True)
+            if not f.known or largest > max_ratio * min(up_to, on) or largest / f.known > max_ratio**2
+        ]
+        # Those without a gradient, then the smallest; of equals the one nearest to the loss.
+        small.reverse()
+        return sorted(small, key=lambda f: (f.rms is not None, f.known))
 
     def excuse(found: list[_LayerGradient]) -> str:
         zero, small = [f for f in found if f.rms == 0], [f for f in found if f.known]
@@ -404,21 +401,35 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
             why = excuse_small_gradients(subject, (p for f in small for p in start[f.layer.name].parameters), share)
         return why
 
-    bad, why = second_look(
-        record,
-        out_of_bounds,
-        lambda found: found.layer.name,
-        excuse,
-    )
+    bad, why = second_look(record, out_of_bounds, lambda found: found.layer.name, excuse)
     if bad:
         fail_or_hint(_flow_text(record, bad, flow, max_ratio), why)
     unreached = list(find_unreached(looked_at))
     if unreached:
         seen = record.backwards > 1 and any(one.is_certain for one in unreached)
-        fail_or_hint(_unreached_text(unreached, record), hint=not seen)
+        unreached.sort(key=lambda one: not one.is_certain)
+        text = failure(
+            f"{unreached[0]} in {count(record.backwards, 'backward')}",
+            ["parameter", "layer type", "shape", "no gradient"],
+            [
+                [one.name, one.layer.type_name, shape_text(one.parameter.shape), f"{len(one.slices):,}/{one.of:,}"]
+                for one in unreached
+            ],
+            "Those slices along its first axis get nothing: look at the router, at which experts it may choose, and at "
+            "what is added up.",
+        )
+        fail_or_hint(text, hint=not seen)
     lost = [step for step in find_lost_calls(record) if step.layer in looked_at]
     if lost:
-        fail_or_hint(_lost_text(lost), hint=True)
+        label = lost[0].label
+        text = failure(
+            f"{label} gets no gradient, unlike other calls of it; {count(len(lost), 'such call')}",
+            ["call", "type", "calls of the layer"],
+            [[step.name, step.layer.type_name, len(step.layer.calls)] for step in lost],
+            f"Nothing that is trained depends on the output of {label}: is its result used? It may be meant, as for a "
+            "target that is detached.",
+        )
+        fail_or_hint(text, hint=True)
     trained = [(layer, p) for layer in looked_at for p in layer.parameters if p.requires_grad]
     without = [(layer, p) for layer, p in trained if p.gradient is None and any(o.gradient for o in layer.parameters)]
     if without:
@@ -426,36 +437,19 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
     growth = _growth_of_calls(record, {layer.name for layer in looked_at})
     exploding = [g for g in growth if g.times > _GROWTH_FACTOR * max_ratio]
     if exploding:
-        raise AssertionError(_growth_text(exploding, looked_at, max_ratio))
+        exploding.sort(key=lambda g: -g.times)
+        first = exploding[0]
+        raise failed(
+            f"{first.step.label} gets a gradient of its output {number(first.times)} times larger than "
+            f"{first.last.label}, {_GROWTH_FACTOR * max_ratio:g} is allowed; "
+            f"{out_of(len({g.step.layer.name for g in exploding}), len(looked_at), 'layer')}",
+            ["layer", "type", "gradient norm", "times larger", "output rms"],
+            [[g.step.name, g.step.layer.type_name, g.norm, g.times, g.output_rms] for g in exploding],
+            "Exploding gradients: look at the initialization, and at a missing norm or residual.",
+        )
 
 
 _OTHERS_HAVE_ONE = "A hint, as other parameters of its layer have one: assert_all_params_have_grad fails here."
-
-
-def _unreached_text(unreached: list[Unreached], record: Record) -> str:
-    unreached.sort(key=lambda one: not one.is_certain)
-    first = unreached[0]
-    return failure(
-        f"{first} in {count(record.backwards, 'backward')}",
-        ["parameter", "layer type", "shape", "no gradient"],
-        [
-            [one.name, one.layer.type_name, shape_text(one.parameter.shape), f"{len(one.slices):,}/{one.of:,}"]
-            for one in unreached
-        ],
-        "Those slices along its first axis get nothing: look at the router, at which experts it may choose, and at "
-        "what is added up.",
-    )
-
-
-def _lost_text(lost: list[Step]) -> str:
-    first = lost[0]
-    return failure(
-        f"{first.label} gets no gradient, unlike other calls of it; {count(len(lost), 'such call')}",
-        ["call", "type", "calls of the layer"],
-        [[step.name, step.layer.type_name, len(step.layer.calls)] for step in lost],
-        f"Nothing that is trained depends on the output of {first.label}: is its result used? It may be meant, as for "
-        "a target that is detached.",
-    )
 
 
 def find_lost_calls(record: Record) -> list[Step]:
@@ -471,7 +465,8 @@ def find_lost_calls(record: Record) -> list[Step]:
     reached: set[tuple[ForwardKind, str]] = set()
     lost_or_inside: set[int] = set()
     for step in CallTree(record).started:
-        values = [value for value in step.call.outputs if _takes_gradient(value)]
+        # Those at which a gradient should arrive, and would be seen.
+        values = [v for v in step.call.outputs if v.requires_grad and not v.overwritten and 0 not in v.shape]
         if any(value.backward is not None for value in values):
             reached.add(_layer_of(step))
         if id(step.parent) in lost_or_inside:
@@ -479,25 +474,15 @@ def find_lost_calls(record: Record) -> list[Step]:
         elif values and all(value.backward is None for value in values):
             lost_or_inside.add(id(step))
             lost.append(step)
-    trained = _with_parameters(record)
+    own = [layer.name for layer in record.layers.values() if any(p.requires_grad for p in layer.parameters)]
+    trained = {*own, *(name for one in own for name in containers(one))}
     found = [step for step in lost if _layer_of(step) in reached and step.layer.name in trained]
     return sorted(found, key=lambda step: -step.call.finished)
-
-
-def _takes_gradient(value: Value) -> bool:
-    """Whether a gradient should arrive at a value, and would be seen."""
-    return value.requires_grad and not value.overwritten and 0 not in value.shape
 
 
 def _layer_of(step: Step) -> tuple[ForwardKind, str]:
     """Return the kind of forward and the layer: a model may be trained in one kind of forward and used in another."""
     return step.place[:2], step.layer.name
-
-
-def _with_parameters(record: Record) -> set[str]:
-    """Return the names of layers with a parameter that requires a gradient, in them or in a layer inside them."""
-    own = [layer.name for layer in record.layers.values() if any(p.requires_grad for p in layer.parameters)]
-    return {*own, *(name for one in own for name in containers(one))}
 
 
 _GROWTH_FACTOR = 100
@@ -533,19 +518,6 @@ def _growth_of_calls(record: Record, names: set[str]) -> Iterator[_Growth]:
                 rms = None if numbers is None else numbers.rms
                 yield _Growth(step, norm, rms, end, norm / base)
             counted.add(value.tensor)
-
-
-def _growth_text(exploding: list[_Growth], looked_at: list[Layer], max_ratio: float) -> str:
-    exploding.sort(key=lambda g: -g.times)
-    first = exploding[0]
-    return failure(
-        f"{first.step.label} gets a gradient of its output {number(first.times)} times larger than "
-        f"{first.last.label}, {_GROWTH_FACTOR * max_ratio:g} is allowed; "
-        f"{out_of(len({g.step.layer.name for g in exploding}), len(looked_at), 'layer')}",
-        ["layer", "type", "gradient norm", "times larger", "output rms"],
-        [[g.step.name, g.step.layer.type_name, g.norm, g.times, g.output_rms] for g in exploding],
-        "Exploding gradients: look at the initialization, and at a missing norm or residual.",
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -590,21 +562,6 @@ def _layer_gradient(layer: Layer, own: Iterable[Reading | None]) -> _LayerGradie
     return _LayerGradient(layer, max((s.rms or 0.0 for s in known), default=None), unknown)
 
 
-def _out_of_bounds(flow: list[_LayerGradient], max_ratio: float) -> list[_LayerGradient]:
-    """Return the layers without a gradient, then those whose gradient is too small, smallest first."""
-    known = [f.known for f in flow]
-    before = accumulate(known, max)
-    after = reversed(list(accumulate(reversed(known), max)))
-    largest = max(known)
-    bad = [
-        f
-        for f, up_to, on in zip(flow, before, after, strict=True)
-        if not f.known or largest > max_ratio * min(up_to, on) or largest / f.known > max_ratio**2
-    ]
-    bad.reverse()  # the one nearest to the loss first among equals
-    return sorted(bad, key=lambda f: (f.rms is not None, f.known))
-
-
 def _flow_text(record: Record, bad: list[_LayerGradient], flow: list[_LayerGradient], max_ratio: float) -> str:
     first, strongest = bad[0], max(flow, key=lambda f: f.known)
     name = first.layer.label
@@ -626,13 +583,9 @@ def _flow_text(record: Record, bad: list[_LayerGradient], flow: list[_LayerGradi
         times = f"{number(strongest.known / first.known)} times smaller than {strongest.layer.label}"
         what = f"{name} gets a gradient {times}, {max_ratio:g} is allowed"
         hint = "Vanishing or exploding gradients: look at activations, initialization and norms between the two layers."
-    rows: list[list[Cell]] = [
-        [f.layer.name, f.layer.type_name, "none" if f.rms is None else f"{f.rms:.3g}", _share(f, strongest)]
-        for f in dict.fromkeys([*bad, *flow])  # the others for comparison
-    ]
+    rows: list[list[Cell]] = []
+    for f in dict.fromkeys([*bad, *flow]):  # the others for comparison
+        share = f"{f.known / strongest.known:.1g}" if f.rms is not None and strongest.known else "-"
+        rows.append([f.layer.name, f.layer.type_name, "none" if f.rms is None else f"{f.rms:.3g}", share])
     columns = ["layer", "type", "gradient rms", "of the largest"]
     return failure(f"{what}; {out_of(len(bad), len(flow), 'layer')}", columns, rows, hint)
-
-
-def _share(flow: _LayerGradient, strongest: _LayerGradient) -> str:
-    return f"{flow.known / strongest.known:.1g}" if flow.rms is not None and strongest.known else "-"

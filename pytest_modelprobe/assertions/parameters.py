@@ -1,38 +1,29 @@
-"""Parameters: their number, devices and ties, and how training changes them.
+"""What a model has and costs: the number, devices, ties and zeros of its parameters, operations and memory.
 
-What training does is judged by values, before and after, and not by ``requires_grad``: weight decay changes a
-parameter without a gradient, and an optimizer may have been given another copy of the model. A change is estimated
-from fingerprints, because a record has no tensors.
+All of it is the same in every run on one device. Time is not, so there is no assertion on time.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from pytest_modelprobe.comparison import tolerance
-from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import (
-    CallTree,
-    Layer,
-    Parameter,
-    Reading,
+    Profile,
     Record,
     Selector,
     address,
-    estimated_change,
-    has_nonfinite,
+    containers,
     label_of,
     nearest,
     parent,
     selected,
 )
-from pytest_modelprobe.text import Cell, count, failed, failure, listed, number, out_of, printable
+from pytest_modelprobe.text import Cell, count, failed, listed, out_of, printable
 
-from .activations import nonfinite_counts
 from .sources import (
     LEAVE_OUT,
     Subject,
@@ -40,29 +31,13 @@ from .sources import (
     by_selector,
     called,
     deviation,
-    fail_or_hint,
     full_name,
-    gradient_of,
     is_watch,
-    not_ignored,
     record_of,
     source_of,
-    wider_globs,
 )
-from .zeros import excuse_gradients, excuse_small_gradients
 
 __tracebackhide__ = True  # a traceback ends at the line of the test
-
-# --- static facts -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _ParameterInfo:
-    name: str
-    elements: int
-    requires_grad: bool
-    same: object
-    """Equal for tied parameters."""
 
 
 def assert_param_count(
@@ -85,22 +60,18 @@ def assert_param_count(
     >>> assert_param_count(nn.Linear(3, 2), 8)
     """
     low, high = bounds(expected, "elements")
-    counted: dict[object, _ParameterInfo] = {}
-    for fact in _parameter_infos(subject, layers):
-        if trainable is None or fact.requires_grad == trainable:
-            counted.setdefault(fact.same, fact)
-    total = sum(fact.elements for fact in counted.values())
-    if low <= total <= high:
-        return
-    kind = "" if trainable is None else "trainable " if trainable else "frozen "
-    by_layer: dict[str, int] = {}
-    for fact in counted.values():
-        owner = parent(fact.name)
-        by_layer[owner] = by_layer.get(owner, 0) + fact.elements
-    rows: list[list[Cell]] = [[name, n] for name, n in sorted(by_layer.items(), key=lambda item: -item[1])]
-    owner = "the model has" if layers == "**" else "the selected layers have"
-    first = f"{owner} {count(total, f'{kind}parameter')}, {deviation(total, low, high)}"
-    raise failed(first, ["layer", "parameters"], rows)
+    counted: set[object] = set()
+    by_layer: Counter[str] = Counter()
+    for name, elements, requires_grad, same in _parameters(subject, layers):
+        if same not in counted and trainable in (None, requires_grad):
+            counted.add(same)
+            by_layer[parent(name)] += elements
+    total = by_layer.total()
+    if not low <= total <= high:
+        kind = "" if trainable is None else "trainable " if trainable else "frozen "
+        owner = "the model has" if layers == "**" else "the selected layers have"
+        first = f"{owner} {count(total, f'{kind}parameter')}, {deviation(total, low, high)}"
+        raise failed(first, ["layer", "parameters"], by_layer.most_common())
 
 
 def assert_tied(subject: Subject | Any, *names: str) -> None:
@@ -121,16 +92,15 @@ def assert_tied(subject: Subject | Any, *names: str) -> None:
     """
     if len(set(names)) < max(2, len(names)):
         raise UsageError(f"assert_tied takes the names of two or more parameters, each once; got {listed(names)}")
-    facts = {fact.name: fact for fact in _parameter_infos(subject, "**")}
+    known = {name: (elements, same) for name, elements, _, same in _parameters(subject, "**")}
     for name in names:
-        if name not in facts:
-            near = nearest(name, facts)
-            hint = f"; nearest: {', '.join(near)}" if near else ""
-            raise UsageError(f"there is no parameter {name!r}{hint}")
-    first, *others = names
-    untied = [name for name in others if facts[name].same != facts[first].same]
+        if name not in known:
+            near = nearest(name, known)
+            raise UsageError(f"there is no parameter {name!r}{f'; nearest: {listed(near)}' if near else ''}")
+    first = names[0]
+    untied = [name for name in names if known[name][1] != known[first][1]]
     if untied:
-        rows: list[list[Cell]] = [[name, facts[name].elements, "no" if name in untied else "yes"] for name in names]
+        rows: list[list[Cell]] = [[name, known[name][0], "no" if name in untied else "yes"] for name in names]
         raise failed(
             f"{untied[0]} is not tied to {first}: they are two parameters",
             ["parameter", "elements", f"tied to {first}"],
@@ -162,7 +132,9 @@ def assert_devices(subject: Subject, devices: str | Mapping[str, str], *, layers
     looked_at = 0
     for selector, device in by_selector(devices, layers, "device"):
         for layer in reversed(called(record, selector)):  # children before their parent
-            for where, actual in _places(layer):
+            own = ((full_name(layer, one.name), one.device) for one in (*layer.parameters, *layer.buffers))
+            outputs = ((address(layer.name, call, value.path), value.device) for call, value in layer.outputs)
+            for where, actual in (*own, *outputs):
                 looked_at += 1
                 if str(device) not in (actual, actual.partition(":")[0]) and (actual, str(device)) != ("cpu", "cpu:0"):
                     rows.append([where, layer.type_name, actual, str(device)])
@@ -178,574 +150,170 @@ def assert_devices(subject: Subject, devices: str | Mapping[str, str], *, layers
         )
 
 
-def _places(layer: Layer) -> Iterator[tuple[str, str]]:
-    for parameter in (*layer.parameters, *layer.buffers):
-        yield full_name(layer, parameter.name), parameter.device
-    for call, value in layer.outputs:
-        yield address(layer.name, call, value.path), value.device
-
-
-def _parameter_infos(subject: Subject | Any, layers: Selector) -> Iterator[_ParameterInfo]:
+def _parameters(subject: Subject | Any, layers: Selector) -> Iterator[tuple[str, int, bool, object]]:
+    """Yield name, elements and ``requires_grad`` of each parameter, and what is equal for tied ones."""
     if hasattr(subject, "named_parameters"):
         if layers != "**":
             raise UsageError("layers= goes with a record; of a module all parameters are looked at")
         for name, p in subject.named_parameters(remove_duplicate=False):
             if type(p).__name__ == "UninitializedParameter":
                 raise UsageError(f"{name} has no shape yet: run the model once, then count")
-            yield _ParameterInfo(name, p.numel(), p.requires_grad, id(p))
+            yield name, p.numel(), p.requires_grad, id(p)
         return
     source = source_of(subject)
     record = source if isinstance(source, Record) else source.record
     for layer in selected(record, layers):
         for own in layer.parameters:
             name = full_name(layer, own.name)
-            yield _ParameterInfo(name, math.prod(own.shape), own.requires_grad, own.tied_to or name)
+            yield name, math.prod(own.shape), own.requires_grad, own.tied_to or name
 
 
-# --- what training does -------------------------------------------------------------------------------------------
+# --- operations and memory --------------------------------------------------------------------------------------------
 
 
-_NEGLIGIBLE = 1e-5
-"""A gradient below this share of the largest of its layer may be too small for any step that suits the others."""
-_CANCELED = (
-    "Its gradient is rounding error: the {} cancels it. A bias there has no effect: remove it from the model, or "
-    "exclude it here with ignore=."
-)
-_ZERO = "Its gradient is all zero: {}."
-_ORIGIN = "assert_grad_finite names where that began."
-_NEVER_UPDATED = "No optimizer has updated it: assert_params_updated says why."
-_NO_BUFFERS = "the record of a step has buffers as the step left them, and not before it; give the watch"
-_LEARNING_RATE = "The learning rate is too {0} for it, or its gradient is."
+def assert_flops(subject: Subject, expected: int | tuple[int, int], *, layers: Selector = "**") -> None:
+    """Assert the number of floating-point operations of the forwards, as `torch.utils.flop_counter` counts them.
 
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """A parameter or buffer before training and now."""
-
-    name: str
-    layer: Layer
-    own: Parameter
-    change: float | None
-    """The change relative to its norm before. It is inf if that norm was 0, NaN if the amount of the change is not
-    known, and None if nothing could be read."""
-    buffer: bool
-    bad_before: bool
-    """Whether it was not finite before training."""
-    unknown: str | None = None
-    """Why it is not known whether it changed."""
-
-    @property
-    def now(self) -> Reading:
-        """What training made of it: its values, or what a step added to them if that is not finite."""
-        return self.own.update if self.own.update is not None and has_nonfinite(self.own.update) else self.own.reading
-
-    @property
-    def is_relative(self) -> bool:
-        """Whether there is a change, and a norm that it is relative to."""
-        return self.change is not None and not math.isinf(self.change)
-
-
-def assert_frozen(subject: Subject, *, layers: Selector = "**") -> None:
-    """Assert that training does not change the parameters and buffers (running statistics) of layers.
-
-    Values are compared, not ``requires_grad``: weight decay changes a parameter without a gradient, and BatchNorm in
-    training mode changes its running statistics without an optimizer.
+    These are matrix products, convolutions and attention; a multiplication and an addition are two. A watch is
+    counted over all of its forwards: ``watch.last`` is one.
 
     Args:
-        subject: A watch, or a probe with one, over one or more steps of an optimizer. Or the record of a step, as
-            ``modelprobe.merged(watch)`` makes it of all ranks.
-        layers: Which layers are frozen.
+        subject: A probe with one run or watch, a watch, or a record, made with ``profile=True``.
+        expected: The number, or a tuple (minimum, maximum).
+        layers: Which layers to count, each with those inside it; all: the whole forward.
 
     Raises:
-        AssertionError: A parameter or buffer changed.
-        NothingObservedError: The model was not called, nothing in it changed, or the layers have no parameters.
-        UsageError: The subject is a record, and not that of a step of training.
+        AssertionError: The number differs.
+        NothingObservedError: There is no profile, or the layers were not called.
+        UsageError: ``expected`` is neither a number nor a range.
 
     >>> import torch
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe
-    >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    >>> optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
-    >>> with ModelProbe() as probe:
-    ...     watch = probe.watch(model)
-    ...     model(torch.ones(4, 2)).mean().backward()
-    ...     optimizer.step()
-    ...     assert_frozen(watch, layers="0")
+    >>> assert_flops(ModelProbe().run(nn.Linear(2, 3), torch.ones(4, 2), profile=True), 2 * 4 * 2 * 3)
     """
-    found = _changes(subject, layers)
-    bad = [one for one in found if one.change]
-    statistics = [layer for layer in {one.layer.name: one.layer for one in found}.values() if _tracks_statistics(layer)]
-    if bad:
-        first = bad[0]
-        why = (
-            "BatchNorm in training mode updates its running statistics even if it is frozen: call eval() on it."
-            if first.buffer
-            else "It is in the optimizer: weight decay and momentum change parameters without a gradient too."
-            if not first.own.requires_grad
-            else "It requires a gradient: call requires_grad_(False), and leave it out of the optimizer."
-        )
-        raise failed(
-            f"{first.name} is not frozen: it changed{_by(first)}; "
-            f"{out_of(len(bad), len(found), 'parameters and buffer')}",
-            ["parameter", "requires_grad", "changed by"],
-            [[one.name, "buffer" if one.buffer else str(one.own.requires_grad), _size(one)] for one in bad],
-            why,
-        )
-    if statistics:
-        layer = statistics[0]
-        raise failed(
-            f"{layer.label} is not frozen: it was called in training mode, and updates running statistics",
-            ["layer", "type"],
-            [[one.name, one.type_name] for one in statistics],
-            "Call eval() on it: requires_grad_(False) is not enough.",
-        )
-    _reject_unknown(found)
+    low, high = bounds(expected, "operations")
+    _, profile, names = _profiled(subject, layers)
+    total = profile.flops if layers == "**" else sum(profile.layers[name].flops for name in names)
+    if not low <= total <= high:
+        who = "the model takes" if layers == "**" else "the selected layers take"
+        first = f"{who} {count(total, 'FLOP')} in {count(profile.forwards, 'forward')}, {deviation(total, low, high)}"
+        rows = _rows(profile, names, {name: layer.own_flops for name, layer in profile.layers.items()})
+        raise failed(first, ["layer", "type", "calls", "FLOPs"], rows)
 
 
-def assert_params_updated(subject: Subject, *, layers: Selector = "**", ignore: str | Iterable[str] = ()) -> None:
-    """Assert that training changed every parameter that requires a gradient.
+def assert_activation_memory(subject: Subject, expected: int | tuple[int, int], *, layers: Selector = "**") -> None:
+    """Assert the bytes of the outputs of leaves in one forward, memory that several share counted once.
+
+    It is what a backward pass may keep. What a layer computes in between, and what functions return that are not
+    recorded, is not in it. A watch has the most of any forward.
 
     Args:
-        subject: A watch, or a probe with one, over one or more steps of an optimizer. Or the record of a step, as
-            ``modelprobe.merged(watch)`` makes it of all ranks.
-        layers: Which layers are trained.
-        ignore: Globs of full names of parameters that need not change, such as a bias before a norm.
+        subject: A probe with one run or watch, a watch, or a record, made with ``profile=True``.
+        expected: The number of bytes, or a tuple (minimum, maximum).
+        layers: Which layers to count, each with those inside it.
 
     Raises:
-        AssertionError: A parameter is unchanged since the first forward, or is not finite. If it is unchanged because
-            its gradient is only rounding, is 100,000 times smaller than the largest of its layer, is zero by chance in
-            the only step, or comes through weights initialized to zero, that is a `HintWarning`.
-        SelectionError: ``ignore`` matches no parameter.
-        NothingObservedError: The model was not called, or the layers have no parameters that require a gradient.
-        UsageError: The subject is a record, and not that of a step of training.
+        AssertionError: The number differs.
+        NothingObservedError: There is no profile, or the layers were not called.
+        UsageError: ``expected`` is neither a number nor a range.
 
     >>> import torch
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe
-    >>> model = nn.Linear(2, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    >>> with ModelProbe() as probe:
-    ...     watch = probe.watch(model)
-    ...     model(torch.ones(4, 2)).mean().backward()
-    ...     optimizer.step()
-    ...     assert_params_updated(watch)
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True))
+    >>> assert_activation_memory(ModelProbe().run(model, torch.ones(4, 2), profile=True), (0, 64))
     """
-    found = _finite(_trained(subject, layers, ignore))
-    unchanged = [one for one in found if one.change == 0 and 0 not in one.own.shape]
-    if unchanged:
-        why = {one.name: _why_unchanged(one, subject) for one in unchanged}
-        unchanged.sort(key=lambda one: why[one.name][1])
-        first = unchanged[0]
-        reason, healthy = why[first.name]
-        text = failure(
-            f"{first.name} was not updated; {out_of(len(unchanged), len(found), 'parameter')}",
-            ["parameter", "shape", "gradient rms"],
-            [[one.name, str(one.own.shape), _rms(one.own.gradient)] for one in unchanged],
-            reason,
-            wider_globs(ignore, (one.name for one in unchanged)),
-        )
-        fail_or_hint(text, hint=healthy)
-    _reject_unknown(found)
+    low, high = bounds(expected, "bytes")
+    record, profile, names = _profiled(subject, layers)
+    whole = layers == "**"
+    total = profile.activation_bytes if whole else sum(profile.layers[name].activation_bytes for name in names)
+    if not low <= total <= high:
+        whose = "the model's activations" if whole else "the activations of the selected layers"
+        first = f"{whose} take {count(total, 'byte')}, {deviation(total, low, high)}"
+        sizes = {name: layer.activation_bytes for name, layer in profile.layers.items() if record[name].leaf}
+        hint = "They grow with the batch: give the assertion the batch that it is for."
+        raise failed(first, ["layer", "type", "calls", "bytes"], _rows(profile, names, sizes), hint)
 
 
-def _why_unchanged(one: _Change, subject: Subject) -> tuple[str, bool]:
-    """Return why a parameter did not change, and whether a healthy model may look so."""
-    gradient = one.own.gradient
-    if gradient is None:
-        return "It has no gradient: it is detached, unused, or the watch began too late.", False
-    if has_nonfinite(gradient):
-        return f"Its gradient is not finite, and such steps are skipped. {_ORIGIN}", False
-    healthy = _why_small(one, subject)
-    if healthy:
-        return healthy, True
-    if gradient.statistics is not None and gradient.statistics.all_zero:
-        return _ZERO.format(_why_zero(one.layer)), False
-    return _why_without_effect(one, subject) or (
-        "It has a gradient: it is in no group of the optimizer, the step is too small, or was never taken."
-    ), False
-
-
-def _why_small(one: _Change, subject: Subject, low: float = 0.0) -> str:
-    """Return why a parameter of a healthy model changes by less than a share; an empty text: no known reason.
-
-    The steps that are kept tell it. In all passes together there are also those whose gradients were thrown away.
-    """
-    seen = [(layer, own) for _, layer, own in _steps_with(one, subject)] or [(one.layer, one.own)]
-    if all(_cancels(layer, own) for layer, own in seen):
-        by = "norm after it" if _feeds_norm(one.layer, subject) else "rest of the model, or the loss,"
-        return _CANCELED.format(by)
-    shares = [_share_of_layer(layer, own) for layer, own in seen]
-    if all(0 < share < _NEGLIGIBLE for share in shares):
-        times = number(1 / max(shares))
-        return f"Its gradient is {times} times smaller than the largest of its layer, too small for steps that suit it."
-    if not any(_rms(own.gradient) for _, own in seen):
-        explained = excuse_gradients(subject)
-        if explained:
-            return f"{_ZERO.format(_why_zero(one.layer))} {explained}"
-    merged = record_of(subject)[one.layer.name].parameters
-    arrived = any(_rms(own.gradient) for own in merged if own.name == one.own.name)
-    if not arrived or _why_without_effect(one, subject):
-        return ""
-    return excuse_small_gradients(subject, [seen[0][1]], one.change / low if one.change and low else math.inf)
-
-
-def _why_zero(layer: Layer) -> str:
-    """Return why no gradient comes from a layer: nothing but zeros comes in, or back, or it cancels."""
-    given = [value.forward.statistics for _, value in layer.inputs if value.is_floating]
-    if given and all(numbers is not None and numbers.all_zero for numbers in given):
-        return "all that its layer is given is zero"
-    arrived = [numbers for _, value in layer.outputs if (numbers := gradient_of(value)) is not None]
-    if any(not numbers.all_zero for numbers in arrived):
-        return "a gradient arrives at its layer, and its part in it is zero or cancels"
-    return "the layers after it are dead, zero-initialized or not used"
-
-
-def _feeds_norm(layer: Layer, subject: Subject) -> bool:
-    outputs = {value.tensor for _, value in layer.outputs}
-    steps = CallTree(record_of(subject)).started
-    return any("Norm" in s.layer.type_name and any(v.tensor in outputs for v in s.call.inputs) for s in steps)
-
-
-def _steps_with(one: _Change, subject: Subject) -> list[tuple[Record, Layer, Parameter]]:
-    """Return the steps that are kept in which an optimizer holds a parameter, with its layer and itself there."""
-    source = source_of(subject)
-    return [
-        (step, layer, own)
-        for step in ([source] if isinstance(source, Record) else source.steps)
-        for layer in step.layers.values()
-        if layer.name == one.layer.name
-        for own in layer.parameters
-        if own.name == one.own.name and own.group is not None
-    ]
-
-
-def _cancels(layer: Layer, own: Parameter) -> bool:
-    """Whether the gradient of a bias is zero but for rounding.
-
-    It is the sum of the gradients of the layer's output over all but the units, and these are not as small as it is.
-    """
-    gradient, units = _rms(own.gradient), math.prod(own.shape)
-    if own.name != "bias" or own.gradient is None or gradient is None or not units:
-        return False
-    terms = [gradient_of(value) for _, value in layer.outputs if value.backward is not None]
-    known = [one for one in terms if one is not None and one.rms is not None and one.count % units == 0]
-    n = sum(one.count for one in known) / units / own.gradient.tensors
-    norm = sum(one.count * (one.rms or 0.0) for one in known) / units / own.gradient.tensors
-    # The terms are rounded one by one, and their sums too; terms that do not cancel add up to the square root of n.
-    rounding = max(tolerance.epsilon(dtype) for dtype in [own.dtype, *(value.dtype for _, value in layer.outputs)])
-    return 0 < len(known) == len(terms) and gradient < norm * min(4 * rounding, 0.03 / math.sqrt(n))
-
-
-def _share_of_layer(layer: Layer, own: Parameter) -> float:
-    """Return the gradient of a parameter beside the largest of its layer; 0 if there is none."""
-    largest = max(_rms(p.gradient) or 0.0 for p in layer.parameters)
-    return (_rms(own.gradient) or 0.0) / largest if largest else 0.0
-
-
-def _why_without_effect(one: _Change, subject: Subject) -> str | None:
-    """Return why the steps that are kept could not change a parameter with a gradient; None: they could have."""
-    held = [(own, step.optimizers[own.group]) for step, _, own in _steps_with(one, subject) if own.group is not None]
-    if held and all(group.options.get("lr") == 0 for _, group in held):
-        name = held[0][1].optimizer
-        return f"Its group of {name} has lr 0 in every step that is kept: raise it, or train longer if it is a warmup."
-    if held and all(_is_emptied(own) for own, _ in held):
-        return f"{held[0][1].optimizer} had none of its gradient: call zero_grad() after step() or before backward()."
-    return None
-
-
-def _is_emptied(own: Parameter) -> bool:
-    """Whether a gradient arrived that is not zero, and the optimizer had none or zeros."""
-    arrived, applied = (None if one is None else one.statistics for one in (own.gradient, own.applied))
-    gone = own.applied is None or (applied is not None and applied.all_zero)
-    return gone and arrived is not None and not arrived.all_zero
-
-
-def assert_update_ratio(
-    subject: Subject,
-    *,
-    low: float = 1e-6,
-    high: float = 1e-1,
-    layers: Selector = "**",
-    ignore: str | Iterable[str] = (),
-) -> None:
-    """Assert that the relative change of parameters, ‖w' − w‖ / ‖w‖, is neither too small nor too large.
-
-    About 1e-3 is usual for one step. The change is that of each step that the watch keeps, ``watch(model, steps=3)``. A
-    step in which nothing changes, as the first of a warmup may be, is left out. Where no other is kept, the change is
-    that of all steps since the first forward.
-
-    Args:
-        subject: A watch, or a probe with one, over one or more steps of an optimizer. Or the record of a step, as
-            ``modelprobe.merged(watch)`` makes it of all ranks.
-        low: The minimum.
-        high: The maximum.
-        layers: Which layers to look at. Parameters that were all zero before training are left out.
-        ignore: Globs of full names of parameters to exclude, such as a bias before a norm.
-
-    Raises:
-        AssertionError: The ratio of a parameter is out of range, or a parameter is not finite. A ratio that is too
-            small for a reason that `assert_params_updated` takes for healthy is a `HintWarning`.
-        SelectionError: ``ignore`` matches no parameter.
-        NothingObservedError: The model was not called, or the layers have no parameters that require a gradient.
-        UsageError: The subject is a record, and not that of a step of training; ``low`` is above ``high``.
-
-    >>> import torch
-    >>> from torch import nn
-    >>> from pytest_modelprobe import ModelProbe
-    >>> model = nn.Linear(2, 1, bias=False)
-    >>> _ = nn.init.ones_(model.weight)
-    >>> optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    >>> with ModelProbe() as probe:
-    ...     watch = probe.watch(model)
-    ...     model(torch.ones(4, 2)).mean().backward()
-    ...     optimizer.step()
-    ...     assert_update_ratio(watch)
-    """
-    if not 0 <= low <= high:
-        raise UsageError(f"low and high are not negative, and low is not above high; got {low!r} and {high!r}")
-    trained = _finite(_trained(subject, layers, ignore))
-    found = _in_steps(subject, trained)
-    if not found:
-        _reject_unknown(trained)
-        raise NothingObservedError("the selected layers have no parameters that require a gradient and were not zero")
-    bad = [(n, one) for n, one in found if not low <= (one.change or 0.0) <= high]
-    bad.sort(key=lambda pair: -_times_outside(pair[1].change or 0.0, low, high))
-    small = {one.name: _why_too_small(one, subject, low) for _, one in bad}
-    bad.sort(key=lambda pair: bool(small[pair[1].name]))
-    if bad:
-        step, first = bad[0]
-        names = {one.name for _, one in bad}
-        large = (first.change or 0.0) > high
-        when = "" if step is None else f" in step {step}"
-        numbers = sorted({n for n, _ in found if n is not None})
-        of = f" in {count(len(numbers), 'step')}" if numbers else ""
-        rows: list[list[Cell]] = [
-            [
-                one.name,
-                str(one.own.shape),
-                *([n] if numbers else []),
-                one.change,
-                _rms(one.own.applied or one.own.gradient),
-            ]
-            for n, one in bad
-        ]
-        text = failure(
-            f"{first.name} changed by {number(first.change)} of its norm{when}, not {number(low)} to "
-            f"{number(high)}; {out_of(len(names), len({one.name for _, one in found}), 'parameter')}{of}",
-            ["parameter", "shape", *(["step"] if numbers else []), "ratio", "gradient rms"],
-            rows,
-            small[first.name]
-            or (_NEVER_UPDATED if numbers and step is None else _why_outside(first, subject, large=large)),
-            wider_globs(ignore, names),
-        )
-        fail_or_hint(text, hint=bool(small[first.name]))
-    _reject_unknown(trained)
-
-
-def _trained(subject: Subject, layers: Selector, ignore: str | Iterable[str]) -> list[_Change]:
-    """Return the parameters that require a gradient."""
-    every = _changes(subject, layers, may_be_unchanged=True)
-    found = [one for one in every if not one.buffer and one.own.requires_grad]
-    if not found:
-        raise NothingObservedError("the selected layers have no parameters that require a gradient")
+def _profiled(subject: Subject, layers: Selector) -> tuple[Record, Profile, list[str]]:
+    """Return the record and its profile, and the names of the selected layers that are inside no other."""
     record = record_of(subject)
-    if not (record.backwards or (record.training and record.training.steps) or any(one.change for one in found)):
+    if record.profile is None:
         raise NothingObservedError(
-            f"{printable(record.model)} was not trained while it was watched: no gradient reached it, no optimizer "
-            "with one of its parameters stepped, and none changed; watch the model that is trained (of an average "
-            "of its weights, checks.ema_tracks checks the update)"
+            f"{record.model} was not profiled: pass profile=True to modelprobe.run or modelprobe.watch"
         )
-    left = not_ignored([one.name for one in found], ignore)
-    return [one for one in found if one.name in left]
+    names = {layer.name for layer in called(record, layers)}
+    outermost = [name for name in record.layers if name in names and names.isdisjoint(containers(name))]
+    return record, record.profile, outermost
 
 
-def _in_steps(subject: Subject, trained: list[_Change]) -> list[tuple[int | None, _Change]]:
-    """Return the relative change of each parameter in each step that is kept, with the step's number.
+def _rows(profile: Profile, names: Iterable[str], numbers: Mapping[str, int]) -> list[list[Cell]]:
+    """Return the layers inside those named whose number is not 0, the largest first."""
+    inside = set(names)
+    found = [(name, n) for name, n in numbers.items() if n and not inside.isdisjoint((name, *containers(name)))]
+    found.sort(key=lambda pair: -pair[1])
+    return [[name, profile.layers[name].type, profile.layers[name].calls, n] for name, n in found]
 
-    A parameter that no optimizer has ever updated counts once, without a step. If no step is kept, the changes are
-    those of all steps together. Left out are parameters that were zero before training: they had no norm.
+
+# --- pruned weights ---------------------------------------------------------------------------------------------------
+
+
+def assert_sparsity(subject: Subject, least: float, *, layers: Selector = "**") -> None:
+    """Assert that enough elements of each weight are zero, as after pruning; biases are left out.
+
+    With a watch, the weights are read as they are now: after steps of an optimizer this holds only if the masks stay.
+    A weight under ``torch.nn.utils.prune`` is read through its mask.
+
+    Args:
+        subject: A watch, a record, or a probe with one run or watch.
+        least: The least share of zeros in each weight, from 0 to 1.
+        layers: Layers whose own weights are looked at; name those that are pruned.
+
+    Raises:
+        AssertionError: A weight has fewer zeros.
+        NothingObservedError: The layers have no weights with numbers.
+        UsageError: ``least`` is not from 0 to 1.
+
+    >>> import torch
+    >>> from torch.nn.utils import prune
+    >>> from pytest_modelprobe import ModelProbe
+    >>> model = torch.nn.Linear(4, 2)
+    >>> _ = prune.l1_unstructured(model, "weight", amount=0.5)
+    >>> assert_sparsity(ModelProbe().run(model, torch.ones(1, 4)), 0.5)
     """
-    names = {one.name for one in trained}
-    steps = [(n, one) for n, one in _changes_of_steps(subject) if one.name in names]
-    zero = {one.name for _, one in steps if one.change is not None and math.isinf(one.change)}
-    found = [(n, one) for n, one in steps if one.name not in zero]
-    if found:
-        stepped = {one.name for _, one in steps}
-        found += [(None, one) for one in trained if one.name not in stepped and one.change == 0]
-    else:
-        found = [(None, one) for one in trained]
-    return [(n, one) for n, one in found if one.is_relative]
-
-
-def _changes_of_steps(subject: Subject) -> Iterator[tuple[int | None, _Change]]:
-    """Yield the change of each parameter in each step that is kept, with the step's number from 0."""
-    source = source_of(subject)
-    for record in (source,) if isinstance(source, Record) else source.steps:
-        found = [
-            _Change(full_name(layer, own.name), layer, own, _share_added(own.update, own.reading), False, False)
-            for layer in record.layers.values()
-            for own in layer.parameters
-            if own.update is not None
-        ]
-        if any(one.change for one in found):
-            yield from ((record.step, one) for one in found)
-
-
-def _reject_unknown(found: Iterable[_Change]) -> None:
-    """Raise NothingObservedError for a parameter or buffer that could not be read: whether it changed is not known."""
-    for one in found:
-        unknown = one.unknown or one.own.reading.reason
-        if one.change is None and unknown is not None:
-            raise NothingObservedError(f"it is not known whether {one.name} changed: {printable(unknown)}; {LEAVE_OUT}")
-
-
-def _finite(found: list[_Change]) -> list[_Change]:
-    """Return the parameters; AssertionError if one is not finite, as it has no norm."""
-    bad = [one for one in found if has_nonfinite(one.now)]
-    if bad:
-        first = bad[0]
-        why = (
-            "It was not finite before the first step either: look at the initialization, or at what was loaded."
-            if first.bad_before
-            else f"Its gradient was not finite. {_ORIGIN}"
-            if has_nonfinite(first.own.gradient)
-            else "Its gradients were finite: look at the learning rate and at what the optimizer divides by."
-        )
-        raise failed(
-            f"{first.name} is not finite after training: {_bad_counts(first.now)}; "
-            f"{out_of(len(bad), len(found), 'parameter')}",
-            ["parameter", "shape", "not finite", "of its gradient"],
-            [[one.name, str(one.own.shape), *map(_bad_counts, (one.now, one.own.gradient))] for one in bad],
-            why,
-        )
-    return found
-
-
-def _bad_counts(reading: Reading | None) -> str:
-    statistics = None if reading is None else reading.statistics
-    if statistics is None:
-        return "-"
-    return nonfinite_counts(statistics) if statistics.nonfinite else "none"
-
-
-def _why_outside(one: _Change, subject: Subject, *, large: bool) -> str:
-    if not large and has_nonfinite(one.own.gradient):
-        return f"Its gradient is not finite, and such steps are skipped. {_ORIGIN}"
-    why = None if one.change else _why_without_effect(one, subject)
-    return why or _LEARNING_RATE.format("large" if large else "small")
-
-
-def _why_too_small(one: _Change, subject: Subject, low: float) -> str:
-    """Return why a parameter changes by less than ``low``, if it does and a healthy model may; else an empty text."""
-    too_small = (one.change or 0.0) < low and not has_nonfinite(one.own.gradient)
-    return _why_small(one, subject, low) if too_small else ""
-
-
-def _times_outside(ratio: float, low: float, high: float) -> float:
-    """Return the factor by which a ratio is out of range; inf for a ratio of 0 and an unknown one."""
-    return ratio / high if ratio > high > 0 else low / ratio if 0 < ratio <= high else math.inf
-
-
-def _changes(subject: Subject, layers: Selector, *, may_be_unchanged: bool = False) -> list[_Change]:
-    """Return the change of each parameter and buffer of the layers since before training.
-
-    NothingObservedError if nothing in the model changed, unless ``may_be_unchanged``.
-    """
-    source = source_of(subject)
+    if not 0 <= least <= 1:
+        raise UsageError(f"least is a share of the elements, from 0 to 1; got {least!r}")
+    source: Any = source_of(subject)
     if is_watch(source):
         source.reread()
-        now = record_of(source)
-        before = source.first
-        found = [one for layer in now.layers.values() for one in _of_layer(layer, before.layers.get(layer.name))]
-    elif isinstance(source, Record) and any(own.update is not None for own in source.parameters):
-        now, found = source, list(_of_step(source))
-    else:
-        raise UsageError(
-            "the record has no step of training: give the watch that was open while the optimizer stepped, "
-            "watch = modelprobe.watch(model), or the record of one of its steps"
+    record: Record = source if isinstance(source, Record) else source.record
+    found: list[tuple[float, str, int, int]] = []
+    unknown = ""
+    for layer in selected(record, layers):
+        masks = {buffer.name: buffer for buffer in layer.buffers}
+        for parameter in layer.parameters:
+            own = parameter.name.removesuffix("_orig")
+            reading = (masks.get(f"{own}_mask", parameter) if own != parameter.name else parameter).reading
+            statistics = reading.statistics
+            if "bias" in own:
+                continue
+            if statistics is not None and statistics.count:
+                zeros, n = statistics.zeros, statistics.count
+                found.append((zeros / n, full_name(layer, own), zeros, n))
+            elif reading.reason:
+                unknown = unknown or f"{full_name(layer, own)}: {printable(reading.reason)}"
+    if not found:
+        raise NothingObservedError("the selected layers have no weights with numbers: select layers that have")
+    short = sorted(one for one in found if one[0] < least)
+    if short:
+        raise failed(
+            f"{short[0][1]} is {short[0][0]:.1%} zeros, not {least:.1%} or more; "
+            f"{out_of(len(short), len(found), 'weight')}",
+            ["weight", "zeros", "elements", "share"],
+            [[name, zeros, n, f"{share:.1%}"] for share, name, zeros, n in short],
+            "A step of an optimizer fills what was set to zero: multiply by the mask after each step, or use "
+            "torch.nn.utils.prune, which does it in each forward.",
         )
-    names = {layer.name for layer in selected(now, layers)}
-    if not may_be_unchanged and not any(one.change for one in found):
-        raise NothingObservedError(
-            "nothing in the model has changed since the first forward: keep the watch open while the optimizer steps"
-        )
-    wanted = [one for one in found if one.layer.name in names]
-    if not wanted:
-        labels = [now.layers[name].label for name in sorted(names)]
-        raise NothingObservedError(
-            f"{listed(labels)} {'has' if len(names) == 1 else 'have'} no parameters or buffers of "
-            f'{"its" if len(names) == 1 else "their"} own: name the layers that own them, as "encoder.**"'
-        )
-    return wanted
-
-
-def _of_layer(now: Layer, before: Layer | None) -> Iterator[_Change]:
-    if before is None:
-        return
-    for kind, mine, theirs in (
-        ("parameter", now.parameters, before.parameters), ("buffer", now.buffers, before.buffers)
-    ):  # fmt: skip
-        was = {own.name: own for own in theirs}
-        for own in mine:
-            if own.name in was:
-                change = _relative_change(own.reading, was[own.name].reading)
-                bad_before = has_nonfinite(was[own.name].reading)
-                yield _Change(full_name(now, own.name), now, own, change, kind == "buffer", bad_before)
-
-
-def _of_step(record: Record) -> Iterator[_Change]:
-    """Yield what a step of an optimizer did to each parameter. What no optimizer holds is as it was."""
-    for layer in record.layers.values():
-        for own in layer.parameters:
-            change = 0.0 if own.update is None else _share_added(own.update, own.reading)
-            unknown = None if own.update is None else own.update.reason
-            yield _Change(full_name(layer, own.name), layer, own, change, False, has_nonfinite(own.reading), unknown)
-        for own in layer.buffers:
-            yield _Change(full_name(layer, own.name), layer, own, None, True, False, _NO_BUFFERS)
-
-
-def _share_added(update: Reading, before: Reading) -> float | None:
-    """Return the norm of an update relative to that of the values before."""
-    if update.statistics is None or before.statistics is None:
-        return None
-    if update.statistics.nonfinite:
-        return math.nan
-    size = before.statistics.norm
-    return update.statistics.norm / size if size else math.inf if update.statistics.norm else 0.0
-
-
-def _relative_change(now: Reading, before: Reading) -> float | None:
-    """Return the relative change between two readings; 0 only if all that was recorded is equal."""
-    if now.digest is not None and before.digest is not None:
-        return 0.0 if now.digest == before.digest else 1.0
-    if before.reason is not None and now.reason is None:
-        return math.nan  # unreadable before, readable now: it changed
-    if now.fingerprint is None or before.fingerprint is None or before.statistics is None:
-        return None
-    if now.fingerprint == before.fingerprint and now.statistics == before.statistics:
-        return 0.0
-    if now.statistics is not None and now.statistics.nonfinite:
-        return math.nan  # a fingerprint counts NaN and inf as finite numbers
-    return estimated_change(now.fingerprint, before.fingerprint, before.statistics.norm)
-
-
-def _by(one: _Change) -> str:
-    if has_nonfinite(one.own.reading):
-        return f" to {_bad_counts(one.own.reading)}"
-    return "" if one.change is None or math.isnan(one.change) else f" by {percent(one.change)}"
-
-
-def _size(one: _Change) -> str:
-    if has_nonfinite(one.own.reading):
-        return _bad_counts(one.own.reading)
-    return "not known" if one.change is not None and math.isnan(one.change) else percent(one.change)
-
-
-def _tracks_statistics(layer: Layer) -> bool:
-    """Whether a layer was called in training mode and has running statistics."""
-    keeps = any(buffer.name.startswith("running_") for buffer in layer.buffers)
-    return keeps and any(call.training for call in layer.calls)
-
-
-def _rms(reading: Reading | None) -> float | None:
-    return None if reading is None or reading.statistics is None else reading.statistics.rms
+    if unknown:
+        raise NothingObservedError(f"no number is known of {unknown}; {LEAVE_OUT}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Call, Layer, Record, Selector, Statistics, Value, address, call_name, label_of
+from pytest_modelprobe.record import Call, Layer, Selector, Statistics, Value, address, call_name, label_of
 from pytest_modelprobe.text import Cell, count, failed, number, out_of
 
 from .activations import find_dead
@@ -61,16 +61,21 @@ def assert_not_saturated(subject: Subject, *, layers: Selector = "**", min_slope
             "none of the selected layers is a sigmoid, tanh or softmax: nothing was looked at (functional calls "
             "are recorded with functionals=True)"
         )
-    bad = sorted((s for s in slopes if s.share < min_slope), key=lambda s: s.share)
+    bad = sorted((one for one in slopes if one[1] < min_slope), key=lambda one: one[1])
     if bad:
-        first = bad[0]
-        those, all_names = ({s.layer.name for s in some} for some in (bad, slopes))
+        names = [call_name(one.layer.name, one.call) for one, _ in bad]
+        label = label_of(names[0], bad[0][0].layer.type_name)
+        those, every = ({one.layer.name for one, _ in some} for some in (bad, slopes))
+        rows: list[list[Cell]] = []
+        for name, (one, share) in zip(names, bad, strict=True):
+            s = one.numbers
+            rows.append([name, one.layer.type_name, f"{share:.2%}", s.count, s.mean, s.min, s.max])
         raise failed(
-            f"{first.label} is saturated: its slope is {first.share:.2%} of the maximum; "
-            f"{out_of(len(those), len(all_names), 'layer')}",
+            f"{label} is saturated: its slope is {bad[0][1]:.2%} of the maximum; "
+            f"{out_of(len(those), len(every), 'layer')}",
             ["layer", "type", "slope", "outputs", "mean", "min", "max"],
-            [_slope_row(s) for s in bad],
-            f"The input of {first.label} is too large: look at the scale of the layer before it, "
+            rows,
+            f"The input of {label} is too large: look at the scale of the layer before it, "
             "a missing norm, or a missing 1/sqrt(d).",
         )
     reject_unread(record, layers)
@@ -82,38 +87,22 @@ MIN_SLOPE: float = inspect.signature(assert_not_saturated).parameters["min_slope
 
 def find_saturated(layers: Iterable[Layer]) -> list[Layer]:
     """Return the layers among ``layers`` that `assert_not_saturated` would report."""
-    return list({s.layer.name: s.layer for s in _slopes(layers) if s.share < MIN_SLOPE}.values())
+    return list({one.layer.name: one.layer for one, share in _slopes(layers) if share < MIN_SLOPE}.values())
 
 
-@dataclass(frozen=True)
-class _Slope:
-    layer: Layer
-    call: Call
-    share: float
-    statistics: Statistics
-
-    @property
-    def name(self) -> str:
-        return call_name(self.layer.name, self.call)
-
-    @property
-    def label(self) -> str:
-        return label_of(self.name, self.layer.type_name)
-
-
-def _slopes(layers: Iterable[Layer]) -> Iterator[_Slope]:
-    """Yield the mean slope of each call of a layer that is one of the functions."""
+def _slopes(layers: Iterable[Layer]) -> Iterator[tuple[_Output, float]]:
+    """Yield each output of a layer that is one of the functions, with the mean slope as a share of the maximum."""
     for one in _outputs(layers):
-        if one.numbers.rms is not None and one.numbers.mean is not None:
-            share = _share(one, one.numbers.mean, one.numbers.rms)
-            if share is not None:
-                yield _Slope(one.layer, one.call, max(0.0, share), one.numbers)
+        share = _share(one)
+        if share is not None:
+            yield one, max(0.0, share)
 
 
-def _share(output: _Output, mean: float, rms: float) -> float | None:
-    """Return the mean slope as a share of the maximum; None if the layer is another function."""
-    layer = output.layer
+def _share(output: _Output) -> float | None:
+    layer, mean, rms = output.layer, output.numbers.mean, output.numbers.rms
     kind = layer.type_name.lower()
+    if mean is None or rms is None:
+        return None
     if kind == "sigmoid":
         return 4 * (mean - rms**2)
     if kind == "tanh":
@@ -122,14 +111,11 @@ def _share(output: _Output, mean: float, rms: float) -> float | None:
         classes = _classes(kind, output)
         return None if classes is None or classes < 2 else (1 - classes * rms**2) / (1 - 1 / classes)
     if layer.type_name in _AT_BOUNDS:
-        low, high = _AT_BOUNDS[layer.type_name]
-        low, high = _number(layer.attributes.get("min_val"), low), _number(layer.attributes.get("max_val"), high)
+        names = ("min_val", "max_val")
+        pairs = zip(map(layer.attributes.get, names), _AT_BOUNDS[layer.type_name], strict=True)
+        low, high = (float(own) if isinstance(own, (int, float)) else usual for own, usual in pairs)
         return 4 * ((low + high) * mean - rms**2 - low * high) / (high - low) ** 2
     return None
-
-
-def _number(value: object, default: float) -> float:
-    return float(value) if isinstance(value, (int, float)) else default
 
 
 def _classes(kind: str, output: _Output) -> int | None:
@@ -146,11 +132,6 @@ def _classes(kind: str, output: _Output) -> int | None:
         return None
     size = shape[axis]
     return size if isinstance(size, int) else None
-
-
-def _slope_row(slope: _Slope) -> list[Cell]:
-    s = slope.statistics
-    return [slope.name, slope.layer.type_name, f"{slope.share:.2%}", s.count, s.mean, s.min, s.max]
 
 
 # --- range and scale ----------------------------------------------------------------------------------------------
@@ -180,12 +161,17 @@ def assert_activation_range(subject: Subject, low: float, high: float, *, layers
         raise UsageError(f"low is not above high; got {low!r} and {high!r}")
     record = record_of(subject)
     looked_at = with_numbers(record, layers)
-    bad = [one for one in _outputs(looked_at) if one.numbers.nonfinite or not _is_inside(one.numbers, low, high)]
+    bad = [
+        one
+        for one in _outputs(looked_at)
+        if (s := one.numbers).nonfinite or s.min is None or s.max is None or not low <= s.min <= s.max <= high
+    ]
     if bad:
-        first = bad[0]
+        s = bad[0].numbers
+        others = f", {count(s.nonfinite, 'element')} not finite" if s.nonfinite else ""
+        extent = f"it ranges from {number(s.min)} to {number(s.max)}{others}" if s.finite else "no element is finite"
         raise failed(
-            f"{first.label} is outside [{number(low)}, {number(high)}]: {_extent(first.numbers)}; "
-            f"{_layers_of(bad, looked_at)}",
+            f"{bad[0].label} is outside [{number(low)}, {number(high)}]: {extent}; {_layers_of(bad, looked_at)}",
             ["value", "type", "min", "max", "mean", "not finite"],
             [one.row("min", "max", "mean", "nonfinite") for one in bad],
             "Look at the input of the first of them, or widen the range if this is intended.",
@@ -285,17 +271,6 @@ def _layers_of(bad: Iterable[_Output], looked_at: Sequence[Layer]) -> str:
     return out_of(len({one.layer.name for one in bad}), len(looked_at), "layer")
 
 
-def _is_inside(s: Statistics, low: float, high: float) -> bool:
-    return s.min is not None and s.max is not None and low <= s.min and s.max <= high
-
-
-def _extent(s: Statistics) -> str:
-    if not s.finite:
-        return "no element is finite"
-    others = f", {count(s.nonfinite, 'element')} not finite" if s.nonfinite else ""
-    return f"it ranges from {number(s.min)} to {number(s.max)}{others}"
-
-
 # --- dtypes -------------------------------------------------------------------------------------------------------
 
 _LIMITS = {
@@ -338,10 +313,9 @@ def assert_fits_dtype(
     most, least = _LIMITS[name]
     record = record_of(subject)
     looked_at = with_numbers(record, layers)
-    seen = 0
     found: list[tuple[str, str, str, float, float | None, str]] = []
-    for where, kind, s in _all_statistics(record, looked_at):
-        seen += 1
+    seen = list(_all_statistics(looked_at))
+    for where, kind, s in seen:
         largest = max(abs(s.min or 0.0), abs(s.max or 0.0))
         if s.nonfinite or largest * headroom > most:
             factor = most / largest if largest else math.inf
@@ -350,11 +324,11 @@ def assert_fits_dtype(
             found.append((where, kind, "underflows", largest, s.rms, f"{s.rms / least:.2g} of the smallest"))
     if found:
         where, kind, what, largest, rms, _ = found[0]
-        size, limit = f"up to {number(largest)}", f"the largest {name} is {number(most)}"
+        limits = f"up to {number(largest)}, and the largest {name} is {number(most)}"
         if what != "overflows":
-            size, limit = f"rms {number(rms)}", f"the smallest normal {name} is {number(least)}"
+            limits = f"rms {number(rms)}, and the smallest normal {name} is {number(least)}"
         raise failed(
-            f"{where} {what} in {name}: its {kind} is {size}, and {limit}; {out_of(len(found), seen, 'value')}",
+            f"{where} {what} in {name}: its {kind} is {limits}; {out_of(len(found), len(seen), 'value')}",
             ["value", "what", "in the dtype", "largest", "rms", "headroom"],
             found,
             "Look at the scale before it: gradients need loss scaling, outputs a norm or a wider dtype.",
@@ -362,7 +336,7 @@ def assert_fits_dtype(
     reject_unread(record, layers)
 
 
-def _all_statistics(record: Record, layers: list[Layer]) -> Iterator[tuple[str, str, Statistics]]:
+def _all_statistics(layers: list[Layer]) -> Iterator[tuple[str, str, Statistics]]:
     for one in _outputs(layers):
         yield one.label, "output", one.numbers
         gradient = gradient_of(one.value)

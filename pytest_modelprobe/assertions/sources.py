@@ -2,17 +2,32 @@
 
 An assertion on nothing would always pass. So each function here raises `NothingObservedError` where there is no call,
 no layer or no number, and says what to do. A watch and a probe are described by protocols, because nothing after the
-record imports torch.
+record imports torch. What a healthy model may do is known here too: zeros of layers that were initialized so, and
+experts that few tokens reach.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 from pytest_modelprobe.exceptions import HintWarning, NothingObservedError, SelectionError, UsageError
-from pytest_modelprobe.record import Glob, Layer, Record, Selector, Statistics, Value, nearest, qualified, selected
+from pytest_modelprobe.record import (
+    Call,
+    Glob,
+    Layer,
+    Parameter,
+    Record,
+    Selector,
+    Statistics,
+    Value,
+    nearest,
+    qualified,
+    selected,
+)
 from pytest_modelprobe.text import count, listed, printable
 
 __tracebackhide__ = True  # a traceback ends at the line of the test
@@ -176,9 +191,7 @@ def with_numbers(record: Record, layers: Selector) -> list[Layer]:
     """Return the selected layers with floating-point outputs; NothingObservedError if there are none."""
     active = called(record, layers)
     for layer in active:
-        for note in record.notes:
-            if note.startswith(f"{layer.name}: output") and "cannot be looked into" in note:
-                raise NothingObservedError(f"{printable(note)}, or leave {printable(layer.name)} out of layers=")
+        reject_opaque(record, layer)
     found = [layer for layer in active if any(numbers(value) for _, value in layer.outputs)]
     if not found:
         reasons = (v.forward.reason for layer in active for _, v in layer.outputs if v.forward.reason)
@@ -188,6 +201,13 @@ def with_numbers(record: Record, layers: Selector) -> list[Layer]:
             f"{printable(active[0].label)} among them: {printable(why)}"
         )
     return found
+
+
+def reject_opaque(record: Record, layer: Layer) -> None:
+    """Raise NothingObservedError if a layer returned an object that cannot be looked into."""
+    for note in record.notes:
+        if note.startswith(f"{layer.name}: output") and "cannot be looked into" in note:
+            raise NothingObservedError(f"{printable(note)}, or leave {printable(layer.name)} out of layers=")
 
 
 LEAVE_OUT = "leave the layer out with layers=, and look at the value in the test itself"
@@ -284,3 +304,189 @@ def is_zero(value: Value) -> bool:
 def gradient_of(value: Value) -> Statistics | None:
     """Return the statistics of the gradient that arrived at a value; None if none did, or it has no numbers."""
     return None if value.backward is None else value.backward.statistics
+
+
+# --- zeros that a healthy model may have ------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+def starts_from_zero(layer: Layer) -> bool:
+    """Whether the outputs of a layer are zero because its parameters are, or were before they were trained."""
+    outputs = [s for s in (numbers(value) for _, value in layer.outputs) if s is not None]
+    return all(s.all_zero for s in outputs) and (has_zero_parameters(layer) or _learns(layer))
+
+
+def has_zero_parameters(layer: Layer) -> bool:
+    """Whether a layer has parameters of its own and all of them are zero."""
+    readings = [parameter.reading.statistics for parameter in layer.parameters]
+    return bool(readings) and all(s is not None and s.all_zero for s in readings)
+
+
+def _learns(layer: Layer) -> bool:
+    """Whether a parameter of a layer has a gradient that is not zero."""
+    return any(map(_learns_in, layer.parameters))
+
+
+def _learns_in(own: Parameter) -> bool:
+    statistics = None if own.gradient is None else own.gradient.statistics
+    return statistics is not None and bool(statistics.rms)
+
+
+def second_look(
+    record: Record, find: Callable[[Record], list[T]], name: Callable[[T], str], excuse: Callable[[list[T]], str]
+) -> tuple[list[T], str]:
+    """Return what is found in a record, and why a healthy model may have it; an empty text: nothing known explains it.
+
+    A run is repeated with other random numbers, and with small ones in the place of parameters that are all zero: what
+    it still has is the model's. A watch cannot be repeated.
+
+    Args:
+        record: The record.
+        find: Returns what is wrong with a record.
+        name: Returns the name of what was found, by which it is found again.
+        excuse: Explains what is found in a watch.
+    """
+    found = find(record)
+    other = _again(record) if found else None
+    if other is None:
+        return found, excuse(found) if found else ""
+    names = set(map(name, find(other)))
+    left = [one for one in found if name(one) in names]
+    if left or not _zero_initialized(record):
+        return left, ""
+    return found, _said(_zero_initialized(record))
+
+
+def excuse_gradients(subject: Subject) -> str:
+    """Return why gradients of a step may be zero in a healthy model; an empty text: nothing known explains them."""
+    record = record_of(subject)
+    zero = [layer for layer in _zero_initialized(record) if _learns(layer)]
+    if not zero and record.training is not None:
+        woken, sizes = _woken(subject)
+        zero = woken if record.training.steps <= len(sizes) else []  # each step wakes those that had a gradient
+    if zero:
+        return _said(zero)
+    return BY_CHANCE if any(returns_drawn_zeros(call) for _, call in record.calls) else ""
+
+
+def excuse_small_gradients(subject: Subject, began: Iterable[Parameter], share: float) -> str:
+    """Return why gradients may be small in a healthy model; an empty text: nothing known explains them.
+
+    They pass through weights that were zero as training began, and are small as long as these are.
+
+    Args:
+        subject: What was looked at.
+        began: Those with small gradients, as they were in the first step.
+        share: By which factor the smallest is below what is allowed.
+    """
+    woken, sizes = _woken(subject)
+    through = woken and not any(map(_learns_in, began)) and math.prod(sizes.values()) <= share
+    return _said(woken) if through else ""
+
+
+def _woken(subject: Subject) -> tuple[list[Layer], dict[bool, float]]:
+    """Return the layers with weights that were zero as training began and are not any more, and how large these are.
+
+    That is the rms of the smallest: of those that had a gradient in the first step, and of those that had none, as they
+    are behind others.
+    """
+    layers: dict[str, Layer] = {}
+    sizes: dict[bool, float] = {}
+    now = record_of(subject).layers
+    for layer in start_of(subject).layers.values():
+        for own, later in zip(layer.parameters, now[layer.name].parameters, strict=False):
+            was, size = own.reading.statistics, later.reading.statistics
+            hides = not own.name.endswith("bias") or has_zero_parameters(layer)  # as `wake_zeros` has it
+            if layer.calls and hides and was is not None and was.all_zero and size is not None and size.rms:
+                layers[layer.name] = layer
+                sizes[_learns_in(own)] = min(sizes.get(_learns_in(own), 1.0), size.rms)
+    return [*layers.values()], sizes
+
+
+BY_CHANCE = "A hint: a layer that draws random numbers returned only zeros, as a drop path does. Watch several steps."
+
+
+def returns_drawn_zeros(call: Call) -> bool:
+    """Whether a call in training drew random numbers and returned zeros, as a drop path does."""
+    outputs = [value for value in call.outputs if numbers(value)]
+    return call.random is not None and call.training and bool(outputs) and all(map(is_zero, outputs))
+
+
+def _zero_initialized(record: Record) -> list[Layer]:
+    called = (layer for layer in record.layers.values() if layer.calls and layer.parameters)
+    return [layer for layer in called if has_zero_parameters(layer) or starts_from_zero(layer)]
+
+
+def _said(zero: list[Layer]) -> str:
+    names = listed([layer.label for layer in zero])
+    return f"A hint, because of what is zero-initialized: {names}. Other layers get a gradient after its first step."
+
+
+def _again(record: Record) -> Record | None:
+    """Return the record of a run again, if that may have other zeros."""
+    drew = any(call.random is not None and call.root_training for _, call in record.calls)
+    return (
+        record.live_run.varied(record) if record.live_run is not None and (drew or _zero_initialized(record)) else None
+    )
+
+
+# --- experts without a gradient ---------------------------------------------------------------------------------------
+
+_TOKENS = 16
+"""With so many tokens for each expert, it is no chance that one of them gets none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreached:
+    """A parameter of which some slices along the first axis get no gradient, and others do."""
+
+    layer: Layer
+    parameter: Parameter
+    slices: tuple[int, ...]
+    of: int
+    tokens: int
+    """How many rows the layer was given in all of its calls, or 0 if that is not known."""
+
+    @property
+    def name(self) -> str:
+        """Its full name."""
+        return full_name(self.layer, self.parameter.name)
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether there were so many tokens that each expert should have got some."""
+        return self.tokens >= _TOKENS * self.of
+
+    def __str__(self) -> str:
+        given = f", with {count(self.tokens, 'token')}" if self.tokens else ""
+        who = f"expert {self.slices[0]}" if len(self.slices) == 1 else f"experts {listed(list(map(str, self.slices)))}"
+        return f"{self.name}: {who} of {self.of:,} {'gets' if len(self.slices) == 1 else 'get'} no gradient{given}"
+
+
+def find_unreached(layers: Iterable[Layer]) -> Iterator[Unreached]:
+    """Yield the parameters of which some slices have a gradient of zeros in every backward, and others have not."""
+    for layer in layers:
+        for parameter in layer.parameters:
+            units = None if parameter.gradient is None else parameter.gradient.units
+            if units is not None and 0 < units.dead < len(units) and _takes_rows(layer, parameter):
+                pairs = enumerate(zip(units.low, units.high, strict=True))
+                zero = tuple(place for place, (low, high) in pairs if low == high == 0)
+                yield Unreached(layer, parameter, zero, len(units), _tokens(layer))
+
+
+def _takes_rows(layer: Layer, parameter: Parameter) -> bool:
+    """Whether the slices are matrices that fit the rows that the layer is given; of a table of segments they do not."""
+    widths = {value.shape[-1] for call in layer.calls for value in call.inputs if len(value.shape) > 1}
+    return not widths or not widths.isdisjoint(parameter.shape[1:])
+
+
+def _tokens(layer: Layer) -> int:
+    return sum(max(map(_rows, call.inputs), default=0) for call in layer.calls)
+
+
+def _rows(value: Value) -> int:
+    """Return the rows of a floating-point value in all forwards, of its last axis."""
+    statistics = numbers(value)
+    width = value.shape[-1] if len(value.shape) > 1 else 0
+    return statistics.count // width if statistics is not None and isinstance(width, int) and width else 0

@@ -7,46 +7,239 @@ A layer that is made and never called, or called once too often, changes no shap
 from __future__ import annotations
 
 import contextlib
+import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any, TypeAlias
 
-from pytest_modelprobe.exceptions import ModelProbeError, NothingObservedError, UsageError
+from pytest_modelprobe.exceptions import ModelProbeError, NothingObservedError, ShapeSpecError, UsageError
 from pytest_modelprobe.record import (
     ROOT,
     Call,
     CallTree,
+    Dimension,
     ForwardKind,
     Layer,
     Parameter,
     Record,
     Selector,
-    Step,
     Value,
     address,
     containers,
     label_of,
-    parent,
     select,
     selected,
 )
-from pytest_modelprobe.text import (
-    Cell,
-    collapsed,
-    count,
-    failed,
-    failure,
-    listed,
-    out_of,
-    pattern,
-    printable,
-    shape,
-)
+from pytest_modelprobe.text import Cell, collapsed, count, failed, failure, listed, out_of, pattern, printable
+from pytest_modelprobe.text import shape as shape_text
 
-from .shapes import Bindings, Mismatch, ShapeSpec, Size, Spec, match, parse
 from .sources import Subject, by_selector, called, fail_or_hint, full_name, is_watch, record_of, source_of
 
+# --- specifications of shapes -----------------------------------------------------------------------------------------
+
 __tracebackhide__ = True  # a traceback ends at the line of the test
+
+Size: TypeAlias = Dimension | tuple[Dimension, ...]
+"""What a name stands for: one dimension. A ``*name`` stands for a tuple of dimensions."""
+
+Spec: TypeAlias = str | Sequence[int | str | EllipsisType | None]
+"""What `parse` accepts."""
+
+Tokens: TypeAlias = tuple[int | str, ...]
+"""A spec that `parse` has read, outermost dimension first. Sizes are of type ``int``, all other tokens are text."""
+
+_DIMS = "dims="
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """One difference between an observed shape and a spec. ``str()`` describes it in a sentence."""
+
+    address: str
+    """The address of the value that has the shape, such as ``"fc2 output"``."""
+    shape: tuple[Dimension, ...]
+    complaint: str
+    actual: str
+    """What was observed: ``"4"``, ``"1..8"``, ``"(4, 2)"`` for a ``*name``, or the rank."""
+    expected: str
+    """What the spec asks for there, in the same form. A rank is ``"2"`` or ``"at least 2"``."""
+    bound_by: str | None = None
+    """What bound the name: an address, ``"dims="``, or ``"its own dimension 0"``. `None` if the token is no name."""
+
+    def __str__(self) -> str:
+        return f"{self.address} has shape {shape_text(self.shape)}: {self.complaint}"
+
+
+class Bindings(dict[str, tuple[Size, str]]):
+    """The names that are bound so far, each with its size and the address that bound it.
+
+    Args:
+        dims: Sizes that are fixed in advance. A ``"name"`` has an ``int`` or a range ``(low, high)``, a ``"*name"`` a
+            tuple of these.
+
+    Raises:
+        ShapeSpecError: A key of ``dims`` is not a name, or its value is not a size.
+    """
+
+    def __init__(self, dims: Mapping[str, Size] | None = None) -> None:
+        super().__init__()
+        for name, value in (dims or {}).items():
+            if not _is_name(_token(name)):
+                raise ShapeSpecError(f"dims= has the key {name!r}; write a name, 'batch' or '*batch'.")
+            sizes = value if name.startswith("*") and isinstance(value, tuple) else [value]
+            if (name.startswith("*") and sizes is not value) or not all(map(_is_size, sizes)):
+                raise ShapeSpecError(
+                    f"dims= gives {name} the value {value!r}; write a size of 0 or more, (low, high) for a size that "
+                    "varies, or a tuple of these for a '*name'."
+                )
+            self[name] = value, _DIMS
+
+    def check_used(self, specs: Iterable[Tokens]) -> None:
+        """Check that every name of ``dims=`` is in one of the specs. A misspelt name would fix nothing.
+
+        >>> Bindings(dims={"bacth": 4}).check_used([parse("batch 16")])
+        Traceback (most recent call last):
+        pytest_modelprobe.exceptions.ShapeSpecError: dims= fixes 'bacth', which no spec uses; \
+write 'batch'.
+        """
+        used = list(dict.fromkeys(str(token) for tokens in specs for token in tokens if _is_name(token)))
+        for name in self.keys() - set(used):
+            near = difflib.get_close_matches(name, used, 1)
+            hint = f"write {near[0]!r}" if near else f"the names in use are: {', '.join(map(repr, used)) or 'none'}"
+            raise ShapeSpecError(f"dims= fixes {name!r}, which no spec uses; {hint}.")
+
+
+def parse(spec: Spec) -> Tokens:
+    """Return the tokens of a spec.
+
+    >>> parse("  batch   16 "), parse((4, None, ..., "width"))
+    (('batch', 16), (4, '_', '...', 'width'))
+    >>> parse("batch, 16")
+    Traceback (most recent call last):
+    pytest_modelprobe.exceptions.ShapeSpecError: Shape spec 'batch, 16': token 1 of 2 is 'batch,'; \
+a token is an integer, a name, `_`, `...` or `*name`, with spaces alone between tokens.
+    """
+    elements: Any = spec.split() if isinstance(spec, str) else spec
+    if not isinstance(elements, list | tuple):
+        raise ShapeSpecError(
+            f"Shape spec {spec!r} is of type {type(spec).__name__}; write text such as 'batch 16', or a tuple."
+        )
+    tokens: list[int | str] = []
+    for place, element in enumerate(elements, start=1):
+        token = _token(element)
+        if token is None:
+            raise ShapeSpecError(
+                f"Shape spec {spec!r}: token {place} of {len(elements)} is {element!r}; a token is an integer, a name, "
+                "`_`, `...` or `*name`, with spaces alone between tokens."
+            )
+        tokens.append(token)
+    if sum(map(_is_variadic, tokens)) > 1:
+        raise ShapeSpecError(
+            f"Shape spec {spec!r} has several tokens of any length; keep one, and write `_` for single dimensions."
+        )
+    return tuple(tokens)
+
+
+def match(tokens: Tokens, shape: Sequence[Dimension], bindings: Bindings, address: str) -> list[Mismatch]:
+    """Compare an observed shape with a spec, and bind the free names of the spec if it matches.
+
+    A shape that does not match binds nothing, so that one wrong layer causes no errors in others.
+
+    Args:
+        tokens: The spec, as `parse` returns it.
+        shape: The observed sizes, outermost first.
+        bindings: What the names stand for. New names are added only if the shape matches.
+        address: Whose shape it is, for the messages: ``"fc1 output"``.
+
+    Returns:
+        All that is wrong, by dimension. If the rank is wrong, that is the only problem.
+
+    >>> bindings = Bindings()
+    >>> match(parse("*lead 16"), (4, 7, 16), bindings, "fc1 output")
+    []
+    >>> for problem in match(parse("*lead 2"), (28, 3), bindings, "fc2 output"):
+    ...     print(problem)
+    fc2 output has shape (28, 3): *lead stands for (28,), but is (4, 7), bound by fc1 output
+    fc2 output has shape (28, 3): dimension 1 is 3, expected 2
+    """
+    observed = tuple(size if isinstance(size, int) else (size[0], size[1]) for size in shape)
+    variadic = any(map(_is_variadic, tokens))
+    fixed = len(tokens) - variadic
+    if len(observed) < fixed or (len(observed) > fixed and not variadic):
+        wanted = f"at least {fixed}" if variadic else str(fixed)
+        told = f'{count(len(observed), "dimension")}, but "{" ".join(map(str, tokens))}" asks for {wanted}'
+        return [Mismatch(address, observed, told, str(len(observed)), wanted)]
+    problems: list[Mismatch] = []
+    fresh: dict[str, tuple[Size, str]] = {}
+    for dimension, token, size in _aligned(tokens, observed):
+        if isinstance(token, int):
+            expected: tuple[Size, str | None] = token, None
+        elif _is_name(token):
+            expected = bindings.get(token) or fresh.setdefault(token, (size, f"its own dimension {dimension}"))
+        else:
+            continue
+        if size != expected[0]:
+            actual, wanted = (_size_text(token, one) for one in (size, expected[0]))
+            since = f"{'fixed' if expected[1] == _DIMS else 'bound'} by {expected[1]}"
+            here = f"dimension {dimension} {'is' if isinstance(size, int) else 'varies in'} {actual}"
+            told = f"{here}, expected {wanted}" if expected[1] is None else f"{here}, but {token} is {wanted}, {since}"
+            if str(token).startswith("*"):
+                told = f"{token} stands for {actual}, but is {wanted}, {since}"
+            problems.append(Mismatch(address, observed, told, actual, wanted, expected[1]))
+    if not problems:
+        bindings.update({name: (size, address) for name, (size, _) in fresh.items()})
+    return problems
+
+
+def _size_text(token: int | str, size: Any) -> str:
+    if str(token).startswith("*"):
+        return shape_text(size)
+    return str(size) if isinstance(size, int) else f"{size[0]}..{size[1]}"
+
+
+def _aligned(tokens: Tokens, shape: tuple[Dimension, ...]) -> Iterator[tuple[int, int | str, Size]]:
+    """Yield each token with the index of its first dimension and its size in ``shape``."""
+    dimension = 0
+    for token in tokens:
+        if _is_variadic(token):
+            end = dimension + len(shape) - len(tokens) + 1
+            yield dimension, token, shape[dimension:end]
+            dimension = end
+        else:
+            yield dimension, token, shape[dimension]
+            dimension += 1
+
+
+def _is_name(token: object) -> bool:
+    return isinstance(token, str) and token not in ("_", "...")
+
+
+def _is_variadic(token: object) -> bool:
+    return isinstance(token, str) and (token == "..." or token.startswith("*"))
+
+
+def _token(element: Any) -> int | str | None:
+    """Return the token of a piece of text or of an element of a tuple, or `None` if it is not a token."""
+    if element is None or element is ...:
+        return "_" if element is None else "..."
+    if isinstance(element, str):
+        if element.isascii() and element.isdecimal():
+            return int(element)
+        name = element.removeprefix("*")
+        # "None" stands for any size in other notations. The star of "*_" would bind a name that means "do not bind".
+        known = element in ("_", "...") or (name.isidentifier() and name not in ("_", "None"))
+        return element if known else None
+    return element if _is_size(element) and isinstance(element, int) else None
+
+
+def _is_size(value: Any) -> bool:
+    """Whether a value is one dimension: an integer of 0 or more, or a range ``(low, high)``."""
+    if isinstance(value, tuple):
+        return len(value) == 2 and all(type(end) is int and end >= 0 for end in value) and value[0] < value[1]
+    return type(value) is int and value >= 0
+
 
 # --- shapes -------------------------------------------------------------------------------------------------------
 
@@ -85,37 +278,40 @@ def assert_shapes(
     >>> assert_shapes(record, {"0": "batch hidden", "1": "batch 2"}, dims={"batch": 4})
     """
     record = record_of(subject)
-    wanted = [(selector, path, parse(spec)) for selector, path, spec in _specs(specs)]
-    if not wanted:
-        raise UsageError("no shapes were given: assert_shapes(record, {'fc1': 'batch 16'})")
+    if not isinstance(specs, Mapping) or not specs:
+        raise UsageError(
+            "shapes are given by layer in a dict, assert_shapes(record, {'fc1': 'batch 16'}); "
+            f"got {printable(repr(specs))}"
+        )
+    wanted: list[tuple[str, str | None, Tokens]] = []
+    for selector, given in specs.items():
+        by_path = given.items() if isinstance(given, Mapping) else [(None, given)]
+        wanted += [(selector, path, parse(spec)) for path, spec in by_path]
     Bindings(dims).check_used([spec for _, _, spec in wanted])
     bindings: dict[ForwardKind, Bindings] = {}
     modes = {call.root_training for layer in record.layers.values() for call in layer.calls}
-    mismatches: list[tuple[Layer, Mismatch, ShapeSpec]] = []
+    mismatches: list[tuple[Layer, Mismatch, Tokens]] = []
     checked = 0
-    for selector, path, spec in wanted:
+    for selector, path, tokens in wanted:
         for layer in called(record, selector):
             for call, value in _values(layer, path):
                 checked += 1
                 kind = bindings.setdefault((call.root, call.root_training), Bindings(dims))
                 mode = f" in {'train' if call.root_training else 'eval'} mode" if len(modes) > 1 else ""
-                found = match(spec, value.shape, kind, address(layer.label, call, value.path) + mode)
-                mismatches += [(layer, m, spec) for m in found]
+                found = match(tokens, value.shape, kind, address(layer.label, call, value.path) + mode)
+                mismatches += [(layer, m, tokens) for m in found]
     if mismatches:
-        raise AssertionError(_shapes_text(mismatches, checked))
-
-
-def _specs(specs: Mapping[str, Spec | Mapping[str, Spec]]) -> Iterator[tuple[str, str | None, Spec]]:
-    if not isinstance(specs, Mapping):
-        raise UsageError(
-            "shapes are given by layer in a dict, assert_shapes(record, {'fc1': 'batch 16'}); "
-            f"got {printable(repr(specs))}"
+        differing = len({m.address for _, m, _ in mismatches})
+        rows: list[list[Cell]] = []
+        for layer, m, tokens in mismatches:
+            where, spec = layer.name + m.address.removeprefix(layer.label), " ".join(map(str, tokens))
+            rows.append([where, layer.type_name, shape_text(m.shape), spec, m.actual, m.expected, m.bound_by or "-"])
+        raise failed(
+            f"{mismatches[0][1]}; {differing:,} of {count(checked, 'shape')} {_differ(differing)}",
+            ["value", "type", "shape", "specification", "actual", "expected", "bound by"],
+            rows,
+            "Where a size is free, write _ for it; a name must mean the same size everywhere.",
         )
-    for selector, spec in specs.items():
-        if isinstance(spec, Mapping):
-            yield from ((selector, path, s) for path, s in spec.items())
-        else:
-            yield selector, None, spec
 
 
 def _values(layer: Layer, path: str | None) -> Iterator[tuple[Call, Value]]:
@@ -127,21 +323,6 @@ def _values(layer: Layer, path: str | None) -> Iterator[tuple[Call, Value]]:
             have = listed([v.path for v in values], most=6) or "no tensor"
             raise NothingObservedError(f"{layer.label} has no value {path or 'output'}: it has {have}")
         yield from ((call, value) for value in chosen)
-
-
-def _shapes_text(mismatches: list[tuple[Layer, Mismatch, ShapeSpec]], checked: int) -> str:
-    first = mismatches[0][1]
-    rows = []
-    for layer, m, spec in mismatches:
-        where = layer.name + m.address.removeprefix(layer.label)
-        rows.append([where, layer.type_name, shape(m.shape), str(spec), m.actual, m.expected, m.bound_by or "-"])
-    differing = len({m.address for _, m, _ in mismatches})
-    return failure(
-        f"{first}; {differing:,} of {count(checked, 'shape')} {_differ(differing)}",
-        ["value", "type", "shape", "specification", "actual", "expected", "bound by"],
-        rows,
-        "Where a size is free, write _ for it; a name must mean the same size everywhere.",
-    )
 
 
 def _differ(n: int) -> str:
@@ -175,7 +356,9 @@ def assert_dtypes(subject: Subject, dtypes: Any, *, layers: Selector = "**") -> 
     rows: list[list[Cell]] = []
     checked = 0
     for selector, dtype in by_selector(dtypes, layers, "dtype"):
-        expected = _dtype_name(dtype)
+        expected = str(dtype).removeprefix("torch.")
+        if not _DTYPE.fullmatch(expected):
+            raise UsageError(f"a dtype is torch.float32 or 'float32'; got {dtype!r}")
         for layer in called(record, selector):
             for call, value in layer.outputs:
                 if _dtype_kind(value.dtype) != _dtype_kind(expected):
@@ -189,24 +372,17 @@ def assert_dtypes(subject: Subject, dtypes: Any, *, layers: Selector = "**") -> 
         raise NothingObservedError("the selected layers returned no tensor of that kind: nothing was compared")
     if rows:
         first, kind, actual, wanted_dtype, took = rows[0]
-        cast = "look for a cast (.to, .float, autocast) in or before it"
-        share = f"{len(rows):,} of {count(checked, 'output')} {_differ(len(rows))}"
+        inputs = f"Its inputs are {took}" if took != "-" else "It has no tensor inputs"
         raise failed(
-            f"{label_of(str(first), str(kind))} is {actual}, not {wanted_dtype}; {share}",
+            f"{label_of(str(first), str(kind))} is {actual}, not {wanted_dtype}; "
+            f"{len(rows):,} of {count(checked, 'output')} {_differ(len(rows))}",
             ["value", "type", "actual", "expected", "inputs"],
             rows,
-            f"Its inputs are {took}: {cast}." if took != "-" else f"It has no tensor inputs: {cast}.",
+            f"{inputs}: look for a cast (.to, .float, autocast) in or before it.",
         )
 
 
 _DTYPE = re.compile(r"bool|bfloat16|(?:float|complex|u?int)\d+\w*")
-
-
-def _dtype_name(dtype: Any) -> str:
-    name = str(dtype).removeprefix("torch.")
-    if not (isinstance(dtype, str) or type(dtype).__name__ == "dtype") or not _DTYPE.fullmatch(name):
-        raise UsageError(f"a dtype is torch.float32 or 'float32'; got {dtype!r}")
-    return name
 
 
 def _dtype_kind(name: str) -> str:
@@ -240,13 +416,10 @@ def assert_called(subject: Subject, layers: Selector | None = None, *, per_forwa
     >>> record = ModelProbe().run(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.ones(4, 2))
     >>> assert_called(record, "0", per_forward=1)
     """
-    if per_forward is not None and (
-        not isinstance(per_forward, int) or isinstance(per_forward, bool) or per_forward < 0
-    ):
+    if per_forward is not None and (type(per_forward) is not int or per_forward < 0):
         raise UsageError(f"per_forward is the number of calls in each forward, 0 or more; got {per_forward!r}")
     record = record_of(subject)
-    harmless = [] if layers is not None or per_forward == 0 else _uncalled_harmless(record)
-    names = {layer.name for layer in harmless}
+    names = [] if layers is not None or per_forward == 0 else _uncalled_harmless(record)
     looked_at = [layer for layer in selected(record, "**" if layers is None else layers) if layer.name not in names]
     forwards = forwards_of(call for layer in record.layers.values() for call in layer.calls)
     around = _around_called(record)
@@ -263,22 +436,35 @@ def assert_called(subject: Subject, layers: Selector | None = None, *, per_forwa
     if rows:
         unknown = [] if layers is not None else of_unknown_use(record)
         rows.sort(key=lambda row: row[0] in unknown)
-        fail_or_hint(_called_text(record, rows, looked_at, harmless), hint=rows[0][0] in unknown)
+        name, kind, actual, expected = map(str, rows[0])
+        label = label_of(name, kind)
+        first = f"{label} was called {actual} time{'' if actual == '1' else 's'} in a forward, not {expected}"
+        hint = "Calling .forward() itself runs no hooks: call the module."
+        if actual == "0":
+            first = f"{label} was never called in {count(record.forwards, 'forward')}"
+            if name in weights_in_use(record):
+                hint = f"The parameters of {label} are used without calling it: directly, or tied to another layer's."
+        order = dict.fromkeys(step.layer.name for step in CallTree(record).started if step.layer.leaf)
+        text = failure(
+            f"{first}; {out_of(len(rows), len(looked_at), 'layer')}",
+            ["layer", "type", "calls", "expected"],
+            rows,
+            f"Called in this order: {listed(list(order), most=8) or 'none'}. {hint}",
+            f"Also not called, without unused weights: {listed(collapsed(names))}." if names else "",
+        )
+        fail_or_hint(text, hint=name in unknown)
 
 
-def _uncalled_harmless(record: Record) -> list[Layer]:
-    """Return the layers that were not called, but without weights that are unused because of it.
+def _uncalled_harmless(record: Record) -> list[str]:
+    """Return the names of the layers that were not called, but without weights that are unused because of it.
 
     Some blocks create a dropout that their fused attention never calls.
     """
     idle, in_use = uncalled(record), weights_in_use(record)
     called = {(pattern(layer.name), layer.type) for layer in record.layers.values() if layer.calls}
-    lost: set[str] = set()  # the layers with unused weights, and their ancestors
-    for layer in idle:
-        if layer.parameters and layer.name not in in_use:
-            parts = layer.name.split(".")
-            lost.update(".".join(parts[: i + 1]) for i in range(len(parts)))
-    return [layer for layer in idle if layer.name not in lost and (pattern(layer.name), layer.type) not in called]
+    unused = [layer.name for layer in idle if layer.parameters and layer.name not in in_use]
+    lost = {*unused, *(around for name in unused for around in containers(name))}
+    return [one.name for one in idle if one.name not in lost and (pattern(one.name), one.type) not in called]
 
 
 def uncalled(record: Record) -> list[Layer]:
@@ -286,28 +472,6 @@ def uncalled(record: Record) -> list[Layer]:
     around = _around_called(record)
     idle = [layer for layer in record.layers.values() if not layer.calls and layer.name not in around]
     return [layer for layer in idle if not _is_container(layer)]
-
-
-def taken_for_another(record: Record) -> Iterator[tuple[Layer, Step]]:
-    """Yield the layers without parameters that are never called, each with a call of a sibling in its place.
-
-    The sibling has the same type and name, but for the number, and is called twice in one call of its parent. Others
-    are left out: many models have a dropout that their fused attention does not call.
-    """
-    idle = {_sibling(layer): layer for layer in uncalled(record) if layer.leaf and not layer.parameters}
-    earlier: set[tuple[int, str]] = set()
-    for step in CallTree(record).started if idle else ():
-        if step.parent is not None and parent(step.layer.name) == step.parent.layer.name:
-            place = id(step.parent), step.layer.name
-            if place in earlier and _sibling(step.layer) in idle:
-                yield idle.pop(_sibling(step.layer)), step
-            earlier.add(place)
-
-
-def _sibling(layer: Layer) -> tuple[str, str, str]:
-    """Return what layers have in common that are made for the same purpose in one module."""
-    own = layer.name.rpartition(".")[2]
-    return parent(layer.name), layer.type, re.sub(r"\d+", "", own)
 
 
 def weights_in_use(record: Record) -> set[str]:
@@ -332,13 +496,13 @@ def of_unknown_use(record: Record) -> list[str]:
     """
     in_use = weights_in_use(record)
     idle = [layer for layer in uncalled(record) if layer.parameters and layer.name not in in_use]
-    return [layer.name for layer in idle if record.backwards and not _may_get_gradient(record, layer)]
 
+    def may_get_gradient(layer: Layer) -> bool:
+        around = [record.layers[name].calls for name in containers(layer.name) if name in record.layers]
+        calls = next(filter(None, reversed(around)), ())
+        return any(p.requires_grad for p in layer.parameters) and any(call.grad_enabled for call in calls)
 
-def _may_get_gradient(record: Record, layer: Layer) -> bool:
-    around = [record.layers[name].calls for name in containers(layer.name) if name in record.layers]
-    calls = next(filter(None, reversed(around)), ())
-    return any(p.requires_grad for p in layer.parameters) and any(call.grad_enabled for call in calls)
+    return [layer.name for layer in idle if record.backwards and not may_get_gradient(layer)]
 
 
 def forwards_of(calls: Iterable[Call]) -> dict[ForwardKind, int]:
@@ -363,41 +527,12 @@ def _times(layer: Layer, forwards: Mapping[ForwardKind, int]) -> tuple[int, int]
 
 def _around_called(record: Record) -> set[str]:
     """Return the names of all layers with a called layer inside them."""
-    names: set[str] = set()
-    for layer in record.layers.values():
-        name = layer.name if layer.calls else ""
-        while name and name != ROOT:
-            name = parent(name)
-            if name in names:
-                break
-            names.add(name)
-    return names
+    return {around for layer in record.layers.values() if layer.calls for around in containers(layer.name)}
 
 
 def _is_container(layer: Layer) -> bool:
     """Whether a layer is a container without forward, such as an empty ModuleList."""
     return layer.leaf and layer.type.startswith("torch.nn.modules.container.") and layer.type_name != "Sequential"
-
-
-def _called_text(record: Record, rows: list[list[Cell]], looked_at: list[Layer], harmless: list[Layer]) -> str:
-    name, kind, actual, expected = rows[0]
-    label = label_of(str(name), str(kind))
-    if actual == "0":
-        first = f"{label} was never called in {count(record.forwards, 'forward')}"
-    else:
-        times = "1 time" if actual == "1" else f"{actual} times"
-        first = f"{label} was called {times} in a forward, not {expected}"
-    order = dict.fromkeys(step.layer.name for step in CallTree(record).started if step.layer.leaf)
-    hint = "Calling .forward() itself runs no hooks: call the module."
-    if actual == "0" and name in weights_in_use(record):
-        hint = f"The parameters of {label} are used without calling it: directly, or tied to another layer's."
-    return failure(
-        f"{first}; {out_of(len(rows), len(looked_at), 'layer')}",
-        ["layer", "type", "calls", "expected"],
-        rows,
-        f"Called in this order: {listed(list(order), most=8) or 'none'}. {hint}",
-        f"Also not called, without unused weights: {listed(collapsed(s.name for s in harmless))}." if harmless else "",
-    )
 
 
 # --- hooks --------------------------------------------------------------------------------------------------------
@@ -433,29 +568,23 @@ def assert_no_leftover_hooks(subject: Any, *, layers: Selector = "**") -> None:
     modules = {name or ROOT: module for name, module in model.named_modules()}
     names = select(modules, layers)
     found = [
-        (name, kind, hook)
+        (name, kind, f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', type(hook).__qualname__)}")
         for name in names
         for kind, key, hook in hooks_on(modules[name])
         if key >= since and not _is_of_probe(hook)
     ]
     if found:
-        name, kind, hook = found[0]
+        name, kind, what = found[0]
         label = label_of(name, type(modules[name]).__name__)
         raise failed(
-            f"{label} has a {kind} left on it: {_hook_name(hook)}; {count(len(found), 'hook')} in all",
+            f"{label} has a {kind} left on it: {what}; {count(len(found), 'hook')} in all",
             ["layer", "kind", "hook"],
-            [[n, k, _hook_name(h)] for n, k, h in found],
+            found,
             "Keep the handle that register_... returns, and call its remove(), also after an error.",
         )
 
 
 def _is_of_probe(hook: Any) -> bool:
     """Whether a hook is one of a watch, or what becomes of it in a pickle of the model, where it does nothing."""
-    return type(hook).__module__.startswith("pytest_modelprobe.") or isinstance(
-        getattr(hook, "__self__", None), contextlib.nullcontext
-    )
-
-
-def _hook_name(hook: Any) -> str:
-    name = getattr(hook, "__qualname__", None) or type(hook).__qualname__
-    return f"{getattr(hook, '__module__', '?')}.{name}"
+    own = type(hook).__module__.startswith("pytest_modelprobe.")
+    return own or isinstance(getattr(hook, "__self__", None), contextlib.nullcontext)

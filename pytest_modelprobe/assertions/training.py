@@ -1,7 +1,8 @@
 """The training loop: gradients, modes and the optimizer of a model that is trained.
 
 A loop with one of these mistakes runs, and often learns, only worse. A watch counts what happens between the steps of
-all optimizers; the assertion reads these counts, and names the most likely mistake first.
+all optimizers; the assertion reads these counts, and names the most likely mistake first. A target that is not detached
+is trained toward the model that is compared with it, and the loss falls all the same.
 """
 
 from __future__ import annotations
@@ -10,10 +11,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
-from pytest_modelprobe.record import Layer, Record, Training, has_nonfinite
-from pytest_modelprobe.text import Cell, count, failure, printable
+from pytest_modelprobe.record import (
+    Layer,
+    Reading,
+    Record,
+    Selector,
+    Training,
+    address,
+    has_nonfinite,
+    label_of,
+    selected,
+)
+from pytest_modelprobe.text import Cell, count, failed, failure, out_of, printable
 
-from .sources import Subject, fail_or_hint, full_name, record_of
+from .sources import LEAVE_OUT, Subject, backward_of, called, fail_or_hint, full_name, record_of, reject_opaque
 
 __tracebackhide__ = True  # a traceback ends at the line of the test
 
@@ -209,3 +220,83 @@ def _nonfinite_gradients(record: Record) -> Iterator[str]:
         for parameter in layer.parameters:
             if has_nonfinite(parameter.gradient):
                 yield full_name(layer, parameter.name)
+
+
+# --- targets that are compared with -----------------------------------------------------------------------------------
+
+
+def assert_no_gradient(subject: Subject, layers: Selector) -> None:
+    """Assert that no gradient arrives at the outputs and parameters of layers: a teacher, a target, a stop-gradient.
+
+    A gradient of zeros is one too, since the next batch may make it another. Gradients that a forward computes itself,
+    as of an energy, do not count. Layers whose parameters are frozen may still get a gradient at their outputs.
+
+    Args:
+        subject: A probe with one run or watch, a watch, or a record. The model and its target may be two models: watch
+            them as one, ``modelprobe.watch(nn.ModuleDict({"online": model, "target": target}))``. In a watch on the
+            target alone, the step of an optimizer that holds none of its parameters stands for the backward pass.
+        layers: Which layers: ``"teacher.**"`` is the layer ``teacher`` with all that is inside it.
+
+    Raises:
+        AssertionError: A gradient arrived.
+        NothingObservedError: No backward was seen, no selected layer was called, or what one returned cannot be looked
+            at.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe
+    >>> both = nn.ModuleDict({"student": nn.Linear(4, 3), "teacher": nn.Linear(4, 3)})
+    >>> with ModelProbe() as probe:
+    ...     watch = probe.watch(both)
+    ...     x = probe.randn(5, 4)
+    ...     target = both["teacher"](x).detach()
+    ...     nn.functional.mse_loss(both["student"](x), target).backward()
+    ...     assert_no_gradient(watch, "teacher.**")
+    """
+    record = record_of(subject)
+    if record.training is None or not record.training.others:
+        backward_of(subject)
+    chosen = selected(record, layers)
+    places: list[tuple[str, Layer, str, Reading | None, int]] = []
+    for layer in chosen:
+        outputs = ((address(layer.name, call, value.path), value, call) for call, value in layer.outputs)
+        places += [(where, layer, "output", value.backward, call.finished) for where, value, call in outputs]
+        places += [(full_name(layer, p.name), layer, "parameter", p.gradient, -1) for p in layer.parameters]
+    found = [one for one in places if one[3] is not None and one[3].tensors]
+    found.sort(key=lambda one: (one[2] == "parameter", -one[4]))
+    if found:
+        where, layer, kind, _, _ = found[0]
+        label = label_of(where, layer.type_name)
+        advice = f"The loss reaches {label}: detach it before it is compared with, or call {layer.label} under "
+        advice += "torch.no_grad()."
+        if kind == "parameter":
+            tied = next((p.tied_to for p in layer.parameters if p.tied_to is not None), None)
+            advice = "Its outputs get none, so other code uses its parameters"
+            advice += (
+                f": they are shared with {tied}; copy.deepcopy makes a copy." if tied else ": look for who shares it."
+            )
+        rows: list[list[Cell]] = []
+        for name, one, what, reading, _ in found:
+            statistics = None if reading is None else reading.statistics
+            rows.append([name, one.type_name, what, None if statistics is None else statistics.norm])
+        reached = out_of(len({one.name for _, one, *_ in found}), len(chosen), "layer")
+        raise failed(
+            f"{label} gets a gradient; {reached} in {count(record.backwards, 'backward')}",
+            ["gradient of", "type", "kind", "norm"],
+            rows,
+            advice,
+        )
+    for layer in called(record, layers):
+        reject_opaque(record, layer)
+    for where, _, _, reading, _ in places:
+        if reading is not None:
+            why = printable(reading.reason or "it was not recorded")
+            raise NothingObservedError(f"whether {where} gets a gradient is not known: {why}; {LEAVE_OUT}")
+    for layer in chosen:
+        for call, value in layer.outputs:
+            if value.overwritten and value.requires_grad:
+                where = address(layer.label, call, value.path)
+                raise NothingObservedError(
+                    f"whether {where} gets a gradient is not known: it is a view that was overwritten in place; "
+                    f"{LEAVE_OUT}"
+                )

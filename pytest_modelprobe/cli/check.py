@@ -53,7 +53,11 @@ def run_diff(options: argparse.Namespace) -> int:
     if options.base is None and options.paths:
         if len(options.paths) != 2:
             raise UsageError("diff compares two: give OLD and NEW, or --base REF")
-        verdict = judge(*map(_relative, options.paths), levels=_DIFF_LEVELS)
+        sides = []
+        for source, start in map(resolve_source, options.paths):  # by their names relative to the argument
+            pairs = {name.removeprefix(start).lstrip("/"): pair for name, pair in source.pairs.items()}
+            sides.append(dataclasses.replace(source, pairs=pairs).read())
+        verdict = judge(*sides, levels=_DIFF_LEVELS)
     else:
         verdict = _since_base(options, _DIFF_LEVELS, differences=True)
     differing = Verdict(
@@ -78,18 +82,19 @@ def run_check(options: argparse.Namespace) -> int:
     return DIFFERENT if verdict.denied else SAME
 
 
-def _relative(argument: str) -> Mapping[str, SnapshotVersion]:
-    """Return the snapshots of an argument by their names relative to it."""
-    source, start = resolve_source(argument)
-    pairs = {name.removeprefix(start).lstrip("/"): pair for name, pair in source.pairs.items()}
-    return dataclasses.replace(source, pairs=pairs).read()
-
-
 def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level], *, differences: bool) -> Verdict:
     """Return what changed in the working tree since the base; files with the same content are not read."""
     repository = Repository(Path.cwd())
-    base = options.base or _base_of_event(repository)
-    commit = _compared_with(repository, base)
+    if options.base is None and os.environ.get("GITHUB_ACTIONS") != "true":
+        raise UsageError("name what to compare with: --base origin/main")
+    base = options.base or event.base(repository, os.environ)
+    commit, *others = repository.merge_bases(base)
+    if others:
+        # A merge leaves in the base what both have there, so nothing that it changes is missed. Each of the merge bases
+        # may have a value that was changed since, and that a branch may bring back.
+        what = f"{base} and HEAD have {1 + len(others)} merge bases, so {base} itself is compared with"
+        print(printable(f"modelprobe: {what}: merge it to leave out what changed there alone"), file=sys.stderr)
+        commit = repository.commit(base)
     before, now = in_revision(repository, base, commit), in_working_tree(repository)
     scopes = [scope_in(repository, path) for path in options.paths]
     refuse_links(repository, commit, scopes or [""])
@@ -111,26 +116,6 @@ def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level], *, d
         differences=differences,
     )
     return dataclasses.replace(verdict, base=commit)
-
-
-def _compared_with(repository: Repository, base: str) -> str:
-    """Return the one merge base, or the base itself if there are several.
-
-    A merge leaves in the base what both have there, so nothing that it changes is missed. Each of the merge bases may
-    have a value that was changed since, and that a branch may bring back.
-    """
-    commits = repository.merge_bases(base)
-    if len(commits) == 1:
-        return commits[0]
-    what = f"{base} and HEAD have {len(commits)} merge bases, so {base} itself is compared with"
-    print(printable(f"modelprobe: {what}: merge it to leave out what changed there alone"), file=sys.stderr)
-    return repository.commit(base)
-
-
-def _base_of_event(repository: Repository) -> str:
-    if os.environ.get("GITHUB_ACTIONS") != "true":
-        raise UsageError("name what to compare with: --base origin/main")
-    return event.base(repository, os.environ)
 
 
 def _readable(source: SnapshotSource, names: Collection[str]) -> Mapping[str, SnapshotVersion]:
@@ -178,10 +163,18 @@ def run_declare(options: argparse.Namespace) -> int:
     verdict = _since_base(options, {**DEFAULTS, **dict.fromkeys(options.deny, "deny")}, differences=False)
     written: dict[str, str] = {}
     for change in verdict.denied:
-        if change.now is None:
-            written[removal_path(change.path)] = _declared_removal(change.path, verdict, options.reason)
-        else:
-            written[change.path] = _declared_change(change.before, change.now, options.reason)
+        before, now = change.before, change.now
+        if now is None:  # on all devices on which it was deleted
+            gone = [one.before for one in verdict.changes if one.now is None and one.path == change.path]
+            removal = Removal(frozenset(one.content for one in gone if one is not None), options.reason)
+            written[removal_path(change.path)] = removal_text(removal)
+            continue
+        digest = now.architecture if before is None else before.architecture
+        chain = superseded(None if before is None else " ".join(before.supersedes), digest, now.architecture)
+        try:
+            written[change.path] = with_reason(now.read_text(), options.reason, chain)
+        except SnapshotError as error:
+            raise SourceError(f"{now.path}: {error}") from error
     for path in written:
         if (root / path).is_symlink():
             raise SourceError(f"{path} is a symbolic link: remove it, a declaration belongs there")
@@ -192,19 +185,3 @@ def run_declare(options: argparse.Namespace) -> int:
     if not written:
         print(f"nothing to declare since {options.base}; for a whole branch name its base: --base main")
     return SAME
-
-
-def _declared_change(before: SnapshotVersion | None, now: SnapshotVersion, reason: str) -> str:
-    """Return the text of an architecture file with the reason for its change."""
-    digest = now.architecture if before is None else before.architecture
-    chain = None if before is None else " ".join(before.supersedes)
-    try:
-        return with_reason(now.read_text(), reason, superseded(chain, digest, now.architecture))
-    except SnapshotError as error:
-        raise SourceError(f"{now.path}: {error}") from error
-
-
-def _declared_removal(path: str, verdict: Verdict, reason: str) -> str:
-    """Return the text of the file that declares the deletion of a snapshot, on all devices on which it was deleted."""
-    gone = [change.before for change in verdict.changes if change.now is None and change.path == path]
-    return removal_text(Removal(frozenset(before.content for before in gone if before is not None), reason))

@@ -6,21 +6,14 @@ edited. Hooks make the changes, and at the end of a block the model is as it was
 
 from __future__ import annotations
 
-from . import faults
-from .ablations import Ablated, Ablation, Metric, ablation, assert_layer_matters
-from .faults import Swap
-from .intervention import CallHook, Change, Intervention, intervene
-
-__all__ = [
-    "Ablated",
-    "Ablation",
-    "CallHook",
-    "Change",
-    "Intervention",
-    "Metric",
-    "Swap",
-    "ablation",
-    "assert_layer_matters",
-    "faults",
-    "intervene",
-]
+from . import faults as faults
+from .ablations import Ablated as Ablated
+from .ablations import Ablation as Ablation
+from .ablations import Metric as Metric
+from .ablations import ablation as ablation
+from .ablations import assert_layer_matters as assert_layer_matters
+from .faults import Swap as Swap
+from .intervention import CallHook as CallHook
+from .intervention import Change as Change
+from .intervention import Intervention as Intervention
+from .intervention import intervene as intervene

@@ -22,8 +22,8 @@ from pytest_modelprobe.progress import progress
 from pytest_modelprobe.record import ROOT, Selector, label_of, select
 from pytest_modelprobe.text import Cell, failed, number, out_of, table
 
-from . import faults, weights
-from .intervention import Change, Intervention, intervene
+from . import faults
+from .intervention import Change, Intervention, intervene, weights_changed
 
 Metric = Callable[[Any], "float | Tensor"]
 """A function from the output of the model to a number."""
@@ -100,8 +100,6 @@ def ablation(
     >>> len(result.rows), result.rows[0].change > 0
     (3, True)
     """
-    if heads is not None and not isinstance(heads, Mapping):
-        raise UsageError(f'heads= maps layers to their number of heads, {{"blocks.*.proj": 8}}; got {heads!r}')
     found = Layers(model)
     root = type(next(iter(found.modules.values()))).__name__
     if heads is None:
@@ -114,7 +112,7 @@ def ablation(
 
         def measured() -> float:
             with seeded(derive(seed, "run")), settings_preserved(), torch.no_grad(), interruptible():
-                value = _number(metric(forward(model, inputs)))
+                value = float(metric(forward(model, inputs)))
             state.restore()
             return value
 
@@ -215,7 +213,7 @@ def _of_head(model: nn.Module, name: str, module: nn.Module, head: int, of: int,
         # It does not call its output projection, so no hook there would fire. The columns of the weight belong to the
         # heads in the same way. The output is passed on unchanged, to know whether the layer was called.
         columns = {f"{name}.out_proj.weight": module.out_proj.weight}
-        stack.enter_context(weights.changed(columns, lambda _, weight: changed(weight)))
+        stack.enter_context(weights_changed(columns, lambda _, weight: changed(weight)))
         return intervene(model, name, output=lambda tensor: tensor)
 
     return plant
@@ -227,14 +225,6 @@ def forward(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
-
-
-def _number(value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise UsageError(f"metric returns a number for the output of the model; got {got}") from None
 
 
 # --- telling --------------------------------------------------------------------------------------------------------

@@ -10,21 +10,31 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from pytest_modelprobe._torch import graph_task
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.interrupts import finished, held
-from pytest_modelprobe.models import ChangingHook, Layers, flatten, flatten_call, map_tensors, parts, run_eagerly
+from pytest_modelprobe.models import (
+    ChangingHook,
+    Layers,
+    flatten,
+    flatten_call,
+    map_tensors,
+    own_parameters,
+    parts,
+    run_eagerly,
+)
 from pytest_modelprobe.record import ROOT, Selector, label_of, select
 from pytest_modelprobe.text import count
 
-from . import weights
 from .faults import Swap
 
 __tracebackhide__ = True  # of all functions here: an error is told at the line of the user's own code
@@ -92,7 +102,15 @@ class Intervention:
         changes: Mapping[What, Change | Swap],
         calls: Collection[int] | None = None,
     ) -> None:
-        _check(changes, calls)
+        if not changes:
+            raise UsageError("nothing to change: give input=, output=, gradient= or weight=")
+        misplaced = next(
+            (what for what, change in changes.items() if isinstance(change, Swap) and what != "output"), ""
+        )
+        if misplaced:
+            raise UsageError(f"swap is for output=, not for {misplaced}=")
+        if calls is not None and "weight" in changes:
+            raise UsageError("weight= changes weights for the whole block: leave out calls=")
         self._changes: dict[What, Any] = dict(changes)
         self._layers = Layers(model)
         self._root = next(iter(self._layers.modules.values()))
@@ -167,11 +185,13 @@ class Intervention:
         computed = []
         for name in self._names:
             module, prefix = self._layers.modules[name], "" if name == ROOT else f"{name}."
-            found |= {prefix + own: weight for own, weight in weights.weights_of(self._layers, name).items()}
-            computed += weights.parametrized_weights_of(module)
+            found |= {prefix + own: weight for own, weight in weights_of(self._layers, name).items()}
+            computed += parametrized_weights_of(module)
         if not (found or computed):
-            raise UsageError(f"{self._where()} has no weight of its own: select layers that have one")
-        stack.enter_context(weights.changed(found, lambda name, weight: self._tensor("weight", name, weight)))
+            raise UsageError(
+                f"{self._described().partition(':')[0]} has no weight of its own: select layers that have one"
+            )
+        stack.enter_context(weights_changed(found, lambda name, weight: self._tensor("weight", name, weight)))
         self._writes = bool(found)
         for module in computed:
             _add(stack, module.register_forward_hook, CallHook(module, self._computed_weight))
@@ -200,7 +220,7 @@ class Intervention:
         self._running[name].append(call)
         if not self._inside and graph_task() == -1:
             self._use_weights()
-        if not self._selects(call):
+        if self._only is not None and call not in self._only:
             return None
         self._note(module)
         if "input" not in self._changes:
@@ -214,11 +234,18 @@ class Intervention:
     def _end_call(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return what the layer returns instead of ``output``."""
         call = self._running[name].pop() if self._running[name] else 0
-        if not self._selects(call):
+        if self._only is not None and call not in self._only:
             return output
         change = self._changes.get("output")
         if isinstance(change, Swap):
-            output = self._swapped(change, name, call, output)
+            new = change.output(name, call)
+            old, other = ([(p, tuple(t.shape)) for p, t in flatten("output", one).tensors] for one in (output, new))
+            if old != other:
+                raise UsageError(
+                    f"{name}: the output of the other run has other shapes, {dict(other)}, not {dict(old)}"
+                )
+            self._fired += 1
+            output = map_tensors(torch.clone, new)  # a later layer that works in place would write to what was kept
         elif change is not None:
             output = self._values("output", name, output, flatten("output", output).tensors)
         if "gradient" in self._changes:
@@ -254,9 +281,6 @@ class Intervention:
         self._most[name] = max(self._most[name], call + 1)
         return call
 
-    def _selects(self, call: int) -> bool:
-        return self._only is None or call in self._only
-
     def _use_weights(self) -> None:
         if self._writes:
             self._fired += 1
@@ -276,14 +300,6 @@ class Intervention:
             raise UsageError(f"{name}: {what}= returned {type(changed).__name__}: return the tensor to use instead")
         return changed
 
-    def _swapped(self, change: Swap, name: str, call: int, output: Any) -> Any:
-        new = change.output(name, call)
-        old, other = ([(p, tuple(t.shape)) for p, t in flatten("output", value).tensors] for value in (output, new))
-        if old != other:
-            raise UsageError(f"{name}: the output of the other run has other shapes, {dict(other)}, not {dict(old)}")
-        self._fired += 1
-        return map_tensors(torch.clone, new)  # a later layer that works in place would write to what was kept
-
     def _with_gradient(self, name: str, tensor: Tensor) -> Tensor:
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
@@ -300,13 +316,11 @@ class Intervention:
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
-    def _where(self) -> str:
-        name, *more = self._names
-        label = label_of(name, type(self._layers.modules[name]).__name__)
-        return f"{label} and {len(more):,} more" if more else label
-
     def _described(self) -> str:
-        return f"{self._where()}: " + ", ".join(f"{what}={_name(change)}" for what, change in self._changes.items())
+        name, *more = self._names
+        where = label_of(name, type(self._layers.modules[name]).__name__) + (f" and {len(more):,} more" if more else "")
+        changes = (f"{what}={getattr(change, '__name__', None) or change!r}" for what, change in self._changes.items())
+        return f"{where}: {', '.join(changes)}"
 
     def _never(self) -> str:
         most = max(self._most.values(), default=0)
@@ -323,26 +337,81 @@ class Intervention:
         return f"{self._described()} never fired: {why}"
 
 
-def _check(changes: Mapping[What, Change | Swap], calls: Collection[int] | None) -> None:
-    if not changes:
-        raise UsageError("nothing to change: give input=, output=, gradient= or weight=")
-    for what, change in changes.items():
-        if isinstance(change, Swap) and what != "output":
-            raise UsageError(f"swap is for output=, not for {what}=")
-        if not callable(change) and not isinstance(change, Swap):
-            raise UsageError(f"{what}= is a function from a tensor to a tensor; got {change!r}")
-    if calls is None:
-        return
-    if not isinstance(calls, Collection) or not all(isinstance(call, int) and call >= 0 for call in calls):
-        raise UsageError(f"calls= is a list of numbers of calls, from 0; got {calls!r}")
-    if not calls:
-        raise UsageError("calls= selects none")
-    if "weight" in changes:
-        raise UsageError("weight= changes weights for the whole block: leave out calls=")
+# --- weights ------------------------------------------------------------------------------------------------------
+
+# They are written in place, because a parameter may be tied, or an optimizer may hold it. Blocks may end in a different
+# order than the reverse of their beginning, so the bits of a weight are kept until the last block that changed it ends.
 
 
-def _name(change: Any) -> str:
-    return getattr(change, "__name__", None) or repr(change)
+def weights_of(layers: Layers, layer: str) -> dict[str, nn.Parameter]:
+    """Return the parameters of a layer itself except biases, by name, and those of its children too if it is atomic.
+
+    Parameters below ``parametrizations`` are left out: a weight is computed from them, and that weight is changed.
+    """
+    module = layers.modules[layer]
+    return {
+        name: parameter
+        for name, parameter in own_parameters(module, atomic=layers.is_leaf(layer))
+        if "bias" not in name.rpartition(".")[2] and not name.startswith("parametrizations.")
+    }
+
+
+def parametrized_weights_of(module: nn.Module) -> list[nn.Module]:
+    """Return the modules that compute the parametrized weights of a module itself."""
+    if not parametrize.is_parametrized(module):
+        return []
+    found = module.get_submodule("parametrizations").named_children()
+    return [computes for name, computes in found if "bias" not in name]
+
+
+_written: list[list[Tensor]] = []
+"""The weights that blocks change now, each with its values before, in the order in which they were written."""
+
+
+@contextlib.contextmanager
+def weights_changed(weights: Mapping[str, Tensor], change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+    """Write ``change(name, weight)`` into each weight, and on exit the bits that it had before.
+
+    A parameter that is used in several places is changed once. All changes are computed before one is written, so that
+    an error leaves all weights as they are. If another block changed a weight meanwhile and has not ended, the bits
+    come back when that block ends.
+    """
+    once: dict[int, tuple[str, Tensor]] = {}
+    for name, weight in weights.items():
+        once.setdefault(id(weight), (name, weight))
+    planned = []
+    for name, weight in once.values():
+        if is_lazy(weight):
+            raise UsageError(f"{name} has no shape before the first forward: run the model once before the block")
+        with torch.no_grad():
+            before = weight.detach().clone()
+            after = change(name, before.clone())
+            if after.shape != before.shape:
+                shapes = f"{tuple(after.shape)}, not {tuple(before.shape)}"
+                raise UsageError(f"{name} became a tensor of another shape: {shapes}")
+            planned.append((weight, before, after))
+    with contextlib.ExitStack() as stack:
+        for weight, before, after in planned:
+            stack.callback(_restore, one := [weight, before])
+            _written.append(one)
+            _write(weight, after)
+        yield
+
+
+def _restore(one: list[Tensor]) -> None:
+    at = next(i for i, other in enumerate(_written) if other is one)
+    del _written[at]
+    later = next((other for other in _written[at:] if other[0] is one[0]), None)
+    if later is None:
+        _write(*one)
+    else:  # the block that wrote later now restores the bits from before both
+        later[1] = one[1]
+
+
+def _write(weight: Tensor, values: Tensor) -> None:
+    # In place, so that the version counter moves: autograd then refuses a backward through values that are gone.
+    with torch.inference_mode(weight.is_inference()), torch.no_grad():
+        weight.copy_(values)
 
 
 # --- hooks --------------------------------------------------------------------------------------------------------

@@ -7,132 +7,79 @@ judges a model reads records, and not the model.
 
 from __future__ import annotations
 
-from .applied import AS_THEY_ARRIVED, RESET, what_was_applied
-from .call_tree import CallScope, CallTree, Connection, ForwardKind, Step, connections, forward_of
-from .calls import (
-    ROUNDING_OF_RESPONSES,
-    Attention,
-    Call,
-    Dimension,
-    EmittedTensor,
-    IsolatedResponse,
-    Plain,
-    Value,
-    batch_sizes,
-    merge_dimensions,
-    response_dtype,
-)
-from .construction import gc_paused
-from .layer import Layer, Parameter, elements
-from .naming import NOT_DEFAULT, ROOT, address, call_name, containers, label_of, parent, qualified, relative_name
-from .profile import LayerProfile, Profile
-from .ranks import process_group, this_rank, writing_rank
-from .record import (
-    GIVEN,
-    LAST_POSITION,
-    LiveRun,
-    NamesBefore,
-    Operation,
-    OptimizerGroup,
-    Record,
-    Training,
-    has_numbers,
-    is_narrow,
-    with_applied_gradients,
-    with_live_run,
-)
-from .renames import applicable_rename, infer_rename, numbers_in, old_name, renamed, resolve_rename, with_paths
-from .selection import Glob, Selector, nearest, select, selected
-from .table import layer_rows, layer_table
-from .tensor_statistics import (
-    Histogram,
-    Reading,
-    Statistics,
-    Units,
-    estimated_change,
-    estimated_share,
-    has_nonfinite,
-    is_read,
-    merge_moments,
-    proportion,
-)
-from .text import as_text as record_text
-
-__all__ = [
-    "AS_THEY_ARRIVED",
-    "GIVEN",
-    "LAST_POSITION",
-    "RESET",
-    "Attention",
-    "Call",
-    "CallTree",
-    "Connection",
-    "Dimension",
-    "ForwardKind",
-    "Glob",
-    "Histogram",
-    "EmittedTensor",
-    "Layer",
-    "LayerProfile",
-    "NOT_DEFAULT",
-    "NamesBefore",
-    "Operation",
-    "OptimizerGroup",
-    "Parameter",
-    "CallScope",
-    "Plain",
-    "Profile",
-    "ROOT",
-    "Reading",
-    "Record",
-    "record_text",
-    "LiveRun",
-    "IsolatedResponse",
-    "is_narrow",
-    "response_dtype",
-    "Selector",
-    "Statistics",
-    "Step",
-    "Training",
-    "Units",
-    "Value",
-    "address",
-    "call_name",
-    "applicable_rename",
-    "connections",
-    "containers",
-    "elements",
-    "batch_sizes",
-    "estimated_change",
-    "estimated_share",
-    "forward_of",
-    "gc_paused",
-    "has_numbers",
-    "infer_rename",
-    "has_nonfinite",
-    "is_read",
-    "label_of",
-    "layer_rows",
-    "layer_table",
-    "merge_dimensions",
-    "merge_moments",
-    "proportion",
-    "nearest",
-    "parent",
-    "numbers_in",
-    "old_name",
-    "process_group",
-    "qualified",
-    "relative_name",
-    "renamed",
-    "resolve_rename",
-    "select",
-    "selected",
-    "this_rank",
-    "what_was_applied",
-    "with_applied_gradients",
-    "with_paths",
-    "with_live_run",
-    "writing_rank",
-    "ROUNDING_OF_RESPONSES",
-]
+from .applied import AS_THEY_ARRIVED as AS_THEY_ARRIVED
+from .applied import RESET as RESET
+from .applied import what_was_applied as what_was_applied
+from .call_tree import CallScope as CallScope
+from .call_tree import CallTree as CallTree
+from .call_tree import Connection as Connection
+from .call_tree import ForwardKind as ForwardKind
+from .call_tree import Step as Step
+from .call_tree import connections as connections
+from .call_tree import forward_of as forward_of
+from .layer import NOT_DEFAULT as NOT_DEFAULT
+from .layer import ROOT as ROOT
+from .layer import ROUNDING_OF_RESPONSES as ROUNDING_OF_RESPONSES
+from .layer import Attention as Attention
+from .layer import Call as Call
+from .layer import Dimension as Dimension
+from .layer import EmittedTensor as EmittedTensor
+from .layer import IsolatedResponse as IsolatedResponse
+from .layer import Layer as Layer
+from .layer import LayerProfile as LayerProfile
+from .layer import Parameter as Parameter
+from .layer import Plain as Plain
+from .layer import Profile as Profile
+from .layer import Value as Value
+from .layer import address as address
+from .layer import batch_sizes as batch_sizes
+from .layer import call_name as call_name
+from .layer import containers as containers
+from .layer import elements as elements
+from .layer import label_of as label_of
+from .layer import merge_dimensions as merge_dimensions
+from .layer import parent as parent
+from .layer import qualified as qualified
+from .layer import relative_name as relative_name
+from .layer import response_dtype as response_dtype
+from .ranks import process_group as process_group
+from .ranks import this_rank as this_rank
+from .ranks import writing_rank as writing_rank
+from .record import GIVEN as GIVEN
+from .record import LAST_POSITION as LAST_POSITION
+from .record import LiveRun as LiveRun
+from .record import NamesBefore as NamesBefore
+from .record import Operation as Operation
+from .record import OptimizerGroup as OptimizerGroup
+from .record import Record as Record
+from .record import Training as Training
+from .record import has_numbers as has_numbers
+from .record import is_narrow as is_narrow
+from .record import with_applied_gradients as with_applied_gradients
+from .record import with_live_run as with_live_run
+from .renames import applicable_rename as applicable_rename
+from .renames import infer_rename as infer_rename
+from .renames import numbers_in as numbers_in
+from .renames import old_name as old_name
+from .renames import renamed as renamed
+from .renames import resolve_rename as resolve_rename
+from .renames import with_paths as with_paths
+from .selection import Glob as Glob
+from .selection import Selector as Selector
+from .selection import nearest as nearest
+from .selection import select as select
+from .selection import selected as selected
+from .tensor_statistics import Histogram as Histogram
+from .tensor_statistics import Reading as Reading
+from .tensor_statistics import Statistics as Statistics
+from .tensor_statistics import Units as Units
+from .tensor_statistics import estimated_change as estimated_change
+from .tensor_statistics import estimated_share as estimated_share
+from .tensor_statistics import gc_paused as gc_paused
+from .tensor_statistics import has_nonfinite as has_nonfinite
+from .tensor_statistics import is_read as is_read
+from .tensor_statistics import merge_moments as merge_moments
+from .tensor_statistics import proportion as proportion
+from .text import layer_rows as layer_rows
+from .text import layer_table as layer_table
+from .text import record_text as record_text

@@ -11,9 +11,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .calls import Call, Value
-from .layer import Layer
-from .naming import ROOT, address, call_name, label_of
+from .layer import ROOT, Call, Layer, Value, address, call_name, label_of
 from .record import Record
 
 ForwardKind = tuple[str, bool]

@@ -2,12 +2,13 @@
 
 Nothing in a record refers to a module or a tensor, so it can be stored, sent to another process, merged and compared
 without torch. What runs its model again is therefore kept beside it, in `_LIVE_RUNS`, and what shows it as a page is
-imported by `display` when it is shown.
+found by its name, `PAGES`, when it is shown.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,17 +20,19 @@ from pytest_modelprobe import extension
 from pytest_modelprobe.exceptions import UnknownLayerError, UsageError
 from pytest_modelprobe.text import count
 
-from . import display, saving
-from .calls import HALF, Call, Plain
+from . import saving
 from .codec import decode, encode
-from .layer import Layer, Parameter
-from .profile import Profile
+from .layer import HALF, Call, Layer, Parameter, Plain, Profile
 from .selection import Selector, selected
 from .tensor_statistics import is_read
-from .text import as_html, as_text, unknown_layer
+from .text import as_html, record_text, unknown_layer
 
 SCHEMA = 2
 """Number of the form of `Record.to_dict`. A record with another number is refused."""
+
+PAGES = "pytest_modelprobe.report.html"
+"""The name of the module that shows a record: `record_page` there returns it as text, and `display` shows it in a
+notebook. Nothing here imports it, because it stands above."""
 
 LAST_POSITION = "of values the last position alone is recorded, without gradients"
 """How the note begins in the record of a watch with ``positions="last"``."""
@@ -230,7 +233,7 @@ class Record:
         return layer in self.layers
 
     def __str__(self) -> str:
-        return as_text(self)
+        return record_text(self)
 
     def table(self, layers: Selector = "**") -> str:
         """Return what ``print(record)`` shows, without leaving out rows.
@@ -251,7 +254,7 @@ class Record:
         fc      Linear            -
         """
         names = None if layers == "**" else [layer.name for layer in selected(self, layers)]
-        return as_text(self, names, most=None)
+        return record_text(self, names, most=None)
 
     def to_html(self) -> str:
         """Return an HTML page that needs no network: the graph of the layers, charts, and the table.
@@ -259,11 +262,11 @@ class Record:
         >>> Record(model="Net").to_html().startswith("<!doctype html>")
         True
         """
-        return display.page(self)
+        return str(importlib.import_module(PAGES).record_page(self))
 
     def show(self) -> None:
         """Display the page of `to_html` in a notebook, and print the record elsewhere."""
-        display.show(self)
+        importlib.import_module(PAGES).display(self)
 
     def _repr_html_(self) -> str:
         return as_html(self)
@@ -318,7 +321,7 @@ class Record:
         """Write the record into a file, which `load` reads in another process or on another machine.
 
         The file is strict JSON, compressed if the name ends in ``.gz``. It replaces an old file only when it is
-        complete and was read back. The model and its inputs are not in it: see `load`. Its size grows with the number
+        complete. The model and its inputs are not in it: see `load`. Its size grows with the number
         of layers and not with theirs: a forward of GPT-2 with 12 blocks, 164 layers in all, takes 1.5 MB, compressed
         0.35 MB. Of a run in half precision, the noise is measured first and each layer is called alone in float32, as
         else a later comparison could not tell a change from rounding.

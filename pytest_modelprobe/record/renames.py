@@ -15,9 +15,7 @@ from dataclasses import dataclass
 
 from pytest_modelprobe.exceptions import SelectionError
 
-from .calls import Call, IsolatedResponse, Value
-from .layer import Layer, Parameter
-from .naming import ROOT, qualified, relative_name
+from .layer import ROOT, Call, IsolatedResponse, Layer, Parameter, Value, qualified, relative_name
 from .record import NamesBefore, Record
 
 

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from pytest_modelprobe.exceptions import SelectionError
 from pytest_modelprobe.text import count
 
-from .naming import ROOT
+from .layer import ROOT
 
 if TYPE_CHECKING:
     from .layer import Layer
@@ -72,41 +72,40 @@ class Glob:
 
     def __init__(self, text: str) -> None:
         self.text = text
+        if not text:
+            raise SelectionError('An empty glob matches no layer: write "**" for all of them.')
         # None stands for `**`, the one segment that no regular expression on a segment expresses.
-        self._segments = [
-            None if segment == "**" else re.compile(fnmatch.translate(segment)) for segment in _checked_segments(text)
-        ]
+        self._segments: list[re.Pattern[str] | None] = []
+        for segment in text.split("."):
+            if not segment or ("**" in segment and segment != "**"):
+                raise SelectionError(
+                    f"{text!r} has the segment {segment!r}: between two dots stands a name, in which * is any text, "
+                    "or ** alone."
+                )
+            self._segments.append(None if segment == "**" else re.compile(fnmatch.translate(segment)))
 
     def __repr__(self) -> str:
         return f"Glob({self.text!r})"
 
     def matches(self, name: str) -> bool:
         """Whether the glob matches the layer called ``name``."""
-        if not any(self._segments):
+        segments = self._segments
+        if not any(segments):
             return True
-        if name == ROOT:  # to a glob it is the empty path, which no segment but `**` matches
-            return self.text == ROOT
-        # Following all positions at once keeps `**.**.**.x` linear, where backtracking would explode.
-        reached = self._past_stars({0})
-        for part in name.split("."):
-            reached = self._past_stars(
-                {
-                    position + (segment is not None)
-                    for position in reached
-                    if position < len(self._segments)
-                    for segment in [self._segments[position]]
-                    if segment is None or segment.match(part)
-                }
-            )
-        return len(self._segments) in reached
+        parts = name.split(".")
+        if name == ROOT and self.text != ROOT:
+            parts = []  # to a glob it is the empty path
 
-    def _past_stars(self, positions: set[int]) -> set[int]:
-        """Return the positions, and those behind any ``**`` at which they stand, since it may match nothing."""
-        reached = set(positions)
-        for position, segment in enumerate(self._segments):
-            if segment is None and position in reached:
-                reached.add(position + 1)
-        return reached
+        @functools.cache  # each pair once, so that `**.**.**.x` takes no exponential time
+        def rest_matches(at: int, part: int) -> bool:
+            if at == len(segments):
+                return part == len(parts)
+            segment = segments[at]
+            if segment is None:
+                return rest_matches(at + 1, part) or (part < len(parts) and rest_matches(at, part + 1))
+            return part < len(parts) and bool(segment.match(parts[part])) and rest_matches(at + 1, part + 1)
+
+        return rest_matches(0, 0)
 
 
 def select(
@@ -150,7 +149,7 @@ def select(
         names = {name for name, layer in candidates.items() if predicate(name, layer)}
         if not names:
             raise SelectionError(_nothing_matched(element, candidates, type_name))
-        if _is_exclusion(element):
+        if isinstance(element, str) and element.startswith("!"):
             excluded |= names
             exclusions.append(element)
         else:
@@ -158,7 +157,10 @@ def select(
     if len(exclusions) == len(elements):
         included = set(candidates)
     if included <= excluded:
-        raise SelectionError(_nothing_left(exclusions, included))
+        verb, none = "leaves" if len(exclusions) == 1 else "leave", f"none of {count(len(included), 'layer')}"
+        raise SelectionError(
+            f"{', '.join(map(repr, exclusions))} {verb} {none} included; exclude fewer, or include more."
+        )
     return [name for name in candidates if name in included and name not in excluded]
 
 
@@ -197,9 +199,13 @@ def nearest(name: str, names: Iterable[str], n: int = 3) -> list[str]:
     >>> nearest("atn", ["conv", "blocks.0.attn", "blocks.1.attn"])
     ['blocks.0.attn', 'blocks.1.attn']
     """
+
+    def last_segment(one: str) -> str:
+        return one.lower().rpartition(".")[2]
+
     known = list(names)
     # 0.6 is also what `difflib.get_close_matches` asks for by default.
-    for key, least in ((str.lower, 0.6), (_last_segment, 0.5)):
+    for key, least in ((str.lower, 0.6), (last_segment, 0.5)):
         matcher = difflib.SequenceMatcher(b=key(name))
         scores: dict[str, float] = {}
         for candidate in known:
@@ -210,10 +216,6 @@ def nearest(name: str, names: Iterable[str], n: int = 3) -> list[str]:
         if scores:
             return sorted(scores, key=lambda candidate: -scores[candidate])[:n]
     return []
-
-
-def _last_segment(name: str) -> str:
-    return name.lower().rpartition(".")[2]
 
 
 # --- reading a selector -------------------------------------------------------------------------
@@ -231,10 +233,6 @@ def _elements(selector: Any) -> Iterator[Any]:
         yield from _elements(element)
 
 
-def _is_exclusion(element: Any) -> bool:
-    return isinstance(element, str) and element.startswith("!")
-
-
 def _predicate(
     element: Any, candidates: Mapping[str, T], is_instance: Callable[[T, type], bool]
 ) -> Callable[[str, T], object]:
@@ -248,61 +246,39 @@ def _predicate(
     # A module is callable too, but nobody means to call it with a name.
     if callable(element) and not hasattr(element, "named_modules"):
         return element  # type: ignore[no-any-return]
-    raise SelectionError(_no_selector(element, candidates))
-
-
-def _checked_segments(glob: str) -> list[str]:
-    if not glob:
-        raise SelectionError('An empty glob matches no layer: write "**" for all of them.')
-    segments = glob.split(".")
-    if "" in segments:
-        fixed = ".".join(filter(None, segments))
-        raise SelectionError(
-            f"{glob!r} has an empty segment: write {fixed or '**'!r} (between two dots stands a name, * or **)."
-        )
-    for segment in segments:
-        if "**" in segment and segment != "**":
-            raise SelectionError(
-                f"{glob!r} has ** inside the segment {segment!r}: ** stands alone between dots;"
-                " write * for any text inside a segment."
-            )
-    return segments
-
-
-# --- saying what is wrong -----------------------------------------------------------------------
-
-
-def _no_selector(element: Any, candidates: Mapping[str, object]) -> str:
-    for name, layer in candidates.items():
-        if layer is element and element is not None:
-            return f"The module {name} itself is no selector: write its name, {name!r}."
+    itself = next((name for name, layer in candidates.items() if layer is element and element is not None), None)
+    if itself is not None:
+        raise SelectionError(f"The module {itself} itself is no selector: write its name, {itself!r}.")
     given = "None" if element is None else f"A value of type {type(element).__name__}"
-    return (
+    raise SelectionError(
         f"{given} is no selector: write a glob such as 'blocks.*.attn' ('**' for all layers),"
         " a re.Pattern on str, a module type, a callable (name, layer) -> bool, or a list of these."
     )
 
 
+# --- saying what is wrong -----------------------------------------------------------------------
+
+
 def _nothing_matched(element: Any, candidates: Mapping[str, T], type_name: Callable[[T], str]) -> str:
-    if not candidates:
-        return f"{_described(element)} matches nothing: there is no layer to select from."
     none = f"none of {count(len(candidates), 'layer')}"
     if isinstance(element, str):
-        verb = "excludes" if _is_exclusion(element) else "matches"
+        verb = "excludes" if element.startswith("!") else "matches"
         return f"{element!r} {verb} {none}; {_glob_hint(element, verb, candidates)}."
     if isinstance(element, re.Pattern):
-        return f"{_described(element)} matches {none}; {_pattern_hint(element, candidates)}."
+        inside = next(filter(element.search, candidates), None)
+        hint = f"it is found inside {inside!r}, but has to match the whole name"
+        return f"The pattern {element.pattern!r} matches {none}; {hint if inside else _names(candidates)}."
     if isinstance(element, type):
         types = Counter(type_name(layer) for layer in candidates.values())
-        named = f"{element.__module__}." if element.__name__ in types else ""
-        listed = [f"{name} ({number})" for name, number in types.most_common()]
-        return f"{named}{element.__name__} is the type of {none}; the types are {_listed(listed)}."
-    return f"{_described(element)} is true for {none}; {_names(candidates)}."
+        named = [f"{name} ({number})" for name, number in types.most_common()]
+        return f"{element.__name__} is the type of {none}; the types are {_listed(named)}."
+    what = getattr(element, "__name__", type(element).__name__)
+    return f"The callable {what} is true for {none}; {_names(candidates)}."
 
 
 def _glob_hint(element: str, verb: str, candidates: Mapping[str, object]) -> str:
     """Return the glob that was probably meant and the number of its layers, or else the nearest names."""
-    mark, glob = ("!", element[1:]) if _is_exclusion(element) else ("", element)
+    glob = element.removeprefix("!")
     segments = glob.split(".")
     for level in ("*", "**"):
         # Not at the end: what is below a layer is rarely meant by the name of the layer.
@@ -310,35 +286,9 @@ def _glob_hint(element: str, verb: str, candidates: Mapping[str, object]) -> str
             longer = Glob(".".join([*segments[:position], level, *segments[position:]]))
             number = sum(map(longer.matches, candidates))
             if number:
-                return f"{mark + longer.text!r} {verb} {number}"
-    return _near_or_all(glob, candidates)
-
-
-def _pattern_hint(pattern: re.Pattern[str], candidates: Mapping[str, object]) -> str:
-    for name in candidates:
-        if pattern.search(name):
-            return f"it is found inside {name!r}, but has to match the whole name"
-    return _near_or_all(pattern.pattern, candidates)
-
-
-def _near_or_all(text: str, candidates: Mapping[str, object]) -> str:
-    near = nearest(text, candidates)
+                return f"{element[: len(element) - len(glob)] + longer.text!r} {verb} {number}"
+    near = nearest(glob, candidates)
     return f"nearest: {', '.join(map(repr, near))}" if near else _names(candidates)
-
-
-def _nothing_left(exclusions: Sequence[str], included: AbstractSet[str]) -> str:
-    verb = "leaves" if len(exclusions) == 1 else "leave"
-    given = ", ".join(map(repr, exclusions))
-    return f"{given} {verb} none of {count(len(included), 'layer')} included; exclude fewer, or include more."
-
-
-def _described(element: Any) -> str:
-    if isinstance(element, re.Pattern):
-        return f"The pattern {element.pattern!r}"
-    if isinstance(element, str):
-        return repr(element)
-    kind = "type" if isinstance(element, type) else "callable"
-    return f"The {kind} {getattr(element, '__name__', type(element).__name__)}"
 
 
 def _names(candidates: Mapping[str, object]) -> str:

@@ -1,12 +1,12 @@
-"""The formats of `modelprobe report`: each is a module of this folder with a function `render`.
+"""The formats of `modelprobe report`: a function for each, which turns the results of a run into text.
 
-A module is imported when its format is asked for, because the plugin offers reports in every run and most runs write
+Its module is imported when the format is asked for, because the plugin offers reports in every run and most runs write
 none.
 """
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +15,8 @@ ENDINGS = {"html": ".html", "markdown": ".md", "sarif": ".sarif", "gitlab": ".gi
 
 FORMATS = tuple(ENDINGS)
 
+_RENDERERS = {"html": "html:render", "markdown": "markdown:render", "sarif": "issues:sarif", "gitlab": "issues:gitlab"}
+
 
 def renderer(name: str) -> Callable[[Mapping[str, Any]], str]:
     r"""Return the function that turns the results of a run into the text of a report in one of `FORMATS`.
@@ -22,5 +24,5 @@ def renderer(name: str) -> Callable[[Mapping[str, Any]], str]:
     >>> renderer("gitlab")({"tests": []})
     '[]\n'
     """
-    render: Callable[[Mapping[str, Any]], str] = importlib.import_module(f"{__package__}.{name}").render
+    render: Callable[[Mapping[str, Any]], str] = pkgutil.resolve_name(f"{__package__}.{_RENDERERS[name]}")
     return render

@@ -1,4 +1,4 @@
-"""What is wrong in the results of a run, each thing at a line of a file.
+"""What is wrong in the results of a run, each thing at a line of a file, for GitLab and as SARIF.
 
 Code hosts show it beside the code, and follow it from run to run. So each issue has an identity, which is made without
 numbers: a change of 3 % and one of 4 % are the same issue.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
+from urllib.parse import quote
 
 from pytest_modelprobe.text import printable
 
@@ -103,3 +105,77 @@ def _of_test(test: Mapping[str, Any]) -> Iterator[_Found]:
 
 
 _FINDINGS = {"dead", "not finite", "never called", "no gradient", "experts without a gradient", "rounding"}
+
+
+# --- GitLab -----------------------------------------------------------------------------------------------------------
+
+_SEVERITIES = {"error": "major", "warning": "minor"}
+
+
+def gitlab(results: Mapping[str, Any]) -> str:
+    r"""Return a code quality report of what is wrong in the results of a run, see `issues`.
+
+    >>> gitlab({"tests": []})
+    '[]\n'
+    """
+    found = [
+        {
+            "description": f"{printable(issue.test)}: {issue.message}",
+            "check_name": f"modelprobe/{issue.rule}",
+            "fingerprint": issue.identity,
+            "severity": _SEVERITIES[issue.level],
+            "location": {"path": printable(issue.file), "lines": {"begin": issue.line}},
+        }
+        for issue in issues(results)
+    ]
+    return json.dumps(found, indent=1) + "\n"
+
+
+# --- SARIF ------------------------------------------------------------------------------------------------------------
+
+_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+
+
+def sarif(results: Mapping[str, Any]) -> str:
+    """Return a SARIF log of what is wrong in the results of a run, see `issues`.
+
+    >>> json.loads(sarif({"tests": [], "versions": {"pytest-modelprobe": "1.0"}}))["runs"][0]["results"]
+    []
+    """
+    found = issues(results)
+    rules = list(dict.fromkeys(issue.rule for issue in found))
+    driver = {"name": "pytest-modelprobe", "rules": [{"id": rule} for rule in rules]}
+    version = results.get("versions", {}).get("pytest-modelprobe")
+    if version:
+        driver["version"] = version
+    run = {
+        "tool": {"driver": driver},
+        "originalUriBaseIds": {"SRCROOT": {"description": {"text": "The root directory of pytest."}}},
+        "results": [_result(issue, rules) for issue in found],
+        "columnKind": "unicodeCodePoints",
+    }
+    return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1) + "\n"
+
+
+def _result(issue: Issue, rules: list[str]) -> dict[str, Any]:
+    location = {
+        "artifactLocation": {"uri": quote(issue.file, errors="replace"), "uriBaseId": "SRCROOT"},
+        "region": {"startLine": issue.line},
+    }
+    return {
+        "ruleId": issue.rule,
+        "ruleIndex": rules.index(issue.rule),
+        "level": issue.level,
+        "message": {"text": _plain(f"{printable(issue.test)}: {issue.message}")},
+        "locations": [{"physicalLocation": location}],
+        "partialFingerprints": {"modelprobe/v1": issue.identity},
+    }
+
+
+def _plain(text: str) -> str:
+    """Return text for a message, in which ``[a](b)`` would be a link.
+
+    >>> _plain("[a](https://b.example)")
+    '[a] (https://b.example)'
+    """
+    return text.replace("](", "] (")

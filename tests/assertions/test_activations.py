@@ -17,7 +17,6 @@ from pytest_modelprobe import (
     ModelProbe,
     NothingObservedError,
     Record,
-    SelectionError,
     UsageError,
     Watch,
     assert_finite,
@@ -82,14 +81,6 @@ def test_a_dead_layer_is_named_with_what_feeds_it() -> None:
     )
 
 
-def test_a_living_model_passes() -> None:
-    assert_no_dead_layers(run(nn.Sequential(linear(), nn.ReLU(), linear()), loss="random"))
-
-
-def test_one_element_that_is_not_zero_is_enough() -> None:
-    assert_no_dead_layers(run(nn.ReLU(), torch.tensor([[-1.0, -2.0, 1e-30]])))
-
-
 def test_a_functional_activation_is_seen_where_its_output_goes() -> None:
     model = Net(lambda m, x: m.fc2(F.relu(m.fc1(x))), fc1=linear(bias=-20.0), fc2=linear())
     assert failure_of(assert_no_dead_layers, run(model)) == (
@@ -110,19 +101,6 @@ def test_a_functional_activation_is_seen_without_gradients_too() -> None:
     assert failure_of(assert_no_dead_layers, record).startswith("fc2 input is dead: ")
 
 
-def test_a_functional_activation_is_seen_in_a_keyword_argument() -> None:
-    inner = Net(lambda m, hidden: m.fc(hidden), fc=linear())
-    model = Net(lambda m, x: m.b(hidden=F.relu(m.a(x))), a=linear(bias=-20.0), b=inner)
-    assert failure_of(assert_no_dead_layers, run(model)).startswith("b input is dead: ")
-
-
-def test_functionals_are_named_as_layers_where_they_are_watched() -> None:
-    model = Net(lambda m, x: m.fc2(F.relu(m.fc1(x))), fc1=linear(bias=-20.0), fc2=linear())
-    text = failure_of(assert_no_dead_layers, run(model, functionals=True))
-    assert text.startswith("relu is dead: all 24 outputs are 0 in 1 forward; 1 of 4 layers looked at\n")
-    assert text.endswith("look at the bias or the scale of fc1, which feeds it.")
-
-
 def test_what_only_passes_zeros_on_is_not_named() -> None:
     model = nn.Sequential(linear(bias=-20.0), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 6, bias=False), nn.Flatten())
     text = failure_of(assert_no_dead_layers, run(model, mode="train"))
@@ -137,10 +115,9 @@ def test_a_container_is_not_named_for_what_is_dead_inside() -> None:
     assert "1 of 5 layers looked at" in text
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0])
-def test_a_model_that_is_given_zeros_is_not_dead(value: float) -> None:
+def test_a_model_that_is_given_zeros_is_not_dead() -> None:
     model = Net(lambda m, x: m.b(m.a(x) * x), a=linear(bias=None), b=linear(bias=None))
-    assert_no_dead_layers(run(model, torch.full((4, 6), value)))
+    assert_no_dead_layers(run(model, torch.zeros(4, 6)))
 
 
 def test_a_zero_state_that_the_model_starts_from_is_not_dead() -> None:
@@ -154,10 +131,6 @@ def test_a_zero_state_that_the_model_starts_from_is_not_dead() -> None:
             return self.step(torch.zeros_like(memory)) + memory
 
     assert_no_dead_layers(run(Decoder()))
-
-
-def test_zeros_that_the_model_begins_with_are_not_dead() -> None:
-    assert_no_dead_layers(run(Net(lambda m, x: m.a(torch.zeros_like(x)) + x, a=linear(bias=0.5))))
 
 
 def test_zeros_that_an_earlier_layer_of_zeros_leads_to_are_not_dead() -> None:
@@ -206,11 +179,6 @@ def test_a_call_is_dead_though_another_call_of_the_layer_is_alive() -> None:
     )
 
 
-def test_the_first_call_is_named_where_it_alone_is_dead() -> None:
-    model = Net(lambda m, x: m.act(m.fc1(x)) + m.act(m.fc2(x)), fc1=linear(bias=-20.0), fc2=linear(), act=nn.ReLU())
-    assert failure_of(assert_no_dead_layers, run(model)).startswith("act (call 1) is dead: all 24 outputs are 0 ")
-
-
 def test_a_layer_that_is_dead_in_each_of_its_calls_is_named_once() -> None:
     model = Net(lambda m, x: m.act(m.fc(x)) + m.act(m.fc(-x)), fc=linear(bias=-20.0), act=nn.ReLU())
     text = failure_of(assert_no_dead_layers, run(model))
@@ -225,11 +193,6 @@ def test_an_embedding_of_padding_alone_is_not_dead() -> None:
     assert_no_dead_layers(run(model))
 
 
-def test_integers_are_not_looked_at() -> None:
-    model = Net(lambda m, x: (m.index(x), x), index=Net(lambda m, x: torch.zeros_like(x, dtype=torch.long)))
-    assert_no_dead_layers(run(model))
-
-
 @pytest.mark.parametrize("loss", [None, "random"])
 def test_a_zero_initialized_residual_branch_is_not_dead(loss: Any) -> None:
     branch = nn.Sequential(linear(), nn.Tanh(), linear(weight=0.0))
@@ -237,8 +200,7 @@ def test_a_zero_initialized_residual_branch_is_not_dead(loss: Any) -> None:
     assert_no_dead_layers(run(model, loss=loss))
 
 
-@pytest.mark.parametrize("functionals", [False, True])
-def test_zero_initialized_norms_of_residual_blocks_are_not_dead(functionals: bool) -> None:
+def test_zero_initialized_norms_of_residual_blocks_are_not_dead() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -249,7 +211,7 @@ def test_zero_initialized_norms_of_residual_blocks_are_not_dead(functionals: boo
             return F.relu(x + self.norm(self.fc2(F.relu(self.fc1(x)))))
 
     model = nn.Sequential(linear(), Block(), Block(), linear())
-    assert_no_dead_layers(run(model, loss="random", mode="train", functionals=functionals))
+    assert_no_dead_layers(run(model, loss="random", mode="train", functionals=True))
 
 
 def test_a_branch_scaled_by_a_zero_parameter_is_not_dead() -> None:
@@ -280,15 +242,6 @@ def test_zero_initialized_layers_are_reported_as_such() -> None:
     text = failure_of(assert_no_dead_layers, run(model))
     assert text.startswith("relu is dead: ")
     assert text.endswith("\n\nNot counted as dead, because zero-initialized: zero.")
-
-
-def test_dropout_of_everything_is_dead_and_can_be_left_out() -> None:
-    model = nn.Sequential(linear(), nn.Dropout(1.0))
-    record = run(model, mode="train")
-    assert failure_of(assert_no_dead_layers, record).endswith(
-        'layer \'1\' (Dropout) drops everything (p=1.0). If this is intended: layers=["**", "!1"].'
-    )
-    assert_no_dead_layers(record, layers=["**", "!1"])
 
 
 def test_zeros_of_a_function_at_the_end_of_a_container_are_made_in_its_code() -> None:
@@ -324,41 +277,6 @@ def test_never_alive_in_any_forward_counts_all_of_them() -> None:
     assert text.startswith("layer '0' (ReLU) is dead: all 60 outputs are 0 in 3 forwards; ")
 
 
-def test_layers_can_be_given_by_type() -> None:
-    record = run(dead_relu())
-    assert "1 of 1 layer looked at" in failure_of(assert_no_dead_layers, record, layers=nn.ReLU)
-    assert_no_dead_layers(record, layers=nn.Linear)
-
-
-def test_a_type_stands_for_those_derived_from_it() -> None:
-    class MyReLU(nn.ReLU):
-        pass
-
-    text = failure_of(assert_no_dead_layers, run(nn.Sequential(MyReLU()), X - 10), layers=nn.ReLU)
-    assert text.startswith("layer '0' (MyReLU) is dead: all 24 outputs are 0 in 1 forward; 1 of 1 layer looked at\n")
-
-
-def test_layers_can_be_given_by_pattern() -> None:
-    assert_no_dead_layers(run(dead_relu()), layers=re.compile("fc."))
-
-
-def test_the_probe_itself_may_be_given() -> None:
-    probe = ModelProbe()
-    probe.run(dead_relu(), X)
-    assert failure_of(assert_no_dead_layers, probe).startswith("relu is dead: ")
-
-
-def test_names_of_any_kind_are_printed_harmlessly() -> None:
-    model = nn.Module()
-    model.add_module("a\x1b[31m\n\u202eb", nn.ReLU())
-    model.add_module("x" * 5000, nn.ReLU())
-    model.forward = lambda x: [child(x) for child in model.children()]  # type: ignore[method-assign]
-    text = failure_of(assert_no_dead_layers, run(model, X - 10))
-    assert text.startswith("a\\x1b[31m\\n\\u202eb is dead: ")
-    assert text.isprintable() or set(text) - {"\n"} == {c for c in text if c.isprintable()}
-    assert max(map(len, text.splitlines())) < 4200  # of the name of 5,000 both ends
-
-
 # --- zero gradients -----------------------------------------------------------------------------------------------
 
 
@@ -385,11 +303,6 @@ def test_a_zero_gradient_before_a_layer_with_a_gradient_is_not_excused_by_what_c
         assert failure_of(assert_no_dead_layers, record).startswith("b has a zero gradient: ")
 
 
-def test_saturated_is_a_zero_gradient() -> None:
-    model = Net(lambda m, x: m.tail(F.hardtanh(m.fc(x))), fc=linear(bias=50.0), tail=linear())
-    assert failure_of(assert_no_dead_layers, run(model, loss="random")).startswith("fc has a zero gradient: ")
-
-
 def test_an_output_without_any_gradient_is_not_a_zero_one() -> None:
     model = Net(lambda m, x: (m.a(x), m.b(x)), a=linear(), b=linear())
     assert_no_dead_layers(run(model, loss=lambda out: out[0].sum()))
@@ -404,10 +317,6 @@ def test_the_call_of_an_activation_whose_gradient_is_zero_is_named() -> None:
     model = Net(lambda m, x: m.act(m.a(x)) * 0 + m.act(m.b(x)), a=linear(), b=linear(), act=nn.Tanh())
     text = failure_of(assert_no_dead_layers, run(model, loss="random"))
     assert text.startswith("act has a zero gradient: all 24 elements of its output's gradient are 0 in 1 backward; ")
-
-
-def test_without_a_backward_gradients_are_not_judged() -> None:
-    assert_no_dead_layers(run(Net(lambda m, x: m.a(x) * 0 + x, a=linear())))
 
 
 # --- dead units ---------------------------------------------------------------------------------------------------
@@ -479,33 +388,9 @@ def test_units_that_dropout_zeroes_by_chance_are_not_counted() -> None:
     assert_no_dead_layers(run(model, X[:1], mode="train"), max_dead_units=0)
 
 
-def test_functional_dropout_is_not_counted_either() -> None:
-    model = Net(lambda m, x: F.dropout(m.fc(x), 0.9), fc=nn.Linear(6, 64))
-    assert_no_dead_layers(run(model, X[:1], functionals=True), max_dead_units=0)
-
-
 def test_units_of_a_zero_initialized_layer_are_not_counted() -> None:
     model = Net(lambda m, x: m.fc(x) + m.zero(x), fc=linear(), zero=linear(weight=0.0))
     assert_no_dead_layers(run(model), max_dead_units=0)
-
-
-def test_dead_channels_of_a_convolution_are_found() -> None:
-    conv = nn.Conv2d(1, 3, 1)
-    with torch.no_grad():
-        conv.weight.copy_(torch.tensor([1.0, -1.0, 1.0]).reshape(3, 1, 1, 1))
-        conv.bias.zero_()
-    record = run(nn.Sequential(conv, nn.ReLU()), torch.rand(2, 1, 4, 4))
-    text = failure_of(assert_no_dead_layers, record, max_dead_units=0)
-    assert text.startswith("layer '1' (ReLU) has 1 dead unit of 3, 0 allowed;")
-
-
-def test_attention_weights_hide_no_units() -> None:
-    attention = nn.MultiheadAttention(4, 2, batch_first=True)
-    model = Net(lambda m, x: m.attention(x, x, x), attention=attention)
-    with torch.no_grad():
-        attention.out_proj.weight[0] = 0
-    text = failure_of(assert_no_dead_layers, run(model, torch.randn(2, 3, 4)), max_dead_units=0)
-    assert text.startswith("attention has 1 dead unit of 4")
 
 
 def test_the_worst_share_comes_first() -> None:
@@ -521,7 +406,7 @@ def test_the_worst_share_comes_first() -> None:
     assert text.index("b.1  ") < text.index("a.1  ")
 
 
-@pytest.mark.parametrize("allowed", [-1, 1.5, True, math.nan, math.inf, "2"])
+@pytest.mark.parametrize("allowed", [-1, 1.5, math.nan])
 def test_a_limit_that_is_none_is_refused(allowed: Any) -> None:
     with pytest.raises(UsageError, match="max_dead_units is a number of units"):
         assert_no_dead_layers(run(half_dead()), max_dead_units=allowed)
@@ -539,10 +424,6 @@ def test_unknown_units_are_an_error_and_not_a_pass() -> None:
 class Log(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.log(x)
-
-
-def test_finite_values_pass() -> None:
-    assert_finite(run(nn.Sequential(linear(), nn.ReLU())))
 
 
 def test_the_origin_is_named_with_the_operation_and_the_calls_before_it() -> None:
@@ -585,28 +466,6 @@ def test_glue_between_layers_is_named_by_its_neighbors() -> None:
     assert text.endswith("\n\nLook at the code between a and b.")
 
 
-def test_glue_inside_a_container_is_placed_in_its_forward() -> None:
-    block = Net(lambda m, x: m.b(torch.log(m.a(x))), a=nn.Identity(), b=linear())
-    assert "made between block.a and block.b in block's forward;" in failure_of(
-        assert_finite, run(Net(lambda m, x: m.block(x), block=block))
-    )
-
-
-def test_glue_that_goes_on_as_a_keyword_argument_is_found() -> None:
-    inner = Net(lambda m, hidden: m.fc(hidden), fc=linear())
-    model = Net(lambda m, x: m.b(hidden=torch.log(m.a(x))), a=nn.Identity(), b=inner)
-    assert failure_of(assert_finite, run(model)).startswith(
-        "b hidden is not finite: 12 NaN of 24 elements, made between a and b;"
-    )
-
-
-def test_glue_is_found_before_a_layer_that_gives_out_what_it_takes_in() -> None:
-    model = Net(lambda m, x: m.b(m.drop(torch.log(m.a(x)))), a=nn.Identity(), drop=nn.Dropout(), b=linear())
-    assert failure_of(assert_finite, run(model, mode="eval")).startswith(
-        "drop input is not finite: 12 NaN of 24 elements, made between a and drop;"
-    )
-
-
 def test_glue_after_the_last_layer_is_placed_after_it() -> None:
     model = Net(lambda m, x: torch.log(m.a(x)), a=nn.Identity())
     text = failure_of(assert_finite, run(model))
@@ -634,12 +493,6 @@ def test_a_bad_parameter_is_named() -> None:
     text = failure_of(assert_finite, run(model))
     assert text.startswith("1.weight is not finite: the output of layer '1' (Linear) has ")
     assert "assert_grad_finite" in text
-
-
-def test_a_bad_buffer_is_named() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(6))
-    model[0].running_var.fill_(math.nan)
-    assert failure_of(assert_finite, run(model, mode="eval")).startswith("0.running_var is not finite: ")
 
 
 def masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -683,13 +536,6 @@ def test_the_first_layer_is_named_though_a_later_one_alone_is_looked_at() -> Non
     assert "1 of 1 layer looked at" in text
 
 
-def test_what_is_left_out_is_not_judged() -> None:
-    model = Net(lambda m, x: (m.a(x) * 0).nan_to_num(), a=Log())
-    record = run(model)
-    assert failure_of(assert_finite, record).startswith("a is not finite: ")
-    assert_finite(record, layers="!a")
-
-
 def test_of_several_calls_the_bad_one_is_named() -> None:
     model = Net(lambda m, x: m.log(x.abs() + 1) + m.log(x), log=Log())
     assert failure_of(assert_finite, run(model)).startswith("log (call 2) is not finite: ")
@@ -716,73 +562,44 @@ def test_forwards_in_two_modes_do_not_mix() -> None:
     assert [line.split()[0] for line in text.split("\n\n")[1].splitlines()] == ["layer", "a", "b", "log"]
 
 
-def test_pseudo_layers_are_named() -> None:
-    model = Net(lambda m, x: F.softmax(m.fc(x) * math.inf, dim=-1), fc=linear(weight=0.0, bias=1.0))
-    text = failure_of(assert_finite, run(model, functionals=True))
-    assert text.startswith("softmax input is not finite: 24 inf of 24 elements, made between fc and softmax;")
+# --- nothing to look at -------------------------------------------------------------------------------------------
 
 
-def test_outputs_in_dicts_are_addressed() -> None:
-    model = Net(lambda m, x: m.head({"x": x}), head=Net(lambda m, d: {"good": d["x"], "bad": d["x"] / 0}))
-    text = failure_of(assert_finite, run(model))
-    assert text.startswith("head is not finite: its output has ")
+def test_a_watch_that_saw_nothing() -> None:
+    watch = Watch(linear())
+    with pytest.raises(
+        NothingObservedError, match=r"^Linear was never called while it was watched: call it \(a compiled function"
+    ):
+        assert_finite(watch)
+    watch.close()
+    with pytest.raises(NothingObservedError, match=r"^the watch on Linear was closed before the model was called"):
+        assert_finite(watch)
 
 
-@pytest.mark.parametrize("assertion", [assert_finite, assert_no_dead_layers])
-class TestNothingToLookAt:
-    def test_a_watch_that_saw_nothing(self, assertion: Callable[..., None]) -> None:
-        watch = Watch(linear())
-        with pytest.raises(
-            NothingObservedError, match=r"^Linear was never called while it was watched: call it \(a compiled function"
-        ):
-            assertion(watch)
-        watch.close()
-        with pytest.raises(NothingObservedError, match=r"^the watch on Linear was closed before the model was called"):
-            assertion(watch)
-
-    def test_no_selected_layer_was_called(self, assertion: Callable[..., None]) -> None:
-        record = run(Net(lambda m, x: m.a(x), a=linear(), b=linear(), c=linear()))
-        with pytest.raises(
-            NothingObservedError,
-            match=r"^b was never called, nor any of 1 other selected, in 1 forward of Net: select layers",
-        ):
-            assertion(record, layers=["b", "c"])
-
-    def test_a_selector_that_matches_nothing(self, assertion: Callable[..., None]) -> None:
-        with pytest.raises(SelectionError, match="'fc' matches none of 1 layer"):
-            assertion(run(linear()), layers="fc")
-
-    def test_a_record_without_numbers(self, assertion: Callable[..., None]) -> None:
-        record = ModelProbe().architecture(nn.Sequential(linear()), X)
-        with pytest.raises(NothingObservedError, match="none of the 2 layers looked at returned floating-point values"):
-            assertion(record)
-
-    def test_layers_that_give_out_integers_alone(self, assertion: Callable[..., None]) -> None:
-        model = Net(lambda m, x: m.top(x), top=Net(lambda m, x: x.argmax(-1)))
-        with pytest.raises(NothingObservedError, match="top among them: integers, booleans, or no tensor"):
-            assertion(run(model), layers="top")
-
-    def test_a_model_in_place_of_a_record(self, assertion: Callable[..., None]) -> None:
-        with pytest.raises(UsageError, match=r"got Linear: record = modelprobe.run"):
-            assertion(linear())
-
-    def test_a_probe_that_ran_nothing(self, assertion: Callable[..., None]) -> None:
-        with pytest.raises(NothingObservedError, match="nothing was observed"):
-            assertion(ModelProbe())
-
-    def test_a_probe_that_ran_twice(self, assertion: Callable[..., None]) -> None:
-        probe = ModelProbe()
-        probe.run(linear(), X)
-        probe.run(linear(), X)
-        with pytest.raises(UsageError, match="2 runs and watches were made"):
-            assertion(probe)
+def test_no_selected_layer_was_called() -> None:
+    record = run(Net(lambda m, x: m.a(x), a=linear(), b=linear(), c=linear()))
+    with pytest.raises(
+        NothingObservedError,
+        match=r"^b was never called, nor any of 1 other selected, in 1 forward of Net: select layers",
+    ):
+        assert_finite(record, layers=["b", "c"])
 
 
-def test_a_watch_that_is_closed_can_still_be_asserted_on() -> None:
-    model = linear()
-    with Watch(model) as watch:
-        model(X)
-    assert_finite(watch)
+def test_a_record_without_numbers() -> None:
+    record = ModelProbe().architecture(nn.Sequential(linear()), X)
+    with pytest.raises(NothingObservedError, match="none of the 2 layers looked at returned floating-point values"):
+        assert_finite(record)
+
+
+def test_layers_that_give_out_integers_alone() -> None:
+    model = Net(lambda m, x: m.top(x), top=Net(lambda m, x: x.argmax(-1)))
+    with pytest.raises(NothingObservedError, match="top among them: integers, booleans, or no tensor"):
+        assert_finite(run(model), layers="top")
+
+
+def test_a_model_in_place_of_a_record() -> None:
+    with pytest.raises(UsageError, match=r"got Linear: record = modelprobe.run"):
+        assert_finite(linear())
 
 
 def test_a_record_of_the_structure_alone_says_why() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralModel
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from pytest_modelprobe import (
     ModelProbe,
@@ -139,12 +139,6 @@ def test_attention_on_cuda_is_that_of_the_cpu() -> None:
         assert mine.most == pytest.approx(theirs.most, abs=1e-5)
 
 
-def test_multihead_attention_is_asked_for_its_weights() -> None:
-    (attention,) = multihead()["(root)"].calls[0].attention
-    assert attention.shape == (2, 6, 6)
-    assert len(attention.entropy) == 2
-
-
 def test_a_layer_that_is_asked_keeps_its_own_answer_and_its_random_numbers() -> None:
     attention = PROBE.build(lambda: nn.MultiheadAttention(16, 2, dropout=0.5, batch_first=True))
     plain, looked_at = (PROBE.run(attention, X, X, X, attention=a) for a in (False, True))
@@ -168,35 +162,6 @@ def test_of_another_length_the_newest_stays() -> None:
         model(X)
         model(X[:, :4])
     assert watch.record["1"].calls[0].attention[0].shape == (2, 4, 4)
-
-
-def test_a_record_with_attention_survives_json() -> None:
-    found = record(fused)
-    assert Record.from_dict(found.to_dict()) == found
-
-
-def test_without_asking_nothing_is_read() -> None:
-    assert not any(call.attention for _, call in PROBE.run(build(fused), X).calls)
-
-
-def test_functional_calls_are_recorded_beside_it() -> None:
-    found = PROBE.run(build(fused), X, attention=True, functionals=True)
-    assert found["1.scaled_dot_product_attention"].calls
-    assert found["1"].calls[0].attention == record(fused)["1"].calls[0].attention
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_is_left_alone() -> None:
-    class Nested(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            q = torch.nested.nested_tensor([x[0], x[1, :4]], layout=torch.jagged).unsqueeze(2).transpose(1, 2)
-            return F.scaled_dot_product_attention(q, q, q).values()
-
-    assert not PROBE.run(Nested(), X, attention=True)["(root)"].calls[0].attention
-
-
-def test_a_softmax_over_another_axis_is_none() -> None:
-    assert not PROBE.run(nn.Softmax(dim=1), X, attention=True)["(root)"].calls[0].attention
 
 
 # --- what makes it attention --------------------------------------------------------------------------------------
@@ -277,10 +242,9 @@ def test_probabilities_given_out_are_no_attention_unless_named() -> None:
         assert_attention_entropy(found, layers="1", low=0.9)
 
 
-@pytest.mark.parametrize("assertion", [assert_attention_entropy, lambda found: assert_attention_mask(found, CAUSAL)])
-def test_a_softmax_over_the_wrong_axis_is_reported(assertion) -> None:
+def test_a_softmax_over_the_wrong_axis_is_reported() -> None:
     with pytest.raises(AssertionError) as caught:
-        assertion(record(turned))
+        assert_attention_entropy(record(turned))
     assert str(caught.value) == (
         "layer '1' (Attention) takes its softmax over another axis than that along which it multiplies values; "
         "1 of 1 softmax looked at\n\nlayer\nlayer '1' (Attention)\n\nThe weights of a query do not sum to 1: "
@@ -296,18 +260,7 @@ def test_a_softmax_over_the_heads_or_the_batch_is_over_the_wrong_axis() -> None:
             assert_attention_entropy(found)
 
 
-def test_following_weights_leaves_the_model_alone() -> None:
-    plain, looked_at = (PROBE.run(Router(), X, attention=a, loss="random") for a in (False, True))
-    assert not looked_at.notes
-    assert looked_at["(root)"].output.shape == plain["(root)"].output.shape
-
-
 # --- entropy ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("core", CORES)
-def test_attention_that_spreads_passes(core) -> None:
-    assert_attention_entropy(record(core), low=0.3, high=0.999)
 
 
 def test_a_missing_scale_is_named() -> None:
@@ -331,12 +284,6 @@ def test_heads_that_learnt_nothing_are_named() -> None:
         assert_attention_entropy(PROBE.run(model, X, attention=True), high=0.999)
 
 
-def test_even_attention_is_no_fault_unless_asked() -> None:
-    model = build(fused)
-    nn.init.zeros_(model[1].qkv.weight)
-    assert_attention_entropy(PROBE.run(model, X, attention=True))
-
-
 def test_weights_that_are_not_numbers_are_no_pass() -> None:
     def broken(q, k, v):
         return F.softmax(scores(q, k) * math.nan, dim=-1) @ v
@@ -352,7 +299,7 @@ def test_one_key_leaves_no_choice() -> None:
         )
 
 
-@pytest.mark.parametrize("bounds", [{"low": -0.1}, {"high": 1.1}, {"low": 0.5, "high": 0.4}])
+@pytest.mark.parametrize("bounds", [{"low": -0.1}, {"low": 0.5, "high": 0.4}])
 def test_bounds_are_shares(bounds) -> None:
     with pytest.raises(UsageError, match="shares of the maximum entropy"):
         assert_attention_entropy(record(fused), **bounds)
@@ -361,7 +308,7 @@ def test_bounds_are_shares(bounds) -> None:
 # --- mask ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("core", [by_method, fused])
 def test_causal_attention_keeps_to_it(core) -> None:
     assert_attention_mask(record(core), causal=True, exact=True)
 
@@ -418,17 +365,6 @@ def test_an_ignored_padding_mask_is_named() -> None:
         assert_attention_mask(found, PADDING)
 
 
-def test_a_window_is_a_mask_like_any_other() -> None:
-    config = MistralConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        vocab_size=50, sliding_window=3,
-    )  # fmt: skip
-    found = PROBE.run(MistralModel(config).eval(), PROBE.randint(0, 50, (2, 6)), attention=True)
-    assert_attention_mask(found, CAUSAL.triu(-2), exact=True)
-    with pytest.raises(AssertionError, match="gives weight"):
-        assert_attention_mask(found, CAUSAL.triu(-1))
-
-
 def test_multihead_attention_keeps_to_its_masks() -> None:
     found = multihead(attn_mask=~CAUSAL, key_padding_mask=PADDING == 0)
     assert_attention_mask(found, PADDING, causal=True, exact=True)
@@ -452,10 +388,6 @@ def test_heads_folded_into_the_batch_share_the_mask_of_their_example() -> None:
     assert_attention_mask(record(folded), PADDING, exact=True)
 
 
-def test_a_mask_as_nested_lists_will_do() -> None:
-    assert_attention_mask(record(fused), CAUSAL.tolist(), exact=True)
-
-
 def test_later_queries_alone_stand_at_the_last_keys() -> None:
     def cached(q, k, v):
         return F.scaled_dot_product_attention(q[:, :, 4:], k, v, attn_mask=CAUSAL[4:])
@@ -470,21 +402,6 @@ def test_a_query_with_no_key_left_is_left_out() -> None:
         return F.softmax(scores(q, k).masked_fill(~(CAUSAL & left_padded[0].bool()), -1e9), dim=-1) @ v
 
     assert_attention_mask(record(padded), left_padded, causal=True, exact=True)
-
-
-def test_layers_choose_what_the_mask_is_for() -> None:
-    class Decoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.own, self.cross = Attention(fused), Attention(F.scaled_dot_product_attention)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.cross(self.own(x))
-
-    found = PROBE.run(Decoder(), X, attention=True)
-    assert_attention_mask(found, causal=True, layers="own")
-    with pytest.raises(AssertionError, match=r"^cross does not follow the mask.*1 of 2 layers"):
-        assert_attention_mask(found, causal=True)
 
 
 def test_a_mask_must_be_given() -> None:
@@ -502,7 +419,7 @@ def test_a_mask_that_is_added_is_not_one_that_keeps() -> None:
         assert_attention_mask(record(fused), torch.zeros(6, 6).masked_fill(~CAUSAL, -math.inf))
 
 
-@pytest.mark.parametrize("mask", [[1, 1, 0], 1, torch.ones(2, 2, 6, 6)])
+@pytest.mark.parametrize("mask", [[1, 1, 0], torch.ones(2, 2, 6, 6)])
 def test_a_mask_must_have_axes_that_can_be_distinguished(mask) -> None:
     with pytest.raises(UsageError, match="a mask has shape"):
         assert_attention_mask(record(fused), mask)

@@ -16,7 +16,6 @@ from pytest_modelprobe import (
     NothingObservedError,
     Record,
     SelectionError,
-    UsageError,
     assert_same_behavior,
 )
 
@@ -66,10 +65,6 @@ def failure_of(actual: Any, expected: Any, **options: Any) -> str:
     return str(failure.value)
 
 
-def test_the_same_model_does_the_same() -> None:
-    assert_same_behavior(run(reference()), run(reference()))
-
-
 def test_a_port_whose_layers_the_user_renames_does_the_same() -> None:
     assert_same_behavior(run(port()), run(reference()), rename={"ln": "norm", "head": "fc"}, structure=False)
 
@@ -101,15 +96,6 @@ def test_the_failure_ends_with_what_to_do() -> None:
         "",
         "Another implementation of the same? structure=False compares numbers alone, rename= maps names.",
     ]
-
-
-def test_two_faults_at_once_are_both_named() -> None:
-    model = reference()
-    model.norm.eps = 1e-2
-    model.fc.forward = lambda x: 2 * nn.functional.linear(x, model.fc.weight, model.fc.bias)
-    shown = failure_of(run(model), run(reference()))
-    assert "norm.eps 1e-05 → 0.01" in shown
-    assert "fc: own code changed" in shown
 
 
 def test_only_the_layers_asked_for_are_compared() -> None:
@@ -180,21 +166,11 @@ def test_a_model_that_was_not_called_is_an_error() -> None:
         assert_same_behavior(probe.watch(reference()), run(reference()))
 
 
-def test_an_expected_model_that_was_not_called_is_an_error() -> None:
-    with ModelProbe() as probe, pytest.raises(NothingObservedError):
-        assert_same_behavior(run(reference()), probe.watch(reference()))
-
-
 @pytest.mark.parametrize("options", [{"layers": "nothing"}, {"rename": {"a": "b"}}, {"tolerance": {"nothing": 2}}])
 def test_a_name_of_no_layer_is_an_error_at_the_line_of_the_call(options: dict[str, Any]) -> None:
     with pytest.raises(SelectionError) as error:
         assert_same_behavior(run(reference()), run(reference()), **options)
     assert {entry.path for entry in error.traceback.filter(error)} == {Path(__file__)}
-
-
-def test_a_tolerance_of_nothing_is_an_error() -> None:
-    with pytest.raises(UsageError):
-        assert_same_behavior(run(reference()), run(reference()), tolerance=0)
 
 
 # --- what an optimizer holds --------------------------------------------------------------------------------------
@@ -211,8 +187,7 @@ def first_step(*trained: str) -> Record:
     return watch.first_step
 
 
-@pytest.mark.parametrize("structure", [True, False])
-def test_a_parameter_that_the_optimizer_of_a_step_no_longer_holds_is_named(structure: bool) -> None:
+def test_a_parameter_that_the_optimizer_of_a_step_no_longer_holds_is_named() -> None:
     every = [name for name, _ in Port().named_children()]
     last = every[-1]
     for mine, theirs, said in (
@@ -220,25 +195,8 @@ def test_a_parameter_that_the_optimizer_of_a_step_no_longer_holds_is_named(struc
         (every, every[:-1], "updates weight, bias now"),
     ):
         with pytest.raises(AssertionError) as error:
-            assert_same_behavior(first_step(*mine), first_step(*theirs), structure=structure)
+            assert_same_behavior(first_step(*mine), first_step(*theirs))
         assert str(error.value).startswith(f"output unchanged; {last}: the optimizer {said}; 1 cause\n")
-
-
-def test_steps_of_optimizers_that_hold_the_same_parameters_are_the_same() -> None:
-    every = [name for name, _ in Port().named_children()]
-    for trained in (every, every[:-1]):
-        assert_same_behavior(first_step(*trained), first_step(*reversed(trained)))
-
-
-def test_a_frozen_parameter_is_left_out_of_an_optimizer_rightly() -> None:
-    model = Port().requires_grad_(False)
-    children = list(model.children())
-    children[-1].requires_grad_(True)
-    with ModelProbe() as probe:
-        watch = probe.watch(model)
-        model(X).square().mean().backward()
-        torch.optim.SGD(children[-1].parameters(), 0.1).step()
-        assert not any(p.left_out for p in watch.first_step.parameters)
 
 
 class Two(nn.Module):
@@ -300,15 +258,6 @@ def test_a_copy_of_an_input_that_is_handed_on_is_the_same_input(grad: bool) -> N
     assert_same_behavior(copied, given, structure=False)
 
 
-def test_a_change_of_code_is_found_by_its_numbers_where_the_first_input_changed_too() -> None:
-    model, x, y = PROBE.build(Two).eval(), PROBE.randn(3, 4), PROBE.randn(3, 4, name="y")
-    expected = PROBE.run(model, x, y)
-    model.b.forward = lambda y: nn.Linear.forward(model.b, y) * 1.5
-    with pytest.raises(AssertionError, match=r"input\[0\] changed by") as failure:
-        assert_same_behavior(PROBE.run(model, x + 1, y), expected)
-    assert "b: own code changed" in str(failure.value)
-
-
 class Rnn(nn.Module):
     def __init__(self, growth: float = 0.0) -> None:
         super().__init__()
@@ -320,7 +269,7 @@ class Rnn(nn.Module):
         return self.out(h), h * (1 + self.growth)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
 def test_a_state_that_a_loop_feeds_back_is_not_named_before_the_code_that_made_it(mode: Any) -> None:
     records = []
     for growth in (0.0, 0.1):
@@ -344,18 +293,6 @@ def test_a_state_that_a_loop_feeds_back_is_not_named_before_the_code_that_made_i
         assert_same_behavior(written, records[0])
 
 
-def test_an_input_that_a_model_returns_is_no_state() -> None:
-    class Returns(Two):
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
-            return super().forward(x, y), x
-
-    x, y = PROBE.randn(3, 4), PROBE.randn(3, 4, name="y")
-    with PROBE.watch(PROBE.build(Returns)) as watch:
-        watch.model(x, y)
-        watch.model(x, y)
-    assert [value.source for value in watch.record["(root)"].calls[0].inputs] == [None, None]
-
-
 class Batched(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -372,9 +309,8 @@ class Flat(Batched):
         return super().forward(ids.flatten())
 
 
-@pytest.mark.parametrize("sequences", [1, 2])
-def test_all_tokens_in_one_axis_are_the_same(sequences: int) -> None:
-    ids = PROBE.randint(0, 50, (sequences, 6))
+def test_all_tokens_in_one_axis_are_the_same() -> None:
+    ids = PROBE.randint(0, 50, (2, 6))
     one, two = PROBE.build(Batched), PROBE.build(Flat)
     assert_same_behavior(PROBE.run(two, ids), PROBE.run(one, ids), structure=False)
     two.n.eps = 1e-2

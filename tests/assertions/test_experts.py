@@ -79,11 +79,6 @@ def test_a_single_step_or_too_few_tokens_for_every_expert_give_a_hint(tokens: in
     assert bool(findings(record)) == (tokens == 256)
 
 
-def test_a_run_sees_them_too() -> None:
-    record = ModelProbe().run(mixture(reachable=3), X, loss="random")
-    assert findings(record)[0].startswith("experts without a gradient: up: expert 3 of 4 gets no gradient, with 256 ")
-
-
 @pytest.mark.parametrize("normalized", [False, True])
 def test_dead_channels_of_a_convolution_are_no_experts(normalized: bool) -> None:
     model = nn.Sequential(nn.Conv1d(WIDTH, 4, 3), nn.ReLU(), nn.Conv1d(4, 2, 3))

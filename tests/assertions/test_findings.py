@@ -51,10 +51,6 @@ def said(model: nn.Module, x: torch.Tensor = X, **kwargs: Any) -> list[str]:
     return findings(ModelProbe().run(model, x, **kwargs))
 
 
-def test_nothing_is_reported_where_all_is_well() -> None:
-    assert said(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), loss="random") == []
-
-
 def test_nothing_is_reported_of_a_record_without_forwards() -> None:
     assert findings(Record(model="Net")) == []
 
@@ -128,39 +124,20 @@ def test_a_mask_of_infinities_is_not_worth_a_line() -> None:
     assert said(Masked()) == []
 
 
-def test_structure_alone_gives_no_findings_of_numbers() -> None:
-    assert findings(ModelProbe().architecture(nn.Sequential(nn.Linear(6, 6)), X)) == []
-
-
-@pytest.mark.parametrize("n", [1, 5])
-def test_many_names_are_cut_short(n: int) -> None:
-    model = nn.ModuleDict({f"spare{i}": nn.Linear(2, 2) for i in range(n)})
-    model.forward = lambda x: x * 2  # type: ignore[method-assign]
-    names = {1: "spare0", 5: "spare0, spare1, spare2 and 2 more"}[n]
-    assert said(model) == [f"never called: {names}"]
-
-
 # --- models as they are: no false alarm ---------------------------------------------------------------------------
 
 TEXT = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
     "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-IMAGE = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 32,
-    "patch_size": 8,
-}  # fmt: skip
-IDS, PIXELS, SOUND = (2, 9), (2, 3, 32, 32), (2, 400)
+IDS, SOUND = (2, 9), (2, 400)
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]] = {
     "GPT2LMHeadModel": (
         "GPT2Config",
         {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2},
         {"input_ids": IDS},
     ),
-    "LlamaForCausalLM": ("LlamaConfig", TEXT, {"input_ids": IDS}),
     "MixtralForCausalLM": ("MixtralConfig", TEXT | {"num_key_value_heads": 2}, {"input_ids": IDS}),
-    "BertForSequenceClassification": ("BertConfig", TEXT, {"input_ids": IDS}),
-    "ElectraForPreTraining": ("ElectraConfig", TEXT | {"embedding_size": 16}, {"input_ids": IDS}),
     "T5ForConditionalGeneration": (
         "T5Config",
         {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
@@ -171,19 +148,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]] = {
         {"vocab_size": 64, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "eos_token_id": 2},
         {"input_ids": IDS},
     ),
-    "ViTForImageClassification": ("ViTConfig", IMAGE, {"pixel_values": PIXELS}),
-    "SwinForImageClassification": (
-        "SwinConfig",
-        {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4},
-        {"pixel_values": PIXELS},
-    ),
     "ConvNextForImageClassification": (
         "ConvNextConfig", {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 2, 1]}, {"pixel_values": (2, 3, 64, 64)},
-    ),
-    "ResNetForImageClassification": (
-        "ResNetConfig",
-        {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]},
-        {"pixel_values": (2, 3, 64, 64)},
     ),
     "Wav2Vec2ForCTC": (
         "Wav2Vec2Config",
@@ -260,7 +226,7 @@ def record_of(n: int, scale: float) -> Record:
         layer_table,
     ],
 )
-@pytest.mark.parametrize("scale", [1.0, 0.0, math.nan])
+@pytest.mark.parametrize("scale", [1.0, math.nan])
 def test_the_cost_grows_no_faster_than_the_number_of_layers(function: Callable[[Record], object], scale: float) -> None:
     small, large = record_of(20, scale), record_of(80, scale)
     assert python_calls(lambda: function(large)) < 5 * python_calls(lambda: function(small))
@@ -291,50 +257,6 @@ def test_many_dead_units_and_equal_attention_are_hints() -> None:
     for scale, found in ((1e-3, ["attention close to uniform: (root)"]), (30.0, [])):
         attention = probe.build(lambda: nn.MultiheadAttention(8, 2, batch_first=True))
         assert hints(probe.run(attention, x * scale, x, x, attention=True)) == found
-
-
-# --- a layer in the place of another ------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    """A residual block with two dropouts, and the names of those that it calls."""
-
-    def __init__(self, *called: str, other: str = "drop2") -> None:
-        super().__init__()
-        self.fc, self.called = nn.Linear(6, 6), called
-        self.drop1 = nn.Dropout(0.1)
-        self.add_module(other, nn.Dropout(0.1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for name in self.called:
-            x = x + self.get_submodule(name)(self.fc(x))
-        return x
-
-
-def hinted(model: nn.Module) -> list[str]:
-    record = ModelProbe().run(model, X, loss="random", mode="train")
-    assert findings(record) == []
-    return hints(record)
-
-
-def test_a_dropout_that_is_called_in_the_place_of_another_is_a_hint() -> None:
-    assert hinted(nn.Sequential(Block("drop1", "drop1"), Block("drop1", "drop2"))) == [
-        "never called: 0.drop2; 0.drop1 (call 2) in its place?"
-    ]
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        Block("drop1", "drop2"),
-        Block("drop1"),
-        Block("drop1", "drop1", other="attention_drop"),  # fused attention does not call it
-        nn.Sequential(*[Block("drop1")] * 2),
-    ],
-    ids=["both", "one", "another name", "a block that is called twice"],
-)
-def test_dropouts_that_are_not_called_in_the_place_of_another_are_sound(model: nn.Module) -> None:
-    assert hinted(model) == []
 
 
 # --- the batch, and frozen norms: each hint beside a healthy twin -------------------------------------------------
@@ -422,14 +344,3 @@ def test_a_teacher_may_keep_statistics_of_its_own() -> None:
             return F.mse_loss(self.student(x), target)
 
     assert hinted_of(Taught(), loss=lambda loss: loss, mode="train") == []
-
-
-def test_a_norm_that_is_frozen_in_a_loop_is_a_hint(modelprobe: ModelProbe) -> None:
-    model = backbone(frozen=True)
-    optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
-    watch = modelprobe.watch(model.train())
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(X).square().mean().backward()
-        optimizer.step()
-    assert any(line.startswith("frozen, but running statistics move") for line in hints(watch.record))

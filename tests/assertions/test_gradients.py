@@ -88,10 +88,6 @@ class Sqrt(nn.Module):
 # --- finite -------------------------------------------------------------------------------------------------------
 
 
-def test_finite_gradients_pass() -> None:
-    assert_grad_finite(run(nn.Sequential(linear(), nn.Tanh(), linear())))
-
-
 def test_a_layer_with_a_bad_derivative_is_named_by_its_input() -> None:
     line = inspect.getsourcelines(Sqrt.forward)[1] + 1
     model = Net(lambda m, x: m.tail(m.sqrt(m.zero(x))), zero=Zero(), sqrt=Sqrt(), tail=linear())
@@ -121,32 +117,11 @@ def test_glue_between_layers_is_named_by_its_neighbors() -> None:
     assert "Look at the derivative of the code between zero and tail: sqrt" in text
 
 
-def test_glue_after_the_last_layer_is_placed_after_it() -> None:
-    block = Net(lambda m, x: torch.sqrt(m.zero(x)) * 0, zero=Zero())
-    model = Net(lambda m, x: m.tail(m.block(x)), block=block, tail=linear())
-    assert failure_of(assert_grad_finite, run(model)).startswith(
-        "gradient of block.zero output is not finite: 24 NaN of 24 elements, made after block.zero in block's forward;"
-    )
-
-
 def test_the_loss_is_blamed_where_all_gradients_are_bad() -> None:
     record = run(nn.Sequential(linear(), linear()), loss=lambda out: (out * 0).sqrt().sum())
     text = failure_of(assert_grad_finite, record)
     assert text.startswith("gradient of (root) output is not finite: 24 NaN of 24 elements, made by the loss; 3 of 3")
     assert "\n\nLook at the loss, or at what the test computes from (root) output before it: " in text
-
-
-def test_the_loss_of_one_of_two_outputs_is_blamed() -> None:
-    model = Net(lambda m, x: (m.a(x), m.b(x)), a=linear(), b=linear())
-    record = run(model, loss=lambda out: (out[0] * 0).sqrt().sum() + out[1].sum())
-    assert failure_of(assert_grad_finite, record).startswith(
-        "gradient of (root) output[0] is not finite: 24 NaN of 24 elements, made by the loss;"
-    )
-
-
-def test_an_infinite_gradient_is_not_finite() -> None:
-    record = run(linear(), loss=lambda out: (out * math.inf).sum())
-    assert "24 inf of 24 elements, made by the loss" in failure_of(assert_grad_finite, record)
 
 
 def test_a_gradient_that_is_bad_in_a_parameter_alone_is_named() -> None:
@@ -180,19 +155,6 @@ def test_of_several_forwards_the_first_bad_one_decides() -> None:
     assert "made between fc and tail;" in text
 
 
-def test_gradients_of_layers_left_out_are_not_judged() -> None:
-    model = Net(lambda m, x: m.tail(m.sqrt(m.zero(x))), zero=Zero(), sqrt=Sqrt(), tail=linear())
-    record = run(model)
-    assert_grad_finite(record, layers="tail")
-    assert failure_of(assert_grad_finite, record, layers=Zero).startswith("gradient of sqrt input is not finite")
-
-
-def test_pseudo_layers_are_listed() -> None:
-    model = Net(lambda m, x: m.b(F.relu(m.a(x))), a=linear(), b=linear())
-    record = run(model, loss=lambda out: (out * math.nan).sum(), functionals=True)
-    assert re.search(r"^relu output +relu ", failure_of(assert_grad_finite, record), re.MULTILINE)
-
-
 def test_layers_that_no_gradient_reached_are_an_error() -> None:
     model = Net(lambda m, x: m.b(m.a(x).detach()), a=linear(), b=linear())
     with pytest.raises(NothingObservedError, match="no gradient reached a nor any other of the 1 layer looked at"):
@@ -206,20 +168,7 @@ def test_an_activation_that_is_not_finite_is_reported_first() -> None:
     )
 
 
-def test_activations_that_a_bad_gradient_led_to_are_not_reported() -> None:
-    model = linear()
-    with Watch(model) as watch:
-        (model(X).sum() * math.nan).backward()
-        torch.optim.SGD(model.parameters(), lr=1.0).step()
-        model(X).sum().backward()
-    assert "An activation" not in failure_of(assert_grad_finite, watch)
-
-
 # --- presence -----------------------------------------------------------------------------------------------------
-
-
-def test_every_parameter_with_a_gradient_passes() -> None:
-    assert_all_params_have_grad(run(nn.Sequential(linear(), linear())))
 
 
 def test_a_zero_gradient_is_one() -> None:
@@ -278,11 +227,6 @@ def test_a_glob_of_one_segment_too_few_is_told_what_would_match() -> None:
     assert str(error.value) == f"ignore='*.bias' matches none of 2 parameters; {more}"
 
 
-def test_ignoring_all_is_an_error() -> None:
-    with pytest.raises(NothingObservedError, match="no parameter is left to look at"):
-        assert_all_params_have_grad(run(linear()), ignore="**")
-
-
 def test_nothing_that_requires_a_gradient_is_an_error() -> None:
     model = Net(lambda m, x: m.b(m.a(x)), a=linear().requires_grad_(False), b=linear())
     with pytest.raises(NothingObservedError, match="no parameter of the selected layers requires a gradient"):
@@ -313,11 +257,6 @@ def test_a_layer_beside_the_path_is_asked_about() -> None:
     assert hint_of(Net(lambda m, x: m.b(x) + m.a(x).detach(), a=linear(), b=linear())) == (
         "The loss does not depend on the output of a: is its result used, and is it the right loss?"
     )
-
-
-def test_a_cut_inside_a_container_is_placed_in_its_forward() -> None:
-    block = Net(lambda m, x: m.b(torch.exp(m.a(x)).detach()), a=linear(), b=linear())
-    assert hint_of(nn.Sequential(block)) == f"The graph is cut between 0.a and 0.b in layer '0' (Net)'s forward: {CUT}"
 
 
 def test_a_cut_at_the_end_of_a_container_is_placed_after_its_last_layer() -> None:
@@ -360,10 +299,6 @@ def test_a_layer_whose_own_input_is_detached_is_not_cut_off_by_it() -> None:
 
 
 # --- flow ---------------------------------------------------------------------------------------------------------
-
-
-def test_gradients_of_one_size_pass() -> None:
-    assert_grad_flow(run(nn.Sequential(linear(), nn.Tanh(), linear())))
 
 
 def sigmoids(n: int) -> nn.Module:
@@ -433,12 +368,6 @@ def test_a_norm_over_a_row_of_zeros_is_no_explosion() -> None:
 def test_a_loss_given_out_is_not_what_gradients_are_measured_by() -> None:
     model = Net(lambda m, x: 1e-12 * m.b(m.a(x)).sum(), a=linear(), b=linear())
     assert_grad_flow(run(model, loss=lambda loss: loss))
-
-
-def test_the_ratio_can_be_chosen() -> None:
-    record = run(sigmoids(3))
-    assert_grad_flow(record)
-    assert ", 10 is allowed; " in failure_of(assert_grad_flow, record, max_ratio=10)
 
 
 def test_a_single_small_gradient_that_others_pass_by_is_no_finding() -> None:
@@ -532,7 +461,7 @@ def steps(model: nn.Module, number: int, parameters: Any = None, rate: float = 1
 
 
 @pytest.mark.parametrize("assertion", [assert_grad_flow, assert_params_updated, assert_update_ratio])
-@pytest.mark.parametrize("number", [1, 2, 3, 10])
+@pytest.mark.parametrize("number", [1, 3])
 def test_what_passes_through_gains_that_were_zero_at_first_is_a_hint(
     number: int, assertion: Callable[..., None]
 ) -> None:
@@ -648,34 +577,9 @@ def seed_of_draw(*, drop: bool) -> int:
     raise AssertionError
 
 
-def test_a_gradient_that_is_not_finite_is_referred_on() -> None:
-    record = run(nn.Sequential(linear()), loss=lambda out: (out * math.nan).sum())
-    text = failure_of(assert_grad_flow, record)
-    assert text.startswith("layer '0' (Linear) gets a gradient that is not finite; 1 of 1 layer looked at\n")
-    assert text.endswith("assert_grad_finite names where that began.")
-
-
-def test_frozen_layers_do_not_take_part() -> None:
-    assert_grad_flow(run(Net(lambda m, x: m.b(m.a(x)), a=linear().requires_grad_(False), b=linear())))
-
-
 def test_an_expert_that_no_token_came_to_does_not_take_part() -> None:
     model = Net(lambda m, x: m.a(x) + m.b(x[:0]).sum(), a=linear(), b=linear())
     assert_grad_flow(run(model))
-
-
-def test_parameters_without_elements_do_not_take_part() -> None:
-    model = Net(lambda m, x: m.a(x) + m.empty(x).sum(-1, keepdim=True), a=linear(), empty=Empty())
-    assert_grad_flow(run(model))
-
-
-class Empty(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(6, 0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight
 
 
 def test_a_parameter_of_a_container_that_was_not_needed_stops_no_flow() -> None:
@@ -714,17 +618,15 @@ def test_nothing_that_takes_part_is_an_error() -> None:
         assert_grad_flow(run(model), layers="a")
 
 
-@pytest.mark.parametrize("ratio", [1, 0, -3, math.nan])
-def test_a_ratio_that_is_none_is_refused(ratio: float) -> None:
+def test_a_ratio_that_is_none_is_refused() -> None:
     with pytest.raises(UsageError, match="max_ratio is how many times smaller"):
-        assert_grad_flow(run(linear()), max_ratio=ratio)
+        assert_grad_flow(run(linear()), max_ratio=1)
 
 
-@pytest.mark.parametrize("elements", [slice(None), slice(1)])
-def test_a_layer_with_one_gradient_that_is_not_finite_fails(elements: slice) -> None:
+def test_a_layer_with_one_gradient_that_is_not_finite_fails() -> None:
     def spoilt(gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.clone()
-        gradient[elements] = math.nan
+        gradient[:1] = math.nan
         return gradient
 
     model = Net(lambda m, x: m.o(m.a(x)), a=linear(), o=linear())
@@ -752,18 +654,6 @@ def test_no_backward_is_an_error_that_says_so(assertion: Callable[..., None]) ->
         "open; if it was, the graph is cut before it, or the newest forward is an evaluation: watch.steps has those of "
         "training"
     )
-
-
-@pytest.mark.parametrize("assertion", ASSERTIONS)
-def test_a_model_that_was_never_called_is_an_error(assertion: Callable[..., None]) -> None:
-    with Watch(linear()) as watch, pytest.raises(NothingObservedError, match="Linear was never called"):
-        assertion(watch)
-
-
-@pytest.mark.parametrize("assertion", ASSERTIONS)
-def test_a_selector_that_matches_nothing_is_an_error(assertion: Callable[..., None]) -> None:
-    with pytest.raises(SelectionError, match="'fc3' matches none of 1 layer"):
-        assertion(run(linear()), layers="fc3")
 
 
 @pytest.mark.parametrize("assertion", ASSERTIONS)

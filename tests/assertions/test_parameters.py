@@ -54,11 +54,6 @@ SUBJECTS: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_parameters_are_counted(subject: str) -> None:
-    assert_param_count(SUBJECTS[subject](net(), X), 72 + 16 + 18)
-
-
-@pytest.mark.parametrize("subject", SUBJECTS)
 def test_tied_ones_count_once(subject: str) -> None:
     assert_param_count(SUBJECTS[subject](tied(), torch.ones(2, 4)), 2 * 16 + 3 * 4)
 
@@ -82,24 +77,15 @@ def test_frozen_and_trainable_ones_are_distinguished() -> None:
     assert_param_count(model, 72, trainable=False)
 
 
-def test_some_layers_alone_can_be_counted() -> None:
-    assert_param_count(PROBE.run(net(), X), 18, layers="2")
-
-
-@pytest.mark.parametrize("expected", ["many", (3, 2), 1.5])
-def test_what_is_no_number_is_refused(expected: object) -> None:
+def test_what_is_no_number_is_refused() -> None:
     with pytest.raises(UsageError, match="a number of elements"):
-        assert_param_count(net(), expected)
-
-
-@pytest.mark.parametrize("subject", SUBJECTS)
-def test_a_tie_is_seen(subject: str) -> None:
-    assert_tied(SUBJECTS[subject](tied(), torch.ones(2, 4)), "0.weight", "2.weight")
+        assert_param_count(net(), (3, 2))
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_a_lost_tie_names_the_parameter(subject: str) -> None:
     model = tied()
+    assert_tied(SUBJECTS[subject](model, torch.ones(2, 4)), "0.weight", "2.weight")
     model[2].weight = nn.Parameter(model[0].weight.detach().clone())
     with pytest.raises(AssertionError, match=r"^2.weight is not tied to 0.weight: they are two parameters"):
         assert_tied(SUBJECTS[subject](model, torch.ones(2, 4)), "0.weight", "2.weight")
@@ -115,10 +101,6 @@ def test_a_tie_needs_two() -> None:
         assert_tied(tied(), "0.weight")
 
 
-def test_everything_is_on_its_device() -> None:
-    assert_devices(PROBE.run(net(), X), "cpu")
-
-
 def test_the_innermost_tensor_elsewhere_is_named() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
     with pytest.raises(AssertionError, match=r"^1\.0\.weight is on cpu, not on cuda"):
@@ -132,16 +114,6 @@ def test_the_number_of_the_cpu_does_not_matter() -> None:
 def test_a_lazy_parameter_cannot_be_counted() -> None:
     with pytest.raises(UsageError, match="weight has no shape yet: run the model once"):
         assert_param_count(nn.LazyLinear(3), 3)
-
-
-def test_a_parameter_is_not_tied_to_itself() -> None:
-    with pytest.raises(UsageError, match="each once"):
-        assert_tied(net(), "0.weight", "0.weight")
-
-
-def test_a_tensor_elsewhere_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"^0.weight is on cpu, not on cuda; 2 of 3 tensors looked at|; 3 of 3"):
-        assert_devices(PROBE.run(net(), X), {"0": "cuda"})
 
 
 @pytest.mark.cuda
@@ -218,17 +190,6 @@ def test_a_norm_in_evaluation_mode_is_frozen() -> None:
     model = net()
     model[1].requires_grad_(False).eval()
     assert_frozen(trained(model, lambda m: torch.optim.SGD([*m[0].parameters(), *m[2].parameters()], 0.1)), layers="1")
-
-
-def test_a_step_written_by_hand_is_seen() -> None:
-    model = net().eval()
-    with ModelProbe() as probe:
-        watch = probe.watch(model)
-        model(X).square().mean().backward()
-        with torch.no_grad():
-            model[0].weight.sub_(0.1 * model[0].weight.grad)
-        with pytest.raises(AssertionError, match=r"^0.weight is not frozen: it changed by [0-9.]+ %; 1 of 2"):
-            assert_frozen(watch, layers="0")
 
 
 def test_a_write_through_data_is_seen_also_after_a_record_was_made() -> None:
@@ -355,7 +316,7 @@ class Schedule(nn.Module):
         return (self.net(x) - zero) / (one - zero)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_bias_that_the_model_cancels_is_a_hint(seed: int) -> None:
     torch.manual_seed(seed)
     model = Schedule()
@@ -432,9 +393,8 @@ def test_a_group_without_a_learning_rate_is_the_reason(assertion: Callable[..., 
     )
 
 
-@pytest.mark.parametrize("assertion", [assert_params_updated, assert_update_ratio])
-@pytest.mark.parametrize("to_none", [True, False])
-def test_a_gradient_that_was_reset_before_the_step_is_the_reason(to_none: bool, assertion: Callable[..., None]) -> None:
+@pytest.mark.parametrize(("assertion", "to_none"), [(assert_params_updated, True), (assert_update_ratio, False)])
+def test_a_gradient_that_was_reset_before_the_step_is_the_reason(assertion: Callable[..., None], to_none: bool) -> None:
     model = normless()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with ModelProbe() as probe, probe.watch(model) as watch:
@@ -621,11 +581,6 @@ def test_the_record_of_a_step_says_what_it_left_out() -> None:
         assert_params_updated(record)
     with pytest.raises(AssertionError, match=r"^0\.(weight|bias) changed by 0 of its norm, not"):
         assert_update_ratio(record, high=10.0)
-
-
-def test_an_update_that_is_not_finite_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"is not finite after training: \d+ (-?inf|NaN)"):
-        assert_params_updated(step_of(float("inf")))
 
 
 def test_whether_a_step_changed_buffers_is_not_known() -> None:

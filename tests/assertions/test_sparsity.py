@@ -79,13 +79,6 @@ def test_a_weight_that_could_not_be_read_does_not_pass():
     )
 
 
-def test_the_share_itself_is_enough():
-    seven = Statistics(count=100, zeros=7, mean=0.0)
-    pruned = dataclasses.replace(weight(0), shape=(100,), reading=Reading(statistics=seven))
-    layers = {"fc": Layer(name="fc", type="torch.nn.Linear", parameters=(pruned,))}
-    assert_sparsity(Record(model="Net", layers=layers), 0.07)
-
-
 def test_a_record_without_weights_is_refused():
     with pytest.raises(NothingObservedError):
         assert_sparsity(Record(model="Net", layers={"act": Layer(name="act", type="torch.nn.ReLU")}), 0.5)

@@ -64,18 +64,6 @@ def test_a_detached_teacher_passes():
     assert_no_gradient(trained(PROBE.build(lambda: Distilled(torch.Tensor.detach))), "teacher.**")
 
 
-def test_a_frozen_teacher_under_no_grad_passes():
-    class Frozen(Distilled):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                target = self.teacher(x)
-            return mse_loss(self.student(x), target)
-
-    model = PROBE.build(lambda: Frozen(nn.Identity()))
-    model.teacher.requires_grad_(requires_grad=False)
-    assert_no_gradient(trained(model), "teacher.**")
-
-
 def test_a_frozen_teacher_gets_a_gradient_at_its_outputs_if_the_student_is_before_it():
     class Behind(Distilled):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

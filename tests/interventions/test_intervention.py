@@ -12,10 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from pytest_modelprobe import (
     SelectionError,
     UsageError,
-    assert_all_params_have_grad,
-    assert_finite,
-    assert_no_dead_layers,
-    assert_no_leftover_hooks,
     faults,
     intervene,
 )
@@ -64,12 +60,6 @@ def test_an_output_is_what_the_function_returns():
         assert model(torch.zeros(2)).tolist() == [1, 1]
 
 
-def test_an_input_is_what_the_function_returns():
-    model = nn.Sequential(nn.Identity(), nn.ReLU())
-    with intervene(model, "1", input=lambda x: x - 1):
-        assert model(torch.tensor([0.5, 2.0])).tolist() == [0, 1]
-
-
 def test_a_gradient_is_changed_where_it_arrives_at_the_output():
     x = torch.ones(3, requires_grad=True)
     with intervene(nn.Sequential(nn.ReLU()), "0", gradient=lambda g: g * 5) as intervention:
@@ -103,15 +93,6 @@ def test_changes_of_one_layer_apply_in_the_order_in_which_their_blocks_began():
     model = nn.Sequential(nn.Identity())
     with intervene(model, "0", output=lambda x: x + 1), intervene(model, "0", output=lambda x: x * 10):
         assert model(torch.ones(1)).item() == 20
-
-
-def test_the_hooks_of_the_user_come_after_it_in_their_order():
-    model, seen = nn.Sequential(nn.Identity()), []
-    model[0].register_forward_hook(lambda m, a, out: seen.append(("first", out.item())))
-    with intervene(model, "0", output=faults.zero):
-        model[0].register_forward_hook(lambda m, a, out: seen.append(("second", out.item())))
-        model(torch.ones(1))
-    assert seen == [("first", 0), ("second", 0)]
 
 
 def test_integers_are_changed_where_there_is_nothing_else():
@@ -162,34 +143,7 @@ def test_a_record_notes_the_intervention(modelprobe):
     assert record.notes == ("intervention on 0.fc1 and 1 more: output=scale(2), weight=zero",)
 
 
-def test_a_watch_has_no_leftover_hooks_within_the_block_or_after_it(modelprobe):
-    model = net(modelprobe)
-    watch = modelprobe.watch(model)
-    with intervene(model, "**", output=faults.scale(2)):
-        model(modelprobe.randn(4, 8))
-        assert_no_leftover_hooks(watch)
-    assert_no_leftover_hooks(watch)
-
-
 # --- what names it ------------------------------------------------------------------------------------------------
-
-
-def test_a_nan_is_named_by_its_layer(modelprobe):
-    model = net(modelprobe)
-    with intervene(model, "1.fc1", output=faults.nan), pytest.raises(AssertionError, match=r"^1\.fc1 "):
-        assert_finite(modelprobe.run(model, modelprobe.randn(4, 8)))
-
-
-def test_a_dead_layer_is_named(modelprobe):
-    model = net(modelprobe)
-    with intervene(model, "1.act", output=faults.zero), pytest.raises(AssertionError, match=r"^1\.act is dead"):
-        assert_no_dead_layers(modelprobe.run(model, modelprobe.randn(4, 8)))
-
-
-def test_a_cut_graph_is_named(modelprobe):
-    model = net(modelprobe)
-    with intervene(model, "0.fc1", output=faults.detach), pytest.raises(AssertionError, match=r"0\.fc1"):
-        assert_all_params_have_grad(modelprobe.run(model, modelprobe.randn(4, 8), loss="random"))
 
 
 @pytest.mark.parametrize(
@@ -238,13 +192,6 @@ def test_no_hook_and_no_changed_bit_stays_after_an_error(modelprobe, what):
     assert hooks_of(model) == []
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(model(modelprobe.randn(4, 8)), plain)
-
-
-def test_an_error_of_the_function_reaches_the_test_and_no_hook_stays():
-    model = nn.Sequential(nn.Identity())
-    with pytest.raises(ZeroDivisionError), intervene(model, "0", output=lambda x: x / (1 // 0)):
-        model(torch.ones(1))
-    assert hooks_of(model) == []
 
 
 def test_weights_are_unchanged_where_the_function_fails_at_the_second_one():
@@ -322,6 +269,13 @@ def test_inference_tensors_are_changed_and_restored():
     assert torch.equal(model.weight, before)
 
 
+def test_random_generators_stay_where_they_are():
+    model, before = nn.Sequential(nn.Linear(2, 2)), torch.get_rng_state()
+    with intervene(model, "0", output=faults.noise(1.0), weight=faults.noise(0.1)):
+        model(torch.ones(1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_copy_of_the_model_has_no_intervention():
     model = nn.Sequential(nn.Identity())
     with intervene(model, "0", output=faults.zero):
@@ -330,13 +284,6 @@ def test_a_copy_of_the_model_has_no_intervention():
         torch.save(model, file)
         assert other(torch.ones(1)).item() == 1
     assert other(torch.ones(1)).item() == 1
-
-
-def test_random_generators_stay_where_they_are():
-    model, before = nn.Sequential(nn.Linear(2, 2)), torch.get_rng_state()
-    with intervene(model, "0", output=faults.noise(1.0), weight=faults.noise(0.1)):
-        model(torch.ones(1, 2))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 # --- one that never fires -----------------------------------------------------------------------------------------
@@ -402,11 +349,7 @@ def test_an_exception_in_the_block_is_not_replaced():
     ("given", "message"),
     [
         ({}, "nothing to change: give input=, output=, gradient= or weight="),
-        ({"output": 3}, "output= is a function from a tensor to a tensor; got 3"),
         ({"weight": faults.zero, "calls": [0]}, "weight= changes weights for the whole block: leave out calls="),
-        ({"output": faults.zero, "calls": []}, "calls= selects none"),
-        ({"output": faults.zero, "calls": [-1]}, "calls= is a list of numbers of calls, from 0; got [-1]"),
-        ({"output": faults.zero, "calls": 0}, "calls= is a list of numbers of calls, from 0; got 0"),
         ({"input": faults.swap({"used": [torch.ones(1)]})}, "swap is for output=, not for input="),
     ],
 )

@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError, dataclass, field
 import pytest
 
 from pytest_modelprobe.record import Reading
-from pytest_modelprobe.record.construction import quickly_made
+from pytest_modelprobe.record.tensor_statistics import quickly_made
 
 
 @quickly_made

@@ -28,7 +28,7 @@ def record_of(change=lambda model: None, **options):
         return probe.run(model, probe.randn(4, 8), loss="random", **options)
 
 
-@pytest.mark.parametrize("name", ["net.json", "net.json.gz", "folder/that/is/made/net.json"])
+@pytest.mark.parametrize("name", ["net.json.gz", "folder/that/is/made/net.json"])
 def test_a_loaded_record_equals_the_saved_one(name, tmp_path):
     record = record_of(histograms=True, profile=True)
     record.save(tmp_path / name)
@@ -36,12 +36,6 @@ def test_a_loaded_record_equals_the_saved_one(name, tmp_path):
     assert loaded == record
     assert loaded.to_dict() == record.to_dict()
     assert str(loaded) == str(record)
-
-
-def test_a_loaded_record_of_values_that_are_not_finite_equals_the_saved_one(tmp_path):
-    record = record_of(lambda model: nn.init.constant_(model.fc.bias, float("nan")))
-    record.save(tmp_path / "net.json")
-    assert Record.load(tmp_path / "net.json") == record
 
 
 def test_the_record_of_a_step_with_its_optimizer_is_saved(tmp_path):
@@ -53,16 +47,6 @@ def test_the_record_of_a_step_with_its_optimizer_is_saved(tmp_path):
         optimizer.step()
     watch.first_step.save(tmp_path / "step.json")
     assert Record.load(tmp_path / "step.json") == watch.first_step
-
-
-def test_measured_noise_is_saved(tmp_path):
-    with ModelProbe() as probe:
-        model, x = probe.build(Net), probe.randn(4, 8)
-        record = probe.run(model, x)
-        record = record.live_run.measured(record)
-    record.save(tmp_path / "net.json")
-    loaded = Record.load(tmp_path / "net.json")
-    assert (loaded, loaded.noise, loaded.live_run) == (record, "measured", None)
 
 
 def test_a_loaded_record_compares_as_the_saved_one(tmp_path):
@@ -83,14 +67,6 @@ def test_the_record_of_another_process_needs_no_torch_to_be_loaded(tmp_path):
     assert done.stdout == "(4, 16) False\n", done.stderr
 
 
-def test_a_record_replaces_an_older_one_and_leaves_no_other_file(tmp_path):
-    path = tmp_path / "net.json"
-    Record(model="Old").save(path)
-    Record(model="New").save(path)
-    assert Record.load(path).model == "New"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "net.json"
     Record(model="Old").save(path)
@@ -103,16 +79,6 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
         Record(model="New").save(path)
     assert Record.load(path).model == "Old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_what_is_read_back_has_to_be_what_was_written(tmp_path, monkeypatch):
-    path = tmp_path / "net.json"
-    Record(model="Old").save(path)
-    with monkeypatch.context() as patch:
-        patch.setattr("pathlib.Path.read_bytes", lambda path: b"{}")
-        with pytest.raises(UsageError, match="the disk returns other bytes than it was given"):
-            Record(model="New").save(path)
-    assert Record.load(path).model == "Old"
 
 
 def test_equal_records_make_equal_files(tmp_path):
@@ -134,11 +100,7 @@ WHOLE = json.dumps(Record(model="Net", forwards=1).to_dict())
     ("content", "message"),
     [
         (WHOLE[:-5], r"is no record, or is cut short \(39 bytes\): copy it again, or save the record again"),
-        ("", r"is no record, or is cut short \(0 bytes\)"),
-        ('{"schema": 2, "model": NaN}', "is no record, or is cut short"),
-        ("[1, 2]", "is no record: give a file that record.save wrote"),
         ('{"schema": 2}', "is no record: give a file that record.save wrote"),
-        ('{"schema": "1", "model": "Net"}', "is no record: give a file that record.save wrote"),
         (
             '{"schema": 3, "model": "Net"}',
             "is a record of schema 3, and this version reads 2: upgrade pytest-modelprobe here",
@@ -158,11 +120,10 @@ def test_a_file_that_is_no_record_is_told(content, message, tmp_path):
         Record.load(path)
 
 
-@pytest.mark.parametrize("end", [5, -5])
-def test_a_compressed_file_that_is_cut_short_is_told(end, tmp_path):
+def test_a_compressed_file_that_is_cut_short_is_told(tmp_path):
     path = tmp_path / "net.json.gz"
     record_of().save(path)
-    path.write_bytes(path.read_bytes()[:end])
+    path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(UsageError, match="is no record, or is cut short"):
         Record.load(path)
 

@@ -49,19 +49,9 @@ def test_what_is_deleted_stands_at_no_file() -> None:
     assert line.startswith("::error title=Net%3A removed::removed: the snapshot is deleted")
 
 
-def test_what_says_the_same_is_not_annotated() -> None:
-    before = snapshot(net("ReLU"))
-    verdict = judge({"a": before}, {"a": snapshot(net("ReLU"), reason="no change", supersedes=("x",))})
-    assert github.annotation_commands(verdict) == []
-
-
 def many(n: int) -> Verdict:
     before, now = ({str(i): snapshot(net(act), f"{i:03}") for i in range(n)} for act in ("ReLU", "GELU"))
     return judge(before, now)
-
-
-def test_up_to_nine_are_shown() -> None:
-    assert len(github.annotation_commands(many(9))) == 9
 
 
 def test_of_more_than_nine_the_rest_is_counted() -> None:
@@ -83,28 +73,10 @@ def test_signs_of_commands_are_escaped(text: str, message: str, title: str) -> N
     assert github.command("error", text, title=text) == f"::error title={title}::{message}"
 
 
-def test_a_command_is_one_line_whatever_names_are_in_it() -> None:
-    evil = "Net\n::set-output name=x::y\r,file=/etc/passwd\x1b[31m"
-    (line,) = github.annotation_commands(judge({"a": snapshot(net("ReLU", evil))}, {}))
-    assert "\n" not in line
-    assert "\r" not in line
-    assert ",file=" not in line
-    assert "\x1b" not in line
-
-
-def test_a_layer_whose_name_is_a_word_of_the_file_has_its_own_line() -> None:
-    text = encode(Record(model="Net", layers={n: Layer(name=n, type="A") for n in ("type", "layers")})).architecture
-    assert text.split("\n")[github.line_number_of(text, "type") - 1].startswith('"type": {"type": "A"}')
-
-
 def test_a_layer_with_signs_of_json_in_its_name_has_its_line() -> None:
     name = 'größe"\\'
     text = encode(Record(model="Net", layers={n: Layer(name=n, type="A") for n in ("x", name)})).architecture
     assert github.line_number_of(text, name) == github.line_number_of(text, "x") + 1
-
-
-def test_a_layer_that_is_not_there_stands_at_the_first_line() -> None:
-    assert github.line_number_of("{}\n", "fc") == 1
 
 
 def test_what_is_printed_besides_is_taken_for_no_command() -> None:
@@ -113,10 +85,6 @@ def test_what_is_printed_besides_is_taken_for_no_command() -> None:
     assert len(token) == 32
     assert said == ["::error::from a name", "more"]
     assert last == f"::{token}::"
-
-
-def test_each_time_with_another_word() -> None:
-    assert github.without_commands("") != github.without_commands("")
 
 
 def test_the_summary_is_added_to_what_is_there(tmp_path: Path) -> None:

@@ -51,10 +51,6 @@ NAMES = [
 ]
 
 
-def test_there_are_some_hundreds() -> None:
-    assert len(set(NAMES)) > 250
-
-
 @functools.cache
 def verdict_of(name: str) -> Verdict:
     """Return a verdict with a name wherever one can be: of a model, layer, attribute, path, and in a reason."""
@@ -156,13 +152,6 @@ def test_text_holds_no_command_and_no_control(form: str) -> None:
         said = changes.verdict_text(verdict) if form == "text" else changes.diff_text(verdict)
         assert list(Runner().commands(said)) == [], repr(name)
         assert all(map(is_plain, said.split("\n"))), repr(name)
-
-
-def test_errors_hold_no_command() -> None:
-    for name in NAMES:
-        for said in (printable(name), f"modelprobe: {printable(f'{name} cannot be read')}"):
-            assert list(Runner().commands(said)) == [], repr(name)
-            assert is_plain(said), repr(name)
 
 
 def test_json_holds_no_command_and_says_the_name() -> None:

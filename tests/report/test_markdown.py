@@ -59,11 +59,6 @@ def test_the_gate_says_what_is_denied_what_changed_and_what_to_do() -> None:
     )
 
 
-def test_a_snapshot_that_is_gone_is_no_change_of_its_model() -> None:
-    verdict = judge({"a": snapshot(net(2))}, {})
-    assert changes.verdict_line(verdict) == "Net: removal of its snapshot is not declared; 1 model changed, 0 unchanged"
-
-
 @pytest.mark.parametrize(("kind", "what"), [("new", "new snapshot"), ("renamed", "renaming of its snapshot")])
 def test_a_snapshot_that_is_new_or_renamed_is_said_to_be_that(kind: str, what: str) -> None:
     before = {} if kind == "new" else {"b": snapshot(net(2), "b.arch.json")}
@@ -142,10 +137,6 @@ def test_the_summary_is_a_table_with_the_details_folded_away() -> None:
     )
 
 
-def test_a_summary_of_nothing_is_one_line() -> None:
-    assert markdown.verdict(Verdict(unchanged=12)) == "### modelprobe: no model changed; 12 unchanged\n"
-
-
 @pytest.mark.parametrize(
     ("name", "shown"),
     [
@@ -166,16 +157,6 @@ def test_a_summary_of_nothing_is_one_line() -> None:
 )
 def test_no_name_is_anything_but_text(name: str, shown: str) -> None:
     assert markdown.escaped(name) == shown
-
-
-def test_names_break_no_row_of_the_summary() -> None:
-    evil = "Net|x\n</summary><script>`"
-    before = {"a": snapshot(net(2, model=evil), "t/__modelprobe__/a|b/`\n`.arch.json")}
-    text = markdown.verdict(judge(before, {}))
-    rows = [line for line in text.split("\n") if line.startswith("|")]
-    assert {line.count("|") for line in rows} == {6}
-    assert "<script>" not in text
-    assert text.count("`") == 6  # the one fence around the command
 
 
 def test_what_changed_alike_in_several_snapshots_is_said_once() -> None:
@@ -213,10 +194,6 @@ def test_a_summary_that_cannot_be_short_says_so_and_no_more() -> None:
     assert text.endswith("\nThis is too long to be shown here: run the same command locally.\n")
 
 
-def test_of_a_long_text_the_end_is_left_out() -> None:
-    assert markdown.escaped("a b " * 2000) == "a b " * 1024 + "…"
-
-
 def with_doubts() -> Verdict:
     """Return a verdict on two models: the cause is only possible in the first."""
     before, now = ({name: snapshot(net(width, model=name), name) for name in "AB"} for width in (2, 3))
@@ -239,9 +216,3 @@ def test_causes_of_any_model_come_before_possible_ones() -> None:
 
 def test_a_diff_says_which_causes_are_only_possible() -> None:
     assert "| possibly act: own code changed | computation | 50 % |" in markdown.diff(with_doubts())
-
-
-def test_a_diff_has_a_table_of_causes() -> None:
-    text = markdown.diff(changed())
-    assert "| blocks.&#42;.act: ReLU → GELU x2 | architecture |" in text
-    assert text.endswith("\n12 snapshots unchanged.\n")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pytest_modelprobe.gate.verdict import SnapshotChange, SnapshotVersion, judge
 from pytest_modelprobe.record import Call, Layer, Record, Value
 from pytest_modelprobe.report import markdown
-from pytest_modelprobe.report.mermaid import graph
+from pytest_modelprobe.report.markdown import graph
 
 
 def chain(names: Sequence[str], changed: str = "", kind: str = "Linear") -> Record:
@@ -60,11 +60,6 @@ def test_a_large_change_is_cut_and_the_rest_is_counted() -> None:
     lines = graph(change(chain(names[:1]), chain(names)), most=10)
     assert len(nodes(lines)) == 10
     assert '  rest["90 layers more"]' in lines
-
-
-def test_a_change_of_a_structure_without_calls_is_not_drawn() -> None:
-    one, other = (Record(model="Net", layers={"a": Layer(name="a", type=kind)}) for kind in ("ReLU", "GELU"))
-    assert graph(change(one, other)) == []
 
 
 def test_names_are_text_in_labels() -> None:

@@ -21,7 +21,7 @@ import numpy
 
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import Layer, Reading, Record, Selector, selected
-from pytest_modelprobe.report.html.histogram import QUARTILES, SMALLEST, quantiles
+from pytest_modelprobe.report.html.charts import QUARTILES, SMALLEST, quantiles
 from pytest_modelprobe.report.results.values import histogram_data
 from pytest_modelprobe.text import printable
 
@@ -265,7 +265,7 @@ def distance(a: Reading, b: Reading) -> float:
     >>> distance(a, b)
     3.0
     """
-    from pytest_modelprobe.assertions.distribution import in_pooled_deviations
+    from pytest_modelprobe.assertions.behavior import in_pooled_deviations
 
     assert a.statistics is not None
     assert b.statistics is not None

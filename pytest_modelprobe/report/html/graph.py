@@ -16,8 +16,7 @@ from typing import Any
 
 from pytest_modelprobe.text import count, printable, shape
 
-from .elements import Child, Markup, coordinate, tag
-from .status import STATUSES, is_cause, status_of
+from .elements import STATUSES, Child, Markup, coordinate, is_cause, status_of, tag
 
 MOST_NODES = 150
 """If there are more nodes, boxes without a status are drawn as one node each."""

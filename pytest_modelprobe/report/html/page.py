@@ -8,22 +8,188 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
+import functools
 import hashlib
+import html
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pytest_modelprobe.record import Record
+from pytest_modelprobe.report.results import run_data
 from pytest_modelprobe.report.results.verdict import FAILED, side_name, verdict
-from pytest_modelprobe.text import count
+from pytest_modelprobe.text import count, shape
 
-from .charts import activation_scale, attention_entropy, gradient_flow, update_ratios
-from .elements import Child, Markup, bullets, finite, folded, number, preformatted, tag
+from .charts import Axis, Histogram, activation_scale, attention_entropy, gradient_flow, sparkline, update_ratios
+from .elements import (
+    Child,
+    Markup,
+    badges,
+    bullets,
+    finite,
+    folded,
+    is_cause,
+    legend,
+    naming,
+    number,
+    preformatted,
+    tag,
+)
 from .graph import GUESS, graph
-from .layer_table import layer_table, shown
-from .status import badges, is_cause, legend, naming
+
+# --- the table of layers ----------------------------------------------------------------------------------------------
+
+Layer = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    heading: str
+    title: str | None
+    cell: Callable[[Layer], Child]
+    css: str | None = "n"
+    """The class of its heading: ``n`` for numbers, which are aligned right; None for text; ``plain`` for pictures."""
+
+
+def _output(layer: Layer) -> dict[str, Any]:
+    return next(iter(layer["outputs"]), {})
+
+
+def _statistic(name: str, of: str = "statistics") -> Callable[[Layer], Child]:
+    return lambda layer: number((_output(layer).get(of) or {}).get(name))
+
+
+def _shape(layer: Layer) -> Child:
+    output = _output(layer)
+    return shape(output["shape"]) if output else ""
+
+
+def _range(layer: Layer) -> Child:
+    low, high = _statistic("min")(layer), _statistic("max")(layer)
+    return f"{low} … {high}" if low or high else ""
+
+
+def _zeros(layer: Layer) -> Child:
+    statistics = _output(layer).get("statistics")
+    if not statistics or not statistics["count"]:
+        return ""
+    share = statistics["zeros"] / statistics["count"]
+    return f"{share:.0%}" if share else "0"
+
+
+def _nonfinite(layer: Layer) -> Child:
+    statistics = _output(layer).get("statistics") or {}
+    count = sum(statistics.get(name) or 0 for name in ("nan", "posinf", "neginf"))
+    return f"{count:,}" if count else ""
+
+
+def _units(name: str) -> Callable[[Layer], Child]:
+    def cell(layer: Layer) -> Child:
+        units = layer[name]
+        return f"{units[0]:,}/{units[1]:,}" if units and units[0] else "0" if units else ""
+
+    return cell
+
+
+def _profile(name: str, scale: float = 1.0) -> Callable[[Layer], Child]:
+    def cell(layer: Layer) -> Child:
+        value = (layer["profile"] or {}).get(name)
+        return number(value * scale if isinstance(value, float) else value)
+
+    return cell
+
+
+_LONG = 28
+"""A name of more characters may take several lines, so that the numbers stay in sight."""
+
+_COLUMNS = (
+    _Column("status", None, lambda layer: badges(layer["status"]), css=None),
+    _Column("type", "Class of the module", lambda layer: layer["type"], css=None),
+    _Column("output", "Shape of the first output", _shape, css=None),
+    _Column("dead", "Units that are always zero, of all", _units("dead_units")),
+    _Column("gradient", "Root mean square of the gradient of the output", _statistic("rms", of="gradient")),
+    _Column("mean", "Mean of the output's finite elements", _statistic("mean")),
+    _Column("± std", "Standard deviation of the output", _statistic("std")),
+    _Column("range", "Smallest and largest finite element of the output", _range),
+    _Column("zeros", "Share of the output's elements that are zero", _zeros),
+    _Column("not finite", "Elements of the output that are NaN or infinite", _nonfinite),
+    _Column("saturated", "Units that are always at a limit, of all", _units("saturated_units")),
+    _Column("calls", "Calls, where it is not one", lambda one: number(one["calls"]) if one["calls"] != 1 else ""),
+    _Column("parameters", "Elements of the layer's own parameters", lambda one: number(one["parameters"] or None)),
+    _Column(
+        "of weights",
+        "Root mean square of the gradient of the parameters",
+        lambda one: number((one["weights"] or {}).get("gradient_rms")),
+    ),
+    _Column("time ms", "Wall time, with the layers in it", _profile("wall_time", 1000.0)),
+    _Column("FLOPs", "Floating-point operations, with the layers in it", _profile("flops")),
+    _Column("bytes", "Bytes of activations", _profile("activation_bytes")),
+)
+
+
+def layer_table(layers: Sequence[Layer], anchor: Callable[[str], str | None], label: str) -> Markup:
+    """Return the table, without the columns that are empty."""
+    filled = [(column, cells) for column in _COLUMNS if any(cells := [column.cell(layer) for layer in layers])]
+    axis = Axis.of(histogram for layer in layers if (histogram := _histogram(layer)))
+    if axis is not None:
+        limits = axis.limits()
+        told = f"Elements of the output by magnitude, {limits}: negative, zero, positive; each scaled to its peak"
+        picture = _Column("distribution", told, functools.partial(_picture, axis), css="plain")
+        texts = sum(column.css is None for column, _ in filled)
+        filled.insert(texts, (picture, list(map(picture.cell, layers))))
+    head = [tag("th", "layer", scope="col", title="Name in the model")]
+    head += [tag("th", one.heading, scope="col", title=one.title, class_=one.css) for one, _ in filled]
+    rows = []
+    for i, layer in enumerate(layers):
+        rows.append(
+            tag("tr", _name(layer["name"]), [tag("td", cells[i]) for _, cells in filled], id=anchor(layer["name"]))
+        )
+    first_of_numbers = 2 + sum(column.css != "n" for column, _ in filled)
+    # The alignment of columns is a rule of the style sheet: a class of each cell would be a fifth of the page.
+    table = tag("table", tag("thead", tag("tr", head)), tag("tbody", rows), class_=f"layers from{first_of_numbers}")
+    return tag("div", table, class_="scroll", tabindex="0", role="group", aria_label=label)
+
+
+def _name(name: str) -> Markup:
+    if len(name) <= _LONG:
+        return tag("th", name)
+    first, *parts = name.split(".")
+    return tag("th", first, [(".", tag("wbr"), part) for part in parts], class_="long")
+
+
+def shown(layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layers of the table: those that say something that the row before does not.
+
+    Left out are modules that return what the last layer in them returned, and layers without calls and parameters.
+    """
+    found: list[Layer] = []
+    for layer in layers:
+        own = layer["leaf"] or layer["parameters"] or layer["attention"]
+        news = (layer["calls"] or layer["parameters"]) and (own or not found or not _same_output(layer, found[-1]))
+        if news or any(map(is_cause, layer["status"])):
+            found.append(layer)
+    return found
+
+
+def _same_output(layer: Layer, other: Layer) -> bool:
+    a, b = _output(layer), _output(other)
+    return bool(a) and (a["shape"], a.get("statistics")) == (b.get("shape"), b.get("statistics"))
+
+
+def _histogram(layer: Layer) -> Histogram | None:
+    found: Histogram | None = _output(layer).get("histogram")
+    return found
+
+
+def _picture(axis: Axis, layer: Layer) -> Child:
+    found = _histogram(layer)
+    return sparkline(axis, found) if found else None
+
 
 Data = dict[str, Any]
 
@@ -62,7 +228,11 @@ def render(results: Data) -> str:
         tag("section", tag("h2", "Tests"), [_test(i, test, i in unfolded) for i, test in tests], id="tests"),
         _unused(results),
     ]
-    return _page(f"modelprobe: {results['root']}", _header(results), main)
+    facts = [f"commit {results['commit'][:12]}" if results["commit"] else ""]
+    facts += [f"{name} {version}" for name, version in results["versions"].items()]
+    facts += [", ".join(results["devices"]), f"seed {results['seed']}" if results["seed"] is not None else ""]
+    header = _head(results["root"], bullets(filter(None, facts), class_="facts"))
+    return _page(f"modelprobe: {results['root']}", header, main)
 
 
 def render_run(run: Data) -> str:
@@ -123,14 +293,6 @@ def _unfolded(tests: Sequence[tuple[int, Data]]) -> Iterator[int]:
         yield i
 
 
-def _header(results: Data) -> Markup:
-    versions = [f"{name} {version}" for name, version in results["versions"].items()]
-    commit = [f"commit {results['commit'][:12]}"] if results["commit"] else []
-    seed = [f"seed {results['seed']}"] if results["seed"] is not None else []
-    facts = [*commit, *versions, ", ".join(results["devices"]), *seed]
-    return _head(results["root"], bullets(filter(None, facts), class_="facts"))
-
-
 def _head(title: str, facts: Child = None) -> Markup:
     return tag("header", tag("p", "modelprobe", class_="brand"), tag("h1", title), facts)
 
@@ -178,7 +340,14 @@ def _causes(tests: Sequence[Data]) -> list[_Cause]:
         for snapshot in [*(test["snapshots"] if failed else ()), *_changed(test)]:
             for cause in snapshot["causes"]:
                 entry = found.setdefault(cause["said"], _Cause(cause["said"], cause["kind"], cause["layer"]))
-                entry.facts, entry.hints, said = _facts(cause), list(cause["hints"]), True
+                entry.facts = [count(cause["layers"], "layer")] if cause["layers"] > 1 else []
+                change = finite(cause["change"])
+                if change is not None:
+                    size = f"{change * 100:.2g} %" if change < 10 else f"a factor of {change:.3g}"
+                    entry.facts.append(f"changed by {size}")
+                if cause["evidence"]:
+                    entry.facts.append(_EVIDENCE.get(cause["evidence"], str(cause["evidence"])))
+                entry.hints, said = list(cause["hints"]), True
                 entry.tests[i] = None
                 entry.moved = max(entry.moved, snapshot["moved"])
         if failed and not said:
@@ -197,23 +366,12 @@ def _changed(test: Data) -> list[Data]:
     return [pair for pair in test.get("base", ()) if pair["verdict"] == "changed"]
 
 
-def _facts(cause: Data) -> list[str]:
-    facts = [count(cause["layers"], "layer")] if cause["layers"] > 1 else []
-    change = finite(cause["change"])
-    facts += [f"changed by {_percent(change)}"] if change is not None else []
-    return facts + [_EVIDENCE.get(cause["evidence"], str(cause["evidence"]))] * bool(cause["evidence"])
-
-
 _EVIDENCE = {
     "isolated": "found by calling it alone, on synthetic inputs",
     "recorded": "found by comparing what was recorded then and now",
     "propagation": "found in the run, where a change first shows",
     "both": "found in the run, and by calling it alone",
 }
-
-
-def _percent(share: float) -> str:
-    return f"{share * 100:.2g} %" if share < 10 else f"a factor of {share:.3g}"
 
 
 def _causes_section(causes: Sequence[_Cause], tests: Sequence[Data]) -> Markup | None:
@@ -338,7 +496,11 @@ _FINE = ("same", "not compared")
 def _snapshot(snapshot: Data) -> Markup:
     verdict = snapshot["verdict"]
     file = tag("code", snapshot["snapshot"])
-    said, steps = _split(snapshot["text"])
+    # The next steps are the last paragraph, a question and a command on each line.
+    said, gap, last = snapshot["text"].rstrip().rpartition("\n\n")
+    steps = [(match[1], match[2]) for line in last.splitlines() if (match := _STEP.match(line))]
+    if not gap or len(steps) < len(last.splitlines()):
+        said, steps = snapshot["text"], []
     where = tag("p", tag("b", f"Snapshot {verdict}"), " ", file, f" on {snapshot['device']}")
     parts = [where, preformatted(said) if said else None]
     possible = [cause["said"] for cause in snapshot["possible"]]
@@ -363,13 +525,6 @@ def _pair(pair: Data) -> Markup:
     return tag("section", where, preformatted(said) if said else None, class_=css)
 
 
-def _split(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """Return what a message says, and its next steps: the last paragraph, a question and a command on each line."""
-    said, gap, last = text.rstrip().rpartition("\n\n")
-    steps = [(match[1], match[2]) for line in last.splitlines() if (match := _STEP.match(line))]
-    return (said, steps) if gap and len(steps) == len(last.splitlines()) else (text, [])
-
-
 _STEP = re.compile(r"([A-Z][\w ]+[?:]) +(.+)")
 """A next step in a message: ``Intended? pytest --snapshot-update``."""
 
@@ -377,20 +532,14 @@ _STEP = re.compile(r"([A-Z][\w ]+[?:]) +(.+)")
 def _figures(figures: Sequence[Data]) -> list[Markup]:
     images = []
     for figure in figures:
-        source = _data_url(figure)
+        source = None
+        with contextlib.suppress(binascii.Error, ValueError):
+            if figure["media"] in ("image/png", "image/svg+xml"):
+                data = base64.b64encode(base64.b64decode(figure["data"], validate=True)).decode()
+                source = f"data:{figure['media']};base64,{data}"
         image = tag("img", src=source, alt=figure["title"]) if source else tag("p", "An image that cannot be shown.")
         images.append(tag("figure", tag("figcaption", tag("b", figure["title"])), image))
     return [tag("div", images, class_="figures")] if images else []
-
-
-def _data_url(figure: Data) -> str | None:
-    if figure["media"] not in ("image/png", "image/svg+xml"):
-        return None
-    try:
-        data = base64.b64encode(base64.b64decode(figure["data"], validate=True)).decode()
-    except (binascii.Error, ValueError):
-        return None
-    return f"data:{figure['media']};base64,{data}"
 
 
 # --- runs ---------------------------------------------------------------------------------------------------------
@@ -415,8 +564,12 @@ def _run(prefix: str, run: Data) -> Markup:
         box = tag("div", drawn, class_="scroll", tabindex=0, role="group", aria_label=f"Graph of {run['name']}")
         caption = tag("figcaption", tag("b", "Layers:"), _GRAPH)
         figure = tag("figure", caption, box, legend(words), class_="layers-graph")
-        link = _linker(anchors)
-        charts = _charts(run, layers, link)
+
+        def link(name: str) -> Child:
+            return tag("a", name, href=f"#{anchors[name]}") if name in anchors else name
+
+        by_depth = [make(layers, link) for make in (gradient_flow, activation_scale, attention_entropy)]
+        charts = [chart for chart in (*by_depth, update_ratios(run.get("steps", ()), link)) if chart]
         pictures = tag("div", figure, tag("div", charts, class_="charts") if charts else None, class_="pictures")
         parts += [_offenders(layers, link), pictures, layer_table(layers, anchors.get, f"Layers of {run['name']}")]
     caused = any(is_cause(word) for word in words)
@@ -439,19 +592,6 @@ def _offenders(layers: Sequence[Data], link: Callable[[str], Child]) -> Markup |
 
 
 _GRAPH = f" a solid line is an output that the next takes as it is; a dotted line is {GUESS}."
-
-
-def _linker(anchors: dict[str, str]) -> Callable[[str], Child]:
-    def link(name: str) -> Child:
-        return tag("a", name, href=f"#{anchors[name]}") if name in anchors else name
-
-    return link
-
-
-def _charts(run: Data, layers: Sequence[Data], link: Callable[[str], Child]) -> list[Markup]:
-    by_depth = [make(layers, link) for make in (gradient_flow, activation_scale, attention_entropy)]
-    charts = [*by_depth, update_ratios(run.get("steps", ()), link)]
-    return [chart for chart in charts if chart]
 
 
 def _run_facts(run: Data) -> Iterator[str]:
@@ -479,3 +619,27 @@ def _unused(results: Data) -> Markup | None:
     groups += [(f"Kept: {why}", paths) for why, paths in dict(results["kept"]).items()]
     lists = [folded(f"{title}: {count(len(paths), 'file')}", bullets(paths)) for title, paths in groups if paths]
     return tag("section", tag("h2", "Snapshot files that no test uses"), lists) if lists else None
+
+
+# --- a record ---------------------------------------------------------------------------------------------------------
+
+_FRAME = (
+    '<div><iframe sandbox="allow-scripts" style="width: 100%; height: 40rem; border: 0" srcdoc="{}"></iframe></div>'
+)
+"""A page in a frame: its style sheet and those of the notebook do not reach each other. The ``div`` is there because
+IPython warns of a bare frame."""
+
+
+def record_page(record: Record) -> str:
+    """Return the page of a record."""
+    return render_run(run_data(record))
+
+
+def display(record: Record) -> None:
+    """Display the page of a record in a notebook; elsewhere, print the record."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    if ipython is not None and hasattr(shell, "kernel"):
+        ipython.display.display(ipython.display.HTML(_FRAME.format(html.escape(record_page(record)))))
+    else:
+        print(record)

@@ -44,9 +44,8 @@ def test_a_failure_says_the_share_and_where_the_mass_is() -> None:
 @pytest.mark.parametrize(
     ("cam", "box", "message"),
     [
-        (torch.ones(8), (0, 0, 2, 2), r"got shape \(8,\)"),
         (torch.ones(8, 8), (2, 0, 2, 2), r"a box is \(top, left, bottom, right\)"),
-        (torch.ones(8, 8), (0, 0, 9, 2), "leaves the map, which has 8 rows and 8 columns"),
+        (torch.ones(8, 8), (0, 0, 9, 2), "for a map of 8 rows and 8 columns"),
         (torch.ones(3, 8, 8), [(0, 0, 2, 2)], "1 box for 3 images"),
         (-torch.ones(8, 8), (0, 0, 2, 2), "not finite, or negative somewhere"),
     ],

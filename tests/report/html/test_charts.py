@@ -51,24 +51,10 @@ def test_layers_are_named_below_the_axis_where_there_is_place() -> None:
     assert list(names(scale(*few))) == ["fc1", "relu", "fc2"]
 
 
-def test_several_dead_layers_are_counted() -> None:
-    assert "It is 0 (×) at a and 2 other layers of 5." in scale(
-        *(layer(name, 0.0) for name in "abc"), layer("d"), layer("e")
-    )
-
-
 def test_without_a_dead_layer_the_axis_has_no_zero() -> None:
     chart = scale(layer("a"), layer("b"))
     assert "zero" not in chart
     assert ">0</text>" not in chart
-
-
-def test_a_layer_without_numbers_has_no_point() -> None:
-    assert len(points(scale(layer("a"), layer("b", None), layer("c")), "line")) == 2
-
-
-def test_where_every_layer_is_dead_there_is_no_chart() -> None:
-    assert scale(layer("a", 0.0), layer("b", 0.0)) == ""
 
 
 def test_a_gradient_of_zero_is_marked() -> None:

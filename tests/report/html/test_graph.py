@@ -63,18 +63,9 @@ def test_a_recorded_source_is_a_solid_line_and_a_guess_is_dotted_and_says_so() -
     assert "<title>a guess: code computed the input" in svg
 
 
-def test_layers_that_take_the_input_of_their_module_are_no_chain() -> None:
-    flow = [call("q"), call("k"), call("v"), call("out", after=2)]
-    assert edges(drawn(*map(layer, "qkv"), layer("out"), flow=flow)) == (0, 3)
-
-
 def test_layers_that_take_one_tensor_of_which_the_source_is_not_known_have_the_same_guess() -> None:
     flow = [call("a"), call("b"), call("q", after=1), call("k", after=1), call("out", 2, 3)]
     assert edges(drawn(*map(layer, "abqk"), layer("out"), flow=flow)) == (2, 4)
-
-
-def test_what_takes_the_input_of_the_model_has_no_line() -> None:
-    assert edges(drawn(layer("a"), layer("b"), flow=[call("a"), call("b")])) == (0, 0)
 
 
 def test_each_call_of_a_layer_is_a_node_between_what_it_takes_and_what_takes_it() -> None:
@@ -89,12 +80,6 @@ def test_the_last_call_that_is_told_apart_stands_for_the_others() -> None:
     flow = [call("cell"), call("cell", 0, number=2, more=998), call("out", 1)]
     svg = drawn(layer("cell", calls=1000), layer("out"), flow=flow)
     assert labels(svg) == ["cell Linear", "cell (calls 2 to 1,000) Linear", "out Linear"]
-
-
-def test_calls_of_one_layer_that_follow_each_other_are_folded() -> None:
-    flow = [call("cell"), *(call("cell", i, number=i + 2) for i in range(4))]
-    svg = drawn(layer("cell", calls=5), flow=flow)
-    assert labels(svg) == ["cell Linear", "cell (call 2) … call 5 ×4 Linear"]
 
 
 def test_an_edge_over_a_level_goes_around_the_node_on_it() -> None:
@@ -127,11 +112,6 @@ def test_a_thousand_layers_with_a_cause_are_few_nodes() -> None:
 
 def test_a_deep_tree_is_no_error() -> None:
     assert labels(drawn(layer(".".join(map(str, range(3000))))))
-
-
-def test_what_the_mouse_is_over_counts_one_parameter_as_one() -> None:
-    (bias,) = re.findall("<title>(.*?)</title>", drawn(layer("bias", parameters=1)))
-    assert bias == "bias, Linear, (2, 8), 1 parameter"
 
 
 def test_what_the_mouse_is_over_counts_one_hidden_layer_as_one() -> None:
