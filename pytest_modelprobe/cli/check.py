@@ -27,7 +27,6 @@ from pytest_modelprobe.gate import (
     SourceError,
     Verdict,
     declared_removals,
-    event,
     has_words,
     in_revision,
     in_working_tree,
@@ -38,6 +37,7 @@ from pytest_modelprobe.gate import (
     scope_in,
     superseded,
 )
+from pytest_modelprobe.gate import git as event
 from pytest_modelprobe.gate import text as gate_text
 from pytest_modelprobe.report import data, github, markdown
 from pytest_modelprobe.text import printable

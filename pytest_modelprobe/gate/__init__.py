@@ -8,21 +8,21 @@ request writes both. So it needs no torch, and gives the same verdict on every m
 from __future__ import annotations
 
 from .classes import CLASSES, DEFAULTS, LEVELS, MEANING, Class, Level, class_of, needs_reason
-from .declarations import has_words, superseded
 from .git import GitError, Repository, run_git
-from .removals import declared_removals, removal_path
 from .snapshot_sources import (
     SnapshotSource,
     SourceError,
+    declared_removals,
     in_revision,
     in_working_tree,
     on_disk,
     refuse_directory,
     refuse_links,
+    removal_path,
     scope_in,
     without_ending,
 )
-from .verdict import Finding, SnapshotChange, SnapshotVersion, Verdict, judge
+from .verdict import Finding, SnapshotChange, SnapshotVersion, Verdict, has_words, judge, superseded
 
 __all__ = [
     "CLASSES",

@@ -21,16 +21,19 @@ from pytest_modelprobe.files import (
     DIRECTORY,
     MOST_BYTES,
     PROBE,
+    REMOVED,
+    Removal,
     StoredSnapshot,
     decode,
     decode_architecture,
+    removal_from,
     text_of,
     too_large,
 )
 from pytest_modelprobe.record import nearest
 
 from .git import Repository
-from .verdict import SnapshotVersion
+from .verdict import SnapshotVersion, words
 
 ENDINGS = (ARCH, PROBE)
 
@@ -372,3 +375,67 @@ def _inside(name: str, pair: SnapshotPaths, scope: str) -> bool:
     return (
         not scope or name.startswith(f"{scope}/") or without_ending(scope) in (name, without_ending(pair.architecture))
     )
+
+
+# --- Reasons for deleted snapshots, each in a file where the snapshot was: ``test_a.removed.json`` -------------------
+
+
+def removal_path(architecture: str) -> str:
+    """Return the path of the file that declares the deletion of a snapshot.
+
+    >>> removal_path("tests/__modelprobe__/test_net/test_a.arch.json")
+    'tests/__modelprobe__/test_net/test_a.removed.json'
+    """
+    return architecture.removesuffix(ARCH) + REMOVED
+
+
+def declared_removals(repository: Repository, commit: str) -> dict[tuple[str, str], str]:
+    """Return (path of the architecture, digest of the content) → the reason why this snapshot was deleted.
+
+    A reason that the file gave for the same content in ``commit`` was for an earlier deletion and does not count.
+
+    Raises:
+        SourceError: A file cannot be read.
+    """
+    before = _removals_in(repository, repository.files(commit))
+    found = {}
+    for path, removal in _removals_in_working_tree(repository).items():
+        old = before.get(path)
+        known = old.contents if old is not None and words(old.reason) == words(removal.reason) else frozenset()
+        for content in removal.contents - known:
+            found[path.removesuffix(REMOVED) + ARCH, content] = removal.reason
+    return found
+
+
+def _removals_in(repository: Repository, listing: Mapping[str, str]) -> dict[str, Removal]:
+    """Return path → removal, for the blobs that can be read."""
+    names = {path: listing[path] for path in _removal_paths(listing)}
+    sizes = repository.sizes(names.values())
+    names = {path: name for path, name in names.items() if sizes.get(name, 0) <= MOST_BYTES}
+    contents = repository.read(names.values())
+    found = {}
+    for path, name in names.items():
+        with contextlib.suppress(SourceError):  # A file that cannot be read declared nothing.
+            found[path] = _removal(contents[name], path)
+    return found
+
+
+def _removals_in_working_tree(repository: Repository) -> dict[str, Removal]:
+    found = _removals_in(repository, repository.files_left_out())
+    for path in _removal_paths(repository.working_files()):
+        file = repository.root / path
+        if file.stat().st_size > MOST_BYTES:
+            raise SourceError(f"{path} is too large for a declaration: remove it")
+        found[path] = _removal(file.read_bytes(), path)
+    return found
+
+
+def _removal_paths(paths: Iterable[str]) -> list[str]:
+    return [path for path in paths if path.endswith(REMOVED) and DIRECTORY in PurePosixPath(path).parts]
+
+
+def _removal(data: bytes, path: str) -> Removal:
+    try:
+        return removal_from(text_of(data, path), path)
+    except SnapshotError as error:
+        raise SourceError(str(error)) from error

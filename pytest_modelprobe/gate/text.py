@@ -17,8 +17,7 @@ from pytest_modelprobe.comparison.text import cause_text, first_line, grouped, k
 from pytest_modelprobe.comparison.text import text as diagnosis_text
 from pytest_modelprobe.text import Cell, collapsed, count, failure, listed, printable, table
 
-from .checkpoints import Effect
-from .classes import DEFAULTS, Class, class_of, class_of_note
+from .classes import DEFAULTS, Class, Effect, class_of, class_of_note
 from .verdict import Finding, SnapshotChange, Verdict, part_not_compared
 
 _EACH_WHOLE = 4

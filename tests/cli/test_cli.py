@@ -20,9 +20,10 @@ import pytest
 
 from pytest_modelprobe.cli import GIT_ATTRIBUTES, common, main
 from pytest_modelprobe.files import StoredSnapshot, architecture_digest, decode, encode
-from pytest_modelprobe.gate import removals, snapshot_sources
-from pytest_modelprobe.gate.declarations import superseded
+from pytest_modelprobe.gate import snapshot_sources
+from pytest_modelprobe.gate import snapshot_sources as removals
 from pytest_modelprobe.gate.git import Repository
+from pytest_modelprobe.gate.verdict import superseded
 from pytest_modelprobe.record import Call, Layer, Parameter, Reading, Record, Statistics, Value
 from pytest_modelprobe.snapshot.stored import structure_of
 

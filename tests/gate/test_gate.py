@@ -9,8 +9,7 @@ import pytest
 
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.comparison.text import cause_text
-from pytest_modelprobe.gate.checkpoints import effect_on_checkpoints
-from pytest_modelprobe.gate.classes import DEFAULTS, Level
+from pytest_modelprobe.gate.classes import DEFAULTS, Level, effect_on_checkpoints
 from pytest_modelprobe.gate.text import diff_text, finding_text, note_rows, verdict_line, verdict_text
 from pytest_modelprobe.gate.verdict import SnapshotChange, SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record import (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_modelprobe.gate import event as actions
+from pytest_modelprobe.gate import git as actions
 from pytest_modelprobe.gate.git import GitError, Repository, run_git
 
 Git = Callable[..., str]
