@@ -13,10 +13,21 @@ from .diagnosis import (
     diagnose,
     layers_behind_zeros,
 )
-from .differences import BEHAVIOR, CallPair, Comparison, Difference, DifferenceKind, Parts, Tolerance
-from .pairing import is_drawn_otherwise
+from .matching import is_drawn_otherwise
 from .ports import Pairing, pair, port_failure
-from .tolerance import LARGEST_TOLERANCE, Precision, is_rounding, largest_gradient
+from .tolerance import (
+    BEHAVIOR,
+    LARGEST_TOLERANCE,
+    CallPair,
+    Comparison,
+    Difference,
+    DifferenceKind,
+    Parts,
+    Precision,
+    Tolerance,
+    is_rounding,
+    largest_gradient,
+)
 
 __all__ = [
     "ABSORBED",

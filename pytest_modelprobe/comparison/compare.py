@@ -40,11 +40,35 @@ from pytest_modelprobe.record import (
 from pytest_modelprobe.text import count
 
 from . import tolerance as _tolerance
-from .call_syntax import with_current_paths
-from .differences import BEHAVIOR, CallKey, CallPair, Comparison, Difference, DifferenceKind, Parts, Tolerance, ValueKey
-from .matching import match
-from .pairing import comparable, has_both_modes, is_drawn_otherwise, is_same, paired_emitted, paired_values
-from .tolerance import CAME, GONE, UNKNOWN, Direction, Precision, ValueChange, allows_more, norm
+from .matching import (
+    comparable,
+    has_both_modes,
+    is_drawn_otherwise,
+    is_same,
+    match,
+    paired_emitted,
+    paired_values,
+    with_current_paths,
+)
+from .tolerance import (
+    BEHAVIOR,
+    CAME,
+    GONE,
+    UNKNOWN,
+    CallKey,
+    CallPair,
+    Comparison,
+    Difference,
+    DifferenceKind,
+    Direction,
+    Parts,
+    Precision,
+    Tolerance,
+    ValueChange,
+    ValueKey,
+    allows_more,
+    norm,
+)
 
 
 def compare(

@@ -16,14 +16,29 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from . import hookspecs, revisions
-from .annotations import Annotations
-from .devices import as_list, resolve
-from .marker import is_rank, marker_arguments, marker_error, marker_location
-from .other_plugins import add_checks, told_to_plugins
-from .progress_line import ProgressLine
-from .properties import Properties, is_asked
-from .settings import SETTINGS, add_filter, add_options, settings_of
-from .terminal import Terminal, named_records, shows_first_use, summaries
+from .hookspecs import add_checks, told_to_plugins
+from .settings import (
+    SETTINGS,
+    add_filter,
+    add_options,
+    as_list,
+    is_rank,
+    marker_arguments,
+    marker_error,
+    marker_location,
+    resolve,
+    settings_of,
+)
+from .terminal import (
+    Annotations,
+    ProgressLine,
+    Properties,
+    Terminal,
+    is_asked,
+    named_records,
+    shows_first_use,
+    summaries,
+)
 
 if TYPE_CHECKING:
     from pytest_modelprobe.probe import ModelProbe
@@ -257,9 +272,8 @@ def modelprobe_factory(request: pytest.FixtureRequest, modelprobe_device: Any) -
 def modelprobe_snapshot(request: pytest.FixtureRequest) -> Iterator[ModelProbeSnapshot]:
     """A `ModelProbeSnapshot` to compare a record with: ``assert modelprobe.run(model, x) == modelprobe_snapshot``."""
     __tracebackhide__ = True
-    from pytest_modelprobe.snapshot.arguments import Arguments
     from pytest_modelprobe.snapshot.comparer import Comparer
-    from pytest_modelprobe.snapshot.snapshot import ModelProbeSnapshot
+    from pytest_modelprobe.snapshot.snapshot import Arguments, ModelProbeSnapshot
 
     comparer = Comparer(request, request.config.stash[_SNAPSHOTS])
     request.node.stash[_COMPARER] = comparer

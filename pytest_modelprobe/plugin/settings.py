@@ -9,18 +9,82 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import os
+import re
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from . import revisions
-from .devices import INVALID, available, is_device
 
 if TYPE_CHECKING:
     from pytest_modelprobe.probe import ModelProbe
+
+
+# --- Names of devices: which are valid, and which exist on this machine ----------------------------------------------
+
+INVALID = "not a device of the probe; give cpu, cuda, cuda:N, mps, xpu or auto"
+_KNOWN = ("cpu", "cuda", "mps", "xpu")
+
+
+def is_device(name: Any) -> bool:
+    """Whether ``name`` is that of a device, on any machine, or of another accelerator that torch finds on this one.
+
+    >>> is_device("cuda:1"), is_device("gpu")
+    (True, False)
+    """
+    found = re.fullmatch(r"([a-z]\w*)(:\d+)?", name) if isinstance(name, str) else None
+    return name == "auto" or (found is not None and (found[1] in _KNOWN or found[1] == _accelerator()))
+
+
+def as_list(devices: Any) -> Iterable[Any]:
+    """Return one device or several as an iterable."""
+    return devices if isinstance(devices, (list, tuple)) else [devices]
+
+
+def available(names: Iterable[str]) -> list[str]:
+    """Return the devices of ``--modelprobe-device`` without duplicates; raise `pytest.UsageError` if one is missing."""
+    found = []
+    for name in names:
+        device, problem = resolve(name)
+        if problem:
+            raise pytest.UsageError(f"--modelprobe-device={name}: {problem}")
+        found.append(device)
+    return list(dict.fromkeys(found))
+
+
+def resolve(name: str) -> tuple[str, str | None]:
+    """Return the device of a name, and why it is not available, if it is not. ``auto`` is the best device there is."""
+    if name == "cpu":
+        return name, None
+    import torch
+
+    best = _accelerator()
+    if name == "auto":
+        return best or "cpu", None
+    device = torch.device(name)
+    if device.type == "cpu":
+        return name, None
+    if device.type != best:
+        return name, f"torch finds no {device.type} device (torch {torch.__version__})"
+    if device.index is not None and device.index >= torch.accelerator.device_count():
+        return name, f"torch finds {torch.accelerator.device_count()} {best} device(s), numbered from 0"
+    return name, None
+
+
+def _accelerator() -> str | None:
+    """Return the type of the accelerator that torch finds on this machine, or `None` if there is none."""
+    import torch
+
+    try:
+        found = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6, where there is none
+        return None
+    return found.type if found is not None and torch.accelerator.is_available() else None
 
 
 @dataclasses.dataclass
@@ -230,3 +294,63 @@ def _seed(config: pytest.Config) -> int:
         return int(text)
     except ValueError:
         raise pytest.UsageError(f"modelprobe_seed is an integer; the ini file has {text!r}") from None
+
+
+# --- ``@pytest.mark.modelprobe(...)``: its arguments, checked, and the line of one that is wrong ---------------------
+
+_KEYWORDS = ("devices", "seed", "tolerance", "compare", "world_size", "timeout")
+_ALL_KEYWORDS = f"{', '.join(f'{name}=' for name in _KEYWORDS[:-1])} and {_KEYWORDS[-1]}="
+
+
+def marker_arguments(node: pytest.Item) -> dict[str, Any]:
+    """Return the keyword arguments of the closest marker of a test; empty if it has no marker."""
+    marker = node.get_closest_marker("modelprobe")
+    return dict(marker.kwargs) if marker else {}
+
+
+def marker_error(node: pytest.Item) -> tuple[str, str] | None:
+    """Return which argument of a test's marker is wrong, and why; ``None`` if the marker is valid."""
+    marker = node.get_closest_marker("modelprobe")
+    if marker is None:
+        return None
+    if marker.args:
+        return "", f"takes keywords only: {_ALL_KEYWORDS}"
+    unknown = min(marker.kwargs.keys() - set(_KEYWORDS), default=None)
+    if unknown is not None:
+        near = difflib.get_close_matches(unknown, _KEYWORDS, n=1)
+        hint = f"is {near[0]}= meant? " if near else ""
+        return unknown, f"takes no {unknown}=: {hint}It takes {_ALL_KEYWORDS}"
+    for name in as_list(marker.kwargs.get("devices") or []):
+        if not is_device(name):
+            return "devices", f"has {name!r} in devices=: {INVALID}"
+    seed = marker.kwargs.get("seed", 0)
+    if not hasattr(seed, "__index__"):
+        return "seed", f"takes an integer as seed=; got {seed!r}"
+    return _ranks_error(marker.kwargs)
+
+
+def _ranks_error(arguments: Mapping[str, Any]) -> tuple[str, str] | None:
+    world_size, timeout = arguments.get("world_size", 1), arguments.get("timeout", 60)
+    if type(world_size) is not int or world_size < 1:
+        return "world_size", f"takes the number of ranks, from 1, as world_size=; got {world_size!r}"
+    if type(timeout) not in (int, float) or not timeout > 0:
+        return "timeout", f"takes seconds, more than 0, as timeout=; got {timeout!r}"
+    if "timeout" in arguments and "world_size" not in arguments:
+        return "timeout", "takes timeout= with world_size= only: it is the time that the ranks have"
+    return None
+
+
+def is_rank(config: pytest.Config) -> bool:
+    """Whether this process is a rank of a test with ``world_size=``."""
+    return config.pluginmanager.has_plugin("modelprobe-rank")
+
+
+def marker_location(item: pytest.Item, argument: str) -> str:
+    """Return file and line of an argument of a test's marker, or of what the marker is on if it is not found."""
+    node, _ = next(item.iter_markers_with_node("modelprobe"))
+    first = (node.reportinfo()[1] or 0) if hasattr(node, "reportinfo") and not isinstance(node, pytest.Module) else 0
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        lines = node.path.read_text("utf-8").splitlines()[first:]
+        wanted = re.compile(rf"\b{re.escape(argument)}\s*=" if argument else r"\bmark\.modelprobe\b")
+        first += next((i for i, line in enumerate(lines) if wanted.search(line)), 0)
+    return f"{os.path.relpath(node.path)}:{first + 1}"

@@ -5,14 +5,25 @@ compared. They are made by one machine with the same number of threads, so a com
 alone.
 """
 
-from .bisect import Bisected, Wanted, bisect
-from .pairs import Pair, compare_records, exact_difference, first_difference, judged
 from .recorder import Recorder
 from .records import Written, read_written
 from .side import Job, Ran, Side, SideError, options_for
-from .side_by_side import Records, SideBySide, TestsOn, side_by_side
-from .text import changed_lines, pair_text, summary, tensors_lines
-from .worktree import Worktree, import_roots
+from .side_by_side import (
+    Pair,
+    Records,
+    SideBySide,
+    TestsOn,
+    changed_lines,
+    compare_records,
+    exact_difference,
+    first_difference,
+    judged,
+    pair_text,
+    side_by_side,
+    summary,
+    tensors_lines,
+)
+from .worktree import Bisected, Wanted, Worktree, bisect, import_roots
 
 __all__ = [
     "Bisected",

@@ -8,15 +8,155 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from .pairs import Pair, judged
+from pytest_modelprobe.comparison import Comparison, Diagnosis, Parts, Precision, compare, diagnose
+from pytest_modelprobe.comparison import text as comparison_text
+from pytest_modelprobe.record import Record, has_numbers, is_narrow
+from pytest_modelprobe.text import count, listed, pattern, printable, table
+
 from .records import Written, read_written
 from .side import Job, Ran, Side
+
+# --- Pairs of records of the two sides, compared ---------------------------------------------------------------------
+
+Verdict = Literal["unchanged", "rounding", "changed", "not repeatable", "not run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A value of a layer: the first that differs."""
+
+    layer: str
+    """The name here."""
+    name_there: str
+    call: int
+    path: str
+    change: float | None
+    """Relative to the norm of the value there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A record and that of the other side."""
+
+    here: Written
+    there: Written
+    verdict: Verdict
+    diagnosis: Diagnosis
+    first: Place | None = None
+    """The first layer whose output differs, whatever the tolerance."""
+    tensors: Mapping[str, Any] | None = None
+    """How the outputs of that layer differ, exactly."""
+
+    @property
+    def unrepeatable(self) -> list[Written]:
+        """Those of the two that came out otherwise when they were run again."""
+        return [one for one in (self.here, self.there) if one.record.noise == "not repeatable"]
+
+
+def compare_records(actual: Record, expected: Record) -> Comparison:
+    """Return what differs between the records of two sides, to the bit, or beyond measured noise.
+
+    With the same versions both sides compute the same bits. Other versions of torch have other kernels, which round
+    otherwise: then the tolerance is that of a snapshot.
+    """
+    return _compared(actual, expected, "exact")
+
+
+def _compared(actual: Record, expected: Record, precision: Precision) -> Comparison:
+    same = actual.versions == expected.versions
+    parts: Parts = "all" if has_numbers(actual) and has_numbers(expected) else "architecture"
+    return compare(actual, expected, parts=parts, precision=precision if same else None)
+
+
+def judged(here: Written, there: Written) -> Pair:
+    """Return the verdict on two records.
+
+    Args:
+        here: The record of this side, with evidence if the two differ.
+        there: The same of the other side.
+    """
+    # The noise of a watch is not measured; most rounding is smaller than what a file can hold.
+    exact = there.record.noise and not is_narrow(there.record)  # where float32 is narrow no more, its noise is 0
+    found = _compared(here.record, there.record, "exact" if exact else "measured")
+    pair = Pair(here, there, "unchanged", diagnose(found), first_difference(found))
+    if pair.unrepeatable:
+        verdict: Verdict = "not repeatable"
+    elif not pair.diagnosis.same:
+        verdict = "changed"
+    elif not (here.record.forwards or there.record.forwards):
+        verdict = "not run"  # a watch that saw no forward
+    else:
+        verdict = "unchanged" if pair.first is None else "rounding"
+    return _with_tensors(dataclasses.replace(pair, verdict=verdict))
+
+
+def first_difference(comparison: Comparison) -> Place | None:
+    """Return the output that differs first, of the call that ended first: a layer before the one that it is part of."""
+    for pair in sorted(comparison.calls, key=lambda pair: pair.actual.finished):
+        for value in pair.actual.outputs:
+            change = comparison.change(pair.layer, pair.key, "output", value.path)
+            if change.change:
+                before = comparison.names_before.layers.get(pair.layer, pair.layer)
+                return Place(pair.layer, before, pair.actual.index, value.path, change.change)
+    return None
+
+
+def _with_tensors(pair: Pair) -> Pair:
+    if pair.first is None or pair.here.tensors is None or pair.there.tensors is None:
+        return pair
+    return dataclasses.replace(pair, tensors=exact_difference(pair.here.tensors, pair.there.tensors))
+
+
+def exact_difference(here: Path, there: Path) -> dict[str, Any] | None:
+    """Return how the first tensors that differ in two files differ.
+
+    Returns:
+        A dict with ``value`` and ``call``; the numbers of ``elements`` and of ``different`` ones; ``largest``, with the
+        size of the largest ``difference`` and of the largest ``relative`` one, where it is, and the elements here and
+        there; and ``files``. None if no tensor differs, or they have other shapes.
+    """
+    import torch
+
+    ours, theirs = (torch.load(path, weights_only=True) for path in (here, there))
+    for name, a in ours.items():
+        b = theirs.get(name)
+        if b is None or a.shape != b.shape:
+            continue
+        unequal = (a != b) & ~((a != a) & (b != b))  # NaN is not equal to itself
+        if not unequal.any():
+            continue
+        x, y = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (a, b))
+        distance = (x - y).abs().nan_to_num(nan=torch.inf).where(unequal, 0.0)
+        relative = (distance / y.abs()).nan_to_num(nan=torch.inf).where(unequal, 0.0)
+        call, _, value = name.partition(" ")
+        return {
+            "value": value,
+            "call": int(call),
+            "elements": a.numel(),
+            "different": int(unequal.sum()),
+            "largest": {"difference": _largest(distance, a, b), "relative": _largest(relative, a, b)},
+            "files": [_shown(here), _shown(there)],
+        }
+    return None
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _largest(of: Any, a: Any, b: Any) -> tuple[float, list[int], Any, Any]:
+    at = int(of.argmax())
+    where = [at // math.prod(a.shape[n + 1 :]) % size for n, size in enumerate(a.shape)]
+    return float(of.flatten()[at]), where, a.flatten()[at].item(), b.flatten()[at].item()
+
 
 Records = Mapping[tuple[str, str], Written]
 """By test and key."""
@@ -115,3 +255,115 @@ def _without_evidence(one: Written, why: str) -> Written:
     """Return a record with the note why there is nothing to tell a cause from what follows it."""
     note = f"no layer was called alone: the test did not run again as it had run ({why})"
     return dataclasses.replace(one, record=dataclasses.replace(one.record, notes=(*one.record.notes, note)))
+
+
+# --- Two sides in words ----------------------------------------------------------------------------------------------
+
+_MOST_TEXTS = 5
+"""How many changes are told in full."""
+
+_MOST_LINES = 20
+"""How many more have a line."""
+
+_WORDS: dict[Verdict, str] = {
+    "unchanged": "unchanged",
+    "rounding": "the same but for rounding",
+    "changed": "changed",
+    "not repeatable": "not repeatable",
+    "not run": "never ran",
+}
+
+
+def summary(pairs: Sequence[Pair]) -> str:
+    """Return how many models are as they were.
+
+    >>> summary([])
+    '0 models'
+    """
+    counts = Counter(pair.verdict for pair in pairs)
+    told = [f"{counts[verdict]} {words}" for verdict, words in _WORDS.items() if counts[verdict]]
+    return count(len(pairs), "model") + (f": {', '.join(told)}" if told else "")
+
+
+def changed_lines(pairs: Sequence[Pair], side: str) -> Iterator[str]:
+    """Yield the models that changed. Those with the same causes are told once, most models first.
+
+    Args:
+        pairs: The pairs.
+        side: The other side in one word, such as ``main``.
+    """
+    alike: dict[Hashable, list[Pair]] = {}
+    for pair in pairs:
+        if pair.verdict == "changed":
+            alike.setdefault(_causes(pair), []).append(pair)
+    groups = sorted(alike.values(), key=len, reverse=True)
+    for first, *others in groups[:_MOST_TEXTS]:
+        yield from ("", f"{_where(first)}:", *pair_text(first, side).splitlines())
+        if others:
+            models = Counter(pair.here.test for pair in (first, *others))
+            names = [p.here.test if models[p.here.test] == 1 else f"{p.here.test} ({p.here.key})" for p in others]
+            yield from ("", printable(f"{count(len(others), 'other model')} changed alike: {listed(names)}."))
+    rest = groups[_MOST_TEXTS:]
+    if rest:
+        yield ""
+    for first, *others in rest[:_MOST_LINES]:
+        more = f", and {count(len(others), 'other model')} alike" if others else ""
+        yield f"{_where(first)}{more}: {comparison_text.text(first.diagnosis).partition(chr(10))[0]}"
+    if len(rest) > _MOST_LINES:
+        yield f"... {count(sum(map(len, rest[_MOST_LINES:])), 'more model')} changed"
+    if len(groups) < sum(map(len, groups)) or rest:
+        yield from ("", "The text of each model is in the page of --modelprobe-html=PATH.")
+
+
+def _causes(pair: Pair) -> Hashable:
+    """Return what the causes of models that changed alike have in common; repeated layers count as one."""
+    causes = (*pair.diagnosis.causes, *pair.diagnosis.possible)
+    found = {(one.kind, pattern(one.layer), one.what, str(one.actual), str(one.expected)) for one in causes}
+    return frozenset(found) or (pair.here.test, pair.here.key)
+
+
+def _where(pair: Pair) -> str:
+    return printable(f"{pair.here.test}, {pair.here.key}")
+
+
+def pair_text(pair: Pair, side: str) -> str:
+    """Return the failure of a pair: the causes as for a snapshot, and how the first tensors that differ differ.
+
+    Args:
+        pair: The pair.
+        side: The other side in one word, such as ``main``.
+    """
+    parts = [comparison_text.text(pair.diagnosis)]
+    if pair.tensors is not None and pair.first is not None:
+        parts.append("\n".join(tensors_lines(pair.tensors, pair.first.layer, side)))
+    return "\n\n".join(parts)
+
+
+def tensors_lines(found: Mapping[str, Any], layer: str, side: str) -> list[str]:
+    r"""Return how the outputs of a layer differ, exactly.
+
+    >>> found = {"value": "output", "call": 0, "elements": 8, "different": 2, "files": ["a.pt", "b.pt"]}
+    >>> found["largest"] = {"difference": (0.5, [1, 3], 2.5, 2.0), "relative": (0.25, [1, 3], 2.5, 2.0)}
+    >>> print(*tensors_lines(found, "fc", "main"), sep="\n")
+    The output of fc differs first: 2 of 8 elements.
+    largest      size   at       here   main
+    difference    0.5   [1, 3]    2.5      2
+    relative     0.25   [1, 3]    2.5      2
+    Read it with torch.load: a.pt here, b.pt at main.
+    """
+    call = f" in call {found['call'] + 1}" if found["call"] else ""
+    what = "The output" if found["value"] == "output" else f"{found['value']}"
+    here, there = found["files"]
+    rows = [
+        [name, f"{size:.4g}", str(at), _element(now), _element(then)]
+        for name, (size, at, now, then) in found["largest"].items()
+    ]
+    return [
+        printable(f"{what} of {layer} differs first{call}: {found['different']:,} of {found['elements']:,} elements."),
+        *table(["largest", "size", "at", "here", side], rows),
+        printable(f"Read it with torch.load: {here} here, {there} at {side}."),
+    ]
+
+
+def _element(value: object) -> str:
+    return f"{value:.9g}" if isinstance(value, float) else str(value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from pytest_modelprobe._pytest import open_raises
+from pytest_modelprobe.assertions.findings import findings
 from pytest_modelprobe.comparison import (
     Comparison,
     Diagnosis,
@@ -27,23 +29,134 @@ from pytest_modelprobe.comparison import (
     layers_behind_zeros,
 )
 from pytest_modelprobe.comparison import text as comparison_text
-from pytest_modelprobe.comparison.rows import rows
+from pytest_modelprobe.comparison.text import rows
 from pytest_modelprobe.exceptions import NothingObservedError, SnapshotError, UsageError
 from pytest_modelprobe.files import ARCH, PROBE, RESTORE, Texts, decode, file_name, parsed, read, write
-from pytest_modelprobe.record import Record, applicable_rename, has_numbers, is_narrow, this_rank, writing_rank
-from pytest_modelprobe.text import listed, printable
+from pytest_modelprobe.gate import needs_reason
+from pytest_modelprobe.record import (
+    Record,
+    applicable_rename,
+    has_numbers,
+    infer_rename,
+    is_narrow,
+    layer_table,
+    renamed,
+    this_rank,
+    writing_rank,
+)
+from pytest_modelprobe.text import count, listed, printable
 
-from . import messages, preconditions
-from .arguments import Arguments
+from . import preconditions
 from .extension import SnapshotFiles, compare_and_count, syrupy_assertion
 from .forked import ForkedResults
 from .naming import DEVICES, folder_of, kind, stem_of
+from .options import Policy
 from .outcome import UNEQUAL, Outcome
 from .preconditions import Refusal
-from .session import SnapshotSession
+from .session import SnapshotSession, shown_path
+from .snapshot import Arguments
 from .stored import Stored, read_stored, structure_of, texts_to_write
-from .summary import shown_path
 from .training_file import TRAINING, TrainingFile
+
+# --- The messages of a comparison that failed, each with its next step -----------------------------------------------
+
+
+def changed(diagnosis: Diagnosis, command: str, next_step: str = "") -> str:
+    """Return the message for a record that differs from its snapshot.
+
+    Args:
+        diagnosis: The causes.
+        command: The shell command that runs the test.
+        next_step: What to do before an update that was refused; empty if none was.
+    """
+    reason = ' --modelprobe-reason="..."' if needs_reason(diagnosis) else ""
+    steps = [next_step or f"Intended? {command} --snapshot-update{reason}", f"Since when? git bisect run {command}"]
+    if rename := _rename_argument(diagnosis):
+        steps.insert(0, f"Only other names? {rename}")
+    layer = next((cause.layer for cause in diagnosis.causes if cause.layer in diagnosis.comparison.actual.layers), None)
+    if layer is not None:
+        steps.append(f"To see its tensors: modelprobe.run(..., keep={layer!r}), then modelprobe.kept[{layer!r}]")
+    return "\n\n".join([comparison_text.text(diagnosis), "\n".join(printable(step) for step in steps)])
+
+
+def one_rank(test: str, rank: int, world_size: int) -> str:
+    """Return the message for a record of one rank, given to be compared with a snapshot.
+
+    >>> print(one_rank("test_step", 1, 2))
+    test_step: a snapshot holds what all 2 ranks do, and the record is of rank 1 alone
+    <BLANKLINE>
+    Compare one record of all, in every rank: assert modelprobe.merged(watch) == modelprobe_snapshot
+    """
+    return (
+        f"{test}: a snapshot holds what all {world_size} ranks do, and the record is of rank {rank} alone\n\n"
+        "Compare one record of all, in every rank: assert modelprobe.merged(watch) == modelprobe_snapshot"
+    )
+
+
+def _rename_argument(diagnosis: Diagnosis) -> str:
+    """Return the ``rename=`` that makes the test pass; empty if no layer was renamed or no globs describe the names."""
+    comparison = diagnosis.comparison
+    names = {str(d.expected): d.layer for d in comparison.differences if d.kind == "layer renamed"}
+    if not names:
+        return ""
+    found = infer_rename(comparison.actual, renamed(comparison.expected, comparison.names_before.layers), names)
+    return f"modelprobe_snapshot(rename={found!r}), and modelprobe.build(..., rename=...) the same" if found else ""
+
+
+def new(record: Record, name: str, command: str, moves: Sequence[str] = (), next_step: str = "") -> str:
+    """Return the message for a record without a snapshot: what was recorded, and how to write it.
+
+    Args:
+        record: The record.
+        name: The snapshot's name.
+        command: The shell command that runs the test.
+        moves: Shell commands that rename a snapshot which no test uses and which holds the same record.
+        next_step: What to do before an update that was refused; empty if none was.
+
+    >>> print(new(Record(model="Net", forwards=1), "test_x", "pytest t.py::test_x"))
+    no snapshot yet for test_x: 0 layers recorded, nothing dead, all finite
+    <BLANKLINE>
+    no layer was recorded
+    <BLANKLINE>
+    Right? pytest t.py::test_x --snapshot-update, and commit what it writes.
+    """
+    no_findings = "nothing dead, all finite" if record.forwards else "structure alone"
+    seen = "; ".join(findings(record)) or no_findings
+    parts = [
+        printable(f"no snapshot yet for {name}: {count(len(record.layers), 'layer')} recorded, {seen}"),
+        "\n".join(layer_table(record, most=40)),
+    ]
+    if moves:
+        parts.append("A snapshot that no test uses holds the same record. If the test was renamed, move it:")
+        parts[-1] += "".join(f"\n{printable(line)}" for line in moves)
+    parts.append(printable(next_step or f"Right? {command} --snapshot-update, and commit what it writes."))
+    return "\n\n".join(parts)
+
+
+def scope_changed(test: str, stored: str, compared: str, policy: Policy) -> str:
+    """Return that a snapshot was written to compare another part of the record.
+
+    >>> scope_changed("test_x", "all", "behavior", Policy())
+    'test_x compares only the behavior, but its snapshot was written to compare all'
+    """
+    why = f" ({policy.compare_from})" if policy.compare != "all" and not policy.for_this_run else ""
+    now, then = (part if part == "all" else f"only the {part}" for part in (compared, stored))
+    return printable(f"{test} compares {now}{why}, but its snapshot was written to compare {then}")
+
+
+def scope_not_stored(scope_message: str, command: str, next_step: str = "") -> str:
+    """Return the message for a comparison of another part than the snapshot was written for."""
+    step = next_step or f'Intended? {command} --snapshot-update --modelprobe-reason="..." writes it into the file.'
+    return f"{scope_message}\n\nA reviewer has to see in the file what is no longer compared.\n\n{printable(step)}"
+
+
+def nothing_compared(asked: str, policy: Policy) -> str:
+    """Return that the test and an option of the run exclude each other's part.
+
+    >>> print(nothing_compared("behavior", Policy(compare_from="modelprobe_compare = architecture")))
+    nothing is compared: the test compares only the behavior, and modelprobe_compare = architecture; remove one
+    """
+    return f"nothing is compared: the test compares only the {asked}, and {policy.compare_from}; remove one"
 
 
 class Comparer:
@@ -146,10 +259,10 @@ class Comparer:
         # What the file says that its test compares: an option for one run is no property of the test.
         always = arguments.compare if self._policy.for_this_run else parts
         if always is None:
-            outcome.verdict, outcome.text = "unreadable", messages.nothing_compared(arguments.compare, self._policy)
+            outcome.verdict, outcome.text = "unreadable", nothing_compared(arguments.compare, self._policy)
         elif mine.world_size > 1 and record.ranks is None:
             outcome.verdict = "unreadable"
-            outcome.text = messages.one_rank(self.name, mine.rank, mine.world_size)
+            outcome.text = one_rank(self.name, mine.rank, mine.world_size)
         elif parts is None or is_written_elsewhere:
             outcome.verdict = "not compared"
         else:
@@ -254,7 +367,7 @@ class Comparer:
         stored = parsed(old.numbers, str(outcome.place.probe)).get("compared", "all")
         if stored == outcome.compared:
             return ""
-        return messages.scope_changed(self.name, stored, outcome.compared, self._policy)
+        return scope_changed(self.name, stored, outcome.compared, self._policy)
 
     def _handle_difference(self, outcome: Outcome, arguments: Arguments, stored: Stored) -> None:
         """Write the record if an update may, or else into ``--modelprobe-output``; set verdict and message."""
@@ -337,14 +450,14 @@ class Comparer:
         path = os.path.relpath(self._item.path, self._item.config.invocation_params.dir)
         command = "pytest " + shlex.quote(f"{path}::{self._item.nodeid.partition('::')[2]}")
         if outcome.diagnosis is not None:
-            text = messages.changed(outcome.diagnosis, command, next_step)
+            text = changed(outcome.diagnosis, command, next_step)
             return f"{text}\n\n{outcome.scope_message}" if outcome.scope_message else text
         if outcome.scope_message:
-            return messages.scope_not_stored(outcome.scope_message, command, next_step)
+            return scope_not_stored(outcome.scope_message, command, next_step)
         name = self._item.name + outcome.place.arch.name.removesuffix(ARCH).removeprefix(stem_of(self._item))
         device = kind(outcome.record.device)
         name += "" if device == "cpu" else f" on {device}"
-        return messages.new(outcome.record, name, command, self._move_commands(outcome), next_step)
+        return new(outcome.record, name, command, self._move_commands(outcome), next_step)
 
     def _move_commands(self, outcome: Outcome) -> list[str]:
         """Return shell commands that move the snapshot of a test that was renamed: the same record, and no such test.

@@ -29,7 +29,7 @@ from pytest_modelprobe.record import Call, CallTree, Layer, Parameter, Reading, 
 
 from .extension import SnapshotFiles
 from .outcome import Outcome
-from .summary import shown_path
+from .session import shown_path
 
 
 class Stored(NamedTuple):

@@ -13,7 +13,7 @@ from torch import nn
 
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.comparison.compare import compare
-from pytest_modelprobe.comparison.differences import Comparison
+from pytest_modelprobe.comparison.tolerance import Comparison
 from pytest_modelprobe.exceptions import NothingObservedError, SelectionError, UsageError
 from pytest_modelprobe.files import decode_architecture, encode
 from pytest_modelprobe.record import (

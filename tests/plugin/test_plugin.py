@@ -10,7 +10,7 @@ import torch
 
 import pytest_modelprobe.probe  # noqa: F401 - pytester forgets what its runs import
 from pytest_modelprobe import kernel
-from pytest_modelprobe.plugin import devices
+from pytest_modelprobe.plugin import settings as devices
 
 MODELS = """
 import torch

@@ -20,9 +20,10 @@ from pytest_modelprobe._pytest import open_raises
 from pytest_modelprobe.files import architecture_digest
 from pytest_modelprobe.files.layout import digest_of
 from pytest_modelprobe.record import Call, Layer, Reading, Record, Statistics, Value
+from pytest_modelprobe.snapshot.naming import Module, Test, unused_files
 from pytest_modelprobe.snapshot.options import Accepted
-from pytest_modelprobe.snapshot.preconditions import active_dropout, is_training, nonfinite
-from pytest_modelprobe.snapshot.unused import Module, Test, unused_files
+from pytest_modelprobe.snapshot.preconditions import active_dropout, nonfinite
+from pytest_modelprobe.snapshot.snapshot import is_training
 
 MODELS = """
 import torch

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from pytest_modelprobe.comparison.differences import Comparison, Difference, DifferenceKind
-from pytest_modelprobe.comparison.tolerance import ValueChange
+from pytest_modelprobe.comparison.tolerance import Comparison, Difference, DifferenceKind, ValueChange
 from pytest_modelprobe.record import Record, is_narrow
 
 from .backward import gradient_causes
@@ -29,16 +28,28 @@ from .causes import (
     Evidence,
     by_importance,
     changes_code,
+    hints,
 )
 from .computation import computation_causes
-from .decisive import is_decisive, is_indecisive
-from .effects import explained_by, with_absorbed, with_same_elements, with_size_of_effect
-from .hints import hints
+from .effects import (
+    explained_by,
+    is_decisive,
+    is_indecisive,
+    layers_behind_zeros,
+    with_absorbed,
+    with_same_elements,
+    with_size_of_effect,
+)
 from .index import ComparisonIndex
-from .recorded import handed_on_causes, path_cause, recorded_causes, update_causes
-from .updates import optimizer_causes
-from .weights import all_redrawn, with_weights_folded
-from .zero_factors import layers_behind_zeros
+from .recorded import (
+    all_redrawn,
+    handed_on_causes,
+    optimizer_causes,
+    path_cause,
+    recorded_causes,
+    update_causes,
+    with_weights_folded,
+)
 
 __all__ = [
     "ABSORBED",
