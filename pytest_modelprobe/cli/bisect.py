@@ -15,8 +15,7 @@ from .common import SAME
 
 def run_bisect(options: argparse.Namespace) -> int:
     """Find the commit, and print its diagnosis."""
-    from pytest_modelprobe.revisions import Wanted, pair_text
-    from pytest_modelprobe.revisions import worktree as bisect
+    from pytest_modelprobe.revisions import Wanted, bisect, pair_text
 
     if not options.tests:
         raise UsageError("name a test behind --, such as: modelprobe bisect v1.0 -- tests/test_model.py::test_run")

@@ -26,18 +26,17 @@ from pytest_modelprobe.gate import (
     SnapshotVersion,
     SourceError,
     Verdict,
+    base_of_event,
     declared_removals,
     has_words,
     in_revision,
     in_working_tree,
     judge,
-    refuse_directory,
     refuse_links,
     removal_path,
     scope_in,
     superseded,
 )
-from pytest_modelprobe.gate import git as event
 from pytest_modelprobe.gate import text as gate_text
 from pytest_modelprobe.report import data, github, markdown
 from pytest_modelprobe.text import printable
@@ -88,20 +87,19 @@ def _relative(argument: str) -> Mapping[str, SnapshotVersion]:
 def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level], *, differences: bool) -> Verdict:
     """Return what changed in the working tree since the base; files with the same content are not read."""
     repository = Repository(Path.cwd())
-    base = options.base or _base_of_event(repository)
+    if options.base is None and os.environ.get("GITHUB_ACTIONS") != "true":
+        raise UsageError("name what to compare with: --base origin/main")
+    base = options.base or base_of_event(repository, os.environ)
     commit = _compared_with(repository, base)
     before, now = in_revision(repository, base, commit), in_working_tree(repository)
     scopes = [scope_in(repository, path) for path in options.paths]
     refuse_links(repository, commit, scopes or [""])
     if options.paths:
-        for path, scope in zip(options.paths, scopes, strict=True):
-            refuse_directory(Path(path).as_posix())
+        for scope in scopes:
             if not before.within([scope]).pairs:  # else it may be one that was deleted
                 now.only(scope)
         before, now = before.within(scopes), now.within(scopes)
     same = {name for name, state in now.states.items() if before.states.get(name) == state}
-    for path in (path for name, pair in before.pairs.items() if name not in same for path in pair if path):
-        refuse_directory(path, repository.root)  # else it would be reported as deleted
     verdict = judge(
         _readable(before, before.states.keys() - same),
         now.read(now.states.keys() - same),
@@ -125,12 +123,6 @@ def _compared_with(repository: Repository, base: str) -> str:
     what = f"{base} and HEAD have {len(commits)} merge bases, so {base} itself is compared with"
     print(printable(f"modelprobe: {what}: merge it to leave out what changed there alone"), file=sys.stderr)
     return repository.commit(base)
-
-
-def _base_of_event(repository: Repository) -> str:
-    if os.environ.get("GITHUB_ACTIONS") != "true":
-        raise UsageError("name what to compare with: --base origin/main")
-    return event.base(repository, os.environ)
 
 
 def _readable(source: SnapshotSource, names: Collection[str]) -> Mapping[str, SnapshotVersion]:

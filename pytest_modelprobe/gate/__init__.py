@@ -8,7 +8,7 @@ request writes both. So it needs no torch, and gives the same verdict on every m
 from __future__ import annotations
 
 from .classes import CLASSES, DEFAULTS, LEVELS, MEANING, Class, Level, class_of, needs_reason
-from .git import GitError, Repository, run_git
+from .git import GitError, Repository, base_of_event, run_git
 from .snapshot_sources import (
     SnapshotSource,
     SourceError,
@@ -16,7 +16,6 @@ from .snapshot_sources import (
     in_revision,
     in_working_tree,
     on_disk,
-    refuse_directory,
     refuse_links,
     removal_path,
     scope_in,
@@ -39,6 +38,7 @@ __all__ = [
     "SnapshotSource",
     "SourceError",
     "Verdict",
+    "base_of_event",
     "class_of",
     "declared_removals",
     "in_revision",
@@ -47,7 +47,6 @@ __all__ = [
     "judge",
     "needs_reason",
     "on_disk",
-    "refuse_directory",
     "refuse_links",
     "removal_path",
     "run_git",

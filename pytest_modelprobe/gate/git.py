@@ -165,18 +165,12 @@ class Repository:
     def working_links(self) -> dict[str, bytes]:
         """Return path → target for all symbolic links that are tracked or not ignored."""
         paths = [(path, self.root / path) for path in self._working_paths()]
-        here = {path: os.fsencode(there.readlink()) for path, there in paths if there.is_symlink()}
-        left_out = self._left_out(b"120")
-        contents = self.read(left_out.values())
-        return here | {path: contents[blob] for path, blob in left_out.items()}
+        return {path: os.fsencode(there.readlink()) for path, there in paths if there.is_symlink()}
 
     def files_left_out(self) -> dict[str, str]:
         """Return path → blob for all regular files of the index that a sparse checkout did not write."""
-        return self._left_out(b"100")
-
-    def _left_out(self, mode: bytes) -> dict[str, str]:
         listing = self._git("ls-files", "-z", "-s", "-t")
-        found = _blobs(listing, b"S " + mode)  # S 100644 257cc5642cb1a054f08cc83f2d943e56fd3ebe99 0
+        found = _blobs(listing, b"S 100")  # S 100644 257cc5642cb1a054f08cc83f2d943e56fd3ebe99 0
         return {path: blob for path, blob in found.items() if not os.path.lexists(self.root / path)}
 
     def _working_paths(self) -> list[str]:
@@ -281,9 +275,6 @@ _DEEPEN = "git fetch --unshallow, or fetch-depth: 0 in the workflow's checkout"
 
 # --- Which revision a run of GitHub Actions compares with ------------------------------------------------------------
 
-_LARGEST_EVENT = 64 << 20
-"""A larger file is not read. GitHub caps the payload of an event at 25 MB."""
-
 _NAME_IT = "name what to compare with: --base origin/main"
 
 
@@ -297,21 +288,19 @@ def base_of_event(repository: Repository, environment: Mapping[str, str]) -> str
         GitError: The event has no base, or belongs to a different commit than the one that is checked out.
     """
     name = environment.get("GITHUB_EVENT_NAME", "")
-    event = _event(environment)
-    if name in ("pull_request", "pull_request_target"):
-        return _of_pull_request(
-            repository, _at(event, "pull_request", "base", "sha"), _at(event, "pull_request", "head", "sha")
-        )
+    try:
+        event = json.loads(Path(environment.get("GITHUB_EVENT_PATH", "")).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise GitError(f"GITHUB_EVENT_PATH names no event that can be read: {_NAME_IT}") from error
     if name == "merge_group":
         return _at(event, "merge_group", "base_sha")
     if name == "push":
         before = _at(event, "before")
         # All digits are zero if the push made the branch: it was nothing before.
         return before if before.strip("0") else f"origin/{_at(event, 'repository', 'default_branch')}"
-    raise GitError(f"the event {name or '(none)'!r} does not say what changed: {_NAME_IT}")
-
-
-def _of_pull_request(repository: Repository, base: str, head: str) -> str:
+    if name not in ("pull_request", "pull_request_target"):
+        raise GitError(f"the event {name or '(none)'!r} does not say what changed: {_NAME_IT}")
+    base, head = (_at(event, "pull_request", side, "sha") for side in ("base", "head"))
     commit = repository.commit("HEAD")
     parents = repository.parents(commit)
     if len(parents) == 2 and parents[1] == head:
@@ -322,19 +311,9 @@ def _of_pull_request(repository: Repository, base: str, head: str) -> str:
             step = "fetch-depth: 2 in the workflow's checkout"
             raise GitError(f"what the pull request is merged into is not in this clone: {step}") from error
     if commit == head:
-        return base_of_event
+        return base
     # pull_request_target checks out the base. Compared with itself nothing would differ, and everything would pass.
     raise GitError(f"what is checked out is neither the pull request's merge commit nor its head: {_NAME_IT}")
-
-
-def _event(environment: Mapping[str, str]) -> Any:
-    path = Path(environment.get("GITHUB_EVENT_PATH", ""))
-    try:
-        if not path.is_file() or path.stat().st_size > _LARGEST_EVENT:  # Reading a pipe would wait forever.
-            raise ValueError
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise GitError(f"GITHUB_EVENT_PATH names no event that can be read: {_NAME_IT}") from error
 
 
 def _at(event: Any, *keys: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -188,38 +187,10 @@ def on_disk(argument: str) -> SnapshotSource:
         SourceError: There are none.
     """
     path = Path(argument)
-    refuse_directory(path.as_posix())
-    folder = path if path.is_dir() else path.parent
-    found = sorted(folder.rglob("*.json")) if path.is_dir() else sorted(p for p in folder.glob("*.json") if p.is_file())
-    files = {p.as_posix(): p for p in found if DIRECTORY in p.absolute().parts and p.name.endswith(ENDINGS)}
-    if not files and (outside := next((p for p in found if _is_meant(p, path)), None)) is not None:
-        raise SourceError(f"{outside} is in no folder {DIRECTORY}, where snapshots are: move both its files into one")
-    for file in files:
-        refuse_directory(file)
-    source = _of_files(files)
-    return source.only("" if path.is_dir() else path.as_posix())
-
-
-def _is_meant(file: Path, argument: Path) -> bool:
-    """Whether a file is called like one of a snapshot, and is the one, or below the folder, that was named."""
-    same = without_ending(file.as_posix()) == without_ending(argument.as_posix())
-    return file.name.endswith(ENDINGS) and (argument.is_dir() or same)
-
-
-def refuse_directory(path: str, folder: Path | None = None) -> None:
-    """Raise if a directory has the name of one of the two files of a snapshot.
-
-    Args:
-        path: The path of either file, or the path without its ending.
-        folder: The folder that the path is relative to, else the current one.
-
-    Raises:
-        SourceError: There is such a directory.
-    """
-    for name in (without_ending(path) + ending for ending in ENDINGS):
-        file = (folder or Path()) / name
-        if DIRECTORY in file.absolute().parts[:-1] and file.is_dir():
-            raise SourceError(f"{name} is a directory: move it out of the way, it stands where a snapshot belongs")
+    found = sorted(path.rglob("*.json") if path.is_dir() else path.parent.glob("*.json"))
+    kept = (p for p in found if DIRECTORY in p.absolute().parts and p.name.endswith(ENDINGS) and p.is_file())
+    files = {p.as_posix(): p for p in kept}
+    return _of_files(files).only("" if path.is_dir() else path.as_posix())
 
 
 def in_working_tree(repository: Repository) -> SnapshotSource:
@@ -273,10 +244,7 @@ def scope_in(repository: Repository, argument: str) -> str:
     Raises:
         SourceError: It is outside.
     """
-    try:
-        path = Path(argument).resolve()
-    except (OSError, RuntimeError):
-        raise SourceError(f"{argument} is a symbolic link in a circle: remove it") from None
+    path = Path(argument).resolve()
     if not path.is_relative_to(repository.root):
         raise SourceError(f"{argument} is outside the repository {repository.root}")
     relative = path.relative_to(repository.root).as_posix()
@@ -314,14 +282,12 @@ def _of_files(files: Mapping[str, Path]) -> SnapshotSource:
 def _digest_and_size(name: str, path: Path) -> tuple[str, int]:
     """Return git's digest of a file, and its size in bytes."""
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # Reading a pipe would wait forever.
-            raise SourceError(f"{name} is no regular file: move it out of the way, it stands where a snapshot belongs")
-        digest = hashlib.sha1(b"blob %d\0" % status.st_size)
+        size = path.stat().st_size
+        digest = hashlib.sha1(b"blob %d\0" % size)
         with path.open("rb") as file:
             while part := file.read(1 << 20):
                 digest.update(part)
-        return digest.hexdigest(), status.st_size
+        return digest.hexdigest(), size
     except OSError as error:
         raise SourceError(f"{name} cannot be read ({error.strerror})") from error
 

@@ -619,8 +619,6 @@ def _differences(diagnosis: Diagnosis, effect: Effect, *, architecture: bool) ->
         shown -= {*layers_behind_zeros(comparison.actual), *layers_behind_zeros(comparison.expected)}
         for found in responses_to_other_tensors(comparison):
             of_files.append(("calls" if found.layer in shown else "behavior", found))
-        moved = (d for d in comparison.differences if d.kind == "response" and d.change is not None)
-        of_files += (("behavior", found) for found in moved if found.layer not in shown)
     if architecture and "structure" not in by_class:
         resting = {d.layer for d in comparison.differences if diagnosis.same and d.kind in _OF_RESTING_LAYERS}
         of_files += (("structure", found) for found in architecture_differences(comparison, resting))

@@ -34,10 +34,10 @@ from .terminal import (
     ProgressLine,
     Properties,
     Terminal,
-    is_asked,
     named_records,
     shows_first_use,
     summaries,
+    wants_properties,
 )
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def pytest_configure(config: pytest.Config) -> None:
         _register(config, ResultsWriter(config, lambda: snapshots.unused, base), "modelprobe-results")
     if Annotations.is_wanted(config):
         _register(config, Annotations(lambda: snapshots.results, base), "modelprobe-annotations")
-    if is_asked(config):
+    if wants_properties(config):
         _register(config, Properties(), "modelprobe-properties")
     if sides is not None:
         _register(config, sides, "modelprobe-base")

@@ -35,12 +35,12 @@ _VERDICTS = ("unreadable", "changed", "new", "not compared", "updated", "created
 """Verdicts on snapshots, the worst first. The worst one in a test is its property."""
 
 
-def is_asked(config: pytest.Config) -> bool:
+def wants_properties(config: pytest.Config) -> bool:
     """Whether a report is written that shows properties of tests."""
     return any(config.getoption(option, None) for option in _ASKED_BY)
 
 
-def of_record(record: Record) -> dict[str, Any]:
+def properties_of(record: Record) -> dict[str, Any]:
     """Return the number of dead layers, and the name of the worst layer, which is empty if no layer is bad."""
     from pytest_modelprobe.assertions.activations import find_dead, find_nonfinite
     from pytest_modelprobe.text import printable
@@ -160,7 +160,7 @@ def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[di
                 "findings": said,
                 "eager": any(note.endswith(RUN_EAGERLY) for note in record.notes),
                 "table": layer_table(record, most) if with_table and record.forwards else [],
-                **(of_record(record) if is_asked(config) else {}),
+                **(properties_of(record) if wants_properties(config) else {}),
             }
         )
     return found

