@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .compare import compare
+from .compare import compare, tolerance_factor
 from .diagnosis import (
     ABSORBED,
     NO_EFFECT,
@@ -54,4 +54,5 @@ __all__ = [
     "changes_code",
     "pair",
     "port_failure",
+    "tolerance_factor",
 ]

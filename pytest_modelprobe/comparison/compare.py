@@ -33,6 +33,7 @@ from pytest_modelprobe.record import (
     gc_paused,
     has_numbers,
     is_read,
+    nearest,
     renamed,
     resolve_rename,
     response_dtype,
@@ -118,7 +119,7 @@ def compare(
     moved_names = {old: new for old, new in found.items() if old != new and old not in renames}
     before = {new: old for old, new in {**renames, **moved_names}.items()}
     expected, names_before, other_paths = with_current_paths(actual, renamed(expected, names), before)
-    comparer = _Comparer(actual, expected, names_before, _tolerance_factor(tolerance, actual))
+    comparer = _Comparer(actual, expected, names_before, tolerance_factor(tolerance, actual))
     if precision is not None:
         comparer.precision = precision
     comparer.leaves_out_noisy = nondeterministic and expected.noise == "not repeatable"
@@ -152,7 +153,7 @@ def compare(
     )
 
 
-def _tolerance_factor(tolerance: Tolerance, record: Record) -> Callable[[str], float]:
+def tolerance_factor(tolerance: Tolerance, record: Record) -> Callable[[str], float]:
     """Return a function from a layer to the user's factor of its tolerance: that of the last glob that matches it."""
     __tracebackhide__ = True
     given = tolerance if isinstance(tolerance, Mapping) else {} if tolerance is None else {"**": tolerance}
@@ -160,7 +161,9 @@ def _tolerance_factor(tolerance: Tolerance, record: Record) -> Callable[[str], f
         if type(times) not in (int, float) or not times > 0 or math.isinf(times):
             raise UsageError(f"a tolerance multiplies the measured noise and is a positive number; got {times!r}")
         if not any(map(Glob(glob).matches, record.layers)):
-            raise SelectionError(f"tolerance: {glob!r} matches none of {count(len(record.layers), 'layer')}")
+            near = nearest(glob, record.layers)
+            hint = f"; nearest: {', '.join(map(repr, near))}" if near else ""
+            raise SelectionError(f"tolerance: {glob!r} matches none of {count(len(record.layers), 'layer')}{hint}")
     globs = [(Glob(glob), float(times)) for glob, times in list(given.items())[::-1]]
     return lambda layer: next((times for glob, times in globs if glob.matches(layer)), 1.0)
 

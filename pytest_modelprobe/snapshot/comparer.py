@@ -27,10 +27,11 @@ from pytest_modelprobe.comparison import (
     compare,
     diagnose,
     layers_behind_zeros,
+    tolerance_factor,
 )
 from pytest_modelprobe.comparison import text as comparison_text
 from pytest_modelprobe.comparison.text import rows
-from pytest_modelprobe.exceptions import NothingObservedError, SnapshotError, UsageError
+from pytest_modelprobe.exceptions import NothingObservedError, SnapshotError
 from pytest_modelprobe.files import ARCH, PROBE, RESTORE, Texts, decode, file_name, parsed, read, write
 from pytest_modelprobe.gate import needs_reason
 from pytest_modelprobe.record import (
@@ -48,10 +49,8 @@ from pytest_modelprobe.text import count, listed, printable
 
 from . import preconditions
 from .extension import SnapshotFiles, compare_and_count, syrupy_assertion
-from .forked import ForkedResults
 from .naming import DEVICES, folder_of, kind, stem_of
-from .options import Policy
-from .outcome import UNEQUAL, Outcome
+from .outcome import Outcome
 from .preconditions import Refusal
 from .session import SnapshotSession, shown_path
 from .snapshot import Arguments
@@ -77,20 +76,6 @@ def changed(diagnosis: Diagnosis, command: str, next_step: str = "") -> str:
     if layer is not None:
         steps.append(f"To see its tensors: modelprobe.run(..., keep={layer!r}), then modelprobe.kept[{layer!r}]")
     return "\n\n".join([comparison_text.text(diagnosis), "\n".join(printable(step) for step in steps)])
-
-
-def one_rank(test: str, rank: int, world_size: int) -> str:
-    """Return the message for a record of one rank, given to be compared with a snapshot.
-
-    >>> print(one_rank("test_step", 1, 2))
-    test_step: a snapshot holds what all 2 ranks do, and the record is of rank 1 alone
-    <BLANKLINE>
-    Compare one record of all, in every rank: assert modelprobe.merged(watch) == modelprobe_snapshot
-    """
-    return (
-        f"{test}: a snapshot holds what all {world_size} ranks do, and the record is of rank {rank} alone\n\n"
-        "Compare one record of all, in every rank: assert modelprobe.merged(watch) == modelprobe_snapshot"
-    )
 
 
 def _rename_argument(diagnosis: Diagnosis) -> str:
@@ -133,32 +118,6 @@ def new(record: Record, name: str, command: str, moves: Sequence[str] = (), next
     return "\n\n".join(parts)
 
 
-def scope_changed(test: str, stored: str, compared: str, policy: Policy) -> str:
-    """Return that a snapshot was written to compare another part of the record.
-
-    >>> scope_changed("test_x", "all", "behavior", Policy())
-    'test_x compares only the behavior, but its snapshot was written to compare all'
-    """
-    why = f" ({policy.compare_from})" if policy.compare != "all" and not policy.for_this_run else ""
-    now, then = (part if part == "all" else f"only the {part}" for part in (compared, stored))
-    return printable(f"{test} compares {now}{why}, but its snapshot was written to compare {then}")
-
-
-def scope_not_stored(scope_message: str, command: str, next_step: str = "") -> str:
-    """Return the message for a comparison of another part than the snapshot was written for."""
-    step = next_step or f'Intended? {command} --snapshot-update --modelprobe-reason="..." writes it into the file.'
-    return f"{scope_message}\n\nA reviewer has to see in the file what is no longer compared.\n\n{printable(step)}"
-
-
-def nothing_compared(asked: str, policy: Policy) -> str:
-    """Return that the test and an option of the run exclude each other's part.
-
-    >>> print(nothing_compared("behavior", Policy(compare_from="modelprobe_compare = architecture")))
-    nothing is compared: the test compares only the behavior, and modelprobe_compare = architecture; remove one
-    """
-    return f"nothing is compared: the test compares only the {asked}, and {policy.compare_from}; remove one"
-
-
 class Comparer:
     """Compares the records of one test with its files.
 
@@ -175,8 +134,7 @@ class Comparer:
         self._updates = self._syrupy.update_snapshots
         self._updates_new = self._syrupy.update_new_snapshots_only
         self.outcomes: list[Outcome] = []
-        """Every comparison of this process."""
-        self._forked, self._forked_read = ForkedResults(), 0
+        """Every comparison of the test."""
         self._unnamed = 0
 
     # --- the results of the test ----------------------------------------------------------------------------------
@@ -205,22 +163,12 @@ class Comparer:
         """Return the messages of comparisons that were not equal and whose result the test did not use; each once."""
         unread = [outcome for outcome in self.outcomes if not (outcome.passed or outcome.was_read)]
         if not unread:
-            return self._unequal_in_forks()
+            return None
         for outcome in unread:
             outcome.was_read = True
         lines = listed(list(dict.fromkeys(f"line {outcome.line}" for outcome in unread)))
         first = f"compared in {lines} but not asserted: write assert ... == modelprobe_snapshot"
         return "\n\n".join([first, *(outcome.text for outcome in unread)])
-
-    def _unequal_in_forks(self) -> str | None:
-        """Return the messages of unequal comparisons in forked processes; each once.
-
-        An error that is raised there does not reach this process.
-        """
-        results = self._forked.received[self._forked_read :]
-        self._forked_read += len(results)
-        texts = list(dict.fromkeys(result["text"] for result in results if result["verdict"] in UNEQUAL))
-        return "\n\n".join(["compared in a forked process, and not equal:", *texts]) if texts else None
 
     def explain(self, call: pytest.CallInfo[None]) -> None:
         """Put the whole message on an `AssertionError` of a comparison.
@@ -241,15 +189,15 @@ class Comparer:
             call.excinfo = pytest.ExceptionInfo.from_exception(error)  # the old one has cached how the text began
 
     def results(self) -> list[dict[str, Any]]:
-        """Return every comparison in builtin types, also those of forked processes."""
-        return [*(outcome.to_dict(self._item) for outcome in self.outcomes), *self._forked.received]
+        """Return every comparison in builtin types."""
+        return [outcome.to_dict(self._item) for outcome in self.outcomes]
 
     # --- one comparison -------------------------------------------------------------------------------------------
 
     def compare(self, record: Record, arguments: Arguments, *, caller: FrameType) -> Outcome:
         """Compare a record with its snapshot and return the result. An update writes the record if it differs."""
         __tracebackhide__ = True
-        arguments.check_globs(record)
+        tolerance_factor(arguments.tolerance, record)  # a wrong one is an error also where there is no snapshot yet
         place = self._place(record, arguments)
         outcome = Outcome(place, record, record.live_run, caller.f_code, caller.f_lineno, arguments.compare)
         mine = this_rank()
@@ -259,10 +207,16 @@ class Comparer:
         # What the file says that its test compares: an option for one run is no property of the test.
         always = arguments.compare if self._policy.for_this_run else parts
         if always is None:
-            outcome.verdict, outcome.text = "unreadable", nothing_compared(arguments.compare, self._policy)
+            outcome.verdict = "unreadable"
+            asked = f"the test compares only the {arguments.compare}, and {self._policy.compare_from}"
+            outcome.text = f"nothing is compared: {asked}; remove one"
         elif mine.world_size > 1 and record.ranks is None:
             outcome.verdict = "unreadable"
-            outcome.text = one_rank(self.name, mine.rank, mine.world_size)
+            outcome.text = (
+                f"{self.name}: a snapshot holds what all {mine.world_size} ranks do, and the record is of rank "
+                f"{mine.rank} alone\n\nCompare one record of all, in every rank: "
+                "assert modelprobe.merged(watch) == modelprobe_snapshot"
+            )
         elif parts is None or is_written_elsewhere:
             outcome.verdict = "not compared"
         else:
@@ -277,7 +231,6 @@ class Comparer:
         if not outcome.passed:
             outcome.raises = open_raises()
         self.outcomes.append(outcome)
-        self._forked.send(outcome.to_dict(self._item))
         return outcome
 
     def training_file(self, arguments: Arguments) -> TrainingFile:
@@ -315,14 +268,7 @@ class Comparer:
             stem += f".{self._unnamed}" if self._unnamed > 1 else ""
         folder, device = folder_of(self._item.path), kind(record.device)
         suffix = f".{device}" if device in DEVICES else ""
-        place = SnapshotFiles(folder / f"{stem}{ARCH}", folder / f"{stem}{suffix}{PROBE}")
-        other = self._session.other_owner(place.arch, self._item)
-        if other is not None:
-            raise UsageError(
-                f"{self._item.nodeid} and {other} would share {place.arch.name} where a file system ignores case: "
-                "rename one of the two"
-            )
-        return place
+        return SnapshotFiles(folder / f"{stem}{ARCH}", folder / f"{stem}{suffix}{PROBE}")
 
     def _judge(self, outcome: Outcome, arguments: Arguments, parts: Parts) -> None:
         __tracebackhide__ = True
@@ -367,7 +313,10 @@ class Comparer:
         stored = parsed(old.numbers, str(outcome.place.probe)).get("compared", "all")
         if stored == outcome.compared:
             return ""
-        return scope_changed(self.name, stored, outcome.compared, self._policy)
+        policy = self._policy
+        why = f" ({policy.compare_from})" if policy.compare != "all" and not policy.for_this_run else ""
+        now, then = (part if part == "all" else f"only the {part}" for part in (outcome.compared, stored))
+        return printable(f"{self.name} compares {now}{why}, but its snapshot was written to compare {then}")
 
     def _handle_difference(self, outcome: Outcome, arguments: Arguments, stored: Stored) -> None:
         """Write the record if an update may, or else into ``--modelprobe-output``; set verdict and message."""
@@ -383,7 +332,6 @@ class Comparer:
         if updating and refusal is None:
             new = self._texts_read_back(outcome, arguments, record, stored)
             outcome.verdict = "updated" if is_known else "created"
-            self._session.writers[outcome.place] = self._item.nodeid
             outcome.declared = bool(self._policy.reason) and stored.texts is not None
         elif self._policy.output and not writing_rank().rank:
             self._write_output(outcome, arguments, stored, self._policy.output)
@@ -396,8 +344,6 @@ class Comparer:
             return refusal
         if any(other.place == outcome.place and other.verdict in ("created", "updated") for other in self.outcomes):
             return preconditions.WRITTEN_TWICE
-        if self._session.writers.get(outcome.place, self._item.nodeid) != self._item.nodeid:
-            return preconditions.WRITTEN_BY_ANOTHER_REPETITION
         refusal = preconditions.refuse_record(outcome.record, arguments)
         if refusal is None and outcome.diagnosis and self._policy.accept:
             refusal = preconditions.refuse_causes(outcome.diagnosis, self._policy)
@@ -453,7 +399,12 @@ class Comparer:
             text = changed(outcome.diagnosis, command, next_step)
             return f"{text}\n\n{outcome.scope_message}" if outcome.scope_message else text
         if outcome.scope_message:
-            return scope_not_stored(outcome.scope_message, command, next_step)
+            update = f'{command} --snapshot-update --modelprobe-reason="..."'
+            step = next_step or f"Intended? {update} writes it into the file."
+            return (
+                f"{outcome.scope_message}\n\nA reviewer has to see in the file what is no longer compared.\n\n"
+                f"{printable(step)}"
+            )
         name = self._item.name + outcome.place.arch.name.removesuffix(ARCH).removeprefix(stem_of(self._item))
         device = kind(outcome.record.device)
         name += "" if device == "cpu" else f" on {device}"

@@ -47,10 +47,6 @@ WRITTEN_TWICE = Refusal(
     "not written again, because the test compares two different records under one name=",
     "give each record its own name=, and run the update again",
 )
-WRITTEN_BY_ANOTHER_REPETITION = Refusal(
-    "not written again, because an earlier repetition of the test wrote another record",
-    "make the test compute the same in each repetition, and run the update again",
-)
 _RELEVANT = 1e-3  # of the largest norm of a gradient at the same call
 
 

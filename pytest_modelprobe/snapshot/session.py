@@ -25,7 +25,6 @@ from pytest_modelprobe.exceptions import UsageError
 from .options import DIRECTORY, Policy, keeps_unused
 
 if TYPE_CHECKING:
-    from .extension import SnapshotFiles
     from .naming import Module, Test
 
 
@@ -237,9 +236,6 @@ class SnapshotSession:
         self._collected = _Collected()
         self._paths: dict[str, str] = {}
         self._has_snapshots: dict[Path, bool] = {}
-        self._owners: dict[str, tuple[Path, str]] = {}
-        self.writers: dict[SnapshotFiles, str] = {}
-        """The test that wrote a snapshot in this run. Repetitions of a test have one snapshot."""
         self._workers_started = self._workers_finished = 0
         self._phases: dict[str, dict[str, str]] = {}
         self._expected_to_fail: set[str] = set()
@@ -300,20 +296,6 @@ class SnapshotSession:
             return stem_of(item)
         except UsageError:
             return function_of(item)
-
-    def other_owner(self, arch: Path, item: pytest.Item) -> str | None:
-        """Return the other test whose file name differs from this one only by case, if there is one."""
-        from pytest_modelprobe.files import ARCH, case_folded
-
-        from .naming import folder_of
-
-        if not self._owners:  # all at once: under xdist the other test may run elsewhere
-            for other in item.session.items:
-                if "modelprobe_snapshot" in getattr(other, "fixturenames", ()):
-                    first = folder_of(other.path) / (self.stem_of(other) + ARCH)
-                    self._owners.setdefault(case_folded(str(first)), (first, other.nodeid))
-        path, test = self._owners.setdefault(case_folded(str(arch)), (arch, item.nodeid))
-        return None if path == arch else test
 
     def is_claimed(self, arch: Path, item: pytest.Item) -> bool:
         """Whether a snapshot may belong to another test in the directory of ``item``."""
