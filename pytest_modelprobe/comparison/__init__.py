@@ -2,57 +2,28 @@
 
 from __future__ import annotations
 
-from .compare import compare, tolerance_factor
-from .diagnosis import (
-    ABSORBED,
-    NO_EFFECT,
-    Cause,
-    CauseKind,
-    Diagnosis,
-    changes_code,
-    diagnose,
-    layers_behind_zeros,
-)
-from .matching import is_drawn_otherwise
-from .ports import Pairing, pair, port_failure
-from .tolerance import (
-    BEHAVIOR,
-    LARGEST_TOLERANCE,
-    CallPair,
-    Comparison,
-    Difference,
-    DifferenceKind,
-    Parts,
-    Precision,
-    Tolerance,
-    is_rounding,
-    largest_gradient,
-)
-
-__all__ = [
-    "ABSORBED",
-    "BEHAVIOR",
-    "CallPair",
-    "Cause",
-    "CauseKind",
-    "Comparison",
-    "Diagnosis",
-    "Difference",
-    "DifferenceKind",
-    "LARGEST_TOLERANCE",
-    "NO_EFFECT",
-    "Pairing",
-    "Parts",
-    "Precision",
-    "Tolerance",
-    "compare",
-    "diagnose",
-    "is_drawn_otherwise",
-    "is_rounding",
-    "largest_gradient",
-    "layers_behind_zeros",
-    "changes_code",
-    "pair",
-    "port_failure",
-    "tolerance_factor",
-]
+from .compare import compare as compare
+from .compare import tolerance_factor as tolerance_factor
+from .diagnosis import diagnose as diagnose
+from .diagnosis.causes import ABSORBED as ABSORBED
+from .diagnosis.causes import NO_EFFECT as NO_EFFECT
+from .diagnosis.causes import Cause as Cause
+from .diagnosis.causes import CauseKind as CauseKind
+from .diagnosis.causes import Diagnosis as Diagnosis
+from .diagnosis.causes import changes_code as changes_code
+from .diagnosis.effects import layers_behind_zeros as layers_behind_zeros
+from .matching import is_drawn_otherwise as is_drawn_otherwise
+from .ports import Pairing as Pairing
+from .ports import pair as pair
+from .ports import port_failure as port_failure
+from .tolerance import BEHAVIOR as BEHAVIOR
+from .tolerance import LARGEST_TOLERANCE as LARGEST_TOLERANCE
+from .tolerance import CallPair as CallPair
+from .tolerance import Comparison as Comparison
+from .tolerance import Difference as Difference
+from .tolerance import DifferenceKind as DifferenceKind
+from .tolerance import Parts as Parts
+from .tolerance import Precision as Precision
+from .tolerance import Tolerance as Tolerance
+from .tolerance import is_rounding as is_rounding
+from .tolerance import largest_gradient as largest_gradient

@@ -26,7 +26,7 @@ from pytest_modelprobe.record import (
 )
 from pytest_modelprobe.text import Cell, collapsed, count, differing_part, listed, number, pattern, printable, table
 
-from .diagnosis import ABSORBED, GRADIENTS, NO_EFFECT, Cause, Diagnosis
+from .diagnosis.causes import ABSORBED, GRADIENTS, NO_EFFECT, Cause, Diagnosis
 from .tolerance import Difference
 
 

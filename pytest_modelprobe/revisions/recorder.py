@@ -23,8 +23,8 @@ from pytest_modelprobe.comparison import layers_behind_zeros
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.record import Record, is_narrow
 
+from .pairs import compare_records, first_difference
 from .records import Written, folder_of, path_of, read_one
-from .side_by_side import compare_records, first_difference
 
 Outputs = Callable[[str], Mapping[str, Sequence[Any]]]
 

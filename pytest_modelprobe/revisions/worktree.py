@@ -27,9 +27,9 @@ from pytest_modelprobe.interrupts import finished
 from pytest_modelprobe.record import Glob
 from pytest_modelprobe.text import listed
 
+from .pairs import Pair, judged
 from .records import Written, read_written
 from .side import Job, Ran, Side, SideError
-from .side_by_side import Pair, judged
 
 _git = functools.partial(run_git, apart=True)
 

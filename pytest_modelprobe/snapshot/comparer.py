@@ -50,9 +50,10 @@ from pytest_modelprobe.text import count, listed, printable
 from . import preconditions
 from .extension import SnapshotFiles, compare_and_count, syrupy_assertion
 from .naming import DEVICES, folder_of, kind, stem_of
+from .options import shown_path
 from .outcome import Outcome
 from .preconditions import Refusal
-from .session import SnapshotSession, shown_path
+from .session import SnapshotSession
 from .snapshot import Arguments
 from .stored import Stored, read_stored, structure_of, texts_to_write
 from .training_file import TRAINING, TrainingFile

@@ -22,7 +22,7 @@ import pytest
 
 from pytest_modelprobe.exceptions import UsageError
 
-from .options import DIRECTORY, Policy, keeps_unused
+from .options import DIRECTORY, Policy, keeps_unused, shown_path
 
 if TYPE_CHECKING:
     from .naming import Module, Test
@@ -47,14 +47,6 @@ class UnusedFiles:
     def add(self, path: str, why_kept: str | None, *, delete: bool) -> None:
         """Add a file: kept if there is a reason, else deleted or reported."""
         (self.kept.setdefault(why_kept, []) if why_kept else self.deleted if delete else self.unused).append(path)
-
-
-def shown_path(path: Path, config: pytest.Config) -> str:
-    """Return a path relative to the directory where pytest was started, else to the root directory."""
-    for base in (config.invocation_params.dir, config.rootpath):
-        if path.is_relative_to(base):
-            return path.relative_to(base).as_posix()
-    return str(path)
 
 
 def lines(

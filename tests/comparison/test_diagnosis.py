@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pytest_modelprobe import ModelProbe, assert_same_behavior
+from pytest_modelprobe.comparison import Diagnosis, diagnose
 from pytest_modelprobe.comparison.compare import compare
-from pytest_modelprobe.comparison.diagnosis import Diagnosis, diagnose
 from pytest_modelprobe.comparison.diagnosis import causes as hints
 from pytest_modelprobe.comparison.text import cause_text, first_line, text
 from pytest_modelprobe.gate.classes import class_of

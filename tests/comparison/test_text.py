@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from pytest_modelprobe.comparison import NO_EFFECT, Cause, Diagnosis, diagnose
 from pytest_modelprobe.comparison.compare import compare
-from pytest_modelprobe.comparison.diagnosis import NO_EFFECT, Cause, Diagnosis, diagnose
 from pytest_modelprobe.comparison.text import cause_text, first_line, grouped, percent, text
 from pytest_modelprobe.comparison.tolerance import Comparison, Difference
 from pytest_modelprobe.record import Layer, Record

@@ -21,7 +21,7 @@ from pytest_modelprobe.revisions import (
     pair_text,
     summary,
 )
-from pytest_modelprobe.revisions.side_by_side import compare_records
+from pytest_modelprobe.revisions.pairs import compare_records
 
 
 def record_of(*, scale: float = 1.0) -> Record:

@@ -18,24 +18,17 @@ from pytest_modelprobe.record import Record, is_narrow
 
 from .backward import gradient_causes
 from .causes import (
-    ABSORBED,
     DRIFT,
     GRADIENTS,
-    NO_EFFECT,
     Cause,
-    CauseKind,
     Diagnosis,
-    Evidence,
     by_importance,
-    changes_code,
-    hints,
 )
 from .computation import computation_causes
 from .effects import (
     explained_by,
     is_decisive,
     is_indecisive,
-    layers_behind_zeros,
     with_absorbed,
     with_same_elements,
     with_size_of_effect,
@@ -50,20 +43,6 @@ from .recorded import (
     update_causes,
     with_weights_folded,
 )
-
-__all__ = [
-    "ABSORBED",
-    "GRADIENTS",
-    "NO_EFFECT",
-    "Cause",
-    "CauseKind",
-    "Diagnosis",
-    "Evidence",
-    "diagnose",
-    "layers_behind_zeros",
-    "hints",
-    "changes_code",
-]
 
 _OUTPUTS: tuple[DifferenceKind, ...] = ("output", "state")
 _GRADIENTS: tuple[DifferenceKind, ...] = ("gradient", "gradient presence", "parameter gradient")
