@@ -56,7 +56,6 @@ from .tolerance import (
     CAME,
     GONE,
     UNKNOWN,
-    CallKey,
     CallPair,
     Comparison,
     Difference,
@@ -197,11 +196,9 @@ class _Comparer:
         if self.actual.in_model_order and self.expected.in_model_order:
             yield from self._order()
         self.pairs.sort(key=lambda pair: pair.actual.started)
-        yield from self._samples()
-
-    def _samples(self) -> Iterator[Difference]:
-        """Yield forwards of other samples, where no input says so: only a file that was edited has such."""
-        for pair in self.pairs:
+        for (
+            pair
+        ) in self.pairs:  # forwards of other samples, where no input says so: only a file that was edited has such
             changes = [self.changes.get((pair.layer, pair.key, "input", value.path)) for value in pair.actual.inputs]
             told = any(change is not None and change.differs for change in changes)
             if pair.has_signs_of_inputs and not (pair.same_signs or told):
@@ -337,11 +334,11 @@ class _Comparer:
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
-    def _key(self, call: Call) -> CallKey:
-        return call.root, call.root_training if self.has_both_modes else None, call.index
-
     def _calls(self, a: Layer, e: Layer) -> Iterator[Difference]:
-        mine, theirs = ({self._key(call): call for call in layer.calls} for layer in (a, e))
+        mine, theirs = (
+            {(call.root, call.root_training if self.has_both_modes else None, call.index): call for call in layer.calls}
+            for layer in (a, e)
+        )
         if mine.keys() != theirs.keys():
             yield Difference(layer=a.name, kind="calls", what="calls", actual=len(mine), expected=len(theirs))
         for key, call in mine.items():

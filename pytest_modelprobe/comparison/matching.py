@@ -1,4 +1,4 @@
-"""Match the layers of two records: by declared renames, by name, by type and parameters.
+"""Match the layers of two records by declared renames, names, types and parameters, and the values of their calls.
 
 If two layers are matched wrongly, the diagnosis compares layers that have nothing to do with each other. If a layer is
 not matched, it is reported as removed and added. The second is the smaller harm, so ambiguous layers stay unmatched.
@@ -35,7 +35,7 @@ from pytest_modelprobe.record import (
 
 from .tolerance import CallPair, Difference, change
 
-# --- Pair the values of a call, and of its isolated response, with the expected ones ---------------------------------
+# --- the values of a call, and of its isolated response ---------------------------------------------------------------
 
 
 def comparable(a: IsolatedResponse | None, e: IsolatedResponse | None) -> bool:
@@ -426,7 +426,7 @@ def _is_unambiguous(pairs: Sequence[tuple[_Node, _Node]], *, numbered: bool) -> 
     return named and (numbered or alone)
 
 
-# --- The same values under other names: arguments by keyword or by position, outputs in a tuple or not ---------------
+# --- the same values under other names --------------------------------------------------------------------------------
 
 _FORMER = "former_"
 """Prefix of the path of a value that is gone, where another has its path now."""

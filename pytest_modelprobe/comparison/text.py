@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pytest_modelprobe.record import (
@@ -56,7 +56,10 @@ def first_line(diagnosis: Diagnosis) -> str:
     if not found:
         worst = max(diagnosis.comparison.differences, key=lambda d: d.change or 0.0, default=None)
         if worst is None:
-            return printable(_other_names(diagnosis.comparison.renamed) or "nothing changed")
+            renamed = diagnosis.comparison.renamed
+            tops = {old: new for old, new in renamed.items() if old.rpartition(".")[0] not in renamed}
+            names = listed([f"{label_of(old)} is called {new}" for old, new in tops.items()], most=3)
+            return printable(names or "nothing changed")
         moved = f"{_label(worst.layer, diagnosis)} {worst.what or worst.kind} changed{by(worst.change, worst.sizes)}"
         return printable(f"{moved}; cannot tell why: {diagnosis.unknown}")
     first, times = found[0]
@@ -130,16 +133,11 @@ def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
     counts += noted(diagnosis.comparison.notes)
     if not diagnosis.same:  # else the first line says so
         counts += noted_calls(diagnosis.notes)
-    counts += _lacking(diagnosis.comparison.actual, diagnosis.comparison.expected)
+    notes = dict.fromkeys((*diagnosis.comparison.actual.notes, *diagnosis.comparison.expected.notes))
+    counts += [f"{n[0].upper()}{n[1:]}." for n in notes if n.startswith(("no layer was", "no noise was"))]
     parts += ["\n".join(map(printable, counts))] if counts else []
     parts += [printable(step) for step in next_steps]
     return "\n\n".join(parts)
-
-
-def _lacking(actual: Record, expected: Record) -> list[str]:
-    """Return the notes of the records on what was not measured."""
-    notes = dict.fromkeys((*actual.notes, *expected.notes))
-    return [f"{note[0].upper()}{note[1:]}." for note in notes if note.startswith(("no layer was", "no noise was"))]
 
 
 def not_compared_sentence(values: int) -> list[str]:
@@ -183,12 +181,6 @@ def noted_calls(notes: Iterable[Cause]) -> list[str]:
         layers.setdefault(bare, []).extend([note.layer] * (bare != said))
     told = [f"{said} in {listed(collapsed(names))}" if names else said for said, names in layers.items()]
     return [f"{_NOTES}: {listed(told, most=8)}."] if told else []
-
-
-def _other_names(renamed: Mapping[str, str]) -> str:
-    """Return the new names of layers that the test renames."""
-    tops = {old: new for old, new in renamed.items() if old.rpartition(".")[0] not in renamed}
-    return listed([f"{label_of(old)} is called {new}" for old, new in tops.items()], most=3)
 
 
 _OF_STEP = ("gradient", "optimizer", "update")
@@ -333,16 +325,13 @@ def _gradient(cause: Cause, label: str) -> str:
 
 def _optimizer(cause: Cause, label: str, arrow: str) -> str:
     if cause.what == GRADIENTS:
-        now, then = (_applied_text(_value_text(side)) for side in (cause.actual, cause.expected))
+        words = {AS_THEY_ARRIVED: "applied as they arrived", RESET: "reset before the step"}
+        sides = map(_value_text, (cause.actual, cause.expected))
+        now, then = (words.get(side, side.replace("others by", "replaced for")) for side in sides)
         return f"gradients {now}, not {then}"
     if cause.what.endswith(" group"):
         return f"{label}: {cause.what} of the optimizer {arrow}"
     return f"{cause.what} {arrow}"
-
-
-def _applied_text(applied: str) -> str:
-    words = {AS_THEY_ARRIVED: "applied as they arrived", RESET: "reset before the step"}
-    return words.get(applied, applied.replace("others by", "replaced for"))
 
 
 def percent(change: float | None) -> str:
@@ -465,7 +454,7 @@ _SEEN = {
 }
 
 
-# --- Differences as rows of a table: the same change in repeated layers is one row -----------------------------------
+# --- differences as rows of a table -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

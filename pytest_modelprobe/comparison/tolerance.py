@@ -1,4 +1,4 @@
-"""The distance of two readings of one value, and its tolerance.
+"""The distance of two readings of one value, its tolerance, and the differences of which a comparison is made.
 
 A change is the distance of two tensors relative to the norm of the expected one, ‖x − y‖ / ‖y‖, estimated from their
 fingerprints. The tolerance is a multiple of the noise measured with the expected record, plus the precision of a
@@ -156,7 +156,9 @@ def change(
     if direction == "state" and actual.reason is not None:
         return UNKNOWN  # the weights changed after the forward
     if direction == "backward" and is_rounding(expected, scale):
-        return ValueChange(0.0, expected.noise) if norm(actual) <= _still_rounding(expected, scale()) else CAME
+        largest = scale()  # of the gradients of the step
+        most = 10 * ROUNDING * largest if math.isfinite(largest) else 100 * norm(expected) or math.inf
+        return ValueChange(0.0, expected.noise) if norm(actual) <= most else CAME
     x, y = actual.fingerprint, expected.fingerprint
     if x is None or y is None or actual.digest is not None or expected.digest is not None:
         both = is_read(actual) and is_read(expected)
@@ -267,18 +269,13 @@ def largest_gradient(record: Record) -> LargestGradient:
 
 
 def is_rounding(gradient: Reading, scale: Callable[[], float]) -> bool:
-    """Whether nothing of a gradient repeats and it is nearly nothing beside the largest: what is left where it cancels.
+    """Return whether a gradient does not repeat and is nearly nothing beside the largest: it is what cancels.
 
     >>> one = Reading(noise=1.4, statistics=Statistics(count=1, mean=1e-7))
     >>> is_rounding(one, lambda: 1.0), is_rounding(one, lambda: 1e-6)
     (True, False)
     """
     return (gradient.noise or 0.0) >= UNREPEATABLE and norm(gradient) <= ROUNDING * scale()
-
-
-def _still_rounding(expected: Reading, scale: float) -> float:
-    """Return the largest norm of a gradient that is still rounding where the expected one is."""
-    return 10 * ROUNDING * scale if math.isfinite(scale) else 100 * norm(expected) or math.inf
 
 
 def epsilon(dtype: str) -> float:
@@ -360,7 +357,7 @@ def _same_zeros(a: Reading, e: Reading) -> bool:
     return abs(a.statistics.zeros - e.statistics.zeros) <= few
 
 
-# --- The differences between two records, and the change of every value ----------------------------------------------
+# --- the differences between two records ------------------------------------------------------------------------------
 
 DifferenceKind = Literal[
     "layer added", "layer removed", "layer renamed", "type", "attribute", "mode", "name",

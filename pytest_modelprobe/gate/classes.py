@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from pytest_modelprobe.comparison import BEHAVIOR, Cause, Comparison, Diagnosis, Difference, DifferenceKind
 from pytest_modelprobe.record import Layer, Parameter, Record, elements, qualified
 
-# --- What a change does to checkpoints that were saved before it -----------------------------------------------------
+# --- what a change does to checkpoints that were saved before it ------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -273,7 +273,7 @@ def _blobs(listing: bytes, start: bytes) -> dict[str, str]:
 _DEEPEN = "git fetch --unshallow, or fetch-depth: 0 in the workflow's checkout"
 
 
-# --- Which revision a run of GitHub Actions compares with ------------------------------------------------------------
+# --- which revision a run of GitHub Actions compares with -------------------------------------------------------------
 
 _NAME_IT = "name what to compare with: --base origin/main"
 

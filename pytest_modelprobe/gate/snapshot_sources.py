@@ -343,7 +343,7 @@ def _inside(name: str, pair: SnapshotPaths, scope: str) -> bool:
     )
 
 
-# --- Reasons for deleted snapshots, each in a file where the snapshot was: ``test_a.removed.json`` -------------------
+# --- reasons for deleted snapshots, each in a file where the snapshot was ---------------------------------------------
 
 
 def removal_path(architecture: str) -> str:

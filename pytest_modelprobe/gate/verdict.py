@@ -54,7 +54,7 @@ from .classes import (
     effect_on_checkpoints,
 )
 
-# --- What makes a reason valid: it has a word that can be seen, and it follows from the base -------------------------
+# --- what makes a reason valid ----------------------------------------------------------------------------------------
 
 
 def has_words(reason: str | None) -> bool:
@@ -102,7 +102,7 @@ def superseded(chain: str | None, before: str, now: str) -> str | None:
     return " ".join(steps[-_MOST_DIGESTS:]) or None
 
 
-# --- Differences between two snapshots that a comparison of two runs does not report ---------------------------------
+# --- differences that a comparison of two runs does not report --------------------------------------------------------
 
 
 def noise_differences(comparison: Comparison) -> Iterator[Difference]:

@@ -1,4 +1,7 @@
-"""Hooks of pytest that other plugins, and a ``conftest.py``, may implement."""
+"""Hooks of pytest that other plugins, and a ``conftest.py``, may implement, and the calls of these hooks.
+
+A mistake of another plugin is an error that names the hook, because its traceback would end in this package.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def pytest_modelprobe_checks(config: pytest.Config) -> Mapping[str, Callable[...
     """
 
 
-# --- What other plugins are told, and what they add: the calls of the hooks in `hookspecs` ---------------------------
+# --- the calls of these hooks -----------------------------------------------------------------------------------------
 
 
 def told_to_plugins(one: NamedRecord, item: pytest.Item) -> NamedRecord:

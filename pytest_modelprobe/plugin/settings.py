@@ -1,4 +1,4 @@
-"""The settings of a run: options of the command line and of the ini file.
+"""The settings of a run and of a test: options of the command line and of the ini file, devices, and the marker.
 
 They are checked before the first test runs, because a run that cannot write its report should not take an hour to say
 so. An option of the command line wins over the ini file.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pytest_modelprobe.probe import ModelProbe
 
 
-# --- Names of devices: which are valid, and which exist on this machine ----------------------------------------------
+# --- devices ----------------------------------------------------------------------------------------------------------
 
 INVALID = "not a device of the probe; give cpu, cuda, cuda:N, mps, xpu or auto"
 _KNOWN = ("cpu", "cuda", "mps", "xpu")
@@ -296,7 +296,7 @@ def _seed(config: pytest.Config) -> int:
         raise pytest.UsageError(f"modelprobe_seed is an integer; the ini file has {text!r}") from None
 
 
-# --- ``@pytest.mark.modelprobe(...)``: its arguments, checked, and the line of one that is wrong ---------------------
+# --- the marker -------------------------------------------------------------------------------------------------------
 
 _KEYWORDS = ("devices", "seed", "tolerance", "compare", "world_size", "timeout")
 _ALL_KEYWORDS = f"{', '.join(f'{name}=' for name in _KEYWORDS[:-1])} and {_KEYWORDS[-1]}="

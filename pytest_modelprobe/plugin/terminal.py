@@ -1,4 +1,4 @@
-"""The section "modelprobe" of the terminal summary: what the probes recorded, and the snapshots.
+"""What a run says: the section "modelprobe" of the terminal summary, progress, properties of tests, annotations.
 
 It is quiet until there is something to say: a healthy model has no line, and the checks of all models have one. Only
 the first use in a project shows a table, so that a new user sees what the probe records. Summaries come in builtin
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pytest_modelprobe.record import Record
 
 
-# --- What the probes of a test found, as properties of the test in JUnit XML and the like, and as a table ------------
+# --- properties of tests, in JUnit XML and the like -------------------------------------------------------------------
 
 _ASKED_BY = ("xmlpath", "htmlpath", "report_log", "json_report")
 """Options of pytest, pytest-html, pytest-reportlog and pytest-json-report."""
@@ -264,7 +264,7 @@ def _lines(nodeid: str, summary: dict[str, Any], *, with_table: bool) -> Iterato
         yield from (f"  {line}" for line in summary["table"])
 
 
-# --- The line in the terminal that shows the progress of long work in a test -----------------------------------------
+# --- the line that shows the progress of long work --------------------------------------------------------------------
 
 SHOWN_AFTER, REWRITTEN_EVERY = 3.0, 0.1
 """Seconds of work before a terminal shows its line, and between two changes of it."""
@@ -352,7 +352,7 @@ class ProgressLine:
         sys.stdout, sys.stderr = streams
 
 
-# --- What GitHub Actions shows of models that differ, so that a reviewer need not read the log of the job ------------
+# --- annotations in GitHub Actions ------------------------------------------------------------------------------------
 
 Results = Sequence[dict[str, Any]]
 Base = Callable[[], tuple[dict[str, Any] | None, dict[str, list[dict[str, Any]]]]]

@@ -48,7 +48,7 @@ class Pair:
 
     @property
     def unrepeatable(self) -> list[Written]:
-        """Those of the two that came out otherwise when they were run again."""
+        """The records of the pair whose run gave other numbers when it was repeated."""
         return [one for one in (self.here, self.there) if one.record.noise == "not repeatable"]
 
 

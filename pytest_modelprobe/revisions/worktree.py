@@ -1,4 +1,4 @@
-"""A commit as a folder of its own: a temporary git worktree.
+"""A commit as a folder of its own, a temporary git worktree, and `git bisect` in it.
 
 The user's tree stays as it is: its files, its index, its stash and its submodules are only read. Git notes a worktree
 in ``.git/worktrees``, and that entry goes with it.
@@ -164,7 +164,7 @@ def _below(root: Path, paths: Iterator[Path] | list[Path]) -> Iterator[Path]:
             yield path.resolve().relative_to(root)
 
 
-# --- The commit that changed what a model does: `git bisect` in a worktree of its own, asked by records --------------
+# --- `git bisect` in a worktree of its own, asked by records ----------------------------------------------------------
 
 _FIRST_BAD = re.compile(r"^([0-9a-f]{40,64}) is the first (?:bad|new) commit", re.MULTILINE)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -32,7 +31,7 @@ from pytest_modelprobe.comparison import (
 from pytest_modelprobe.comparison import text as comparison_text
 from pytest_modelprobe.comparison.text import rows
 from pytest_modelprobe.exceptions import NothingObservedError, SnapshotError
-from pytest_modelprobe.files import ARCH, PROBE, RESTORE, Texts, decode, file_name, parsed, read, write
+from pytest_modelprobe.files import ARCH, PROBE, RESTORE, Texts, decode, file_name, parsed, write
 from pytest_modelprobe.gate import needs_reason
 from pytest_modelprobe.record import (
     Record,
@@ -58,7 +57,7 @@ from .snapshot import Arguments
 from .stored import Stored, read_stored, structure_of, texts_to_write
 from .training_file import TRAINING, TrainingFile
 
-# --- The messages of a comparison that failed, each with its next step -----------------------------------------------
+# --- the messages of a comparison that failed -------------------------------------------------------------------------
 
 
 def changed(diagnosis: Diagnosis, command: str, next_step: str = "") -> str:
@@ -89,14 +88,13 @@ def _rename_argument(diagnosis: Diagnosis) -> str:
     return f"modelprobe_snapshot(rename={found!r}), and modelprobe.build(..., rename=...) the same" if found else ""
 
 
-def new(record: Record, name: str, command: str, moves: Sequence[str] = (), next_step: str = "") -> str:
+def new(record: Record, name: str, command: str, next_step: str = "") -> str:
     """Return the message for a record without a snapshot: what was recorded, and how to write it.
 
     Args:
         record: The record.
         name: The snapshot's name.
         command: The shell command that runs the test.
-        moves: Shell commands that rename a snapshot which no test uses and which holds the same record.
         next_step: What to do before an update that was refused; empty if none was.
 
     >>> print(new(Record(model="Net", forwards=1), "test_x", "pytest t.py::test_x"))
@@ -111,11 +109,8 @@ def new(record: Record, name: str, command: str, moves: Sequence[str] = (), next
     parts = [
         printable(f"no snapshot yet for {name}: {count(len(record.layers), 'layer')} recorded, {seen}"),
         "\n".join(layer_table(record, most=40)),
+        printable(next_step or f"Right? {command} --snapshot-update, and commit what it writes."),
     ]
-    if moves:
-        parts.append("A snapshot that no test uses holds the same record. If the test was renamed, move it:")
-        parts[-1] += "".join(f"\n{printable(line)}" for line in moves)
-    parts.append(printable(next_step or f"Right? {command} --snapshot-update, and commit what it writes."))
     return "\n\n".join(parts)
 
 
@@ -409,30 +404,7 @@ class Comparer:
         name = self._item.name + outcome.place.arch.name.removesuffix(ARCH).removeprefix(stem_of(self._item))
         device = kind(outcome.record.device)
         name += "" if device == "cpu" else f" on {device}"
-        return new(outcome.record, name, command, self._move_commands(outcome), next_step)
-
-    def _move_commands(self, outcome: Outcome) -> list[str]:
-        """Return shell commands that move the snapshot of a test that was renamed: the same record, and no such test.
-
-        Empty if there is no such snapshot.
-        """
-        place = outcome.place
-        for arch in sorted(place.arch.parent.parent.glob(f"*/*{ARCH}")):
-            if arch == place.arch or self._session.is_claimed(arch, self._item):
-                continue
-            old = SnapshotFiles(arch, arch.with_name(arch.name.removesuffix(ARCH) + place.ending))
-            try:
-                same = compare(outcome.record, read(*old).record, parts=outcome.compare).same
-            except SnapshotError:
-                continue
-            if same:
-                folder, pairs = place.arch.parent, zip(old, place, strict=True)
-                made = [] if folder.is_dir() else [f"mkdir {self._quoted(folder)}"]
-                return made + [f"git mv {self._quoted(a)} {self._quoted(b)}" for a, b in pairs if a.is_file()]
-        return []
-
-    def _quoted(self, path: Path) -> str:
-        return shlex.quote(shown_path(path, self._item.config))
+        return new(outcome.record, name, command, next_step)
 
 
 def _diagnosis(actual: Record, expected: Record, parts: Parts, arguments: Arguments, *, strict: bool) -> Diagnosis:

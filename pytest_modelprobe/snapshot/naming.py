@@ -1,4 +1,4 @@
-"""The names of a test's files: from its name and the ids of its parameters, without order and device.
+"""The names of a test's files, made of its name and the ids of its parameters, and the files that no test uses.
 
 A name has to stay the same if other tests or parameters are added, because the file would belong to another test
 otherwise. So an id that pytest numbered is refused. The device is left out, for the architecture is the same on all.
@@ -127,7 +127,7 @@ def _has_text(value: Any) -> bool:
     return isinstance(value, plain) or isinstance(getattr(value, "__name__", None), str)
 
 
-# --- Find the files of snapshots that no test uses; a file that may be in use is not among them ----------------------
+# --- the files that no test uses --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from .naming import Module, Test
 
 
-# --- The lines on snapshots in the terminal summary ------------------------------------------------------------------
+# --- the lines on snapshots in the terminal summary -------------------------------------------------------------------
 
 _MOST = 10  # lines of a kind; --snapshot-details shows the rest of the unused files
 
@@ -107,23 +106,7 @@ def _shared_causes(results: Results) -> Iterator[str]:
     for key, nodeids in tests.items():
         if len(nodeids) > 1:
             more = f" and {len(nodeids) - _MOST} more" if len(nodeids) > _MOST else ""
-            yield f"{len(nodeids)} tests: {texts[key]}: {', '.join(_short(list(nodeids))[:_MOST])}{more}"
-
-
-def _short(nodeids: Sequence[str]) -> list[str]:
-    """Return node ids without the directories of their files, unless two would be equal.
-
-    >>> _short(["a/test_x.py::test_x[big/model]", "b/test_x.py::test_x[big/model]", "b/test_y.py::test_y"])
-    ['a/test_x.py::test_x[big/model]', 'b/test_x.py::test_x[big/model]', 'test_y.py::test_y']
-    """
-    ends = [_without_folders(nodeid) for nodeid in nodeids]
-    times = Counter(ends)
-    return [end if times[end] == 1 else nodeid for nodeid, end in zip(nodeids, ends, strict=True)]
-
-
-def _without_folders(nodeid: str) -> str:
-    path = re.split(r"::|\[", nodeid, maxsplit=1)[0]  # the rest are names by the user, with any character
-    return nodeid[path.rfind("/") + 1 :]
+            yield f"{len(nodeids)} tests: {texts[key]}: {', '.join(list(nodeids)[:_MOST])}{more}"
 
 
 def _unused_reason(results: Results, policy: Policy) -> Iterator[str]:
@@ -288,19 +271,6 @@ class SnapshotSession:
             return stem_of(item)
         except UsageError:
             return function_of(item)
-
-    def is_claimed(self, arch: Path, item: pytest.Item) -> bool:
-        """Whether a snapshot may belong to another test in the directory of ``item``."""
-        from .naming import folder_of, function_of
-
-        if arch.parent != folder_of(item.path):
-            return any(arch.parent == folder_of(path) for path in item.path.parent.glob("*.py"))
-        stem = arch.name
-        tests = [other for other in item.session.items if other.path == item.path]
-        if any(stem.startswith((f"{self.stem_of(other)}.", f"{function_of(other)}[")) for other in tests):
-            return True
-        whole = self._collected.modules.get(str(item.path), False)
-        return not whole and hasattr(getattr(item, "module", None), stem.partition("[")[0].partition(".")[0])
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .comparer import Comparer
 
 
-# --- The arguments of ``modelprobe_snapshot(...)``, checked when they are given --------------------------------------
+# --- the arguments of ``modelprobe_snapshot(...)`` --------------------------------------------------------------------
 
 Allowed = Literal["dropout", "nonfinite", "nondeterministic"]
 

@@ -133,14 +133,14 @@ def _of_selected_layers(
 
 def _still_possible(causes: Collection[Cause], possible: Iterable[Cause]) -> Iterator[Cause]:
     """Yield the possible causes without those in layers whose output is explained, and without drift after a cause."""
-    explained = {cause.layer for cause in causes if _explains_output(cause)}
+    explained = {
+        cause.layer
+        for cause in causes
+        # A new name, or other arguments to a child, explain no output of the layer.
+        if cause.what not in ("training", "path", "renamed")
+        and not (cause.kind == "computation" and cause.change is None and cause.evidence == "recorded")
+    }
     return (cause for cause in possible if cause.layer not in explained and not (causes and DRIFT in cause.hints))
-
-
-def _explains_output(cause: Cause) -> bool:
-    """Whether a cause explains a changed output of its layer; a new name or other arguments to a child do not."""
-    named = cause.what in ("training", "path", "renamed")
-    return not named and not (cause.kind == "computation" and cause.change is None and cause.evidence == "recorded")
 
 
 def _moved_layers(index: ComparisonIndex, causes: Iterable[Cause]) -> tuple[str, ...]:

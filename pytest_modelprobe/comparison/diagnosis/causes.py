@@ -55,9 +55,9 @@ class Cause:
     """Relative change of the layer's output, or of the weight itself."""
     noise: float | None = None
     sizes: str = ""
-    """Both values, where the change is infinite; see `ValueChange.sizes`."""
+    """Both values if the change is infinite; see `ValueChange.sizes`."""
     effect: str = ""
-    """Of a cause that the records show: what it changed, ``output``, its ``shape``, or a buffer."""
+    """What a cause that the records show has changed: the ``output``, its ``shape``, or a buffer."""
     evidence: Evidence = "recorded"
     gradient: Literal["of loss", "of value", "lost", "switched", "cut", "updated", "not updated"] | None = None
     """What is the matter with a gradient.
@@ -67,10 +67,10 @@ class Cause:
     backward changed, and for causes that are no gradient.
     """
     share_method: ShareMethod | None = None
-    """Of code that generates another mask, other positions or tokens for a child: how `change`, the share of its
-    entries that differ, is known; `what` names it."""
+    """How the share of entries that differ is known, if the code generates another mask, other positions or other
+    tokens for a child. `change` is this share, and `what` names the value."""
     is_consequence: bool = False
-    """Of a possible cause: whether a tensor that the layer is given no longer, or only now, explains it."""
+    """Whether a possible cause is explained by a tensor that the layer is no longer given, or only now."""
     hints: tuple[str, ...] = ()
     """What the change looks like: ``a permutation``, ``scaled by 2``, ``shifted``."""
     differences: tuple[Difference, ...] = ()
@@ -276,7 +276,7 @@ def between(before: str | None, after: str | None) -> str:
     return f"after {before}" if after is None else f"between {before} and {after}"
 
 
-# --- Simple relations between a tensor and the expected one: scaled, shifted, a permutation --------------------------
+# --- relations between a tensor and the expected one: scaled, shifted, a permutation ----------------------------------
 
 _EXACT = 1e-3
 """Two numbers count as equal up to this relative difference, which is the rounding of float16."""

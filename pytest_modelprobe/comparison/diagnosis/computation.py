@@ -30,7 +30,7 @@ from .index import (
     value_at,
 )
 
-# --- Masks, positions and tokens that a container generates for its children: which changed, and in how m ------------
+# --- masks, positions and tokens that a container generates for its children ------------------------------------------
 
 
 class GeneratedInput(NamedTuple):

@@ -158,7 +158,7 @@ def _is_reshaped(interface: Difference) -> bool:
     return actual != expected
 
 
-# --- Which differences fail a test although the model gives out the same ---------------------------------------------
+# --- which differences fail a test although the model gives out the same ----------------------------------------------
 
 _OF_THE_MODEL: frozenset[DifferenceKind] = frozenset({"interface", "path", "input added", "input removed"})
 """Kinds that matter to whoever calls the model, and so at the model itself alone."""
@@ -280,7 +280,7 @@ def _layers(index: ComparisonIndex, difference: Difference) -> list[Layer]:
     return [layers[name] for layers in (index.now, index.then) for name in names if name in layers]
 
 
-# --- Layers whose own code may not affect the run: their result may be multiplied by zero, as by a gate a ------------
+# --- layers whose code may not affect the run, as its result may be multiplied by zero --------------------------------
 
 
 def layers_behind_zeros(record: Record) -> list[str]:

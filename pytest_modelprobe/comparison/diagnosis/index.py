@@ -40,7 +40,7 @@ from pytest_modelprobe.record import (
     relative_name,
 )
 
-# --- Values whose elements are the same in another form: another shape, or a mask of another dtype -------------------
+# --- the same elements in another form: another shape, or a mask of another dtype -------------------------------------
 
 
 def has_same_elements(index: ComparisonIndex, pair: CallPair, difference: Difference, *, expanded: bool = True) -> bool:
@@ -122,7 +122,7 @@ def masked_count(value: Value) -> int | None:
     return numbers.count - numbers.zeros if additive or value.dtype == "bool" else None
 
 
-# --- Layers that only hand on what they get, such as an identity, or a container around layers that were  ------------
+# --- layers that only hand on what they get ---------------------------------------------------------------------------
 
 StepsByRoot = Mapping[str, Sequence[Step]]
 """Root → its calls, in the order in which they started."""

@@ -30,7 +30,7 @@ from pytest_modelprobe.text import count, significant
 from .causes import Cause, cause_of, cause_of_all, worst_first
 from .index import STRUCTURE, ComparisonIndex
 
-# --- Weights and buffers with other values: of one layer, of a model trained again, of one drawn outside  ------------
+# --- weights and buffers with other values ----------------------------------------------------------------------------
 
 _ANOTHER_DRAW = 0.5
 """Weights count as drawn anew if they changed at least this much. Two independent draws differ by 1.4, relatively."""
@@ -237,7 +237,8 @@ def _came_or_went(index: ComparisonIndex, kind: DifferenceKind, what: str) -> It
     found = {d.layer: d for d in index.differences(kind)}
     outermost: dict[str, list[Difference]] = {}
     for name, difference in found.items():
-        outermost.setdefault(_outermost(name, found), []).append(difference)
+        top = next((other for other in (*containers(name), name) if other in found), name)
+        outermost.setdefault(top, []).append(difference)
     others = index.then if what == "added" else index.now
     shared = {alias: layer.name for layer in reversed([*others.values()]) for alias in layer.aliases}
     for name, with_inside in outermost.items():
@@ -281,12 +282,7 @@ def _is_size(attribute: Difference, found: Collection[Difference]) -> bool:
     return any(within(attribute.actual, d.actual) and within(attribute.expected, d.expected) for d in shapes)
 
 
-def _outermost(name: str, names: Collection[str]) -> str:
-    """Return the outermost of the names that ``name`` is or is inside."""
-    return next((other for other in (*containers(name), name) if other in names), name)
-
-
-# --- What optimizers did in a step: their hyperparameters, what they had of the gradients, what they adde ------------
+# --- what optimizers did in a step ------------------------------------------------------------------------------------
 
 _EXACT = 2e-3
 """What is left, relative to the norm, of an update that is a multiple: rounding, and the precision of a fingerprint."""
@@ -348,12 +344,9 @@ def _summary(index: ComparisonIndex, updates: Sequence[Difference]) -> str:
         manner = _manner(index, difference) or "changed"
         manners[manner] = manners.get(manner, 0) + 1
     total = sum(own.update is not None for own in index.comparison.actual.parameters)
-    parts = [f"{manner} in {n} of {count(total, 'parameter')}" for manner, n in _most(manners)]
+    most = sorted(manners.items(), key=lambda pair: -pair[1])[:2]
+    parts = [f"{manner} in {n} of {count(total, 'parameter')}" for manner, n in most]
     return f"updates {', '.join(parts)}" if parts else ""
-
-
-def _most(manners: Mapping[str, int]) -> list[tuple[str, int]]:
-    return sorted(manners.items(), key=lambda pair: -pair[1])[:2]
 
 
 def _manner(index: ComparisonIndex, difference: Difference) -> str:
@@ -365,7 +358,12 @@ def _manner(index: ComparisonIndex, difference: Difference) -> str:
     if not any(actual):
         return _ZERO
     values = _fingerprint(then.reading) or (0.0,) * len(actual)
-    factor, share, left = _fitted(actual, expected, values)
+    # How often the expected update and the values are in the actual one, and what is left.
+    common, _ = proportion(values, expected)
+    apart = tuple(value - common * update for value, update in zip(values, expected, strict=True))
+    share, _ = proportion(actual, apart)
+    without = tuple(update - share * value for update, value in zip(actual, values, strict=True))
+    factor, left = proportion(without, expected)
     if left > _EXACT * math.hypot(*actual):
         return ""
     parts = []
@@ -374,16 +372,6 @@ def _manner(index: ComparisonIndex, difference: Difference) -> str:
     if abs(share) * math.hypot(*values) > _EXACT * math.hypot(*actual):
         parts.append(_decay_text(share, index.comparison.expected.optimizers[then.group or 0]))
     return " and ".join(parts)
-
-
-def _fitted(actual: Fingerprint, expected: Fingerprint, values: Fingerprint) -> tuple[float, float, float]:
-    """Return how often the expected update and the values are in the actual one, and the norm of what is left."""
-    share, _ = proportion(values, expected)
-    apart = tuple(value - share * update for value, update in zip(values, expected, strict=True))
-    of_values, _ = proportion(actual, apart)
-    without = tuple(update - of_values * value for update, value in zip(actual, values, strict=True))
-    factor, left = proportion(without, expected)
-    return factor, of_values, left
 
 
 def _decay_text(share: float, group: OptimizerGroup) -> str:
