@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_modelprobe.plugin.progress_line import ProgressLine
+from pytest_modelprobe.plugin.terminal import ProgressLine
 from pytest_modelprobe.progress import listening, progress
 
 

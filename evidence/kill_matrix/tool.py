@@ -14,9 +14,8 @@ from faults import Answer, Cause, Trial
 from torch import nn
 
 from pytest_modelprobe import ModelProbe, files
-from pytest_modelprobe.comparison import diagnosis
+from pytest_modelprobe.comparison import Diagnosis, diagnose, diagnosis
 from pytest_modelprobe.comparison.compare import compare
-from pytest_modelprobe.comparison.diagnosis import Diagnosis, diagnose
 from pytest_modelprobe.record import Record
 
 _PROBES: WeakKeyDictionary[nn.Module, list[ModelProbe]] = WeakKeyDictionary()

@@ -23,7 +23,7 @@ from faults import FAULTS, Answer, Cause, Fault, Trial, start
 from harmless import REFACTORS, RENAMES, ROUNDINGS, SETTINGS, inert_attributes, renamed, statements_reordered
 
 from pytest_modelprobe import ModelProbe
-from pytest_modelprobe.comparison.diagnosis import Diagnosis
+from pytest_modelprobe.comparison import Diagnosis
 from pytest_modelprobe.record import Record
 
 Row = dict[str, Any]

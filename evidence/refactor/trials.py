@@ -18,8 +18,8 @@ from source import Edit, Tensors, applicable, patched
 from torch import Tensor, nn
 
 from pytest_modelprobe import ModelProbe, files
+from pytest_modelprobe.comparison import Cause, Diagnosis, diagnose
 from pytest_modelprobe.comparison.compare import compare
-from pytest_modelprobe.comparison.diagnosis import Cause, Diagnosis, diagnose
 from pytest_modelprobe.comparison.text import cause_text, first_line, grouped
 from pytest_modelprobe.record import Record
 from pytest_modelprobe.text import pattern

@@ -26,13 +26,12 @@ from pytest_modelprobe.gate import (
     SnapshotVersion,
     SourceError,
     Verdict,
+    base_of_event,
     declared_removals,
-    event,
     has_words,
     in_revision,
     in_working_tree,
     judge,
-    refuse_directory,
     refuse_links,
     removal_path,
     scope_in,
@@ -87,7 +86,7 @@ def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level], *, d
     repository = Repository(Path.cwd())
     if options.base is None and os.environ.get("GITHUB_ACTIONS") != "true":
         raise UsageError("name what to compare with: --base origin/main")
-    base = options.base or event.base(repository, os.environ)
+    base = options.base or base_of_event(repository, os.environ)
     commit, *others = repository.merge_bases(base)
     if others:
         # A merge leaves in the base what both have there, so nothing that it changes is missed. Each of the merge bases
@@ -99,14 +98,11 @@ def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level], *, d
     scopes = [scope_in(repository, path) for path in options.paths]
     refuse_links(repository, commit, scopes or [""])
     if options.paths:
-        for path, scope in zip(options.paths, scopes, strict=True):
-            refuse_directory(Path(path).as_posix())
+        for scope in scopes:
             if not before.within([scope]).pairs:  # else it may be one that was deleted
                 now.only(scope)
         before, now = before.within(scopes), now.within(scopes)
     same = {name for name, state in now.states.items() if before.states.get(name) == state}
-    for path in (path for name, pair in before.pairs.items() if name not in same for path in pair if path):
-        refuse_directory(path, repository.root)  # else it would be reported as deleted
     verdict = judge(
         _readable(before, before.states.keys() - same),
         now.read(now.states.keys() - same),

@@ -33,6 +33,7 @@ from pytest_modelprobe.record import (
     gc_paused,
     has_numbers,
     is_read,
+    nearest,
     renamed,
     resolve_rename,
     response_dtype,
@@ -40,11 +41,34 @@ from pytest_modelprobe.record import (
 from pytest_modelprobe.text import count
 
 from . import tolerance as _tolerance
-from .call_syntax import with_current_paths
-from .differences import BEHAVIOR, CallKey, CallPair, Comparison, Difference, DifferenceKind, Parts, Tolerance, ValueKey
-from .matching import match
-from .pairing import comparable, has_both_modes, is_drawn_otherwise, is_same, paired_emitted, paired_values
-from .tolerance import CAME, GONE, UNKNOWN, Direction, Precision, ValueChange, allows_more, norm
+from .matching import (
+    comparable,
+    has_both_modes,
+    is_drawn_otherwise,
+    is_same,
+    match,
+    paired_emitted,
+    paired_values,
+    with_current_paths,
+)
+from .tolerance import (
+    BEHAVIOR,
+    CAME,
+    GONE,
+    UNKNOWN,
+    CallPair,
+    Comparison,
+    Difference,
+    DifferenceKind,
+    Direction,
+    Parts,
+    Precision,
+    Tolerance,
+    ValueChange,
+    ValueKey,
+    allows_more,
+    norm,
+)
 
 
 def compare(
@@ -94,7 +118,7 @@ def compare(
     moved_names = {old: new for old, new in found.items() if old != new and old not in renames}
     before = {new: old for old, new in {**renames, **moved_names}.items()}
     expected, names_before, other_paths = with_current_paths(actual, renamed(expected, names), before)
-    comparer = _Comparer(actual, expected, names_before, _tolerance_factor(tolerance, actual))
+    comparer = _Comparer(actual, expected, names_before, tolerance_factor(tolerance, actual))
     if precision is not None:
         comparer.precision = precision
     comparer.leaves_out_noisy = nondeterministic and expected.noise == "not repeatable"
@@ -128,7 +152,7 @@ def compare(
     )
 
 
-def _tolerance_factor(tolerance: Tolerance, record: Record) -> Callable[[str], float]:
+def tolerance_factor(tolerance: Tolerance, record: Record) -> Callable[[str], float]:
     """Return a function from a layer to the user's factor of its tolerance: that of the last glob that matches it."""
     __tracebackhide__ = True
     given = tolerance if isinstance(tolerance, Mapping) else {} if tolerance is None else {"**": tolerance}
@@ -136,7 +160,9 @@ def _tolerance_factor(tolerance: Tolerance, record: Record) -> Callable[[str], f
         if type(times) not in (int, float) or not times > 0 or math.isinf(times):
             raise UsageError(f"a tolerance multiplies the measured noise and is a positive number; got {times!r}")
         if not any(map(Glob(glob).matches, record.layers)):
-            raise SelectionError(f"tolerance: {glob!r} matches none of {count(len(record.layers), 'layer')}")
+            near = nearest(glob, record.layers)
+            hint = f"; nearest: {', '.join(map(repr, near))}" if near else ""
+            raise SelectionError(f"tolerance: {glob!r} matches none of {count(len(record.layers), 'layer')}{hint}")
     globs = [(Glob(glob), float(times)) for glob, times in list(given.items())[::-1]]
     return lambda layer: next((times for glob, times in globs if glob.matches(layer)), 1.0)
 
@@ -170,11 +196,9 @@ class _Comparer:
         if self.actual.in_model_order and self.expected.in_model_order:
             yield from self._order()
         self.pairs.sort(key=lambda pair: pair.actual.started)
-        yield from self._samples()
-
-    def _samples(self) -> Iterator[Difference]:
-        """Yield forwards of other samples, where no input says so: only a file that was edited has such."""
-        for pair in self.pairs:
+        for (
+            pair
+        ) in self.pairs:  # forwards of other samples, where no input says so: only a file that was edited has such
             changes = [self.changes.get((pair.layer, pair.key, "input", value.path)) for value in pair.actual.inputs]
             told = any(change is not None and change.differs for change in changes)
             if pair.has_signs_of_inputs and not (pair.same_signs or told):
@@ -310,11 +334,11 @@ class _Comparer:
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
-    def _key(self, call: Call) -> CallKey:
-        return call.root, call.root_training if self.has_both_modes else None, call.index
-
     def _calls(self, a: Layer, e: Layer) -> Iterator[Difference]:
-        mine, theirs = ({self._key(call): call for call in layer.calls} for layer in (a, e))
+        mine, theirs = (
+            {(call.root, call.root_training if self.has_both_modes else None, call.index): call for call in layer.calls}
+            for layer in (a, e)
+        )
         if mine.keys() != theirs.keys():
             yield Difference(layer=a.name, kind="calls", what="calls", actual=len(mine), expected=len(theirs))
         for key, call in mine.items():

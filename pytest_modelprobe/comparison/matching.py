@@ -1,4 +1,4 @@
-"""Match the layers of two records: by declared renames, by name, by type and parameters.
+"""Match the layers of two records by declared renames, names, types and parameters, and the values of their calls.
 
 If two layers are matched wrongly, the diagnosis compares layers that have nothing to do with each other. If a layer is
 not matched, it is reported as removed and added. The second is the smaller harm, so ambiguous layers stay unmatched.
@@ -15,9 +15,136 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_modelprobe.record import ROOT, Layer, Record, numbers_in, parent, qualified
+from pytest_modelprobe.record import (
+    ROOT,
+    Call,
+    EmittedTensor,
+    IsolatedResponse,
+    Layer,
+    NamesBefore,
+    Plain,
+    Reading,
+    Record,
+    Value,
+    numbers_in,
+    parent,
+    qualified,
+    relative_name,
+    with_paths,
+)
 
-from .pairing import is_same
+from .tolerance import CallPair, Difference, change
+
+# --- the values of a call, and of its isolated response ---------------------------------------------------------------
+
+
+def comparable(a: IsolatedResponse | None, e: IsolatedResponse | None) -> bool:
+    """Whether two responses were made from the same synthetic tensors."""
+    if a is None or e is None or a.reason is not None or e.reason is not None:
+        return False
+    if a.recipes == e.recipes:
+        return True
+    return all(_made(e.recipes[name]) == _made(recipe) for name, recipe in a.recipes.items() if name in e.recipes)
+
+
+def _made(recipe: str) -> str:
+    """Return a recipe, the same for masks of bools and of floats: the same entries are masked."""
+    shape, _, kind = recipe.partition(" ")
+    return f"{shape.partition(':')[0]} mask" if kind == "bool" or kind.startswith("mask ") else recipe
+
+
+def is_drawn_otherwise(layer: str, a: IsolatedResponse | None, names: NamesBefore) -> bool:
+    """Whether the synthetic tensors of a response were drawn by other names than those of the expected one."""
+    if a is None or a.by_names_before:
+        return False
+    called = [qualified(layer, child.partition(" ")[0]) for child in children(a) if child]
+    before = names.layers.get(layer, layer)
+    renamed = (relative_name(names.layers.get(name, name), before) != relative_name(name, layer) for name in called)
+    return any(name in names.paths for name in (layer, *called)) or any(renamed)
+
+
+def emitted(response: IsolatedResponse | None) -> Sequence[EmittedTensor]:
+    """Return what the code of a call, alone, passes to its children and returns; nothing if it was not run."""
+    return () if response is None else response.handed
+
+
+def children(response: IsolatedResponse | None) -> Mapping[str, None]:
+    """Return the calls of children in a response: ``attn``, ``attn (call 2)``; an empty name for what is returned."""
+    return dict.fromkeys(split_place(h.where)[0] for h in emitted(response))
+
+
+def split_place(where: str) -> tuple[str, str]:
+    """Split where a tensor goes into the call of a child and the path there; the child is empty for a returned value.
+
+    >>> split_place("attn (call 2) input[1]"), split_place("output")
+    (('attn (call 2)', 'input[1]'), ('', 'output'))
+    """
+    child, _, path = where.rpartition(" ")
+    return child, path
+
+
+def child_of(pair: CallPair, called: str) -> str:
+    """Return the full name of a child given as ``attn`` or ``attn (call 2)``."""
+    return qualified(pair.layer, called.partition(" ")[0])
+
+
+def has_both_modes(record: Record) -> bool:
+    """Whether there are forwards in training mode and in evaluation mode of one root."""
+    kinds = {(call.root, call.root_training) for layer in record.layers.values() for call in layer.calls}
+    return len(kinds) > len({root for root, _ in kinds})
+
+
+def paired_emitted(
+    actual: Sequence[EmittedTensor], expected: Sequence[EmittedTensor]
+) -> tuple[Sequence[tuple[EmittedTensor, EmittedTensor | None]], Sequence[EmittedTensor]]:
+    """Return each emitted tensor with the expected one at the same place, and the expected ones that are left."""
+    if [handed.where for handed in actual] == [handed.where for handed in expected]:
+        return list(zip(actual, expected, strict=True)), ()
+    theirs: dict[str, list[EmittedTensor]] = {}
+    for handed in expected:
+        theirs.setdefault(handed.where, []).append(handed)
+    pairs = [(h, theirs[h.where].pop(0) if theirs.get(h.where) else None) for h in actual]
+    return pairs, [handed for left in theirs.values() for handed in left]
+
+
+def paired_values(
+    actual: Sequence[Value], expected: Sequence[Value]
+) -> tuple[list[tuple[Value, Value]], list[Value], list[Value]]:
+    """Return pairs of values, added values and removed values.
+
+    They are paired by path. Where the paths are not the same, as by keyword now and by position then, equal values are
+    pairs first, and what is left at last is paired in order by like shape and dtype.
+    """
+    if [value.path for value in actual] == [value.path for value in expected]:
+        return list(zip(actual, expected, strict=True)), [], []
+    pairs: dict[str, Value] = {}
+    left = list(expected)
+
+    def is_same_path(a: Value, e: Value) -> bool:
+        return a.path == e.path
+
+    def is_alike(a: Value, e: Value) -> bool:
+        return (a.shape, a.dtype) == (e.shape, e.dtype)
+
+    def is_equal(a: Value, e: Value) -> bool:
+        return is_alike(a, e) and is_same(a.forward, e.forward)
+
+    def is_both(a: Value, e: Value) -> bool:
+        return is_same_path(a, e) and is_equal(a, e)
+
+    other_paths = {value.path for value in actual} != {value.path for value in expected}
+    for matches in (is_both, is_equal, is_same_path, is_alike) if other_paths else (is_same_path,):
+        for value in actual:
+            if value.path not in pairs and (other := next((e for e in left if matches(value, e)), None)) is not None:
+                pairs[value.path] = other
+                left = [e for e in left if e is not other]
+    added = [value for value in actual if value.path not in pairs]
+    return [(value, pairs[value.path]) for value in actual if value.path in pairs], added, left
+
+
+def is_same(a: Reading, e: Reading) -> bool:
+    """Whether two readings are known to be of the same numbers."""
+    return change(a, e, precision="measured").same
 
 
 def match(actual: Record, expected: Record, declared: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -297,3 +424,95 @@ def _is_unambiguous(pairs: Sequence[tuple[_Node, _Node]], *, numbered: bool) -> 
     first = pairs[0]
     alone = len(pairs) == 1 and not all(numbers_in(node.name) for node in first)
     return named and (numbered or alone)
+
+
+# --- the same values under other names --------------------------------------------------------------------------------
+
+_FORMER = "former_"
+"""Prefix of the path of a value that is gone, where another has its path now."""
+
+
+def with_current_paths(
+    actual: Record, expected: Record, layers: Mapping[str, str]
+) -> tuple[Record, NamesBefore, list[Difference]]:
+    """Return the expected record with the paths of the actual one, what they were before, and a difference for each.
+
+    It is of the kind ``path`` for an output of the model itself, which whoever uses the model sees, else ``name``.
+
+    Args:
+        actual: The new record.
+        expected: The record that it is compared with, whose layers have their current names.
+        layers: Current name → name before, of the layers that were renamed.
+    """
+    both = [(layer, expected.layers[name]) for name, layer in actual.layers.items() if name in expected.layers]
+    paths = {a.name: found for a, e in both if (found := _of_calls(a, e))}
+    seen = {
+        layer.name: {v.path for call in layer.calls if call.root == layer.name for v in call.outputs}
+        for layer, _ in both
+    }
+    differences = [
+        Difference(layer=name, kind="path" if now in seen[name] else "name", what=now, actual=now, expected=before)
+        for name, found in paths.items()
+        for now, before in found.items()
+        if not now.startswith(_FORMER)
+    ]
+    known = with_paths(expected, NamesBefore(paths=paths))
+    for a, e in both:
+        if weights := dict(_of_parameters(a, e)):
+            paths[a.name] = paths.get(a.name, {}) | weights
+    return known, NamesBefore(layers=layers, paths=paths), differences
+
+
+def _of_calls(a: Layer, e: Layer) -> dict[str, str]:
+    """Return current path → path before, of what each call of a layer takes and gives under another one."""
+    before = {call.index: call for call in e.calls}
+    found = [dict(_of_call(call, before[call.index])) for call in a.calls if call.index in before]
+    # Where calls are written in different ways, one name stands for several.
+    return found[0] if found and all(here == found[0] for here in found) else {}
+
+
+def _of_call(a: Call, e: Call) -> Iterator[tuple[str, str]]:
+    inputs, _, gone = paired_values(a.inputs, e.inputs)
+    for value, other in inputs:
+        # Of two keywords with other values, one came and one went.
+        written = any(map(_is_positional, (value.path, other.path)))
+        if value.path != other.path and (written or is_same(value.forward, other.forward)):
+            yield value.path, other.path
+    outputs, _, lost = paired_values(a.outputs, e.outputs)
+    yield from ((value.path, other.path) for value, other in outputs if value.path != other.path)
+    yield from _of_arguments(a.arguments, e.arguments)
+    taken = {value.path for value in (*a.inputs, *a.outputs)}
+    yield from ((f"{_FORMER}{value.path}", value.path) for value in (*gone, *lost) if value.path in taken)
+
+
+def _of_arguments(actual: Mapping[str, Plain], expected: Mapping[str, Plain]) -> Iterator[tuple[str, str]]:
+    """Yield equal arguments that are given by keyword in one call and by position in the other."""
+    left = [path for path in expected if path not in actual]
+    for path, value in actual.items():
+        if path in expected or value is None or value is False:
+            continue
+        alike = (
+            other
+            for other in left
+            if _is_positional(path) != _is_positional(other)
+            and type(expected[other]) is type(value)
+            and expected[other] == value
+        )
+        if (other := next(alike, None)) is not None:
+            left.remove(other)
+            yield path, other
+
+
+def _is_positional(path: str) -> bool:
+    return path == "input" or path.startswith("input[")
+
+
+def _of_parameters(a: Layer, e: Layer) -> Iterator[tuple[str, str]]:
+    """Yield parameters of a layer that have the values of one with another name."""
+    came = [p for p in a.parameters if all(p.name != other.name for other in e.parameters)]
+    gone = [p for p in e.parameters if all(p.name != other.name for other in a.parameters)]
+    for parameter in came:
+        alike = (p for p in gone if (p.shape, p.dtype) == (parameter.shape, parameter.dtype))
+        if (same := next((p for p in alike if is_same(parameter.reading, p.reading)), None)) is not None:
+            gone.remove(same)
+            yield parameter.name, same.name

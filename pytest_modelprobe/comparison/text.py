@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from pytest_modelprobe.record import (
     AS_THEY_ARRIVED,
@@ -18,14 +19,15 @@ from pytest_modelprobe.record import (
     ROOT,
     Plain,
     Record,
+    containers,
     is_narrow,
     label_of,
     qualified,
 )
-from pytest_modelprobe.text import Cell, collapsed, count, differing_part, listed, pattern, printable, table
+from pytest_modelprobe.text import Cell, collapsed, count, differing_part, listed, number, pattern, printable, table
 
-from .diagnosis import ABSORBED, GRADIENTS, NO_EFFECT, Cause, Diagnosis
-from .differences import Difference
+from .diagnosis.causes import ABSORBED, GRADIENTS, NO_EFFECT, Cause, Diagnosis
+from .tolerance import Difference
 
 
 def first_line(diagnosis: Diagnosis) -> str:
@@ -54,7 +56,10 @@ def first_line(diagnosis: Diagnosis) -> str:
     if not found:
         worst = max(diagnosis.comparison.differences, key=lambda d: d.change or 0.0, default=None)
         if worst is None:
-            return printable(_other_names(diagnosis.comparison.renamed) or "nothing changed")
+            renamed = diagnosis.comparison.renamed
+            tops = {old: new for old, new in renamed.items() if old.rpartition(".")[0] not in renamed}
+            names = listed([f"{label_of(old)} is called {new}" for old, new in tops.items()], most=3)
+            return printable(names or "nothing changed")
         moved = f"{_label(worst.layer, diagnosis)} {worst.what or worst.kind} changed{by(worst.change, worst.sizes)}"
         return printable(f"{moved}; cannot tell why: {diagnosis.unknown}")
     first, times = found[0]
@@ -128,16 +133,11 @@ def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
     counts += noted(diagnosis.comparison.notes)
     if not diagnosis.same:  # else the first line says so
         counts += noted_calls(diagnosis.notes)
-    counts += _lacking(diagnosis.comparison.actual, diagnosis.comparison.expected)
+    notes = dict.fromkeys((*diagnosis.comparison.actual.notes, *diagnosis.comparison.expected.notes))
+    counts += [f"{n[0].upper()}{n[1:]}." for n in notes if n.startswith(("no layer was", "no noise was"))]
     parts += ["\n".join(map(printable, counts))] if counts else []
     parts += [printable(step) for step in next_steps]
     return "\n\n".join(parts)
-
-
-def _lacking(actual: Record, expected: Record) -> list[str]:
-    """Return the notes of the records on what was not measured."""
-    notes = dict.fromkeys((*actual.notes, *expected.notes))
-    return [f"{note[0].upper()}{note[1:]}." for note in notes if note.startswith(("no layer was", "no noise was"))]
 
 
 def not_compared_sentence(values: int) -> list[str]:
@@ -181,12 +181,6 @@ def noted_calls(notes: Iterable[Cause]) -> list[str]:
         layers.setdefault(bare, []).extend([note.layer] * (bare != said))
     told = [f"{said} in {listed(collapsed(names))}" if names else said for said, names in layers.items()]
     return [f"{_NOTES}: {listed(told, most=8)}."] if told else []
-
-
-def _other_names(renamed: Mapping[str, str]) -> str:
-    """Return the new names of layers that the test renames."""
-    tops = {old: new for old, new in renamed.items() if old.rpartition(".")[0] not in renamed}
-    return listed([f"{label_of(old)} is called {new}" for old, new in tops.items()], most=3)
 
 
 _OF_STEP = ("gradient", "optimizer", "update")
@@ -331,16 +325,13 @@ def _gradient(cause: Cause, label: str) -> str:
 
 def _optimizer(cause: Cause, label: str, arrow: str) -> str:
     if cause.what == GRADIENTS:
-        now, then = (_applied_text(_value_text(side)) for side in (cause.actual, cause.expected))
+        words = {AS_THEY_ARRIVED: "applied as they arrived", RESET: "reset before the step"}
+        sides = map(_value_text, (cause.actual, cause.expected))
+        now, then = (words.get(side, side.replace("others by", "replaced for")) for side in sides)
         return f"gradients {now}, not {then}"
     if cause.what.endswith(" group"):
         return f"{label}: {cause.what} of the optimizer {arrow}"
     return f"{cause.what} {arrow}"
-
-
-def _applied_text(applied: str) -> str:
-    words = {AS_THEY_ARRIVED: "applied as they arrived", RESET: "reset before the step"}
-    return words.get(applied, applied.replace("others by", "replaced for"))
 
 
 def percent(change: float | None) -> str:
@@ -461,3 +452,89 @@ _SEEN = {
     "propagation": "in the run",
     "both": "alone and in the run",
 }
+
+
+# --- differences as rows of a table -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One change of one layer, or the same change of several."""
+
+    layer: str
+    what: str
+    now: str
+    was: str
+    layers: tuple[str, ...]
+    """The layers with this change."""
+
+    @property
+    def times(self) -> str:
+        """``x6`` for several layers, else empty."""
+        return f"x{len(self.layers)}" if len(self.layers) > 1 else ""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The cells of `CHANGE_COLUMNS`."""
+        return self.layer, self.times, self.what, self.now, self.was
+
+
+CHANGE_COLUMNS = ("layer", "layers", "change", "now", "was")
+
+
+def rows(differences: Sequence[Difference], actual: Record, expected: Record) -> list[Row]:
+    """Return differences as rows: equal ones of repeated layers as one, changed values as one for each layer."""
+    alike: dict[tuple[str, str, str, str], list[str]] = {}
+    moved: dict[str, list[Difference]] = {}
+    # Of added or removed layers only the outermost is shown.
+    outer = {(d.kind, d.layer) for d in differences if d.kind in ("layer added", "layer removed")}
+    for difference in differences:
+        shown = pattern(difference.layer)
+        if difference.change is not None:
+            moved.setdefault(shown, []).append(difference)
+        elif not any((difference.kind, container) in outer for container in containers(difference.layer)[1:]):
+            alike.setdefault((shown, *_texts(difference, actual, expected)), []).append(difference.layer)
+    return [
+        *(_row(shown, what, now, was, layers) for (shown, what, now, was), layers in alike.items()),
+        *(_moved(shown, found) for shown, found in moved.items()),
+    ]
+
+
+def _row(shown: str, what: str, now: str, was: str, names: Iterable[str]) -> Row:
+    layers = tuple(dict.fromkeys(names))
+    return Row(layer=shown if len(layers) > 1 else layers[0], what=what, now=now, was=was, layers=layers)
+
+
+def _moved(shown: str, differences: Sequence[Difference]) -> Row:
+    what = listed(list(dict.fromkeys(_difference_label(d) for d in differences)))
+    by = moved_by(differences, "up to " if len(differences) > 1 else "")
+    return _row(shown, what, by, "", (d.layer for d in differences))
+
+
+def _texts(difference: Difference, actual: Record, expected: Record) -> tuple[str, str, str]:
+    """Return the change, the new value and the old one."""
+    kind = difference.kind
+    now, was = _cell(difference.actual), _cell(difference.expected)
+    if kind == "layer added" and difference.layer in actual.layers:
+        now = actual[difference.layer].type_name
+    elif kind == "layer removed" and difference.layer in expected.layers:
+        was = expected[difference.layer].type_name
+    return _difference_label(difference), now, was
+
+
+def _difference_label(difference: Difference) -> str:
+    kind, what = difference.kind, difference.what
+    own, _, how = kind.partition(" ")
+    if own in ("parameter", "buffer") and how:
+        label = f"{what} {how}"
+    elif kind == "attribute":
+        label = what
+    else:
+        label = what if what.startswith(kind) else f"{kind} {what}".strip()
+    return f"{label} (call {difference.call + 1})" if difference.call else label
+
+
+def _cell(value: Plain) -> str:
+    if value is None:
+        return "-"
+    return number(value) if isinstance(value, float) else str(value)

@@ -7,51 +7,32 @@ request writes both. So it needs no torch, and gives the same verdict on every m
 
 from __future__ import annotations
 
-from .classes import CLASSES, DEFAULTS, LEVELS, MEANING, Class, Level, class_of, needs_reason
-from .declarations import has_words, superseded
-from .git import GitError, Repository, run_git
-from .removals import declared_removals, removal_path
-from .snapshot_sources import (
-    SnapshotSource,
-    SourceError,
-    in_revision,
-    in_working_tree,
-    on_disk,
-    refuse_directory,
-    refuse_links,
-    scope_in,
-    without_ending,
-)
-from .verdict import Finding, SnapshotChange, SnapshotVersion, Verdict, judge
-
-__all__ = [
-    "CLASSES",
-    "SnapshotChange",
-    "Class",
-    "DEFAULTS",
-    "Finding",
-    "GitError",
-    "LEVELS",
-    "Level",
-    "MEANING",
-    "Repository",
-    "SnapshotVersion",
-    "SnapshotSource",
-    "SourceError",
-    "Verdict",
-    "class_of",
-    "declared_removals",
-    "in_revision",
-    "in_working_tree",
-    "has_words",
-    "judge",
-    "needs_reason",
-    "on_disk",
-    "refuse_directory",
-    "refuse_links",
-    "removal_path",
-    "run_git",
-    "scope_in",
-    "superseded",
-    "without_ending",
-]
+from .classes import CLASSES as CLASSES
+from .classes import DEFAULTS as DEFAULTS
+from .classes import LEVELS as LEVELS
+from .classes import MEANING as MEANING
+from .classes import Class as Class
+from .classes import Level as Level
+from .classes import class_of as class_of
+from .classes import needs_reason as needs_reason
+from .git import GitError as GitError
+from .git import Repository as Repository
+from .git import base_of_event as base_of_event
+from .git import run_git as run_git
+from .snapshot_sources import SnapshotSource as SnapshotSource
+from .snapshot_sources import SourceError as SourceError
+from .snapshot_sources import declared_removals as declared_removals
+from .snapshot_sources import in_revision as in_revision
+from .snapshot_sources import in_working_tree as in_working_tree
+from .snapshot_sources import on_disk as on_disk
+from .snapshot_sources import refuse_links as refuse_links
+from .snapshot_sources import removal_path as removal_path
+from .snapshot_sources import scope_in as scope_in
+from .snapshot_sources import without_ending as without_ending
+from .verdict import Finding as Finding
+from .verdict import SnapshotChange as SnapshotChange
+from .verdict import SnapshotVersion as SnapshotVersion
+from .verdict import Verdict as Verdict
+from .verdict import has_words as has_words
+from .verdict import judge as judge
+from .verdict import superseded as superseded

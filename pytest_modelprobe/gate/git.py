@@ -1,17 +1,20 @@
-"""Files in other revisions, read by the command git: no checkout, no shell, and nothing of the user's is written.
+"""Files in other revisions, read by the command git, and the revision that a run of GitHub Actions compares with.
 
 A gate has to read the base of a change without touching the working tree, in which somebody may be at work. Settings of
-the user or of the repository must not change what is read, so the command gets its own.
+the user or of the repository must not change what is read, so the command gets its own. Actions says in a file what
+started the run: a pull request, a merge queue or a push. Nothing is asked of the network.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from pytest_modelprobe.exceptions import ModelProbeError
 
@@ -162,18 +165,12 @@ class Repository:
     def working_links(self) -> dict[str, bytes]:
         """Return path → target for all symbolic links that are tracked or not ignored."""
         paths = [(path, self.root / path) for path in self._working_paths()]
-        here = {path: os.fsencode(there.readlink()) for path, there in paths if there.is_symlink()}
-        left_out = self._left_out(b"120")
-        contents = self.read(left_out.values())
-        return here | {path: contents[blob] for path, blob in left_out.items()}
+        return {path: os.fsencode(there.readlink()) for path, there in paths if there.is_symlink()}
 
     def files_left_out(self) -> dict[str, str]:
         """Return path → blob for all regular files of the index that a sparse checkout did not write."""
-        return self._left_out(b"100")
-
-    def _left_out(self, mode: bytes) -> dict[str, str]:
         listing = self._git("ls-files", "-z", "-s", "-t")
-        found = _blobs(listing, b"S " + mode)  # S 100644 257cc5642cb1a054f08cc83f2d943e56fd3ebe99 0
+        found = _blobs(listing, b"S 100")  # S 100644 257cc5642cb1a054f08cc83f2d943e56fd3ebe99 0
         return {path: blob for path, blob in found.items() if not os.path.lexists(self.root / path)}
 
     def _working_paths(self) -> list[str]:
@@ -274,3 +271,54 @@ def _blobs(listing: bytes, start: bytes) -> dict[str, str]:
 
 
 _DEEPEN = "git fetch --unshallow, or fetch-depth: 0 in the workflow's checkout"
+
+
+# --- which revision a run of GitHub Actions compares with -------------------------------------------------------------
+
+_NAME_IT = "name what to compare with: --base origin/main"
+
+
+def base_of_event(repository: Repository, environment: Mapping[str, str]) -> str:
+    """Return the revision to compare with.
+
+    For a pull request it is the first parent of the merge commit that Actions checks out. For a merge queue it is the
+    base of the queue, and for a push the branch before the push.
+
+    Raises:
+        GitError: The event has no base, or belongs to a different commit than the one that is checked out.
+    """
+    name = environment.get("GITHUB_EVENT_NAME", "")
+    try:
+        event = json.loads(Path(environment.get("GITHUB_EVENT_PATH", "")).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise GitError(f"GITHUB_EVENT_PATH names no event that can be read: {_NAME_IT}") from error
+    if name == "merge_group":
+        return _at(event, "merge_group", "base_sha")
+    if name == "push":
+        before = _at(event, "before")
+        # All digits are zero if the push made the branch: it was nothing before.
+        return before if before.strip("0") else f"origin/{_at(event, 'repository', 'default_branch')}"
+    if name not in ("pull_request", "pull_request_target"):
+        raise GitError(f"the event {name or '(none)'!r} does not say what changed: {_NAME_IT}")
+    base, head = (_at(event, "pull_request", side, "sha") for side in ("base", "head"))
+    commit = repository.commit("HEAD")
+    parents = repository.parents(commit)
+    if len(parents) == 2 and parents[1] == head:
+        # The event's base is older if the base branch moved on before Actions made the merge commit.
+        try:
+            return repository.commit(parents[0])
+        except GitError as error:
+            step = "fetch-depth: 2 in the workflow's checkout"
+            raise GitError(f"what the pull request is merged into is not in this clone: {step}") from error
+    if commit == head:
+        return base
+    # pull_request_target checks out the base. Compared with itself nothing would differ, and everything would pass.
+    raise GitError(f"what is checked out is neither the pull request's merge commit nor its head: {_NAME_IT}")
+
+
+def _at(event: Any, *keys: str) -> str:
+    for key in keys:
+        event = event.get(key) if isinstance(event, dict) else None
+    if not isinstance(event, str) or not event:
+        raise GitError(f"the event has no {'.'.join(keys)}: {_NAME_IT}")
+    return event

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -21,16 +20,19 @@ from pytest_modelprobe.files import (
     DIRECTORY,
     MOST_BYTES,
     PROBE,
+    REMOVED,
+    Removal,
     StoredSnapshot,
     decode,
     decode_architecture,
+    removal_from,
     text_of,
     too_large,
 )
 from pytest_modelprobe.record import nearest
 
 from .git import Repository
-from .verdict import SnapshotVersion
+from .verdict import SnapshotVersion, words
 
 ENDINGS = (ARCH, PROBE)
 
@@ -185,38 +187,10 @@ def on_disk(argument: str) -> SnapshotSource:
         SourceError: There are none.
     """
     path = Path(argument)
-    refuse_directory(path.as_posix())
-    folder = path if path.is_dir() else path.parent
-    found = sorted(folder.rglob("*.json")) if path.is_dir() else sorted(p for p in folder.glob("*.json") if p.is_file())
-    files = {p.as_posix(): p for p in found if DIRECTORY in p.absolute().parts and p.name.endswith(ENDINGS)}
-    if not files and (outside := next((p for p in found if _is_meant(p, path)), None)) is not None:
-        raise SourceError(f"{outside} is in no folder {DIRECTORY}, where snapshots are: move both its files into one")
-    for file in files:
-        refuse_directory(file)
-    source = _of_files(files)
-    return source.only("" if path.is_dir() else path.as_posix())
-
-
-def _is_meant(file: Path, argument: Path) -> bool:
-    """Whether a file is called like one of a snapshot, and is the one, or below the folder, that was named."""
-    same = without_ending(file.as_posix()) == without_ending(argument.as_posix())
-    return file.name.endswith(ENDINGS) and (argument.is_dir() or same)
-
-
-def refuse_directory(path: str, folder: Path | None = None) -> None:
-    """Raise if a directory has the name of one of the two files of a snapshot.
-
-    Args:
-        path: The path of either file, or the path without its ending.
-        folder: The folder that the path is relative to, else the current one.
-
-    Raises:
-        SourceError: There is such a directory.
-    """
-    for name in (without_ending(path) + ending for ending in ENDINGS):
-        file = (folder or Path()) / name
-        if DIRECTORY in file.absolute().parts[:-1] and file.is_dir():
-            raise SourceError(f"{name} is a directory: move it out of the way, it stands where a snapshot belongs")
+    found = sorted(path.rglob("*.json") if path.is_dir() else path.parent.glob("*.json"))
+    kept = (p for p in found if DIRECTORY in p.absolute().parts and p.name.endswith(ENDINGS) and p.is_file())
+    files = {p.as_posix(): p for p in kept}
+    return _of_files(files).only("" if path.is_dir() else path.as_posix())
 
 
 def in_working_tree(repository: Repository) -> SnapshotSource:
@@ -270,10 +244,7 @@ def scope_in(repository: Repository, argument: str) -> str:
     Raises:
         SourceError: It is outside.
     """
-    try:
-        path = Path(argument).resolve()
-    except (OSError, RuntimeError):
-        raise SourceError(f"{argument} is a symbolic link in a circle: remove it") from None
+    path = Path(argument).resolve()
     if not path.is_relative_to(repository.root):
         raise SourceError(f"{argument} is outside the repository {repository.root}")
     relative = path.relative_to(repository.root).as_posix()
@@ -311,14 +282,12 @@ def _of_files(files: Mapping[str, Path]) -> SnapshotSource:
 def _digest_and_size(name: str, path: Path) -> tuple[str, int]:
     """Return git's digest of a file, and its size in bytes."""
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # Reading a pipe would wait forever.
-            raise SourceError(f"{name} is no regular file: move it out of the way, it stands where a snapshot belongs")
-        digest = hashlib.sha1(b"blob %d\0" % status.st_size)
+        size = path.stat().st_size
+        digest = hashlib.sha1(b"blob %d\0" % size)
         with path.open("rb") as file:
             while part := file.read(1 << 20):
                 digest.update(part)
-        return digest.hexdigest(), status.st_size
+        return digest.hexdigest(), size
     except OSError as error:
         raise SourceError(f"{name} cannot be read ({error.strerror})") from error
 
@@ -372,3 +341,67 @@ def _inside(name: str, pair: SnapshotPaths, scope: str) -> bool:
     return (
         not scope or name.startswith(f"{scope}/") or without_ending(scope) in (name, without_ending(pair.architecture))
     )
+
+
+# --- reasons for deleted snapshots, each in a file where the snapshot was ---------------------------------------------
+
+
+def removal_path(architecture: str) -> str:
+    """Return the path of the file that declares the deletion of a snapshot.
+
+    >>> removal_path("tests/__modelprobe__/test_net/test_a.arch.json")
+    'tests/__modelprobe__/test_net/test_a.removed.json'
+    """
+    return architecture.removesuffix(ARCH) + REMOVED
+
+
+def declared_removals(repository: Repository, commit: str) -> dict[tuple[str, str], str]:
+    """Return (path of the architecture, digest of the content) → the reason why this snapshot was deleted.
+
+    A reason that the file gave for the same content in ``commit`` was for an earlier deletion and does not count.
+
+    Raises:
+        SourceError: A file cannot be read.
+    """
+    before = _removals_in(repository, repository.files(commit))
+    found = {}
+    for path, removal in _removals_in_working_tree(repository).items():
+        old = before.get(path)
+        known = old.contents if old is not None and words(old.reason) == words(removal.reason) else frozenset()
+        for content in removal.contents - known:
+            found[path.removesuffix(REMOVED) + ARCH, content] = removal.reason
+    return found
+
+
+def _removals_in(repository: Repository, listing: Mapping[str, str]) -> dict[str, Removal]:
+    """Return path → removal, for the blobs that can be read."""
+    names = {path: listing[path] for path in _removal_paths(listing)}
+    sizes = repository.sizes(names.values())
+    names = {path: name for path, name in names.items() if sizes.get(name, 0) <= MOST_BYTES}
+    contents = repository.read(names.values())
+    found = {}
+    for path, name in names.items():
+        with contextlib.suppress(SourceError):  # A file that cannot be read declared nothing.
+            found[path] = _removal(contents[name], path)
+    return found
+
+
+def _removals_in_working_tree(repository: Repository) -> dict[str, Removal]:
+    found = _removals_in(repository, repository.files_left_out())
+    for path in _removal_paths(repository.working_files()):
+        file = repository.root / path
+        if file.stat().st_size > MOST_BYTES:
+            raise SourceError(f"{path} is too large for a declaration: remove it")
+        found[path] = _removal(file.read_bytes(), path)
+    return found
+
+
+def _removal_paths(paths: Iterable[str]) -> list[str]:
+    return [path for path in paths if path.endswith(REMOVED) and DIRECTORY in PurePosixPath(path).parts]
+
+
+def _removal(data: bytes, path: str) -> Removal:
+    try:
+        return removal_from(text_of(data, path), path)
+    except SnapshotError as error:
+        raise SourceError(str(error)) from error

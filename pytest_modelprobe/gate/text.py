@@ -11,14 +11,22 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_modelprobe.comparison import Cause
-from pytest_modelprobe.comparison.rows import Row, rows
+from pytest_modelprobe.comparison.text import (
+    Row,
+    cause_text,
+    first_line,
+    grouped,
+    known_change,
+    moved_by,
+    noted,
+    percent,
+    rows,
+)
 from pytest_modelprobe.comparison.text import by as changed_by
-from pytest_modelprobe.comparison.text import cause_text, first_line, grouped, known_change, moved_by, noted, percent
 from pytest_modelprobe.comparison.text import text as diagnosis_text
 from pytest_modelprobe.text import Cell, collapsed, count, failure, listed, printable, table
 
-from .checkpoints import Effect
-from .classes import DEFAULTS, Class, class_of, class_of_note
+from .classes import DEFAULTS, Class, Effect, class_of, class_of_note
 from .verdict import Finding, SnapshotChange, Verdict, part_not_compared
 
 _EACH_WHOLE = 4

@@ -18,17 +18,28 @@ import pytest
 from pytest_modelprobe import extension
 
 from . import hookspecs, revisions
-from .annotations import Annotations
-from .devices import as_list, resolve
-from .marker import marker_arguments as marker_arguments
-from .marker import marker_error as marker_error
-from .marker import marker_location
-from .other_plugins import add_checks, told_to_plugins
-from .progress_line import ProgressLine
-from .properties import Properties, is_asked
+from .hookspecs import add_checks, told_to_plugins
 from .settings import SETTINGS as SETTINGS
-from .settings import add_filter, add_options, settings_of
-from .terminal import Terminal, named_records, shows_first_use, summaries
+from .settings import (
+    add_filter,
+    add_options,
+    as_list,
+    marker_location,
+    resolve,
+    settings_of,
+)
+from .settings import marker_arguments as marker_arguments
+from .settings import marker_error as marker_error
+from .terminal import (
+    Annotations,
+    ProgressLine,
+    Properties,
+    Terminal,
+    named_records,
+    shows_first_use,
+    summaries,
+    wants_properties,
+)
 
 if TYPE_CHECKING:
     from pytest_modelprobe.probe import ModelProbe
@@ -105,7 +116,7 @@ def pytest_configure(config: pytest.Config) -> None:
         _register(config, ResultsWriter(config, lambda: snapshots.unused, base), "modelprobe-results")
     if Annotations.is_wanted(config):
         _register(config, Annotations(lambda: snapshots.results, base), "modelprobe-annotations")
-    if is_asked(config):
+    if wants_properties(config):
         _register(config, Properties(), "modelprobe-properties")
     if sides is not None:
         _register(config, sides, "modelprobe-base")
@@ -246,9 +257,8 @@ def modelprobe_factory(request: pytest.FixtureRequest, modelprobe_device: Any) -
 def modelprobe_snapshot(request: pytest.FixtureRequest) -> Iterator[ModelProbeSnapshot]:
     """A `ModelProbeSnapshot` to compare a record with: ``assert modelprobe.run(model, x) == modelprobe_snapshot``."""
     __tracebackhide__ = True
-    from pytest_modelprobe.snapshot.arguments import Arguments
     from pytest_modelprobe.snapshot.comparer import Comparer
-    from pytest_modelprobe.snapshot.snapshot import ModelProbeSnapshot
+    from pytest_modelprobe.snapshot.snapshot import Arguments, ModelProbeSnapshot
 
     comparer = Comparer(request, request.config.stash[_SNAPSHOTS])
     request.node.stash[_COMPARER] = comparer

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from .annotations import Base
 from .settings import SETTINGS
+from .terminal import Base
 
 _MOST = 20_000
 """Characters of the text of a failure: a traceback of a recursion may have megabytes."""

@@ -1,4 +1,4 @@
-"""The settings of a run: options of the command line and of the ini file.
+"""The settings of a run and of a test: options of the command line and of the ini file, devices, and the marker.
 
 They are checked before the first test runs, because a run that cannot write its report should not take an hour to say
 so. An option of the command line wins over the ini file.
@@ -8,17 +8,83 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_modelprobe import extension
+
 from . import revisions
-from .devices import INVALID, available, is_device
 
 if TYPE_CHECKING:
     from pytest_modelprobe.probe import ModelProbe
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+INVALID = "not a device of the probe; give cpu, cuda, cuda:N, mps, xpu or auto"
+_KNOWN = ("cpu", "cuda", "mps", "xpu")
+
+
+def is_device(name: Any) -> bool:
+    """Whether ``name`` is that of a device, on any machine, or of another accelerator that torch finds on this one.
+
+    >>> is_device("cuda:1"), is_device("gpu")
+    (True, False)
+    """
+    found = re.fullmatch(r"([a-z]\w*)(:\d+)?", name) if isinstance(name, str) else None
+    return name == "auto" or (found is not None and (found[1] in _KNOWN or found[1] == _accelerator()))
+
+
+def as_list(devices: Any) -> Iterable[Any]:
+    """Return one device or several as an iterable."""
+    return devices if isinstance(devices, (list, tuple)) else [devices]
+
+
+def available(names: Iterable[str]) -> list[str]:
+    """Return the devices of ``--modelprobe-device`` without duplicates; raise `pytest.UsageError` if one is missing."""
+    found = []
+    for name in names:
+        device, problem = resolve(name)
+        if problem:
+            raise pytest.UsageError(f"--modelprobe-device={name}: {problem}")
+        found.append(device)
+    return list(dict.fromkeys(found))
+
+
+def resolve(name: str) -> tuple[str, str | None]:
+    """Return the device of a name, and why it is not available, if it is not. ``auto`` is the best device there is."""
+    if name == "cpu":
+        return name, None
+    import torch
+
+    best = _accelerator()
+    if name == "auto":
+        return best or "cpu", None
+    device = torch.device(name)
+    if device.type == "cpu":
+        return name, None
+    if device.type != best:
+        return name, f"torch finds no {device.type} device (torch {torch.__version__})"
+    if device.index is not None and device.index >= torch.accelerator.device_count():
+        return name, f"torch finds {torch.accelerator.device_count()} {best} device(s), numbered from 0"
+    return name, None
+
+
+def _accelerator() -> str | None:
+    """Return the type of the accelerator that torch finds on this machine, or `None` if there is none."""
+    import torch
+
+    try:
+        found = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6, where there is none
+        return None
+    return found.type if found is not None and torch.accelerator.is_available() else None
 
 
 @dataclasses.dataclass
@@ -151,3 +217,48 @@ def _seed(config: pytest.Config) -> int:
         return int(text)
     except ValueError:
         raise pytest.UsageError(f"modelprobe_seed is an integer; the ini file has {text!r}") from None
+
+
+# --- the marker -------------------------------------------------------------------------------------------------------
+
+_KEYWORDS = ("devices", "seed", "tolerance", "compare", *extension.modules("marker"))
+_ALL_KEYWORDS = f"{', '.join(f'{name}=' for name in _KEYWORDS[:-1])} and {_KEYWORDS[-1]}="
+
+
+def marker_arguments(node: pytest.Item) -> dict[str, Any]:
+    """Return the keyword arguments of the closest marker of a test; empty if it has no marker."""
+    marker = node.get_closest_marker("modelprobe")
+    return dict(marker.kwargs) if marker else {}
+
+
+def marker_error(node: pytest.Item) -> tuple[str, str] | None:
+    """Return which argument of a test's marker is wrong, and why; ``None`` if the marker is valid."""
+    marker = node.get_closest_marker("modelprobe")
+    if marker is None:
+        return None
+    if marker.args:
+        return "", f"takes keywords only: {_ALL_KEYWORDS}"
+    unknown = min(marker.kwargs.keys() - set(_KEYWORDS), default=None)
+    if unknown is not None:
+        near = difflib.get_close_matches(unknown, _KEYWORDS, n=1)
+        hint = f"is {near[0]}= meant? " if near else ""
+        return unknown, f"takes no {unknown}=: {hint}It takes {_ALL_KEYWORDS}"
+    for name in as_list(marker.kwargs.get("devices") or []):
+        if not is_device(name):
+            return "devices", f"has {name!r} in devices=: {INVALID}"
+    seed = marker.kwargs.get("seed", 0)
+    if not hasattr(seed, "__index__"):
+        return "seed", f"takes an integer as seed=; got {seed!r}"
+    errors = dict.fromkeys(extension.imported(place, "") for place in extension.modules("marker").values())
+    return next(filter(None, (error_of(marker.kwargs) for error_of in errors)), None)
+
+
+def marker_location(item: pytest.Item, argument: str) -> str:
+    """Return file and line of an argument of a test's marker, or of what the marker is on if it is not found."""
+    node, _ = next(item.iter_markers_with_node("modelprobe"))
+    first = (node.reportinfo()[1] or 0) if hasattr(node, "reportinfo") and not isinstance(node, pytest.Module) else 0
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        lines = node.path.read_text("utf-8").splitlines()[first:]
+        wanted = re.compile(rf"\b{re.escape(argument)}\s*=" if argument else r"\bmark\.modelprobe\b")
+        first += next((i for i, line in enumerate(lines) if wanted.search(line)), 0)
+    return f"{os.path.relpath(node.path)}:{first + 1}"

@@ -1,4 +1,4 @@
-"""The section "modelprobe" of the terminal summary: what the probes recorded, and the snapshots.
+"""What a run says: the section "modelprobe" of the terminal summary, progress, properties of tests, annotations.
 
 It is quiet until there is something to say: a healthy model has no line, and the checks of all models have one. Only
 the first use in a project shows a table, so that a new user sees what the probe records. Summaries come in builtin
@@ -7,20 +7,95 @@ types with the reports, as xdist needs it.
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import pytest
 
-from . import properties
 from .revisions import is_asked
 from .settings import SETTINGS
 
 if TYPE_CHECKING:
     from pytest_modelprobe.probe import ModelProbe
     from pytest_modelprobe.record import Record
+
+
+# --- properties of tests, in JUnit XML and the like -------------------------------------------------------------------
+
+_ASKED_BY = ("xmlpath", "htmlpath", "report_log", "json_report")
+"""Options of pytest, pytest-html, pytest-reportlog and pytest-json-report."""
+
+_VERDICTS = ("unreadable", "changed", "new", "not compared", "updated", "created", "same")
+"""Verdicts on snapshots, the worst first. The worst one in a test is its property."""
+
+
+def wants_properties(config: pytest.Config) -> bool:
+    """Whether a report is written that shows properties of tests."""
+    return any(config.getoption(option, None) for option in _ASKED_BY)
+
+
+def properties_of(record: Record) -> dict[str, Any]:
+    """Return the number of dead layers, and the name of the worst layer, which is empty if no layer is bad."""
+    from pytest_modelprobe.assertions.activations import find_dead, find_nonfinite
+    from pytest_modelprobe.text import printable
+
+    if not record.forwards:
+        return {"dead": 0, "worst_layer": ""}
+    dead, origin = find_dead(record, record.layers), find_nonfinite(record, record.layers)
+    worst = [origin.step.name] if origin is not None else [one.step.name for one in dead]
+    return {"dead": len({one.step.layer.name for one in dead}), "worst_layer": printable(worst[0]) if worst else ""}
+
+
+class Properties:
+    """A plugin that adds the properties to the reports of tests. It is registered only if they are asked for."""
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Add the properties, after the results were put on the report of the teardown."""
+        report = yield
+        runs = getattr(report, "modelprobe", [])
+        snapshots = getattr(report, "modelprobe_snapshots", [])
+        if runs or snapshots:
+            report.user_properties += _properties(runs, snapshots)
+            if item.config.pluginmanager.hasplugin("html"):
+                extra = importlib.import_module("pytest_html.extras").html(_table(runs, snapshots))
+                report.extras = [*getattr(report, "extras", []), extra]
+        return report
+
+
+def _properties(runs: list[dict[str, Any]], snapshots: list[dict[str, Any]]) -> Iterator[tuple[str, str | int]]:
+    if runs:
+        yield "modelprobe.layers", sum(run["layers"] for run in runs)
+        yield "modelprobe.dead", sum(run.get("dead", 0) for run in runs)
+    causes = [cause["layer"] for snapshot in snapshots for cause in snapshot["causes"]]
+    worst = [*causes, *filter(None, (run.get("worst_layer") for run in runs))]
+    if worst:
+        from pytest_modelprobe.text import printable
+
+        yield "modelprobe.worst_layer", printable(worst[0])
+    if snapshots:
+        yield "modelprobe.snapshot", min((snapshot["verdict"] for snapshot in snapshots), key=_VERDICTS.index)
+
+
+def _table(runs: list[dict[str, Any]], snapshots: list[dict[str, Any]]) -> str:
+    """Return a small table in HTML: a row for each run and each snapshot."""
+    from pytest_modelprobe.text import count, html_escaped
+
+    rows = []
+    for run in runs:
+        seen = f"{count(run['layers'], 'layer')}, {count(run['calls'], 'call')}"
+        rows.append((run["name"], seen, f"{run['dead']:,} dead" if run["dead"] else ""))
+    rows += [(snapshot["snapshot"], snapshot["verdict"], snapshot["first_line"]) for snapshot in snapshots]
+    lines = ("".join(f"<td>{html_escaped(cell)}</td>" for cell in row) for row in rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<table class="modelprobe"><caption>modelprobe</caption>{body}</table>'
+
 
 _FIRST_USE = "modelprobe/first_use"  # key in pytest's cache
 
@@ -85,7 +160,7 @@ def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[di
                 "findings": said,
                 "eager": any(note.endswith(RUN_EAGERLY) for note in record.notes),
                 "table": layer_table(record, most) if with_table and record.forwards else [],
-                **(properties.of_record(record) if properties.is_asked(config) else {}),
+                **(properties_of(record) if wants_properties(config) else {}),
             }
         )
     return found
@@ -187,3 +262,142 @@ def _lines(nodeid: str, summary: dict[str, Any], *, with_table: bool) -> Iterato
     yield from (wrapped(f"  {printable(finding)}", 4) for finding in summary["findings"])
     if with_table:
         yield from (f"  {line}" for line in summary["table"])
+
+
+# --- the line that shows the progress of long work --------------------------------------------------------------------
+
+SHOWN_AFTER, REWRITTEN_EVERY = 3.0, 0.1
+"""Seconds of work before a terminal shows its line, and between two changes of it."""
+
+LOGGED_EVERY = 30.0
+"""Seconds between the lines in CI, and where the output is no terminal."""
+
+
+class ProgressLine:
+    """Shows what takes long: in a terminal one line, which is erased at the end, and elsewhere a line now and then.
+
+    Args:
+        config: The configuration of the run.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(self, config: pytest.Config, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._terminal: Any = config.pluginmanager.getplugin("terminalreporter")
+        self._capture: Any = config.pluginmanager.getplugin("capturemanager")
+        self._width = config.get_terminal_writer().fullwidth - 1
+        self._rewrites = bool(self._terminal.isatty) and not os.environ.get("CI")
+        self._process = os.getpid()
+        self._begun: float | None = None
+        self._due = 0.0
+        self._is_shown = self._in_debugger = False
+
+    @staticmethod
+    def is_wanted(config: pytest.Config) -> bool:
+        """Whether a line may be written. It may not with ``-q``, in a worker of xdist, or between what tests print."""
+        return (
+            config.pluginmanager.hasplugin("terminalreporter")
+            and not hasattr(config, "workerinput")
+            and config.getoption("verbose") >= 0
+            and config.getoption("capture", "no") in ("fd", "sys")
+        )
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> Generator[None, Any, Any]:
+        """Listen to the work of a test."""
+        from pytest_modelprobe.progress import listening
+
+        with listening(self):
+            return (yield)
+
+    def pytest_enter_pdb(self) -> None:
+        """Leave the terminal to the debugger."""
+        self._end()
+        self._in_debugger = True
+
+    def pytest_leave_pdb(self) -> None:
+        """Show the line again, if the work goes on."""
+        self._in_debugger = False
+
+    def __call__(self, what: str) -> None:
+        """Show what is being done, if it takes long. An empty text ends the line."""
+        if self._in_debugger or os.getpid() != self._process:
+            return
+        if not what:
+            self._end()
+            return
+        now = self.clock()
+        if self._begun is None:
+            self._begun, self._due = now, now + (SHOWN_AFTER if self._rewrites else LOGGED_EVERY)
+        if now >= self._due:
+            self._write(f"modelprobe: {what}, {now - self._begun:.0f} s")
+            self._due = now + (REWRITTEN_EVERY if self._rewrites else LOGGED_EVERY)
+
+    def _end(self) -> None:
+        if self._is_shown:
+            self._write("")
+        self._begun, self._is_shown = None, False
+
+    def _write(self, text: str) -> None:
+        """Write to the terminal, past the capturing of output."""
+        streams = sys.stdout, sys.stderr  # the test may have redirected them
+        with self._capture.global_and_fixture_disabled():
+            if not self._rewrites:
+                self._terminal.write_line(text, flush=True)
+            else:
+                self._terminal.ensure_newline()
+                self._terminal.rewrite(text[: self._width], erase=True)
+                self._terminal.write("\r", flush=True)
+                self._is_shown = True
+        sys.stdout, sys.stderr = streams
+
+
+# --- annotations in GitHub Actions ------------------------------------------------------------------------------------
+
+Results = Sequence[dict[str, Any]]
+Base = Callable[[], tuple[dict[str, Any] | None, dict[str, list[dict[str, Any]]]]]
+
+
+class Annotations:
+    """A plugin that prints the annotations when all tests have run. Workers of xdist print none.
+
+    Args:
+        results: Returns the comparisons of all tests.
+        base: Returns what was compared with another side, as `Sides.results`. None if there is no other side.
+    """
+
+    def __init__(self, results: Callable[[], Results], base: Base | None = None) -> None:
+        self._results = results
+        self._base = base
+
+    @staticmethod
+    def is_wanted(config: pytest.Config) -> bool:
+        """Whether this is a job of GitHub Actions."""
+        return os.environ.get("GITHUB_ACTIONS") == "true" and not hasattr(config, "workerinput")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Print an annotation for each model that differs, if the class of a cause is known, and write the summary."""
+        whole, pairs = (None, {}) if self._base is None else self._base()
+        found = [{**pair, "test": test} for test, of_test in pairs.items() for pair in of_test]
+        unequal = [result for result in (*self._results(), *found) if result["verdict"] == "changed"]
+        located = [(result, source) for result in unequal if (source := _source(result)) is not None]
+        if located:
+            from pytest_modelprobe.report.github import MOST_ANNOTATIONS, command
+
+            for result, source in located[:MOST_ANNOTATIONS]:
+                title = f"modelprobe: {result['model']} changed"
+                said = f"{result['test']}: {result['first_line']}"
+                text = command("error", said, file=source["file"], line=source["line"], title=title)
+                terminalreporter.write_line(text)
+        path = os.environ.get("GITHUB_STEP_SUMMARY")
+        if whole is not None and path:
+            from pytest_modelprobe.report.github import write_summary
+            from pytest_modelprobe.report.markdown import beside
+
+            write_summary(Path(path), beside(whole, pairs))
+
+
+def _source(result: dict[str, Any]) -> dict[str, Any] | None:
+    """Return file and line of the first cause that has them."""
+    return next((cause["source"] for cause in result["causes"] if cause["source"] is not None), None)

@@ -9,8 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pytest_modelprobe.comparison.rows import CHANGE_COLUMNS
-from pytest_modelprobe.comparison.text import CAUSE_COLUMNS, cause_rows
+from pytest_modelprobe.comparison.text import CAUSE_COLUMNS, CHANGE_COLUMNS, cause_rows
 from pytest_modelprobe.gate import SnapshotChange, Verdict
 from pytest_modelprobe.gate.text import (
     NOTE_COLUMNS,

@@ -5,40 +5,29 @@ compared. They are made by one machine with the same number of threads, so a com
 alone.
 """
 
-from .bisect import Bisected, Wanted, bisect
-from .pairs import Pair, compare_records, exact_difference, first_difference, judged
-from .recorder import Recorder
-from .records import Written, read_written
-from .side import Job, Ran, Side, SideError, options_for
-from .side_by_side import Records, SideBySide, TestsOn, side_by_side
-from .text import changed_lines, pair_text, summary, tensors_lines
-from .worktree import Worktree, import_roots
-
-__all__ = [
-    "Bisected",
-    "Job",
-    "Pair",
-    "Ran",
-    "Recorder",
-    "Records",
-    "Side",
-    "SideBySide",
-    "SideError",
-    "TestsOn",
-    "Wanted",
-    "Worktree",
-    "Written",
-    "bisect",
-    "changed_lines",
-    "compare_records",
-    "exact_difference",
-    "first_difference",
-    "import_roots",
-    "judged",
-    "options_for",
-    "pair_text",
-    "read_written",
-    "side_by_side",
-    "summary",
-    "tensors_lines",
-]
+from .pairs import Pair as Pair
+from .pairs import changed_lines as changed_lines
+from .pairs import compare_records as compare_records
+from .pairs import exact_difference as exact_difference
+from .pairs import first_difference as first_difference
+from .pairs import judged as judged
+from .pairs import pair_text as pair_text
+from .pairs import summary as summary
+from .pairs import tensors_lines as tensors_lines
+from .recorder import Recorder as Recorder
+from .records import Written as Written
+from .records import read_written as read_written
+from .side import Job as Job
+from .side import Ran as Ran
+from .side import Records as Records
+from .side import Side as Side
+from .side import SideBySide as SideBySide
+from .side import SideError as SideError
+from .side import TestsOn as TestsOn
+from .side import options_for as options_for
+from .side import side_by_side as side_by_side
+from .worktree import Bisected as Bisected
+from .worktree import Wanted as Wanted
+from .worktree import Worktree as Worktree
+from .worktree import bisect as bisect
+from .worktree import import_roots as import_roots

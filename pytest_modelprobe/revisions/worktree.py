@@ -1,4 +1,4 @@
-"""A commit as a folder of its own: a temporary git worktree.
+"""A commit as a folder of its own, a temporary git worktree, and `git bisect` in it.
 
 The user's tree stays as it is: its files, its index, its stash and its submodules are only read. Git notes a worktree
 in ``.git/worktrees``, and that entry goes with it.
@@ -7,21 +7,29 @@ in ``.git/worktrees``, and that entry goes with it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
+import re
+import shutil
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from pytest_modelprobe.gate import GitError, Repository, run_git
+from pytest_modelprobe.comparison import Cause, diagnose
+from pytest_modelprobe.gate import GitError, Repository, class_of, run_git
 from pytest_modelprobe.interrupts import finished
+from pytest_modelprobe.record import Glob
+from pytest_modelprobe.text import listed
 
-from .records import Written
-from .side import SideError
+from .pairs import Pair, judged
+from .records import Written, read_written
+from .side import Job, Ran, Side, SideError
 
 _git = functools.partial(run_git, apart=True)
 
@@ -154,3 +162,243 @@ def _below(root: Path, paths: Iterator[Path] | list[Path]) -> Iterator[Path]:
     for path in paths:
         with contextlib.suppress(OSError, ValueError):
             yield path.resolve().relative_to(root)
+
+
+# --- `git bisect` in a worktree of its own, asked by records ----------------------------------------------------------
+
+_FIRST_BAD = re.compile(r"^([0-9a-f]{40,64}) is the first (?:bad|new) commit", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bisected:
+    """The commit that was found."""
+
+    commit: str
+    pairs: Sequence[Pair]
+    """What differs there from the good commit."""
+    runs: int
+    """How often the tests ran."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which change is looked for."""
+
+    layer: str | None = None
+    """A glob of layers: one of them has to be the cause."""
+    kind: str | None = None
+    """A class of change."""
+
+    def fits(self, pair: Pair) -> bool:
+        """Whether a pair differs in the way that is looked for."""
+        # A commit after which the model does not repeat, as it did before, changed it.
+        if pair.diagnosis.same or pair.there.record.noise == "not repeatable":
+            return False
+        if self.layer is None and self.kind is None:
+            return True
+        return any(map(self._fits, self._causes(pair)))
+
+    def of(self, pair: Pair) -> Pair:
+        """Return a pair with the causes in the layers that are looked for alone."""
+        if self.layer is None:
+            return pair
+        comparison = pair.diagnosis.comparison
+        glob = Glob(self.layer)
+        layers = frozenset(
+            name for name in (*comparison.actual.layers, *comparison.expected.layers) if glob.matches(name)
+        )
+        return dataclasses.replace(pair, diagnosis=diagnose(dataclasses.replace(comparison, wanted=layers)))
+
+    def has_layer(self, pair: Pair) -> bool:
+        """Whether a model has such a layer on one of the two sides."""
+        names = (*pair.here.record.layers, *pair.there.record.layers)
+        return self.layer is None or any(map(Glob(self.layer).matches, names))
+
+    @staticmethod
+    def _causes(pair: Pair) -> Iterator[tuple[Cause, str]]:
+        for cause in (*pair.diagnosis.causes, *pair.diagnosis.possible):
+            yield cause, class_of(cause, pair.diagnosis)
+
+    def _fits(self, found: tuple[Cause, str]) -> bool:
+        cause, kind = found
+        layer = self.layer is None or Glob(self.layer).matches(cause.layer)
+        return layer and self.kind in (None, kind)
+
+    def __str__(self) -> str:
+        parts = [
+            f"a change of {self.layer}" if self.layer else "a change",
+            f"of class {self.kind}" if self.kind else "",
+        ]
+        return " ".join(filter(None, parts))
+
+
+def bisect(
+    repository: Repository,
+    good: str,
+    bad: str,
+    arguments: Sequence[str],
+    wanted: Wanted,
+    *,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Bisected:
+    """Return the first commit after ``good`` up to ``bad`` whose model differs from that of ``good``.
+
+    Args:
+        repository: The repository. Its working tree stays as it is.
+        good: A commit whose model is right.
+        bad: A later commit whose model differs.
+        arguments: Tests, and options of pytest. Files of tests are those of the working tree, at each commit.
+        wanted: Which change is looked for.
+        tell: Is called with what is known of each commit, in words.
+
+    Raises:
+        GitError: ``good`` is no older commit from which ``bad`` comes.
+        SideError: The tests record nothing at one of the two, or the two do not differ so.
+    """
+    first, last = repository.commit(good), repository.commit(bad)
+    if first == last:
+        raise GitError(f"{good} and {bad} are the same commit: name an older one first")
+    if repository.is_ancestor(last, first):
+        raise GitError(f"{bad} comes before {good}: name the older commit first, as in {bad} {good}")
+    if not repository.is_ancestor(first, last):
+        cut = ", or fetch what is cut off here: git fetch --unshallow" if repository.shallow else ""
+        raise GitError(
+            f"{good} is no ancestor of {bad}: name a commit from which {bad} comes, such as a merge base{cut}"
+        )
+    with tempfile.TemporaryDirectory(prefix="modelprobe-bisect-") as folder, Worktree(repository, first) as tree:
+        search = _Search(repository, tree, Path(folder), arguments)
+        search.run_good(good)
+        told = _Progress(tell, repository.count(first, last))
+        told(1, f"good: {good}")
+        commit, pairs = search.search(first, last, wanted, told)
+        if pairs is None:
+            raise SideError(f"the tests record nothing at {bad}, and nothing changed before it: {search.why}")
+        if not any(map(wanted.fits, pairs)):
+            if wanted.layer is not None and not any(wanted.has_layer(pair) for pair in pairs):
+                raise SideError(f"--layer {wanted.layer!r} matches no layer at {good} or {bad}")
+            changed = dict.fromkeys(cause.layer for pair in pairs for cause in pair.diagnosis.causes)
+            others = f"what changed are {listed(list(changed))}" if changed else "nothing changed"
+            raise SideError(
+                f"{bad} has not {wanted} beside {good}, nor has a commit before it that was tried: {others}. If it was "
+                f"taken back, name a commit that had it in place of {bad}; if not, the tests do not reach it"
+            )
+        return Bisected(commit=commit, pairs=pairs, runs=search.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """Tells what is known of each commit, and how far the search is."""
+
+    tell: Callable[[str], None]
+    commits: int
+
+    def __call__(self, runs: int, text: str) -> None:
+        # GOOD, and a half of the commits each time. A merge or a commit that cannot be compared leaves more.
+        expected = 1 + max((self.commits - 1).bit_length(), 1)
+        self.tell(f"run {runs} of about {max(runs, expected)}, {text}")
+
+
+class _Search:
+    def __init__(self, repository: Repository, tree: Worktree, folder: Path, arguments: Sequence[str]) -> None:
+        self._repository, self._tree, self._folder = repository, tree, folder
+        self._given = arguments
+        self._here = Path.cwd().resolve()
+        self.good: Mapping[tuple[str, str], Written] = {}
+        self.why = ""
+        """Why the last commit could not be compared."""
+        self.runs = 0
+
+    def run_good(self, name: str) -> None:
+        """Record the good commit, with what a diagnosis needs."""
+        self._run("good", None)
+        self.good = read_written(self._folder / "good")
+        if not self.good:
+            raise SideError(f"the tests record nothing at {name}: {self.why}")
+
+    def compared(self, commit: str) -> list[Pair] | None:
+        """Return the pairs of a commit and the good one. None if the commit cannot be compared."""
+        self._tree.check_out(commit)
+        self._run("other", self._folder / "good")
+        other = read_written(self._folder / "other")
+        if not self.good.keys() <= other.keys():
+            return None
+        return [judged(other[key], one) for key, one in self.good.items()]
+
+    def search(self, first: str, last: str, wanted: Wanted, told: _Progress) -> tuple[str, list[Pair] | None]:
+        """Let git choose the commits; return the one that it finds, and its pairs.
+
+        The last commit is taken for a bad one. It is looked at if no other is.
+        """
+        git = self._tree.git
+        found: dict[str, list[Pair] | None] = {}
+
+        def verdict_on(commit: str) -> str:
+            found[commit] = now = self.compared(commit)
+            verdict = "skip" if now is None else "bad" if any(map(wanted.fits, now)) else "good"
+            why = f" ({self.why})" if now is None else ""
+            told(self.runs, f"{verdict}: {self._subject(commit)}{why}")
+            return verdict
+
+        self._tree.clean()
+        said = git("bisect", "start", last, first)
+        while (done := _FIRST_BAD.search(said)) is None:
+            commit = git("rev-parse", "HEAD").strip()
+            verdict = verdict_on(commit)
+            self._tree.clean()
+            try:
+                said = git("bisect", verdict)
+            except GitError:
+                if verdict != "skip":
+                    raise
+                raise SideError(
+                    "only commits that cannot be compared are left, and the first of a change is among them or right "
+                    f"after them. The last that was tried is {self._subject(commit)}"
+                ) from None
+        if done[1] not in found:
+            verdict_on(done[1])
+        return done[1], found[done[1]]
+
+    def _subject(self, commit: str) -> str:
+        return self._tree.git("log", "-1", "--format=%h %s", commit).strip()
+
+    def _run(self, name: str, like: Path | None) -> None:
+        records = self._folder / name
+        shutil.rmtree(records, ignore_errors=True)
+        imports = import_roots(self._repository.root, self._tree.root)
+        side = Side(sys.executable, self._tree.folder(self._here), imports)
+        given = [self._argument(argument) for argument in self._given]
+        job = Job(
+            files=[argument.partition("::")[0] if Path(argument).is_absolute() else argument for argument in given],
+            tests=_tests(given),
+            options={},
+            records=str(records),
+            evidence=True,
+            like=None if like is None else str(like),
+        )
+        ran = side.run([job], self._folder / "log")
+        self.runs += 1
+        self.why = _why(ran)
+        self._tree.check(read_written(records))
+
+    def _argument(self, argument: str) -> str:
+        """Return an argument for the other tree. Files of tests are copied there."""
+        file, colons, rest = argument.partition("::")
+        here = (self._here / file).resolve()
+        there = self._tree.path(here)
+        if argument.startswith("-") or there is None or not here.exists():
+            return argument
+        for path in [here] if here.is_file() else []:
+            there.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, there)
+        return f"{there}{colons}{rest}"
+
+
+def _tests(arguments: Sequence[str]) -> list[str] | None:
+    """Return the tests that are named; None if one of the names is a folder."""
+    named = [argument for argument in arguments if Path(argument.partition("::")[0]).is_absolute()]
+    return None if not named or any(Path(argument).is_dir() for argument in named) else named
+
+
+def _why(ran: Ran) -> str:
+    told = [*ran.unread.values(), *ran.failed.values()]
+    return told[0] if told else "no test has a probe that runs a model"

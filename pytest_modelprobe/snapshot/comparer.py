@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from pytest_modelprobe._pytest import open_raises
+from pytest_modelprobe.assertions.findings import findings
 from pytest_modelprobe.comparison import (
     Comparison,
     Diagnosis,
@@ -25,25 +26,92 @@ from pytest_modelprobe.comparison import (
     compare,
     diagnose,
     layers_behind_zeros,
+    tolerance_factor,
 )
 from pytest_modelprobe.comparison import text as comparison_text
-from pytest_modelprobe.comparison.rows import rows
-from pytest_modelprobe.exceptions import NothingObservedError, SnapshotError, UsageError
-from pytest_modelprobe.files import ARCH, PROBE, RESTORE, Texts, decode, file_name, parsed, read, write
-from pytest_modelprobe.record import Record, applicable_rename, has_numbers, is_narrow, this_rank, writing_rank
-from pytest_modelprobe.text import listed, printable
+from pytest_modelprobe.comparison.text import rows
+from pytest_modelprobe.exceptions import NothingObservedError, SnapshotError
+from pytest_modelprobe.files import ARCH, PROBE, RESTORE, Texts, decode, file_name, parsed, write
+from pytest_modelprobe.gate import needs_reason
+from pytest_modelprobe.record import (
+    Record,
+    applicable_rename,
+    has_numbers,
+    infer_rename,
+    is_narrow,
+    layer_table,
+    renamed,
+    this_rank,
+    writing_rank,
+)
+from pytest_modelprobe.text import count, listed, printable
 
-from . import messages, preconditions
-from .arguments import Arguments
+from . import preconditions
 from .extension import SnapshotFiles, compare_and_count, syrupy_assertion
-from .forked import ForkedResults
 from .naming import DEVICES, folder_of, kind, stem_of
-from .outcome import UNEQUAL, Outcome
+from .options import shown_path
+from .outcome import Outcome
 from .preconditions import Refusal
 from .session import SnapshotSession
+from .snapshot import Arguments
 from .stored import Stored, read_stored, structure_of, texts_to_write
-from .summary import shown_path
 from .training_file import TRAINING, TrainingFile
+
+# --- the messages of a comparison that failed -------------------------------------------------------------------------
+
+
+def changed(diagnosis: Diagnosis, command: str, next_step: str = "") -> str:
+    """Return the message for a record that differs from its snapshot.
+
+    Args:
+        diagnosis: The causes.
+        command: The shell command that runs the test.
+        next_step: What to do before an update that was refused; empty if none was.
+    """
+    reason = ' --modelprobe-reason="..."' if needs_reason(diagnosis) else ""
+    steps = [next_step or f"Intended? {command} --snapshot-update{reason}", f"Since when? git bisect run {command}"]
+    if rename := _rename_argument(diagnosis):
+        steps.insert(0, f"Only other names? {rename}")
+    layer = next((cause.layer for cause in diagnosis.causes if cause.layer in diagnosis.comparison.actual.layers), None)
+    if layer is not None:
+        steps.append(f"To see its tensors: modelprobe.run(..., keep={layer!r}), then modelprobe.kept[{layer!r}]")
+    return "\n\n".join([comparison_text.text(diagnosis), "\n".join(printable(step) for step in steps)])
+
+
+def _rename_argument(diagnosis: Diagnosis) -> str:
+    """Return the ``rename=`` that makes the test pass; empty if no layer was renamed or no globs describe the names."""
+    comparison = diagnosis.comparison
+    names = {str(d.expected): d.layer for d in comparison.differences if d.kind == "layer renamed"}
+    if not names:
+        return ""
+    found = infer_rename(comparison.actual, renamed(comparison.expected, comparison.names_before.layers), names)
+    return f"modelprobe_snapshot(rename={found!r}), and modelprobe.build(..., rename=...) the same" if found else ""
+
+
+def new(record: Record, name: str, command: str, next_step: str = "") -> str:
+    """Return the message for a record without a snapshot: what was recorded, and how to write it.
+
+    Args:
+        record: The record.
+        name: The snapshot's name.
+        command: The shell command that runs the test.
+        next_step: What to do before an update that was refused; empty if none was.
+
+    >>> print(new(Record(model="Net", forwards=1), "test_x", "pytest t.py::test_x"))
+    no snapshot yet for test_x: 0 layers recorded, nothing dead, all finite
+    <BLANKLINE>
+    no layer was recorded
+    <BLANKLINE>
+    Right? pytest t.py::test_x --snapshot-update, and commit what it writes.
+    """
+    no_findings = "nothing dead, all finite" if record.forwards else "structure alone"
+    seen = "; ".join(findings(record)) or no_findings
+    parts = [
+        printable(f"no snapshot yet for {name}: {count(len(record.layers), 'layer')} recorded, {seen}"),
+        "\n".join(layer_table(record, most=40)),
+        printable(next_step or f"Right? {command} --snapshot-update, and commit what it writes."),
+    ]
+    return "\n\n".join(parts)
 
 
 class Comparer:
@@ -62,8 +130,7 @@ class Comparer:
         self._updates = self._syrupy.update_snapshots
         self._updates_new = self._syrupy.update_new_snapshots_only
         self.outcomes: list[Outcome] = []
-        """Every comparison of this process."""
-        self._forked, self._forked_read = ForkedResults(), 0
+        """Every comparison of the test."""
         self._unnamed = 0
 
     # --- the results of the test ----------------------------------------------------------------------------------
@@ -92,22 +159,12 @@ class Comparer:
         """Return the messages of comparisons that were not equal and whose result the test did not use; each once."""
         unread = [outcome for outcome in self.outcomes if not (outcome.passed or outcome.was_read)]
         if not unread:
-            return self._unequal_in_forks()
+            return None
         for outcome in unread:
             outcome.was_read = True
         lines = listed(list(dict.fromkeys(f"line {outcome.line}" for outcome in unread)))
         first = f"compared in {lines} but not asserted: write assert ... == modelprobe_snapshot"
         return "\n\n".join([first, *(outcome.text for outcome in unread)])
-
-    def _unequal_in_forks(self) -> str | None:
-        """Return the messages of unequal comparisons in forked processes; each once.
-
-        An error that is raised there does not reach this process.
-        """
-        results = self._forked.received[self._forked_read :]
-        self._forked_read += len(results)
-        texts = list(dict.fromkeys(result["text"] for result in results if result["verdict"] in UNEQUAL))
-        return "\n\n".join(["compared in a forked process, and not equal:", *texts]) if texts else None
 
     def explain(self, call: pytest.CallInfo[None]) -> None:
         """Put the whole message on an `AssertionError` of a comparison.
@@ -128,15 +185,15 @@ class Comparer:
             call.excinfo = pytest.ExceptionInfo.from_exception(error)  # the old one has cached how the text began
 
     def results(self) -> list[dict[str, Any]]:
-        """Return every comparison in builtin types, also those of forked processes."""
-        return [*(outcome.to_dict(self._item) for outcome in self.outcomes), *self._forked.received]
+        """Return every comparison in builtin types."""
+        return [outcome.to_dict(self._item) for outcome in self.outcomes]
 
     # --- one comparison -------------------------------------------------------------------------------------------
 
     def compare(self, record: Record, arguments: Arguments, *, caller: FrameType) -> Outcome:
         """Compare a record with its snapshot and return the result. An update writes the record if it differs."""
         __tracebackhide__ = True
-        arguments.check_globs(record)
+        tolerance_factor(arguments.tolerance, record)  # a wrong one is an error also where there is no snapshot yet
         place = self._place(record, arguments)
         outcome = Outcome(place, record, record.live_run, caller.f_code, caller.f_lineno, arguments.compare)
         mine = this_rank()
@@ -146,10 +203,16 @@ class Comparer:
         # What the file says that its test compares: an option for one run is no property of the test.
         always = arguments.compare if self._policy.for_this_run else parts
         if always is None:
-            outcome.verdict, outcome.text = "unreadable", messages.nothing_compared(arguments.compare, self._policy)
+            outcome.verdict = "unreadable"
+            asked = f"the test compares only the {arguments.compare}, and {self._policy.compare_from}"
+            outcome.text = f"nothing is compared: {asked}; remove one"
         elif mine.world_size > 1 and record.ranks is None:
             outcome.verdict = "unreadable"
-            outcome.text = messages.one_rank(self.name, mine.rank, mine.world_size)
+            outcome.text = (
+                f"{self.name}: a snapshot holds what all {mine.world_size} ranks do, and the record is of rank "
+                f"{mine.rank} alone\n\nCompare one record of all, in every rank: "
+                "assert modelprobe.merged(watch) == modelprobe_snapshot"
+            )
         elif parts is None or is_written_elsewhere:
             outcome.verdict = "not compared"
         else:
@@ -164,7 +227,6 @@ class Comparer:
         if not outcome.passed:
             outcome.raises = open_raises()
         self.outcomes.append(outcome)
-        self._forked.send(outcome.to_dict(self._item))
         return outcome
 
     def training_file(self, arguments: Arguments) -> TrainingFile:
@@ -202,14 +264,7 @@ class Comparer:
             stem += f".{self._unnamed}" if self._unnamed > 1 else ""
         folder, device = folder_of(self._item.path), kind(record.device)
         suffix = f".{device}" if device in DEVICES else ""
-        place = SnapshotFiles(folder / f"{stem}{ARCH}", folder / f"{stem}{suffix}{PROBE}")
-        other = self._session.other_owner(place.arch, self._item)
-        if other is not None:
-            raise UsageError(
-                f"{self._item.nodeid} and {other} would share {place.arch.name} where a file system ignores case: "
-                "rename one of the two"
-            )
-        return place
+        return SnapshotFiles(folder / f"{stem}{ARCH}", folder / f"{stem}{suffix}{PROBE}")
 
     def _judge(self, outcome: Outcome, arguments: Arguments, parts: Parts) -> None:
         __tracebackhide__ = True
@@ -254,7 +309,10 @@ class Comparer:
         stored = parsed(old.numbers, str(outcome.place.probe)).get("compared", "all")
         if stored == outcome.compared:
             return ""
-        return messages.scope_changed(self.name, stored, outcome.compared, self._policy)
+        policy = self._policy
+        why = f" ({policy.compare_from})" if policy.compare != "all" and not policy.for_this_run else ""
+        now, then = (part if part == "all" else f"only the {part}" for part in (outcome.compared, stored))
+        return printable(f"{self.name} compares {now}{why}, but its snapshot was written to compare {then}")
 
     def _handle_difference(self, outcome: Outcome, arguments: Arguments, stored: Stored) -> None:
         """Write the record if an update may, or else into ``--modelprobe-output``; set verdict and message."""
@@ -270,7 +328,6 @@ class Comparer:
         if updating and refusal is None:
             new = self._texts_read_back(outcome, arguments, record, stored)
             outcome.verdict = "updated" if is_known else "created"
-            self._session.writers[outcome.place] = self._item.nodeid
             outcome.declared = bool(self._policy.reason) and stored.texts is not None
         elif self._policy.output and not writing_rank().rank:
             self._write_output(outcome, arguments, stored, self._policy.output)
@@ -283,8 +340,6 @@ class Comparer:
             return refusal
         if any(other.place == outcome.place and other.verdict in ("created", "updated") for other in self.outcomes):
             return preconditions.WRITTEN_TWICE
-        if self._session.writers.get(outcome.place, self._item.nodeid) != self._item.nodeid:
-            return preconditions.WRITTEN_BY_ANOTHER_REPETITION
         refusal = preconditions.refuse_record(outcome.record, arguments)
         if refusal is None and outcome.diagnosis and self._policy.accept:
             refusal = preconditions.refuse_causes(outcome.diagnosis, self._policy)
@@ -337,37 +392,19 @@ class Comparer:
         path = os.path.relpath(self._item.path, self._item.config.invocation_params.dir)
         command = "pytest " + shlex.quote(f"{path}::{self._item.nodeid.partition('::')[2]}")
         if outcome.diagnosis is not None:
-            text = messages.changed(outcome.diagnosis, command, next_step)
+            text = changed(outcome.diagnosis, command, next_step)
             return f"{text}\n\n{outcome.scope_message}" if outcome.scope_message else text
         if outcome.scope_message:
-            return messages.scope_not_stored(outcome.scope_message, command, next_step)
+            update = f'{command} --snapshot-update --modelprobe-reason="..."'
+            step = next_step or f"Intended? {update} writes it into the file."
+            return (
+                f"{outcome.scope_message}\n\nA reviewer has to see in the file what is no longer compared.\n\n"
+                f"{printable(step)}"
+            )
         name = self._item.name + outcome.place.arch.name.removesuffix(ARCH).removeprefix(stem_of(self._item))
         device = kind(outcome.record.device)
         name += "" if device == "cpu" else f" on {device}"
-        return messages.new(outcome.record, name, command, self._move_commands(outcome), next_step)
-
-    def _move_commands(self, outcome: Outcome) -> list[str]:
-        """Return shell commands that move the snapshot of a test that was renamed: the same record, and no such test.
-
-        Empty if there is no such snapshot.
-        """
-        place = outcome.place
-        for arch in sorted(place.arch.parent.parent.glob(f"*/*{ARCH}")):
-            if arch == place.arch or self._session.is_claimed(arch, self._item):
-                continue
-            old = SnapshotFiles(arch, arch.with_name(arch.name.removesuffix(ARCH) + place.ending))
-            try:
-                same = compare(outcome.record, read(*old).record, parts=outcome.compare).same
-            except SnapshotError:
-                continue
-            if same:
-                folder, pairs = place.arch.parent, zip(old, place, strict=True)
-                made = [] if folder.is_dir() else [f"mkdir {self._quoted(folder)}"]
-                return made + [f"git mv {self._quoted(a)} {self._quoted(b)}" for a, b in pairs if a.is_file()]
-        return []
-
-    def _quoted(self, path: Path) -> str:
-        return shlex.quote(shown_path(path, self._item.config))
+        return new(outcome.record, name, command, next_step)
 
 
 def _diagnosis(actual: Record, expected: Record, parts: Parts, arguments: Arguments, *, strict: bool) -> Diagnosis:

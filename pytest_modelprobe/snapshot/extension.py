@@ -31,11 +31,6 @@ class SnapshotFiles(NamedTuple):
     probe: Path
     """The numbers, which each device has its own of."""
 
-    @property
-    def ending(self) -> str:
-        """What follows the common part in the second name, such as ``.cuda.probe.json``."""
-        return self.probe.name.removeprefix(self.arch.name.removesuffix(ARCH))
-
 
 def joined(texts: Texts) -> str:
     """Return both texts as one string."""

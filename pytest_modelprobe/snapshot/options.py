@@ -179,3 +179,11 @@ def _accepted(text: str) -> Accepted:
             f"alone; kinds are {', '.join(kinds)}"
         )
     return Accepted(kind, below)
+
+
+def shown_path(path: Path, config: pytest.Config) -> str:
+    """Return a path relative to the directory where pytest was started, else to the root directory."""
+    for base in (config.invocation_params.dir, config.rootpath):
+        if path.is_relative_to(base):
+            return path.relative_to(base).as_posix()
+    return str(path)

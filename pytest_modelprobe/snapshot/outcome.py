@@ -22,7 +22,7 @@ from pytest_modelprobe.record import LiveRun, Record
 from .causes import causes_data
 from .extension import SnapshotFiles
 from .naming import kind
-from .summary import shown_path
+from .options import shown_path
 
 UNEQUAL = ("changed", "new", "unreadable")
 """Verdicts of a record that differs from what is on disk."""

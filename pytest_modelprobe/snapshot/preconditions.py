@@ -17,8 +17,8 @@ from pytest_modelprobe.exceptions import NothingObservedError
 from pytest_modelprobe.record import Call, Layer, Reading, Record, address, has_numbers
 from pytest_modelprobe.text import listed
 
-from .arguments import Allowed, Arguments
 from .options import Policy
+from .snapshot import Allowed, Arguments
 
 
 class Refusal(NamedTuple):
@@ -46,10 +46,6 @@ UPDATE_IN_CI = Refusal(
 WRITTEN_TWICE = Refusal(
     "not written again, because the test compares two different records under one name=",
     "give each record its own name=, and run the update again",
-)
-WRITTEN_BY_ANOTHER_REPETITION = Refusal(
-    "not written again, because an earlier repetition of the test wrote another record",
-    "make the test compute the same in each repetition, and run the update again",
 )
 _RELEVANT = 1e-3  # of the largest norm of a gradient at the same call
 
@@ -179,11 +175,3 @@ def _dropout_rate(layer: Layer) -> float:
         called = [call for call in layer.calls if call.training]
         share = layer.attributes.get("p" if own else "dropout", 0.0) if called and (own or inside) else 0.0
     return float(share) if isinstance(share, (int, float)) else 0.0
-
-
-def is_training(record: Record) -> bool:
-    """Whether a record merges several forwards and backwards of a training loop, and not those of one step.
-
-    Its numbers are not reproducible: another number of threads changes those of the 20th step by 0.1 %.
-    """
-    return record.loss is None and record.step is None and record.forwards > 1 and record.backwards > 0

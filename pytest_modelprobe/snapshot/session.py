@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,168 @@ import pytest
 
 from pytest_modelprobe.exceptions import UsageError
 
-from .options import DIRECTORY, Policy, keeps_unused
-from .summary import UnusedFiles, lines, shown_path, stale_of
+from .options import DIRECTORY, Policy, keeps_unused, shown_path
 
 if TYPE_CHECKING:
-    from .extension import SnapshotFiles
-    from .unused import Module, Test
+    from .naming import Module, Test
+
+
+# --- the lines on snapshots in the terminal summary -------------------------------------------------------------------
+
+_MOST = 10  # lines of a kind; --snapshot-details shows the rest of the unused files
+
+Results = Sequence[dict[str, Any]]
+
+
+@dataclasses.dataclass
+class UnusedFiles:
+    """Files that no test uses. Paths are relative to the directory where pytest was started."""
+
+    unused: list[str] = dataclasses.field(default_factory=list)
+    deleted: list[str] = dataclasses.field(default_factory=list)
+    kept: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    """Why they were kept → paths."""
+
+    def add(self, path: str, why_kept: str | None, *, delete: bool) -> None:
+        """Add a file: kept if there is a reason, else deleted or reported."""
+        (self.kept.setdefault(why_kept, []) if why_kept else self.deleted if delete else self.unused).append(path)
+
+
+def lines(
+    results: Results, unused: UnusedFiles, policy: Policy, caught: Results = (), *, details: bool
+) -> Iterator[str]:
+    """Yield the lines, printable; no line if there is nothing to report."""
+    if not results and unused == UnusedFiles() and not policy.reason:
+        return
+    from pytest_modelprobe.text import printable
+
+    for part in (
+        _caught(caught),
+        _written(results),
+        _shared_causes(results),
+        _stale(results, details=details),
+        _not_compared(results, policy),
+        _unused_lines(unused, len(unused.unused) if details else _MOST),
+        _unused_reason(results, policy),
+        _for_pull_request(results, unused, policy),
+    ):
+        yield from map(printable, part)
+
+
+def _caught(results: Results) -> Iterator[str]:
+    """Yield each failure that a test has caught or skipped."""
+    for result in results:
+        yield (
+            f"{result['snapshot']} differs, and {result['test']} did not fail, so the run does: {result['first_line']}"
+            ". If it is to differ, write pytest.raises around the assertion, or assert ... != modelprobe_snapshot"
+        )
+
+
+def _written(results: Results) -> Iterator[str]:
+    """Yield each snapshot that was written, and its findings."""
+    from pytest_modelprobe.text import count
+
+    created = [result for result in results if result["verdict"] == "created"]
+    shown = created[:_MOST] + [result for result in created[_MOST:] if result["findings"]]
+    for result in shown:
+        seen = f": {'; '.join(result['findings'])}" if result["findings"] else ""
+        yield f"created {result['snapshot']}: {count(result['layers'], 'layer')}{seen}"
+    if len(created) > len(shown):
+        yield f"created {len(created) - len(shown)} more: nothing dead, all finite"
+    for result in results:
+        if result["verdict"] == "updated":
+            yield f"updated {result['snapshot']}: {result['first_line']}"
+            yield from (f"  {line}".rstrip() for line in result["text"].splitlines()[1:])
+
+
+def _shared_causes(results: Results) -> Iterator[str]:
+    """Yield each cause that several tests share, once."""
+    tests: dict[str, dict[str, None]] = {}
+    texts: dict[str, str] = {}
+    for result in results:
+        for cause in result["causes"]:
+            texts.setdefault(cause["key"], cause["said"])
+            tests.setdefault(cause["key"], {})[result["test"]] = None
+    for key, nodeids in tests.items():
+        if len(nodeids) > 1:
+            more = f" and {len(nodeids) - _MOST} more" if len(nodeids) > _MOST else ""
+            yield f"{len(nodeids)} tests: {texts[key]}: {', '.join(list(nodeids)[:_MOST])}{more}"
+
+
+def _unused_reason(results: Results, policy: Policy) -> Iterator[str]:
+    """Yield what to do if a reason was given and no architecture changed.
+
+    The message of a refused update says it itself, so nothing is said beside one.
+    """
+    if policy.reason and not any(result["declared"] or result["verdict"] == "changed" for result in results):
+        yield (
+            "no architecture changed in this run, so the reason was not written; to add a reason to a change that is "
+            "already in the files, check out the files of the base first"
+        )
+
+
+def _for_pull_request(results: Results, unused: UnusedFiles, policy: Policy) -> Iterator[str]:
+    """Yield a paragraph on what an update wrote, for the description of a pull request."""
+    from pytest_modelprobe.text import count
+
+    verdicts = Counter(result["verdict"] for result in results)
+    counts = {verb: verdicts[verb] for verb in ("updated", "created")} | {"deleted": len(unused.deleted)}
+    what = ", ".join(f"{n} {verb}" for verb, n in counts.items() if n)
+    if not what:
+        return
+    causes = {c["key"]: c["said"] for r in results if r["verdict"] == "updated" for c in r["causes"]}
+    because = f" {'; '.join(list(causes.values())[:_MOST])}." if causes else ""
+    because += f" And {count(len(causes) - _MOST, 'more cause')}." if len(causes) > _MOST else ""
+    yield "for the pull request:"
+    yield f"  Model snapshots: {what}.{because}{f' {policy.reason}' if policy.reason else ''}"
+
+
+def stale_of(results: Results) -> Results:
+    """Return the comparisons that passed with a stale file: one of the same function, written otherwise."""
+    return [result for result in results if result["verdict"] == "same" and result["notes"]]
+
+
+def _stale(results: Results, *, details: bool) -> Iterator[str]:
+    """Yield how many files are stale, and in how many places their models are written otherwise; as details, each."""
+    from pytest_modelprobe.text import count
+
+    stale = stale_of(results)
+    if not stale:
+        return
+    places = sum(note["layers"] for result in stale for note in result["notes"])
+    seen = f"{count(len(stale), 'snapshot')} stale: same function, written otherwise in {count(places, 'place')}"
+    yield f"{seen}:" if details else f"{seen}; --snapshot-details lists them, --snapshot-update writes them"
+    if details:
+        said = Counter((note["said"], note["layers"]) for result in stale for note in result["notes"])
+        for (text, layers), models in said.items():
+            yield f"  {text}{f' x{layers}' if layers > 1 else ''}{f' in {models} models' if models > 1 else ''}"
+
+
+def _not_compared(results: Results, policy: Policy) -> Iterator[str]:
+    from pytest_modelprobe.comparison import text as comparison_text
+    from pytest_modelprobe.text import count
+
+    for part, n in Counter(r["not_compared"] for r in results if r["not_compared"]).items():
+        yield f"the {part} of {count(n, 'snapshot')} was not compared ({policy.compare_from})"
+    unknown = [n for result in results if (n := result["values_not_compared"])]
+    if unknown:
+        yield f"{comparison_text.not_compared_sentence(sum(unknown))[0]} They are of {count(len(unknown), 'snapshot')}."
+
+
+def _unused_lines(unused: UnusedFiles, most: int) -> Iterator[str]:
+    from pytest_modelprobe.text import count
+
+    sentences = [
+        ("deleted {} that no test uses", unused.deleted),
+        ("{} unused, --snapshot-update deletes them", unused.unused),
+        *((f"{{}} unused, and kept: {why}", paths) for why, paths in unused.kept.items()),
+    ]
+    for sentence, paths in sentences:
+        if paths:
+            yield sentence.format(count(len(paths), "snapshot file")) + ":"
+            yield from (f"  {path}" for path in paths[:most])
+            if len(paths) > most:
+                yield f"  ... {len(paths) - most} more, with --snapshot-details"
 
 
 @dataclasses.dataclass
@@ -54,9 +211,6 @@ class SnapshotSession:
         self._collected = _Collected()
         self._paths: dict[str, str] = {}
         self._has_snapshots: dict[Path, bool] = {}
-        self._owners: dict[str, tuple[Path, str]] = {}
-        self.writers: dict[SnapshotFiles, str] = {}
-        """The test that wrote a snapshot in this run. Repetitions of a test have one snapshot."""
         self._workers_started = self._workers_finished = 0
         self._phases: dict[str, dict[str, str]] = {}
         self._expected_to_fail: set[str] = set()
@@ -118,33 +272,6 @@ class SnapshotSession:
         except UsageError:
             return function_of(item)
 
-    def other_owner(self, arch: Path, item: pytest.Item) -> str | None:
-        """Return the other test whose file name differs from this one only by case, if there is one."""
-        from pytest_modelprobe.files import ARCH, case_folded
-
-        from .naming import folder_of
-
-        if not self._owners:  # all at once: under xdist the other test may run elsewhere
-            for other in item.session.items:
-                if "modelprobe_snapshot" in getattr(other, "fixturenames", ()):
-                    first = folder_of(other.path) / (self.stem_of(other) + ARCH)
-                    self._owners.setdefault(case_folded(str(first)), (first, other.nodeid))
-        path, test = self._owners.setdefault(case_folded(str(arch)), (arch, item.nodeid))
-        return None if path == arch else test
-
-    def is_claimed(self, arch: Path, item: pytest.Item) -> bool:
-        """Whether a snapshot may belong to another test in the directory of ``item``."""
-        from .naming import folder_of, function_of
-
-        if arch.parent != folder_of(item.path):
-            return any(arch.parent == folder_of(path) for path in item.path.parent.glob("*.py"))
-        stem = arch.name
-        tests = [other for other in item.session.items if other.path == item.path]
-        if any(stem.startswith((f"{self.stem_of(other)}.", f"{function_of(other)}[")) for other in tests):
-            return True
-        whole = self._collected.modules.get(str(item.path), False)
-        return not whole and hasattr(getattr(item, "module", None), stem.partition("[")[0].partition(".")[0])
-
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         """Count the workers of xdist that started, and tell them whether this is CI."""
@@ -192,7 +319,7 @@ class SnapshotSession:
         ]
 
     def _tests_of(self, module: Path) -> list[Test]:
-        from .unused import Test
+        from .naming import Test
 
         return [
             Test(stem, device or self._device(), passed=self._passed(nodeid))
@@ -251,7 +378,7 @@ class SnapshotSession:
         """Report, delete or keep each file that no test uses."""
         if not self._collected.modules:
             return
-        from .unused import unused_files
+        from .naming import unused_files
 
         updating = getattr(self._config.option, "update_snapshots", False)
         if updating and getattr(self._config.option, "no_cleanup", False):
@@ -271,8 +398,7 @@ class SnapshotSession:
 
     def _modules(self) -> Iterator[Module]:
         """Yield the modules with snapshots that were collected completely, and those that do not exist any more."""
-        from .naming import folder_of
-        from .unused import Module
+        from .naming import Module, folder_of
 
         for folder in sorted({Path(path).parent for path in self._collected.modules}):
             there = {folder_of(path): path for path in folder.glob("*.py")}

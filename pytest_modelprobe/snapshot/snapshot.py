@@ -10,19 +10,61 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from pytest_modelprobe.comparison import Parts, Tolerance
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.record import Record, with_applied_gradients
+from pytest_modelprobe.text import listed
 
-from .arguments import Allowed, Arguments
+from .naming import DEVICES
 from .outcome import Answer, Outcome
-from .preconditions import is_training
 from .training_file import T
 
 if TYPE_CHECKING:
     from .comparer import Comparer
+
+
+# --- the arguments of ``modelprobe_snapshot(...)`` --------------------------------------------------------------------
+
+Allowed = Literal["dropout", "nonfinite", "nondeterministic"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """What a test asks for when it compares with a snapshot."""
+
+    name: str | None = None
+    tolerance: Tolerance = None
+    compare: Parts = "all"
+    strict: bool = False
+    """Whether the test gives ``compare="all"``. Then a refactoring fails it too."""
+    allow: tuple[Allowed, ...] = ()
+    rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def replaced(self, **given: Any) -> Arguments:
+        """Return these arguments, with those replaced that are given and are not ``None``.
+
+        Raises:
+            UsageError: An argument has a wrong type or value.
+        """
+        __tracebackhide__ = True
+        allow = given["allow"]
+        given["allow"] = ((allow,) if isinstance(allow, str) else tuple(allow)) or None
+        name, compare = given["name"], given["compare"]
+        if name is not None and (not isinstance(name, str) or not 0 < len(name) <= 60):
+            raise UsageError(f"name= is a text of 1 to 60 characters; got {name!r}")
+        if name is not None and (name.isdigit() or name in ("cpu", *DEVICES)):
+            raise UsageError(
+                f"name={name!r} is reserved for the file names of numbered or device snapshots: give another"
+            )
+        if compare is not None and compare not in get_args(Parts):
+            raise UsageError(f"compare= is 'all', 'architecture' or 'behavior'; got {compare!r}")
+        unknown = [one for one in given["allow"] or () if one not in get_args(Allowed)]
+        if unknown:
+            raise UsageError(f"allow= takes {listed([repr(one) for one in get_args(Allowed)])}; got {unknown[0]!r}")
+        given["strict"] = given["compare"] == "all" if given["compare"] else None
+        return dataclasses.replace(self, **{key: value for key, value in given.items() if value is not None})
 
 
 class ModelProbeSnapshot:
@@ -61,7 +103,6 @@ class ModelProbeSnapshot:
 
         Raises:
             UsageError: An argument has a wrong type or value.
-            SelectionError: A key of ``tolerance`` is not a glob.
         """
         __tracebackhide__ = True
         arguments = self._arguments.replaced(
@@ -137,3 +178,11 @@ def _record(other: object) -> Record:
             "step by 0.1 %. Compare watch.first_step"
         )
     return with_applied_gradients(other)
+
+
+def is_training(record: Record) -> bool:
+    """Whether a record merges several forwards and backwards of a training loop, and not those of one step.
+
+    Its numbers are not reproducible: another number of threads changes those of the 20th step by 0.1 %.
+    """
+    return record.loss is None and record.step is None and record.forwards > 1 and record.backwards > 0

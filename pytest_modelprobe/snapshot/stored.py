@@ -28,8 +28,8 @@ from pytest_modelprobe.gate import superseded
 from pytest_modelprobe.record import Call, CallTree, Layer, Parameter, Reading, Record, Value, has_numbers
 
 from .extension import SnapshotFiles
+from .options import shown_path
 from .outcome import Outcome
-from .summary import shown_path
 
 
 class Stored(NamedTuple):

@@ -13,7 +13,7 @@ from torch import nn
 
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.comparison.compare import compare
-from pytest_modelprobe.comparison.differences import Comparison
+from pytest_modelprobe.comparison.tolerance import Comparison
 from pytest_modelprobe.exceptions import NothingObservedError, SelectionError, UsageError
 from pytest_modelprobe.files import decode_architecture, encode
 from pytest_modelprobe.record import (
@@ -211,14 +211,6 @@ def test_one_change_is_one_difference(name: str) -> None:
     assert told(compare(new, OLD)) == [expected]
 
 
-@pytest.mark.parametrize("name", ONE_EACH)
-def test_one_change_undone_is_one_difference_too(name: str) -> None:
-    new, expected = ONE_EACH[name]
-    turned = {"removed": "added", "added": "removed"}
-    kind = " ".join(turned.get(word, word) for word in expected[1].split())
-    assert told(compare(OLD, new)) == [(expected[0], kind, expected[2])]
-
-
 def test_a_renamed_layer_is_one_difference() -> None:
     layers = [*without("fc").layers.values(), dataclasses.replace(OLD["fc"], name="proj")]
     found = compare(dataclasses.replace(OLD, layers={layer.name: layer for layer in layers}), OLD)
@@ -231,11 +223,6 @@ def test_a_renamed_layer_is_one_difference() -> None:
 def test_a_difference_has_both_values_the_actual_first() -> None:
     (found,) = compare(changed("norm", attributes={"eps": 1e-6, "momentum": None}), OLD).differences
     assert (found.actual, found.expected) == (1e-6, 1e-5)
-
-
-def test_a_difference_of_numbers_has_its_change_and_the_limit() -> None:
-    (found,) = compare(given("norm", forward=reading(3.0, 5.0)), OLD).differences
-    assert (found.change, found.limit, found.noise) == (pytest.approx(0.2), 1e-4, None)
 
 
 def test_a_difference_of_numbers_has_the_noise_of_the_expected() -> None:
@@ -266,11 +253,6 @@ def from_nothing(*inputs: Value) -> list[tuple[str, str, str]]:
 def test_what_is_next_to_nothing_beside_the_inputs_is_nothing() -> None:
     assert from_nothing(value("input", 1.0, 2.0)) == []
     assert from_nothing(value("input", 1e-9, 1e-9)) == [("norm", "output", "output")]
-
-
-def test_a_number_of_something_is_no_quantity_to_judge_against() -> None:
-    tokens = dataclasses.replace(value("ids", 1e6, 1e6), dtype="int64")
-    assert from_nothing(value("input", 1e-9, 1e-9), tokens) == [("norm", "output", "output")]
 
 
 @pytest.mark.parametrize("least", [-3.4e38, -1e9, -65504.0])
@@ -320,11 +302,6 @@ def test_an_attribute_of_torchs_own_that_the_file_lacks_differs(
     assert found.same == (not fails)
 
 
-def test_an_attribute_that_is_nan_is_the_same_as_nan() -> None:
-    old, new = (changed("fc", attributes={"n": float("nan")}) for _ in range(2))
-    assert compare(new, old).same
-
-
 def test_a_shape_that_varied_is_written_as_a_range() -> None:
     (found,) = compare(given("norm", shape=((1, 4),)), given("norm", shape=(4,))).differences
     assert (found.actual, found.expected) == ("(1..4,) float32", "(4,) float32")
@@ -362,11 +339,6 @@ def test_an_input_that_is_a_recorded_output_is_told_once() -> None:
     fc = dataclasses.replace(new["fc"], calls=(dataclasses.replace(new["fc"].calls[0], inputs=(moved,)),))
     found = compare(dataclasses.replace(new, layers={**new.layers, "fc": fc}), OLD)
     assert told(found) == [("norm", "output", "output"), ("norm", "gradient", "output")]
-
-
-def test_an_input_that_is_a_recorded_output_has_a_change_though_it_is_not_told() -> None:
-    found = compare(called("fc", inputs=(value("input", 3.0, 5.0, source="norm output"),)), OLD)
-    assert found.change("fc", ("(root)", None, 0), "input", "input").differs
 
 
 def test_a_value_handed_by_keyword_is_the_one_handed_by_position() -> None:
@@ -471,12 +443,6 @@ def test_where_no_numbers_are_there_to_compare_that_is_an_error() -> None:
             compare(actual, structure(OLD), parts="behavior")
 
 
-def test_a_model_in_another_mode_was_called_all_the_same() -> None:
-    calls = {name: (dataclasses.replace(layer.calls[0], root_training=True),) for name, layer in OLD.layers.items()}
-    layers = {name: dataclasses.replace(layer, calls=calls[name]) for name, layer in OLD.layers.items()}
-    assert compare(dataclasses.replace(OLD, layers=layers), OLD).same
-
-
 def both_modes(record: Record) -> Record:
     """Return the record of a forward in training mode and one in evaluation mode."""
     layers = {
@@ -488,17 +454,6 @@ def both_modes(record: Record) -> Record:
 
 def test_forwards_of_two_modes_are_compared_each_with_its_own() -> None:
     assert compare(both_modes(OLD), both_modes(OLD)).same
-
-
-def test_a_forward_in_one_mode_is_not_the_one_of_a_record_that_has_both() -> None:
-    assert {d.kind for d in compare(OLD, both_modes(OLD)).differences} == {"calls"}
-
-
-def test_a_train_record_differs_from_an_eval_record_in_its_modes() -> None:
-    probe, x = ModelProbe(), torch.ones(2, 3)
-    model = probe.build(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
-    found = compare(probe.run(model, x, mode="train"), probe.run(model, x, mode="eval"))
-    assert {(d.layer, d.kind) for d in found.differences} == {(name, "mode") for name in ("(root)", "0", "1")}
 
 
 def test_calls_come_in_the_order_in_which_they_ran() -> None:
@@ -523,13 +478,6 @@ def test_responses_are_compared_if_the_tensors_that_both_have_are_the_same() -> 
     assert not compare(response(recipes={"input": "2 2^0", "bias": "2^0"}, handed=OTHER), OLD).same
 
 
-def test_responses_are_compared_if_the_children_are_called_in_another_order() -> None:
-    children = (EmittedTensor(where="k input", passed="input"), EmittedTensor(where="q input", passed="input"))
-    old, new = (response(handed=(*order, *RESPONSE.handed)) for order in (children, children[::-1]))
-    assert compare(new, old).same
-    assert not compare(response(handed=(*children[::-1], *OTHER)), old).same
-
-
 def test_a_call_that_could_not_be_made_alone_is_not_compared() -> None:
     assert compare(called("fc", response=IsolatedResponse(reason="it raised")), OLD).same
     assert compare(called("fc", response=None), OLD).same
@@ -544,12 +492,6 @@ def test_what_is_handed_on_to_another_child_is_told_with_where_it_went() -> None
     new = response(handed=(EmittedTensor(where="a input", passed="input"), *RESPONSE.handed))
     (found,) = compare(new, OLD).differences
     assert (found.kind, found.what, found.actual, found.expected) == ("response", "a input", "input", None)
-
-
-def test_what_is_handed_on_no_more_is_told_too() -> None:
-    new = response(handed=(EmittedTensor(where="a input", passed="input"), *RESPONSE.handed))
-    (found,) = compare(OLD, new).differences
-    assert (found.what, found.actual, found.expected) == ("a input", None, "input")
 
 
 def test_what_was_passed_on_and_is_computed_now_is_told() -> None:
@@ -595,20 +537,9 @@ def test_a_tolerance_multiplies_what_every_layer_may_change() -> None:
     assert compare(MOVED, OLD, tolerance=3).same
 
 
-def test_a_tolerance_below_one_is_stricter() -> None:
-    near = given("norm", forward=reading(3.0, 4.0001))
-    assert compare(near, OLD).same
-    assert not compare(near, OLD, tolerance=0.1).same
-
-
 @pytest.mark.parametrize(("glob", "same"), [("norm", True), ("n*", True), ("fc", False), ("**", True)])
 def test_a_tolerance_counts_for_the_layers_of_its_glob(glob: str, same: bool) -> None:
     assert compare(MOVED, OLD, tolerance={glob: 3}).same is same
-
-
-def test_of_two_globs_that_mean_a_layer_the_last_counts() -> None:
-    assert compare(MOVED, OLD, tolerance={"**": 1, "norm": 3}).same
-    assert not compare(MOVED, OLD, tolerance={"norm": 3, "**": 1}).same
 
 
 @pytest.mark.parametrize("bad", [0, -1, math.inf, math.nan, True, "3", None])
@@ -621,13 +552,7 @@ def test_a_tolerance_is_a_positive_number(bad: Any) -> None:
 def test_a_tolerance_for_no_layer_is_an_error() -> None:
     with pytest.raises(SelectionError) as error:
         compare(MOVED, OLD, tolerance={"norms": 3})
-    assert str(error.value) == "tolerance: 'norms' matches none of 3 layers"
-
-
-def test_a_record_that_is_not_repeatable_is_compared_as_if_no_noise_was_measured() -> None:
-    near = given("norm", forward=reading(3.0, 4.0001))
-    assert compare(near, dataclasses.replace(OLD, noise="not repeatable")).same
-    assert not compare(near, dataclasses.replace(OLD, noise="measured")).same
+    assert str(error.value) == "tolerance: 'norms' matches none of 3 layers; nearest: 'norm'"
 
 
 # --- names --------------------------------------------------------------------------------------------------------
@@ -645,18 +570,6 @@ def test_sources_are_compared_under_the_actual_s_names() -> None:
     layers = [OLD["(root)"], dataclasses.replace(OLD["norm"], name="ln"), fc]
     new = dataclasses.replace(OLD, layers={layer.name: layer for layer in layers})
     assert compare(new, OLD, rename={"ln": "norm"}).same
-
-
-def test_a_layer_whose_name_the_user_gave_to_another_is_removed() -> None:
-    fc = dataclasses.replace(OLD["fc"], name="norm")
-    new = dataclasses.replace(OLD, layers={"(root)": OLD["(root)"], "norm": fc})
-    assert told(compare(new, OLD, rename={"norm": "fc"}))[0] == ("norm", "layer removed", "")
-
-
-def test_two_layers_that_swapped_their_names_are_told_apart_by_the_user() -> None:
-    old = Record(model="Net", layers={"a": Layer(name="a", type="ReLU"), "b": Layer(name="b", type="GELU")})
-    new = Record(model="Net", layers={"a": Layer(name="a", type="GELU"), "b": Layer(name="b", type="ReLU")})
-    assert compare(new, old, rename={"a": "b", "b": "a"}).same
 
 
 # --- real models --------------------------------------------------------------------------------------------------
@@ -699,14 +612,6 @@ def test_a_model_run_twice_is_the_same(name: str) -> None:
     probe = ModelProbe()
     old, new = (probe.run(probe.build(factory), probe.randn(*shape), loss="random", mode="train") for _ in range(2))
     assert compare(new, old).same
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_the_same_as_its_record_in_plain_dicts(name: str) -> None:
-    factory, shape = MODELS[name]
-    probe = ModelProbe()
-    record = probe.run(probe.build(factory), probe.randn(*shape), loss="random", mode="train")
-    assert compare(record, Record.from_dict(record.to_dict())).same
 
 
 def test_the_state_that_a_batch_norm_leaves_is_compared() -> None:

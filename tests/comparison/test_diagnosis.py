@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pytest_modelprobe import ModelProbe, assert_same_behavior
+from pytest_modelprobe.comparison import Diagnosis, diagnose
 from pytest_modelprobe.comparison.compare import compare
-from pytest_modelprobe.comparison.diagnosis import Diagnosis, diagnose, hints
+from pytest_modelprobe.comparison.diagnosis.causes import hints
 from pytest_modelprobe.comparison.text import cause_text, first_line, text
 from pytest_modelprobe.gate.classes import class_of
 from pytest_modelprobe.record import (
@@ -427,18 +428,9 @@ def test_an_attribute_that_decides_how_often_a_child_is_called_is_the_one_cause(
     assert causes(diagnosed(edit, Looped, alone=alone)) == [("attribute", "(root)", "times")]
 
 
-def test_the_sizes_among_the_attributes_are_not_told_beside_the_shape() -> None:
-    old, new = (PROBE.architecture(nn.Linear(2, n)) for n in (3, 4))
-    assert [what for _, _, what in causes(diagnose(compare(new, old)))] == ["weight"]
-
-
 def test_a_model_in_another_mode_is_one_cause() -> None:
     diagnosis = diagnosed(lambda model: model.eval())
     assert [(c.what, c.actual, c.expected) for c in diagnosis.causes] == [("training", False, True)]
-
-
-def test_a_layer_alone_in_another_mode_is_named() -> None:
-    assert causes(diagnosed(lambda model: model.head.eval())) == [("attribute", "head", "training")]
 
 
 def test_a_frozen_parameter_is_the_one_cause_of_its_missing_gradient() -> None:
@@ -531,18 +523,6 @@ def test_a_dropout_that_changed_comes_before_the_running_statistics_of_another_t
     assert [(cause.kind, cause.layer) for cause in found.causes] == [
         ("attribute", "2"), ("buffers", "1"), ("weights", "(root)"),
     ]  # fmt: skip
-
-
-def test_an_activation_that_changed_comes_before_the_weights_of_another_training() -> None:
-    def edit(model: Any) -> None:
-        as_if_drawn_anew(model)
-        model.blocks[1].act = nn.Identity()
-
-    found = diagnosed(edit)
-    assert [(cause.layer, cause.what) for cause in found.causes] == [
-        ("blocks.1.act", "type"),
-        ("(root)", "all 8 layers"),
-    ]
 
 
 def test_a_buffer_is_told_as_one() -> None:
@@ -648,13 +628,6 @@ def test_a_layer_that_is_not_called_any_more_accuses_its_caller(alone: bool) -> 
     assert causes(diagnosis) == [("computation", "blocks.1", "before up")]
 
 
-def test_a_block_that_is_not_called_any_more_accuses_the_layer_that_called_it() -> None:
-    def forward(self: Any, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks[1](self.blocks[0](self.embed(ids))))
-
-    assert [layer for _, layer, _ in causes(diagnosed(with_forward("", forward)))] == ["(root)"]
-
-
 def test_an_input_from_another_layer_is_a_rewiring() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         self.a(x)
@@ -700,25 +673,6 @@ def test_a_branch_cut_off_is_named_with_what_gets_no_gradient() -> None:
     assert causes(diagnosis) == [("gradient", "blocks.1", "down output")]
     assert diagnosis.causes[0].evidence == "both"
     assert cause_text(diagnosis.causes[0]) == "blocks.1: no gradient any more for down output"
-
-
-def test_of_many_branches_cut_off_three_are_named() -> None:
-    class Branches(nn.Module):
-        def __init__(self, cut: bool) -> None:
-            super().__init__()
-            self.fcs = nn.ModuleList(nn.Linear(8, 8) for _ in range(9))
-            self._cut = {"all": cut}
-
-        def forward(self, x: torch.Tensor) -> Any:
-            found = [fc(x) for fc in self.fcs]
-            return x + sum(branch.detach() if self._cut["all"] else branch for branch in found)
-
-    x = INPUTS[Two].clone().requires_grad_()
-    expected = recorded(PROBE.build(lambda: Branches(False)), x)
-    diagnosis = diagnose(compare(recorded(PROBE.build(lambda: Branches(True)), x, like=expected), expected))
-    said = "(root): no gradient any more for fcs.0 output, fcs.1 output, fcs.2 output and 6 more"
-    assert [cause_text(cause) for cause in diagnosis.causes] == [said]
-    assert len(diagnosis.causes[0].differences) == 9
 
 
 def test_a_branch_cut_off_is_seen_in_the_run_too() -> None:
@@ -802,14 +756,6 @@ def test_the_first_on_the_way_back_is_the_cause(alone: bool) -> None:
     assert {kind for kind, _, _ in causes(diagnosis)} == {"gradient"}
 
 
-def test_a_gradient_that_only_one_weight_gets_otherwise_is_told_of_that_weight() -> None:
-    def edit(model: Any) -> None:
-        model.blocks[1].up.bias.register_hook(lambda gradient: 2 * gradient)
-
-    (cause,) = diagnosed(edit, alone=False).causes
-    assert cause_text(cause) == "blocks.1.up: gradient of bias changed"
-
-
 def test_a_gradient_reversed_between_two_layers_is_told_of_the_code_between_them() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(self.act(Reversed.apply(self.up(self.norm(x)))))
@@ -828,16 +774,10 @@ def attribute(layer: str, name: str, value: object) -> Edit:
 @pytest.mark.parametrize(
     ("factory", "edit", "expected"),
     [
-        (gpt2, attribute("transformer.h.1.ln_2", "eps", 1e-2), [("attribute", "transformer.h.1.ln_2", "eps")]),
         (
             gpt2,
             with_forward("transformer.h.1.mlp", lambda self, x: self.c_proj(self.act(self.c_fc(x)) * 1.1)),
             [("computation", "transformer.h.1.mlp", "between act and c_proj")],
-        ),
-        (
-            vit,
-            attribute("layernorm", "eps", 1e-2),
-            [("attribute", "layernorm", "eps")],
         ),
         (
             Recurrent,
@@ -854,9 +794,8 @@ def attribute(layer: str, name: str, value: object) -> Edit:
             lambda model: model.fc.weight.data.mul_(2),
             [("weights", "fc", "weight")],
         ),
-        (convolutional, attribute("1", "momentum", 0.5), [("attribute", "1", "momentum")]),
     ],
-    ids=["gpt2 eps", "gpt2 glue", "vit eps", "lstm glue", "shared glue", "tied weights", "batch norm"],
+    ids=["gpt2 glue", "lstm glue", "shared glue", "tied weights"],
 )
 def test_one_change_in_a_real_model_is_the_one_cause(
     factory: Any, edit: Edit, expected: list[tuple[str, str, str]]
@@ -918,10 +857,6 @@ def test_the_first_layer_that_gives_out_something_else_is_the_cause() -> None:
     diagnosis = found(chain((X, OTHER), (OTHER, X)), chain((X, Y), (Y, Z)))
     assert causes(diagnosis) == [("computation", "a", "")]
     assert (diagnosis.moved, diagnosis.not_judged) == (("(root)", "b"), ("b",))
-
-
-def test_a_layer_after_a_cause_that_gives_out_the_same_is_no_cause() -> None:
-    assert causes(found(chain((X, OTHER), (OTHER, Z)), chain((X, Y), (Y, Z)))) == [("computation", "a", "")]
 
 
 def test_code_of_a_layer_whose_inputs_are_not_known_is_only_possible() -> None:
@@ -1007,14 +942,6 @@ def test_an_output_of_another_shape_is_the_layer_s_own_though_an_argument_is_nam
     assert causes(diagnosis) == [("computation", "a", "output")]
 
 
-def test_an_answer_to_another_question_is_not_compared() -> None:
-    old = chain((X, Y), response=ANSWER, arguments={"k": 1})
-    new = chain((X, Y), response=OTHERWISE, arguments={"k": 2})
-    told = found(new, old)
-    assert told.same
-    assert [(note.kind, note.layer, note.what) for note in told.notes] == [("computation", "(root)", "a k")]
-
-
 def test_where_nothing_that_was_recorded_explains_it_the_cause_cannot_be_told() -> None:
     old, new = chain((X, Y), random="1"), chain((X, OTHER), random="2")
     assert found(new, old).unknown == (
@@ -1066,12 +993,6 @@ def test_an_attribute_has_the_size_of_the_answer_where_the_run_does_not_show_tha
     assert (cause.kind, cause.change) == ("attribute", pytest.approx(0.1**0.5))
 
 
-def test_hundreds_of_added_layers_are_as_many_causes() -> None:
-    old = Record(model="Net")
-    new = Record(model="Net", layers={f"a{i}": Layer(name=f"a{i}", type="net.A") for i in range(500)})
-    assert len(found(new, old).causes) == 500
-
-
 def test_what_is_inside_an_added_layer_is_told_with_it() -> None:
     names = ["block", "block.fc", "block.fc.core", "blocks"]
     new = Record(model="Net", layers={name: Layer(name=name, type="net.A") for name in names})
@@ -1111,10 +1032,6 @@ def test_numbers_that_are_not_finite_any_more_are_counted() -> None:
 )
 def test_other_changes_have_no_look(actual: Reading, expected: Reading) -> None:
     assert hints(actual, expected) == ()
-
-
-def test_a_tiny_change_does_not_look_like_a_permutation() -> None:
-    assert hints(reading(1.0, 2.00001, -3.0), reading(1.0, 2.0, -3.0)) == ()
 
 
 # --- any two records ----------------------------------------------------------------------------------------------
@@ -1261,15 +1178,6 @@ class Dictionary(nn.Module):
         return {"logits": logits, "hidden": hidden}
 
 
-class Outer(nn.Module):
-    def __init__(self, inner: type[nn.Module]) -> None:
-        super().__init__()
-        self.inner = inner()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum(value.sum() for value in self.inner(x).values())
-
-
 def like(parent: type[nn.Module], **methods: Any) -> type[nn.Module]:
     """Return a class of the same name with other methods."""
     return type(parent.__name__, (parent,), {"__qualname__": parent.__qualname__, "__module__": __name__, **methods})
@@ -1306,13 +1214,6 @@ def test_outputs_with_other_names_are_told_as_that(given: Any, lines: list[str])
     assert [cause_text(cause) for cause in found.causes] == lines
 
 
-def test_of_an_output_with_another_name_the_layer_that_takes_it_is_not_accused() -> None:
-    new = like(Dictionary, given=lambda self, logits, hidden: {"logits": logits, "features": hidden})
-    found = rewritten(lambda: Outer(Dictionary), lambda: Outer(new), PROBE.randn(4, 8))
-    assert found.same
-    assert [cause_text(note) for note in found.notes] == ["inner: output.hidden renamed to output.features"]
-
-
 def test_a_container_whose_children_are_called_one_by_one_fails_nothing() -> None:
     def one_by_one(self: Any, x: torch.Tensor) -> torch.Tensor:
         for child in self[0]:
@@ -1339,34 +1240,6 @@ def test_another_mode_hides_no_change_of_code() -> None:
     assert "its mode changed too" in found.possible[0].hints
 
 
-def test_another_mode_that_changes_nothing_accuses_no_code() -> None:
-    assert not rewritten(Dictionary, Dictionary, PROBE.randn(4, 8), mode="train").possible
-
-
-def test_a_child_of_another_type_leaves_the_gradient_of_its_parent_alone() -> None:
-    found = rewritten(Recurrent, lambda: retyped(Recurrent()), PROBE.randn(2, 5, 4))
-    assert [cause_text(cause) for cause in found.causes] == ["lstm: LSTM → GRU"]
-
-
-def retyped(model: nn.Module) -> nn.Module:
-    model.lstm = nn.GRU(4, 8, batch_first=True)
-    return model
-
-
-def test_a_value_that_is_detached_on_the_way_is_named() -> None:
-    def detached(self: Any, x: torch.Tensor) -> Any:
-        hidden = self.a(x)
-        return {"logits": self.b(hidden.detach()), "hidden": hidden}
-
-    def attached(self: Any, x: torch.Tensor) -> Any:
-        hidden = self.a(x)
-        return {"logits": self.b(hidden), "hidden": hidden}
-
-    old, new = (like(Dictionary, forward=forward) for forward in (attached, detached))
-    found = rewritten(old, new, PROBE.randn(4, 8))
-    assert [cause_text(cause) for cause in found.causes] == ["(root): no gradient any more for b input"]
-
-
 def test_a_momentum_changes_the_statistics_and_no_output() -> None:
     def normed(momentum: float) -> nn.Module:
         return nn.Sequential(nn.BatchNorm1d(8, momentum=momentum), nn.Linear(8, 2))
@@ -1375,11 +1248,6 @@ def test_a_momentum_changes_the_statistics_and_no_output() -> None:
     actual = recorded(PROBE.build(lambda: normed(0.2)), PROBE.randn(4, 8), like=expected)
     (cause,) = diagnose(compare(actual, expected)).causes
     assert (cause.what, cause.effect) == ("momentum", "running_var")  # which the large row moves most
-
-
-def test_a_change_of_structure_alone_has_no_size() -> None:
-    old, new = (PROBE.architecture(nn.Sequential(nn.Linear(8, width), nn.ReLU()), torch.ones(2, 8)) for width in (4, 6))
-    assert [cause.change for cause in diagnose(compare(new, old)).causes] == [None]
 
 
 def test_an_attribute_that_is_no_size_is_told_beside_another_shape() -> None:
@@ -1573,11 +1441,6 @@ def test_statements_in_another_order_are_no_change_of_code() -> None:
     assert compare(recorded(PROBE.build(lambda: Scaling(swapped=True)), PROBE.randn(4, 8)), then).same
 
 
-def test_code_beside_statements_in_another_order_is_named() -> None:
-    found = refactored(Scaling, lambda: Scaling(1.5, swapped=True, in_chans=3))
-    assert [cause_text(cause) for cause in found.causes] == ["(root): own code changed between a and b"]
-
-
 def test_an_argument_that_changes_nothing_is_told_beside_an_output_that_is_the_same() -> None:
     for old, new, told in (
         (lambda: Scaling(flag=True), Scaling, "(root): own code no longer gives b positions"),
@@ -1595,34 +1458,6 @@ def trained_again(model: nn.Module) -> nn.Module:
         for parameter in model.parameters():
             parameter.add_(0.3 * PROBE.randn(*parameter.shape, name="step"))
     return model
-
-
-def test_a_layer_that_uses_the_weights_of_another_is_not_blamed_for_these() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(x)
-
-    def noisy(model: nn.Module) -> Record:
-        expected = recorded(model, PROBE.randn(4, 8))
-        return expected.live_run.measured(expected)
-
-    expected = noisy(PROBE.build(Tied))
-    found = diagnose(compare(recorded(trained_again(PROBE.build(Tied)), PROBE.randn(4, 8), like=expected), expected))
-    assert {cause.kind for cause in found.causes} == {"weights"}
-    assert found.possible == ()
-
-
-def test_code_comes_before_the_weights_of_a_model_that_was_trained_again() -> None:
-    found = refactored(Scaling, lambda: trained_again(Scaling(1.5, in_chans=3)))
-    assert [(cause.kind, cause.layer) for cause in found.causes] == [("computation", "(root)"), ("weights", "(root)")]
-    # No effect: the weights changed the output, too.
-    assert first_line(found).startswith("(root): own code changed between a and b; ")
-    assert cause_text(found.causes[1]).startswith("all weights changed by ")
 
 
 def redrawn(model: nn.Module) -> nn.Module:
@@ -1686,10 +1521,7 @@ class Dropping(nn.Module):
         return self.drop(x) if "after" in self._calls else x
 
 
-CALLED = [("between",), ("after",), ("between", "after"), ()]
-
-
-@pytest.mark.parametrize(("then", "now"), [(x, y) for x in CALLED for y in CALLED if len(x) != len(y)])
+@pytest.mark.parametrize(("then", "now"), [(("between", "after"), ("after",)), ((), ("between",))])
 def test_a_layer_that_passed_on_its_input_and_is_called_less_or_more_is_no_other_code(
     then: tuple[str, ...], now: tuple[str, ...]
 ) -> None:
@@ -1718,7 +1550,6 @@ class Ordered(nn.Module):
     ("now", "kinds"),
     [
         (("a", "drop", "b"), ["weights"]),
-        (("a", "b", "drop"), ["weights"]),
         (("b", "drop", "a"), ["computation", "weights"]),
     ],
 )
@@ -1731,37 +1562,6 @@ def test_a_layer_that_passed_on_its_input_and_is_called_elsewhere_is_no_other_co
     )
     assert [cause.kind for cause in found.causes] == kinds
     assert not found.possible
-
-
-def test_code_before_a_layer_that_passed_on_what_it_computed_is_named() -> None:
-    class Dropped(nn.Module):
-        def __init__(self, scale: float) -> None:
-            super().__init__()
-            self._scale = [scale]
-            self.fc, self.drop = nn.Linear(8, 8), nn.Dropout(0.1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.drop(self._scale[0] * x + self.fc(x))
-
-    found = refactored(
-        lambda: in_a_row(lambda: Dropped(1.0)).eval(), lambda: trained_again(in_a_row(lambda: Dropped(2.0)).eval())
-    )
-    assert first_line(found).startswith("layer '1' (Dropped): own code changed between fc and drop: by ")
-
-
-def test_a_layer_that_did_something_and_is_called_elsewhere_is_another_code() -> None:
-    found = refactored(
-        lambda: in_a_row(lambda: Ordered("drop", "a", "b", passing=nn.Tanh())),
-        lambda: trained_again(in_a_row(lambda: Ordered("a", "drop", "b", passing=nn.Tanh()))),
-    )
-    assert (found.causes[0].kind, found.causes[0].layer) == ("computation", "1")
-
-
-def test_code_before_a_layer_that_passed_on_its_input_is_named() -> None:
-    found = refactored(
-        lambda: in_a_row(lambda: Dropping("after")), lambda: trained_again(in_a_row(lambda: Dropping(scale=2.0)))
-    )
-    assert first_line(found).startswith("layer '1' (Dropping): own code changed before a; ")
 
 
 def test_code_after_a_layer_that_passed_on_its_input_is_named_where_the_run_shows_it() -> None:
@@ -1810,11 +1610,6 @@ def test_layers_called_as_one_are_no_other_code_in_a_model_that_was_trained_agai
     assert not found.possible
 
 
-def test_code_beside_layers_called_as_one_is_named() -> None:
-    found = refactored(lambda: in_a_row(InARow), lambda: in_a_row(lambda: InARow(1.5, as_one=True)))
-    assert (found.causes[0].kind, found.causes[0].layer) == ("computation", "1")
-
-
 class Called(nn.Module):
     """Calls a child with its input by position or by keyword, and maybe with a mask."""
 
@@ -1850,62 +1645,6 @@ def test_who_gets_no_mask_any_more_is_not_to_blame_for_its_gradient() -> None:
     assert cause_text(found.causes[0]) == "1: own code no longer gives masked mask"
 
 
-class Adapter(nn.Module):
-    def __init__(self, name: str = "a", scale: float = 1.0) -> None:
-        super().__init__()
-        self._names, self._scale = [name], [scale]
-        self.register_parameter(name, nn.Parameter(torch.ones(8, 8) / 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ getattr(self, self._names[0]) * self._scale[0]
-
-
-def test_a_parameter_with_another_name_changes_no_answer() -> None:
-    found = refactored(lambda: in_a_row(Adapter), lambda: in_a_row(lambda: Adapter("lora_a")))
-    assert found.unchanged
-    assert first_line(found) == (
-        "output unchanged; structure differs in 2 places: 1.a removed: (8, 8) float32; 1.lora_a added: (8, 8) float32"
-    )
-
-
-def test_a_gradient_that_is_cut_comes_before_the_weights_of_a_model_that_was_trained_again() -> None:
-    class Cut(Flagged):
-        def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-            return self.fc(x.detach())
-
-    def made(kind: type[nn.Module]) -> nn.Module:
-        model = Scaling()
-        model.b = kind()
-        return model
-
-    Cut.__qualname__, Cut.__module__ = Flagged.__qualname__, Flagged.__module__
-    found = refactored(lambda: made(Flagged), lambda: trained_again(made(Cut)))
-    assert [(cause.kind, cause.layer) for cause in found.causes] == [("gradient", "b"), ("weights", "(root)")]
-
-
-def test_weights_that_are_trained_now_come_before_those_of_a_model_that_was_trained_again() -> None:
-    def frozen() -> nn.Module:
-        model = Scaling()
-        model.a.requires_grad_(False)
-        return model
-
-    found = refactored(frozen, lambda: trained_again(Scaling()))
-    assert (cause_text(found.causes[0]), found.causes[0].change) == ("a.weight requires_grad False → True", None)
-
-
-def test_layers_with_other_names_and_tied_weights_are_among_all_that_were_trained_again() -> None:
-    def made(name: str) -> nn.Module:
-        model = nn.Sequential(
-            OrderedDict([("one", nn.Linear(8, 8)), ("two", nn.Linear(8, 8)), (name, nn.Linear(8, 8))])
-        )
-        model.append(nn.Linear(8, 8))
-        model[-1].weight = model[0].weight
-        return model
-
-    found = refactored(lambda: made("head"), lambda: trained_again(made("last")))
-    assert [cause.what for cause in found.causes if cause.kind == "weights"] == ["all 3 layers"]
-
-
 def regularized(*, dropout: bool, detach: bool) -> nn.Module:
     """Return two layers, of which the second may get its input detached, and perhaps a dropout that does nothing."""
 
@@ -1924,7 +1663,7 @@ def regularized(*, dropout: bool, detach: bool) -> nn.Module:
     return nn.Sequential(Regularized())
 
 
-@pytest.mark.parametrize("train", [lambda model: model, trained_again], ids=["same weights", "trained again"])
+@pytest.mark.parametrize("train", [trained_again], ids=["trained again"])
 def test_a_gradient_that_is_cut_is_told_beside_a_removed_layer_that_did_nothing(train: Any) -> None:
     old = functools.partial(regularized, dropout=True, detach=False)
     cut = refactored(old, lambda: train(regularized(dropout=False, detach=True)))
@@ -1950,7 +1689,7 @@ def activated(*, layer: bool, norm: bool) -> nn.Module:
     return nn.Sequential(Activated())
 
 
-@pytest.mark.parametrize("train", [lambda model: model, trained_again], ids=["same weights", "trained again"])
+@pytest.mark.parametrize("train", [trained_again], ids=["trained again"])
 def test_a_layer_that_is_no_longer_called_is_told_beside_an_added_one(train: Any) -> None:
     old = functools.partial(activated, layer=False, norm=True)
     missing = refactored(old, lambda: train(activated(layer=True, norm=False)))
@@ -2153,20 +1892,6 @@ def test_a_layer_that_grows_is_not_said_to_change_by_a_share() -> None:
     assert first_line(refactored(old, new)).startswith("0.weight (4, 8) → (6, 8): its output has another shape; ")
 
 
-class Casting(nn.Linear):
-    """Casts what it gets to the dtype of its weight."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.to(self.weight.dtype))
-
-
-def test_an_output_of_another_dtype_has_its_shape() -> None:
-    dtypes = torch.float32, torch.bfloat16
-    old, new = (functools.partial(lambda dtype: nn.Sequential(Casting(8, 4, dtype=dtype)), of) for of in dtypes)
-    line = first_line(refactored(old, new))
-    assert line.startswith("0.weight dtype float32 → bfloat16; "), line
-
-
 # --- a change of behavior beside a refactoring ---------------------------------------------------------------------
 
 
@@ -2198,12 +1923,6 @@ def test_an_output_with_another_name_does_not_excuse_the_code_that_makes_it() ->
     found = refactored(lambda: Unpacking(bare=True), lambda: Unpacking(2.0, bare=False))
     assert first_line(found).startswith("inner: own code changed after fc: by ")
     assert [cause_text(cause) for cause in found.causes] == ["inner: own code changed after fc"]
-    assert [cause_text(note) for note in found.notes] == ["inner: output renamed to output[0]"]
-
-
-def test_an_output_with_another_name_alone_changes_no_gradient() -> None:
-    found = refactored(lambda: Unpacking(bare=True), lambda: Unpacking(bare=False))
-    assert found.same
     assert [cause_text(note) for note in found.notes] == ["inner: output renamed to output[0]"]
 
 
@@ -2247,13 +1966,6 @@ class Handing(nn.Module):
         return self.head(self.body(self.head(x), **self._given[0]))
 
 
-def test_a_child_more_does_not_excuse_another_mask() -> None:
-    found = refactored(lambda: Handing(9, rotary=False, tidy=False), lambda: Handing(2, rotary=True, tidy=False))
-    assert first_line(found).startswith("body: ")
-    assert (found.causes[0].kind, found.causes[0].layer) == ("computation", "body")
-    assert found.causes[0].change is not None
-
-
 def test_where_no_sure_cause_has_a_size_the_possible_one_is_in_the_first_line() -> None:
     found = refactored(
         lambda: Handing(9, rotary=False, tidy=True), lambda: Handing(2, rotary=True, tidy=False, bare=False)
@@ -2284,19 +1996,6 @@ def test_a_block_that_is_shared_now_is_said_to_be_the_other_one_again() -> None:
     assert "second added: Linear, it was first again" in {
         cause_text(cause) for cause in refactored(shared, apart).causes
     }
-
-
-def test_weights_are_told_with_their_size_then_and_now() -> None:
-    def times(scale: float) -> Callable[[], nn.Module]:
-        def build() -> nn.Module:
-            model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
-            nn.init.constant_(model[0].weight, 0.25 * scale)
-            return model
-
-        return build
-
-    (cause,) = refactored(times(1.0), times(2.0)).causes
-    assert (cause.kind, cause.layer, cause.hints) == ("weights", "0", ("rms 0.25 → 0.5",))
 
 
 class Passing(nn.Module):
@@ -2352,15 +2051,6 @@ def without_padding(make: Any) -> Any:
     return lambda *args, **kwargs: make(*args, **{**kwargs, "attention_mask": None})
 
 
-def one_token_further(make: Any) -> Any:
-    def masked(*args: Any, **kwargs: Any) -> torch.Tensor:
-        mask = make(*args, **kwargs).clone()
-        mask[..., torch.arange(11), torch.arange(1, 12)] = mask[..., torch.arange(1, 12), torch.arange(1, 12)]
-        return mask
-
-    return masked
-
-
 def another_window(make: Any) -> Any:
     def masked(**kwargs: Any) -> torch.Tensor:
         config = copy.copy(kwargs.pop("config"))
@@ -2381,15 +2071,13 @@ def diagnosed_mask(kind: Any, fault: Any, monkeypatch: Any, *, trained: bool = F
     return diagnose(compare(recorded(model, TOKENS, like=expected, **given), expected))
 
 
-@pytest.mark.parametrize("trained", [False, True], ids=["", "other weights"])
 @pytest.mark.parametrize(
-    ("kind", "fault", "share"),
+    ("kind", "fault", "share", "trained"),
     [
-        (transformers.LlamaForCausalLM, without_padding, "15 %"),
-        (transformers.LlamaForCausalLM, one_token_further, "6.6 %"),
-        (transformers.MistralForCausalLM, another_window, "4.2 %"),
+        (transformers.LlamaForCausalLM, without_padding, "15 %", False),
+        (transformers.MistralForCausalLM, another_window, "4.2 %", True),
     ],
-    ids=["padding ignored", "causal mask off by one", "window off by one"],
+    ids=["padding ignored", "window off by one"],
 )
 def test_a_mask_that_is_made_otherwise_is_named(
     kind: Any, fault: Any, share: str, trained: bool, monkeypatch: pytest.MonkeyPatch
@@ -2442,15 +2130,12 @@ class Biasing(nn.Module):
         return self.attn(x)
 
 
-@pytest.mark.parametrize("run", [{}, {"loss": None}], ids=["backward", "forward"])
 @pytest.mark.parametrize(
-    ("then", "now", "told"),
+    ("then", "now", "told", "run"),
     [
-        ("position", "none", "no longer gives attn input[1]"),
-        ("position", "nothing", "no longer gives attn input[1]"),
-        ("keyword", "nothing", "no longer gives attn bias"),
-        ("nothing", "position", "gives attn input[1]"),
-        ("nothing", "keyword", "gives attn bias"),
+        ("position", "none", "no longer gives attn input[1]", {}),
+        ("keyword", "nothing", "no longer gives attn bias", {"loss": None}),
+        ("nothing", "position", "gives attn input[1]", {"loss": None}),
     ],
 )
 def test_what_a_child_does_without_a_tensor_is_the_consequence_of_who_gave_it(
@@ -2517,14 +2202,6 @@ def test_a_mask_in_another_dtype_that_masks_others_is_named() -> None:
     )
 
 
-@pytest.mark.parametrize("least", [-1e9, -math.inf])
-def test_additive_masks_are_compared_by_what_they_mask(least: float) -> None:
-    old, new = (Windowed(lambda x, n=n: torch.zeros(6, 6).masked_fill(~seen(x), n)) for n in (torch.finfo().min, least))
-    found = diagnosed_pair(old, new)
-    assert [d for d in found.comparison.found if d.kind == "response"] == []
-    assert found.same
-
-
 def test_a_dtype_that_decides_what_a_mask_of_everything_does_is_the_cause() -> None:
     class Summed(nn.Module):
         def __init__(self) -> None:
@@ -2548,13 +2225,6 @@ def test_a_dtype_that_decides_what_a_mask_of_everything_does_is_the_cause() -> N
     assert line.startswith(
         "(root): own code gives attn mask (6, 6) bool, not (6, 6) float32: the model's output changed by "
     )
-
-
-def test_a_mask_that_is_expanded_and_one_that_is_copied_are_one() -> None:
-    old, new = (Windowed(mask) for mask in (lambda x: seen(x).expand(2, 6, 6), lambda x: seen(x).repeat(2, 1, 1)))
-    new.attn.extra = 1  # else nothing differs, and no layer is called alone
-    found = diagnosed_pair(old, new)
-    assert [d for d in found.comparison.found if d.kind.startswith("response")] == []
 
 
 def test_positions_that_are_counted_otherwise_are_named() -> None:
@@ -2592,10 +2262,9 @@ class Variant(nn.Module):
             "(root): own code gives b input (2, 7, 8) float32, not (2, 6, 8) float32",
         ),
         (lambda s, x: s.b(s.a(x)).double(), "(root): own code gives out (2, 6, 8) float64, not (2, 6, 8) float32"),
-        (lambda s, x: s.b(s.a(x)).flatten(1), "(root): own code gives out (2, 48) float32, not (2, 6, 8) float32"),
         (lambda s, x: s.b(s.b(s.a(x))), "(root): own code calls b 2 times, not 1"),
     ],
-    ids=["a token more", "another dtype", "another shape", "another call"],
+    ids=["a token more", "another dtype", "another call"],
 )
 def test_what_a_container_hands_on_in_another_shape_is_its_own_code(
     forward: Callable[[Any, torch.Tensor], torch.Tensor], line: str, trained: bool
@@ -2658,10 +2327,6 @@ def test_false_for_what_is_true_by_default_is_the_caller_s_doing() -> None:
     assert len(diagnosis.causes) == 1
 
 
-def test_false_for_what_is_false_by_default_is_nothing() -> None:
-    assert diagnosed_pair(Asked(), Asked(output_attentions=False)).comparison.same
-
-
 class Requesting(nn.Module):
     """Asks its child for what it may give out besides; the child's code follows."""
 
@@ -2695,13 +2360,7 @@ def test_an_argument_that_requests_an_output_does_not_excuse_the_code_that_got_i
     assert not diagnosis.possible
 
 
-def test_an_argument_that_has_an_effect_is_the_caller_s_doing() -> None:
-    diagnosis = diagnosed_pair(Requesting(twice=True), Requesting())
-    assert first_line(diagnosis).startswith("(root): own code no longer gives inner twice: output of inner changed by ")
-    assert len(diagnosis.causes) == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_a_norm_computed_in_half_precision_is_rounding_and_another_epsilon_is_not(dtype: torch.dtype) -> None:
     class Norm(nn.Module):
         def __init__(self, wide: bool, eps: float = 1e-6) -> None:
@@ -2765,8 +2424,7 @@ ROUNDED_MORE_OR_LESS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ROUNDED_MORE_OR_LESS)
+@pytest.mark.parametrize(("name", "dtype"), [("variance", torch.bfloat16), ("angles", torch.float32)])
 def test_what_float32_rounds_is_no_cause_and_what_it_does_not_is_one(name: str, dtype: torch.dtype) -> None:
     def model(code: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
         return PROBE.build(lambda: nn.Sequential(Written(code), nn.Linear(64, 64))).to(dtype)
@@ -2799,7 +2457,7 @@ class OfEightBits(nn.Module):
         return (nn.functional.linear(x.to(dtype), self.weight.to(dtype)) * scale.to(dtype)).to(x.dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.int8])
 def test_a_wrong_scale_of_quantized_weights_is_named_and_another_precision_of_the_product_is_not(
     dtype: torch.dtype,
 ) -> None:

@@ -30,20 +30,8 @@ def structure(model: nn.Module) -> Record:
 # --- by name ------------------------------------------------------------------------------------------------------
 
 
-def test_layers_of_one_name_are_one() -> None:
-    assert match(record(a="Linear", b="ReLU"), record(b="ReLU", a="Linear")) == {"a": "a", "b": "b"}
-
-
 def test_a_layer_of_another_type_is_still_the_one_of_its_name() -> None:
     assert match(record(act="GELU"), record(act="ReLU")) == {"act": "act"}
-
-
-def test_the_root_is_the_root_whatever_its_class() -> None:
-    assert match(structure(nn.Linear(2, 2)), structure(nn.Sequential())) == {"(root)": "(root)"}
-
-
-def test_two_empty_records_have_nothing_to_match() -> None:
-    assert match(record(), record()) == {}
 
 
 # --- by what it is made of ----------------------------------------------------------------------------------------
@@ -64,12 +52,6 @@ def test_a_renamed_container_takes_all_inside_it_along() -> None:
     assert match(new, old) == {"(root)": "(root)", "h": "blocks", "h.0": "blocks.0", "h.1": "blocks.1"}
 
 
-def test_a_layer_renamed_inside_a_renamed_container_is_found() -> None:
-    old = structure(nn.ModuleDict({"h": nn.ModuleDict({"fc": nn.Linear(2, 3)})}))
-    new = structure(nn.ModuleDict({"blocks": nn.ModuleDict({"proj": nn.Linear(2, 3)})}))
-    assert match(new, old)["h.fc"] == "blocks.proj"
-
-
 def test_layers_renamed_that_are_made_alike_keep_their_order() -> None:
     old, new = record(q="Linear", k="Linear", v="Linear"), record(query="Linear", key="Linear", value="Linear")
     assert match(new, old) == {"q": "query", "k": "key", "v": "value"}
@@ -78,10 +60,6 @@ def test_layers_renamed_that_are_made_alike_keep_their_order() -> None:
 def test_layers_made_alike_that_have_another_order_by_their_names_are_not_paired() -> None:
     old, new = record(query="Linear", key="Linear"), record(k_proj="Linear", q_proj="Linear")
     assert match(new, old) == {}
-
-
-def test_layers_made_alike_with_other_numbers_are_not_paired() -> None:
-    assert match(record(c2="Conv", c1="Conv"), record(conv1="Conv", conv2="Conv")) == {}
 
 
 def test_layers_made_alike_that_are_called_in_another_order_are_not_paired() -> None:
@@ -159,17 +137,6 @@ def test_layers_of_blocks_whose_containers_changed_are_found_by_their_numbers_an
     }
 
 
-def test_layers_of_blocks_in_another_order_are_not_paired() -> None:
-    old = made(**blocks("layer", "attention__query", "attention__key"))
-    new = made(**blocks("layer", "k_proj", "q_proj"))
-    assert not {name for name in match(new, old) if "attention." in name}
-
-
-def test_of_layers_of_which_one_went_none_is_paired() -> None:
-    old = made(a="A", a__fc1=("Linear", 4), a__fc2=("Linear", 4), b="B")
-    assert set(match(made(a="A", b="B", b__fc=("Linear", 4)), old)) == {"a", "b"}
-
-
 @pytest.mark.parametrize("wrapped_now", [True, False])
 def test_a_layer_is_found_inside_what_has_its_name_now_and_the_reverse(wrapped_now: bool) -> None:
     plain = made(head=("Linear", 4))
@@ -184,12 +151,6 @@ def test_a_layer_is_found_inside_what_has_its_name_now_and_the_reverse(wrapped_n
 def test_a_layer_is_not_found_where_two_inside_are_made_like_it() -> None:
     new = made(head="Head", head__a=("Linear", 4), head__b=("Linear", 4))
     assert match(new, made(head=("Linear", 4))) == {"head": "head"}
-
-
-def test_a_layer_that_came_in_another_block_is_not_the_one_that_went() -> None:
-    both = {"h__0": "Block", "h__1": "Block"}
-    found = match(made(**both, h__1__norm=("Norm", 4)), made(**both, h__0__norm=("Norm", 4)))
-    assert found == {"h.0": "h.0", "h.1": "h.1"}
 
 
 def test_a_single_layer_elsewhere_with_nothing_in_its_name_is_another() -> None:
@@ -230,18 +191,9 @@ def test_a_block_added_to_blocks_of_one_type_is_the_last() -> None:
     assert match(numbered("Block", "Block", "Block"), numbered("Block", "Block")) == {"0": "0", "1": "1"}
 
 
-def test_a_block_taken_from_blocks_of_one_type_is_the_last() -> None:
-    assert match(numbered("Block"), numbered("Block", "Block")) == {"0": "0"}
-
-
 def test_a_layer_inserted_into_a_sequential_moves_those_after_it() -> None:
     old, new = numbered("Linear", "ReLU", "Linear"), numbered("Linear", "LayerNorm", "ReLU", "Linear")
     assert match(new, old) == {"0": "0", "1": "2", "2": "3"}
-
-
-def test_a_layer_taken_out_of_a_sequential_moves_those_after_it() -> None:
-    old, new = numbered("Linear", "LayerNorm", "ReLU", "Linear"), numbered("Linear", "ReLU", "Linear")
-    assert match(new, old) == {"0": "0", "2": "1", "3": "2"}
 
 
 def test_many_layers_are_aligned_at_both_ends() -> None:
@@ -249,25 +201,6 @@ def test_many_layers_are_aligned_at_both_ends() -> None:
     old, new = numbered("Linear", *middle, "Head"), numbered("Linear", "Pool", *middle, "Head")
     found = match(new, old)
     assert (found["0"], found["1"], found["2001"]) == ("0", "2", "2002")
-
-
-def test_very_many_layers_that_all_changed_are_paired_by_number() -> None:
-    old, new = (numbered(*(f"L{i * step % 7}" for i in range(2000))) for step in (1, 3))
-    assert match(new, old) == {str(i): str(i) for i in range(2000)}
-
-
-def test_a_layer_of_another_type_in_a_sequential_keeps_its_place() -> None:
-    assert match(numbered("Linear", "GELU", "Linear"), numbered("Linear", "ReLU", "Linear")) == {
-        "0": "0",
-        "1": "1",
-        "2": "2",
-    }
-
-
-def test_a_layer_inserted_before_all_others_moves_them() -> None:
-    old = structure(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    new = structure(nn.Sequential(nn.Flatten(), nn.Linear(2, 2), nn.ReLU()))
-    assert match(new, old) == {"(root)": "(root)", "0": "1", "1": "2"}
 
 
 def test_children_that_are_not_all_numbered_are_matched_by_name() -> None:
@@ -296,11 +229,6 @@ def test_two_stars_stand_for_any_number_of_segments() -> None:
 def test_of_two_renames_that_say_something_of_one_layer_the_last_counts() -> None:
     new, old = record(b__0="Linear", b__1="Linear"), record(h__0="Linear", h__1="Linear")
     assert resolve_rename(new, old, {"b.*": "h.*", "b.1": "h.0"}) == {"h.0": "b.1"}
-
-
-def test_a_dot_in_a_glob_is_a_dot() -> None:
-    with pytest.raises(SelectionError):
-        resolve_rename(record(axb="Linear"), record(c="Linear"), {"a.b": "c"})
 
 
 def test_layers_of_the_glob_that_the_expected_has_not_are_left_out() -> None:
@@ -332,11 +260,6 @@ def test_what_the_user_says_leaves_the_other_names_to_the_rest() -> None:
     assert match(new, old, {"b": "a"}) == {"b": "a", "a": "c"}
 
 
-def test_inside_a_layer_that_the_user_renamed_the_rest_is_found() -> None:
-    old, new = record(h="Block", h__fc="Linear"), record(b="Block", b__proj="Linear")
-    assert match(new, old, resolve_rename(new, old, {"b": "h"})) == {"h": "b", "h.fc": "b.proj"}
-
-
 def test_a_root_that_the_user_calls_another_layer_is_that_alone() -> None:
     old = Record(model="Net", layers={n: Layer(name=n, type="A") for n in ("(root)", "core")})
     new = Record(model="Net", layers={"(root)": Layer(name="(root)", type="A")})
@@ -348,11 +271,6 @@ def test_a_root_that_the_user_calls_another_layer_is_that_alone() -> None:
 
 def test_the_names_of_layers_change() -> None:
     assert [layer.name for layer in renamed(record(a="Linear", b="ReLU"), {"a": "c"}).layers.values()] == ["c", "b"]
-
-
-def test_a_record_whose_names_stay_is_the_same_record() -> None:
-    old = record(a="Linear")
-    assert renamed(old, {"a": "a"}) is old
 
 
 def test_what_parameters_are_tied_to_is_renamed() -> None:
@@ -399,16 +317,6 @@ def test_children_are_renamed_in_the_response_of_their_container() -> None:
         handed=(EmittedTensor(where="proj (call 2) input", passed="ln output"), EmittedTensor(where="output")),
         without_gradient=("ln output", "weight"),
     )
-
-
-def test_a_child_named_like_a_value_is_not_taken_for_one() -> None:
-    response = IsolatedResponse(
-        handed=(EmittedTensor(where="output input", passed="input"), EmittedTensor(where="output"))
-    )
-    old = Record(model="Net", layers={"(root)": called("(root)", response=response)})
-    new = renamed(old, {"output": "head"})["(root)"].calls[0].response
-    assert new is not None
-    assert [handed.where for handed in new.handed] == ["head input", "output"]
 
 
 def test_a_container_is_found_under_another_name_whatever_the_order_its_children_are_told_in() -> None:

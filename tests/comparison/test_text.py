@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from pytest_modelprobe.comparison import NO_EFFECT, Cause, Diagnosis, diagnose
 from pytest_modelprobe.comparison.compare import compare
-from pytest_modelprobe.comparison.diagnosis import NO_EFFECT, Cause, Diagnosis, diagnose
-from pytest_modelprobe.comparison.differences import Comparison, Difference
 from pytest_modelprobe.comparison.text import cause_text, first_line, grouped, percent, text
+from pytest_modelprobe.comparison.tolerance import Comparison, Difference
 from pytest_modelprobe.record import Layer, Record
 
 NET = Record(model="Net")
@@ -100,18 +100,6 @@ def test_where_no_cause_can_be_told_the_first_line_names_what_changed_most() -> 
 
 
 @pytest.mark.parametrize(
-    "layer",
-    [
-        "resnet.encoder.stages.0.layers.0.layer.1.normalization",
-        "a_module_with_one_very_long_name_indeed",
-        ".".join(["encoder"] * 100),
-    ],
-)
-def test_the_first_line_begins_with_the_full_name_of_the_layer(layer: str) -> None:
-    assert first_line(of(eps(layer))) == f"{layer}.eps 1e-05 → 1e-06; 1 cause"
-
-
-@pytest.mark.parametrize(
     ("cause", "line"),
     [
         (code("2"), "layer '2' (Block): own code changed; 1 cause"),
@@ -131,18 +119,6 @@ def test_a_name_that_is_a_number_says_what_it_is(cause: Cause, line: str) -> Non
 
 def test_layers_that_are_numbers_are_told_together() -> None:
     assert first_line(of(code("0"), code("1"))) == "layers '*': own code changed x2; 1 cause"
-
-
-def test_a_layer_that_changed_most_is_told_with_what_it_is() -> None:
-    net = Record(model="Net", layers={"2": Layer(name="2", type="net.Block")})
-    found = (Difference(layer="2", kind="output", what="output", change=0.1),)
-    diagnosis = Diagnosis(comparison=Comparison(actual=net, expected=net, found=found), unknown="no noise")
-    assert first_line(diagnosis) == "layer '2' (Block) output changed by 10 %; cannot tell why: no noise"
-
-
-def test_the_table_has_all_of_a_long_name() -> None:
-    layer = "model.vision.encoder.layers.3.self_attention.layer_norm"
-    assert layer in text(of(eps(layer)))
 
 
 def test_a_model_that_was_drawn_anew_is_said_to_be_that() -> None:
@@ -275,16 +251,6 @@ def test_the_same_cause_in_repeated_layers_is_one_of_the_largest_change() -> Non
     assert (cause.layer, cause.change, times) == ("h.*.norm", 0.3, 2)
 
 
-def test_causes_with_other_values_are_not_the_same() -> None:
-    other = dataclasses.replace(eps("h.1.norm"), actual=1.0)
-    assert [(cause.layer, n) for cause, n in grouped([eps("h.0.norm"), other])] == [("h.0.norm", 1), ("h.1.norm", 1)]
-
-
-def test_layers_that_moved_are_collapsed() -> None:
-    moved = (*(f"h.{i}.mlp" for i in range(12)), "ln_f", "head")
-    assert text(of(eps("wte"), moved=moved)).endswith("Moved after that: h.*.mlp x12, ln_f and head.")
-
-
 # --- the whole text -----------------------------------------------------------------------------------------------
 
 
@@ -354,10 +320,6 @@ def test_more_causes_than_anyone_reads_are_counted() -> None:
     assert lines[-1] == "... 10 rows more"
 
 
-def test_the_same_two_records_give_no_table() -> None:
-    assert text(diagnose(compare(NET, NET))) == "nothing changed"
-
-
 # --- names that are not to be trusted -----------------------------------------------------------------------------
 
 
@@ -369,18 +331,3 @@ def test_no_name_of_a_layer_moves_the_cursor_or_breaks_a_line(name: str) -> None
     shown = text(diagnose(compare(new, old)))
     assert name not in shown
     assert shown.splitlines()[0].endswith("eps 1 → 2; 1 cause")
-
-
-def test_no_attribute_or_type_breaks_a_line() -> None:
-    old, new = (
-        Record(model="Net", layers={"a": Layer(name="a", type=f"net.A{e}\n", attributes={"x\n": f"{e}\x1b"})})
-        for e in (1, 2)
-    )
-    shown = text(diagnose(compare(new, old)))
-    assert "\x1b" not in shown
-    assert len(shown.splitlines()) == 4
-
-
-def test_a_name_of_ten_thousand_characters_floods_no_screen() -> None:
-    shown = text(of(eps("a" * 10_000)))
-    assert max(map(len, shown.splitlines())) < 4200

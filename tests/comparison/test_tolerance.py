@@ -55,11 +55,6 @@ def test_a_change_is_relative_to_the_expected_norm() -> None:
     assert change(reading(3.0, 5.0), reading(3.0, 4.0)).change == pytest.approx(1 / 5)
 
 
-def test_the_same_numbers_did_not_change() -> None:
-    found = change(reading(3.0, 4.0), reading(3.0, 4.0))
-    assert (found.change, found.differs, found.units) == (0.0, False, 0.0)
-
-
 def test_numbers_in_another_order_changed_though_their_moments_did_not() -> None:
     assert change(reading(4.0, 3.0), reading(3.0, 4.0)).differs
 
@@ -91,17 +86,8 @@ def test_a_number_that_is_not_finite_any_more_is_an_infinite_change(kind: str) -
     assert change(reading(1.0, 2.0, **{kind: 1}), reading(1.0, 2.0)).change == math.inf
 
 
-@pytest.mark.parametrize("kind", ["nan", "posinf", "neginf"])
-def test_a_number_that_became_finite_is_an_infinite_change(kind: str) -> None:
-    assert change(reading(1.0, 2.0), reading(1.0, 2.0, **{kind: 1})).change == math.inf
-
-
 def test_nan_equals_nan() -> None:
     assert not change(reading(1.0, nan=3), reading(1.0, nan=3)).differs
-
-
-def test_nan_does_not_equal_infinity() -> None:
-    assert change(reading(1.0, nan=1), reading(1.0, posinf=1)).differs
 
 
 def test_nan_at_another_place_differs() -> None:
@@ -212,14 +198,6 @@ def test_where_no_gradient_repeats_all_are_rounding() -> None:
     assert change(reading(1.0), expected, direction="backward", scale=lambda: math.inf, precision="measured").differs
 
 
-def test_where_no_gradient_repeats_one_that_was_zero_may_be_any_rounding() -> None:
-    expected = reading(0.0, noise=math.inf)
-    assert not change(
-        reading(7e-10), expected, direction="backward", scale=lambda: math.inf, precision="measured"
-    ).differs
-    assert change(reading(7e-10), reading(0.0, noise=math.inf), direction="backward", precision="measured").differs
-
-
 def test_a_gradient_of_a_small_value_is_judged_by_what_scaling_the_value_does_to_the_loss() -> None:
     head = Parameter(name="weight", shape=(1,), dtype="float32", device="cpu", reading=reading(100.0))
     head = dataclasses.replace(head, gradient=reading(0.02, noise=1e-6))
@@ -240,18 +218,10 @@ def test_noise_adds_to_the_precision_of_the_fingerprints() -> None:
     assert change(reading(1.0), reading(1.0, noise=1e-6), precision="measured").limit == pytest.approx(6e-6)
 
 
-def test_the_noise_of_the_actual_counts_for_nothing() -> None:
-    assert change(reading(1.01, noise=1.0), reading(1.0), precision="measured").differs
-
-
 def test_the_user_s_tolerance_multiplies_what_a_value_may_change() -> None:
     assert change(reading(1.0), reading(1.0, noise=1e-4), precision="measured", times=10).limit == pytest.approx(
         4.02e-3
     )
-
-
-def test_a_tolerance_below_one_makes_it_less() -> None:
-    assert change(reading(1.0), reading(1.0), precision="measured", times=0.1).limit == pytest.approx(2e-7)
 
 
 # --- zero in exact arithmetic -------------------------------------------------------------------------------------
@@ -266,11 +236,6 @@ def test_a_value_of_size_where_nothing_was_differs_whatever_the_scale() -> None:
     assert (found.change, found.differs) == (pytest.approx(100.0), True)
 
 
-def test_a_value_of_size_is_not_judged_against_the_scale() -> None:
-    found = change(reading(1.01), reading(1.0), scale=lambda: 100.0)
-    assert found.change == pytest.approx(0.01)
-
-
 def test_the_scale_is_not_asked_for_where_nothing_differs() -> None:
     def scale() -> float:
         raise AssertionError
@@ -278,17 +243,7 @@ def test_the_scale_is_not_asked_for_where_nothing_differs() -> None:
     assert not change(reading(1.0), reading(1.0), scale=scale).differs
 
 
-def test_noise_that_began_from_nothing_does_not_allow_everything() -> None:
-    expected = reading(0.0, noise=math.inf)
-    tiny, large = (change(reading(x), expected, scale=lambda: 1.0, precision="measured") for x in (1e-6, 1.0))
-    assert (tiny.differs, large.differs) == (False, True)
-
-
 # --- integers -----------------------------------------------------------------------------------------------------
-
-
-def test_integers_of_one_digest_are_the_same() -> None:
-    assert change(integers("aa"), integers("aa")) == ValueChange(0.0)
 
 
 def test_the_change_of_integers_is_the_share_that_differs() -> None:
@@ -311,11 +266,6 @@ def test_integers_may_not_change_at_all_where_they_do_not_by_themselves() -> Non
 def test_integers_that_tip_over_by_themselves_may_change_by_a_multiple_of_that() -> None:
     found = change(integers("aa", 1.0, count=1000), integers("bb", 1.0, count=1000, noise=0.001))
     assert (found.change, found.limit, found.differs) == (0.001, NOISE_FACTOR * 0.001, False)
-
-
-def test_of_integers_too_no_more_than_a_hundredth_may_change_by_itself() -> None:
-    found = change(integers("aa", 2.0), integers("bb", 0.0, noise=1e9))
-    assert (found.change, found.limit, found.differs) == (0.02, 1e-2, True)
 
 
 def test_real_integers_differ_by_about_their_share() -> None:
@@ -375,11 +325,6 @@ def test_without_fingerprints_moments_are_compared(actual: dict[str, float], far
     assert change(moments(**actual), moments()).change == far
 
 
-def test_of_an_empty_tensor_nothing_changed() -> None:
-    empty = Reading(statistics=Statistics(count=0))
-    assert change(empty, empty).change == 0.0
-
-
 def test_moments_where_all_was_zero_are_an_infinite_change() -> None:
     assert change(moments(), moments(mean=0.0)).change == math.inf
     assert change(moments(mean=0.0), moments(mean=0.0)).change == 0.0
@@ -403,14 +348,6 @@ def test_units_are_multiples_of_the_limit() -> None:
 
 def test_a_change_where_none_is_allowed_is_infinitely_many_units() -> None:
     assert ValueChange(0.3).units == math.inf
-
-
-def test_no_change_is_no_units_also_where_none_is_allowed() -> None:
-    assert (ValueChange(0.0).units, UNKNOWN.units) == (0.0, 0.0)
-
-
-def test_a_change_that_is_not_a_number_differs() -> None:
-    assert ValueChange(math.nan, limit=1.0).differs
 
 
 def test_of_readings_with_other_signs_all_but_fingerprints_is_compared() -> None:

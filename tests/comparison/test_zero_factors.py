@@ -12,8 +12,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from pytest_modelprobe import ModelProbe, assert_same_behavior
+from pytest_modelprobe.comparison import changes_code, diagnose, layers_behind_zeros
 from pytest_modelprobe.comparison.compare import compare
-from pytest_modelprobe.comparison.diagnosis import changes_code, diagnose, layers_behind_zeros
 from pytest_modelprobe.files import decode, encode
 
 

@@ -47,7 +47,7 @@ from pytest_modelprobe.files.parsing import excerpt
 from pytest_modelprobe.files.readings import number_text, reading_from, reading_text
 from pytest_modelprobe.gate import text as changes
 from pytest_modelprobe.gate import verdict as gate
-from pytest_modelprobe.gate.file_differences import run_differences
+from pytest_modelprobe.gate.verdict import run_differences
 from pytest_modelprobe.record import (
     ROOT,
     Call,

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_modelprobe.gate import event as actions
-from pytest_modelprobe.gate.git import GitError, Repository, run_git
+from pytest_modelprobe.gate.git import GitError, Repository, base_of_event, run_git
 
 Git = Callable[..., str]
 
@@ -63,39 +62,9 @@ def test_a_file_is_read_as_it_was(git: Git, tmp_path: Path) -> None:
     assert repository.read(files.values()) == {files["a"]: b"old\n"}
 
 
-def test_many_files_are_read_by_one_process(git: Git, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = commit(git, tmp_path, **{f"f{i}": f"text {i}" for i in range(20)}, empty="")
-    repository = Repository(tmp_path / "here")
-    files = repository.files(first)
-    started = []
-    run = subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda *args, **other: (started.append(args), run(*args, **other))[1])
-    contents = repository.read(files.values())
-    assert {name: contents[blob] for name, blob in files.items()} == {
-        "empty": b"", **{f"f{i}": f"text {i}".encode() for i in range(20)},
-    }  # fmt: skip
-    assert len(started) == 1
-
-
-def test_sizes_are_known_without_reading(git: Git, tmp_path: Path) -> None:
-    first = commit(git, tmp_path, a="1234", b="")
-    repository = Repository(tmp_path / "here")
-    files = repository.files(first)
-    assert repository.sizes([*files.values(), first, "0" * 40]) == {files["a"]: 4, files["b"]: 0}
-    assert repository.sizes([]) == {}
-
-
 def test_names_may_hold_anything(git: Git, tmp_path: Path) -> None:
     first = commit(git, tmp_path, **{'tab\there "größe"\n': "text"})
     assert list(Repository(tmp_path / "here").files(first)) == ['tab\there "größe"\n']
-
-
-def test_nothing_depends_on_the_folder_within_the_repository(git: Git, tmp_path: Path) -> None:
-    (tmp_path / "here" / "sub").mkdir()
-    first = commit(git, tmp_path, a="1", **{"sub/b": "2"})
-    repository = Repository(tmp_path / "here" / "sub")
-    assert repository.root == (tmp_path / "here").resolve()
-    assert list(repository.files(first)) == repository.working_files() == ["a", "sub/b"]
 
 
 def test_the_working_tree_has_new_files_and_not_those_deleted_or_ignored(git: Git, tmp_path: Path) -> None:
@@ -124,16 +93,6 @@ def test_the_base_is_where_the_branch_began(git: Git, tmp_path: Path) -> None:
     commit(git, tmp_path, a="2")
     git("switch", "-q", "branch")
     assert Repository(tmp_path / "here").merge_bases("main") == [first]
-
-
-def test_after_a_rebase_it_is_the_new_beginning(git: Git, tmp_path: Path) -> None:
-    commit(git, tmp_path, a="1")
-    git("switch", "-q", "-c", "branch")
-    commit(git, tmp_path, b="1")
-    git("switch", "-q", "main")
-    second = commit(git, tmp_path, a="2")
-    git("rebase", "-q", "main", "branch")
-    assert Repository(tmp_path / "here").merge_bases("main") == [second]
 
 
 @pytest.mark.parametrize("ref", ["--output=x", "-x", "", "a\nb"])
@@ -166,15 +125,6 @@ def test_a_branch_named_like_the_hash_of_a_commit_is_ambiguous(git: Git, tmp_pat
     git("branch", first[:12], commit(git, tmp_path))
     with pytest.raises(GitError, match=f"refs/heads/{first[:12]} and {first} are different commits"):
         Repository(tmp_path / "here").commit(first[:12])
-
-
-@pytest.mark.parametrize("name", ["HEAD", "the whole hash"])
-def test_what_git_never_takes_for_a_branch_or_a_tag_is_not_ambiguous(git: Git, tmp_path: Path, name: str) -> None:
-    first = commit(git, tmp_path)
-    name = name if name == "HEAD" else first
-    git("update-ref", f"refs/heads/{name}", commit(git, tmp_path))
-    git("checkout", "-q", "--detach", first)
-    assert Repository(tmp_path / "here").commit(name) == first
 
 
 def test_a_commit_is_read_as_it_is_and_not_as_one_that_replaces_it(git: Git, tmp_path: Path) -> None:
@@ -325,20 +275,13 @@ def test_a_pull_request_starts_from_the_first_parent_of_its_merge(
 ) -> None:
     base, head = merged
     told = environment(tmp_path, "pull_request", pull_request("0" * 40, head))
-    assert actions.base(Repository(tmp_path / "here"), told) == base
-
-
-def test_a_clone_of_depth_2_has_it(git: Git, tmp_path: Path, merged: tuple[str, str]) -> None:
-    base, head = merged
-    repository = clone(git, tmp_path, depth=2, branch="merge")
-    told = actions.base(repository, environment(tmp_path, "pull_request", pull_request(base, head)))
-    assert repository.merge_bases(told) == [base]
+    assert base_of_event(Repository(tmp_path / "here"), told) == base
 
 
 def test_a_clone_of_depth_1_does_not(git: Git, tmp_path: Path, merged: tuple[str, str]) -> None:
     repository = clone(git, tmp_path, depth=1, branch="merge")
     with pytest.raises(GitError) as error:
-        actions.base(repository, environment(tmp_path, "pull_request", pull_request(*merged)))
+        base_of_event(repository, environment(tmp_path, "pull_request", pull_request(*merged)))
     assert str(error.value) == (
         "what the pull request is merged into is not in this clone: fetch-depth: 2 in the workflow's checkout"
     )
@@ -350,7 +293,7 @@ def test_a_pull_request_whose_head_is_checked_out_starts_from_the_event_s_base(
     base, head = merged
     git("switch", "-q", "branch")
     told = environment(tmp_path, "pull_request", pull_request(base, head))
-    assert actions.base(Repository(tmp_path / "here"), told) == base
+    assert base_of_event(Repository(tmp_path / "here"), told) == base
 
 
 def test_a_pull_request_that_is_not_checked_out_cannot_be_checked(
@@ -359,24 +302,24 @@ def test_a_pull_request_that_is_not_checked_out_cannot_be_checked(
     git("switch", "-q", "main")
     told = environment(tmp_path, "pull_request_target", pull_request(*merged))
     with pytest.raises(GitError, match="neither the pull request's merge commit nor its head"):
-        actions.base(Repository(tmp_path / "here"), told)
+        base_of_event(Repository(tmp_path / "here"), told)
 
 
 def test_a_merge_queue_tells_what_it_builds_on(git: Git, tmp_path: Path) -> None:
     base = commit(git, tmp_path)
     told = environment(tmp_path, "merge_group", {"merge_group": {"base_sha": base, "head_sha": "1" * 40}})
-    assert actions.base(Repository(tmp_path / "here"), told) == base
+    assert base_of_event(Repository(tmp_path / "here"), told) == base
 
 
 def test_a_push_tells_what_was_before(git: Git, tmp_path: Path) -> None:
     base = commit(git, tmp_path)
     told = environment(tmp_path, "push", {"before": base})
-    assert actions.base(Repository(tmp_path / "here"), told) == base
+    assert base_of_event(Repository(tmp_path / "here"), told) == base
 
 
 def test_a_new_branch_is_compared_with_the_default_branch(git: Git, tmp_path: Path) -> None:
     told = environment(tmp_path, "push", {"before": "0" * 40, "repository": {"default_branch": "trunk"}})
-    assert actions.base(Repository(tmp_path / "here"), told) == "origin/trunk"
+    assert base_of_event(Repository(tmp_path / "here"), told) == "origin/trunk"
 
 
 @pytest.mark.parametrize(
@@ -392,11 +335,5 @@ def test_an_event_that_does_not_tell_asks_for_a_base(
     git: Git, tmp_path: Path, name: str, event: object, said: str
 ) -> None:
     with pytest.raises(GitError) as error:
-        actions.base(Repository(tmp_path / "here"), environment(tmp_path, name, event))
+        base_of_event(Repository(tmp_path / "here"), environment(tmp_path, name, event))
     assert str(error.value) == f"{said}: name what to compare with: --base origin/main"
-
-
-def test_an_event_that_cannot_be_read_asks_for_a_base(git: Git, tmp_path: Path) -> None:
-    told = {"GITHUB_EVENT_NAME": "push", "GITHUB_EVENT_PATH": str(tmp_path / "none.json")}
-    with pytest.raises(GitError, match="GITHUB_EVENT_PATH names no event"):
-        actions.base(Repository(tmp_path / "here"), told)

@@ -94,16 +94,6 @@ def test_the_other_side_writes_nothing_and_runs_what_this_one_ran(pytester: pyte
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def test_each_job_has_a_process_and_the_answers_are_put_together(python: Python, tmp_path: Path) -> None:
-    # The path of the folder of the log ends with the number of the job.
-    side = python(
-        'n=$(basename $(dirname $3)); echo "{\\"collected\\": [\\"$n\\"], \\"failed\\": {\\"$n\\": \\"\\"}}" > $4'
-    )
-    ran = side.run([Job(files=[name], options={}) for name in "ab"], tmp_path / "log")
-    assert (set(ran.collected), dict(ran.failed)) == ({"0", "1"}, {"0": "", "1": ""})
-    assert json.loads((tmp_path / "log/1/job.json").read_text())["files"] == ["b"]
-
-
 def test_a_process_without_an_answer_ends_all_and_what_they_started(python: Python, tmp_path: Path) -> None:
     side = python(f"""
 case $3 in

@@ -124,21 +124,6 @@ def test_a_test_that_makes_no_record_when_it_runs_again_is_said(tmp_path: Path) 
     )
 
 
-def test_a_test_of_which_one_record_differs_has_evidence_for_that_alone(tmp_path: Path) -> None:
-    def both(*numbers: float) -> Callable[[ModelProbe], None]:
-        def test(probe: ModelProbe) -> None:
-            run(1.0)(probe)
-            run(*numbers)(probe)
-
-        return test
-
-    found = beside(Played(a=both(1.0, 2.0)), Played(a=both(1.0)), tmp_path)
-    assert [(p.here.key, p.verdict, p.here.evidence, p.there.evidence) for p in found.pairs] == [
-        ("run 1", "unchanged", False, False),
-        ("run 2", "changed", True, True),
-    ]
-
-
 def test_a_function_that_differs_first_has_no_tensors(tmp_path: Path) -> None:
     def scaled(factor: float) -> Callable[[ModelProbe], None]:
         class Scaled(nn.Module):
@@ -252,13 +237,6 @@ def test_a_test_that_runs_again_is_recorded_anew(tmp_path: Path) -> None:
     assert all(one.record.layers["(root)"].parameters[0].shape == (3, 4) for one in found.values())
 
 
-def test_a_probe_outside_of_tests_has_no_records(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path)
-    with ModelProbe(recorder=recorder) as probe:
-        probe.run(nn.Linear(4, 4), torch.ones(2, 4))
-    assert not read_written(tmp_path)
-
-
 def test_a_watch_of_a_training_is_its_first_step_or_forward(tmp_path: Path) -> None:
     def trained(probe: ModelProbe, **options: int) -> None:
         model = nn.Linear(4, 4)
@@ -273,10 +251,3 @@ def test_a_watch_of_a_training_is_its_first_step_or_forward(tmp_path: Path) -> N
     assert (step.forwards, forward.forwards) == (1, 1)
     assert step.layers["(root)"].parameters[0].update is not None
     assert forward.layers["(root)"].parameters[0].update is None  # no step is kept
-
-
-def test_a_record_names_the_files_of_its_classes(tmp_path: Path) -> None:
-    Played(a=run(1.0)).run(["a"], tmp_path)
-    (one,) = read_written(tmp_path).values()
-    assert one.sources.keys() == {__name__, "torch.nn.modules.linear"}
-    assert Path(one.sources["torch.nn.modules.linear"]).samefile(torch.nn.modules.linear.__file__)

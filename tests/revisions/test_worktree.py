@@ -103,14 +103,6 @@ def test_a_submodule_is_as_the_commit_has_it(here: Path, tmp_path: Path) -> None
     assert (here / "library/width.py").read_text() == "32"
 
 
-def test_a_path_is_where_it_is_here(here: Path, tmp_path: Path) -> None:
-    with Worktree(Repository(here), "HEAD") as tree:
-        assert tree.path(here / "no" / "such") == tree.root / "no" / "such"
-        assert tree.path(tmp_path) is None
-        assert tree.folder(here / "src") == tree.root / "src"
-        assert tree.folder(here / "no") == tree.folder(here / "net.py") == tree.folder(tmp_path) == tree.root
-
-
 @pytest.mark.parametrize(
     ("module", "file", "refused"),
     [

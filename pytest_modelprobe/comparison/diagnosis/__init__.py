@@ -13,46 +13,36 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from pytest_modelprobe.comparison.differences import Comparison, Difference, DifferenceKind
-from pytest_modelprobe.comparison.tolerance import ValueChange
+from pytest_modelprobe.comparison.tolerance import Comparison, Difference, DifferenceKind, ValueChange
 from pytest_modelprobe.record import Record, is_narrow
 
 from .backward import gradient_causes
 from .causes import (
-    ABSORBED,
     DRIFT,
     GRADIENTS,
-    NO_EFFECT,
     Cause,
-    CauseKind,
     Diagnosis,
-    Evidence,
     by_importance,
-    changes_code,
 )
 from .computation import computation_causes
-from .decisive import is_decisive, is_indecisive
-from .effects import explained_by, with_absorbed, with_same_elements, with_size_of_effect
-from .hints import hints
+from .effects import (
+    explained_by,
+    is_decisive,
+    is_indecisive,
+    with_absorbed,
+    with_same_elements,
+    with_size_of_effect,
+)
 from .index import ComparisonIndex
-from .recorded import handed_on_causes, path_cause, recorded_causes, update_causes
-from .updates import optimizer_causes
-from .weights import all_redrawn, with_weights_folded
-from .zero_factors import layers_behind_zeros
-
-__all__ = [
-    "ABSORBED",
-    "GRADIENTS",
-    "NO_EFFECT",
-    "Cause",
-    "CauseKind",
-    "Diagnosis",
-    "Evidence",
-    "diagnose",
-    "layers_behind_zeros",
-    "hints",
-    "changes_code",
-]
+from .recorded import (
+    all_redrawn,
+    handed_on_causes,
+    optimizer_causes,
+    path_cause,
+    recorded_causes,
+    update_causes,
+    with_weights_folded,
+)
 
 _OUTPUTS: tuple[DifferenceKind, ...] = ("output", "state")
 _GRADIENTS: tuple[DifferenceKind, ...] = ("gradient", "gradient presence", "parameter gradient")
@@ -143,14 +133,14 @@ def _of_selected_layers(
 
 def _still_possible(causes: Collection[Cause], possible: Iterable[Cause]) -> Iterator[Cause]:
     """Yield the possible causes without those in layers whose output is explained, and without drift after a cause."""
-    explained = {cause.layer for cause in causes if _explains_output(cause)}
+    explained = {
+        cause.layer
+        for cause in causes
+        # A new name, or other arguments to a child, explain no output of the layer.
+        if cause.what not in ("training", "path", "renamed")
+        and not (cause.kind == "computation" and cause.change is None and cause.evidence == "recorded")
+    }
     return (cause for cause in possible if cause.layer not in explained and not (causes and DRIFT in cause.hints))
-
-
-def _explains_output(cause: Cause) -> bool:
-    """Whether a cause explains a changed output of its layer; a new name or other arguments to a child do not."""
-    named = cause.what in ("training", "path", "renamed")
-    return not named and not (cause.kind == "computation" and cause.change is None and cause.evidence == "recorded")
 
 
 def _moved_layers(index: ComparisonIndex, causes: Iterable[Cause]) -> tuple[str, ...]:

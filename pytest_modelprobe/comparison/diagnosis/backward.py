@@ -10,15 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from pytest_modelprobe.comparison.differences import CallPair, Difference, DifferenceKind
-from pytest_modelprobe.comparison.pairing import child_of
-from pytest_modelprobe.comparison.tolerance import CAME, GONE, ValueChange
+from pytest_modelprobe.comparison.matching import child_of
+from pytest_modelprobe.comparison.tolerance import CAME, GONE, CallPair, Difference, DifferenceKind, ValueChange
 from pytest_modelprobe.record import Step, Value, address, label_of, relative_name
 from pytest_modelprobe.text import count
 
 from .causes import Cause, between, cause_of, in_layer_order, names_of, worst_first
-from .index import ComparisonIndex
-from .same_elements import value_at
+from .index import ComparisonIndex, value_at
 
 
 def gradient_causes(index: ComparisonIndex, causes: Sequence[Cause], explained: set[str]) -> list[Cause]:

@@ -7,19 +7,182 @@ here, so that two steps never answer one of them in two ways.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pytest_modelprobe.comparison.differences import CallPair, Comparison, Difference, DifferenceKind
-from pytest_modelprobe.comparison.pairing import child_of, children, comparable, is_drawn_otherwise, split_place
-from pytest_modelprobe.comparison.tolerance import ValueChange
-from pytest_modelprobe.record import NOT_DEFAULT, ROOT, CallTree, Parameter, Plain, Step, parent
+from pytest_modelprobe.comparison.matching import (
+    child_of,
+    children,
+    comparable,
+    emitted,
+    is_drawn_otherwise,
+    is_same,
+    split_place,
+)
+from pytest_modelprobe.comparison.tolerance import CallPair, Comparison, Difference, DifferenceKind, ValueChange
+from pytest_modelprobe.record import (
+    NOT_DEFAULT,
+    ROOT,
+    CallTree,
+    IsolatedResponse,
+    Layer,
+    Parameter,
+    Plain,
+    Reading,
+    Record,
+    Step,
+    Value,
+    parent,
+    relative_name,
+)
 
-from .pass_through import StepsByRoot, by_root, handed_on, passes_on, returned_its_input
-from .same_elements import has_same_elements
+# --- the same elements in another form: another shape, or a mask of another dtype -------------------------------------
+
+
+def has_same_elements(index: ComparisonIndex, pair: CallPair, difference: Difference, *, expanded: bool = True) -> bool:
+    """Whether a value has the same elements in another shape, or is a mask of the same entries in another form.
+
+    Args:
+        index: What differs.
+        pair: The call that takes the value or gives it out.
+        difference: Of its shape or dtype, or of its numbers.
+        expanded: Whether a mask may be expanded too: then no more is known than what share of it is masked out.
+    """
+    a, e, path = pair.actual, pair.expected, difference.what
+    taken = value_at(a.inputs, path), value_at(e.inputs, path)
+    given = value_at(a.outputs, path), value_at(e.outputs, path)
+    found = [(now, then) for now, then in (taken, given) if now is not None and then is not None]
+    return bool(found) and all(
+        _is_reshaped(now, then) or (now is taken[0] and _is_same_mask(index, pair, now, then, expanded=expanded))
+        for now, then in found
+    )
+
+
+def value_at(values: Sequence[Value], path: str) -> Value | None:
+    """Return the value at a path, or `None` if there is none."""
+    return next((value for value in values if value.path == path), None)
+
+
+def _is_reshaped(now: Value, then: Value) -> bool:
+    if now.dtype != then.dtype:
+        return False
+    if is_same(now.forward, then.forward):
+        return True
+    a, e = now.forward.statistics, then.forward.statistics
+    # In another order of axes; the fingerprint of one that is split into other samples is another one, too.
+    return a is not None and e is not None and is_same(Reading(statistics=a), Reading(statistics=e))
+
+
+def _is_same_mask(index: ComparisonIndex, pair: CallPair, now: Value, then: Value, *, expanded: bool) -> bool:
+    """Whether an input that no layer gives out masks the same: in another dtype, by another number, or expanded."""
+    if now.source or then.source or _hidden_shares(now).isdisjoint(_hidden_shares(then)):
+        return False
+    if now.shape != then.shape:
+        return expanded
+    step = index.step_of(pair)
+    caller = index.pair_of(step.parent)
+    if caller is None:
+        return False
+    where = f"{relative_name(step.name, caller.layer)} {now.path}"
+    a, e = ({h.where: h for h in emitted(call.response)} for call in (caller.actual, caller.expected))
+    if where not in a or where not in e or any(d.what == where for d in index.of_call(caller, "response")):
+        return False
+    # What the caller passes on is compared where it was made.
+    return a[where].passed is not None or index.has_comparable_responses(caller)
+
+
+def _hidden_shares(value: Value) -> set[float]:
+    """Return the shares of its entries that a mask of any shape and dtype may hide; nothing if it is no mask."""
+    numbers = value.forward.statistics
+    count = 0 if numbers is None else numbers.count
+    return {round(n / count, 6) for n in hidden_counts(value)} if count else set()
+
+
+def hidden_counts(value: Value) -> Sequence[int]:
+    """Return how many entries a mask may hide; nothing if it is no mask.
+
+    A bool may stand for what is masked, or for what is not.
+    """
+    numbers, masked = value.forward.statistics, masked_count(value)
+    if numbers is None or masked is None:
+        return ()
+    return (masked, numbers.zeros) if value.dtype == "bool" else (masked,)
+
+
+def masked_count(value: Value) -> int | None:
+    """Return how many entries of a mask are nonzero; None if it is not a mask of two values."""
+    numbers = value.forward.statistics
+    if numbers is None:
+        return None
+    additive = value.is_floating and (numbers.max or 0.0) <= 0 and not numbers.nan and not numbers.posinf
+    return numbers.count - numbers.zeros if additive or value.dtype == "bool" else None
+
+
+# --- layers that only hand on what they get ---------------------------------------------------------------------------
+
+StepsByRoot = Mapping[str, Sequence[Step]]
+"""Root → its calls, in the order in which they started."""
+
+
+def returns_its_input(layer: Layer) -> bool:
+    """Whether each output of a layer is one of its inputs."""
+    return passes_on(layer, {})
+
+
+def returned_its_input(record: Record, name: str) -> bool:
+    """Whether a layer without parameters, itself or inside it, returned its inputs in the run."""
+    inside = (layer for other, layer in record.layers.items() if f"{other}.".startswith(f"{name}."))
+    return returns_its_input(record.layers[name]) and not any(layer.parameters for layer in inside)
+
+
+def passes_on(layer: Layer, steps: StepsByRoot) -> bool:
+    """Whether each output of a layer is one of its inputs, or an output of one of these calls inside it."""
+    for call in layer.calls:
+        known = {v.forward.fingerprint for v in call.inputs}
+        others = steps.get(call.root, ())
+        start = bisect.bisect_right(others, call.started, key=_started)
+        for step in others[start : bisect.bisect_left(others, call.finished, start, key=_started)]:
+            if step.call.finished < call.finished:
+                known.update(v.forward.fingerprint for v in step.call.outputs)
+        if any(v.forward.fingerprint is None or v.forward.fingerprint not in known for v in call.outputs):
+            return False
+    return True
+
+
+def by_root(steps: Iterable[Step]) -> StepsByRoot:
+    """Return root → its calls."""
+    found: dict[str, list[Step]] = {}
+    for step in sorted(steps, key=_started):
+        found.setdefault(step.call.root, []).append(step)
+    return found
+
+
+def handed_on(pair: CallPair, response: IsolatedResponse, record: Record) -> dict[str, str | None]:
+    """Return which synthetic tensor goes where; of children that return their input it is the one that they got.
+
+    None: a tensor that was computed.
+    """
+    names = {called: child_of(pair, called) for called in children(response) if called}
+    passing = {called for called, name in names.items() if name in record.layers and returned_its_input(record, name)}
+    given = {
+        f"{called} output": h.passed for called in passing for h in response.handed if h.where == f"{called} input"
+    }
+
+    def source(passed: str | None) -> str | None:
+        while passed in given:
+            passed = given[passed]
+        return passed
+
+    return {h.where: source(h.passed) for h in response.handed if split_place(h.where)[0] not in passing}
+
+
+def _started(step: Step) -> int:
+    return step.call.started
+
 
 STRUCTURE: frozenset[DifferenceKind] = frozenset({
     "parameter added", "parameter removed", "parameter shape", "parameter dtype", "parameter trainable",
