@@ -1,105 +1,20 @@
 """Exchange the records of all ranks through the store of their process group, without a collective.
 
-Each of the first ranks merges some layers of all records, so that the time of a rank does not grow with the number of
-ranks times layers.
+The first rank merges them, and every rank reads what it merged.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import itertools
 import json
 import zlib
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pytest_modelprobe._torch import default_store
+from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.probe import ModelProbe, Watch
-from pytest_modelprobe.record import Layer, Record, process_group, this_rank
-
-from .merging import Merged, assembled, merge_layers
-
-# --- parts, of which each rank merges some ----------------------------------------------------------------------------
-
-MOST_PARTS = 64
-
-
-def split(record: Record, parts: int) -> list[dict[str, Any]]:
-    """Return the record of a rank in parts, as plain data. A part has the same layers in every rank.
-
-    >>> [list(part["places"]) for part in split(Record(model="Net", layers={"fc": Layer(name="fc", type="Linear")}), 1)]
-    [['fc']]
-    """
-    places: list[dict[str, int]] = [{} for _ in range(parts)]
-    for place, name in enumerate(record.layers):
-        # Not `hash`, which differs between processes.
-        places[zlib.crc32(name.encode()) % parts][name] = place
-    given = _input_of_model(record)
-    return [
-        {
-            "places": some,
-            "record": dataclasses.replace(
-                record, layers=given | {name: record.layers[name] for name in some}, profile=None
-            ).to_dict(),
-        }
-        for some in places
-    ]
-
-
-def merge_part(of_ranks: Sequence[dict[str, Any]], *, mean_loss: bool) -> dict[str, Any]:
-    """Return one part of all ranks, merged, as plain data.
-
-    Args:
-        of_ranks: The same part of each rank, in the order of ranks.
-        mean_loss: See `Record.merge`.
-    """
-    first: dict[str, tuple[int, int]] = {}
-    for rank, part in enumerate(of_ranks):
-        for name, place in part["places"].items():
-            first.setdefault(name, (rank, place))
-    # The order that merging whole records gives: the layers of the first rank, then those that only later ranks have.
-    # With the rank in the upper bits, one number sorts by rank and then by place.
-    places = {name: rank << 32 | place for name, (rank, place) in first.items()}
-    merged = merge_layers([Record.from_dict(part["record"]) for part in of_ranks], places, mean_loss=mean_loss)
-    return {
-        "places": places,
-        "record": merged.record.to_dict(),
-        "problem": merged.problem,
-        "nonfinite": merged.nonfinite,
-    }
-
-
-def merged_of(parts: Sequence[dict[str, Any]]) -> Record:
-    """Return the record of all layers, given its merged parts.
-
-    Raises:
-        AssertionError: Ranks disagree; it names the first layer.
-        UsageError: The records cannot be merged.
-    """
-    places: dict[str, int] = {name: place for part in parts for name, place in part["places"].items()}
-    record = assembled(
-        [
-            Merged(
-                Record.from_dict(part["record"]),
-                None if part["problem"] is None else tuple(part["problem"]),
-                tuple((place, text) for place, text in part["nonfinite"]),
-            )
-            for part in parts
-        ]
-    )
-    layers = {name: record.layers[name] for name in sorted(places, key=places.__getitem__)}
-    return dataclasses.replace(record, layers=layers)
-
-
-def _input_of_model(record: Record) -> dict[str, Layer]:
-    """Return the outermost layer with nothing but the model's input, which every part needs to know the batch."""
-    for layer, call in record.calls:
-        if call.root == layer.name:
-            given = dataclasses.replace(call, outputs=())
-            return {layer.name: dataclasses.replace(layer, parameters=(), buffers=(), calls=(given,))}
-    return {}
-
+from pytest_modelprobe.record import Record, process_group, this_rank
 
 _turns = itertools.count()
 """Numbers the exchanges of this process. Every rank makes the same ones in the same order, so the numbers agree."""
@@ -116,13 +31,20 @@ def merged(record: Record, *, mean_loss: bool = True, timeout: float = 60) -> Re
     mine = this_rank()
     if process_group() is None or mine.world_size == 1:
         return Record.merge([record], mean_loss=mean_loss)
-    exchange, numbers = _Exchange(timeout), range(min(mine.world_size, MOST_PARTS))
-    for number, part in enumerate(split(record, len(numbers))):
-        exchange.give(f"{mine.rank}/{number}", part)
-    if mine.rank in numbers:
-        of_ranks = exchange.take(f"{other}/{mine.rank}" for other in range(mine.world_size))
-        exchange.give(f"merged/{mine.rank}", merge_part(of_ranks, mean_loss=mean_loss))
-    return merged_of(exchange.take(f"merged/{number}" for number in numbers))
+    exchange = _Exchange(timeout)
+    exchange.give(str(mine.rank), record.to_dict())
+    if not mine.rank:
+        records = [Record.from_dict(exchange.take(str(other))) for other in range(mine.world_size)]
+        try:
+            found: dict[str, Any] = {"record": Record.merge(records, mean_loss=mean_loss).to_dict()}
+        except (AssertionError, UsageError) as error:  # every rank raises it
+            found = {type(error).__name__: str(error)}
+        exchange.give("merged", found)
+    found = exchange.take("merged")
+    for kind in (UsageError, AssertionError):
+        if kind.__name__ in found:
+            raise kind(found[kind.__name__])
+    return Record.from_dict(found["record"])
 
 
 def merged_by_probe(probe: ModelProbe, subject: Watch | Record, /, *, mean_loss: bool = True) -> Record:
@@ -161,11 +83,11 @@ class _Exchange:
         """Leave something under a name."""
         self._store.set(self._key(name), zlib.compress(json.dumps(data).encode()))
 
-    def take(self, names: Iterable[str]) -> list[dict[str, Any]]:
-        """Return the data under these names, once all are there."""
-        keys = [self._key(name) for name in names]
-        self._store.wait(keys, self._timeout)
-        return [json.loads(zlib.decompress(self._store.get(key))) for key in keys]
+    def take(self, name: str) -> dict[str, Any]:
+        """Return the data under a name, once it is there."""
+        self._store.wait([self._key(name)], self._timeout)
+        data: dict[str, Any] = json.loads(zlib.decompress(self._store.get(self._key(name))))
+        return data
 
     def _key(self, name: str) -> str:
         return f"modelprobe/{self._turn}/{name}"

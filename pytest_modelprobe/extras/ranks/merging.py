@@ -2,17 +2,14 @@
 
 With it, a test of a distributed run can be compared with a snapshot of a run in one process. A merged number is given
 only if it is exact: moments and fingerprints of the parts of a batch add up, and replicas have to be equal. For
-everything else the reading says why there is no number. A function here merges some layers at a time, because the
-processes of a run share that work.
+everything else the reading says why there is no number.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_modelprobe.exceptions import UsageError
@@ -149,62 +146,33 @@ _SAME_INPUTS = "all ranks were given the same inputs, and not each its part of a
 _NOT_AVERAGED = "each rank has its own, before averaging: merge the record of a step"
 
 
-@dataclass(frozen=True, slots=True)
-class Merged:
-    """Some layers, merged, and what has to be said when all layers are."""
-
-    record: Record
-    problem: tuple[str, int, str] | None = None
-    """Why there is no record: its kind, the place of the layer, and the text. Ranks disagree, or cannot be merged. The
-    first by kind and place is the one that is raised."""
-    nonfinite: tuple[tuple[int, str], ...] = ()
-    """The first output that is not finite in some ranks only, with its place in the order of computation."""
-
-
-def merge(records: Sequence[Record], *, mean_loss: bool) -> Record:
-    """Merge the records of all ranks, see `Record.merge`."""
+def _merge(records: Sequence[Record], *, mean_loss: bool) -> Record:
     if not records:
         raise UsageError("there is no record to merge: give one of each rank")
-    names = dict.fromkeys(name for record in records for name in record.layers)
-    return assembled([merge_layers(records, {name: place for place, name in enumerate(names)}, mean_loss=mean_loss)])
-
-
-def merge_layers(records: Sequence[Record], places: Mapping[str, int], *, mean_loss: bool) -> Merged:
-    """Merge some layers.
-
-    Args:
-        records: One of each rank. Besides these layers they need the outermost one, for the model's input.
-        places: The place of each layer in the merged record.
-        mean_loss: See `Record.merge`.
-    """
     if any(note.startswith(MIXED) for record in records for note in record.notes):
-        return Merged(records[0], ("usage", 0, _MIXED))
+        raise UsageError(_MIXED)
     # Tensor-parallel ranks are given the same batch: they are joined to one rank first, which is then merged alone.
     is_joined = any(note.startswith(TENSOR_PARALLEL) for record in records for note in record.notes)
-    try:
-        stepping = Stepping(records)
-    except AssertionError as error:
-        return Merged(records[0], ("structure", -1, str(error)))
-    joining = Joining()
+    stepping, joining = Stepping(records), Joining()
     merging = _Merging(records[:1] if is_joined else records, mean_loss=mean_loss, is_joined=is_joined)
     merging.is_step = stepping.step is not None
     layers = {}
-    for name, place in sorted(places.items(), key=operator.itemgetter(1)):
+    for name in dict.fromkeys(name for record in records for name in record.layers):
         have = [(rank, record.layers[name]) for rank, record in enumerate(records) if name in record.layers]
-        try:
-            demand_alike(have)
-            stepping.demand_alike(have)
-            merged = merging.layer([(0, joining.layer(have))] if is_joined else have)
-            layers[name] = stepping.numbered(merged, have[0][0])
-        except AssertionError as error:
-            return Merged(records[0], ("structure", place, str(error)))
+        demand_alike(have)
+        stepping.demand_alike(have)
+        merged = merging.layer([(0, joining.layer(have))] if is_joined else have)
+        layers[name] = stepping.numbered(merged, have[0][0])
+    if joining.different:
+        raise AssertionError(min(joining.different)[1])
     notes = dict.fromkeys(note for record in records for note in record.notes)
-    record = dataclasses.replace(
+    return dataclasses.replace(
         records[0],
         forwards=1 if merging.is_step else records[0].forwards,
         backwards=min(records[0].backwards, 1) if merging.is_step else records[0].backwards,
         layers=layers,
         notes=(
+            *(text for _, text in sorted(merging.nonfinite)[:1]),
             *(note for note in notes if not note.startswith(TENSOR_PARALLEL)),
             *((_SAME_INPUTS,) if merging.same_inputs else ()),
             *stepping.notes,
@@ -216,35 +184,13 @@ def merge_layers(records: Sequence[Record], places: Mapping[str, int], *, mean_l
         profile=None,
         ranks=len(records),
     )
-    problem = ("value", *min(joining.different)) if joining.different else None
-    return Merged(record, problem, tuple(sorted(merging.nonfinite)[:1]))
-
-
-def assembled(parts: Sequence[Merged]) -> Record:
-    """Return the record of all layers, each merged in a part.
-
-    Raises:
-        AssertionError: Ranks disagree; it names the first layer.
-        UsageError: The records cannot be merged.
-    """
-    problems = [part.problem for part in parts if part.problem is not None]
-    if problems:
-        kind, _, text = min(problems)
-        raise UsageError(text) if kind == "usage" else AssertionError(text)
-    nonfinite = min((found for part in parts for found in part.nonfinite), default=None)
-    notes = parts[0].record.notes
-    return dataclasses.replace(
-        parts[0].record,
-        layers={name: layer for part in parts for name, layer in part.record.layers.items()},
-        notes=notes if nonfinite is None else (nonfinite[1], *notes),
-    )
 
 
 class _Merging:
     """Merges what several ranks have of a layer, each with the number of its rank.
 
     Args:
-        records: The records, as for `merge_layers`.
+        records: The records.
         mean_loss: See `Record.merge`.
         is_joined: Whether the ranks of a tensor-parallel model are joined to one already. The layouts then are those
             of the DTensors, and `None` stays "not known".
@@ -442,7 +388,7 @@ def _merge_of_record(records: Sequence[Record], *, mean_loss: bool = True) -> Re
     >>> merged.forwards, merged.ranks
     (1, 2)
     """
-    return merge(records, mean_loss=mean_loss)
+    return _merge(records, mean_loss=mean_loss)
 
 
 merge_of_record = staticmethod(_merge_of_record)

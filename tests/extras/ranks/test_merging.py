@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.extras.ranks.exchange import merge_part, merged_of, split
 from pytest_modelprobe.extras.ranks.readings import NOT_REDUCED, OTHER_STEP
 from pytest_modelprobe.record import (
     Call,
@@ -242,11 +241,10 @@ def stepped(*groups: OptimizerGroup, layer: str = "fc", group: int | None = 0, *
     return Record(model="Net", layers={layer: one}, forwards=1, step=0, optimizers=groups, **more)
 
 
-@pytest.mark.parametrize("parts", [0, 2])
-def test_hyperparameters_that_differ_are_named_with_the_rank(parts: int) -> None:
+def test_hyperparameters_that_differ_are_named_with_the_rank() -> None:
     records = [stepped(OptimizerGroup(optimizer="SGD", options={"lr": lr, "momentum": 0})) for lr in (0.1, 0.1, 0.2)]
     with pytest.raises(AssertionError) as failed:
-        in_parts(records, parts) if parts else Record.merge(records)
+        Record.merge(records)
     assert str(failed.value) == (
         "ranks disagree: the optimizer of fc.weight has another lr in [rank 2] than in [rank 0]: 0.2, not 0.1. "
         "All ranks should train a parameter alike: look at what each gives to its optimizer, and at its scheduler"
@@ -432,45 +430,18 @@ def stages() -> list[Record]:
     return records
 
 
-def in_parts(records: list[Record], parts: int) -> Record:
-    of_ranks = [split(one, parts) for one in records]
-    return merged_of([merge_part([of[number] for of in of_ranks], mean_loss=True) for number in range(parts)])
+def test_the_layers_of_the_first_rank_come_first() -> None:
+    assert list(Record.merge(stages()).layers) == ["fc", "b", "a", "d", "head"]
 
 
-@pytest.mark.parametrize("parts", [1, 2, 5])
-def test_merging_in_parts_makes_the_same_record(parts: int) -> None:
-    whole, found = Record.merge(stages()), in_parts(stages(), parts)
-    assert found.to_dict() == whole.to_dict()
-    assert list(found.layers) == ["fc", "b", "a", "d", "head"]
-
-
-@pytest.mark.parametrize("parts", [1, 2, 5])
-def test_merging_in_parts_names_the_first_layer_on_which_ranks_disagree(parts: int) -> None:
+def test_the_first_layer_on_which_ranks_disagree_is_named() -> None:
     records = stages()
     other = {
         name: dataclasses.replace(layer, type="Other") for name, layer in records[1].layers.items() if name != "fc"
     }
     records[1] = dataclasses.replace(records[1], layers=dict(records[1].layers) | other)
     with pytest.raises(AssertionError, match=r"ranks disagree: b has another class in \[rank 1\]"):
-        in_parts(records, parts)
-    mixed = [dataclasses.replace(one, notes=("several kinds of parallelism: ...",)) for one in records]
-    with pytest.raises(UsageError, match="tensor parallelism beside FSDP2"):
-        in_parts(mixed, parts)
-
-
-@pytest.mark.parametrize("parts", [1, 2, 5])
-def test_merging_in_parts_names_the_rank_whose_output_is_not_finite(parts: int) -> None:
-    records = stages()
-    broken = Reading(statistics=Statistics(count=2, nan=1, min=2.0, max=2.0, mean=2.0))
-    layers = dict(records[0].layers)
-    for name, finished in (("b", 9), ("a", 7)):
-        call = layers[name].calls[0]
-        out = dataclasses.replace(call.outputs[0], forward=broken)
-        layers[name] = dataclasses.replace(
-            layers[name], calls=(dataclasses.replace(call, outputs=(out,), finished=finished),)
-        )
-    records[0] = dataclasses.replace(records[0], layers=layers)
-    assert in_parts(records, parts).notes == ("a output is not finite in [rank 0], and is finite in [rank 1]",)
+        Record.merge(records)
 
 
 @pytest.mark.parametrize(
