@@ -6,8 +6,6 @@ restoring its state. Capture, checks, interventions and mutation all use these, 
 
 from __future__ import annotations
 
-from pytest_modelprobe.extras.ports.weights import carry as carry
-from pytest_modelprobe.extras.ports.weights import recognized as recognized
 
 from .calls import CallTracer as CallTracer
 from .calls import ModuleCall as ModuleCall

@@ -19,10 +19,10 @@ from pytest_modelprobe.text import listed
 
 from .naming import DEVICES
 from .outcome import Answer, Outcome
-from .training_file import T
 
 if TYPE_CHECKING:
     from .comparer import Comparer
+    from .training_file import T
 
 
 # --- the arguments of ``modelprobe_snapshot(...)`` --------------------------------------------------------------------
