@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from traceback import walk_stack
@@ -58,6 +59,7 @@ from .observation import CallObservation, Forward, ParameterGradient, RunningCal
 from .tensors import ContentKey, content_key, is_parameter, shape_of, stacked_axis
 from .training import Steps, TrainingSteps, are_zero, computes_gradients, has_closure, is_skipped
 
+_index = operator.attrgetter("index")
 _LARGE = 1 << 13  # elements above which to look whether a gradient was seen before is cheaper than to read it again
 
 
@@ -251,7 +253,7 @@ class Gradients:
         inner = self.enter()
         self.recomputed = None
         forwards = list(observed.items())
-        newest = max(forwards, key=lambda item: item[0].index)[0]
+        newest = forwards[0][0] if len(forwards) == 1 else max((forward for forward, _ in forwards), key=_index)
         reduced = self._reduced(gradient, newest.index, newest.samples)
         for forward, places in forwards:
             for seen in places:
