@@ -103,7 +103,7 @@ def assemble(
             step=which if isinstance(which, int) else None,
             optimizers=() if chosen.step is None else tuple(chosen.step.optimizers),
             applied=None if chosen.step is None or process_group() is not None else what_was_applied(parameters),
-            training=capture.training if which == "all" else None,
+            training=capture.training.counts if which == "all" else None,
             profile=_profile(capture, chosen.parts.values()),
             versions={"torch": str(torch.__version__), "numpy": numpy.__version__},
         )
@@ -141,17 +141,18 @@ def _chosen(capture: Capture, which: Which) -> _Chosen:
         )
     forward = forwards.first if which == "first" else forwards.newest
     if which == "all" or forward is None:
-        taken = 0 if capture.training is None else capture.training.steps
+        training = capture.training.counts
+        taken = 0 if training is None else training.steps
         skipped = forwards.skipped > max(1, taken)
         steps = "1 step was" if forwards.skipped == 1 else f"{forwards.skipped:,} steps were"
         note = f"{steps} skipped, as gradients were not finite: these gradients are left out"
         notes = [] if skipped or not forwards.skipped else [note]
         counts = forwards.counts
-        if counts.others and capture.training is not None and forwards.count > 1:  # else nothing was trained
+        if counts.others and training is not None and forwards.count > 1:  # else nothing was trained
             notes.append(str(counts))
         return _Chosen(
             parts=forwards.all_parts(with_skipped=skipped),
-            backwards=capture.backwards,
+            backwards=capture.gradients.count,
             gradients=forwards.all_gradients(with_skipped=skipped),
             notes=tuple(notes),
         )
@@ -425,7 +426,10 @@ class _Sources:
         reading = self._builder.reading(seen.forward)
         numbers = _numbers(reading)
         for finished, where, made in self._made.get((kind, numbers), ()):
-            if finished < call.started and numbers is not None and _agree(reading, made):
+            a, b = reading.fingerprint, made.fingerprint
+            if numbers is None or finished >= call.started or a is None or b is None or reading.digest != made.digest:
+                continue
+            if estimated_change(a, b) < 1e-5:  # of equal elements, up to the order of summation
                 return where
         return None
 
@@ -436,10 +440,3 @@ def _numbers(reading: Reading) -> tuple[Any, ...] | None:
     if numbers is None or numbers.min == numbers.max:
         return None
     return numbers.count, numbers.min, numbers.max, numbers.zeros, numbers.nonfinite
-
-
-def _agree(a: Reading, b: Reading) -> bool:
-    """Whether two fingerprints are of equal elements, up to the order of summation."""
-    if a.fingerprint is None or b.fingerprint is None:
-        return False
-    return a.digest == b.digest and estimated_change(a.fingerprint, b.fingerprint) < 1e-5

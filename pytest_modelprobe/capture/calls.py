@@ -22,7 +22,7 @@ from pytest_modelprobe._torch import WeakStorage, any_autocast
 from pytest_modelprobe.models import Flat, Layers, active_autocast, flatten, flatten_call, type_name, unseen
 from pytest_modelprobe.record import ROOT, qualified
 
-from .gradients import TensorObserver
+from .gradients import Gradients
 from .hooks import ForwardMode, HookGuard, leave
 from .observation import CallObservation, RunningCall, RunningCalls, StopCheck
 from .profiler import Profiler
@@ -35,7 +35,7 @@ _MOST_RETURNED = 256  # outputs of forwards that are remembered
 class CallRecorder:
     """Fills the `CallObservation` of each call of a selected layer."""
 
-    tensors: TensorObserver
+    gradients: Gradients
     running: RunningCalls
     notes: dict[str, None]
     profiler: Profiler | None
@@ -60,7 +60,9 @@ class CallRecorder:
         call.arguments, call.inputs_known = running.inputs.plain, running.inputs.known
         call.grad_enabled = torch.is_grad_enabled()
         if any_autocast():
-            call.autocast = _autocast_dtype(running.inputs)
+            # That of the device of an input, or of the CPU without inputs.
+            active = active_autocast(sorted({tensor.device.type for _, tensor in running.inputs.tensors} or {"cpu"}))
+            call.autocast = plain_name(active[0][1]) if active else None
         # An input that another call inside the same layer returned has the unit axis that it had there.
         axes = self.running.stack[-1].unit_axes if self.running.stack else None
         inputs = running.inputs.tensors
@@ -70,7 +72,7 @@ class CallRecorder:
         alone = own if len(own) == len(inputs) else [None] * len(inputs)
         for (path, tensor), samples in zip(found, alone, strict=False):
             axis = axes.get(shape_of(tensor)) if axes else None
-            seen = self.tensors.observe(running.forward, tensor, axis, samples)
+            seen = self.gradients.observe(running.forward, tensor, axis, samples)
             if not self.running.stack and (key := content_key(tensor, inference=True)) in self.returned:
                 seen.returned_as = self.returned[key][0]
             call.inputs.append((path, seen))
@@ -105,7 +107,7 @@ class CallRecorder:
                 axis = running.inherited_axis(tensor)
             else:
                 axis = unit_axis(module, tensor, running.inherited_axis)
-            seen = self.tensors.observe(running.forward, tensor, axis)
+            seen = self.gradients.observe(running.forward, tensor, axis)
             call.outputs.append((path, seen))
             if outer is not None:
                 outer.unit_axes[seen.shape] = seen.axis
@@ -130,12 +132,6 @@ class CallRecorder:
                 self.returned[key] = f"{running.name} {path}", WeakStorage(tensor.untyped_storage())
         for oldest in list(self.returned)[: max(0, len(self.returned) - _MOST_RETURNED)]:
             del self.returned[oldest]
-
-
-def _autocast_dtype(inputs: Flat) -> str | None:
-    """Return the dtype of the autocast that is active for the device of an input, or for the CPU without inputs."""
-    active = active_autocast(sorted({tensor.device.type for _, tensor in inputs.tensors} or {"cpu"}))
-    return plain_name(active[0][1]) if active else None
 
 
 # --- functional calls -------------------------------------------------------------------------------------------------

@@ -42,13 +42,13 @@ from pytest_modelprobe.models import (
     notes_on,
     run_eagerly,
 )
-from pytest_modelprobe.record import ForwardKind, Selector, Training, gc_paused, select
+from pytest_modelprobe.record import ForwardKind, Selector, gc_paused, select
 from pytest_modelprobe.text import listed
 
 from .attention import AttentionMode
 from .calls import CallRecorder, FunctionalMode
 from .forwards import ForwardCounts, ObservedForwards
-from .gradients import BackwardPasses, HookedViews, ParameterHooks, Recomputation, TensorObserver
+from .gradients import Gradients, ParameterHooks, Recomputation
 from .hooks import ForwardMode, HookGuard, ModuleHooks, enter, leave
 from .observation import Judge, RunningCall, RunningCalls, SetAttributes, StopCheck, input_keys
 from .profiler import Profiler
@@ -122,22 +122,18 @@ class Capture:
         stop = None if judge is None else StopCheck(judge, self.guard)
         self.observed = ObservedForwards(options.steps)
         self._running = RunningCalls(on_abandoned=self._leave_forward)
-        self._views = HookedViews()
-        self._steps = Steps(self.observed)
-        self._backward = BackwardPasses(
-            self.observed, self._running, self._views, self._steps, stop, histograms=options.histograms
+        self.training = Steps(self.observed)
+        self.gradients = Gradients(
+            self.guard, self.observed, self._running, self.training, stop, histograms=options.histograms
         )
-        self._tensors = TensorObserver(
-            self.guard, self._views, on_gradient=self._backward.receive, histograms=options.histograms
-        )
-        self._recomputation = Recomputation(self.observed, self._tensors, self._backward)
+        self._recomputation = Recomputation(self.gradients)
         self.set_attributes = SetAttributes(layers, self.selected)
         self._modules = ModuleHooks(self.guard, self.before, self.after)
-        self._training = TrainingSteps(layers, self.selected, self.observed, self.notes)
-        self.parameter_hooks = ParameterHooks(layers, self.guard, self._backward, self._steps, self._training)
+        training = self._training_steps = TrainingSteps(layers, self.selected, self.observed, self.notes)
+        self.parameter_hooks = ParameterHooks(layers, self.guard, self.gradients, self.training, training)
         attending = AttentionMode(self.guard, self._running) if options.attention else None
         self._last = LastPosition() if options.positions == "last" else None
-        self._calls = CallRecorder(self._tensors, self._running, self.notes, self._profiler, stop, self._last)
+        self._calls = CallRecorder(self.gradients, self._running, self.notes, self._profiler, stop, self._last)
         self.functionals = FunctionalMode(layers, self.selected, self.guard, self._running, self._calls)
         # Attention topmost: it comes first, while no pseudo-layer runs.
         modes: tuple[ForwardMode | None, ...] = (self.functionals if options.functionals else None, attending)
@@ -164,13 +160,8 @@ class Capture:
     @property
     def counts(self) -> ForwardCounts:
         """How many forwards are part of what."""
-        self._steps.settle()
+        self.training.settle()
         return self.observed.counts
-
-    @property
-    def changes(self) -> int:
-        """A number that changes with whatever is seen: a record made at another number is out of date."""
-        return self.guard.entered
 
     def settle(self) -> None:
         """Decide what can be decided of all that was seen, for a record.
@@ -179,18 +170,8 @@ class Capture:
             ModelProbeError: A hook failed, or was removed.
         """
         self.check()
-        self._steps.settle()
+        self.training.settle()
         self.observed.sort_thrown()
-
-    @property
-    def backwards(self) -> int:
-        """Backward passes, those inside a forward left out."""
-        return self._backward.count
-
-    @property
-    def training(self) -> Training | None:
-        """What optimizers did."""
-        return self._steps.training
 
     @property
     def all_notes(self) -> Iterator[str]:
@@ -223,19 +204,20 @@ class Capture:
         graph_task()
         if self._modes:
             count_function_modes()
-            self._try_function_modes()
         if self._profiler is not None:
             count_dispatch_modes()
         try:
             with held(), gc_paused(), without_torch_function():
-                self._exit.enter_context(run_eagerly(self.layers, self._note_eager))
+                self._exit.enter_context(
+                    run_eagerly(self.layers, lambda name: self.notes.update({f"{name} {RUN_EAGERLY}": None}))
+                )
                 root = next(iter(self.layers.modules))
                 for name, module in self.layers.modules.items():
                     if name == root or name in self.selected or name in self.keep:
                         self._modules.attach(name, module)
                     if name in self.selected:
                         self.parameter_hooks.add_layer(name, module)
-                self._tensors.model_storages = frozenset(storage_keys(self.layers))
+                self.gradients.model_storages = frozenset(storage_keys(self.layers))
                 self.parameter_hooks.attach()
                 self._exit.enter_context(register_optimizer_step_pre_hook(self.parameter_hooks.step_begins))
                 self._exit.enter_context(register_optimizer_step_post_hook(self.parameter_hooks.step_ends))
@@ -251,25 +233,16 @@ class Capture:
     def __exit__(self, *error: object) -> None:
         self.detach()
 
-    def _try_function_modes(self) -> None:
-        enter(self._modes)
-        try:
-            with without_torch_function():
-                pass
-        finally:
-            leave(self._modes)
-
     @finished
     def detach(self) -> None:
         """Take every hook off again: modules', parameters' and those on tensors still alive. Idempotent."""
         self._find_unhooked()
         self.guard.active = False
         self._running.stack.clear()
-        self._recomputation.clear()
+        self._recomputation.running.clear()
         self.set_attributes.clear()
         self._leave_forward()
-        self._backward.clear()
-        self._tensors.detach()
+        self.gradients.detach()
         with gc_paused():
             self.parameter_hooks.detach()
             self._modules.detach()
@@ -329,7 +302,7 @@ class Capture:
         if outermost:
             self._begin_forward(name, module, inputs)
             self.notes.update(dict.fromkeys(notes_on(self.layers.modules.values(), frame)))
-            self._tensors.reads_layouts = TENSOR_PARALLEL in self.notes
+            self.gradients.reads_layouts = TENSOR_PARALLEL in self.notes
             if self._on_forward is not None:
                 self._on_forward((name, module.training), args, kwargs)
         elif self._running.is_elsewhere():
@@ -374,11 +347,11 @@ class Capture:
             if not self._running.stack:
                 changed = self.layers.changed(self._children)
                 self._changed.update((child, None) for parent, child in changed if self.selected & {parent, child})
-                self._abstract += _is_abstract(output)
+                with statistics.ambient_modes_disabled():
+                    tensors = flatten("output", output).tensors
+                    reasons = {statistics.as_plain_tensor(tensor)[1] for _, tensor in tensors}
+                self._abstract += bool(reasons) and reasons <= statistics.ABSTRACT
                 self._leave_forward()
-
-    def _note_eager(self, name: str) -> None:
-        self.notes[f"{name} {RUN_EAGERLY}"] = None
 
     def note_set_attributes(self) -> None:
         """Find the plain attributes that were set since the newest forward began, if it is the first of its kind."""
@@ -386,8 +359,8 @@ class Capture:
 
     def _begin_forward(self, name: str, module: nn.Module, inputs: Flat) -> None:
         kind = name, module.training
-        self._steps.settle()
-        self._training.forward_begins()
+        self.training.settle()
+        self._training_steps.forward_begins()
         tensors = [tensor for _, tensor in (self.sample_inputs or inputs).tensors]
         if self._last is not None:
             tensors = self._last.begin(tensors)
@@ -396,17 +369,15 @@ class Capture:
         self.observed.begin(kind, tensors, devices, accumulates=self.parameter_hooks.hold_gradients)
         self._modules.stay_last()
         self.parameter_hooks.attach()
-        self._recomputation.clear()
-        self._backward.recomputed = None
-        self._views.mark_overwritten()
-        self._tensors.drop_dead_hooks()
-        self._steps.forward_begins(module)
+        self._recomputation.running.clear()
+        self.gradients.forward_begins()
+        self.training.forward_begins(module)
         self.set_attributes.clear()
         if self.observed.is_new(kind):
             self.set_attributes.begin(name)
         self.kept = {}
         if self._profiler is not None and self.observed.newest is not None:
-            self.observed.newest.costs = self._profiler.begin(given, self._tensors.model_storages, devices)
+            self.observed.newest.costs = self._profiler.begin(given, self.gradients.model_storages, devices)
 
     def _leave_forward(self) -> None:
         leave(self._modes)
@@ -439,12 +410,6 @@ class NotKept:
     """Stands among the outputs that are kept for a tensor of which there is no copy."""
 
     reason: str
-
-
-def _is_abstract(output: Any) -> bool:
-    with statistics.ambient_modes_disabled():
-        reasons = {statistics.as_plain_tensor(tensor)[1] for _, tensor in flatten("output", output).tensors}
-    return bool(reasons) and reasons <= statistics.ABSTRACT
 
 
 def _note_raising_layer(error: BaseException, name: str, module: nn.Module, inputs: Flat) -> None:

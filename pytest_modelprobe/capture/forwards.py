@@ -276,9 +276,23 @@ class ObservedForwards:
         if self.newest is not None:
             self._undecided.append(DoneForward(self.newest))
             self.newest = None
-        self._decide()
+        undecided, self._undecided = self._undecided, []
+        for forward in undecided:
+            if forward.trained_by:
+                self.step.seen[forward.kind].add(forward.samples)
+                self._owner(forward).add(forward)
+            elif forward.graph() is not None:  # a backward pass may reach it still
+                self._undecided.append(forward)
+            else:
+                merge_into(self._evaluations, forward)
         if self.step.taken:
-            self._end_step()
+            if self.keeps_step:
+                self.step.merge()
+                self.steps.append(self.step)
+            else:
+                self._later.merge_from(self.step)
+                self._later_steps += 1
+            self.step = ObservedStep(self.step.number + 1)
         trains = torch.is_grad_enabled()
         if trains and self.step.seen and not accumulates():  # equal samples of earlier passes are no part of this batch
             self.step.seen.clear()
@@ -403,27 +417,6 @@ class ObservedForwards:
     @property
     def _unmerged(self) -> list[Forward | DoneForward]:
         return [*self._undecided, *([] if self.newest is None else [self.newest])]
-
-    def _decide(self) -> None:
-        undecided = self._undecided
-        self._undecided = []
-        for forward in undecided:
-            if forward.trained_by:
-                self.step.seen[forward.kind].add(forward.samples)
-                self._owner(forward).add(forward)
-            elif forward.graph() is not None:  # a backward pass may reach it still
-                self._undecided.append(forward)
-            else:
-                merge_into(self._evaluations, forward)
-
-    def _end_step(self) -> None:
-        if self.keeps_step:
-            self.step.merge()
-            self.steps.append(self.step)
-        else:
-            self._later.merge_from(self.step)
-            self._later_steps += 1
-        self.step = ObservedStep(self.step.number + 1)
 
 
 def _count(parts: Parts) -> int:

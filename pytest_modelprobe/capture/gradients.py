@@ -18,7 +18,7 @@ import contextlib
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from traceback import walk_stack
 from types import FrameType
@@ -59,47 +59,23 @@ from .observation import CallObservation, Forward, ParameterGradient, RunningCal
 from .tensors import ContentKey, content_key, is_parameter, shape_of, stacked_axis
 from .training import Steps, TrainingSteps, are_zero, computes_gradients, has_closure, is_skipped
 
-# --- hooks on tensors -------------------------------------------------------------------------------------------------
+_index = operator.attrgetter("index")
+_LARGE = 1 << 13  # elements above which to look whether a gradient was seen before is cheaper than to read it again
 
 
-class HookedViews:
-    """Finds the views that were overwritten after they were observed.
+@dataclass(eq=False)
+class Gradients:
+    """Makes a `TensorObservation` of each tensor, with a hook for its gradient; receives gradients, and counts passes.
 
     Autograd drops the hook on a view silently when the view is overwritten in place. Its gradient is then that of the
     uses before, and a record says so.
     """
 
-    def __init__(self) -> None:
-        self._views: list[tuple[TensorObservation, int, torch.Tensor]] = []
-
-    def add(self, tensor: torch.Tensor, seen: TensorObservation) -> None:
-        """Look after a view."""
-        with ambient_modes_disabled(), contextlib.suppress(RuntimeError):  # a tensor subclass may not allow it
-            version = tensor.detach()
-            # The alias gives up the memory, so that it keeps none alive. It still shares the count of versions.
-            version.data = _no_elements(tensor.dtype, tensor.device)
-            self._views.append((seen, tensor._version, version))
-
-    def mark_overwritten(self) -> None:
-        """Mark the views that were overwritten by now, and forget them all."""
-        for seen, before, version in self._views:
-            seen.overwritten |= version._version > before
-        self._views.clear()
-
-
-@functools.cache
-def _no_elements(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
-
-
-@dataclass(eq=False)
-class TensorObserver:
-    """Makes a `TensorObservation` of each tensor, with a hook for its gradient."""
-
     guard: HookGuard
-    views: HookedViews
-    on_gradient: Callable[[Mapping[Forward, list[TensorObservation]], torch.Tensor], None]
-    """Called with the observations of a tensor, by forward, and its whole gradient."""
+    forwards: ObservedForwards
+    running: RunningCalls
+    steps: Steps
+    stop: StopCheck | None
     histograms: bool
     """Whether to count the elements of each tensor in bins."""
 
@@ -110,6 +86,17 @@ class TensorObserver:
         """Whether the model is tensor parallel."""
         # Hooks of the newest forward, and earlier ones that were alive when it began. They are removed on detach.
         self._hooks: list[ReferenceType[_TensorHook]] = []
+        self._views: list[tuple[TensorObservation, int, torch.Tensor]] = []
+        """Views that are hooked, each with its version and a tensor that shares the count of versions."""
+        self._current = -1
+        self._newest_task = -1
+        self._reached = -1  # the newest pass that reached an observed tensor
+        # Gradients of the newest backward pass, by index of the forward and content key.
+        self._cache: dict[tuple[int, int | None, ContentKey], tuple[Reduction, Any]] = {}
+        self.count = 0
+        """Backward passes, those inside a forward left out."""
+        self.recomputed: tuple[Forward, int] | None = None
+        """Forward and start of the newest call that was recomputed, if no gradient has arrived since."""
 
     def observe(
         self, forward: Forward, tensor: torch.Tensor, axis: int | None, own: Samples | None = None
@@ -149,7 +136,11 @@ class TensorObserver:
             seen = self._seen(forward, tensor, number, reduced)
         hook.add(forward, seen)
         if view:
-            self.views.add(tensor, seen)
+            with ambient_modes_disabled(), contextlib.suppress(RuntimeError):  # a tensor subclass may not allow it
+                alias = tensor.detach()
+                # The alias gives up the memory, so that it keeps none alive. It still shares the count of versions.
+                alias.data = _no_elements(tensor.dtype, tensor.device)
+                self._views.append((seen, tensor._version, alias))
         return seen
 
     def observe_again(self, forward: Forward, tensor: torch.Tensor, seen: TensorObservation) -> None:
@@ -161,8 +152,10 @@ class TensorObserver:
             if not any(seen is known for known in hook.observed.get(forward, ())):
                 hook.add(forward, seen)
 
-    def drop_dead_hooks(self) -> None:
-        """Forget the hooks whose tensors are gone."""
+    def forward_begins(self) -> None:
+        """Mark the views that were overwritten by now, and forget the hooks whose tensors are gone."""
+        self.recomputed = None
+        self._mark_overwritten()
         free_graphs()
         self._hooks = [alive for alive in self._hooks if alive() is not None]
 
@@ -172,7 +165,13 @@ class TensorObserver:
             if (hook := alive()) is not None:
                 unhook_tensor(hook.hooks, hook)
         self._hooks.clear()
+        self._cache.clear()
         free_graphs()
+
+    def _mark_overwritten(self) -> None:
+        for seen, before, alias in self._views:
+            seen.overwritten |= alias._version > before
+        self._views.clear()
 
     def _read(
         self, forward: Forward, tensor: torch.Tensor, axis: int | None, own: Samples | None
@@ -221,74 +220,12 @@ class TensorObserver:
         version = None if tensor.is_leaf else tensor._version
         hooks = tensor_hooks(tensor)
         for known in hooks.values() if hooks else ():
-            if type(known) is _TensorHook and known.observer is self and known.version == version:
+            if type(known) is _TensorHook and known.gradients is self and known.version == version:
                 return known
         hook = _TensorHook(self, version)
         hook.hooks = hook_tensor(tensor, hook, len(self._hooks))
         self._hooks.append(ref(hook))
         return hook
-
-
-class _TensorHook:
-    """Our hook on one tensor. It hands the gradient to every observation of the tensor."""
-
-    __slots__ = ("__weakref__", "_fired", "hooks", "observed", "observer", "version")
-    __torch_unserializable__ = True  # without this, torch warns when the tensor is pickled
-
-    def __init__(self, observer: TensorObserver, version: int | None) -> None:
-        self.observer = observer
-        self._fired = False
-        self.version = version
-        self.hooks: Any = None
-        # The graph holds its forward through the hooks in it. A leaf outlives many graphs, so its hook holds none.
-        self.observed: MutableMapping[Forward, list[TensorObservation]] = (
-            {} if version is not None else WeakKeyDictionary()
-        )
-
-    def add(self, forward: Forward, seen: TensorObservation) -> None:
-        """Let the gradient go to ``seen`` too."""
-        if self._fired:  # an input is used again, and earlier forwards have had its gradient
-            for earlier in [other for other in self.observed if other is not forward]:
-                del self.observed[earlier]
-            self._fired = False
-        self.observed.setdefault(forward, []).append(seen)
-
-    def __call__(self, gradient: torch.Tensor | None) -> None:
-        if self.observer.guard.active and gradient is not None and self.observed:
-            self.observer.guard.observe(self._receive, gradient)
-
-    def _receive(self, gradient: torch.Tensor) -> None:
-        self._fired = True
-        self.observer.on_gradient(self.observed, gradient)
-
-
-# --- Backward passes: gradients of observed tensors and of parameters, reduced as they arrive ------------------------
-
-_index = operator.attrgetter("index")
-_LARGE = 1 << 13  # elements above which to look whether a gradient was seen before is cheaper than to read it again
-
-
-@dataclass(eq=False)
-class BackwardPasses:
-    """Counts backward passes, and receives their gradients."""
-
-    forwards: ObservedForwards
-    running: RunningCalls
-    views: HookedViews
-    steps: Steps
-    stop: StopCheck | None
-    histograms: bool
-
-    def __post_init__(self) -> None:
-        self._current = -1
-        self._newest_task = -1
-        self._reached = -1  # the newest pass that reached an observed tensor
-        # Gradients of the newest backward pass, by index of the forward and content key.
-        self._cache: dict[tuple[int, int | None, ContentKey], tuple[Reduction, Any]] = {}
-        self.count = 0
-        """Passes, those inside a forward left out."""
-        self.recomputed: tuple[Forward, int] | None = None
-        """Forward and start of the newest call that was recomputed, if no gradient has arrived since."""
 
     def enter(self) -> bool:
         """Count the pass that runs if it is new; return whether it runs inside a forward."""
@@ -301,7 +238,7 @@ class BackwardPasses:
                 self._current = task
                 if not inner:
                     self.count += 1
-                    self.views.mark_overwritten()
+                    self._mark_overwritten()
         return inner
 
     def current(self) -> int:
@@ -314,9 +251,7 @@ class BackwardPasses:
         inner = self.enter()
         self.recomputed = None
         forwards = list(observed.items())
-        newest = forwards[0][0]
-        for forward, _ in forwards[1:]:
-            newest = max(newest, forward, key=_index)
+        newest = forwards[0][0] if len(forwards) == 1 else max((forward for forward, _ in forwards), key=_index)
         reduced = self._reduced(gradient, newest.index, newest.samples)
         for forward, places in forwards:
             for seen in places:
@@ -358,10 +293,6 @@ class BackwardPasses:
         if self.stop is not None:
             self.stop.parameter(names[0], gradient, reduced)
 
-    def clear(self) -> None:
-        """Forget the gradients of the newest pass, which are kept to be recognized."""
-        self._cache.clear()
-
     def _reduced(self, gradient: torch.Tensor, index: int, samples: Samples, axis: int | None = None) -> Reduction:
         """Reduce a gradient: a large one once in a pass, though a sum hands it to each of its terms."""
         key = content_key(gradient) if gradient.numel() > _LARGE else None
@@ -375,7 +306,45 @@ class BackwardPasses:
         return reduced
 
 
-# --- Hooks on parameters: their gradients on the way to ``.grad``, and the steps of optimizers -----------------------
+@functools.cache
+def _no_elements(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+class _TensorHook:
+    """Our hook on one tensor. It hands the gradient to every observation of the tensor."""
+
+    __slots__ = ("__weakref__", "_fired", "gradients", "hooks", "observed", "version")
+    __torch_unserializable__ = True  # without this, torch warns when the tensor is pickled
+
+    def __init__(self, gradients: Gradients, version: int | None) -> None:
+        self.gradients = gradients
+        self._fired = False
+        self.version = version
+        self.hooks: Any = None
+        # The graph holds its forward through the hooks in it. A leaf outlives many graphs, so its hook holds none.
+        self.observed: MutableMapping[Forward, list[TensorObservation]] = (
+            {} if version is not None else WeakKeyDictionary()
+        )
+
+    def add(self, forward: Forward, seen: TensorObservation) -> None:
+        """Let the gradient go to ``seen`` too."""
+        if self._fired:  # an input is used again, and earlier forwards have had its gradient
+            for earlier in [other for other in self.observed if other is not forward]:
+                del self.observed[earlier]
+            self._fired = False
+        self.observed.setdefault(forward, []).append(seen)
+
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        if self.gradients.guard.active and gradient is not None and self.observed:
+            self.gradients.guard.observe(self._receive, gradient)
+
+    def _receive(self, gradient: torch.Tensor) -> None:
+        self._fired = True
+        self.gradients.receive(self.observed, gradient)
+
+
+# --- parameters and optimizers ----------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -384,7 +353,7 @@ class ParameterHooks:
 
     layers: Layers
     guard: HookGuard
-    backward: BackwardPasses
+    gradients: Gradients
     steps: Steps
     training: TrainingSteps
 
@@ -467,7 +436,10 @@ class ParameterHooks:
         self.steps.step_begins(optimizer, [hook.held for hook, _ in hooks], self._hooked.values(), emptied=emptied)
         if hooks:
             self.training.step_begins(optimizer, _named(hooks), early=computes_gradients(optimizer, args, kwargs))
-            if _is_stepped_by_scaler():  # gradients were seen before it took its factor out
+            callers = (frame for frame, _ in walk_stack(inspect.currentframe()))
+            scaler = next((f for f in callers if f.f_globals.get("__name__") == GradScaler.__module__), None)
+            stepping = None if scaler is None else scaler.f_locals.get("self")
+            if isinstance(stepping, GradScaler) and stepping.is_enabled():  # it took its factor out after the backward
                 self.guard.notes["gradients are those of the loss as a GradScaler scaled it"] = None
 
     @not_compiled
@@ -534,7 +506,7 @@ class _ParameterHook:
 
     def _receive(self, gradient: torch.Tensor) -> None:
         owner, parameter = self.owner, self._parameter()
-        backward = owner.backward.current()
+        backward = owner.gradients.current()
         if backward == self._arrived:
             self._parts += 1
             if parameter is not None and not self.sees_accumulated:
@@ -543,7 +515,7 @@ class _ParameterHook:
         self._arrived, self._parts = backward, 1
         if parameter is not None:
             into = owner.steps.arrives(parameter, self.held, backward)
-            owner.backward.receive_parameter(self.names, gradient, into, self._axis)
+            owner.gradients.receive_parameter(self.names, gradient, into, self._axis)
 
     def take_accumulated(self, parameter: nn.Parameter) -> None:
         """Take ``.grad`` if the hook could not see the gradient.
@@ -553,10 +525,10 @@ class _ParameterHook:
         if self._parts == 1 and graph_task() == self._arrived:
             return
         gradient = parameter.grad
-        backward = self.owner.backward.current()
+        backward = self.owner.gradients.current()
         if gradient is not None and (self._parts > 1 or backward != self._arrived):
             into = self.owner.steps.running(backward)
-            self.owner.backward.receive_parameter(self.names, gradient, into, self._axis)
+            self.owner.gradients.receive_parameter(self.names, gradient, into, self._axis)
 
 
 class _AccumulatedHook:
@@ -585,13 +557,7 @@ def _is_inside_step(optimizer: torch.optim.Optimizer) -> bool:
     return any(frame.f_locals.get("self") is optimizer for frame in frames)
 
 
-def _is_stepped_by_scaler() -> bool:
-    frames = (f for f, _ in walk_stack(inspect.currentframe()) if f.f_globals.get("__name__") == GradScaler.__module__)
-    scaler = next((frame.f_locals.get("self") for frame in frames), None)
-    return isinstance(scaler, GradScaler) and scaler.is_enabled()
-
-
-# --- Calls that run again in a backward pass, for activation checkpointing -------------------------------------------
+# --- activation checkpointing -----------------------------------------------------------------------------------------
 
 _Original = tuple[Forward, CallObservation]
 
@@ -600,22 +566,20 @@ _Original = tuple[Forward, CallObservation]
 class Recomputation:
     """Finds the call that runs again, and lets the gradients of the second run go to the observations of the first."""
 
-    forwards: ObservedForwards
-    tensors: TensorObserver
-    backward: BackwardPasses
+    gradients: Gradients
     running: dict[FrameType, _Original] = field(default_factory=dict)
     """The calls that run, in any thread, by their Python frame."""
 
     def begin_call(self, name: str, inputs: Flat, frame: FrameType) -> None:
         """Take the inputs of a call that runs again."""
-        self.backward.enter()
+        self.gradients.enter()
         with statistics.ambient_modes_disabled():
             found = self._original(name, inputs)
         if found is not None:
             forward, call = found
             call.run_again()
             self.running[frame] = found
-            self.backward.recomputed = forward, call.started
+            self.gradients.recomputed = forward, call.started
             self._observe_again(forward, call, call.inputs, inputs)
 
     def end_call(self, frame: FrameType, output: Any) -> bool:
@@ -627,14 +591,10 @@ class Recomputation:
         self._observe_again(forward, call, call.outputs, flatten("output", output))
         return True
 
-    def clear(self) -> None:
-        """Forget the calls that run."""
-        self.running.clear()
-
     def _original(self, name: str, inputs: Flat) -> _Original | None:
         """Find the call that runs again: one with the same input, else the next in the segment, else the last one."""
         keys = [key for _, tensor in inputs.tensors if (key := content_key(tensor)) is not None]
-        segment, position = self.backward.recomputed or (None, -1)
+        segment, position = self.gradients.recomputed or (None, -1)
 
         def likelihood(candidate: _Original) -> tuple[int, ...]:
             forward, call = candidate
@@ -646,7 +606,7 @@ class Recomputation:
             return same, follows, -call.recomputed, forward.index, -call.started if follows else call.started
 
         return max(
-            ((forward, call) for forward in self.forwards.alive for call in forward.calls_of(name)),
+            ((forward, call) for forward in self.gradients.forwards.alive for call in forward.calls_of(name)),
             key=likelihood,
             default=None,
         )
@@ -663,4 +623,4 @@ class Recomputation:
             for path, tensor in flat.tensors:
                 seen = originals.get(path)
                 if seen is not None:
-                    self.tensors.observe_again(forward, tensor, seen)
+                    self.gradients.observe_again(forward, tensor, seen)

@@ -13,8 +13,9 @@ import itertools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -384,7 +385,7 @@ def merge_into(parts: Parts, forward: Forward | DoneForward, *, final: bool = Tr
     parts.setdefault(forward.kind, Totals()).merge_from(forward, final=final)
 
 
-# --- The calls that run now, outermost first -------------------------------------------------------------------------
+# --- the calls that run now -------------------------------------------------------------------------------------------
 
 InputKeys = list[tuple[int, ContentKey | None]]
 
@@ -496,14 +497,12 @@ def input_keys(inputs: Flat) -> InputKeys:
 
 def _is_on_stack(frame: FrameType, innermost: FrameType | None) -> bool:
     """Whether a frame is on the stack that ends with ``innermost``. The walk is short if it is."""
-    while innermost is not None:
-        if innermost is frame:
-            return True
+    while innermost is not None and innermost is not frame:
         innermost = innermost.f_back
-    return False
+    return innermost is frame
 
 
-# --- Plain attributes that a forward sets on its modules: results of the run, not settings of the layer --------------
+# --- attributes -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -542,9 +541,8 @@ class SetAttributes:
         self._before = {}
 
 
-# --- Stops the model when a value meets a condition, by an error raised in the hook, at the user's call o ------------
+# --- ``stop_on=`` -----------------------------------------------------------------------------------------------------
 
-_OURS = ("torch", "pytest_modelprobe")
 _BACKWARD = "torch.autograd.graph"
 """Module in which a thread waits for a backward pass that runs in another thread, as it does on CUDA."""
 
@@ -586,7 +584,7 @@ class StopCheck:
             if numbers is not None:
                 self._show(call.layer, call.index, path, False, numbers, others)
 
-    def gradient(self, observed: Mapping[Forward, Iterable[TensorObservation]], reduced: Reduction) -> None:
+    def gradient(self, observed: Mapping[Forward, list[TensorObservation]], reduced: Reduction) -> None:
         """Judge the gradient of a tensor that was observed."""
         numbers = _numbers(reduced)
         if numbers is None:
@@ -594,7 +592,13 @@ class StopCheck:
         # A tensor is seen in several places. It is named as an output rather than an input, of the call that ended
         # first.
         call, path, seen = min(
-            (place for forward, places in observed.items() for place in _places(forward, list(places))),
+            (
+                (call, path, seen)
+                for forward, places in observed.items()
+                for call in forward.calls.values()
+                for path, seen in (*call.outputs, *call.inputs)
+                if any(seen is one for one in places)
+            ),
             key=lambda place: (place[1].startswith("input"), place[0].finished),
         )
         rows = ((f"gradient of {path}", numbers), (path, _numbers(seen.forward)))
@@ -624,29 +628,14 @@ class StopCheck:
             error = raised
         if error is not None:
             self.guard.let_through = error  # else the guard would keep it, as an error of our own
-            _hide_frames()
+            # Hide the frames of torch and of this package, so that a debugger stands at the call in the user's code.
+            waiting = (f for f in sys._current_frames().values() if f.f_globals.get("__name__") == _BACKWARD)
+            for top in (sys._getframe(), *waiting):
+                for frame, _ in walk_stack(top):
+                    if str(frame.f_globals.get("__name__")).partition(".")[0] in ("torch", "pytest_modelprobe"):
+                        frame.f_locals["__tracebackhide__"] = True
             raise error
 
 
 def _numbers(reduced: Reduction) -> Statistics | None:
     return statistics.collect([reduced])[0].statistics
-
-
-def _places(
-    forward: Forward, observed: list[TensorObservation]
-) -> Iterable[tuple[CallObservation, str, TensorObservation]]:
-    for call in forward.calls.values():
-        for path, seen in (*call.outputs, *call.inputs):
-            if any(seen is one for one in observed):
-                yield call, path, seen
-
-
-def _hide_frames() -> None:
-    """Hide the frames of torch and of this package, so that a debugger stands at the call in the user's code."""
-    waiting = (f for f in sys._current_frames().values() if f.f_globals.get("__name__") == _BACKWARD)
-    for top in (sys._getframe(), *waiting):
-        frame: FrameType | None = top
-        while frame is not None:
-            if str(frame.f_globals.get("__name__")).partition(".")[0] in _OURS:
-                frame.f_locals["__tracebackhide__"] = True
-            frame = frame.f_back

@@ -5,6 +5,7 @@ The key tells without reading a tensor whether it has the same elements as one t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import re
@@ -152,16 +153,10 @@ def storage_keys(layers: Layers) -> Iterator[int]:
     for name, layer in layers.modules.items():
         for module in layer.modules() if layer._modules and layers.is_leaf(name) else (layer,):
             for tensor in (*module._parameters.values(), *module._buffers.values()):
-                key = None if tensor is None else _storage_key(tensor)
-                if key is not None:
-                    yield key
-
-
-def _storage_key(tensor: torch.Tensor) -> int | None:
-    try:
-        return storage_key(tensor.untyped_storage())
-    except (RuntimeError, NotImplementedError):  # a sparse tensor, or one of a `torch.func` transform
-        return None
+                if tensor is not None:
+                    # A sparse tensor has no storage, nor has one of a `torch.func` transform.
+                    with contextlib.suppress(RuntimeError, NotImplementedError):
+                        yield storage_key(tensor.untyped_storage())
 
 
 # --- The unit axis of an output: the axis of channels or features, along which a unit may be dead. -------------------

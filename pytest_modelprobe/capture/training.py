@@ -43,7 +43,7 @@ class Steps:
     reset. Each optimizer resets its own parameters, so this tells whose passes are thrown away.
 
     >>> steps = Steps(ObservedForwards())
-    >>> steps.training is None
+    >>> steps.counts is None
     True
     """
 
@@ -67,7 +67,7 @@ class Steps:
         self._in_evaluation = False
 
     @property
-    def training(self) -> Training | None:
+    def counts(self) -> Training | None:
         """The counts; None where no optimizer stepped and no gradients were discarded."""
         if not (self._steps or self._others or self._discarded):
             return None
@@ -122,11 +122,7 @@ class Steps:
             self._discard(passes, held, total)
         # Whether another optimizer stepped since earlier passes, and may have used them.
         between = held.passes > 0 and (held.others != self._others or not held.pending)
-        if (
-            reset
-            or parameter.grad is None
-            or ((held.used or between) and self._was_reset((held.used, held.owner), parameter.grad))
-        ):
+        if reset or parameter.grad is None or ((held.used or between) and self._was_reset(held, parameter.grad)):
             held.passes, held.used, held.stale, held.mixed = 0, 0, False, False
         elif held.used:
             held.stale = True
@@ -230,11 +226,12 @@ class Steps:
         self.settle()
         self._stepping = False
 
-    def _was_reset(self, step: tuple[int, int], gradient: torch.Tensor) -> bool:
+    def _was_reset(self, held: GradientState, gradient: torch.Tensor) -> bool:
         """Whether a gradient with which a step was taken was reset to zero since.
 
         One gradient of each step and optimizer is read in a pass, as reading synchronizes on CUDA.
         """
+        step = held.used, held.owner
         if step not in self._kept:
             self._kept[step] = is_zero(gradient) is False
         return not self._kept[step]

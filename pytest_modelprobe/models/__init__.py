@@ -6,7 +6,6 @@ restoring its state. Capture, checks, interventions and mutation all use these, 
 
 from __future__ import annotations
 
-
 from .calls import CallTracer as CallTracer
 from .calls import ModuleCall as ModuleCall
 from .calls import raised_in_hook as raised_in_hook

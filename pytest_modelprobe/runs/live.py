@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from pytest_modelprobe.record import Call, IsolatedResponse, Layer, NamesBefore, Record, with_live_run
+from pytest_modelprobe.record import IsolatedResponse, Layer, NamesBefore, Record, with_live_run
 
 from .isolation import Key
 
@@ -98,11 +98,6 @@ class WeakLiveRun(Generic[S]):
 def responses_of(record: Record) -> dict[Key, IsolatedResponse]:
     """Return the responses of a record of one forward."""
     return {(layer.name, call.index): call.response for layer, call in record.calls if call.response is not None}
-
-
-def expected_calls(request: IsolationRequest) -> dict[Key, Call]:
-    """Return the calls of a record of one forward whose arguments are taken, or none if each call takes its own."""
-    return {} if request.own_arguments else {(layer.name, call.index): call for layer, call in request.like.calls}
 
 
 def with_responses(record: Record, found: Mapping[Place, IsolatedResponse]) -> Record:

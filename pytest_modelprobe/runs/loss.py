@@ -101,17 +101,15 @@ def random_loss(output: Any, *, seed: int) -> torch.Tensor | None:
 def _weighed(output: Any) -> list[torch.Tensor]:
     """Return the floating outputs in order, without those of a cache unless there are no others."""
     named = parts(output) or [("", output)]
-    return _floating([part for name, part in named if not _is_cache(name, part)]) or _floating(output)
+    # A cache is known by the name of its field or type.
+    known = [(name.removeprefix("."), type(part).__name__, part) for name, part in named]
+    kept = [part for name, kind, part in known if not (_CACHE.fullmatch(name) or _CACHE.fullmatch(kind))]
+    return _floating(kept) or _floating(output)
 
 
 def _floating(output: Any) -> list[torch.Tensor]:
     tensors = (as_real(x) for _, x in flatten("output", output).tensors if not lacks_memory(x))
     return [tensor for tensor in tensors if tensor.is_floating_point()]
-
-
-def _is_cache(name: str, part: Any) -> bool:
-    """Whether a part of the output is a cache, by the name of its field or type."""
-    return bool(_CACHE.fullmatch(name.removeprefix(".")) or _CACHE.fullmatch(type(part).__name__))
 
 
 # --- The layer that cut the graph of a loss without a gradient -------------------------------------------------------

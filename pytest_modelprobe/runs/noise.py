@@ -276,14 +276,13 @@ def first_difference(base: Record, repeat: Record) -> str | None:
     again = readings(repeat)
     for where, key, reading in _in_order(base):
         other = again.get(key)
-        if other is None or not _same(reading, other):
+        # They are compared as text, in which NaN equals NaN.
+        if other is None or any(
+            repr(getattr(reading, field)) != repr(getattr(other, field))
+            for field in ("statistics", "fingerprint", "digest")
+        ):
             return where
     return None
-
-
-def _same(a: Reading, b: Reading) -> bool:
-    # They are compared as text, in which NaN equals NaN.
-    return repr((a.statistics, a.fingerprint, a.digest)) == repr((b.statistics, b.fingerprint, b.digest))
 
 
 def _in_order(record: Record) -> Iterator[tuple[str, Key, Reading]]:

@@ -62,16 +62,14 @@ class OriginMode(TorchFunctionMode):
         output = func(*args, **kwargs)
         new = _kinds(flatten("", output)) - had - ({"-inf"} if of_mask else set())
         if new and (self.found is None or "nan" in new):
-            self._add(Operation(name=_name(func), location=_model_line(sys._getframe(1)), detail=ranges))
+            where = Operation(name=_name(func), location=_model_line(sys._getframe(1)))
+            self.found = (
+                dataclasses.replace(where, detail=ranges)
+                if self.found is None
+                else dataclasses.replace(self.found, detail=f"{self.found.detail}; the first NaN in {where}")
+            )
             self._complete = "nan" in new
         return output
-
-    def _add(self, operation: Operation) -> None:
-        if self.found is None:
-            self.found = operation
-        else:
-            where = dataclasses.replace(operation, detail="")
-            self.found = dataclasses.replace(self.found, detail=f"{self.found.detail}; the first NaN in {where}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,7 +124,10 @@ class SourceMode(TorchFunctionMode):
         }
         for _, tensor in before.tensors:
             for kind, source in self.sources(tensor).items():
-                coming[kind] = min(source, coming.get(kind, source), key=_source_rank)
+                # What the model computed comes first, then what is not known, then what it was given.
+                coming[kind] = min(
+                    source, coming.get(kind, source), key=lambda one: 1 if one is None else 2 * one.given
+                )
         versions = [version(tensor) for _, tensor in before.tensors]
         # Most operations make nothing of the kind, and what they were given can be looked at later.
         facts = _facts(before) if _name(func).endswith("_") or kwargs.get("inplace") else None
@@ -151,19 +152,13 @@ class SourceMode(TorchFunctionMode):
 
 def _facts(flat: Flat) -> tuple[str, bool]:
     """Return the ranges of the tensors, and whether they hold zeros and ones, and nothing else."""
-    return _ranges(flat), _is_mask(flat)
-
-
-def _source_rank(source: Source | None) -> int:
-    """Return the order of preference: what the model computed, then what is not known, then what it was given."""
-    return 1 if source is None else 2 * source.given
-
-
-def _is_mask(flat: Flat) -> bool:
-    """Return whether the tensors hold zeros and ones, and nothing else."""
-    tensors = [values for _, values in _floating(flat)]
-    bounds = {bound.item() for values in tensors for bound in values.aminmax()}
-    return bounds == {0.0, 1.0} and all(bool(((values == 0) | (values == 1)).all()) for values in tensors)
+    shown, bounds, whole = [], set(), True
+    for path, values in _floating(flat):
+        low, high = values.double().aminmax()
+        shown.append(f"{path} min {low.item():.4g}, max {high.item():.4g}")
+        bounds |= {low.item(), high.item()}
+        whole = whole and bool(((values == 0) | (values == 1)).all())
+    return "; ".join(shown), whole and bounds == {0.0, 1.0}
 
 
 def find_origin(forward: Callable[[], Any]) -> Operation | None:
@@ -249,25 +244,13 @@ def _kinds(flat: Flat) -> frozenset[str]:
     for _, values in _floating(flat):
         if values.isfinite().all():
             continue
-        kinds |= {kind for kind in ("nan", "inf", "-inf") if _has(values, kind)}
+        has = {"nan": values.isnan(), "inf": values == math.inf, "-inf": values == -math.inf}
+        kinds |= {kind for kind, where in has.items() if where.any()}
     return frozenset(filter(None, kinds))
 
 
 def _kind(value: float) -> str | None:
     return None if math.isfinite(value) else str(value)
-
-
-def _has(values: torch.Tensor, kind: str) -> bool:
-    return bool((values.isnan() if kind == "nan" else values == float(kind)).any())
-
-
-def _ranges(flat: Flat) -> str:
-    """Return the smallest and largest element of each floating input: ``input min -0.3, max 2``."""
-    shown = []
-    for path, values in _floating(flat):
-        low, high = values.double().aminmax()
-        shown.append(f"{path} min {low.item():.4g}, max {high.item():.4g}")
-    return "; ".join(shown)
 
 
 def _floating(flat: Flat) -> Iterator[tuple[str, torch.Tensor]]:

@@ -57,7 +57,6 @@ from . import noise
 from .isolation import IsolationOptions, Key, Repeat, doubtful, in_float64, isolate_repeatedly, noisy
 from .live import (
     IsolationRequest,
-    expected_calls,
     modules_of,
     responses_of,
     with_note,
@@ -274,11 +273,12 @@ class Run:
         start: _Start,
         each: Callable[[Sequence[Any]], Iterable[Any]] = iter,
     ) -> list[dict[Key, IsolatedResponse]]:
+        expected = () if request.own_arguments else request.like.calls
         options = IsolationOptions(
             layers=modules_of(record),
             only=request.only,
             recipes={key: response.recipes for key, response in responses_of(request.like).items()},
-            expected=expected_calls(request),
+            expected={(layer.name, call.index): call for layer, call in expected},
             names=request.names,
             gradient=self.loss is not None,
         )

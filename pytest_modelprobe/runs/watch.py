@@ -247,7 +247,7 @@ class Watch:
     def _record(self, which: Which) -> Record:
         # A parameter that was written to, as by an optimizer, or replaced makes the record outdated too.
         tensors = (*nn.Module.parameters(self.model), *nn.Module.buffers(self.model))
-        now = self._capture.changes, tuple((id(t), version(t)) for t in tensors)
+        now = self._capture.guard.entered, tuple((id(t), version(t)) for t in tensors)
         then, record = self._records.get(which, (None, None))
         if record is None or then != now:
             record = assemble(self._capture, which, seed=self._seed)

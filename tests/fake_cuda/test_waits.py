@@ -96,7 +96,6 @@ WATCH: dict[str, dict[str, Any]] = {
 }
 MORE: dict[tuple[Step, str], list[int]] = {
     (accumulated, "alone"): [2, 2, 2, 2],  # one for each further backward of three
-    (trained, "attention"): [2, 2, 2, 2],  # the host waits, then copies
     (trained, "steps"): [1, 1, 0, 0],  # three steps are kept, of which the first is not counted here
 }
 """How many waits a step of a watch has more than a step without, from the second step on."""

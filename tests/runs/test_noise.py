@@ -22,15 +22,12 @@ from pytest_modelprobe.runs import run
 from pytest_modelprobe.runs.isolation import IsolationOptions, isolate_repeatedly
 from pytest_modelprobe.runs.noise import (
     Perturbation,
-    first_difference,
     perturbed,
     readings,
     relative_change,
     with_noise,
     with_nondeterminism,
 )
-
-FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64]
 
 
 @pytest.fixture
@@ -111,11 +108,6 @@ def test_each_element_moves_by_one_unit_in_the_last_place(dtype: torch.dtype) ->
     assert units.max() <= 1.0
 
 
-def test_a_moved_tensor_keeps_its_memory_format() -> None:
-    x = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    assert perturbed(x, "x", 1).stride() == x.stride()
-
-
 def test_a_name_tells_moves_apart_and_repeats_them() -> None:
     x = torch.ones(1000)
     assert torch.equal(perturbed(x, "a", 1), perturbed(x, "a", 1))
@@ -126,11 +118,6 @@ def test_a_name_tells_moves_apart_and_repeats_them() -> None:
 def test_zeros_and_what_is_not_finite_or_huge_stays(units: int) -> None:
     x = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, torch.finfo(torch.float32).min, 3e38])
     assert perturbed(x, "x", units).numpy().tobytes() == x.numpy().tobytes()
-
-
-def test_an_element_of_any_layout_moves_in_its_place() -> None:
-    x = torch.arange(1.0, 7.0).view(2, 3).t()
-    assert torch.allclose(perturbed(x, "x", 1), x)
 
 
 @pytest.mark.parametrize(
@@ -219,11 +206,6 @@ def test_harmless_changes_stay_within_a_few_times_the_noise(
         assert moved_by is None or moved_by <= max(4 * (reading.noise or 0.0), 2e-6), key
 
 
-def test_the_noise_of_a_forward_is_of_the_size_of_rounding(probe: ModelProbe) -> None:
-    record = measured(probe.run(probe.build(lambda: nn.Linear(64, 64)), probe.randn(8, 64)))
-    assert 1e-8 < (record["(root)"].output.forward.noise or 0.0) < 1e-6
-
-
 class Gate(nn.Module):
     """One of its sixteen gates lies as near to the other side as rounding may bring it."""
 
@@ -271,14 +253,6 @@ def test_a_long_sum_may_be_added_up_in_another_order_and_not_with_fewer_digits(
     assert not compare(probe.run(model, x), record).same
 
 
-def test_the_weights_of_a_short_sum_are_perturbed_by_one_unit() -> None:
-    model = nn.Linear(4096, 2)
-    before = model.weight.detach().clone()
-    with Perturbation("repeat 0", far=False).applied(model):
-        pass
-    assert (model.weight - before).abs().max() < 2e-9  # weights are below 1/64, where a unit is 1.9e-9
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [48, 1024])
 def test_the_gradient_of_a_bias_may_be_added_up_in_another_order_and_nothing_more(
@@ -323,12 +297,6 @@ def test_parameters_have_no_noise_but_their_gradients_and_what_a_run_leaves(prob
     assert 0 < (mean.noise or 0.0) < 1e-5
     assert count is not None
     assert count.noise == 0.0
-
-
-def test_without_a_loss_the_forward_is_measured(probe: ModelProbe) -> None:
-    record = measured(probe.run(probe.build(lambda: nn.Linear(8, 4)), probe.randn(2, 8)))
-    assert record.noise == "measured"
-    assert record["(root)"].output.forward.noise
 
 
 def test_responses_of_single_layers_have_noise_too(probe: ModelProbe) -> None:
@@ -463,24 +431,9 @@ def test_a_value_that_is_missing_or_of_another_size_in_a_repeat_has_infinite_noi
     assert value.backward.noise == math.inf
 
 
-def test_integers_that_differ_have_a_share_of_at_least_one_element() -> None:
-    a, b = reading(1.0, digest="0" * 16), reading(1.0, digest="f" * 16)
-    assert relative_change(a, a) == 0.0
-    assert relative_change(a, b) == 0.25
-
-
-def test_what_has_no_numbers_has_no_noise() -> None:
-    meta = Reading(reason="meta tensor")
-    assert with_noise(record(meta), [record(meta)])["a"].output.forward.noise is None
-
-
 def test_plain_repeats_give_noise_where_they_differ_alone() -> None:
     base = record(reading(1.0), reading(1.0))
     value = with_nondeterminism(base, [record(reading(1.0), reading(1.5)), base])["a"].output
     assert value.forward.noise is None
     assert value.backward is not None
     assert value.backward.noise == 0.5
-
-
-def test_equal_records_have_no_first_difference_though_they_hold_nan() -> None:
-    assert first_difference(record(reading(math.nan)), record(reading(float("nan")))) is None
