@@ -548,17 +548,13 @@ def next_hook() -> int | None:
     return getattr(RemovableHandle(OrderedDict()), "id", None)
 
 
-def _convert_in_place(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+def converted(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Apply a function to each parameter, buffer and gradient of a module, and store the results in them."""
     for tensor in (*nn.Module.parameters(module), *nn.Module.buffers(module)):
         gradient, tensor.grad = tensor.grad, None  # torch refuses data whose dtype is not that of the gradient
         tensor.data = function(tensor.data)
         tensor.grad = None if gradient is None else function(gradient)
 
-
-converted: Callable[[nn.Module, Callable[[Tensor], Tensor]], object] = (
-    (lambda module, function: module._apply(function)) if _private("torch.nn.Module._apply") else _convert_in_place
-)
-"""Apply a function to each parameter, buffer and gradient of a module, and store the results in them."""
 
 # --- operations, modes and settings -----------------------------------------------------------------------------------
 
@@ -671,19 +667,6 @@ not_compiled: Callable[[_Function], _Function] = _private("torch._disable_dynamo
 
 FLASH_ATTENTION_ON_CPU: Any = _private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu")
 """The fused attention on the CPU, which `torch.utils.flop_counter` does not count, or `None` if there is none."""
-
-
-def _cudnn(name: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    """Return getter and setter of a cuDNN setting. The properties of `torch.backends` may be frozen by the user."""
-    cudnn = torch.backends.cudnn
-    return (
-        _private(f"torch._C._get_cudnn_{name}", lambda: getattr(cudnn, name)),
-        _private(f"torch._C._set_cudnn_{name}", lambda value: setattr(cudnn, name, value)),
-    )
-
-
-CUDNN = {name: _cudnn(name) for name in ("benchmark", "deterministic", "enabled")}
-"""Getter and setter of each setting of cuDNN that is put back."""
 
 
 def run_composite(func: Any, args: Any, kwargs: Any) -> Any:

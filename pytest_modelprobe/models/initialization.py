@@ -187,11 +187,19 @@ class _RandomLog(Dispatching, TorchDispatchMode):  # type: ignore[misc]
         if pause and self._paused:
             return func(*args, **kwargs)
         written, read = _written_and_read(func, args, kwargs)
-        draws = _draws(func, args, kwargs)
+        # An explicit generator is the user's own seed, and is left alone.
+        leaves = _leaves((args, kwargs))
+        draws = not isinstance(func, Operation) or torch.Tag.nondeterministic_seeded in func.tags
+        draws = draws and not any(isinstance(leaf, torch.Generator) for leaf in leaves)
         if not (written or read or draws):
             return func(*args, **kwargs)
-        if not all(_loggable(leaf) for leaf in _leaves((args, kwargs))):
-            return self._call_unlogged(func, args, kwargs, written, read)
+        if not all(map(_loggable, leaves)):  # the tensors that meet such a one keep the values of the first run
+            for tensor in (t for t in (*written, *read) if has_dense_storage(t)):
+                store = self.store_of(tensor)
+                _observe(store.last if store else None)
+            for tensor in (t for t in written if has_dense_storage(t)):
+                self._stores.pop(_key(tensor), None)
+            return func(*args, **kwargs)
         keys_read = {_key(tensor) for tensor in read}
         whole = {_key(t) for t in written if _overwrites(func, t)} - keys_read
         keys_read |= {_key(tensor) for tensor in written} - whole
@@ -199,54 +207,20 @@ class _RandomLog(Dispatching, TorchDispatchMode):  # type: ignore[misc]
             for key in whole:
                 self._stores.pop(key, None)  # something constant replaced the random contents
             return func(*args, **kwargs)
-        op = self._prepare(func, args, kwargs, written, whole)
-        if draws:
-            op.seed = derive(self._seed, f"draw {op.index}")
-        out = _execute(op, args, kwargs)
-        self._commit(op, written, [*written, *read], out)
-        return out
-
-    def store_of(self, tensor: torch.Tensor) -> _Store | None:
-        return self._stores.get(_key(tensor))
-
-    def _call_unlogged(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        written: list[torch.Tensor],
-        read: list[torch.Tensor],
-    ) -> Any:
-        """Call with tensors that cannot be logged. The tensors that meet them keep the values of the first run."""
-        for tensor in (t for t in (*written, *read) if has_dense_storage(t)):
-            store = self.store_of(tensor)
-            _observe(store.last if store else None)
-        for tensor in (t for t in written if has_dense_storage(t)):
-            self._stores.pop(_key(tensor), None)
-        return func(*args, **kwargs)
-
-    def _prepare(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        written: list[torch.Tensor],
-        whole: set[int],
-    ) -> _Op:
-        """Log the operation with its inputs as they are now: afterwards they may be overwritten."""
+        # The operation is logged with its inputs as they are now: afterwards they may be overwritten.
         for tensor in written:
             if _key(tensor) not in self._stores:
                 self._track(tensor, keep_contents=_key(tensor) not in whole)
-        tracked = [leaf for leaf in _leaves((args, kwargs)) if self._tracked(leaf)]
+        tracked = [leaf for leaf in leaves if has_dense_storage(leaf) and _key(leaf) in self._stores]
         views = {id(tensor): self._view(tensor) for tensor in tracked}
         before = {self._stores[key].last for key in {_key(t) for t in tracked} - whole}
         template = _mapped(lambda leaf: views.get(id(leaf)) or _constant(leaf), (args, kwargs))
         writes = tuple(views[id(tensor)] for tensor in written)
-        return self._op(func, *template, writes=writes, before=tuple(filter(None, before)))
-
-    def _commit(self, op: _Op, written: list[torch.Tensor], inputs: list[torch.Tensor], out: Any) -> None:
-        outputs = _leaves(out)
-        known = {_key(tensor) for tensor in inputs}
+        op = self._op(func, *template, writes=writes, before=tuple(filter(None, before)))
+        if draws:
+            op.seed = derive(self._seed, f"draw {op.index}")
+        out = _execute(op, args, kwargs)
+        outputs, known = _leaves(out), {_key(tensor) for tensor in (*written, *read)}
         if _reveals(op, outputs):
             _observe(op)
         op.makes = tuple(
@@ -254,36 +228,32 @@ class _RandomLog(Dispatching, TorchDispatchMode):  # type: ignore[misc]
         )
         for store in (*(view.store for view in op.writes), *filter(None, op.makes)):
             store.last = op
+        return out
+
+    def store_of(self, tensor: torch.Tensor) -> _Store | None:
+        return self._stores.get(_key(tensor))
 
     def _op(self, func: Any, args: Any, kwargs: Any, **more: Any) -> _Op:
         self._count += 1
         return _Op(self._count, func, args, kwargs, **more)
-
-    def _tracked(self, leaf: object) -> bool:
-        return has_dense_storage(leaf) and _key(leaf) in self._stores
 
     def _view(self, tensor: torch.Tensor) -> _View:
         store, offset = self._stores[_key(tensor)], int(tensor.storage_offset())
         return _View(store, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
 
     def _track(self, tensor: torch.Tensor, keep_contents: bool = False) -> _Store:
-        self._sweep()
+        if len(self._stores) > self._sweep_at:  # drop those that were freed, and operations that nothing depends on
+            self._stores = {key: store for key, store in self._stores.items() if not store.alive.expired()}
+            self._sweep_at = 2 * len(self._stores) + 1024  # in proportion, so that this never takes most of the time
         storage = tensor.untyped_storage()
-        ref = WeakStorage(storage)
-        store = self._stores[_key(tensor)] = _Store(ref, storage.nbytes(), storage.device)
+        store = _Store(WeakStorage(storage), storage.nbytes(), storage.device)
+        self._stores[_key(tensor)] = store
         if keep_contents:
             everything = _View(store, torch.uint8, (store.nbytes,), (1,), 0)
             args = (everything, as_bytes(storage).clone())
             copy = torch.ops.aten.copy_.default
             store.last = self._op(copy, args, {}, writes=(everything,), before=(), makes=(None,))
         return store
-
-    def _sweep(self) -> None:
-        """Drop the storages that were freed, and with them operations that nothing depends on."""
-        if len(self._stores) > self._sweep_at:
-            alive = {k: s for k, s in self._stores.items() if not s.alive.expired()}
-            self._stores = alive
-            self._sweep_at = 2 * len(alive) + 1024  # in proportion, so that sweeping never takes most of the time
 
 
 class _UncompiledLog(_RandomLog):
@@ -485,9 +455,7 @@ def _constant(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _written_and_read(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _written_and_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     """Return the tensors that a call writes, and those that it only reads."""
     if not isinstance(func, Operation):  # a function that is logged whole fills its first argument
         return [args[0]], []
@@ -496,12 +464,8 @@ def _written_and_read(
     for position, argument in enumerate(schema(func).arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         is_write = argument.alias_info is not None and argument.alias_info.is_write
-        leaves = _leaves(value) if isinstance(value, list | tuple) else [value]
-        (written if is_write else read).extend(leaves)
-    return (
-        [leaf for leaf in written if isinstance(leaf, torch.Tensor)],
-        [leaf for leaf in read if isinstance(leaf, torch.Tensor)],
-    )
+        (written if is_write else read).extend(leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
+    return written, read
 
 
 def _overwrites(func: Any, tensor: torch.Tensor) -> bool:
@@ -509,13 +473,6 @@ def _overwrites(func: Any, tensor: torch.Tensor) -> bool:
     is_op = isinstance(func, Operation)
     replaces = not is_op or _name(func) in _FILLS or any(a.is_out for a in schema(func).arguments)
     return replaces and tensor.nbytes == tensor.untyped_storage().nbytes()
-
-
-def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws from the global state. An explicit generator is the user's own seed, and is left alone."""
-    if isinstance(func, Operation) and torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    return not any(isinstance(leaf, torch.Generator) for leaf in _leaves((args, kwargs)))
 
 
 def _execute(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

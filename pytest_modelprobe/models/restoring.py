@@ -8,6 +8,7 @@ optimizer may refer to them. How far that reaches is decided by type, and notes 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import random
@@ -159,7 +160,6 @@ def _set_stream(before: Any) -> None:
         torch.cuda.set_stream(before)
 
 
-# Not the properties of `torch.backends.cudnn`, which cannot be set after the user froze the flags.
 SETTINGS = (
     Setting("environment", _ENVIRONMENT.copy, _set_environment),
     Setting("warning filters", lambda: warnings.filters[:], _set_warning_filters),
@@ -174,7 +174,14 @@ SETTINGS = (
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         _set_deterministic,
     ),
-    *(Setting(f"cuDNN {name}", read, write) for name, (read, write) in _torch.CUDNN.items()),
+    *(
+        Setting(
+            f"cuDNN {name}",
+            functools.partial(getattr, torch.backends.cudnn, name),
+            functools.partial(setattr, torch.backends.cudnn, name),
+        )
+        for name in ("benchmark", "deterministic", "enabled")
+    ),
     Setting("precision of float32 products", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     Setting("precision by backend", lambda: [one.fp32_precision for one in _BACKENDS], _set_precisions),
     Setting("threads", torch.get_num_threads, torch.set_num_threads),

@@ -497,8 +497,13 @@ def test_numbers_of_numpy_and_random_are_the_same_every_time():
 
 def test_many_temporaries_do_not_stay_in_the_log(monkeypatch):
     sizes = []
-    sweep = initialization._RandomLog._sweep
-    monkeypatch.setattr(initialization._RandomLog, "_sweep", lambda log: (sizes.append(len(log._stores)), sweep(log)))
+    track = initialization._RandomLog._track
+
+    def counted(log, *args, **options):
+        sizes.append(len(log._stores))
+        return track(log, *args, **options)
+
+    monkeypatch.setattr(initialization._RandomLog, "_track", counted)
 
     def make():
         for _ in range(5000):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -128,10 +127,18 @@ class Session:
             for (layer, _), recipes in self.options.recipes.items():
                 by_layer.setdefault(layer, {}).update(recipes)
             for name, module in self.layers.modules.items():
-                response_layer = self._response_layer(name)
+                # The recipes of the weights are those of the layer itself or of the nearest called one around it,
+                # because code may use the weights of a child without calling it.
+                around = (name, *reversed(containers(name)))
+                response_layer = next((layer for layer in around if layer in self.traced.called), None)
                 inside = "" if response_layer in (None, name) else f"{relative_name(name, response_layer or ROOT)}."
                 self._replace_weights(name, response_layer, inside, module, by_layer.get(response_layer or "", {}))
-                self._replace_forward(name, module)
+                attributes = vars(module)
+                if "forward" in attributes:
+                    self._exit.callback(attributes.__setitem__, "forward", attributes["forward"])
+                else:
+                    self._exit.callback(attributes.pop, "forward", None)
+                attributes["forward"] = _ForwardStub(self, name, module.forward)
             self._exit = self._exit.pop_all()
         return self
 
@@ -144,7 +151,14 @@ class Session:
         if call.reason is not None or call.inputs is None:
             return IsolatedResponse(reason=call.reason or "its inputs are not known")
         expected = self.options.expected.get((call.layer, call.index)) if call.parent is not None else None
-        like = self._likeness(call, expected)
+        like, stub = None, vars(call.module).get("forward")
+        if isinstance(stub, _ForwardStub):
+            given = expected and (dict(expected.arguments), [(v.path, v.shape, v.dtype) for v in expected.inputs])
+            like = likeness(call, stub.__wrapped__, self._made, given)
+        if like is not None:
+            recipes = self.options.recipes.get((call.layer, call.index), {}), self.owned.get(call.layer, {})
+            names = self.names.paths.get(call.layer, {})
+            like = like, *(tuple(some.items()) for some in (*recipes, names))
         found = None if like is None else self._responses.get(like)
         if found is None:
             versions = None if like is None else _versions(call.module)
@@ -153,16 +167,6 @@ class Session:
             if like is not None and _versions(call.module) == versions:
                 self._responses[like] = found
         return found
-
-    def _likeness(self, call: TracedCall, expected: Call | None) -> Hashable | None:
-        stub = vars(call.module).get("forward")
-        if not isinstance(stub, _ForwardStub):
-            return None
-        given = expected and (dict(expected.arguments), [(v.path, v.shape, v.dtype) for v in expected.inputs])
-        like = likeness(call, stub.__wrapped__, self._made, given)
-        recipes = self.options.recipes.get((call.layer, call.index), {}), self.owned.get(call.layer, {})
-        names = (*recipes, self.names.paths.get(call.layer, {}))
-        return None if like is None else (like, *(tuple(some.items()) for some in names))
 
     def _response_to(self, call: TracedCall, expected: Call | None) -> IsolatedResponse:
         alone = _IsolatedCall(self, call, expected)
@@ -218,14 +222,6 @@ class Session:
         """Return the path that a value or a parameter of a layer had before, by which synthetic tensors are drawn."""
         return self.names.paths.get(layer, {}).get(path, path)
 
-    def _response_layer(self, layer: str) -> str | None:
-        """Return the layer whose response has the recipes of the weights.
-
-        That is the layer itself or the nearest called one around it, because code may use the weights of a child
-        without calling it.
-        """
-        return next((name for name in (layer, *reversed(containers(layer))) if name in self.traced.called), None)
-
     def _replace_weights(
         self, layer: str, response_layer: str | None, prefix: str, module: nn.Module, recipes: Mapping[str, str]
     ) -> None:
@@ -269,15 +265,6 @@ class Session:
             layout = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
             self._made[id(weight)] = role, kind, layout, repr(vars(tensor))
         return weight  # type: ignore[no-any-return]
-
-    def _replace_forward(self, name: str, module: nn.Module) -> None:
-        attributes = vars(module)
-        stub = _ForwardStub(self, name, module.forward)
-        if "forward" in attributes:
-            self._exit.callback(attributes.__setitem__, "forward", attributes["forward"])
-        else:
-            self._exit.callback(attributes.pop, "forward", None)
-        attributes["forward"] = stub
 
 
 def _versions(module: nn.Module) -> list[int]:
@@ -412,14 +399,10 @@ class _IsolatedCall:
         sizes = tuple(size for size in shape if isinstance(size, int))
         if value is None or not isinstance(dtype, torch.dtype) or len(sizes) != len(shape) or not fits(kind, dtype):
             return None
-        spec = TensorSpec(path, sizes, _contiguous(sizes), dtype, self._device, kind)
+        device = next((tensor.device for tensor, *_ in self._inputs.values()), torch.device("cpu"))
+        spec = TensorSpec(path, sizes, torch.empty(sizes, device="meta").stride(), dtype, device, kind)
         with statistics.ambient_modes_disabled(), torch.no_grad():
             return self._tensor(spec, self.session.path_before(self.call.layer, path), path, sizes)
-
-    @property
-    def _device(self) -> torch.device:
-        """The device of the first input."""
-        return next((tensor.device for tensor, *_ in self._inputs.values()), torch.device("cpu"))
 
     def _tensor(self, spec: TensorSpec, role: str, label: str, shape: tuple[int, ...]) -> Tensor:
         if spec.value is not None:
@@ -428,7 +411,16 @@ class _IsolatedCall:
         if not spec.name:
             drawn = self.session.synthetic("2^0", shape, "inside", spec.dtype)
             return _laid_out(drawn.to(spec.device), stride)
-        kind, single = self._recipe(spec, label, shape, stride)
+        # The shape of its distinct elements, which is 1 along axes of stride 0, is part of the recipe, so that other
+        # runs repeat elements along the same axes.
+        kind, head, single = spec.kind, head_of(shape, spec.dtype), shape
+        if stride is not None:
+            single = tuple(n if step else min(n, 1) for n, step in zip(shape, stride, strict=True))
+        wanted_head, _, wanted = self._wanted.get(label, "").partition(" ")
+        wanted, _, apart = wanted.partition(" of ")
+        if wanted_head == head and fits(wanted, spec.dtype, getattr(self.call.module, "num_embeddings", None)):
+            kind, single = wanted, _parsed(apart, shape)
+        self._recipes[label] = f"{head} {kind}" + ("" if single == shape else f" of {'x'.join(map(str, single))}")
         leaf = self.session.synthetic(kind, single, role, spec.dtype).to(spec.device)
         with torch.set_grad_enabled(self.session.options.gradient):
             if spec.dtype.is_floating_point:
@@ -440,28 +432,6 @@ class _IsolatedCall:
                 tensor = tensor.expand(shape) if stride is not None and 0 in stride else tensor.expand(shape).clone()
         self._inputs[id(tensor)] = tensor, label, tensor._version
         return tensor
-
-    def _recipe(
-        self, spec: TensorSpec, label: str, shape: tuple[int, ...], stride: Sequence[int] | None
-    ) -> tuple[str, tuple[int, ...]]:
-        """Return the recipe of a tensor, and the shape of its distinct elements, which is 1 along axes of stride 0.
-
-        That shape is part of the recipe, so that other runs repeat elements along the same axes.
-        """
-        head = head_of(shape, spec.dtype)
-        single = (
-            shape
-            if stride is None
-            else tuple(min(n, 1) if not step else n for n, step in zip(shape, stride, strict=True))
-        )
-        wanted_head, _, wanted = self._wanted.get(label, "").partition(" ")
-        wanted, _, apart = wanted.partition(" of ")
-        most = getattr(self.call.module, "num_embeddings", None)
-        kind = spec.kind
-        if wanted_head == head and fits(wanted, spec.dtype, most):
-            kind, single = wanted, _parsed(apart, shape)
-        self._recipes[label] = f"{head} {kind}" + ("" if single == shape else f" of {'x'.join(map(str, single))}")
-        return kind, single
 
     # --- what comes out -------------------------------------------------------------------------------------------
 
@@ -532,10 +502,19 @@ class _IsolatedCall:
             self._terms.append(projected(tensor, weights))
 
     def _response(self) -> IsolatedResponse:
-        roles, gradients, reason = self._gradients()
-        self._reduced += [statistics.reduce(gradient) for gradient in gradients]
-        readings = statistics.collect(self._reduced)
-        computed = iter(readings)
+        wanted = {role: leaf for role, (_, leaf) in self._leaves.items() if leaf.requires_grad}
+        found: Sequence[Tensor | None] = ()
+        roles, reason = [], None
+        if self._terms and wanted:
+            try:
+                with torch.enable_grad():
+                    loss = sum((term.to(self._terms[0].device) for term in self._terms[1:]), start=self._terms[0])
+                found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+            except Exception as error:  # noqa: BLE001 - a model's own backward may raise anything
+                found, reason = (None,) * len(wanted), line(f"backward: {reason_of(error)}")
+            roles = [role for role, gradient in zip(wanted, found, strict=True) if gradient is not None]
+            self._reduced += [statistics.reduce(gradient) for gradient in found if gradient is not None]
+        computed = iter(statistics.collect(self._reduced))
         handed = tuple(
             EmittedTensor(where=where, passed=passed, reading=next(computed) if passed is None else None)
             for where, passed in self._emitted
@@ -549,20 +528,6 @@ class _IsolatedCall:
             reason=reason,
             by_names_before=self.session.options.names is not None,
         )
-
-    def _gradients(self) -> tuple[list[str], list[Tensor], str | None]:
-        """Return the names of leaves with a gradient, the gradients, and the reason if there are none."""
-        wanted = {role: leaf for role, (_, leaf) in self._leaves.items() if leaf.requires_grad}
-        if not self._terms or not wanted:
-            return [], [], None
-        try:
-            with torch.enable_grad():
-                loss = sum((term.to(self._terms[0].device) for term in self._terms[1:]), start=self._terms[0])
-            found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-        except Exception as error:  # noqa: BLE001 - a model's own backward may raise anything
-            return [], [], line(f"backward: {reason_of(error)}")
-        reached = [(role, gradient) for role, gradient in zip(wanted, found, strict=True) if gradient is not None]
-        return [role for role, _ in reached], [gradient for _, gradient in reached], None
 
 
 def _tensors_differ(a: IsolatedResponse, b: IsolatedResponse) -> bool:
@@ -594,11 +559,6 @@ def _parsed(text: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     sizes = tuple(int(size) for size in text.split("x") if size.isdecimal())
     fit = len(sizes) == len(shape) and all(size in (1, n) for size, n in zip(sizes, shape, strict=True))
     return sizes if fit else shape
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _laid_out(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
