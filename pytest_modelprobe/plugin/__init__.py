@@ -327,16 +327,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Run a test with ``world_size=`` in that many processes."""
     marked = marker_arguments(item)
-    if "world_size" not in marked or is_rank(item.config) or marker_error(item) or _is_only_set_up(item.config):
+    is_only_set_up = item.config.getoption("setuponly", False) or item.config.getoption("setupplan", False)
+    if "world_size" not in marked or is_rank(item.config) or marker_error(item) or is_only_set_up:
         return None
     from .ranks import run_in_ranks
 
     run_in_ranks(item, nextitem, world_size=marked["world_size"], timeout=marked.get("timeout", 60))
     return True
-
-
-def _is_only_set_up(config: pytest.Config) -> bool:
-    return bool(config.getoption("setuponly", False) or config.getoption("setupplan", False))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -403,9 +400,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     if report.when == "call":
         item.stash[_FAILED] = report.failed
-        notes = _notes_of(item) if report.failed else []
-        if notes:
-            report.sections.append(("modelprobe", "\n".join(notes)))
+        notes = getattr(getattr(item, "funcargs", {}).get("modelprobe"), "notes", ()) if report.failed else ()
+        if notes:  # on what the probe recorded: they may explain the failure
+            from pytest_modelprobe.text import printable
+
+            report.sections.append(("modelprobe", "\n".join(f"note: {printable(note)}" for note in notes)))
     elif report.when == "teardown":
         found = _summaries_of(item)
         if found:
@@ -419,17 +418,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             report.modelprobe_snapshots = comparer.results()
             del item.stash[_COMPARER]  # a test that is run again has another
     return report
-
-
-def _notes_of(item: pytest.Item) -> list[str]:
-    """Return the notes on what the probe of a test recorded, because they may explain a failure."""
-    probe: Any = getattr(item, "funcargs", {}).get("modelprobe")
-    notes = getattr(probe, "notes", ())
-    if not notes:
-        return []
-    from pytest_modelprobe.text import printable
-
-    return [f"note: {printable(note)}" for note in notes]
 
 
 def _keep_observed(item: pytest.Item, probe: ModelProbe) -> None:
