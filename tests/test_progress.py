@@ -118,26 +118,6 @@ def test_what_a_test_prints_is_captured_as_before(slow: pytest.Pytester) -> None
     result.stdout.fnmatch_lines(["*Captured stdout call*", "printed before", "printed after"], consecutive=True)
 
 
-def test_the_debugger_has_the_terminal(slow: pytest.Pytester) -> None:
-    slow.makepyfile(
-        """
-        from pytest_modelprobe.progress import progress
-
-        def test_work(request):
-            line = request.config.pluginmanager.getplugin("modelprobe-progress")
-            line.pytest_enter_pdb()
-            with progress("debugged", 9) as each:
-                list(each(range(9)))
-            line.pytest_leave_pdb()
-            with progress("step", 3) as each:
-                list(each(range(3)))
-        """
-    )
-    result = slow.runpytest()
-    result.stdout.no_fnmatch_line("*debugged*")
-    result.stdout.fnmatch_lines(["modelprobe: step 2 of 3, 40 s"])
-
-
 def in_a_terminal(folder: Path, *arguments: str) -> str:
     """Return what pytest writes to a terminal."""
     pty = pytest.importorskip("pty")

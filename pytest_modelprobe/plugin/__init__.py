@@ -373,9 +373,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     if report.when == "call":
         item.stash[_FAILED] = report.failed
-        notes = _notes_of(item) if report.failed else []
-        if notes:
-            report.sections.append(("modelprobe", "\n".join(notes)))
+        notes = getattr(getattr(item, "funcargs", {}).get("modelprobe"), "notes", ()) if report.failed else ()
+        if notes:  # on what the probe recorded: they may explain the failure
+            from pytest_modelprobe.text import printable
+
+            report.sections.append(("modelprobe", "\n".join(f"note: {printable(note)}" for note in notes)))
     elif report.when == "teardown":
         found = _summaries_of(item)
         if found:
@@ -389,17 +391,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             report.modelprobe_snapshots = comparer.results()
             del item.stash[_COMPARER]  # a test that is run again has another
     return report
-
-
-def _notes_of(item: pytest.Item) -> list[str]:
-    """Return the notes on what the probe of a test recorded, because they may explain a failure."""
-    probe: Any = getattr(item, "funcargs", {}).get("modelprobe")
-    notes = getattr(probe, "notes", ())
-    if not notes:
-        return []
-    from pytest_modelprobe.text import printable
-
-    return [f"note: {printable(note)}" for note in notes]
 
 
 def _keep_observed(item: pytest.Item, probe: ModelProbe) -> None:

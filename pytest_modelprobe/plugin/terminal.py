@@ -287,10 +287,9 @@ class ProgressLine:
         self._capture: Any = config.pluginmanager.getplugin("capturemanager")
         self._width = config.get_terminal_writer().fullwidth - 1
         self._rewrites = bool(self._terminal.isatty) and not os.environ.get("CI")
-        self._process = os.getpid()
         self._begun: float | None = None
         self._due = 0.0
-        self._is_shown = self._in_debugger = False
+        self._is_shown = False
 
     @staticmethod
     def is_wanted(config: pytest.Config) -> bool:
@@ -310,19 +309,8 @@ class ProgressLine:
         with listening(self):
             return (yield)
 
-    def pytest_enter_pdb(self) -> None:
-        """Leave the terminal to the debugger."""
-        self._end()
-        self._in_debugger = True
-
-    def pytest_leave_pdb(self) -> None:
-        """Show the line again, if the work goes on."""
-        self._in_debugger = False
-
     def __call__(self, what: str) -> None:
         """Show what is being done, if it takes long. An empty text ends the line."""
-        if self._in_debugger or os.getpid() != self._process:
-            return
         if not what:
             self._end()
             return

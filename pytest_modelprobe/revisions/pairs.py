@@ -52,16 +52,12 @@ class Pair:
         return [one for one in (self.here, self.there) if one.record.noise == "not repeatable"]
 
 
-def compare_records(actual: Record, expected: Record) -> Comparison:
+def compare_records(actual: Record, expected: Record, precision: Precision = "exact") -> Comparison:
     """Return what differs between the records of two sides, to the bit, or beyond measured noise.
 
     With the same versions both sides compute the same bits. Other versions of torch have other kernels, which round
     otherwise: then the tolerance is that of a snapshot.
     """
-    return _compared(actual, expected, "exact")
-
-
-def _compared(actual: Record, expected: Record, precision: Precision) -> Comparison:
     same = actual.versions == expected.versions
     parts: Parts = "all" if has_numbers(actual) and has_numbers(expected) else "architecture"
     return compare(actual, expected, parts=parts, precision=precision if same else None)
@@ -76,7 +72,7 @@ def judged(here: Written, there: Written) -> Pair:
     """
     # The noise of a watch is not measured; most rounding is smaller than what a file can hold.
     exact = there.record.noise and not is_narrow(there.record)  # where float32 is narrow no more, its noise is 0
-    found = _compared(here.record, there.record, "exact" if exact else "measured")
+    found = compare_records(here.record, there.record, "exact" if exact else "measured")
     pair = Pair(here, there, "unchanged", diagnose(found), first_difference(found))
     if pair.unrepeatable:
         verdict: Verdict = "not repeatable"
@@ -86,7 +82,9 @@ def judged(here: Written, there: Written) -> Pair:
         verdict = "not run"  # a watch that saw no forward
     else:
         verdict = "unchanged" if pair.first is None else "rounding"
-    return _with_tensors(dataclasses.replace(pair, verdict=verdict))
+    if pair.first is not None and here.tensors is not None and there.tensors is not None:
+        pair = dataclasses.replace(pair, tensors=exact_difference(here.tensors, there.tensors))
+    return dataclasses.replace(pair, verdict=verdict)
 
 
 def first_difference(comparison: Comparison) -> Place | None:
@@ -98,12 +96,6 @@ def first_difference(comparison: Comparison) -> Place | None:
                 before = comparison.names_before.layers.get(pair.layer, pair.layer)
                 return Place(pair.layer, before, pair.actual.index, value.path, change.change)
     return None
-
-
-def _with_tensors(pair: Pair) -> Pair:
-    if pair.first is None or pair.here.tensors is None or pair.there.tensors is None:
-        return pair
-    return dataclasses.replace(pair, tensors=exact_difference(pair.here.tensors, pair.there.tensors))
 
 
 def exact_difference(here: Path, there: Path) -> dict[str, Any] | None:

@@ -102,32 +102,23 @@ class Recorder:
     def _write(self, key: str, record: Record, model: Any, outputs_of: Outputs | None = None) -> None:
         if not self._test:  # a probe that a plugin made
             return
-        plain = Written(self._test, key, record, dict(_sources(model)))
-        written, first = self._completed(plain)
+        plain = written = Written(self._test, key, record, dict(_sources(model)))
+        first = None
+        if self._like is not None and (like := read_one(self._like, plain.test, plain.key)) is not None:
+            written, first = _with_evidence_like(plain, like)
+        elif self._beside is not None and (beside := read_one(self._beside, plain.test, plain.key)) is not None:
+            written, first = _with_evidence_if_differing(plain, beside)
+        elif self._evidence:
+            written = _with_evidence(plain)
+        elif record.live_run is not None and (layers := layers_behind_zeros(record)):
+            # The code of these layers may change without changing any other number.
+            isolated = record.live_run.isolated(record, only=layers, own_arguments=True)
+            written = dataclasses.replace(plain, record=isolated)
         is_module = first is not None and not record.layers[first].functional  # a function has no hook that keeps
         if first is not None and is_module and outputs_of is not None and self._tensors is not None:
             path = path_of(self._tensors, self._test, key).with_suffix(".pt")
             written = dataclasses.replace(written, tensors=_saved(outputs_of(first), path))
         written.write(self._folder)
-
-    def _completed(self, plain: Written) -> tuple[Written, str | None]:
-        """Return the record with what it needs, and the layer whose output differs first from the other side."""
-        beside, like = (
-            None if folder is None else read_one(folder, plain.test, plain.key) for folder in (self._beside, self._like)
-        )
-        if like is not None:
-            return _with_evidence_like(plain, like)
-        if beside is not None:
-            return _with_evidence_if_differing(plain, beside)
-        return (_with_evidence(plain) if self._evidence else _with_what_zeros_hide(plain)), None
-
-
-def _with_what_zeros_hide(plain: Written) -> Written:
-    """Return a record with the responses of the layers whose code may change without changing any other number."""
-    live_run, layers = plain.record.live_run, layers_behind_zeros(plain.record)
-    if live_run is None or not layers:
-        return plain
-    return dataclasses.replace(plain, record=live_run.isolated(plain.record, only=layers, own_arguments=True))
 
 
 def _with_evidence(plain: Written) -> Written:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from pytest_modelprobe.comparison import Cause, diagnose
+from pytest_modelprobe.comparison import diagnose
 from pytest_modelprobe.gate import GitError, Repository, class_of, run_git
 from pytest_modelprobe.interrupts import finished
 from pytest_modelprobe.record import Glob
@@ -121,15 +122,9 @@ class Worktree:
             if info.startswith(b"160000"):
                 commit, name = info.split()[2].decode(), os.fsdecode(path)
                 with contextlib.suppress(GitError):  # a submodule that nobody needs is not there
-                    self._write(self._repository.root / name, commit, self.root / name)
-
-    @staticmethod
-    def _write(submodule: Path, commit: str, target: Path) -> None:
-        with tempfile.TemporaryFile() as archive:
-            archive.write(_git(submodule, "archive", "--format=tar", commit))
-            archive.seek(0)
-            with tarfile.open(fileobj=archive) as files:
-                files.extractall(target, filter="data")
+                    archive = _git(self._repository.root / name, "archive", "--format=tar", commit)
+                    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+                        files.extractall(self.root / name, filter="data")
 
 
 def import_roots(root: Path, tree: Path, modules: Mapping[str, ModuleType] | None = None) -> list[Path]:
@@ -196,7 +191,11 @@ class Wanted:
             return False
         if self.layer is None and self.kind is None:
             return True
-        return any(map(self._fits, self._causes(pair)))
+        return any(
+            self.kind in (None, class_of(cause, pair.diagnosis))
+            for cause in (*pair.diagnosis.causes, *pair.diagnosis.possible)
+            if self.layer is None or Glob(self.layer).matches(cause.layer)
+        )
 
     def of(self, pair: Pair) -> Pair:
         """Return a pair with the causes in the layers that are looked for alone."""
@@ -214,22 +213,9 @@ class Wanted:
         names = (*pair.here.record.layers, *pair.there.record.layers)
         return self.layer is None or any(map(Glob(self.layer).matches, names))
 
-    @staticmethod
-    def _causes(pair: Pair) -> Iterator[tuple[Cause, str]]:
-        for cause in (*pair.diagnosis.causes, *pair.diagnosis.possible):
-            yield cause, class_of(cause, pair.diagnosis)
-
-    def _fits(self, found: tuple[Cause, str]) -> bool:
-        cause, kind = found
-        layer = self.layer is None or Glob(self.layer).matches(cause.layer)
-        return layer and self.kind in (None, kind)
-
     def __str__(self) -> str:
-        parts = [
-            f"a change of {self.layer}" if self.layer else "a change",
-            f"of class {self.kind}" if self.kind else "",
-        ]
-        return " ".join(filter(None, parts))
+        layer, kind = f" of {self.layer}" if self.layer else "", f" of class {self.kind}" if self.kind else ""
+        return f"a change{layer}{kind}"
 
 
 def bisect(
@@ -267,8 +253,14 @@ def bisect(
         )
     with tempfile.TemporaryDirectory(prefix="modelprobe-bisect-") as folder, Worktree(repository, first) as tree:
         search = _Search(repository, tree, Path(folder), arguments)
-        search.run_good(good)
-        told = _Progress(tell, repository.count(first, last))
+        if not search.good:
+            raise SideError(f"the tests record nothing at {good}: {search.why}")
+        # GOOD, and a half of the commits each time. A merge or a commit that cannot be compared leaves more.
+        expected = 1 + max((repository.count(first, last) - 1).bit_length(), 1)
+
+        def told(runs: int, text: str) -> None:
+            tell(f"run {runs} of about {max(runs, expected)}, {text}")
+
         told(1, f"good: {good}")
         commit, pairs = search.search(first, last, wanted, told)
         if pairs is None:
@@ -285,35 +277,17 @@ def bisect(
         return Bisected(commit=commit, pairs=pairs, runs=search.runs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Progress:
-    """Tells what is known of each commit, and how far the search is."""
-
-    tell: Callable[[str], None]
-    commits: int
-
-    def __call__(self, runs: int, text: str) -> None:
-        # GOOD, and a half of the commits each time. A merge or a commit that cannot be compared leaves more.
-        expected = 1 + max((self.commits - 1).bit_length(), 1)
-        self.tell(f"run {runs} of about {max(runs, expected)}, {text}")
-
-
 class _Search:
     def __init__(self, repository: Repository, tree: Worktree, folder: Path, arguments: Sequence[str]) -> None:
         self._repository, self._tree, self._folder = repository, tree, folder
         self._given = arguments
         self._here = Path.cwd().resolve()
-        self.good: Mapping[tuple[str, str], Written] = {}
         self.why = ""
         """Why the last commit could not be compared."""
         self.runs = 0
-
-    def run_good(self, name: str) -> None:
-        """Record the good commit, with what a diagnosis needs."""
         self._run("good", None)
-        self.good = read_written(self._folder / "good")
-        if not self.good:
-            raise SideError(f"the tests record nothing at {name}: {self.why}")
+        self.good = read_written(folder / "good")
+        """The records of the good commit, with what a diagnosis needs."""
 
     def compared(self, commit: str) -> list[Pair] | None:
         """Return the pairs of a commit and the good one. None if the commit cannot be compared."""
@@ -324,7 +298,9 @@ class _Search:
             return None
         return [judged(other[key], one) for key, one in self.good.items()]
 
-    def search(self, first: str, last: str, wanted: Wanted, told: _Progress) -> tuple[str, list[Pair] | None]:
+    def search(
+        self, first: str, last: str, wanted: Wanted, told: Callable[[int, str], None]
+    ) -> tuple[str, list[Pair] | None]:
         """Let git choose the commits; return the one that it finds, and its pairs.
 
         The last commit is taken for a bad one. It is looked at if no other is.
