@@ -79,19 +79,3 @@ def test_a_hint_is_in_the_terminal_and_the_reports_and_fails_where_that_is_asked
     result.stdout.fnmatch_lines(["E *HintWarning: wide: (root) is wide"])
     pytester.makeini("[pytest]\nmodelprobe_strict = true")
     pytester.runpytest(*quiet).assert_outcomes(failed=1, passed=1)
-
-
-@pytest.mark.parametrize(
-    ("scale", "reduction", "verdict"), [(1.0, "mean", "holds"), (1.0, "sum", "holds"), (12.0, "mean", "hint")]
-)
-def test_a_classifier_that_begins_with_confident_wrong_guesses_is_a_hint(
-    scale: float, reduction: str, verdict: str
-) -> None:
-    probe = ModelProbe()
-    model, inputs, targets = probe.build(lambda: nn.Linear(16, 10)), probe.randn(8, 16), probe.randint(0, 10, (8,))
-    with torch.no_grad():
-        model.weight.mul_(scale)
-    loss = nn.CrossEntropyLoss(reduction=reduction)
-    found = checks.overfits_batch.outcome(probe, model, inputs, loss=lambda output: loss(output, targets))
-    assert found.verdict == verdict
-    assert ("equal guesses have 2.303; loss " in found.text) == (verdict == "hint")

@@ -95,6 +95,8 @@ def add_standard(functions: Mapping[str, Callable[..., Any]]) -> Callable[[], No
     0 checks of 1 broken; 1 hold, 0 are not applicable
     >>> remove()
     """
+    if not isinstance(functions, Mapping):
+        raise UsageError(f"checks are given by name, as a dict of functions; got {type(functions).__name__}")
     for name, function in functions.items():
         if name in _standard or name in APART:
             raise UsageError(f"there is a check {name!r} already: give yours another name")

@@ -196,7 +196,9 @@ def padding_invariant(
         raise NotApplicableError("pad_id= needs an input of ids, and the first input is not of integers")
     padding = pad_id_of(prepared) if pad_id is None or pad_id < 0 else pad_id
     padding = None if is_rounded(tensor) else padding
-    name = _mask_name(prepared, mask, path, (batch, length)) if padding is None or mask or _masks(prepared) else None
+    name = (
+        _mask_name(prepared, mask, path, (batch, length), axis) if padding is None or mask or _masks(prepared) else None
+    )
     marks = mark_of(prepared, name) if name else 0
     excluded = masked_out(prepared, path, axis)
 
@@ -479,7 +481,7 @@ def sequence(prepared: PreparedModel, axis: int) -> tuple[str, Tensor]:
     raise NotApplicableError(f"no input has more than one position along axis {axis}")
 
 
-def _mask_name(prepared: PreparedModel, name: str | None, path: str, shape: tuple[int, int]) -> str:
+def _mask_name(prepared: PreparedModel, name: str | None, path: str, shape: tuple[int, int], axis: int) -> str:
     """Return the path of the mask, whose shape is (batch, positions)."""
     shapes = {path: tuple(tensor.shape) for path, tensor in prepared.dense}
     if name is not None:
@@ -492,7 +494,7 @@ def _mask_name(prepared: PreparedModel, name: str | None, path: str, shape: tupl
     if len(found) == 1 and shape[0] != shape[1]:
         return found[0]
     if not found:
-        why = f"no argument of shape {shape}, the batch and the positions of {path}, is called a mask"
+        why = f"no argument of shape {shape}, the batch and axis {axis} of {path}, is called a mask"
     elif len(found) > 1:
         why = f"there are several masks, {listed(found)}"
     else:

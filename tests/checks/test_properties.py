@@ -365,7 +365,7 @@ def test_a_mask_of_positions_by_positions_is_none_of_padding(
 ) -> None:
     mask = torch.zeros(8, 8, dtype=dtype)
     found = checks.padding_invariant.outcome(probe, encoder, probe.randn(2, 8, 8), src_mask=mask)
-    assert found.text.startswith("no argument of shape (2, 8), the batch and the positions of input, is called a mask")
+    assert found.text.startswith("no argument of shape (2, 8), the batch and axis 1 of input, is called a mask")
 
 
 def test_a_square_mask_may_be_one_of_positions_by_positions(probe: ModelProbe, encoder: nn.Module) -> None:
