@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from pytest_modelprobe.text import significant
 
@@ -27,15 +26,6 @@ _EXACT = 1e-3
 fingerprint leave far less."""
 
 
-class _Applied(NamedTuple):
-    """One gradient as the optimizer had it."""
-
-    factor: float
-    """It is this many times what arrived."""
-    is_multiple: bool
-    """Whether it is nothing else: whether no other term is left."""
-
-
 def what_was_applied(parameters: Iterable[Parameter]) -> str | None:
     """Return what optimizers had of the gradients that arrived at their parameters; `None` if it is not known.
 
@@ -48,10 +38,10 @@ def what_was_applied(parameters: Iterable[Parameter]) -> str | None:
     found = [one for parameter in parameters if (one := _applied(parameter)) is not None]
     if not found:
         return None
-    others = [one for one in found if not one.is_multiple]
+    others = sum(not is_multiple for _, is_multiple in found)
     if others:
-        return f"{OTHERS} by {len(others)} of {len(found)} parameters"
-    factors = sorted(one.factor for one in found)
+        return f"{OTHERS} by {others} of {len(found)} parameters"
+    factors = sorted(factor for factor, _ in found)
     factor = factors[len(factors) // 2]  # the median
     if any(abs(one - factor) > _EXACT * abs(factor) for one in factors):
         return f"{SCALED} by {significant(factors[0])} to {significant(factors[-1])}"
@@ -60,7 +50,8 @@ def what_was_applied(parameters: Iterable[Parameter]) -> str | None:
     return RESET if not factor else f"{SCALED} by {_factor_text(factor)}"
 
 
-def _applied(parameter: Parameter) -> _Applied | None:
+def _applied(parameter: Parameter) -> tuple[float, bool] | None:
+    """Return how many times what arrived a gradient is that the optimizer had, and whether no other term is left."""
     arrived, applied = parameter.gradient, parameter.applied
     if parameter.group is None or arrived is None or arrived.fingerprint is None or arrived.statistics is None:
         return None
@@ -68,13 +59,11 @@ def _applied(parameter: Parameter) -> _Applied | None:
     if not arrived.statistics.norm or not math.isfinite(arrived.statistics.norm) or arrived.statistics.nonfinite:
         return None
     if applied is None:  # a gradient arrived, and the optimizer found none
-        return _Applied(0.0, is_multiple=True)
+        return 0.0, True
     if applied.fingerprint is None:
         return None
     factor, left = proportion(applied.fingerprint, arrived.fingerprint)
-    return _Applied(
-        factor, left <= _EXACT * max(math.hypot(*applied.fingerprint), arrived.statistics.norm * abs(factor))
-    )
+    return factor, left <= _EXACT * max(math.hypot(*applied.fingerprint), arrived.statistics.norm * abs(factor))
 
 
 def _factor_text(factor: float) -> str:

@@ -1,7 +1,7 @@
 """A record as a file, for another process or another machine.
 
-The file is the JSON of `Record.to_dict`. It is written beside its place and then renamed: a run that is killed, or a
-full disk, leaves the old file and never half a record.
+The file is the JSON of `Record.to_dict`. It is written beside its place, read back, and then renamed: a run that is
+killed, or a full disk, leaves the old file and never half a record.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def write(path: Path, data: dict[str, Any]) -> None:
     """Write plain data as strict JSON, atomically; compressed if the name ends in ``.gz``.
 
     Raises:
-        UsageError: The file cannot be written.
+        UsageError: The file cannot be written, or is not what was written when it is read back.
     """
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
     # Without the time of writing, equal records make equal files.
@@ -34,6 +34,8 @@ def write(path: Path, data: dict[str, Any]) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
+            if temporary.read_bytes() != content:
+                raise UsageError(f"{path} cannot be written: the disk returns other bytes than it was given")
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

@@ -13,7 +13,6 @@ from pytest_modelprobe.text import Cell, count, html_escaped, listed, number, pr
 
 from .layer import Call, Layer, Value, call_name, elements
 from .selection import nearest
-from .tensor_statistics import Statistics
 
 if TYPE_CHECKING:
     from .record import Record
@@ -45,7 +44,11 @@ def layer_rows(record: Record, names: Iterable[str] | None = None) -> tuple[list
     # By their end: a container comes after the child whose output it returns, and then has no news.
     calls = sorted(record.calls, key=lambda pair: pair[1].finished)
     if not calls:
-        return _structure_rows(record, names)
+        rows: list[list[Cell]] = []
+        for layer in map(record.layers.__getitem__, record.layers if names is None else names):
+            shapes = listed([f"{p.name} {tuple(p.shape)}" for p in layer.parameters])
+            rows.append([layer.name, layer.type_name, shapes or "-"])
+        return ["layer", "type", "parameters"], rows
     gradients = any(v.backward is not None for layer in record.layers.values() for _, v in layer.outputs)
     columns = ["layer", "type", "parameters", "calls", *_NUMBERS]
     wanted = None if names is None else set(names)
@@ -73,15 +76,6 @@ _NUMBERS = ("output", "mean", "std", "min", "max", "zeros", "dead units")
 _MEAN = 5  # its column, where a value without statistics has the reason
 
 
-def _structure_rows(record: Record, names: Iterable[str] | None) -> tuple[list[str], list[list[Cell]]]:
-    rows: list[list[Cell]] = []
-    for name in record.layers if names is None else names:
-        layer = record.layers[name]
-        shapes = listed([f"{p.name} {tuple(p.shape)}" for p in layer.parameters])
-        rows.append([layer.name, layer.type_name, shapes or "-"])
-    return ["layer", "type", "parameters"], rows
-
-
 def _parameters(layer: Layer) -> Cell:
     """Return the number of elements of a layer's own parameters without tied ones."""
     if not layer.parameters:
@@ -96,11 +90,10 @@ def _layer_row(layer: Layer, call: Call, value: Value | None, gradients: bool) -
     if value is None:
         return [*row, *"-" * (len(_NUMBERS) + gradients)]
     s, units = value.forward.statistics, value.forward.units
-    row += [
-        shape(value.shape),
-        *(_statistics_cells(s) if s is not None else [value.forward.reason or "-", "", "", "", ""]),
-        "-" if units is None else f"{units.dead}/{len(units)}",
-    ]
+    cells: list[Cell] = [value.forward.reason or "-", "", "", "", ""]
+    if s is not None:
+        cells = [*map(number, (s.mean, s.std, s.min, s.max)), f"{s.zeros / s.count:.0%}" if s.count else "-"]
+    row += [shape(value.shape), *cells, "-" if units is None else f"{units.dead}/{len(units)}"]
     if gradients:
         gradient = value.backward.statistics if value.backward is not None else None
         row.append("-" if gradient is None else number(gradient.rms))
@@ -110,11 +103,6 @@ def _layer_row(layer: Layer, call: Call, value: Value | None, gradients: bool) -
 def _number_of_calls(layer: Layer, call: Call) -> int:
     """Return how often a layer was called in forwards of this kind."""
     return len([c for c in layer.calls if (c.root, c.root_training) == (call.root, call.root_training)])
-
-
-def _statistics_cells(s: Statistics) -> list[Cell]:
-    zeros = f"{s.zeros / s.count:.0%}" if s.count else "-"
-    return [*(number(v) for v in (s.mean, s.std, s.min, s.max)), zeros]
 
 
 MOST_LAYERS = 60

@@ -16,10 +16,19 @@ from pytest_modelprobe.text import json_number
 
 def as_data(verdict: Verdict) -> dict[str, Any]:
     """Return a verdict as plain dicts, lists, numbers and strings that strict JSON can hold."""
-    return {
-        "denied": [change.path for change in verdict.denied],
-        "unchanged": verdict.unchanged,
-        "changes": [
+    changes = []
+    for change in verdict.changes:
+        causes: list[dict[str, str]] = []
+        notes: list[dict[str, str]] = []
+        diagnosis = change.diagnosis
+        if diagnosis is not None:
+            for cause in (*diagnosis.causes, *diagnosis.possible):
+                said = {"kind": cause.kind, "class": class_of(cause, diagnosis), "layer": cause.layer}
+                causes.append({**said, "said": cause_text(cause)})
+            for possible in causes[len(diagnosis.causes) :]:
+                possible["sure"] = "no"
+            notes += ({"kind": note.kind, "layer": note.layer, "said": cause_text(note)} for note in diagnosis.notes)
+        changes.append(
             {
                 "snapshot": change.path,
                 "before": None if change.before is None else change.before.path,
@@ -28,12 +37,12 @@ def as_data(verdict: Verdict) -> dict[str, Any]:
                 "reason": change.reason,
                 "not_compared": values_not_compared(change),
                 "findings": [_finding_data(finding, change) for finding in change.findings],
-                "causes": _causes(change),
-                "notes": _notes(change),
+                "causes": causes,
+                "notes": notes,
             }
-            for change in verdict.changes
-        ],
-    }
+        )
+    denied = [change.path for change in verdict.denied]
+    return {"denied": denied, "unchanged": verdict.unchanged, "changes": changes}
 
 
 def _finding_data(finding: Finding, change: SnapshotChange) -> dict[str, Any]:
@@ -47,22 +56,3 @@ def _finding_data(finding: Finding, change: SnapshotChange) -> dict[str, Any]:
             for fields in differences
         ],
     }
-
-
-def _causes(change: SnapshotChange) -> list[dict[str, str]]:
-    diagnosis = change.diagnosis
-    if diagnosis is None:
-        return []
-    found = [
-        {"kind": cause.kind, "class": class_of(cause, diagnosis), "layer": cause.layer, "said": cause_text(cause)}
-        for cause in (*diagnosis.causes, *diagnosis.possible)
-    ]
-    for cause in found[len(diagnosis.causes) :]:
-        cause["sure"] = "no"
-    return found
-
-
-def _notes(change: SnapshotChange) -> list[dict[str, str]]:
-    """Return what is written otherwise."""
-    notes = () if change.diagnosis is None else change.diagnosis.notes
-    return [{"kind": note.kind, "layer": note.layer, "said": cause_text(note)} for note in notes]

@@ -10,14 +10,12 @@ import json
 import secrets
 from pathlib import Path
 
-from pytest_modelprobe.gate import Level, SnapshotChange, Verdict
+from pytest_modelprobe.gate import SnapshotChange, Verdict
 from pytest_modelprobe.gate.text import details, finding_text
 from pytest_modelprobe.text import printable
 
 MOST_ANNOTATIONS = 9
 """How many annotations of one level name a change. GitHub drops those beyond ten; the tenth counts the rest."""
-
-_COMMANDS: dict[Level, str] = {"deny": "error", "warn": "warning"}
 
 
 def command(name: str, message: str, **properties: str | int) -> str:
@@ -42,18 +40,16 @@ def _property(text: str) -> str:
 def annotation_commands(verdict: Verdict) -> list[str]:
     """Return the annotations: errors for denied changes, and warnings for those that are declared or only warn."""
     lines = []
-    for level, name in _COMMANDS.items():
-        changes = [change for change in verdict.changes if _level(change, verdict) == level]
+    denied = verdict.denied
+    # A change that was declared is a warning: a reviewer has to see it too.
+    declared = [one for one in verdict.changes if one.level == "deny" and one not in denied]
+    warned = [one for one in verdict.changes if one.level == "warn" or one in declared]
+    for name, changes in (("error", denied), ("warning", warned)):
         lines += [_annotation(name, change) for change in changes[:MOST_ANNOTATIONS]]
         more = len(changes) - MOST_ANNOTATIONS
         if more > 0:
             lines.append(command(name, f"+{more} more: see the summary of this job", title="modelprobe"))
     return lines
-
-
-def _level(change: SnapshotChange, verdict: Verdict) -> Level:
-    """Return the level of an annotation. A change that was declared is a warning: a reviewer has to see it too."""
-    return "warn" if change.level == "deny" and change not in verdict.denied else change.level
 
 
 def _annotation(name: str, change: SnapshotChange) -> str:

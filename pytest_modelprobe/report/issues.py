@@ -82,19 +82,13 @@ _Found = tuple[str, Literal["error", "warning"], str, str, dict[str, Any] | None
 
 def _of_test(test: Mapping[str, Any]) -> Iterator[_Found]:
     unequal = [s for s in test["snapshots"] if s["verdict"] in ("changed", "new", "unreadable")]
-    for snapshot in unequal:
-        name = snapshot.get("snapshot", "")
-        for cause in snapshot["causes"]:
-            yield f"snapshot/{cause['kind']}", "error", cause["said"], f"{name} {cause['layer']}", cause.get("source")
-        if not snapshot["causes"]:
-            yield "snapshot", "error", snapshot["first_line"], name, None
-    for pair in test.get("base", ()):
-        if pair["verdict"] == "changed":
-            for cause in pair["causes"]:
-                what = f"{pair['record']} {cause['layer']}"
-                yield f"base/{cause['kind']}", "error", cause["said"], what, cause.get("source")
-            if not pair["causes"]:
-                yield "base", "error", pair["first_line"], pair["record"], None
+    beside = [pair for pair in test.get("base", ()) if pair["verdict"] == "changed"]
+    compared = [("snapshot", one.get("snapshot", ""), one) for one in unequal]
+    for rule, name, one in [*compared, *(("base", pair["record"], pair) for pair in beside)]:
+        for cause in one["causes"]:
+            yield f"{rule}/{cause['kind']}", "error", cause["said"], f"{name} {cause['layer']}", cause.get("source")
+        if not one["causes"]:
+            yield rule, "error", one["first_line"], name, None
     if test["outcome"] in ("failed", "error") and not unequal:
         yield "test", "error", test["message"] or "the test failed", "", None
     for run in test["runs"]:

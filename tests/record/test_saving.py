@@ -81,6 +81,16 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_what_is_read_back_has_to_be_what_was_written(tmp_path, monkeypatch):
+    path = tmp_path / "net.json"
+    Record(model="Old").save(path)
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.read_bytes", lambda path: b"{}")
+        with pytest.raises(UsageError, match="the disk returns other bytes than it was given"):
+            Record(model="New").save(path)
+    assert Record.load(path).model == "Old"
+
+
 def test_equal_records_make_equal_files(tmp_path):
     for name in ("a.json.gz", "b.json.gz"):
         record_of().save(tmp_path / name)

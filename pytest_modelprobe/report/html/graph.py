@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.text import count, printable, shape
 
 from .elements import STATUSES, Child, Markup, coordinate, is_cause, status_of, tag
@@ -109,11 +110,12 @@ def graph(layers: list[dict[str, Any]], flow: list[dict[str, Any]], anchor: Call
 
 def _tree(layers: list[dict[str, Any]], flow: list[dict[str, Any]]) -> Box:
     root, by_name = Box(""), {layer["name"]: layer for layer in layers}
-    paths = {name: _path(name) for name in by_name}
+    paths = {name: () if name == ROOT else tuple(name.split(".", _MOST_PARTS)) for name in by_name}
     inside = {path[:n] for path in paths.values() for n in range(len(path))}
     places = []
     for call in flow:
-        path, again = paths[call["layer"]], _again(call)
+        path, number, more = paths[call["layer"]], call["call"], call["more"]
+        again = f"calls {number:,} to {number + more:,}" if more else f"call {number:,}" if number > 1 else ""
         places.append((*path[:-1], f"{path[-1]} ({again})") if again and path else path)
         box = _add(root, places[-1])
         box.layer, box.again = by_name[call["layer"]], again
@@ -128,11 +130,6 @@ def _tree(layers: list[dict[str, Any]], flow: list[dict[str, Any]]) -> Box:
     return root
 
 
-def _again(call: dict[str, Any]) -> str:
-    number, more = call["call"], call["more"]
-    return f"calls {number:,} to {number + more:,}" if more else f"call {number:,}" if number > 1 else ""
-
-
 def _add(root: Box, path: tuple[str, ...]) -> Box:
     for part in path:
         root = root.children.setdefault(part, Box(part, (*root.path, part)))
@@ -145,10 +142,6 @@ def _join(root: Box, start: tuple[str, ...], end: tuple[str, ...], *, guessed: b
     if common < min(len(start), len(end)):
         around = _add(root, start[:common])
         (around.guesses if guessed else around.links).add((start[common], end[common]))
-
-
-def _path(name: str) -> tuple[str, ...]:
-    return () if name == "(root)" else tuple(name.split(".", _MOST_PARTS))
 
 
 # --- folding ------------------------------------------------------------------------------------------------------
@@ -172,10 +165,6 @@ def _has_cause(box: Box) -> bool:
     return any(is_cause(word) for layer in box.layers() for word in layer["status"])
 
 
-def _pattern(label: str) -> str:
-    return re.sub(r"\d+", "#", label)
-
-
 def _fold(box: Box) -> None:
     """Make repeated children one, and a module whose only child is a module one with it, from the inside out."""
     for name, child in list(box.children.items()):
@@ -187,7 +176,7 @@ def _fold(box: Box) -> None:
     owner: dict[str, str] = {}
     kept: dict[str, Box] = {}
     for _, group in itertools.groupby(
-        box.children.items(), lambda item: (_pattern(item[1].label), _structure(item[1]))
+        box.children.items(), lambda item: (re.sub(r"\d+", "#", item[1].label), _structure(item[1]))
     ):
         same = list(group)
         first, representative = same[0]
@@ -277,15 +266,12 @@ def _merge_runs(box: Box, length: int, alone: set[str]) -> None:
             runs[-1].append(name)
         else:
             runs.append([name])
-    box.children = {run[0]: _as_one([children[name] for name in run]) for run in runs}
+    for run in runs:
+        boxes = [children.pop(name) for name in run]
+        label = f"{boxes[0].label} … {boxes[-1].label}"
+        alike = Box(label, boxes[0].path, hidden=_hidden(boxes), statuses=_words(boxes))
+        children[run[0]] = alike if len(run) > 1 else boxes[0]
     _relink(box, {name: run[0] for run in runs for name in run})
-
-
-def _as_one(run: list[Box]) -> Box:
-    first, last = run[0], run[-1]
-    if len(run) == 1:
-        return first
-    return Box(f"{first.label} … {last.label}", first.path, hidden=_hidden(run), statuses=_words(run))
 
 
 def _relink(box: Box, owner: dict[str, str]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
-import functools
 import hashlib
 import html
 import re
@@ -25,7 +24,7 @@ from pytest_modelprobe.report.results import run_data
 from pytest_modelprobe.report.results.verdict import FAILED, side_name, verdict
 from pytest_modelprobe.text import count, shape
 
-from .charts import Axis, Histogram, activation_scale, attention_entropy, gradient_flow, sparkline, update_ratios
+from .charts import Axis, activation_scale, attention_entropy, gradient_flow, sparkline, update_ratios
 from .elements import (
     Child,
     Markup,
@@ -47,109 +46,91 @@ from .graph import GUESS, graph
 Layer = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
-    heading: str
-    title: str | None
-    cell: Callable[[Layer], Child]
-    css: str | None = "n"
-    """The class of its heading: ``n`` for numbers, which are aligned right; None for text; ``plain`` for pictures."""
+def _cells(layer: Layer) -> list[Child]:
+    """Return the cells of a layer, in the order of `_COLUMNS`."""
+    output, profile = _output(layer), layer["profile"] or {}
+    s, gradient = output.get("statistics") or {}, output.get("gradient") or {}
+    low, high = number(s.get("min")), number(s.get("max"))
+    zeros = s["zeros"] / s["count"] if s.get("count") else None
+    bad = sum(s.get(name) or 0 for name in ("nan", "posinf", "neginf"))
+    dead, saturated = (
+        f"{units[0]:,}/{units[1]:,}" if units and units[0] else "0" if units else ""
+        for units in (layer["dead_units"], layer["saturated_units"])
+    )
+    seconds = profile.get("wall_time")
+    return [
+        badges(layer["status"]),
+        layer["type"],
+        shape(output["shape"]) if output else "",
+        dead,
+        number(gradient.get("rms")),
+        number(s.get("mean")),
+        number(s.get("std")),
+        f"{low} … {high}" if low or high else "",
+        "" if zeros is None else f"{zeros:.0%}" if zeros else "0",
+        f"{bad:,}" if bad else "",
+        saturated,
+        number(layer["calls"] if layer["calls"] != 1 else None),
+        number(layer["parameters"] or None),
+        number((layer["weights"] or {}).get("gradient_rms")),
+        number(seconds * 1000 if isinstance(seconds, float) else seconds),
+        number(profile.get("flops")),
+        number(profile.get("activation_bytes")),
+    ]
 
 
 def _output(layer: Layer) -> dict[str, Any]:
     return next(iter(layer["outputs"]), {})
 
 
-def _statistic(name: str, of: str = "statistics") -> Callable[[Layer], Child]:
-    return lambda layer: number((_output(layer).get(of) or {}).get(name))
-
-
-def _shape(layer: Layer) -> Child:
-    output = _output(layer)
-    return shape(output["shape"]) if output else ""
-
-
-def _range(layer: Layer) -> Child:
-    low, high = _statistic("min")(layer), _statistic("max")(layer)
-    return f"{low} … {high}" if low or high else ""
-
-
-def _zeros(layer: Layer) -> Child:
-    statistics = _output(layer).get("statistics")
-    if not statistics or not statistics["count"]:
-        return ""
-    share = statistics["zeros"] / statistics["count"]
-    return f"{share:.0%}" if share else "0"
-
-
-def _nonfinite(layer: Layer) -> Child:
-    statistics = _output(layer).get("statistics") or {}
-    count = sum(statistics.get(name) or 0 for name in ("nan", "posinf", "neginf"))
-    return f"{count:,}" if count else ""
-
-
-def _units(name: str) -> Callable[[Layer], Child]:
-    def cell(layer: Layer) -> Child:
-        units = layer[name]
-        return f"{units[0]:,}/{units[1]:,}" if units and units[0] else "0" if units else ""
-
-    return cell
-
-
-def _profile(name: str, scale: float = 1.0) -> Callable[[Layer], Child]:
-    def cell(layer: Layer) -> Child:
-        value = (layer["profile"] or {}).get(name)
-        return number(value * scale if isinstance(value, float) else value)
-
-    return cell
-
-
 _LONG = 28
 """A name of more characters may take several lines, so that the numbers stay in sight."""
 
 _COLUMNS = (
-    _Column("status", None, lambda layer: badges(layer["status"]), css=None),
-    _Column("type", "Class of the module", lambda layer: layer["type"], css=None),
-    _Column("output", "Shape of the first output", _shape, css=None),
-    _Column("dead", "Units that are always zero, of all", _units("dead_units")),
-    _Column("gradient", "Root mean square of the gradient of the output", _statistic("rms", of="gradient")),
-    _Column("mean", "Mean of the output's finite elements", _statistic("mean")),
-    _Column("± std", "Standard deviation of the output", _statistic("std")),
-    _Column("range", "Smallest and largest finite element of the output", _range),
-    _Column("zeros", "Share of the output's elements that are zero", _zeros),
-    _Column("not finite", "Elements of the output that are NaN or infinite", _nonfinite),
-    _Column("saturated", "Units that are always at a limit, of all", _units("saturated_units")),
-    _Column("calls", "Calls, where it is not one", lambda one: number(one["calls"]) if one["calls"] != 1 else ""),
-    _Column("parameters", "Elements of the layer's own parameters", lambda one: number(one["parameters"] or None)),
-    _Column(
-        "of weights",
-        "Root mean square of the gradient of the parameters",
-        lambda one: number((one["weights"] or {}).get("gradient_rms")),
-    ),
-    _Column("time ms", "Wall time, with the layers in it", _profile("wall_time", 1000.0)),
-    _Column("FLOPs", "Floating-point operations, with the layers in it", _profile("flops")),
-    _Column("bytes", "Bytes of activations", _profile("activation_bytes")),
+    ("status", None),
+    ("type", "Class of the module"),
+    ("output", "Shape of the first output"),
+    ("dead", "Units that are always zero, of all"),
+    ("gradient", "Root mean square of the gradient of the output"),
+    ("mean", "Mean of the output's finite elements"),
+    ("± std", "Standard deviation of the output"),
+    ("range", "Smallest and largest finite element of the output"),
+    ("zeros", "Share of the output's elements that are zero"),
+    ("not finite", "Elements of the output that are NaN or infinite"),
+    ("saturated", "Units that are always at a limit, of all"),
+    ("calls", "Calls, where it is not one"),
+    ("parameters", "Elements of the layer's own parameters"),
+    ("of weights", "Root mean square of the gradient of the parameters"),
+    ("time ms", "Wall time, with the layers in it"),
+    ("FLOPs", "Floating-point operations, with the layers in it"),
+    ("bytes", "Bytes of activations"),
 )
+_TEXTS = 3
+"""So many columns are text; the others are numbers, which are aligned right."""
 
 
 def layer_table(layers: Sequence[Layer], anchor: Callable[[str], str | None], label: str) -> Markup:
     """Return the table, without the columns that are empty."""
-    filled = [(column, cells) for column in _COLUMNS if any(cells := [column.cell(layer) for layer in layers])]
-    axis = Axis.of(histogram for layer in layers if (histogram := _histogram(layer)))
+    columns = zip(_COLUMNS, zip(*map(_cells, layers), strict=True), strict=True)
+    filled: list[tuple[str, str | None, str | None, Sequence[Child]]] = [
+        (heading, title, "n" if i >= _TEXTS else None, cells)
+        for i, ((heading, title), cells) in enumerate(columns)
+        if any(cells)
+    ]
+    histograms = [_output(layer).get("histogram") for layer in layers]
+    axis = Axis.of(filter(None, histograms))
     if axis is not None:
         limits = axis.limits()
         told = f"Elements of the output by magnitude, {limits}: negative, zero, positive; each scaled to its peak"
-        picture = _Column("distribution", told, functools.partial(_picture, axis), css="plain")
-        texts = sum(column.css is None for column, _ in filled)
-        filled.insert(texts, (picture, list(map(picture.cell, layers))))
+        pictures = [sparkline(axis, histogram) if histogram else None for histogram in histograms]
+        filled.insert(sum(css is None for _, _, css, _ in filled), ("distribution", told, "plain", pictures))
     head = [tag("th", "layer", scope="col", title="Name in the model")]
-    head += [tag("th", one.heading, scope="col", title=one.title, class_=one.css) for one, _ in filled]
-    rows = []
-    for i, layer in enumerate(layers):
-        rows.append(
-            tag("tr", _name(layer["name"]), [tag("td", cells[i]) for _, cells in filled], id=anchor(layer["name"]))
-        )
-    first_of_numbers = 2 + sum(column.css != "n" for column, _ in filled)
+    head += [tag("th", heading, scope="col", title=title, class_=css) for heading, title, css, _ in filled]
+    rows = [
+        tag("tr", _name(layer["name"]), [tag("td", cells[i]) for *_, cells in filled], id=anchor(layer["name"]))
+        for i, layer in enumerate(layers)
+    ]
+    first_of_numbers = 2 + sum(css != "n" for _, _, css, _ in filled)
     # The alignment of columns is a rule of the style sheet: a class of each cell would be a fifth of the page.
     table = tag("table", tag("thead", tag("tr", head)), tag("tbody", rows), class_=f"layers from{first_of_numbers}")
     return tag("div", table, class_="scroll", tabindex="0", role="group", aria_label=label)
@@ -179,16 +160,6 @@ def shown(layers: Sequence[Layer]) -> list[Layer]:
 def _same_output(layer: Layer, other: Layer) -> bool:
     a, b = _output(layer), _output(other)
     return bool(a) and (a["shape"], a.get("statistics")) == (b.get("shape"), b.get("statistics"))
-
-
-def _histogram(layer: Layer) -> Histogram | None:
-    found: Histogram | None = _output(layer).get("histogram")
-    return found
-
-
-def _picture(axis: Axis, layer: Layer) -> Child:
-    found = _histogram(layer)
-    return sparkline(axis, found) if found else None
 
 
 Data = dict[str, Any]
