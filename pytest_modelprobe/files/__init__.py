@@ -9,14 +9,39 @@ said in one sentence with the path and the way out.
 
 from __future__ import annotations
 
-from .declaring import Removal, removal_from, removal_text, with_reason
-from .decoding import StoredSnapshot, architecture_digest, decode, decode_architecture
-from .encoding import encode
-from .file_names import case_folded, file_name
-from .layout import SCHEMA, Texts
-from .parsing import MOST_BYTES, RESTORE, parsed, text_of, too_large
-from .storage import ARCH, DIRECTORY, PROBE, REMOVED, read, read_text, read_texts, write, write_text
-from .updating import rewritten
+from .architecture import SCHEMA
+from .storage import (
+    ARCH,
+    DIRECTORY,
+    PROBE,
+    REMOVED,
+    case_folded,
+    file_name,
+    read,
+    read_text,
+    read_texts,
+    write,
+    write_text,
+)
+from .texts import (
+    MOST_BYTES,
+    RESTORE,
+    Removal,
+    StoredSnapshot,
+    Texts,
+    architecture_digest,
+    decode,
+    decode_architecture,
+    encode,
+    is_older,
+    parsed,
+    removal_from,
+    removal_text,
+    rewritten,
+    text_of,
+    too_large,
+    with_reason,
+)
 
 __all__ = [
     "ARCH",
@@ -44,6 +69,7 @@ __all__ = [
     "encode",
     "file_name",
     "case_folded",
+    "is_older",
     "read",
     "rewritten",
     "with_reason",

@@ -1139,7 +1139,7 @@ def test_what_did_not_change_is_not_read_and_what_changed_is_read_in_parts(
 
 def test_a_snapshot_of_a_newer_version_is_said_to_be_that(branch: str, modelprobe: Run) -> None:
     path = Path(f"{PATH}.arch.json")
-    path.write_text(path.read_text("utf-8").replace('"modelprobe": 5', '"modelprobe": 99'), "utf-8")
+    path.write_text(path.read_text("utf-8").replace('"modelprobe": 6', '"modelprobe": 99'), "utf-8")
     code, _, err = modelprobe("show", PATH)
     assert code == 2
     assert "99" in err
