@@ -89,16 +89,6 @@ class StoredSnapshot:
 
 # --- what the files hold ------------------------------------------------------------------------------------------
 
-_KEYS = {
-    "numbers": "[mean, std, min, max], fingerprint, noise, zeros; of a gradient the rms alone",
-    ".": "own parameter or buffer: numbers, gradient, what the run left, what the optimizer added",
-    "<": "input: numbers and gradient, or which value it is",
-    ">": "output; 2> of the second call",
-    "alone": "which response",
-    "samples": "a digest of the samples, by which fingerprints are made",
-}
-"""The meaning of the keys, for readers of the file."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Numbers:
@@ -107,7 +97,7 @@ class _Numbers:
     modelprobe: int
     architecture: str
     compared: str = "all"
-    device: str = "cpu"
+    device: str
     applied: str | None = None
     noise: str | None = None
     notes: tuple[str, ...] = ()
@@ -115,7 +105,6 @@ class _Numbers:
     gradient_origin: Operation | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     samples: str
-    keys: Mapping[str, str] = field(default_factory=dict)
     responses: Mapping[str, Any] = field(default_factory=dict)
     layers: Mapping[str, Mapping[str, Any]]
 
@@ -128,8 +117,9 @@ _ALONE, _RANDOM, _SAMPLES = "alone", "random", "samples"
 _DECLARATION = ("reason", "supersedes")
 
 
-def _laid_out(data: Mapping[str, Any], separators: tuple[str, str] = (", ", ": ")) -> str:
+def _laid_out(data: Mapping[str, Any]) -> str:
     """Return the text of a file: an entry of the header, a response or a layer on each line."""
+    separators = (",", ":") if "architecture" in data else None
 
     def line(key: str, value: Any) -> str:
         return f"{json.dumps(key)}: {json.dumps(value, allow_nan=False, separators=separators)}"
@@ -142,10 +132,6 @@ def _laid_out(data: Mapping[str, Any], separators: tuple[str, str] = (", ", ": "
         else:
             lines.append(line(key, value))
     return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _numbers_text(data: Mapping[str, Any]) -> str:
-    return _laid_out(data, (",", ":"))
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
@@ -187,12 +173,11 @@ def encode(
         architecture=digest_of(architecture),
         compared=compared,
         samples=samples,
-        keys=_KEYS,
         responses=content.responses,
         layers=content.lines,
         **{name: getattr(record, name) for name in _OF_RUN},
     )
-    return Texts(_laid_out(architecture), _numbers_text(codec.encode(numbers)))
+    return Texts(_laid_out(architecture), _laid_out(codec.encode(numbers)))
 
 
 _OF_RUN = ("device", "applied", "noise", "notes", "origin", "gradient_origin", "versions")
@@ -239,7 +224,8 @@ class _Written:
         if response is None:
             return None
         data = codec.encode_fields(response, _RESPONSE)
-        data["handed"] = [_handed(one) for one in response.handed]
+        handed = ((one, packed_reading(one.reading, None, "float32")) for one in response.handed)
+        data["handed"] = [[one.where, reading if one.passed is None else one.passed] for one, reading in handed]
         if response.gradient is not None:
             data["gradient"] = packed_reading(response.gradient, None, "float32", gradient=True)
         key = hashlib.sha256(json.dumps(data).encode()).hexdigest()[:12]
@@ -272,20 +258,14 @@ def _value_entries(layers: Sequence[Layer]) -> dict[tuple[int, int, bool], dict[
     return found
 
 
-def _handed(one: EmittedTensor) -> list[Any]:
-    return [one.where, packed_reading(one.reading, None, "float32") if one.passed is None else one.passed]
-
-
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-def decode(
-    architecture: str | dict[str, Any], numbers: str | None, *, where: str, numbers_at: str | None = None
-) -> StoredSnapshot:
+def decode(architecture: str, numbers: str | None, *, where: str, numbers_at: str | None = None) -> StoredSnapshot:
     """Return the snapshot of these two texts.
 
     Args:
-        architecture: The text of the architecture file, or what `parsed` returned for it.
+        architecture: The text of the architecture file.
         numbers: The text of the numbers file; ``None`` if there is no such file.
         where: Path of the architecture file, for messages.
         numbers_at: Path of the numbers file, for messages. By default it has the same name.
@@ -300,16 +280,16 @@ def decode(
     """
     there = numbers_at or where.removesuffix(".arch.json") + ".probe.json"
     with gc_paused():  # many small objects are made, and none of them is garbage
-        data = parsed(architecture, where) if isinstance(architecture, str) else architecture
-        snapshot, has_file = _structure(data, where)
+        snapshot = _structure(architecture, where)
+        alone = snapshot.compared == "architecture"
         if numbers is None:
-            if has_file:
+            if not alone:
                 raise SnapshotError(
                     f"{there} is missing, the numbers that belong to {where}: add it to version control, or record "
                     "both anew with `pytest --snapshot-update`"
                 )
             return snapshot
-        if not has_file:
+        if alone:
             raise SnapshotError(f"{there} has numbers, but {where} is of a structure without: delete {there}")
         found = parsed(numbers, there)
         if found.get("architecture") != snapshot.architecture:
@@ -326,23 +306,23 @@ def decode(
         return replace(snapshot, record=record, compared=cast(ComparedParts, told.compared))
 
 
-def decode_architecture(architecture: str | dict[str, Any], *, where: str) -> StoredSnapshot:
+def decode_architecture(architecture: str, *, where: str) -> StoredSnapshot:
     """Return the snapshot of an architecture file alone, without numbers.
 
     Args:
-        architecture: The text of the architecture file, or what `parsed` returned for it.
+        architecture: The text of the architecture file.
         where: Its path, for messages.
 
     Raises:
         SnapshotError: The text is damaged or was written by another version.
     """
     with gc_paused():
-        data = parsed(architecture, where) if isinstance(architecture, str) else architecture
-        return _structure(data, where)[0]
+        return _structure(architecture, where)
 
 
-def _structure(data: dict[str, Any], where: str) -> tuple[StoredSnapshot, bool]:
-    """Return what a parsed architecture file holds, and whether numbers belong to it."""
+def _structure(text: str, where: str) -> StoredSnapshot:
+    """Return what an architecture file holds."""
+    data = parsed(text, where)
     with _reading(where):
         header: Architecture = codec.decode(Architecture, data)
         layers = {layer.name: layer for layer in layers_of(header)}
@@ -351,7 +331,7 @@ def _structure(data: dict[str, Any], where: str) -> tuple[StoredSnapshot, bool]:
         told = {name: getattr(header, name) for name in (*OF_RECORD, "notes")}
         record = Record(layers=layers, **told)
         compared: ComparedParts = "all" if header.numbers else "architecture"
-        return StoredSnapshot(record, digest_of(data), header.reason, header.supersedes, compared), header.numbers
+        return StoredSnapshot(record, digest_of(data), header.reason, header.supersedes, compared)
 
 
 def architecture_digest(text: str) -> str:
@@ -605,7 +585,7 @@ def rewritten(new: Texts, old: Texts, changed: Collection[str]) -> Texts:
         for key in (part for at, part in line.items() if at.lstrip("0123456789") == _ALONE)
     }
     told = {key: part for key, part in {**header, "responses": responses, "layers": lines}.items() if part is not None}
-    return Texts(architecture, _numbers_text(told))
+    return Texts(architecture, _laid_out(told))
 
 
 def _form(line: Mapping[str, Any]) -> dict[str, Any]:

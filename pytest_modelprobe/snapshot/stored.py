@@ -51,19 +51,18 @@ def read_stored(place: SnapshotFiles, record: Record, parts: Parts, *, updating:
     if texts is None or (updating and is_older(texts.architecture)):
         return Stored(None, None, complete=False)
     where = str(place.arch)
-    data = parsed(texts.architecture, where)
-    stores_numbers = data.get("numbers") is not False
+    stores_numbers = parsed(texts.architecture, where).get("numbers") is not False
     if parts != "architecture" and stores_numbers and not has_numbers(record):
         raise SnapshotError(
             f"{shown_path(place.arch, config)} has numbers, and the record is of the structure alone: compare it "
             'with modelprobe_snapshot(compare="architecture"), or run the model'
         )
     if parts == "architecture" or not has_numbers(record):
-        return Stored(texts, decode_architecture(data, where=where).record, complete=True)
+        return Stored(texts, decode_architecture(texts.architecture, where=where).record, complete=True)
     if not stores_numbers or texts.numbers is None or (updating and not _fits(texts, place)):
-        alone = decode_architecture(data, where=where).record
+        alone = decode_architecture(texts.architecture, where=where).record
         return Stored(Texts(texts.architecture, None), alone, complete=False)
-    decoded = decode(data, texts.numbers, where=where, numbers_at=str(place.probe))
+    decoded = decode(*texts, where=where, numbers_at=str(place.probe))
     return Stored(texts, decoded.record, complete=True)
 
 

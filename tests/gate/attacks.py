@@ -450,7 +450,7 @@ FAMILIES: dict[str, list[Attack]] = {
                why="a test does not compare what the file does not say"),
         Attack(what="what its modules were given alone, and nothing that they answered", edit=responses_emptied,
                check="denied: removed", pytest="passed", why="as above"),
-        Attack(what="that dropout answers otherwise in training", edit=in_numbers((',"by mode":true', "")),
+        Attack(what="that dropout answers otherwise in training", edit=in_numbers((',"mode_matters":true', "")),
                check="warning: behavior", pytest="passed", why="a test asks it where a layer came, went or changed"),
         Attack(what="numbers that the test does not compare any more", edit=narrowed("architecture"),
                check="denied: removed", pytest="passed",
