@@ -23,8 +23,7 @@ from torch import nn
 import pytest_modelprobe
 from pytest_modelprobe import ModelProbe, Watch, checks, intervene
 from pytest_modelprobe.exceptions import SnapshotError
-from pytest_modelprobe.files import storage
-from pytest_modelprobe.files.layout import Texts
+from pytest_modelprobe.files import Texts, storage
 from pytest_modelprobe.interrupts import finished, held, interruptible
 
 OURS = str(Path(pytest_modelprobe.__file__).parent), contextlib.__file__

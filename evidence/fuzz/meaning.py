@@ -28,7 +28,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from pytest_modelprobe.comparison.tolerance import epsilon
-from pytest_modelprobe.files.specs import keys
 from pytest_modelprobe.record import Call, Parameter, Reading, Record, Value, qualified
 
 SLACK = 5.0
@@ -109,17 +108,17 @@ def _call(at: str, call: Call, numbers: dict[str, Number], measured: bool) -> It
             yield f"{at}: argument {name}", _plain(value)
     yield f"{at}: inputs", sorted((value.shape, value.dtype) for value in call.inputs)
     for side, values in (("in", call.inputs), ("out", call.outputs)):
-        for value, path in zip(values, keys(value.path for value in values), strict=True):
-            yield from _value(f"{at}: {side} {path}", value, numbers, measured)
+        for value in values:
+            yield from _value(f"{at}: {side} {value.path}", value, numbers, measured)
     response = call.response
     if response is None:
         return
     dtype = next((value.dtype for value in call.outputs), "float32")
     yield f"{at}: alone", (dict(response.recipes), set(response.without_gradient), response.reason is None)
-    for handed, where in zip(response.handed, keys(h.where for h in response.handed), strict=True):
-        yield f"{at}: hands on {where}", (handed.where, handed.passed)
+    for handed in response.handed:
+        yield f"{at}: hands on {handed.where}", (handed.where, handed.passed)
         if handed.reading is not None:
-            numbers[f"{at}: hands on {where}"] = Number(handed.reading, "forward", dtype, measured)
+            numbers[f"{at}: hands on {handed.where}"] = Number(handed.reading, "forward", dtype, measured)
     if response.gradient is not None:
         numbers[f"{at}: alone, gradient"] = Number(response.gradient, "backward", dtype, measured)
 

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pytest_modelprobe.files import Texts
-from pytest_modelprobe.files.fixed_point import bits_for, packed, unpacked
-from pytest_modelprobe.files.layout import digest_of
-from pytest_modelprobe.files.specs import FormatError
+from pytest_modelprobe.files.readings import bits_for, packed, unpacked
+from pytest_modelprobe.files.texts import digest_of
 
 Step = str | int
 Bytes = tuple[bytes, bytes | None]
@@ -168,7 +167,7 @@ def _fingerprint(data: Any, holder: Any, step: Any, value: Any, draw: random.Ran
     """Write other numbers as a fingerprint is written."""
     try:
         numbers = unpacked(value)
-    except FormatError:
+    except ValueError:
         return
     how = draw.choice(("scale", "one", "zeros", "bits"))
     if how == "one":

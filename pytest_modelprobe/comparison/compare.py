@@ -193,8 +193,7 @@ class _Comparer:
         for name, layer in self.actual.layers.items():
             if name in self.expected.layers:
                 yield from self._layer(layer, self.expected.layers[name])
-        if self.actual.in_model_order and self.expected.in_model_order:
-            yield from self._order()
+        yield from self._order()
         self.pairs.sort(key=lambda pair: pair.actual.started)
         for (
             pair

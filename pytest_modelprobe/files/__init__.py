@@ -9,42 +9,32 @@ said in one sentence with the path and the way out.
 
 from __future__ import annotations
 
-from .declaring import Removal, removal_from, removal_text, with_reason
-from .decoding import StoredSnapshot, architecture_digest, decode, decode_architecture
-from .encoding import encode
-from .file_names import case_folded, file_name
-from .layout import SCHEMA, Texts
-from .parsing import MOST_BYTES, RESTORE, parsed, text_of, too_large
-from .storage import ARCH, DIRECTORY, PROBE, REMOVED, read, read_text, read_texts, write, write_text
-from .updating import rewritten
-
-__all__ = [
-    "ARCH",
-    "DIRECTORY",
-    "PROBE",
-    "REMOVED",
-    "SCHEMA",
-    "Removal",
-    "removal_from",
-    "removal_text",
-    "read_text",
-    "read_texts",
-    "write",
-    "write_text",
-    "MOST_BYTES",
-    "RESTORE",
-    "parsed",
-    "text_of",
-    "too_large",
-    "StoredSnapshot",
-    "Texts",
-    "architecture_digest",
-    "decode",
-    "decode_architecture",
-    "encode",
-    "file_name",
-    "case_folded",
-    "read",
-    "rewritten",
-    "with_reason",
-]
+from .architecture import SCHEMA as SCHEMA
+from .storage import ARCH as ARCH
+from .storage import DIRECTORY as DIRECTORY
+from .storage import PROBE as PROBE
+from .storage import REMOVED as REMOVED
+from .storage import case_folded as case_folded
+from .storage import file_name as file_name
+from .storage import read as read
+from .storage import read_text as read_text
+from .storage import read_texts as read_texts
+from .storage import write as write
+from .storage import write_text as write_text
+from .texts import MOST_BYTES as MOST_BYTES
+from .texts import RESTORE as RESTORE
+from .texts import Removal as Removal
+from .texts import StoredSnapshot as StoredSnapshot
+from .texts import Texts as Texts
+from .texts import architecture_digest as architecture_digest
+from .texts import decode as decode
+from .texts import decode_architecture as decode_architecture
+from .texts import encode as encode
+from .texts import is_older as is_older
+from .texts import parsed as parsed
+from .texts import removal_from as removal_from
+from .texts import removal_text as removal_text
+from .texts import rewritten as rewritten
+from .texts import text_of as text_of
+from .texts import too_large as too_large
+from .texts import with_reason as with_reason

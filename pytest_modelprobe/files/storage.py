@@ -1,4 +1,7 @@
-"""The two files on disk: read with a limit of size, and written so that no crash leaves half a file.
+"""The two files on disk: their names, read with a limit of size, and written so that no crash leaves half a file.
+
+The id of a test may have any character, and its files have to be checked out on every system. So what some file system
+forbids is encoded, and no two tests share a name.
 
 Each file is written beside its place, flushed to disk and then renamed, because a run may be killed at any time. A path
 that leads out of the tests by a symbolic link is refused: a pull request could bring such a link, and an update would
@@ -9,28 +12,27 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import re
 import secrets
 import stat
 import time
+import unicodedata
 from pathlib import Path
 
 from pytest_modelprobe.exceptions import SnapshotError
 from pytest_modelprobe.interrupts import held
 
-from .decoding import StoredSnapshot, decode
-from .layout import Texts
-from .parsing import MOST_BYTES, text_of, too_large
+from .texts import MOST_BYTES, StoredSnapshot, Texts, decode, text_of, too_large
 
 ARCH, PROBE = ".arch.json", ".probe.json"
 REMOVED = ".removed.json"
 """The ending of a file that declares why a snapshot was deleted."""
 DIRECTORY = "__modelprobe__"
 
-_TEMPORARY = re.compile(r"\.modelprobe-(\d{1,10})-[0-9a-f]{8}\.tmp")
-_OLD = 3600.0  # seconds after which a temporary file is removed, also if its process runs on another machine
-_MOST_TRIES = 3
+_OLD = 3600.0
+"""Seconds after which a temporary file is removed."""
 
 
 def read(path: Path, numbers: Path | None = None) -> StoredSnapshot:
@@ -55,17 +57,8 @@ def read_texts(path: Path, numbers: Path | None = None) -> Texts | None:
     Raises:
         SnapshotError: A file cannot be read.
     """
-    architecture = _read(path)
-    return None if architecture is None else Texts(architecture, _read(_numbers_path(path, numbers)))
-
-
-def read_text(path: Path) -> str | None:
-    """Return the contents of another file beside snapshots; ``None`` if there is none.
-
-    Raises:
-        SnapshotError: The file cannot be read.
-    """
-    return _read(path)
+    architecture = read_text(path)
+    return None if architecture is None else Texts(architecture, read_text(_numbers_path(path, numbers)))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -83,7 +76,7 @@ def write(path: Path, texts: Texts, numbers: Path | None = None) -> None:
     """Write both files, each atomically, and create their directory.
 
     A process that is killed in between leaves the old files, or numbers whose digest does not fit the architecture. Its
-    temporary files are removed by the next write to the directory.
+    temporary files are removed by a later write to the directory.
 
     Args:
         path: The architecture file.
@@ -112,7 +105,12 @@ def _numbers_path(path: Path, numbers: Path | None) -> Path:
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-def _read(path: Path) -> str | None:
+def read_text(path: Path) -> str | None:
+    """Return the contents of a file; ``None`` if there is none.
+
+    Raises:
+        SnapshotError: The file cannot be read.
+    """
     target = _inside(path)
     try:
         status = target.stat()
@@ -153,80 +151,78 @@ def _make_directory(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SnapshotError(f"{path} cannot be made ({error.strerror}): {_way_out(error, path)}") from None
-    _remove_stale(path)
+    with contextlib.suppress(OSError):
+        for left in path.glob(".modelprobe-*.tmp"):  # by a run that was killed
+            if time.time() - left.stat().st_mtime > _OLD:
+                left.unlink()
 
 
 def _write(path: Path, text: str) -> None:
-    target = _inside(path)
-    data = text.encode("utf-8")
+    """Write the text to a hidden file beside the target, flush it to disk, and rename it, unless it is there."""
+    target, data = _inside(path), text.encode("utf-8")
+    temporary = target.with_name(f".modelprobe-{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         if target.is_file() and target.stat().st_size == len(data) and target.read_bytes() == data:
             return
-        if not _replaced(target, data):
-            raise SnapshotError(f"{path} cannot be written, for its temporary files vanish: run it again")
-        _flush_directory(target.parent)
-    except OSError as error:
-        raise SnapshotError(f"{path} cannot be written ({error.strerror}): {_way_out(error, path)}") from None
-
-
-def _replaced(target: Path, data: bytes) -> bool:
-    """Write the data to a hidden file beside the target, flush it to disk, and rename it; return whether that worked.
-
-    It may fail because another machine, on a shared disk, took the hidden file for one that a killed run had left.
-    """
-    for _ in range(_MOST_TRIES):
-        temporary = target.with_name(f".modelprobe-{os.getpid()}-{secrets.token_hex(4)}.tmp")
         try:
             with temporary.open("xb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            with contextlib.suppress(FileNotFoundError):
-                temporary.replace(target)
-                return True
+            temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
-    return False
-
-
-def _flush_directory(directory: Path) -> None:
-    """Flush the entries of a directory to disk, where the system supports it."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+    except OSError as error:
+        raise SnapshotError(f"{path} cannot be written ({error.strerror}): {_way_out(error, path)}") from None
 
 
 def _way_out(error: OSError, path: Path) -> str:
     """Return the advice for a file that cannot be written."""
-    if error.errno in _FULL:
+    if error.errno == errno.ENOSPC:
         return f"free space for {path.parent}, and run the update again"
     return f"make {path} writable, or leave out `--snapshot-update`"
 
 
-def _remove_stale(directory: Path) -> None:
-    """Remove temporary files of ours that are old, or whose process does not run."""
-    with contextlib.suppress(OSError):
-        for name in os.listdir(directory):  # noqa: PTH208 - names are enough, and there may be many
-            found, temporary = _TEMPORARY.fullmatch(name), directory / name
-            with contextlib.suppress(OSError):
-                if found and (time.time() - temporary.stat().st_mtime > _OLD or not _runs(int(found[1]))):
-                    temporary.unlink()
+# --- names --------------------------------------------------------------------------------------------------------
+
+LONGEST = 120
+"""Bytes of a name, its endings not counted: file systems allow 255, and temporary files are longer."""
+
+# What some file system forbids or reads as more than a character: separators, wildcards, what Windows drops at the end.
+_UNSAFE = re.compile(r'[/\\:*?"<>|%\x00-\x1f\x7f-\x9f\ud800-\udfff]|^\.|\.(?=\.)|[. ]$')
+_RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9¹²³]|lpt[0-9¹²³]|conin\$|conout\$)\s*(\.|$)", re.IGNORECASE)
 
 
-def _runs(pid: int) -> bool:
-    """Whether a process runs; True if nobody knows."""
-    if os.name != "posix":
-        return True  # on Windows, os.kill ends the process that it is asked about
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:  # the process of another user
-        pass
-    return True
+def file_name(name: str) -> str:
+    """Return a name for a file that holds what belongs to ``name``: readable, safe on every system, one for each name.
+
+    What is unsafe is percent-encoded, so that two names never share a file; a long name ends in its hash instead.
+
+    Args:
+        name: The name of a test with its ids, or of a module.
+
+    >>> file_name("test_net[a:b]"), file_name("test_net[ab].2")
+    ('test_net[a%3Ab]', 'test_net[ab].2')
+    >>> file_name("../../etc/passwd"), file_name("con")
+    ('%2E.%2F%2E.%2Fetc%2Fpasswd', '%63on')
+    """
+    safe = _UNSAFE.sub(lambda found: _encoded(found[0]), name)
+    if _RESERVED.match(safe):
+        safe = _encoded(safe[0]) + safe[1:]
+    if len(safe.encode()) > LONGEST:
+        ending = "-" + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+        safe = safe.encode()[: LONGEST - len(ending)].decode("utf-8", "ignore") + ending
+    return safe or "%"
+
+
+def case_folded(name: str) -> str:
+    """Return what a file system that ignores case, or how accents are composed, takes a name for.
+
+    >>> case_folded("test_Net") == case_folded("test_net")
+    True
+    """
+    return unicodedata.normalize("NFD", unicodedata.normalize("NFD", name).casefold())
+
+
+def _encoded(text: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in text.encode("utf-8", "surrogatepass"))

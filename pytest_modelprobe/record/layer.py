@@ -229,9 +229,8 @@ class IsolatedResponse:
     """Synthetic floating tensors that no gradient reached, and tensors computed from them that stop the gradient."""
     reason: str | None = None
     """Why the call could not be isolated."""
-    mode_matters: bool | None = field(default=False, compare=False)
-    """Whether the response is different in the other mode, training or evaluation, as that of dropout is. `None` if
-    that is not known, as in an older file."""
+    mode_matters: bool = field(default=False, compare=False)
+    """Whether the response is different in the other mode, training or evaluation, as that of dropout is."""
     arguments_matter: bool | None = field(default=None, repr=False, compare=False)
     """Whether the plain arguments of the call change the response. The response here is to the plain arguments of the
     expected call; True if that to the call's own arguments is different. `None` if this is the response to the call's

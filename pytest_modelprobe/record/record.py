@@ -184,8 +184,6 @@ class Record:
     """Class name of the model."""
     layers: Mapping[str, Layer] = field(default_factory=dict)
     """By name, in the order of ``named_modules()``."""
-    in_model_order: bool = True
-    """Whether layers with parameters are in that order. An older file has them in the order of their first calls."""
     forwards: int = 0
     """Number of forwards merged."""
     backwards: int = 0

@@ -269,10 +269,8 @@ class Comparer:
     def _judge(self, outcome: Outcome, arguments: Arguments, parts: Parts) -> None:
         __tracebackhide__ = True
         config = self._item.config
-        stored = read_stored(outcome.place, outcome.record, parts, updating=self._updates, config=config)
-        if stored.older and not (self._updates and self._policy.may_write):
-            where = shown_path(outcome.place.arch, config)
-            raise SnapshotError(f"{where} is {stored.older}: run `pytest --snapshot-update`, which writes all anew")
+        updating = self._updates and self._policy.may_write
+        stored = read_stored(outcome.place, outcome.record, parts, updating=updating, config=config)
         if stored.record is not None:
             known = parts if stored.complete else "architecture"
             # Without numbers nobody knows whether every value is the same.
@@ -285,8 +283,7 @@ class Comparer:
             stale_fails = bool(diagnosis.notes) and self._policy.stale_fails and not self._updates
             if not diagnosis.same or stale_fails or self._updates_notes(outcome, arguments, diagnosis):
                 outcome.diagnosis = diagnosis
-        older = f"it was {stored.older}" if stored.older else ""
-        outcome.scope_message = older or self._scope_message(outcome, stored.texts)
+        outcome.scope_message = self._scope_message(outcome, stored.texts)
         if stored.texts is not None and stored.complete and outcome.diagnosis is None and not outcome.scope_message:
             self._count(outcome, stored.texts)
             return

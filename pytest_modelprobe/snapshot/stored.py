@@ -14,18 +14,18 @@ import pytest
 from pytest_modelprobe.comparison import Comparison, Parts
 from pytest_modelprobe.exceptions import SnapshotError
 from pytest_modelprobe.files import (
-    SCHEMA,
     Texts,
     architecture_digest,
     decode,
     decode_architecture,
     encode,
+    is_older,
     parsed,
     read_texts,
     rewritten,
 )
 from pytest_modelprobe.gate import superseded
-from pytest_modelprobe.record import Call, CallTree, Layer, Parameter, Reading, Record, Value, has_numbers
+from pytest_modelprobe.record import CallTree, Record, has_numbers
 
 from .extension import SnapshotFiles
 from .options import shown_path
@@ -40,8 +40,6 @@ class Stored(NamedTuple):
     record: Record | None
     complete: bool
     """Whether the record has all that is to be compared. If not, it has the structure alone."""
-    older: str = ""
-    """Of which schema it is, if it is not the one that is written."""
 
 
 def read_stored(place: SnapshotFiles, record: Record, parts: Parts, *, updating: bool, config: pytest.Config) -> Stored:
@@ -50,31 +48,29 @@ def read_stored(place: SnapshotFiles, record: Record, parts: Parts, *, updating:
     Its numbers may be missing, or belong to an older architecture after an update on another device.
     """
     texts = read_texts(*place)
-    if texts is None:
+    if texts is None or (updating and is_older(texts.architecture)):
         return Stored(None, None, complete=False)
     where = str(place.arch)
-    data = parsed(texts.architecture, where)
-    older = ""
-    if data["modelprobe"] < SCHEMA:
-        older = f"of schema {data['modelprobe']}, and this version writes {SCHEMA}"
-    stores_numbers = data.get("numbers") is not False
+    stores_numbers = parsed(texts.architecture, where).get("numbers") is not False
     if parts != "architecture" and stores_numbers and not has_numbers(record):
         raise SnapshotError(
             f"{shown_path(place.arch, config)} has numbers, and the record is of the structure alone: compare it "
             'with modelprobe_snapshot(compare="architecture"), or run the model'
         )
     if parts == "architecture" or not has_numbers(record):
-        return Stored(texts, decode_architecture(data, where=where).record, complete=True, older=older)
+        return Stored(texts, decode_architecture(texts.architecture, where=where).record, complete=True)
     if not stores_numbers or texts.numbers is None or (updating and not _fits(texts, place)):
-        alone = decode_architecture(data, where=where).record
-        return Stored(Texts(texts.architecture, None), alone, complete=False, older=older)
-    decoded = decode(data, texts.numbers, where=where, numbers_at=str(place.probe))
-    return Stored(texts, decoded.record, complete=True, older=older)
+        alone = decode_architecture(texts.architecture, where=where).record
+        return Stored(Texts(texts.architecture, None), alone, complete=False)
+    decoded = decode(*texts, where=where, numbers_at=str(place.probe))
+    return Stored(texts, decoded.record, complete=True)
 
 
 def _fits(texts: Texts, place: SnapshotFiles) -> bool:
     """Whether the numbers were written with this architecture."""
-    old = parsed(texts.numbers, str(place.probe)).get("architecture") if texts.numbers is not None else None
+    if texts.numbers is None or is_older(texts.numbers):
+        return False
+    old = parsed(texts.numbers, str(place.probe)).get("architecture")
     return bool(old == architecture_digest(texts.architecture))
 
 
@@ -113,19 +109,5 @@ def structure_of(record: Record) -> Record:
     >>> structure_of(Record(model="Net"))
     <Record of Net: 0 layers, 0 forwards, 0 backwards>
     """
-
-    def value(value: Value) -> Value:
-        return dataclasses.replace(value, forward=Reading(), backward=None, backward_inner=None)
-
-    def call(call: Call) -> Call:
-        inputs, outputs = tuple(map(value, call.inputs)), tuple(map(value, call.outputs))
-        return dataclasses.replace(call, inputs=inputs, outputs=outputs, random=None, response=None)
-
-    def own(own: Parameter) -> Parameter:
-        return dataclasses.replace(own, reading=Reading(), after=None, gradient=None)
-
-    def layer(layer: Layer) -> Layer:
-        calls, parameters = tuple(map(call, layer.calls)), tuple(map(own, layer.parameters))
-        return dataclasses.replace(layer, calls=calls, parameters=parameters, buffers=tuple(map(own, layer.buffers)))
-
-    return dataclasses.replace(record, layers={name: layer(one) for name, one in record.layers.items()}, noise=None)
+    alone = decode_architecture(encode(record).architecture, where="the structure").record
+    return dataclasses.replace(alone, notes=record.notes)
