@@ -271,7 +271,7 @@ def raising(documents: Sequence[Tensor]) -> Tensor:
         ({"lengths": (0, 12)}, r"lengths= add up to the 12 positions; got \(0, 12\)"),
         ({"pack": raising}, "pack= raised ValueError: too short, called with 1 document"),
         ({"pack": lambda documents: None}, "pack= returns the inputs of the model: a tensor, a tuple or a mapping"),
-        ({"pack": 3}, "pack= of packed_documents is a function or None; got 3"),
+        ({"pack": 3}, "got 3: what the model itself calls pack"),
     ],
 )
 def test_options_are_checked(options: Any, said: str, probe: ModelProbe) -> None:

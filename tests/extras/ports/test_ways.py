@@ -201,7 +201,7 @@ def test_a_model_without_implementations_is_not_applicable(probe: ModelProbe) ->
 
 @pytest.mark.parametrize("given", [("eager",), ("eager", "eager"), "eager"])
 def test_two_implementations_are_named(given: Any, probe: ModelProbe) -> None:
-    said = "a sequence of strings" if isinstance(given, str) else "two or more"
+    said = "Sequence" if isinstance(given, str) else "two or more"
     with pytest.raises(UsageError, match=f"implementations= .*{said}"):
         checks.attention_agrees(probe, nn.Linear(3, 2), probe.randn(4, 3), implementations=given)
 

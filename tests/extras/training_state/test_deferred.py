@@ -350,10 +350,10 @@ def test_models_without_parameters_or_with_a_device_are_not_applicable(probe: Mo
             {},
             "not applicable to Net: what makes the model is not known: build it by",
         ),
-        ({"factory": 3}, "factory= of deferred_initialization is a function that returns a torch.nn.Module or None"),
-        ({"factory": nn.Linear(2, 2)}, "factory= of deferred_initialization is a function that returns"),
+        ({"factory": 3}, "got 3: what the model itself calls factory"),
+        ({"factory": nn.Linear(2, 2)}, "got Linear: what the model itself calls factory"),
         ({"factory": lambda: 3}, "factory returns a torch.nn.Module; got int"),
-        ({"factory": Net, "initialize": 3}, "initialize= of deferred_initialization is a function or None; got 3"),
+        ({"factory": Net, "initialize": 3}, "got 3: what the model itself calls initialize"),
     ],
 )
 def test_what_is_given_is_checked(options: Any, said: str, probe: ModelProbe) -> None:
