@@ -373,11 +373,6 @@ def test_a_loss_of_a_frozen_model_is_refused(probe: ModelProbe) -> None:
 def test_another_word_for_loss_or_mode_is_refused(probe: ModelProbe) -> None:
     with pytest.raises(UsageError, match="mode is 'train', 'eval' or None for the model's own; got 'test'"):
         probe.run(nn.Linear(2, 2), torch.ones(3, 2), mode="test")
-    images = torch.ones(1, 1, 4, 4)
-    with pytest.raises(UsageError, match="mode is 'train', 'eval' or None for the model's own; got 'test'"):
-        probe.feature_maps(nn.Conv2d(1, 1, 1), "(root)", images, mode="test")
-    with pytest.raises(UsageError, match="mode is 'train', 'eval' or None for the model's own; got 'test'"):
-        probe.grad_cam(nn.Conv2d(1, 1, 1), "(root)", 0, images, mode="test")
     with pytest.raises(UsageError, match="loss is a function of the output, 'random' or None; got 'sum'"):
         probe.run(nn.Linear(2, 2), torch.ones(3, 2), loss="sum")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pytest_modelprobe.probe  # noqa: F401 - pytester forgets what its runs import
-from pytest_modelprobe import kernel
+from pytest_modelprobe import extension, kernel
 from pytest_modelprobe.plugin import settings as devices
 
 MODELS = """
@@ -52,7 +52,8 @@ def test_dead(modelprobe):
 """
 
 QUIET = ("-p", "no:randomly", "-p", "no:cacheprovider")
-KEYWORDS = "devices=, seed=, tolerance=, compare=, world_size= and timeout="
+_NAMES = ["devices=", "seed=", "tolerance=", "compare=", *(f"{name}=" for name in extension.modules("marker"))]
+KEYWORDS = f"{', '.join(_NAMES[:-1])} and {_NAMES[-1]}"
 as_installed = pytest.mark.usefixtures("_installed_plugins")
 
 
@@ -294,7 +295,7 @@ def test_the_marker_sets_the_devices_of_a_test(pytester: pytest.Pytester) -> Non
             "toleranse=2",
             f"takes no toleranse=: is tolerance= meant? It takes {KEYWORDS}",
         ),
-        ("3", "takes keywords only: devices=, seed=, tolerance=, compare=, world_size= and timeout="),
+        ("3", f"takes keywords only: {KEYWORDS}"),
         ("seed='x'", "takes an integer as seed=; got 'x'"),
         (
             "devices=['cpu', 3]",

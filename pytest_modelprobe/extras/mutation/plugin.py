@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     from pytest_modelprobe.exceptions import UsageError
 
-    from .session import WORKER, MutationSession, Options, Worker
+    from .session import WORKER, MutationSession, Worker
     from .training import selected
 
     if WORKER in config.stash:
@@ -79,14 +79,13 @@ def pytest_configure(config: pytest.Config) -> None:
         operators = None if names is None else selected(names)
     except UsageError as error:
         raise pytest.UsageError(f"--modelprobe-mutate-faults: {error}") from None
-    options = Options(option.modelprobe_mutate, option.modelprobe_mutate_min, option.modelprobe_mutate_time, operators)
 
     def tell(what: str) -> None:
         shown: Callable[[str], None] | None = config.pluginmanager.getplugin("modelprobe-progress")
         if shown is not None:
             shown(what)
 
-    config.pluginmanager.register(MutationSession(config, options, tell), "modelprobe-mutation")
+    config.pluginmanager.register(MutationSession(config, operators, tell), "modelprobe-mutation")
 
 
 def _check_options(config: pytest.Config) -> None:

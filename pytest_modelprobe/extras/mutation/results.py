@@ -23,7 +23,7 @@ from pytest_modelprobe.text import Cell, count, printable, table
 from .operators import Operator
 from .training import FAULTS, TrainingFault
 
-# --- Which faults are tried on which tests, in which order, and what became of them ----------------------------------
+# --- which faults are tried on which tests ----------------------------------------------------------------------------
 
 PROGRAM = "(program)"
 """The type of a place that is a call of a training program."""
@@ -184,7 +184,7 @@ class Results:
         return 100 * (len(faults) - len(self.survivors())) / len(faults) if faults else None
 
 
-# --- What one test does, as far as faults are judged by it, and the fault that is planted ----------------------------
+# --- what a test does, and the fault that is planted ------------------------------------------------------------------
 
 
 @dataclass
@@ -228,7 +228,7 @@ class Planted:
     """What a fault keeps from one call to the next."""
 
 
-# --- The section on mutants in the terminal --------------------------------------------------------------------------
+# --- the report -------------------------------------------------------------------------------------------------------
 
 _HOW_THEY_ENDED = {
     "failed": "failed without a fault",

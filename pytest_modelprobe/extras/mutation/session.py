@@ -24,7 +24,7 @@ from pytest_modelprobe._pytest import is_of_subtest
 from .planting import MutantRunner, Observer, key_of, wide_fixtures, without_warning_of_hooks
 from .results import BaselineTest, Keys, Known, Place, Planned, Results, Seen, Verdict, lines, modules_of, planned
 
-# --- The process in which faults are planted. It takes one after another, and any of them may crash or ha ------------
+# --- the process in which faults are planted --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Worker:
         return (yield from self._trial.set_up(key_of(fixturedef)))
 
 
-# --- Hands mutants to processes, and notes which of them end theirs or never end -------------------------------------
+# --- processes that take mutants --------------------------------------------------------------------------------------
 
 _TIMES, _MORE_SECONDS = 10, 10.0
 """A test hangs if it takes ten times as long as without the fault, and ten seconds more."""
@@ -283,31 +283,22 @@ _FOUND = "modelprobe_mutation"
 """The key of what a worker of xdist sends."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What was asked for."""
-
-    most: int | None = None
-    """How many mutants are tried, or `None` for all."""
-    least_score: float | None = None
-    """The score in percent below which the run fails."""
-    seconds: float = 300.0
-    """How long the runs with faults may take."""
-    operators: Collection[str] | None = None
-    """The names of the faults that are planted, or `None` for all."""
-
-
 class MutationSession:
     """A plugin that is registered if mutants are asked for.
 
     Args:
         config: The configuration of the run.
-        options: What was asked for.
+        operators: The names of the faults that are planted, or `None` for all.
         tell: A function that is called with what is being done, in words, and with an empty text at the end.
     """
 
-    def __init__(self, config: pytest.Config, options: Options, tell: Callable[[str], None]) -> None:
-        self._config, self._options, self._tell = config, options, tell
+    def __init__(self, config: pytest.Config, operators: Collection[str] | None, tell: Callable[[str], None]) -> None:
+        self._config, self._operators, self._tell = config, operators, tell
+        option = config.option
+        self._least: float | None = option.modelprobe_mutate_min
+        """The score in percent below which the run fails."""
+        self._limit: float = option.modelprobe_mutate_time
+        """How many seconds the runs with faults may take."""
         self._workers = 0
         """The number of workers of xdist."""
         self._observer = Observer()
@@ -441,20 +432,20 @@ class MutationSession:
     def _try_mutants(self, seconds: float) -> None:
         """Try mutants on the tests, which took so long without faults."""
         results, known, started = self._results, self._known.read(), time.monotonic()
-        plan = planned(results.tests, self._options.most, self._options.operators)
+        plan = planned(results.tests, self._config.option.modelprobe_mutate, self._operators)
         keys = Keys({test.id: test for test in results.tests}, self._modules)
         by_key = {keys.of(one): one for one in plan}
         results.total = len(plan)
         results.verdicts = {one.mutant: known[key] for key, one in by_key.items() if key in known}
         results.known = len(results.verdicts)
-        until = started + self._options.seconds
+        until = started + self._limit
         with tempfile.TemporaryDirectory(prefix="modelprobe-mutation-", ignore_cleanup_errors=True) as folder:
             told = functools.partial(self._told, Path(folder))
             workers = Workers(max(self._workers, 1), told, seconds=seconds, until=until)
             try:
                 self._take_verdicts(workers, {key: one for key, one in by_key.items() if key not in known}, until)
             except TimeIsOver:
-                results.stopped = f"the {self._options.seconds:g} s of --modelprobe-mutate-time were over"
+                results.stopped = f"the {self._limit:g} s of --modelprobe-mutate-time were over"
             except NoWorker as error:
                 results.stopped = str(error)
             finally:
@@ -502,7 +493,7 @@ class MutationSession:
         """Fail the run if too many faults survived."""
         if self._is_worker or self._runs_no_test:
             return (yield)
-        least, score = self._options.least_score, self._results.score
+        least, score = self._least, self._results.score
         if least is not None and (score is None or score < least) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         return (yield)
@@ -513,5 +504,5 @@ class MutationSession:
             return
         terminalreporter.write_sep("=", "modelprobe: planted faults")
         most = None if self._config.getoption("verbose") > 0 else 20
-        for line in lines(self._results, self._options.least_score, most=most, goes_on=self._known.is_kept):
+        for line in lines(self._results, self._least, most=most, goes_on=self._known.is_kept):
             terminalreporter.write_line(line)

@@ -275,7 +275,7 @@ TRAINING: dict[str, TrainingFault] = {
 """All faults of training programs by name, except those of `Dropout`, which are changes of a layer."""
 
 
-# --- All faults by name, and which of them a text chooses ------------------------------------------------------------
+# --- all faults by name -----------------------------------------------------------------------------------------------
 
 FAULTS: dict[str, Operator | TrainingFault] = {**OPERATORS, **TRAINING}
 """All faults by name: those of layers, then those of training programs."""

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import math
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,12 +63,7 @@ class Error:
     """What is there times what is expected."""
 
     def __add__(self, other: Error) -> Error:
-        return Error(
-            self.signal + other.signal,
-            self.noise + other.noise,
-            self.power + other.power,
-            self.product + other.product,
-        )
+        return Error(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
     @property
     def sqnr(self) -> float:
@@ -463,11 +459,7 @@ def _paired(
     """
     mine, old = found.modules, theirs.modules
     new = resolve_rename(_names_of(found), _names_of(theirs), rename) if rename else {}
-    taken = {*new.values()}
-    for name in old.keys() - new.keys():
-        # Another layer of the model may have the name, if it was renamed.
-        new[name] = f"{name} (reference)" if name in taken else name
-    return dict(mine), {new[name]: module for name, module in old.items()}
+    return dict(mine), {new.get(name, name): module for name, module in old.items()}
 
 
 def _names_of(found: Layers) -> Record:
@@ -511,12 +503,9 @@ class _Hook:
 
     def add_to(self, stack: contextlib.ExitStack) -> None:
         """Put the hook on its module until the stack ends."""
-        before, after = (
-            CallHook(self._module, self._begins),
-            CallHook(self._module, self._ends),
-        )
-        stack.callback(self._module.register_forward_pre_hook(before, with_kwargs=True).remove)
-        stack.callback(self._module.register_forward_hook(after, with_kwargs=True).remove)
+        module, before, after = self._module, CallHook(self._module, self._begins), CallHook(self._module, self._ends)
+        stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
 
     def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._pair.alone:

@@ -88,10 +88,11 @@ class Stepping:
         for place, first in enumerate(layer.parameters):
             name = qualified(layer.name, first.name)
             groups = [(rank, self._group(rank, one.parameters[place])) for rank, one in have]
-            demand_equal(groups, name, "optimizer", _class, _SAME_OPTIMIZER)
+            demand_equal(groups, name, "optimizer", lambda group: group.optimizer if group else "none", _SAME_OPTIMIZER)
             for key in dict.fromkeys(key for _, group in groups if group is not None for key in group.options):
                 what = f"the optimizer of {name}"
-                demand_equal(groups, what, key, functools.partial(_option, key), _SAME_OPTIMIZER)
+                of_each = [(rank, None if group is None else group.options.get(key)) for rank, group in groups]
+                demand_equal(of_each, what, key, lambda value: value, _SAME_OPTIMIZER)
 
     def numbered(self, layer: Layer, rank: int) -> Layer:
         """Return a layer of a rank with the numbers that its groups have in `optimizers`."""
@@ -108,14 +109,6 @@ class Stepping:
     def _group(self, rank: int, parameter: Parameter) -> OptimizerGroup | None:
         groups = self._groups[rank]
         return None if parameter.group is None or parameter.group >= len(groups) else groups[parameter.group]
-
-
-def _class(group: OptimizerGroup | None) -> str:
-    return "none" if group is None else group.optimizer
-
-
-def _option(key: str, group: OptimizerGroup | None) -> object:
-    return None if group is None else group.options.get(key)
 
 
 def _training(of_ranks: Sequence[Training | None]) -> tuple[Training | None, list[str]]:

@@ -130,7 +130,7 @@ class RankPlugin:
             self._connection.send(("warning", (str(shown.message), shown.category, shown.filename, shown.lineno)))
 
 
-# --- Start the ranks of one test from a fork server, receive what they send, and leave no process behind -------------
+# --- in the process that starts the ranks -----------------------------------------------------------------------------
 
 GRACE = 3.0
 """Seconds that the other ranks have to come to an end by themselves, after one has failed."""

@@ -149,7 +149,7 @@ def scaled(reading: Reading, factor: float) -> Reading:
     return dataclasses.replace(reading, statistics=scaled, units=None, fingerprint=fingerprint, histogram=None)
 
 
-# --- Layers of the ranks of a tensor-parallel model → those of one process that was given the same batch -------------
+# --- tensor-parallel models -------------------------------------------------------------------------------------------
 
 TENSOR_PARALLEL = "tensor parallel"
 """The note in the record of a tensor-parallel model begins with this."""

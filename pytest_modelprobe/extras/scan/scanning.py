@@ -190,7 +190,7 @@ def shown(inputs: Sequence[Input]) -> str:
     return " ".join(map(str, inputs)) or "no inputs"
 
 
-# --- A file of tests for a model that was scanned, to be edited ------------------------------------------------------
+# --- a file of tests --------------------------------------------------------------------------------------------------
 
 
 def as_test_file(scanned: ScannedModel, outcomes: Sequence[Outcome]) -> str:

@@ -24,7 +24,7 @@ from pytest_modelprobe.models import own_parameters
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.runs import Given, Trial, Trials
 
-# --- Inputs of a model, as the command line gives them ---------------------------------------------------------------
+# --- inputs -----------------------------------------------------------------------------------------------------------
 
 _SPEC = re.compile(r"(?:(?P<name>[^\W\d]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<below>\d+))?")
 

@@ -338,3 +338,11 @@ def test_the_quartiles_of_a_histogram_are_those_of_the_magnitudes() -> None:
     values = np.random.default_rng(0).normal(0, 1e-3, 20_000)
     exact = np.quantile(np.abs(values), [0.05, 0.25, 0.5, 0.75, 0.95])
     assert drawing._quartiles(binned(values)) == pytest.approx(exact, rel=0.1)
+
+
+def test_another_word_for_mode_is_refused(probe: ModelProbe) -> None:
+    images = torch.ones(1, 1, 4, 4)
+    with pytest.raises(UsageError, match="mode is 'train', 'eval' or None for the model's own; got 'test'"):
+        probe.feature_maps(nn.Conv2d(1, 1, 1), "(root)", images, mode="test")
+    with pytest.raises(UsageError, match="mode is 'train', 'eval' or None for the model's own; got 'test'"):
+        probe.grad_cam(nn.Conv2d(1, 1, 1), "(root)", 0, images, mode="test")
