@@ -24,7 +24,7 @@ from unittest import mock
 
 from pytest_modelprobe import cli
 from pytest_modelprobe.checks import STANDARD
-from pytest_modelprobe.cli.scanning import ScannedModel
+from pytest_modelprobe.extras.scan.scanning import ScannedModel
 from pytest_modelprobe.text import count
 
 RESULTS = Path(__file__).with_name("SCAN.md")

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pytest_modelprobe import extension
+
 PACKAGE = Path(importlib.util.find_spec("pytest_modelprobe").origin).parent
 
 # Of a checkout; the tests of an installed wheel run there too.
@@ -21,17 +23,21 @@ CONTRIBUTING = Path(__file__).parent.parent / "CONTRIBUTING.md"
 
 ROWS = re.findall(r"^\| (\d+) \| `(\w+)` \|([^|]*)\|", CONTRIBUTING.read_text("utf-8"), re.MULTILINE)
 
+EXTRAS = PACKAGE / "extras"
+
 MAY_IMPORT = {room: {*filter(None, allowed.strip().split(", ")), "exceptions"} for _, room, allowed in ROWS}
+if not EXTRAS.exists():
+    del MAY_IMPORT["extras"]
 """What each room of the table in CONTRIBUTING may import."""
 
-FLOORS = {room: int(floor) for floor, room, _ in ROWS}
+FLOORS = {room: int(floor) for floor, room, _ in ROWS if room in MAY_IMPORT}
 
 DOOR = PACKAGE / "record/display.py"
 UPSTAIRS = "report"
 """The one room that is imported from below: by the door, when it is called."""
 
-# Modules with the words of a folder, which others import directly, and an inner folder that `plugin` needs too.
-DIRECTLY = {"rows", "text", "scanning"}
+# Modules with the words of a folder, which others import directly.
+DIRECTLY = {"rows", "text"}
 
 # Loaded in every run of pytest: these import nothing of theirs before a test needs it.
 LAZY = {"__init__", "plugin"}
@@ -80,10 +86,11 @@ def foreign(names: set[str], module: str) -> set[str]:
             kept.add(rest.split(".")[0])
         elif first in {"torch", "numpy", "pytest", "syrupy"}:
             kept.add(first)
-    return kept - {module}
+    return kept - {module, "extras"}  # who imports those has a test of its own
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+CORE = [path for path in FILES if not path.is_relative_to(EXTRAS)]
 
 
 BY_NAME = {
@@ -189,8 +196,10 @@ def test_what_every_run_loads_imports_nothing_at_its_top() -> None:
     later = {path for path in FILES if path.is_relative_to(PACKAGE / LATER)}
     loaded = [path for path in FILES if module_of(path) in LAZY and path not in later]
     assert loaded
+    loaded += [*EXTRAS.rglob("__init__.py"), *EXTRAS.glob("*/plugin.py")]
     assert later
-    assert wrong(loaded, lambda path: foreign(imports(path, top_level=True), module_of(path)) - {"pytest"}) == {}
+    free = {"pytest", "extension", "plugin"}
+    assert wrong(loaded, lambda path: foreign(imports(path, top_level=True), module_of(path)) - free) == {}
     ranks = f"{PACKAGE.name}.{LATER.replace('/', '.')}"
     assert wrong(loaded, lambda path: {name for name in imports(path, top_level=True) if name.startswith(ranks)}) == {}
 
@@ -210,8 +219,22 @@ def test_other_folders_are_imported_through_their_init() -> None:
     assert wrong(FILES, deeper) == {}
 
 
-def test_nothing_imports_the_plugin() -> None:
-    assert not any("plugin" in foreign(imports(path), module_of(path)) for path in FILES)
+def test_only_extras_import_the_plugin() -> None:
+    assert wrong(CORE, lambda path: foreign(imports(path), module_of(path)) & {"plugin"}) == {}
+
+
+def test_nothing_imports_an_extra_but_the_extra_itself() -> None:
+    """`extension` finds them; a door of the core names them for annotations alone."""
+
+    def other(path: Path) -> set[str]:
+        named = {f"{base}.{name}" for base, name in imported(path, at_run_time(parsed(path)))}
+        its = {".".join(name.split(".")[:3]) for name in named if name.startswith(f"{PACKAGE.name}.extras")}
+        folder = path.relative_to(PACKAGE).parts[1:2]
+        allowed = {*folder, *(needed for name in folder if name in table for needed in table[name].needs)}
+        return its - {f"{PACKAGE.name}.extras.{name}" for name in allowed}
+
+    table = extension._extras()
+    assert wrong(FILES, other) == {}
 
 
 def test_the_files_that_contributing_names_exist() -> None:

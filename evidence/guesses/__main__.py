@@ -25,7 +25,8 @@ sys.path[:0] = map(str, (HERE, HERE.parent))
 def guessed(module: str, name: str) -> tuple[str, float, str]:
     """Return the inputs, the seconds of the processor that finding them took, and why there are none."""
     from pytest_modelprobe import ModelProbe
-    from pytest_modelprobe.cli.scanning import ScannedModel, load
+    from pytest_modelprobe.extras.scan.scanning import ScannedModel
+    from pytest_modelprobe.extras.scan.target import load
 
     target = load(f"{module}:{name}")
     try:

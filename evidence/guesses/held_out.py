@@ -84,61 +84,61 @@ def timm__darknet17() -> nn.Module:
 
 
 def hf_tiny__MellumModel() -> nn.Module:
-    from pytest_modelprobe.cli.scanning import load
+    from pytest_modelprobe.extras.scan.target import load
 
     return load("hf-tiny:MellumModel").make()
 
 
 def hf_tiny__Sapiens2ForSemanticSegmentation() -> nn.Module:
-    from pytest_modelprobe.cli.scanning import load
+    from pytest_modelprobe.extras.scan.target import load
 
     return load("hf-tiny:Sapiens2ForSemanticSegmentation").make()
 
 
 def hf_tiny__HieraModel() -> nn.Module:
-    from pytest_modelprobe.cli.scanning import load
+    from pytest_modelprobe.extras.scan.target import load
 
     return load("hf-tiny:HieraModel").make()
 
 
 def hf_tiny__MBartForConditionalGeneration() -> nn.Module:
-    from pytest_modelprobe.cli.scanning import load
+    from pytest_modelprobe.extras.scan.target import load
 
     return load("hf-tiny:MBartForConditionalGeneration").make()
 
 
 def hf_tiny__Starcoder2ForCausalLM() -> nn.Module:
-    from pytest_modelprobe.cli.scanning import load
+    from pytest_modelprobe.extras.scan.target import load
 
     return load("hf-tiny:Starcoder2ForCausalLM").make()
 
 
 def hf_tiny__NllbMoeForConditionalGeneration() -> nn.Module:
-    from pytest_modelprobe.cli.scanning import load
+    from pytest_modelprobe.extras.scan.target import load
 
     return load("hf-tiny:NllbMoeForConditionalGeneration").make()
 
 
 def hf_tiny__Data2VecAudioForXVector() -> nn.Module:
-    from pytest_modelprobe.cli.scanning import load
+    from pytest_modelprobe.extras.scan.target import load
 
     return load("hf-tiny:Data2VecAudioForXVector").make()
 
 
 def hf_tiny__ConditionalDetrForObjectDetection() -> nn.Module:
-    from pytest_modelprobe.cli.scanning import load
+    from pytest_modelprobe.extras.scan.target import load
 
     return load("hf-tiny:ConditionalDetrForObjectDetection").make()
 
 
 def hf_tiny__DeepseekVLHybridForConditionalGeneration() -> nn.Module:
-    from pytest_modelprobe.cli.scanning import load
+    from pytest_modelprobe.extras.scan.target import load
 
     return load("hf-tiny:DeepseekVLHybridForConditionalGeneration").make()
 
 
 def hf_tiny__UniSpeechModel() -> nn.Module:
-    from pytest_modelprobe.cli.scanning import load
+    from pytest_modelprobe.extras.scan.target import load
 
     return load("hf-tiny:UniSpeechModel").make()
 

@@ -18,7 +18,8 @@ import torch
 import transformers
 
 from pytest_modelprobe import ModelProbe
-from pytest_modelprobe.cli.scanning import ScannedModel, load
+from pytest_modelprobe.extras.scan.scanning import ScannedModel
+from pytest_modelprobe.extras.scan.target import load
 
 ENDINGS = ("ForCausalLM", "ForSequenceClassification", "ForImageClassification", "Model")
 OF_EACH = 15

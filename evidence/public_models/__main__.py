@@ -72,7 +72,8 @@ def rows(name: str) -> Iterator[Row]:
 
     from pytest_modelprobe import ModelProbe, assertions, checks
     from pytest_modelprobe.assertions.findings import findings, hints
-    from pytest_modelprobe.cli.scanning import ScannedModel, Target
+    from pytest_modelprobe.extras.scan.scanning import ScannedModel
+    from pytest_modelprobe.extras.scan.target import Target
 
     make = functools.partial(models.make, name)
     probe, (args, kwargs) = ModelProbe(), models.inputs(name)

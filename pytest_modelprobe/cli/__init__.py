@@ -1,17 +1,19 @@
 """The command `modelprobe`: shows snapshots, compares them, and checks that changes are declared.
 
 A job that reviews changes has a checkout and nothing installed but this package. So the subcommands read files and ask
-git, and need neither torch nor pytest; only `scan`, `compare` and `bisect` run models.
+git, and need neither torch nor pytest; only `bisect`, `scan` and `compare` run models.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from pytest_modelprobe import extension
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.files import DIRECTORY
 from pytest_modelprobe.gate import CLASSES, DEFAULTS, LEVELS, MEANING
@@ -19,17 +21,14 @@ from pytest_modelprobe.report import github
 from pytest_modelprobe.report.formats import FORMATS
 from pytest_modelprobe.text import fitted, printable, width_of
 
-from . import doctor
 from .bisect import run_bisect
 from .check import run_check, run_declare, run_diff
-from .common import INCOMPLETE
-from .compare import run_compare
+from .common import DIFFERENT, INCOMPLETE, SAME
 from .init import GIT_ATTRIBUTES, run_init
 from .report import run_report
-from .scan import run_scan
 from .show import run_show
 
-__all__ = ["GIT_ATTRIBUTES", "main"]
+__all__ = ["DIFFERENT", "GIT_ATTRIBUTES", "INCOMPLETE", "SAME", "main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -136,48 +135,11 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("-o", "--output", metavar="PATH", help="where it is written (default: beside RESULTS.json)")
     report.set_defaults(run=run_report)
 
-    scan = commands.add_parser(
-        "scan",
-        help="run a model, and print its layers, what is wrong with them, and the standard checks",
-        description="Make a model with random weights, run it, and check it. No file is needed.",
-    )
-    told = "a function or a class that makes the model; hf-tiny:CLASS, a small one of transformers; timm:NAME"
-    scan.add_argument("model", metavar="MODULE:NAME", help=told)
-    scan.add_argument(
-        "--input", action="append", default=[], metavar="[NAME=]SHAPE[:BELOW]",
-        help="a tensor that it takes, such as 8x3x32x32, or ids=8x16:1000 for integers below 1000; may be repeated; "
-        "guessed by default",
-    )  # fmt: skip
-    scan.add_argument(
-        "--layers", action="append", default=[], metavar="GLOB", help="only these layers in the table, '**' for all"
-    )
-    scan.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu, cuda, cuda:N or mps (default: cpu)")
-    scan.add_argument("--write", metavar="PATH", help="write a file of tests, to be edited")
-    scan.set_defaults(run=run_scan)
-
-    compare = commands.add_parser(
-        "compare",
-        help="run two implementations on the same inputs, and name the first layer that differs",
-        description="Make two models, pair their layers by what flows through them, and compare the outputs of pairs.",
-    )
-    compare.add_argument("a", metavar="A:NAME", help="a function or a class that makes the reference")
-    compare.add_argument("b", metavar="B:NAME", help="the same for the port")
-    told = "a tensor that both take, as for scan; may be repeated; guessed from A by default"
-    compare.add_argument("--input", action="append", default=[], metavar="[NAME=]SHAPE[:BELOW]", help=told)
-    told = "the same tensors by the names that B has for them; those of A by default"
-    compare.add_argument("--input-b", action="append", default=[], metavar="[NAME=]SHAPE[:BELOW]", help=told)
-    told = "layers that are the same, such as 'blocks.*=transformer.h.*'; may be repeated"
-    compare.add_argument("--rename", action="append", default=[], metavar="B=A", help=told)
-    compare.add_argument("--weights", choices=["a"], help="set the weights of B from those of A by the pairing")
-    compare.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu, cuda, cuda:N or mps (default: cpu)")
-    compare.set_defaults(run=run_compare)
-
     init = commands.add_parser("init", help="add the attributes of snapshots to .gitattributes")
     init.set_defaults(run=run_init)
 
-    examine = commands.add_parser("doctor", help="print versions, devices and what is switched off, for a bug report")
-    examine.add_argument("--json", action="store_true", help="print JSON instead of text")
-    examine.set_defaults(run=doctor.run)
+    for module in sorted(set(extension.modules("commands").values())):
+        importlib.import_module(module).add_command(commands)
     return parser
 
 

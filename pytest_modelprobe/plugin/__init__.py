@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_modelprobe import extension
+
 from . import hookspecs, revisions
 from .annotations import Annotations
 from .devices import as_list, resolve
@@ -22,7 +24,8 @@ from .marker import is_rank, marker_arguments, marker_error, marker_location
 from .other_plugins import add_checks, told_to_plugins
 from .progress_line import ProgressLine
 from .properties import Properties, is_asked
-from .settings import SETTINGS, add_filter, add_options, settings_of
+from .settings import SETTINGS as SETTINGS
+from .settings import add_filter, add_options, settings_of
 from .terminal import Terminal, named_records, shows_first_use, summaries
 
 if TYPE_CHECKING:
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from .terminal import NamedRecord
 
 # Loaded with this plugin also if PYTEST_DISABLE_PLUGIN_AUTOLOAD is set.
-pytest_plugins = ("syrupy",)
+pytest_plugins = ("syrupy", *extension.plugins())
 
 _PROBE_FIXTURES = frozenset({"modelprobe", "modelprobe_factory", "modelprobe_device"})
 
@@ -106,10 +109,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if sides is not None:
         _register(config, sides, "modelprobe-base")
         _register(config, sides.recorder(), RECORDER)
-    if config.option.modelprobe_mutate is not None:
-        from .mutation import mutation_session
-
-        _register(config, mutation_session(config, snapshots), "modelprobe-mutation")
 
 
 def _register(config: pytest.Config, part: object, name: str) -> None:
@@ -139,15 +138,8 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Register what writes to the terminal, and refuse ``--modelprobe-model`` if there is no such model.
-
-    Under xdist the controller alone writes. It also loads the model, because nobody sees the error of a worker.
-    """
+    """Register what writes to the terminal. Under xdist the controller alone writes."""
     config = session.config
-    if config.stash[SETTINGS].model is not None:
-        from .named_model import load_named
-
-        load_named(config.stash[SETTINGS])
     if not hasattr(config, "workerinput"):
         _register(config, Terminal(config, config.stash[_SNAPSHOTS].lines), "modelprobe-terminal")
     terminal: Any = config.pluginmanager.getplugin("terminalreporter")
@@ -184,14 +176,10 @@ def _devices_of(metafunc: pytest.Metafunc) -> list[str]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Add the tests of a named model, and find the fixtures to seed: those that tests with a probe depend on."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Find the fixtures to seed: those that tests with a probe depend on."""
     from pytest_modelprobe._pytest import fixtures_of
 
-    if config.stash[SETTINGS].model is not None:
-        from .named_model import tests_of_named_model
-
-        items += tests_of_named_model(session, config.stash[SETTINGS])
     seeded = config.stash[SETTINGS].seeded_fixtures
     for item in items:
         if _has_probe(item):

@@ -6,11 +6,9 @@ so. An option of the command line wins over the ini file.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +34,6 @@ class Settings:
     """Where the results of the run are written."""
     html: Path | None = None
     """Where the report of the run is written."""
-    model: str | None = None
-    """What makes a model to be tested without a file: ``package.module:make_model``."""
-    inputs: list[str] = dataclasses.field(default_factory=list)
-    """The inputs of that model."""
     unreported: bool = False
     """Whether tests run again now, with faults planted in their models. Nothing of that may reach a report."""
     seeded_fixtures: set[Any] = dataclasses.field(default_factory=set)
@@ -85,81 +79,11 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
     )
     group.addoption("--modelprobe-json", metavar="PATH", help="write what every probe recorded and compared as JSON")
     group.addoption("--modelprobe-html", metavar="PATH", help="write a report, a page of its own")
-    group.addoption(
-        "--modelprobe-model",
-        metavar="MODULE:NAME",
-        help="test the model that a function or class makes: its layers, and the standard checks",
-    )
-    group.addoption(
-        "--modelprobe-input",
-        action="append",
-        default=[],
-        metavar="[NAME=]SHAPE[:BELOW]",
-        help="an input of that model, such as 8x3x32x32, or ids=8x16:1000 for integers below 1000; may be repeated",
-    )
-    group.addoption(
-        "--modelprobe-mutate",
-        nargs="?",
-        const=sys.maxsize,
-        type=_mutants,
-        metavar="N",
-        help="after the tests, run them again with faults planted in their models, N faults or all, and report those "
-        "that no test notices",
-    )
-    group.addoption(
-        "--modelprobe-mutate-faults",
-        metavar="NAMES",
-        help="plant these faults alone: 'layers', 'training', or names with commas, as nan,lr_*",
-    )
-    group.addoption(
-        "--modelprobe-mutate-min",
-        type=float,
-        metavar="PERCENT",
-        help="fail if the tests notice fewer of the faults that --modelprobe-mutate plants",
-    )
-    group.addoption(
-        "--modelprobe-mutate-time",
-        type=float,
-        default=300.0,
-        metavar="SECONDS",
-        help="plant no more faults after so many seconds (300); the next run goes on there",
-    )
     revisions.add_options(group)
     parser.addini("modelprobe_devices", "devices of the probe; those that are missing skip", type="args", default=[])
     parser.addini("modelprobe_seed", "seed of all random numbers", default="0")
     parser.addini("modelprobe_strict", "hints fail tests", type="bool", default=False)
     parser.addini("modelprobe_verbose", "show the layers that each test recorded", type="bool", default=False)
-
-
-def _mutants(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        said = f"{text!r} is no number of faults; name tests before the option, or write --modelprobe-mutate=N"
-        raise argparse.ArgumentTypeError(said) from None
-
-
-def _check_mutate(config: pytest.Config) -> None:
-    """Raise `pytest.UsageError` for options that do not go with each other."""
-    option = config.option
-    mutate, seconds, least = option.modelprobe_mutate, option.modelprobe_mutate_time, option.modelprobe_mutate_min
-    if mutate is None:
-        for name, given in (("min", least), ("faults", option.modelprobe_mutate_faults)):
-            if given is not None:
-                raise pytest.UsageError(
-                    f"--modelprobe-mutate-{name} is about the faults that --modelprobe-mutate plants: add it"
-                )
-        return
-    if mutate < 1:
-        raise pytest.UsageError(f"--modelprobe-mutate=N plants N faults, 1 or more, or all without =N; got {mutate}")
-    if not seconds > 0:
-        raise pytest.UsageError(f"--modelprobe-mutate-time takes seconds, more than 0; got {seconds:g}")
-    if least is not None and not 0 <= least <= 100:
-        raise pytest.UsageError(f"--modelprobe-mutate-min takes percent, 0 to 100; got {least:g}")
-    if getattr(option, "update_snapshots", False):
-        raise pytest.UsageError("--modelprobe-mutate compares with snapshots: update them first, in another run")
-    if getattr(option, "usepdb", False):
-        raise pytest.UsageError("--modelprobe-mutate makes tests fail on purpose: leave out --pdb")
 
 
 def add_filter(config: pytest.Config) -> None:
@@ -180,7 +104,6 @@ def settings_of(config: pytest.Config) -> Settings:
     json, html = _path(config, "--modelprobe-json"), _path(config, "--modelprobe-html")
     if json is not None and html is not None and json.resolve() == html.resolve():
         raise pytest.UsageError(f"--modelprobe-json and --modelprobe-html both write {html}: name two files")
-    _check_mutate(config)
     verbose = config.getoption("--modelprobe-verbose")
     return Settings(
         devices=available(asked) if asked else list(dict.fromkeys(devices)) or ["cpu"],
@@ -189,8 +112,6 @@ def settings_of(config: pytest.Config) -> Settings:
         verbose=config.getini("modelprobe_verbose") if verbose is None else verbose,
         json=json,
         html=html,
-        model=config.getoption("--modelprobe-model"),
-        inputs=config.getoption("--modelprobe-input"),
     )
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from pytest_modelprobe import ModelProbe, checks
-from pytest_modelprobe.cli.scanning.search import Search
 
 
 class Policy(nn.Module):
@@ -43,7 +42,3 @@ def test_the_checks_of_a_healthy_model_hold(modelprobe: ModelProbe) -> None:
     assert (
         checks.standard(modelprobe, Policy(), modelprobe.randn(4, 8), loss=lambda out: out.square().mean()).broken == ()
     )
-
-
-def test_its_inputs_are_guessed() -> None:
-    assert [str(one) for one in next(iter(Search(Policy())))] == ["4x8"]

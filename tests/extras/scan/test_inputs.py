@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
 
 from pytest_modelprobe import ModelProbe
-from pytest_modelprobe.cli.scanning import Input, ScannedModel, Target, load, parse_input
-from pytest_modelprobe.cli.scanning.search import Search
-from pytest_modelprobe.cli.scanning.starts import starts
 from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.extras.scan.inputs import Input, parse_input
+from pytest_modelprobe.extras.scan.scanning import ScannedModel
+from pytest_modelprobe.extras.scan.search import Search
+from pytest_modelprobe.extras.scan.starts import starts
+from pytest_modelprobe.extras.scan.target import Target, load
 
 
 def shapes(model: nn.Module) -> list[str]:
@@ -331,3 +335,11 @@ def test_some_inputs_by_name_and_some_without_are_refused() -> None:
         ScannedModel(
             Target("", lambda: nn.Linear(5, 2), "", "", ""), ModelProbe(), [Input((4, 5)), Input((4, 5), name="b")]
         )
+
+
+def test_they_are_guessed_for_a_model_whose_parameters_are_an_iterator_of_its_own() -> None:
+    class Policy(nn.Sequential):
+        def parameters(self) -> Iterator[nn.Parameter]:  # type: ignore[override]
+            return nn.Linear(8, 2).parameters()
+
+    assert [str(one) for one in next(iter(Search(Policy(nn.Linear(8, 2)))))] == ["4x8"]

@@ -24,7 +24,7 @@ _TIMES, _MORE_SECONDS = 10, 10.0
 _FIRST_SECONDS = 120.0
 """The extra time of a test that runs without a fault: in a new process it may have to import and compile first."""
 
-_PRELOADED = ["torch", "pytest", "pytest_modelprobe.mutation.worker"]
+_PRELOADED = ["torch", "pytest", "pytest_modelprobe.extras.mutation.worker"]
 
 
 class TimeIsOver(Exception):

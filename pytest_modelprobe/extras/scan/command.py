@@ -11,12 +11,11 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from pytest_modelprobe.cli import DIFFERENT, SAME
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.text import count, printable, wrapped
-
-from .common import DIFFERENT, SAME
 
 if TYPE_CHECKING:
     from pytest_modelprobe.checks import Outcome
@@ -24,7 +23,29 @@ if TYPE_CHECKING:
     from .scanning import ScannedModel
 
 
-def run_scan(options: argparse.Namespace) -> int:
+def add_command(commands: Any) -> None:
+    """Add the command to the subparsers of `modelprobe`."""
+    scan = commands.add_parser(
+        "scan",
+        help="run a model, and print its layers, what is wrong with them, and the standard checks",
+        description="Make a model with random weights, run it, and check it. No file is needed.",
+    )
+    told = "a function or a class that makes the model; hf-tiny:CLASS, a small one of transformers; timm:NAME"
+    scan.add_argument("model", metavar="MODULE:NAME", help=told)
+    scan.add_argument(
+        "--input", action="append", default=[], metavar="[NAME=]SHAPE[:BELOW]",
+        help="a tensor that it takes, such as 8x3x32x32, or ids=8x16:1000 for integers below 1000; may be repeated; "
+        "guessed by default",
+    )  # fmt: skip
+    scan.add_argument(
+        "--layers", action="append", default=[], metavar="GLOB", help="only these layers in the table, '**' for all"
+    )
+    scan.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu, cuda, cuda:N or mps (default: cpu)")
+    scan.add_argument("--write", metavar="PATH", help="write a file of tests, to be edited")
+    scan.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
     """Make the model, run it, check it, print what was found, and write a file of tests if asked for."""
     path = Path(options.write) if options.write else None
     if path is not None and path.exists():
@@ -32,7 +53,10 @@ def run_scan(options: argparse.Namespace) -> int:
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m` does
     from pytest_modelprobe.probe import ModelProbe
 
-    from .scanning import ScannedModel, as_test_file, load, parse_input
+    from .inputs import parse_input
+    from .scanning import ScannedModel
+    from .target import load
+    from .test_file import as_test_file
 
     inputs = [parse_input(text) for text in options.input]
     with ModelProbe(options.device) as probe:

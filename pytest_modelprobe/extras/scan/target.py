@@ -55,8 +55,7 @@ def load(name: str) -> Target:
     make: Callable[[], Any]
     if module_name in ("hf-tiny", "timm"):
         make = _tiny(path) if module_name == "hf-tiny" else _of_timm(path)
-        here = __package__ or ""
-        return Target(name, functools.partial(_made, name, make), here, "load", f'load("{name}").make()')
+        return Target(name, functools.partial(_made, name, make), __name__, "load", f'load("{name}").make()')
     try:
         if module_name.startswith("."):  # a path, as ./module.py, which Python takes for a name inside a package
             raise ModuleNotFoundError(name=module_name)

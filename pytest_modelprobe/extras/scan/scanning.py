@@ -36,7 +36,7 @@ class ScannedModel:
         UsageError: The model cannot be made, or does not run on the inputs, or on none that was guessed; the message
             says why, and how inputs are given.
 
-    >>> from pytest_modelprobe.cli.scanning import load
+    >>> from pytest_modelprobe.extras.scan.target import load
     >>> scanned = ScannedModel(load("torch.nn:Identity"), ModelProbe(), [Input((4, 8))])
     >>> scanned.record.forwards, [outcome.verdict for outcome in scanned.outcomes(["finite"])]
     (1, ['holds'])

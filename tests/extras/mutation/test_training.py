@@ -19,8 +19,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_modelprobe import ModelProbe, assert_params_updated, assert_training_loop
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.mutation import TRAINING, Observer, Place, Planted, Seen, selected
-from pytest_modelprobe.mutation.plan import PROGRAM
+from pytest_modelprobe.extras.mutation.plan import PROGRAM, Place
+from pytest_modelprobe.extras.mutation.planting import Observer
+from pytest_modelprobe.extras.mutation.seen import Planted, Seen
+from pytest_modelprobe.extras.mutation.selection import selected
+from pytest_modelprobe.extras.mutation.training import TRAINING
 
 
 class Net(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.modules import module as hooks_of_all
 
-import pytest_modelprobe.mutation
+import pytest_modelprobe.extras.mutation.session
 import pytest_modelprobe.probe  # noqa: F401
 
 MODEL = """

@@ -55,7 +55,14 @@ _MOST_FOLDERS = 5_000  # so that the report comes soon
 _NOT_INSTALLED = "not installed"
 
 
-def run(options: argparse.Namespace) -> int:
+def add_command(commands: Any) -> None:
+    """Add the command to the subparsers of `modelprobe`."""
+    doctor = commands.add_parser("doctor", help="print versions, devices and what is switched off, for a bug report")
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of text")
+    doctor.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
     """Print the report, as text or with ``--json`` as JSON; return the exit code, 0."""
     found = report()
     print(json.dumps(found, indent=1) if options.json else as_text(found))

@@ -18,7 +18,10 @@ from pytest_modelprobe import (
     assert_no_dead_layers,
     checks,
 )
-from pytest_modelprobe.mutation import OPERATORS, Observer, Place, Planted, Seen
+from pytest_modelprobe.extras.mutation.operators import OPERATORS
+from pytest_modelprobe.extras.mutation.plan import Place
+from pytest_modelprobe.extras.mutation.planting import Observer
+from pytest_modelprobe.extras.mutation.seen import Planted, Seen
 
 
 class Attends(nn.Module):

@@ -9,8 +9,10 @@ import pytest
 from torch import nn
 
 from pytest_modelprobe import ModelProbe, cli
-from pytest_modelprobe.cli.scanning import Input, ScannedModel, load
 from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.extras.scan.inputs import Input
+from pytest_modelprobe.extras.scan.scanning import ScannedModel
+from pytest_modelprobe.extras.scan.target import load
 
 MODEL = """
 import torch

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pytest_modelprobe.mutation import BaselineTest, Mutant, Place, Results, Verdict, lines, planned
-from pytest_modelprobe.mutation.known import Known
+from pytest_modelprobe.extras.mutation.known import Known
+from pytest_modelprobe.extras.mutation.plan import BaselineTest, Mutant, Place, Results, Verdict, planned
+from pytest_modelprobe.extras.mutation.report import lines
 
 FC, NORM = Place("m:Net", "fc", "Linear"), Place("m:Net", "0", "LayerNorm")
 NOTICED, SURVIVED, WITHOUT = Verdict("noticed", "test_a.py::t"), Verdict("survived"), Verdict("no effect")

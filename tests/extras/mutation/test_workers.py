@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import pytest_modelprobe.mutation
+import pytest_modelprobe.extras.mutation.session
 import pytest_modelprobe.probe  # noqa: F401
 
 LAYER = """
@@ -42,7 +42,7 @@ def _alone(pytester: pytest.Pytester, _plugin_alone: None) -> None: ...
 def test_a_fault_that_ends_the_process_or_never_ends_is_noticed_and_all_others_are_tried(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pytest_modelprobe.mutation.workers._MORE_SECONDS", 3.0)
+    monkeypatch.setattr("pytest_modelprobe.extras.mutation.workers._MORE_SECONDS", 3.0)
     pytester.makepyfile(
         test_it=LAYER + CRASHES.replace("    assert", "    while value.isnan().any(): pass\n    assert")
     )
@@ -136,7 +136,7 @@ def test_faults_are_tried_again_if_this_package_has_changed(
     pytester.makepyfile(test_it=LAYER + CRASHES)
     results_of_earlier_run(pytester)
     (tmp_path / "faults.py").write_text("# another one")
-    monkeypatch.setattr("pytest_modelprobe.mutation.known._PACKAGE", tmp_path)
+    monkeypatch.setattr("pytest_modelprobe.extras.mutation.known._PACKAGE", tmp_path)
     assert not results_of_earlier_run(pytester)
 
 

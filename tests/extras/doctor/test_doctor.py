@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from pytest_modelprobe import _torch, kernel
-from pytest_modelprobe.cli import doctor, main
+from pytest_modelprobe.cli import main
+from pytest_modelprobe.extras.doctor import command as doctor
 from pytest_modelprobe.statistics import cuda
 
 PACKAGE = Path(importlib.util.find_spec("pytest_modelprobe").origin).parent

@@ -13,31 +13,50 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pytest_modelprobe.cli import DIFFERENT, SAME
 from pytest_modelprobe.exceptions import ModelProbeError, UsageError
 from pytest_modelprobe.text import count, listed, printable
-
-from .common import DIFFERENT, SAME
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from pytest_modelprobe.comparison import Pairing
+    from pytest_modelprobe.extras.scan.inputs import Input
     from pytest_modelprobe.probe import ModelProbe
-
-    from .scanning import Input
 
     _Call = tuple[tuple[Tensor, ...], dict[str, Any]]
 
 
-def run_compare(options: argparse.Namespace) -> int:
+def add_command(commands: Any) -> None:
+    """Add the command to the subparsers of `modelprobe`."""
+    compare = commands.add_parser(
+        "compare",
+        help="run two implementations on the same inputs, and name the first layer that differs",
+        description="Make two models, pair their layers by what flows through them, and compare the outputs of pairs.",
+    )
+    compare.add_argument("a", metavar="A:NAME", help="a function or a class that makes the reference")
+    compare.add_argument("b", metavar="B:NAME", help="the same for the port")
+    told = "a tensor that both take, as for scan; may be repeated; guessed from A by default"
+    compare.add_argument("--input", action="append", default=[], metavar="[NAME=]SHAPE[:BELOW]", help=told)
+    told = "the same tensors by the names that B has for them; those of A by default"
+    compare.add_argument("--input-b", action="append", default=[], metavar="[NAME=]SHAPE[:BELOW]", help=told)
+    told = "layers that are the same, such as 'blocks.*=transformer.h.*'; may be repeated"
+    compare.add_argument("--rename", action="append", default=[], metavar="B=A", help=told)
+    compare.add_argument("--weights", choices=["a"], help="set the weights of B from those of A by the pairing")
+    compare.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu, cuda, cuda:N or mps (default: cpu)")
+    compare.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
     """Make both models, run them on the same inputs, and print the pairing and the first pair that differs."""
     rename = dict(map(_rule, options.rename))
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m` does
     import torch
 
+    from pytest_modelprobe.extras.scan.inputs import parse_input
+    from pytest_modelprobe.extras.scan.scanning import ScannedModel
+    from pytest_modelprobe.extras.scan.target import load
     from pytest_modelprobe.probe import ModelProbe
-
-    from .scanning import ScannedModel, load, parse_input
 
     inputs, others = ([parse_input(text) for text in given] for given in (options.input, options.input_b))
     with ModelProbe(options.device) as probe:

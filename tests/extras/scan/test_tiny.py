@@ -9,8 +9,9 @@ import pytest
 from torch import nn
 
 from pytest_modelprobe import ModelProbe, cli
-from pytest_modelprobe.cli.scanning import ScannedModel, load
 from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.extras.scan.scanning import ScannedModel
+from pytest_modelprobe.extras.scan.target import load
 from pytest_modelprobe.runs import Trials
 
 
@@ -51,7 +52,7 @@ def test_a_class_that_does_not_run_is_tried_a_few_times(
 
 def test_what_has_to_divide_what_still_does() -> None:
     transformers = pytest.importorskip("transformers")
-    from pytest_modelprobe.cli.scanning.tiny import shrunk
+    from pytest_modelprobe.extras.scan.tiny import shrunk
 
     config = shrunk(
         transformers.LlamaConfig(
@@ -66,7 +67,7 @@ def test_what_has_to_divide_what_still_does() -> None:
 
 def test_a_nested_configuration_is_shrunk_too() -> None:
     transformers = pytest.importorskip("transformers")
-    from pytest_modelprobe.cli.scanning.tiny import shrunk
+    from pytest_modelprobe.extras.scan.tiny import shrunk
 
     config = shrunk(transformers.CLIPConfig(), frozenset(["depth", "words", "widths", "pixels"]))
     assert (config.text_config.num_hidden_layers, config.vision_config.num_hidden_layers) == (2, 2)
@@ -128,7 +129,7 @@ def test_the_file_of_tests_of_a_small_model_makes_it_by_its_name(pytester: pytes
     pytest.importorskip("transformers")
     assert cli.main(["scan", "hf-tiny:BertModel", "--write", "test_bert.py"]) in (0, 1)
     written = (pytester.path / "test_bert.py").read_text("utf-8")
-    assert "from pytest_modelprobe.cli.scanning import load\n" in written
+    assert "from pytest_modelprobe.extras.scan import load\n" in written
     assert 'def make_model():\n    return load("hf-tiny:BertModel").make()\n' in written
     result = pytester.runpytest("--snapshot-update", "-k", "layers or snapshot", "test_bert.py")
     assert result.ret == 0
