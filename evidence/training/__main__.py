@@ -1,6 +1,6 @@
 """What notices silent errors of training: programs with one, and their healthy twins.
 
-    python evidence/training                     # all, and writes RESULTS.md beside this and the page in docs/
+    python evidence/training                     # all, and writes RESULTS.md beside this
     python evidence/training --quick             # a fourth of those of one process, printed only
     python evidence/training --only zero_grad    # those whose function has the word in its name, printed only
 
@@ -23,11 +23,10 @@ from pathlib import Path
 
 import torch
 from cases import CASES
-from report import cell, page, report
+from report import cell, report
 from trials import WITNESSES, Trial, trial, trials_of_two_ranks
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
-PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "silent-errors-of-training.md"
 
 
 def main() -> None:
@@ -54,7 +53,6 @@ def main() -> None:
     print(text)
     if len(chosen) == len(CASES):
         RESULTS.write_text(text + "\n", encoding="utf-8")
-        PAGE.write_text(page(text), encoding="utf-8")
 
 
 def tell(number: int, started: float, future: concurrent.futures.Future[Trial]) -> None:

@@ -158,36 +158,3 @@ def table(head: list[str], rows: Iterable[Iterable[object]]) -> list[str]:
 def escaped(cell: str) -> str:
     """Return the text of a cell; one with marks of its own stays as it is."""
     return cell.replace("|", "/") if "`" in cell or "**" in cell else re.sub(r"([|*_<\[])", r"\\\1", cell)
-
-
-PAGE = """\
-# Silent errors of training: what notices them
-
-Made by `evidence/training` in the repository, from its last results. Training with such an error goes on, and often
-learns, only worse. Each row of the table is an error that a library or a program had, imitated in a small program that
-differs from a healthy one in the error alone.
-
-- `assert_training_loop(watch)` and `assert_params_updated(watch)` notice gradients that are not reset, and parameters
-  that do not learn. No run before is needed.
-- `checks.standard(modelprobe, model, x)` notices code of a layer that breaks a property, as dropout in evaluation does.
-- `assert watch.steps == modelprobe_snapshot`, or `assert_same_behavior` of each step and that of a run before, notices
-  what changed in code, initialization, data, loss or optimizer, from the first step at which it does.
-- `assert_invariants(watch, modelprobe_snapshot)` notices what was the same in each step of a healthy run and is not any
-  more: with other data, another seed and any number of steps.
-- `modelprobe.merged(record)` of each step, in every rank, notices ranks that should have the same weights and
-  gradients, and do not.
-
-[Training loops](../how-to/training-loops.md) and [Several ranks](../how-to/ranks.md) show each. A comparison with a run
-before needs the same seed: weights, data and dropout have to be the same.
-
-"""
-
-
-def page(results: str) -> str:
-    """Return the page of the documentation, of the text of the results."""
-    legend, rest = results[results.index("A program with") :].split("\n| errors of", 1)
-    counts, each = rest.split("\n## Each error\n", 1)
-    return (
-        f"{PAGE}## How it was judged\n\n{legend}\n| errors of{counts}\n"
-        f"## Each error\n{each.partition('## What is said')[0].rstrip()}\n\n{REASONS}\n"
-    )

@@ -1,4 +1,4 @@
-"""Bugs that models really had, and what shows each: behind ``docs/explanation/bugs-and-what-shows-them.md``."""
+"""Bugs that models really had, and what shows each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pull requests that try to change a model unseen, and the verdicts on each: shown in ``explanation/the-gate.md``."""
+"""Pull requests that try to change a model unseen, and the verdicts on each."""
 
 from __future__ import annotations
 

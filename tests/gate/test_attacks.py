@@ -1,4 +1,4 @@
-"""The page of the gate: its verdicts are those of the gate and of pytest, and it is up to date."""
+"""The table of attacks: its verdicts are those of the gate and of pytest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import pytest
 from pytest_modelprobe.cli import main
 
 HERE = Path(__file__).parent
-MADE = HERE.parents[1] / "docs" / "make_gate_page.py"
 TABLE = runpy.run_path(str(HERE / "attacks.py"))
 ATTACKS = [attack for family in TABLE["FAMILIES"].values() for attack in family]
 BY_PATH = "--import-mode=importlib"
@@ -84,7 +83,7 @@ def files_of(attack: Any, updated: Updated) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=[attack.what for attack in ATTACKS])
-def test_the_command_says_what_the_page_says(
+def test_the_command_says_what_the_table_says(
     attack: Any,
     updated: Updated,
     tmp_path: Path,
@@ -134,7 +133,7 @@ def said(code: int, out: str) -> str:
     return f"{verdict}: {kind}"
 
 
-def test_pytest_says_what_the_page_says(
+def test_pytest_says_what_the_table_says(
     updated: Updated, run_pytest: RunPytest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CI", "true")
@@ -150,7 +149,7 @@ def test_pytest_says_what_the_page_says(
 
 
 @pytest.mark.parametrize("attack", ALONE, ids=[attack.what for attack in ALONE])
-def test_the_exit_status_of_pytest_is_what_the_page_says(
+def test_the_exit_status_of_pytest_is_what_the_table_says(
     attack: Any, updated: Updated, run_pytest: RunPytest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"CI": "true", **attack.environment}.items():
@@ -166,8 +165,3 @@ def test_the_exit_status_of_pytest_is_what_the_page_says(
 def test_what_neither_shows_is_harmless() -> None:
     unseen = [one for one in ATTACKS if one.pytest == "passed" and one.check in HARMLESS]
     assert [attack.what for attack in unseen] == [attack.what for attack in ATTACKS if attack.harmless]
-
-
-def test_the_page_is_up_to_date() -> None:
-    make = runpy.run_path(str(MADE))
-    assert make["PAGE"].read_text("utf-8") == make["page"](TABLE["FAMILIES"])

@@ -1,6 +1,6 @@
 """Which edits of a model fail a snapshot, which make its file stale, and of which class the gate says they are.
 
-One model, one edit a row: the table of the page `docs/reference/refactorings.md`.
+One model, one edit a row: the table of the page `evidence/SNAPSHOT_EDITS.md`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ EDITS = {
     "two parameters in another order": [("self.a, self.b =", "self.b, self.a =")],
 }  # fmt: skip
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "refactorings.md"
+PAGE = Path(__file__).parents[2] / "evidence" / "SNAPSHOT_EDITS.md"
 SAID = {"fails": "failed", "passes, stale": "stale", "passes": "passed"}
 ROWS = [line.strip("| ").split(" | ") for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")][1:]
 # Edit → whether the test passes by default, whether it does with compare="architecture", the class of the gate.

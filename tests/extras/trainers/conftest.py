@@ -22,7 +22,7 @@ from pytest_modelprobe import (
     assert_update_ratio,
 )
 
-PAGE = Path(__file__).parents[3] / "docs/how-to/trainers.md"
+PAGE = Path(__file__).parents[3] / "evidence/TRAINERS.md"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
