@@ -262,8 +262,8 @@ def compile_parity(
     Args:
         prepared: The model and its inputs.
         backend: Backend of `torch.compile`; ``"aot_eager"`` needs no compiler.
-        tolerance: The largest relative change that passes, by default 1e-3. In half precision, four times the distance
-            to float32 passes as well.
+        tolerance: The largest relative change that passes, by default 1e-3. A model in half precision is compiled in
+            float32 too; as it is, four times its distance to float32 passes as well.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -276,7 +276,13 @@ def compile_parity(
         compiled(nn.Identity())
     except Exception as error:
         raise UsageError(f"backend= is a backend of torch.compile; got {backend!r}: {line_of(error)}") from error
-    precise = _in_float32(prepared, backward=True)
+    beside = functools.partial(_beside_compiled, compiled=compiled, tolerance=tolerance)
+    return _in_each_precision(prepared, beside, backward=True)
+
+
+def _beside_compiled(
+    prepared: PreparedModel, precise: Trace | None, compiled: Callable[..., Any], tolerance: float | None
+) -> Violation | str:
     one, other = prepared.reference(mode="eval", backward=True), prepared.copied()
     torch.compiler.reset()
     try:
@@ -314,7 +320,11 @@ def export_parity(prepared: PreparedModel, *, tolerance: float | None = None) ->
     >>> print(checks.export_parity(probe, nn.Linear(3, 2), probe.randn(4, 3)))
     export_parity holds for Linear: 1 output
     """
-    precise = _in_float32(prepared)
+    beside = functools.partial(_beside_exported, tolerance=tolerance)
+    return _in_each_precision(prepared, beside, backward=False)
+
+
+def _beside_exported(prepared: PreparedModel, precise: Trace | None, tolerance: float | None) -> Violation | str:
     one, other = prepared.reference(mode="eval"), prepared.copied()
     set_mode(other, "eval")
     try:
@@ -340,12 +350,25 @@ def export_parity(prepared: PreparedModel, *, tolerance: float | None = None) ->
     return found or count(len(one.final), "output")
 
 
-def _in_float32(prepared: PreparedModel, *, backward: bool = False) -> Trace | None:
-    """Return a run in float32 of a model that rounds to half precision."""
+def _in_each_precision(
+    prepared: PreparedModel, compared: Callable[[PreparedModel, Trace | None], Violation | str], *, backward: bool
+) -> Violation | str:
+    """Return what a comparison finds of a model as it is and, if that rounds to half precision, converted to float32.
+
+    The comparison is given a run that computes all of the model in float32.
+    """
     if not prepared.is_rounded:
-        return None
+        return compared(prepared, None)
     with prepared.in_float32():
-        return prepared.reference(mode="eval", backward=backward)
+        precise = prepared.reference(mode="eval", backward=backward)
+    found = compared(prepared, precise)
+    if isinstance(found, Violation):
+        return found
+    try:
+        with prepared.converted() as wide:
+            return compared(wide, precise)
+    except NotApplicableError:  # its code may cast to half precision what meets the weights
+        return found
 
 
 def _exported(prepared: PreparedModel, model: nn.Module, **options: Any) -> nn.Module:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from pytest_modelprobe._torch import is_wrapped, without_dispatch_modes
+from pytest_modelprobe._torch import converted, is_wrapped, without_dispatch_modes
 from pytest_modelprobe.exceptions import ModelProbeError, UsageError
 from pytest_modelprobe.models import (
     CallTracer,
@@ -351,6 +351,20 @@ class PreparedModel:
         """Compute in float32 within the block, if `is_rounded`."""
         with self._in_float32() if not self._wide and self.is_rounded else nullcontext():
             yield
+
+    @contextmanager
+    def converted(self) -> Iterator[PreparedModel]:
+        """Prepare a copy of the model whose parameters, buffers and inputs are float32, without autocast."""
+
+        def wide(tensor: Tensor) -> Tensor:
+            return tensor.to(widened(tensor.dtype))
+
+        model = self.copied()
+        converted(model, wide)
+        args, kwargs = map_tensors(wide, (self.args, self.kwargs))
+        other = PreparedModel(self.probe, model, args, kwargs, loss=self._loss)
+        with torch.autocast(self.probe.device.type, enabled=False), other.ready(self._check_reference, native=True):
+            yield other
 
     @contextmanager
     def _in_float32(self) -> Iterator[None]:

@@ -935,12 +935,21 @@ def test_rounding_of_bfloat16_is_no_change(name: str, probe: ModelProbe, rows: T
     assert found.verdict == "holds", found
 
 
-@pytest.mark.parametrize("how", ["bfloat16", "autocast"])
-def test_an_error_below_the_rounding_of_half_precision_is_named(how: str, probe: ModelProbe, rows: Tensor) -> None:
+@pytest.mark.parametrize(
+    ("name", "how", "forward"),
+    [
+        ("compile_parity", "bfloat16", lambda x: x * 1.003 if torch.compiler.is_compiling() else x),
+        ("dtype_parity", "bfloat16", lambda x: x * 1.003 if x.dtype == torch.float64 else x),
+        ("dtype_parity", "autocast", lambda x: x * 1.003 if x.dtype == torch.float64 else x),
+    ],
+)
+def test_an_error_below_the_rounding_of_half_precision_is_named(
+    name: str, forward: Any, how: str, probe: ModelProbe, rows: Tensor
+) -> None:
     dtype = torch.float32 if how == "autocast" else torch.bfloat16
-    model = between(lambda x: x * 1.003 if x.dtype == torch.float64 else x).to(dtype)
+    model = between(forward).to(dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
-        found = checks.dtype_parity.outcome(probe, model, rows.to(dtype))
+        found = ALL[name].outcome(probe, model, rows.to(dtype), **options_of(name, model))
     assert named(found) == "2"
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
