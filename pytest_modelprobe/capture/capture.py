@@ -204,6 +204,12 @@ class Capture:
         graph_task()
         if self._modes:
             count_function_modes()
+            enter(self._modes)
+            try:
+                with without_torch_function():
+                    pass
+            finally:
+                leave(self._modes)
         if self._profiler is not None:
             count_dispatch_modes()
         try:

@@ -141,7 +141,7 @@ def test_one_function_alone_turns_tensors_into_arrays() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in {"numpy", "from_dlpack", "__array__", "asarray"}
     }
-    assert found == {("models/memory.py", "from_dlpack")}
+    assert found == {("models/tensors.py", "from_dlpack")}
 
 
 def test_no_tensor_is_turned_into_an_array_by_numpy(modelprobe: ModelProbe, monkeypatch: pytest.MonkeyPatch) -> None:

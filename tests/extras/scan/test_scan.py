@@ -240,7 +240,7 @@ def test_the_file_of_tests_that_scan_writes_passes(pytester: pytest.Pytester) ->
     assert '@pytest.mark.xfail(reason="never called: unused", strict=True)' in written
     assert '        "batch_independent": "(root) mixes the batch: ' in written
     result = pytester.runpytest("--snapshot-update", "tests/test_net.py")
-    result.assert_outcomes(passed=15, skipped=9, xfailed=3)
+    result.assert_outcomes(passed=15, skipped=7, xfailed=3)
 
 
 @pytest.mark.usefixtures("_plugin_alone")
@@ -287,7 +287,7 @@ def test_scan_overwrites_no_file(pytester: pytest.Pytester, capsys: pytest.Captu
 @pytest.mark.usefixtures("_plugin_alone")
 def test_pytest_tests_a_model_that_is_named(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest("--modelprobe-model=small_net:make_model", "-rf")
-    result.assert_outcomes(passed=17, skipped=9, failed=3)
+    result.assert_outcomes(passed=17, skipped=7, failed=3)
     result.stdout.fnmatch_lines(
         [
             "FAILED small_net:make_model::test_layers?assert_all_params_have_grad? - Asser*",
@@ -302,14 +302,14 @@ def test_the_tests_of_a_named_model_come_beside_those_of_files(pytester: pytest.
     result = pytester.runpytest(
         "--modelprobe-model=small_net:make_model", "--modelprobe-input=2x8", "-k", "finite or mine"
     )
-    result.assert_outcomes(passed=4, deselected=26)
+    result.assert_outcomes(passed=4, deselected=24)
 
 
 @pytest.mark.usefixtures("_plugin_alone")
 def test_how_the_project_names_its_tests_does_not_matter(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\npython_functions = check_*\npython_classes = *\n")
     result = pytester.runpytest("--modelprobe-model=small_net:make_model", "-k", "finite")
-    result.assert_outcomes(passed=3, deselected=26)
+    result.assert_outcomes(passed=3, deselected=24)
 
 
 @pytest.mark.usefixtures("_plugin_alone")
