@@ -213,20 +213,10 @@ def test_a_zero_initialized_layer_is_still_one_after_it_has_learned_in_the_only_
     assert_no_dead_layers(watch)
 
 
-def test_zero_initialized_layers_are_reported_as_such() -> None:
-    model = Net(
-        lambda m, x: m.relu(m.fc(x)) + m.zero(x), fc=linear(bias=-20.0), relu=nn.ReLU(), zero=linear(weight=0.0)
-    )
-    text = failure_of(assert_no_dead_layers, run(model))
-    assert text.startswith("relu is dead: ")
-    assert text.endswith("\n\nNot counted as dead, because zero-initialized: zero.")
-
-
 def test_zeros_of_a_function_at_the_end_of_a_container_are_made_in_its_code() -> None:
     text = failure_of(assert_no_dead_layers, run(Net(lambda m, x: F.relu(m.a(x)), a=linear(bias=-100.0))))
     assert text.startswith("(root) is dead: all 24 outputs are 0 in 1 forward;")
-    hint = r"The zeros are produced in \(root\)'s own code, after a, whose output ranges from -10\S+ to -9\S+: look at "
-    assert re.search(hint, text)
+    assert "The zeros are produced in (root)'s own code, after a: look at that code." in text
 
 
 def test_dead_in_the_newest_forward_is_enough() -> None:
