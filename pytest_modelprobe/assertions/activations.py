@@ -175,7 +175,8 @@ def find_dead(record: Record, names: Iterable[str]) -> list[Dead]:
         for value in filter(is_zero, tree.untracked_inputs(step) if step.previous is not None else ()):
             constant = step.call.grad_enabled and not value.requires_grad and step.place in learning_places
             state = step.call.index == 0 and step.layer.name in with_live_input  # a recurrent one begins with zeros
-            if not (constant or state or step.place in zero_places or _is_inside_zeros(step)):
+            around = () if step.parent is None else step.parent.call.inputs  # which its code may pass on
+            if not (constant or state or step.place in zero_places or any(map(is_zero, around))):
                 add(step, value, received=True)
         passed_on = _was_given_nothing(step) or step.inside in zero_places or starts_from_zero(step.layer)
         for value in filter(is_zero, step.call.outputs):
@@ -222,11 +223,6 @@ def _was_given_nothing(step: Step) -> bool:
     padding = step.layer.attributes.get("padding_idx")
     indices = [value.forward.statistics for value in step.call.inputs]
     return padding is not None and bool(indices) and all(s and s.min == s.max == padding for s in indices)
-
-
-def _is_inside_zeros(step: Step) -> bool:
-    """Whether an input of the enclosing call was zero, which its code may pass on."""
-    return step.parent is not None and any(map(is_zero, step.parent.call.inputs))
 
 
 def _dead_text(dead: list[Dead], record: Record, looked_at: list[Layer]) -> str:

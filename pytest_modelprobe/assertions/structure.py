@@ -522,7 +522,10 @@ def assert_no_leftover_hooks(subject: Any, *, layers: Selector = "**") -> None:
         (name, kind, f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', type(hook).__qualname__)}")
         for name in names
         for kind, key, hook in hooks_on(modules[name])
-        if key >= since and not _is_of_probe(hook)
+        if key >= since
+        and not type(hook).__module__.startswith("pytest_modelprobe.")
+        # What becomes of a hook of a watch in a pickle of the model, where it does nothing.
+        and not isinstance(getattr(hook, "__self__", None), contextlib.nullcontext)
     ]
     if found:
         name, kind, what = found[0]
@@ -533,9 +536,3 @@ def assert_no_leftover_hooks(subject: Any, *, layers: Selector = "**") -> None:
             found,
             "Keep the handle that register_... returns, and call its remove(), also after an error.",
         )
-
-
-def _is_of_probe(hook: Any) -> bool:
-    """Whether a hook is one of a watch, or what becomes of it in a pickle of the model, where it does nothing."""
-    own = type(hook).__module__.startswith("pytest_modelprobe.")
-    return own or isinstance(getattr(hook, "__self__", None), contextlib.nullcontext)
