@@ -175,7 +175,8 @@ def find_dead(record: Record, names: Iterable[str]) -> list[Dead]:
         for value in filter(is_zero, tree.untracked_inputs(step) if step.previous is not None else ()):
             constant = step.call.grad_enabled and not value.requires_grad and step.place in learning_places
             state = step.call.index == 0 and step.layer.name in with_live_input  # a recurrent one begins with zeros
-            if not (constant or state or step.place in zero_places or _is_inside_zeros(step)):
+            around = () if step.parent is None else step.parent.call.inputs  # which its code may pass on
+            if not (constant or state or step.place in zero_places or any(map(is_zero, around))):
                 add(step, value, received=True)
         passed_on = _was_given_nothing(step) or step.inside in zero_places or starts_from_zero(step.layer)
         for value in filter(is_zero, step.call.outputs):
@@ -224,11 +225,6 @@ def _was_given_nothing(step: Step) -> bool:
     return padding is not None and bool(indices) and all(s and s.min == s.max == padding for s in indices)
 
 
-def _is_inside_zeros(step: Step) -> bool:
-    """Whether an input of the enclosing call was zero, which its code may pass on."""
-    return step.parent is not None and any(map(is_zero, step.parent.call.inputs))
-
-
 def _dead_text(dead: list[Dead], record: Record, looked_at: list[Layer]) -> str:
     first = dead[0]
     if first.record is not record and record.forwards > 1:
@@ -243,13 +239,11 @@ def _dead_text(dead: list[Dead], record: Record, looked_at: list[Layer]) -> str:
         extent = (None, None) if entered is None else (entered.min, entered.max)
         dead_units = "-" if units is None else f"{units.dead:,}/{len(units):,}"
         rows.append([d.where, d.step.layer.type_name, d.zeros, dead_units, *extent])
-    waking = [layer.label for layer in record.layers.values() if layer.calls and starts_from_zero(layer)]
     return failure(
         f"{first.label} is dead: all {zeros} are 0 {forwards}; {share}",
         ["layer", "type", "outputs", "dead units", "input min", "input max"],
         rows,
         _dead_hint(first),
-        f"Not counted as dead, because zero-initialized: {listed(waking)}." if waking else "",
     )
 
 
@@ -264,18 +258,13 @@ def _dead_hint(dead: Dead) -> str:
         return f"The zeros are produced {dead.step.between()}: look at the function called there. {intended}"
     layer, last = dead.step.layer, dead.step.last_child
     if last is not None and not layer.leaf and not layer.parameters:
-        left = _first_numbers(last.call.outputs)
-        known = left is not None and left.min is not None
-        extent = f", whose output ranges from {number(left.min)} to {number(left.max)}" if left and known else ""
-        where = f"in {label}'s own code, after {last.label}{extent}"
-        return f"The zeros are produced {where}: look at that code. {intended}"
+        return f"The zeros are produced in {label}'s own code, after {last.label}: look at that code. {intended}"
     entered = _first_numbers(dead.step.call.inputs)
     feeder = next((v.source.rpartition(" ")[0] for v in dead.step.call.inputs if v.source and v.is_floating), None)
-    if entered is not None and entered.max is not None and entered.max <= 0 and feeder:
-        negative = f"Every input of {label} is negative" if entered.max < 0 else f"No input of {label} is positive"
+    if entered is not None and entered.max is not None and entered.max < 0 and feeder:
         fed_by = dead.record.layers.get(feeder.partition(" ")[0])
         feeder = label_of(feeder, "" if fed_by is None else fed_by.type_name)
-        return f"{negative}: look at the bias or the scale of {feeder}, which feeds it."
+        return f"Every input of {label} is negative: look at the bias or the scale of {feeder}, which feeds it."
     return f"Look at the parameters of {label} and at what multiplies its output. {intended}"
 
 
@@ -512,13 +501,12 @@ def _finite_sentence(origin: NonfiniteOrigin) -> tuple[str, str, str]:
         hint = "Look at what wrote it: loading, the learning rate, its gradient (assert_grad_finite)."
         return full_name(layer, held), f"the output of {step.label} has {counts}", hint
     entered = _first_numbers(step.call.inputs)
+    because, hint = "its input is not a floating-point tensor", ""
+    if entered is not None:
+        because = f"its input is finite from {number(entered.min)} to {number(entered.max)}"
     if entered is not None and entered.nonfinite:
         because = f"its input has {nonfinite_counts(entered)}"
         hint = "Softmax over a row of -inf gives NaN, as do inf - inf and 0 * inf."
-    elif entered is not None and entered.min is not None:
-        because, hint = f"its input is finite from {number(entered.min)} to {number(entered.max)}", ""
-    else:
-        because, hint = "its input is not a floating-point tensor", ""
     if step.last_child is not None:
         because += f", the output of {step.last_child.label} is finite"
         hint = f"Look at the code after {step.last_child.label}{forward_of(step) or ' in the forward'}."

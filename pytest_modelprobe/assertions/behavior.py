@@ -105,7 +105,11 @@ def assert_same_behavior(
             )
         if type(tolerance) not in (int, float, type(None)) or (tolerance is not None and not 0 < tolerance < math.inf):
             raise UsageError(f"a tolerance multiplies the measured noise and is a positive number; got {tolerance!r}")
-        _assert_same_port(mine, theirs, rename, 1.0 if tolerance is None else tolerance)
+        if theirs.noise is None and theirs.live_run is not None:
+            theirs = theirs.live_run.measured(theirs)
+        message = comparison.port_failure(comparison.pair(mine, theirs, rename), tolerance or 1.0)
+        if message:
+            raise AssertionError(message)
         return
 
     def compared(mine: Record, theirs: Record) -> Comparison:
@@ -144,22 +148,12 @@ def assert_same_behavior(
                 found = alone()
     diagnosis = diagnose(found)
     if not diagnosis.same:
-        raise AssertionError(text(diagnosis, _next_steps(structure=structure)))
-
-
-def _assert_same_port(mine: Record, theirs: Record, rename: Mapping[str, str] | None, tolerance: float) -> None:
-    if theirs.noise is None and theirs.live_run is not None:
-        theirs = theirs.live_run.measured(theirs)
-    message = comparison.port_failure(comparison.pair(mine, theirs, rename), tolerance)
-    if message:
-        raise AssertionError(message)
-
-
-def _next_steps(*, structure: bool) -> list[str]:
-    steps = ["Look at the first cause; `keep=` with its layer in both runs gives the tensors to look at."]
-    if structure:
-        steps.append("Another implementation of the same? structure=False compares numbers alone, rename= maps names.")
-    return steps
+        steps = ["Look at the first cause; `keep=` with its layer in both runs gives the tensors to look at."]
+        if structure:
+            steps.append(
+                "Another implementation of the same? structure=False compares numbers alone, rename= maps names."
+            )
+        raise AssertionError(text(diagnosis, steps))
 
 
 # --- distributions ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from pytest_modelprobe.comparison import is_rounding, largest_gradient
-from pytest_modelprobe.record import Call, CallTree, Layer, Record, Step, Value, label_of
+from pytest_modelprobe.record import CallTree, Layer, Record, Step, Value, label_of
 from pytest_modelprobe.text import count, listed
 
 from .activations import Dead, find_dead, find_dead_units, find_nonfinite
@@ -37,7 +37,8 @@ def find_constant(record: Record) -> tuple[Step, Step] | None:
         given = [numbers(value) for value in forward.call.inputs if _has_rows(value)]
         if _is_constant(forward) and any(one is not None and one.min != one.max for one in given):
             steps = [one for one in tree.returned if one.place[:2] == forward.place[:2] and one.layer.leaf]
-            last = max((i for i, one in enumerate(steps) if _varies(one)), default=-1)
+            varies = [any(_has_rows(v) and _ranges(v) == "wide" for v in one.call.outputs) for one in steps]
+            last = max((i for i, one in enumerate(varies) if one), default=-1)
             if last >= 0:
                 return forward, next((one for one in steps[last + 1 :] if _is_constant(one)), forward)
     return None
@@ -47,10 +48,6 @@ def _is_constant(step: Step) -> bool:
     """Whether no output of a call with an axis of rows varies."""
     rows = [value for value in step.call.outputs if _has_rows(value)]
     return bool(rows) and all(_ranges(value) == "equal" for value in rows)
-
-
-def _varies(step: Step) -> bool:
-    return any(_has_rows(value) and _ranges(value) == "wide" for value in step.call.outputs)
 
 
 def _has_rows(value: Value) -> bool:
@@ -125,9 +122,13 @@ def hints(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
     ]
     if units:
         found.append(f"dead units: {listed(units)}")
-    uniform = [layer.label for layer in record.layers.values() if any(map(_attends_equally, layer.calls))]
+    uniform: dict[str, None] = {}
+    for layer, call in record.calls:
+        attention = (one.entropy for one in call.attention if one.kind == "attention")
+        if min((share for heads in attention for share in heads if share is not None), default=0.0) > 0.999:
+            uniform[layer.label] = None
     if uniform:
-        found.append(f"attention close to uniform: {listed(uniform)}")
+        found.append(f"attention close to uniform: {listed([*uniform])}")
     lost = [step.label for step in find_lost_calls(record)]
     if lost:
         found.append(f"no gradient at the output of {count(len(lost), 'call')}: {listed(lost)}, but at other calls")
@@ -159,11 +160,6 @@ def _moves_though_frozen(layer: Layer) -> bool:
     frozen = layer.parameters and not any(parameter.requires_grad for parameter in layer.parameters)
     averages = any(buffer.name == "running_mean" for buffer in layer.buffers) and layer.attributes.get("momentum") != 0
     return bool(frozen and averages and any(c.training and c.root_training and c.grad_enabled for c in layer.calls))
-
-
-def _attends_equally(call: Call) -> bool:
-    heads = [share for one in call.attention if one.kind == "attention" for share in one.entropy if share is not None]
-    return bool(heads) and min(heads) > 0.999
 
 
 def _rounding(record: Record) -> Iterator[str]:

@@ -29,7 +29,7 @@ from pytest_modelprobe.record import (
     label_of,
     selected,
 )
-from pytest_modelprobe.text import Cell, count, failed, failure, listed, number, out_of, printable
+from pytest_modelprobe.text import Cell, count, failed, failure, number, out_of, printable
 from pytest_modelprobe.text import shape as shape_text
 
 from .activations import find_nonfinite, from_forward, nonfinite_counts
@@ -43,7 +43,6 @@ from .sources import (
     fail_or_hint,
     find_unreached,
     full_name,
-    has_zero_parameters,
     not_ignored,
     second_look,
     start_of,
@@ -76,7 +75,18 @@ def assert_grad_finite(subject: Subject, *, layers: Selector = "**") -> None:
     names = {layer.name for layer in looked_at}
     gradients = _gradients(record)
     seen = [g for g in gradients if g.layer.name in names]
-    unread = next((f"{layer.label} {what}: {why}" for layer in looked_at for what, why in _unread(layer)), None)
+    unread = next(
+        (
+            f"{layer.label} {path}: {reading.reason}"
+            for layer in looked_at
+            for path, reading in (
+                *((value.path, r) for _, value in layer.outputs for r in (value.backward, value.backward_inner)),
+                *((p.name, p.gradient) for p in layer.parameters),
+            )
+            if reading is not None and reading.statistics is None and reading.reason
+        ),
+        None,
+    )
     if not seen and unread is None:
         raise NothingObservedError(
             f"no gradient reached {looked_at[0].label} nor any other of the {count(len(looked_at), 'layer')} looked "
@@ -85,25 +95,24 @@ def assert_grad_finite(subject: Subject, *, layers: Selector = "**") -> None:
     bad = [g for g in seen if g.statistics.nonfinite]
     if bad:
         origin = min(gradients, key=lambda g: g.since)  # the first of the backward pass, of those of one forward
-        what, why, hint = _finite_sentence(origin, gradients)
+        hints = [
+            f"It began in {record.gradient_origin}." * bool(record.gradient_origin),
+            "Look there for sqrt or norm at 0, log at 0, a division by 0, or torch.where around one of them.",
+        ]
         activation = find_nonfinite(record, record.layers)
-        if activation is None or activation.since > origin.since:  # caused by a weight that the gradient made NaN
-            began = "It began in"
-        else:
-            began = "The first such gradient came from"
+        if activation is not None and activation.since <= origin.since:  # no weight that a gradient made NaN
             where = f"{activation.step.label}'s {activation.value.path}"
-            hint = f"Activations are already not finite, from {where} on: assert_finite names where that began."
-        came = f"{began} {record.gradient_origin}." if record.gradient_origin else ""
-        counts = nonfinite_counts(origin.statistics)
+            hints = [f"Activations are already not finite, from {where} on: assert_finite names where that began."]
         raise failed(
-            f"{what} is not finite{from_forward(record, origin.since)}: {counts}, {why}; "
-            f"{out_of(len({g.layer.name for g in bad}), len(looked_at), 'layer')}",
+            f"gradient of {label_of(origin.where, origin.layer.type_name)} is not finite"
+            f"{from_forward(record, origin.since)}: {nonfinite_counts(origin.statistics)}, "
+            f"{_made(origin, gradients)}; {out_of(len({g.layer.name for g in bad}), len(looked_at), 'layer')}",
             ["gradient of", "type", "min", "max", "not finite"],
             [
                 [g.where, g.layer.type_name, g.statistics.min, g.statistics.max, nonfinite_counts(g.statistics)]
                 for g in bad
             ],
-            *([came, hint] if began == "It began in" else [hint, came]),
+            *hints,
         )
     if unread is not None:
         raise NothingObservedError(f"no number is known of a gradient of {printable(unread)}; {LEAVE_OUT}")
@@ -115,28 +124,12 @@ class _Gradient:
 
     layer: Layer
     step: Step | None
-    """The call of the value; for a parameter, the first call of its layer; None if it was never called."""
-    path: str
-    kind: str
-    """``output``, ``input`` or ``parameter``."""
+    """The call of the value; None of a parameter."""
+    where: str
+    """Its address: ``fc1 output``, ``fc1.weight``."""
+    position: int
+    """Its position in the forward; a backward pass goes from the highest to the lowest."""
     statistics: Statistics
-
-    @property
-    def where(self) -> str:
-        """Its address: ``fc1 output``, ``fc1.weight``."""
-        return f"{self.step.name} {self.path}" if self.step and self.kind != "parameter" else self.path
-
-    @property
-    def label(self) -> str:
-        """Its name in a sentence."""
-        return label_of(self.where, self.layer.type_name)
-
-    @property
-    def position(self) -> int:
-        """Position of the value in the forward; a backward pass goes from the highest to the lowest."""
-        if self.step is None:
-            return -1
-        return self.step.call.finished if self.kind == "output" else self.step.call.started
 
     @property
     def since(self) -> float:
@@ -150,53 +143,41 @@ class _Gradient:
 def _gradients(record: Record) -> list[_Gradient]:
     """Return all gradients in the order of the backward pass."""
     found: list[_Gradient] = []
-    first_steps: dict[str, Step] = {}
+    starts: dict[str, int] = {}
     for step in CallTree(record).started:
-        first_steps.setdefault(step.layer.name, step)
-        for kind, values in (("output", step.call.outputs), ("input", step.call.inputs)):
+        starts.setdefault(step.layer.name, step.call.started)
+        for position, values in ((step.call.finished, step.call.outputs), (step.call.started, step.call.inputs)):
             found += (
-                _Gradient(step.layer, step, value.path, kind, statistics)
+                _Gradient(step.layer, step, f"{step.name} {value.path}", position, statistics)
                 for value in values
                 for statistics in _statistics(value.backward, value.backward_inner)
             )
     for layer in record.layers.values():
         found += (
-            _Gradient(layer, first_steps.get(layer.name), full_name(layer, p.name), "parameter", statistics)
+            _Gradient(layer, None, full_name(layer, p.name), starts.get(layer.name, -1), statistics)
             for p in layer.parameters
             for statistics in _statistics(p.gradient)
         )
-    return sorted(found, key=lambda g: (-g.position, g.kind == "parameter"))
-
-
-def _unread(layer: Layer) -> Iterator[tuple[str, str]]:
-    """Yield path and reason of each gradient of a layer that has no numbers."""
-    values = ((value.path, r) for _, value in layer.outputs for r in (value.backward, value.backward_inner))
-    for path, reading in (*values, *((p.name, p.gradient) for p in layer.parameters)):
-        if reading is not None and reading.statistics is None and reading.reason:
-            yield path, reading.reason
+    return sorted(found, key=lambda g: (-g.position, g.step is None))
 
 
 def _statistics(*readings: Reading | None) -> Iterator[Statistics]:
     return (r.statistics for r in readings if r is not None and r.statistics is not None)
 
 
-def _finite_sentence(origin: _Gradient, gradients: list[_Gradient]) -> tuple[str, str, str]:
-    """Return the name of the gradient, where it was made, and the next step."""
-    step, what = origin.step, f"gradient of {origin.label}"
-    if step is None or origin.kind == "parameter":
-        return what, "those around it are finite", f"Look at what {origin.layer.label} computes with {origin.path}."
-    suspects = "sqrt or norm at 0, log at 0, a division by 0, or torch.where around one of them"
-    if origin.kind == "input":
-        why = f"made in the backward of {step.label}"
-        return what, why, f"Look at the derivative of {step.label} for the inputs it received: {suspects}."
-    later = [g.step for g in gradients if g.kind != "parameter" and g.position > origin.position and g.step]
-    if not any(g.position > origin.position and g.since > origin.since for g in gradients if g.kind != "parameter"):
-        hint = f"Look at the loss, or at what the test computes from {origin.label} before it: {suspects}."
-        return what, "made by the loss", hint
-    taker = next((s for s in reversed(later) if s.previous is step), None)
+def _made(origin: _Gradient, gradients: list[_Gradient]) -> str:
+    """Return where the first gradient that is not finite was made."""
+    step = origin.step
+    if step is None:
+        return "those around it are finite"
+    if origin.position == step.call.started:
+        return f"made in the backward of {step.label}"
+    later = [(g, g.step) for g in gradients if g.step is not None and g.position > origin.position]
+    if all(g.since <= origin.since for g, _ in later):
+        return "made by the loss"
+    taker = next((one for _, one in reversed(later) if one.previous is step), None)
     place = f"between {step.label} and {taker.label}" if taker else f"after {step.label}"
-    place += forward_of(step.parent)
-    return what, f"made {place}", f"Look at the derivative of the code {place}: {suspects}."
+    return f"made {place}{forward_of(step.parent)}"
 
 
 # --- presence -----------------------------------------------------------------------------------------------------
@@ -263,8 +244,6 @@ def _missing_hint(record: Record, layer: Layer, what: str) -> str:
         return f"{layer.label} was never called in the forward: should it be used, or removed?"
     if any(v.backward is not None for _, v in layer.outputs):
         return f"The output of {layer.label} has a gradient: does its forward use {what}, and not a detached copy?"
-    if any(v.overwritten for _, v in layer.outputs):
-        return f"The output of {layer.label} is a view that was overwritten in place: its gradient is unknown."
     return find_cut(record, layer) or (
         f"The loss does not depend on the output of {layer.label}: is its result used, and is it the right loss?"
     )
@@ -363,20 +342,15 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
         raise UsageError(f"max_ratio is how many times smaller a gradient may be, a number above 1; got {max_ratio!r}")
     record = backward_of(subject)
     looked_at = called(record, layers)
-    every = list(_layer_gradients(looked_at))
-    flow = _known(every)
-    if every and not flow:
-        raise NothingObservedError(
-            f"none of the {count(len(every), 'layer')} looked at has a gradient with numbers, "
-            f"{every[0].layer.label} among them: {every[0].unknown}"
-        )
+    flow = list(_layer_gradients(looked_at))
     if not flow:
         raise NothingObservedError(
-            "none of the selected layers takes part in the backward: they are frozen, or ran under no_grad"
+            "none of the selected layers takes part in the backward with a gradient that can be read: they are frozen, "
+            "or ran under no_grad"
         )
 
     def out_of_bounds(one: Record) -> list[_LayerGradient]:
-        gradients = flow if one is record else _known(_layer_gradients(called(one, layers)))
+        gradients = flow if one is record else list(_layer_gradients(called(one, layers)))
         known = [f.known for f in gradients]
         before = accumulate(known, max)
         after = reversed(list(accumulate(reversed(known), max)))
@@ -433,23 +407,20 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
     trained = [(layer, p) for layer in looked_at for p in layer.parameters if p.requires_grad]
     without = [(layer, p) for layer, p in trained if p.gradient is None and any(o.gradient for o in layer.parameters)]
     if without:
-        fail_or_hint(_missing_text(record, without, trained), _OTHERS_HAVE_ONE)
+        why = "A hint, as other parameters of its layer have one: assert_all_params_have_grad fails here."
+        fail_or_hint(_missing_text(record, without, trained), why)
+    limit = _GROWTH_FACTOR * max_ratio
     growth = _growth_of_calls(record, {layer.name for layer in looked_at})
-    exploding = [g for g in growth if g.times > _GROWTH_FACTOR * max_ratio]
+    exploding = sorted((g for g in growth if g[0] > limit), key=lambda g: -g[0])
     if exploding:
-        exploding.sort(key=lambda g: -g.times)
-        first = exploding[0]
+        times, step, last, _ = exploding[0]
         raise failed(
-            f"{first.step.label} gets a gradient of its output {number(first.times)} times larger than "
-            f"{first.last.label}, {_GROWTH_FACTOR * max_ratio:g} is allowed; "
-            f"{out_of(len({g.step.layer.name for g in exploding}), len(looked_at), 'layer')}",
+            f"{step.label} gets a gradient of its output {number(times)} times larger than {last.label}, {limit:g} is "
+            f"allowed; {out_of(len({g[1].layer.name for g in exploding}), len(looked_at), 'layer')}",
             ["layer", "type", "gradient norm", "times larger", "output rms"],
-            [[g.step.name, g.step.layer.type_name, g.norm, g.times, g.output_rms] for g in exploding],
+            [row for *_, row in exploding],
             "Exploding gradients: look at the initialization, and at a missing norm or residual.",
         )
-
-
-_OTHERS_HAVE_ONE = "A hint, as other parameters of its layer have one: assert_all_params_have_grad fails here."
 
 
 def find_lost_calls(record: Record) -> list[Step]:
@@ -489,21 +460,11 @@ _GROWTH_FACTOR = 100
 """Factor of ``max_ratio`` by which the gradient of an output may grow: healthy models reach 5e5 times."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Growth:
-    """The gradient of a call's outputs, relative to that of the last call with a gradient."""
+def _growth_of_calls(record: Record, names: set[str]) -> Iterator[tuple[float, Step, Step, list[Cell]]]:
+    """Yield how many times larger the gradient is at each call of the layers ``names`` than at the last call with one.
 
-    step: Step
-    norm: float
-    output_rms: float | None
-    last: Step
-    times: float
-
-
-def _growth_of_calls(record: Record, names: set[str]) -> Iterator[_Growth]:
-    """Yield the growth of the gradient in each call of the layers ``names``, the nearest to the loss first.
-
-    Scalars are left out: they may be a loss, whose gradient is 1.
+    With it come the call, that last call, and the row of the table. Scalars are left out: they may be a loss, whose
+    gradient is 1.
     """
     last: dict[tuple[str, bool], tuple[Step, float]] = {}
     counted: set[int] = set()  # a container returns the output of its last child
@@ -516,7 +477,7 @@ def _growth_of_calls(record: Record, names: set[str]) -> Iterator[_Growth]:
             if step.layer.name in names and (step.layer.leaf or value.tensor not in counted):
                 numbers = value.forward.statistics
                 rms = None if numbers is None else numbers.rms
-                yield _Growth(step, norm, rms, end, norm / base)
+                yield norm / base, step, end, [step.name, step.layer.type_name, norm, norm / base, rms]
             counted.add(value.tensor)
 
 
@@ -525,8 +486,6 @@ class _LayerGradient:
     layer: Layer
     rms: float | None
     """The root mean square. It is NaN if the gradient is not finite, and None if there is no gradient."""
-    unknown: str | None = None
-    """Why a gradient that exists could not be read."""
 
     @property
     def known(self) -> float:
@@ -534,12 +493,8 @@ class _LayerGradient:
         return self.rms if self.rms is not None and math.isfinite(self.rms) else 0.0
 
 
-def _known(gradients: Iterable[_LayerGradient]) -> list[_LayerGradient]:
-    return [f for f in gradients if f.unknown is None]
-
-
 def _layer_gradients(looked_at: list[Layer]) -> Iterator[_LayerGradient]:
-    """Yield the gradient of each layer, in order of execution."""
+    """Yield the gradient of each layer that can be read, in order of execution."""
     by_parameters = any(p.requires_grad for layer in looked_at for p in layer.parameters)
     for layer in sorted(looked_at, key=lambda layer: layer.calls[0].started):
         outputs = [v.backward for _, v in layer.outputs if v.requires_grad and not v.overwritten]
@@ -550,16 +505,11 @@ def _layer_gradients(looked_at: list[Layer]) -> Iterator[_LayerGradient]:
             continue  # frozen, or an expert without tokens
         if not layer.leaf and not any(own):
             own = outputs  # an embedding that this forward did not use: the gradient passes it
-        yield _layer_gradient(layer, own)
-
-
-def _layer_gradient(layer: Layer, own: Iterable[Reading | None]) -> _LayerGradient:
-    arrived = [reading for reading in own if reading is not None]
-    known = [s for s in _statistics(*arrived) if s.count]
-    if any(s.nonfinite for s in known):
-        return _LayerGradient(layer, math.nan)
-    unknown = next((r.reason or "it has no statistics" for r in arrived if r.statistics is None), None)
-    return _LayerGradient(layer, max((s.rms or 0.0 for s in known), default=None), unknown)
+        known = [s for s in _statistics(*own) if s.count]
+        if any(s.nonfinite for s in known):
+            yield _LayerGradient(layer, math.nan)
+        elif all(reading is None or reading.statistics is not None for reading in own):
+            yield _LayerGradient(layer, max((s.rms or 0.0 for s in known), default=None))
 
 
 def _flow_text(record: Record, bad: list[_LayerGradient], flow: list[_LayerGradient], max_ratio: float) -> str:
@@ -572,13 +522,13 @@ def _flow_text(record: Record, bad: list[_LayerGradient], flow: list[_LayerGradi
     elif first.rms == 0:
         inside = [layer for layer in record.layers.values() if first.layer.name in containers(layer.name)]
         # Those of a list of parameters, which is never called, are inside too.
-        if any(_layer_gradient(layer, (p.gradient for p in layer.parameters)).known for layer in inside):
+        if any(s.rms for layer in inside for p in layer.parameters for s in _statistics(p.gradient)):
             name = next((full_name(first.layer, p.name) for p in first.layer.parameters if p.gradient), name)
         what = f"{name} gets a zero gradient"
-        after = [layer for layer in record.layers.values() if layer.calls and (layer is not first.layer or layer.leaf)]
-        zero = [layer.label for layer in after if has_zero_parameters(layer)]
-        reasons = f"zero-initialized ({listed(zero)})" if zero else "dead, saturated, times zero"
-        hint = f"The layers after {name} do not depend on it, or have a zero derivative there: {reasons}."
+        hint = (
+            f"The layers after {name} do not depend on it, or have a zero derivative there: dead, saturated, "
+            "zero-initialized, times zero."
+        )
     else:
         times = f"{number(strongest.known / first.known)} times smaller than {strongest.layer.label}"
         what = f"{name} gets a gradient {times}, {max_ratio:g} is allowed"

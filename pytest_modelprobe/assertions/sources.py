@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard, TypeVar
+from typing import Any, Protocol, TypeGuard, TypeVar, cast
 
 from pytest_modelprobe.exceptions import HintWarning, NothingObservedError, SelectionError, UsageError
 from pytest_modelprobe.record import (
@@ -113,8 +113,8 @@ def source_of(subject: Subject) -> WatchLike | Record:
     """Return the watch or record of ``subject``."""
     if isinstance(subject, Record) or is_watch(subject):
         return subject
-    if _is_probe(subject):
-        source: WatchLike | Record = subject.source
+    if hasattr(type(subject), "source"):
+        source: WatchLike | Record = cast(ProbeLike, subject).source
         return source
     raise UsageError(
         "the first argument of an assertion is modelprobe, a watch or a record; "
@@ -138,28 +138,20 @@ def is_watch(subject: Any) -> TypeGuard[WatchLike]:
     return hasattr(type(subject), "last") and hasattr(subject, "first_hook")
 
 
-def _is_probe(subject: Any) -> TypeGuard[ProbeLike]:
-    return hasattr(type(subject), "source")
-
-
 def _never_called(source: WatchLike | Record, record: Record) -> str:
+    notes = printable("; ".join(record.notes))
+    quoted = f" ({notes})" if notes else ""
     if not isinstance(source, Record) and source.closed:
         return f"the watch on {printable(source.name)} was closed before the model was called: call it while it is open"
     if not isinstance(source, Record):
         return (
-            f"{printable(source.name)} was never called while it was watched{_quoted(record.notes)}: call it (a "
-            "compiled function has to reach it from its closure, globals, object or arguments)"
+            f"{printable(source.name)} was never called while it was watched{quoted}: call it (a compiled function has "
+            "to reach it from its closure, globals, object or arguments)"
         )
-    structure = any(note.startswith("structure") for note in record.notes)
     advice = "run it on inputs"
-    if structure:
+    if any(note.startswith("structure") for note in record.notes):
         advice = "architecture() records only the structure; use modelprobe.run(model, ...)"
-    return f"{printable(record.model)} was never called{_quoted(record.notes)}: {advice}"
-
-
-def _quoted(notes: Iterable[str]) -> str:
-    text = printable("; ".join(notes))
-    return f" ({text})" if text else ""
+    return f"{printable(record.model)} was never called{quoted}: {advice}"
 
 
 # --- layers -------------------------------------------------------------------------------------------------------
@@ -348,7 +340,9 @@ def second_look(
         excuse: Explains what is found in a watch.
     """
     found = find(record)
-    other = _again(record) if found else None
+    drew = any(call.random is not None and call.root_training for _, call in record.calls)
+    again = record.live_run if found and (drew or _zero_initialized(record)) else None
+    other = None if again is None else again.varied(record)
     if other is None:
         return found, excuse(found) if found else ""
     names = set(map(name, find(other)))
@@ -423,14 +417,6 @@ def _said(zero: list[Layer]) -> str:
     return f"A hint, because of what is zero-initialized: {names}. Other layers get a gradient after its first step."
 
 
-def _again(record: Record) -> Record | None:
-    """Return the record of a run again, if that may have other zeros."""
-    drew = any(call.random is not None and call.root_training for _, call in record.calls)
-    return (
-        record.live_run.varied(record) if record.live_run is not None and (drew or _zero_initialized(record)) else None
-    )
-
-
 # --- experts without a gradient ---------------------------------------------------------------------------------------
 
 _TOKENS = 16
@@ -467,26 +453,20 @@ class Unreached:
 def find_unreached(layers: Iterable[Layer]) -> Iterator[Unreached]:
     """Yield the parameters of which some slices have a gradient of zeros in every backward, and others have not."""
     for layer in layers:
+        given = [[value for value in call.inputs if len(value.shape) > 1] for call in layer.calls]
+        widths = {value.shape[-1] for values in given for value in values}
         for parameter in layer.parameters:
             units = None if parameter.gradient is None else parameter.gradient.units
-            if units is not None and 0 < units.dead < len(units) and _takes_rows(layer, parameter):
-                pairs = enumerate(zip(units.low, units.high, strict=True))
-                zero = tuple(place for place, (low, high) in pairs if low == high == 0)
-                yield Unreached(layer, parameter, zero, len(units), _tokens(layer))
-
-
-def _takes_rows(layer: Layer, parameter: Parameter) -> bool:
-    """Whether the slices are matrices that fit the rows that the layer is given; of a table of segments they do not."""
-    widths = {value.shape[-1] for call in layer.calls for value in call.inputs if len(value.shape) > 1}
-    return not widths or not widths.isdisjoint(parameter.shape[1:])
-
-
-def _tokens(layer: Layer) -> int:
-    return sum(max(map(_rows, call.inputs), default=0) for call in layer.calls)
+            # The slices are matrices that fit the rows that the layer is given; those of a table of segments do not.
+            if units is None or not 0 < units.dead < len(units) or (widths and widths.isdisjoint(parameter.shape[1:])):
+                continue
+            pairs = enumerate(zip(units.low, units.high, strict=True))
+            zero = tuple(place for place, (low, high) in pairs if low == high == 0)
+            tokens = sum(max(map(_rows, values), default=0) for values in given)
+            yield Unreached(layer, parameter, zero, len(units), tokens)
 
 
 def _rows(value: Value) -> int:
     """Return the rows of a floating-point value in all forwards, of its last axis."""
-    statistics = numbers(value)
-    width = value.shape[-1] if len(value.shape) > 1 else 0
+    statistics, width = numbers(value), value.shape[-1]
     return statistics.count // width if statistics is not None and isinstance(width, int) and width else 0

@@ -10,11 +10,10 @@ import contextlib
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any, TypeAlias
 
-from pytest_modelprobe.exceptions import ModelProbeError, NothingObservedError, ShapeSpecError, UsageError
+from pytest_modelprobe.exceptions import NothingObservedError, ShapeSpecError, UsageError
 from pytest_modelprobe.record import (
     ROOT,
     Call,
@@ -53,48 +52,16 @@ Tokens: TypeAlias = tuple[int | str, ...]
 _DIMS = "dims="
 
 
-@dataclass(frozen=True)
-class Mismatch:
-    """One difference between an observed shape and a spec. ``str()`` describes it in a sentence."""
-
-    address: str
-    """The address of the value that has the shape, such as ``"fc2 output"``."""
-    shape: tuple[Dimension, ...]
-    complaint: str
-    actual: str
-    """What was observed: ``"4"``, ``"1..8"``, ``"(4, 2)"`` for a ``*name``, or the rank."""
-    expected: str
-    """What the spec asks for there, in the same form. A rank is ``"2"`` or ``"at least 2"``."""
-    bound_by: str | None = None
-    """What bound the name: an address, ``"dims="``, or ``"its own dimension 0"``. `None` if the token is no name."""
-
-    def __str__(self) -> str:
-        return f"{self.address} has shape {shape_text(self.shape)}: {self.complaint}"
-
-
 class Bindings(dict[str, tuple[Size, str]]):
     """The names that are bound so far, each with its size and the address that bound it.
 
     Args:
         dims: Sizes that are fixed in advance. A ``"name"`` has an ``int`` or a range ``(low, high)``, a ``"*name"`` a
             tuple of these.
-
-    Raises:
-        ShapeSpecError: A key of ``dims`` is not a name, or its value is not a size.
     """
 
     def __init__(self, dims: Mapping[str, Size] | None = None) -> None:
-        super().__init__()
-        for name, value in (dims or {}).items():
-            if not _is_name(_token(name)):
-                raise ShapeSpecError(f"dims= has the key {name!r}; write a name, 'batch' or '*batch'.")
-            sizes = value if name.startswith("*") and isinstance(value, tuple) else [value]
-            if (name.startswith("*") and sizes is not value) or not all(map(_is_size, sizes)):
-                raise ShapeSpecError(
-                    f"dims= gives {name} the value {value!r}; write a size of 0 or more, (low, high) for a size that "
-                    "varies, or a tuple of these for a '*name'."
-                )
-            self[name] = value, _DIMS
+        super().__init__({name: (size, _DIMS) for name, size in (dims or {}).items()})
 
     def check_used(self, specs: Iterable[Tokens]) -> None:
         """Check that every name of ``dims=`` is in one of the specs. A misspelt name would fix nothing.
@@ -142,7 +109,7 @@ a token is an integer, a name, `_`, `...` or `*name`, with spaces alone between 
     return tuple(tokens)
 
 
-def match(tokens: Tokens, shape: Sequence[Dimension], bindings: Bindings, address: str) -> list[Mismatch]:
+def match(tokens: Tokens, shape: Sequence[Dimension], bindings: Bindings, address: str) -> list[str]:
     """Compare an observed shape with a spec, and bind the free names of the spec if it matches.
 
     A shape that does not match binds nothing, so that one wrong layer causes no errors in others.
@@ -161,45 +128,39 @@ def match(tokens: Tokens, shape: Sequence[Dimension], bindings: Bindings, addres
     []
     >>> for problem in match(parse("*lead 2"), (28, 3), bindings, "fc2 output"):
     ...     print(problem)
-    fc2 output has shape (28, 3): *lead stands for (28,), but is (4, 7), bound by fc1 output
-    fc2 output has shape (28, 3): dimension 1 is 3, expected 2
+    *lead stands for (28,), but is (4, 7), bound by fc1 output
+    dimension 1 is 3, expected 2
     """
     observed = tuple(size if isinstance(size, int) else (size[0], size[1]) for size in shape)
     variadic = any(map(_is_variadic, tokens))
     fixed = len(tokens) - variadic
     if len(observed) < fixed or (len(observed) > fixed and not variadic):
         wanted = f"at least {fixed}" if variadic else str(fixed)
-        told = f'{count(len(observed), "dimension")}, but "{" ".join(map(str, tokens))}" asks for {wanted}'
-        return [Mismatch(address, observed, told, str(len(observed)), wanted)]
-    problems: list[Mismatch] = []
-    fresh: dict[str, tuple[Size, str]] = {}
+        return [f'{count(len(observed), "dimension")}, but "{" ".join(map(str, tokens))}" asks for {wanted}']
+    problems: list[str] = []
+    fresh: dict[str, tuple[Any, str]] = {}
     for dimension, token, size in _aligned(tokens, observed):
         if isinstance(token, int):
-            expected: tuple[Size, str | None] = token, None
+            known: tuple[Any, str] = token, ""
         elif _is_name(token):
-            expected = bindings.get(token) or fresh.setdefault(token, (size, f"its own dimension {dimension}"))
+            known = bindings.get(token) or fresh.setdefault(token, (size, f"its own dimension {dimension}"))
         else:
             continue
-        if size != expected[0]:
-            actual, wanted = (_size_text(token, one) for one in (size, expected[0]))
-            since = f"{'fixed' if expected[1] == _DIMS else 'bound'} by {expected[1]}"
-            here = f"dimension {dimension} {'is' if isinstance(size, int) else 'varies in'} {actual}"
-            told = f"{here}, expected {wanted}" if expected[1] is None else f"{here}, but {token} is {wanted}, {since}"
+        expected, bound_by = known
+        if size != expected:
+            since = f"{'fixed' if bound_by == _DIMS else 'bound'} by {bound_by}"
             if str(token).startswith("*"):
-                told = f"{token} stands for {actual}, but is {wanted}, {since}"
-            problems.append(Mismatch(address, observed, told, actual, wanted, expected[1]))
+                problems.append(f"{token} stands for {shape_text(size)}, but is {shape_text(expected)}, {since}")
+                continue
+            actual, wanted = (str(one) if isinstance(one, int) else f"{one[0]}..{one[1]}" for one in (size, expected))
+            here = f"dimension {dimension} {'is' if isinstance(size, int) else 'varies in'} {actual}"
+            problems.append(f"{here}, but {token} is {wanted}, {since}" if bound_by else f"{here}, expected {wanted}")
     if not problems:
         bindings.update({name: (size, address) for name, (size, _) in fresh.items()})
     return problems
 
 
-def _size_text(token: int | str, size: Any) -> str:
-    if str(token).startswith("*"):
-        return shape_text(size)
-    return str(size) if isinstance(size, int) else f"{size[0]}..{size[1]}"
-
-
-def _aligned(tokens: Tokens, shape: tuple[Dimension, ...]) -> Iterator[tuple[int, int | str, Size]]:
+def _aligned(tokens: Tokens, shape: tuple[Dimension, ...]) -> Iterator[tuple[int, int | str, Any]]:
     """Yield each token with the index of its first dimension and its size in ``shape``."""
     dimension = 0
     for token in tokens:
@@ -231,14 +192,7 @@ def _token(element: Any) -> int | str | None:
         # "None" stands for any size in other notations. The star of "*_" would bind a name that means "do not bind".
         known = element in ("_", "...") or (name.isidentifier() and name not in ("_", "None"))
         return element if known else None
-    return element if _is_size(element) and isinstance(element, int) else None
-
-
-def _is_size(value: Any) -> bool:
-    """Whether a value is one dimension: an integer of 0 or more, or a range ``(low, high)``."""
-    if isinstance(value, tuple):
-        return len(value) == 2 and all(type(end) is int and end >= 0 for end in value) and value[0] < value[1]
-    return type(value) is int and value >= 0
+    return element if type(element) is int and element >= 0 else None
 
 
 # --- shapes -------------------------------------------------------------------------------------------------------
@@ -290,7 +244,8 @@ def assert_shapes(
     Bindings(dims).check_used([spec for _, _, spec in wanted])
     bindings: dict[ForwardKind, Bindings] = {}
     modes = {call.root_training for layer in record.layers.values() for call in layer.calls}
-    mismatches: list[tuple[Layer, Mismatch, Tokens]] = []
+    rows: list[list[Cell]] = []
+    first = ""
     checked = 0
     for selector, path, tokens in wanted:
         for layer in called(record, selector):
@@ -298,17 +253,17 @@ def assert_shapes(
                 checked += 1
                 kind = bindings.setdefault((call.root, call.root_training), Bindings(dims))
                 mode = f" in {'train' if call.root_training else 'eval'} mode" if len(modes) > 1 else ""
-                found = match(tokens, value.shape, kind, address(layer.label, call, value.path) + mode)
-                mismatches += [(layer, m, tokens) for m in found]
-    if mismatches:
-        differing = len({m.address for _, m, _ in mismatches})
-        rows: list[list[Cell]] = []
-        for layer, m, tokens in mismatches:
-            where, spec = layer.name + m.address.removeprefix(layer.label), " ".join(map(str, tokens))
-            rows.append([where, layer.type_name, shape_text(m.shape), spec, m.actual, m.expected, m.bound_by or "-"])
+                told = address(layer.label, call, value.path) + mode
+                for problem in match(tokens, value.shape, kind, told):
+                    shape = shape_text(value.shape)
+                    first = first or f"{told} has shape {shape}: {problem}"
+                    where, spec = address(layer.name, call, value.path) + mode, " ".join(map(str, tokens))
+                    rows.append([where, layer.type_name, shape, spec, problem])
+    if rows:
+        differing = len({row[0] for row in rows})
         raise failed(
-            f"{mismatches[0][1]}; {differing:,} of {count(checked, 'shape')} {_differ(differing)}",
-            ["value", "type", "shape", "specification", "actual", "expected", "bound by"],
+            f"{first}; {differing:,} of {count(checked, 'shape')} {_differ(differing)}",
+            ["value", "type", "shape", "specification", "problem"],
             rows,
             "Where a size is free, write _ for it; a name must mean the same size everywhere.",
         )
@@ -560,18 +515,17 @@ def assert_no_leftover_hooks(subject: Any, *, layers: Selector = "**") -> None:
         source = source_of(subject)
         if not is_watch(source):
             raise UsageError("a record has no model to look for hooks on: give the model itself, or a watch")
-        if source.first_hook is None:
-            raise ModelProbeError(
-                "this version of torch does not number hooks, so earlier hooks are not known: give the model"
-            )
-        since, model = source.first_hook, source.model
+        since, model = source.first_hook or 0, source.model
     modules = {name or ROOT: module for name, module in model.named_modules()}
     names = select(modules, layers)
     found = [
         (name, kind, f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', type(hook).__qualname__)}")
         for name in names
         for kind, key, hook in hooks_on(modules[name])
-        if key >= since and not _is_of_probe(hook)
+        if key >= since
+        and not type(hook).__module__.startswith("pytest_modelprobe.")
+        # What becomes of a hook of a watch in a pickle of the model, where it does nothing.
+        and not isinstance(getattr(hook, "__self__", None), contextlib.nullcontext)
     ]
     if found:
         name, kind, what = found[0]
@@ -582,9 +536,3 @@ def assert_no_leftover_hooks(subject: Any, *, layers: Selector = "**") -> None:
             found,
             "Keep the handle that register_... returns, and call its remove(), also after an error.",
         )
-
-
-def _is_of_probe(hook: Any) -> bool:
-    """Whether a hook is one of a watch, or what becomes of it in a pickle of the model, where it does nothing."""
-    own = type(hook).__module__.startswith("pytest_modelprobe.")
-    return own or isinstance(getattr(hook, "__self__", None), contextlib.nullcontext)

@@ -144,7 +144,8 @@ def _findings(record: Record, training: Training) -> Iterator[_Finding]:
             "model is copied, loaded, wrapped or built again.",
         )
     yield from _modes(record, training)
-    nonfinite = next(_nonfinite_gradients(record), None)
+    gradients = ((full_name(one, p.name), p.gradient) for one in record.layers.values() for p in one.parameters)
+    nonfinite = next((name for name, gradient in gradients if has_nonfinite(gradient)), None)
     if nonfinite is not None and training.discarded > max(1, steps):
         yield _Finding(
             f"steps are skipped because the gradient of {nonfinite} is not finite",
@@ -177,7 +178,9 @@ def _findings(record: Record, training: Training) -> Iterator[_Finding]:
 
 def _modes(record: Record, training: Training) -> Iterator[_Finding]:
     kept = (layer for layer in _called(record, training=False) if _depends_on_mode(layer))
-    in_eval = next((layer for layer in kept if not _is_frozen(layer)), None)
+    # The norms of a frozen backbone stay in evaluation mode on purpose.
+    trained = (one for one in kept if not one.parameters or any(p.requires_grad for p in one.parameters))
+    in_eval = next(trained, None)
     if training.evaluating and in_eval is not None:
         yield _Finding(
             f"{in_eval.name} is trained in evaluation mode",
@@ -208,18 +211,6 @@ def _depends_on_mode(layer: Layer) -> bool:
     rates = ("p", "drop_prob") if "Drop" in layer.type_name else ("dropout",)
     values = (layer.attributes.get(name) for name in rates)
     return "BatchNorm" in layer.type_name or any(isinstance(rate, (int, float)) and rate > 0 for rate in values)
-
-
-def _is_frozen(layer: Layer) -> bool:
-    """Whether no parameter of a layer is trained: the norms of a frozen backbone stay in evaluation mode on purpose."""
-    return bool(layer.parameters) and not any(parameter.requires_grad for parameter in layer.parameters)
-
-
-def _nonfinite_gradients(record: Record) -> Iterator[str]:
-    for layer in record.layers.values():
-        for parameter in layer.parameters:
-            if has_nonfinite(parameter.gradient):
-                yield full_name(layer, parameter.name)
 
 
 # --- targets that are compared with -----------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from pytest_modelprobe.comparison import tolerance
 from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import (
-    CallTree,
     Layer,
     Parameter,
     Reading,
@@ -25,7 +24,7 @@ from pytest_modelprobe.record import (
     has_nonfinite,
     selected,
 )
-from pytest_modelprobe.text import Cell, count, failed, failure, listed, number, out_of, printable
+from pytest_modelprobe.text import count, failed, failure, listed, number, out_of, printable
 
 from .activations import nonfinite_counts
 from .sources import (
@@ -51,6 +50,11 @@ _NEGLIGIBLE = 1e-5
 
 _ORIGIN = "assert_grad_finite names where that began."
 
+_ALL_ZERO = (
+    "Its gradient is all zero: its layer is given zeros, the layers after it are dead, zero-initialized or not used, "
+    "or it cancels."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class _Change:
@@ -63,15 +67,8 @@ class _Change:
     """The change relative to its norm before. It is inf if that norm was 0, NaN if the amount of the change is not
     known, and None if nothing could be read."""
     buffer: bool
-    bad_before: bool
-    """Whether it was not finite before training."""
     unknown: str | None = None
     """Why it is not known whether it changed."""
-
-    @property
-    def now(self) -> Reading:
-        """What training made of it: its values, or what a step added to them if that is not finite."""
-        return self.own.update if self.own.update is not None and has_nonfinite(self.own.update) else self.own.reading
 
 
 def assert_frozen(subject: Subject, *, layers: Selector = "**") -> None:
@@ -105,18 +102,13 @@ def assert_frozen(subject: Subject, *, layers: Selector = "**") -> None:
     bad = [one for one in found if one.change]
     if bad:
         first = bad[0]
-        why = "It requires a gradient: call requires_grad_(False), and leave it out of the optimizer."
-        if first.buffer:
-            why = "BatchNorm in training mode updates its running statistics even if it is frozen: call eval() on it."
-        elif not first.own.requires_grad:
-            why = "It is in the optimizer: weight decay and momentum change parameters without a gradient too."
-        size = _size(first)
-        changed = f" to {size}" if has_nonfinite(first.own.reading) else f" by {size}" if size != "not known" else ""
         raise failed(
-            f"{first.name} is not frozen: it changed{changed}; {out_of(len(bad), len(found), 'parameters and buffer')}",
+            f"{first.name} is not frozen: it changed{'' if math.isnan(first.change or 0) else f' by {_size(first)}'}; "
+            + out_of(len(bad), len(found), "parameters and buffer"),
             ["parameter", "requires_grad", "changed by"],
             [[one.name, "buffer" if one.buffer else str(one.own.requires_grad), _size(one)] for one in bad],
-            why,
+            "Call requires_grad_(False) on it, leave it out of the optimizer (weight decay and momentum change what "
+            "has no gradient), and call eval() on norms: in training mode they update their running statistics.",
         )
     statistics = [
         layer
@@ -189,12 +181,11 @@ def _why_unchanged(one: _Change, subject: Subject) -> tuple[str, bool]:
     if has_nonfinite(gradient):
         return f"Its gradient is not finite, and such steps are skipped. {_ORIGIN}", False
     healthy = _why_small(one, subject)
-    if healthy:
-        return healthy, True
-    if gradient.statistics is not None and gradient.statistics.all_zero:
-        return _why_zero(one.layer), False
-    return _why_without_effect(one, subject) or (
-        "It has a gradient: it is in no group of the optimizer, the step is too small, or was never taken."
+    if healthy or (gradient.statistics is not None and gradient.statistics.all_zero):
+        return healthy or _ALL_ZERO, bool(healthy)
+    return (
+        "It has a gradient: it is in no group of the optimizer, its learning rate is 0, zero_grad() came before "
+        "step(), or the step is too small or was never taken."
     ), False
 
 
@@ -203,54 +194,33 @@ def _why_small(one: _Change, subject: Subject, low: float = 0.0) -> str:
 
     The steps that are kept tell it. In all passes together there are also those whose gradients were thrown away.
     """
-    seen = [(layer, own) for _, layer, own in _steps_with(one, subject)] or [(one.layer, one.own)]
+    source = source_of(subject)
+    seen = [
+        (layer, own)
+        for step in ([source] if isinstance(source, Record) else source.steps)
+        for layer in step.layers.values()
+        if layer.name == one.layer.name
+        for own in layer.parameters
+        if own.name == one.own.name and own.group is not None
+    ] or [(one.layer, one.own)]
     if all(_cancels(layer, own) for layer, own in seen):
-        outputs = {value.tensor for _, value in one.layer.outputs}
-        norms = (s.call for s in CallTree(record_of(subject)).started if "Norm" in s.layer.type_name)
-        feeds_norm = any(value.tensor in outputs for call in norms for value in call.inputs)
-        by = "norm after it" if feeds_norm else "rest of the model, or the loss,"
         return (
-            f"Its gradient is rounding error: the {by} cancels it. A bias there has no effect: remove it from the "
-            "model, or exclude it here with ignore=."
+            "Its gradient is rounding error: a norm after it, the rest of the model, or the loss cancels it. A bias "
+            "there has no effect: remove it from the model, or exclude it here with ignore=."
         )
     largest = [max(_rms(p.gradient) or 0.0 for p in layer.parameters) for layer, _ in seen]
     shares = [(_rms(own.gradient) or 0.0) / most if most else 0.0 for (_, own), most in zip(seen, largest, strict=True)]
     if all(0 < share < _NEGLIGIBLE for share in shares):
         times = number(1 / max(shares))
         return f"Its gradient is {times} times smaller than the largest of its layer, too small for steps that suit it."
-    if not any(_rms(own.gradient) for _, own in seen):
+    if not any(shares):
         explained = excuse_gradients(subject)
         if explained:
-            return f"{_why_zero(one.layer)} {explained}"
+            return f"{_ALL_ZERO} {explained}"
     merged = record_of(subject)[one.layer.name].parameters
-    arrived = any(_rms(own.gradient) for own in merged if own.name == one.own.name)
-    if not arrived or _why_without_effect(one, subject):
+    if not any(_rms(own.gradient) for own in merged if own.name == one.own.name):
         return ""
     return excuse_small_gradients(subject, [seen[0][1]], one.change / low if one.change and low else math.inf)
-
-
-def _why_zero(layer: Layer) -> str:
-    """Return why no gradient comes from a layer: nothing but zeros comes in, or back, or it cancels."""
-    given = [value.forward.statistics for _, value in layer.inputs if value.is_floating]
-    if given and all(numbers is not None and numbers.all_zero for numbers in given):
-        return "Its gradient is all zero: all that its layer is given is zero."
-    arrived = [numbers for _, value in layer.outputs if (numbers := gradient_of(value)) is not None]
-    if any(not numbers.all_zero for numbers in arrived):
-        return "Its gradient is all zero: a gradient arrives at its layer, and its part in it is zero or cancels."
-    return "Its gradient is all zero: the layers after it are dead, zero-initialized or not used."
-
-
-def _steps_with(one: _Change, subject: Subject) -> list[tuple[Record, Layer, Parameter]]:
-    """Return the steps that are kept in which an optimizer holds a parameter, with its layer and itself there."""
-    source = source_of(subject)
-    return [
-        (step, layer, own)
-        for step in ([source] if isinstance(source, Record) else source.steps)
-        for layer in step.layers.values()
-        if layer.name == one.layer.name
-        for own in layer.parameters
-        if own.name == one.own.name and own.group is not None
-    ]
 
 
 def _cancels(layer: Layer, own: Parameter) -> bool:
@@ -268,23 +238,6 @@ def _cancels(layer: Layer, own: Parameter) -> bool:
     # The terms are rounded one by one, and their sums too; terms that do not cancel add up to the square root of n.
     rounding = max(tolerance.epsilon(dtype) for dtype in [own.dtype, *(value.dtype for _, value in layer.outputs)])
     return 0 < len(known) == len(terms) and gradient < norm * min(4 * rounding, 0.03 / math.sqrt(n))
-
-
-def _why_without_effect(one: _Change, subject: Subject) -> str | None:
-    """Return why the steps that are kept could not change a parameter with a gradient; None: they could have."""
-    held = [(own, step.optimizers[own.group]) for step, _, own in _steps_with(one, subject) if own.group is not None]
-    if held and all(group.options.get("lr") == 0 for _, group in held):
-        name = held[0][1].optimizer
-        return f"Its group of {name} has lr 0 in every step that is kept: raise it, or train longer if it is a warmup."
-
-    def is_emptied(own: Parameter) -> bool:  # a gradient arrived that is not zero, and the optimizer had none or zeros
-        arrived, applied = (None if one is None else one.statistics for one in (own.gradient, own.applied))
-        gone = own.applied is None or (applied is not None and applied.all_zero)
-        return gone and arrived is not None and not arrived.all_zero
-
-    if held and all(is_emptied(own) for own, _ in held):
-        return f"{held[0][1].optimizer} had none of its gradient: call zero_grad() after step() or before backward()."
-    return None
 
 
 def assert_update_ratio(
@@ -348,24 +301,21 @@ def assert_update_ratio(
         step, first = bad[0]
         names = {one.name for _, one in bad}
         numbers = {n for n, _ in found if n is not None}
-        rows: list[list[Cell]] = [
-            [one.name, str(one.own.shape), *[n] * bool(numbers), one.change, _rms(one.own.applied or one.own.gradient)]
-            for n, one in bad
-        ]
-        large = (first.change or 0.0) > high
-        why: str | None = healthy.get(first.name) or (None if first.change else _why_without_effect(first, subject))
-        if first.name not in healthy and numbers and step is None:
-            why = "No optimizer has updated it: assert_params_updated says why."
-        elif not large and has_nonfinite(first.own.gradient):
-            why = f"Its gradient is not finite, and such steps are skipped. {_ORIGIN}"
+        why = "assert_params_updated says why."
+        if first.change:
+            size = "large" if first.change > high else "small"
+            why = f"The learning rate is too {size} for it, or its gradient is."
         text = failure(
             f"{first.name} changed by {number(first.change)} of its norm{'' if step is None else f' in step {step}'}, "
             f"not {number(low)} to {number(high)}; "
             + out_of(len(names), len({one.name for _, one in found}), "parameter")
             + (f" in {count(len(numbers), 'step')}" if numbers else ""),
-            ["parameter", "shape", *["step"] * bool(numbers), "ratio", "gradient rms"],
-            rows,
-            why or f"The learning rate is too {'large' if large else 'small'} for it, or its gradient is.",
+            ["parameter", "shape", "step", "ratio", "gradient rms"],
+            [
+                [one.name, str(one.own.shape), n, one.change, _rms(one.own.applied or one.own.gradient)]
+                for n, one in bad
+            ],
+            healthy.get(first.name, why),
             wider_globs(ignore, names),
         )
         fail_or_hint(text, hint=first.name in healthy)
@@ -422,20 +372,20 @@ def _reject_unknown(found: Iterable[_Change]) -> None:
 
 def _finite(found: list[_Change]) -> list[_Change]:
     """Return the parameters; AssertionError if one is not finite, as it has no norm."""
-    bad = [one for one in found if has_nonfinite(one.now)]
+    # What a step added is looked at first: the record of a step has the values before it.
+    now = [next(filter(has_nonfinite, (one.own.update, one.own.reading)), None) for one in found]
+    bad = [(one, reading) for one, reading in zip(found, now, strict=True) if reading is not None]
     if bad:
-        first = bad[0]
-        why = "Its gradients were finite: look at the learning rate and at what the optimizer divides by."
-        if first.bad_before:
-            why = "It was not finite before the first step either: look at the initialization, or at what was loaded."
-        elif has_nonfinite(first.own.gradient):
-            why = f"Its gradient was not finite. {_ORIGIN}"
+        first, reading = bad[0]
+        why = (
+            "Its gradients were finite: look at its values before training, at the learning rate and at the optimizer."
+        )
         raise failed(
-            f"{first.name} is not finite after training: {_bad_counts(first.now)}; "
+            f"{first.name} is not finite after training: {_bad_counts(reading)}; "
             f"{out_of(len(bad), len(found), 'parameter')}",
             ["parameter", "shape", "not finite", "of its gradient"],
-            [[one.name, str(one.own.shape), *map(_bad_counts, (one.now, one.own.gradient))] for one in bad],
-            why,
+            [[one.name, str(one.own.shape), *map(_bad_counts, (reading, one.own.gradient))] for one, reading in bad],
+            f"Its gradient was not finite. {_ORIGIN}" if has_nonfinite(first.own.gradient) else why,
         )
     return found
 
@@ -484,8 +434,8 @@ def _between(now: Layer, before: Layer | None) -> Iterator[_Change]:
     was = {} if before is None else {own.name: own.reading for own in (*before.parameters, *before.buffers)}
     for own in (*now.parameters, *now.buffers):
         if own.name in was:
-            change, bad_before = _relative_change(own.reading, was[own.name]), has_nonfinite(was[own.name])
-            yield _Change(full_name(now, own.name), now, own, change, own in now.buffers, bad_before)
+            change = _relative_change(own.reading, was[own.name])
+            yield _Change(full_name(now, own.name), now, own, change, own in now.buffers)
 
 
 def _of_step(record: Record) -> Iterator[_Change]:
@@ -494,10 +444,10 @@ def _of_step(record: Record) -> Iterator[_Change]:
         for own in layer.parameters:
             change = 0.0 if own.update is None else _share_added(own.update, own.reading)
             unknown = None if own.update is None else own.update.reason
-            yield _Change(full_name(layer, own.name), layer, own, change, False, has_nonfinite(own.reading), unknown)
+            yield _Change(full_name(layer, own.name), layer, own, change, False, unknown)
         for own in layer.buffers:
             unknown = "the record of a step has buffers as the step left them, and not before it; give the watch"
-            yield _Change(full_name(layer, own.name), layer, own, None, True, False, unknown)
+            yield _Change(full_name(layer, own.name), layer, own, None, True, unknown)
 
 
 def _share_added(update: Reading, before: Reading) -> float | None:
@@ -526,8 +476,6 @@ def _relative_change(now: Reading, before: Reading) -> float | None:
 
 
 def _size(one: _Change) -> str:
-    if has_nonfinite(one.own.reading):
-        return _bad_counts(one.own.reading)
     return "not known" if one.change is not None and math.isnan(one.change) else percent(one.change)
 
 

@@ -10,10 +10,9 @@ from pytest_modelprobe.capture import Options as Options
 from pytest_modelprobe.capture import Positions as Positions
 
 from . import noise as noise
-from .fakes import Given as Given
-from .fakes import Trial as Trial
-from .fakes import Trials as Trials
+from .fakes import FakeModel as FakeModel
 from .fakes import architecture as architecture
+from .fakes import quiet as quiet
 from .live import WeakLiveRun as WeakLiveRun
 from .loss import Loss as Loss
 from .loss import NoGradientError as NoGradientError

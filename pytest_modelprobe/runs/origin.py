@@ -40,38 +40,6 @@ def _is_model_code(path: str) -> bool:
     return not path.startswith((_OURS, *_NO_MODELS))
 
 
-class OriginMode(TorchFunctionMode):
-    """Finds the first torch operation that returns a NaN, or an infinity of some sign, that none of its inputs has.
-
-    A constant is an input too, as in ``masked_fill(mask, -inf)``, and ``-inf`` is meant that is computed from zeros and
-    ones alone. If an infinity comes first, the first operation that
-    returns a NaN is reported too.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Operation | None = None
-        self._complete = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if self._complete:
-            return func(*args, **kwargs)
-        before = flatten_call(args, kwargs)
-        had, (ranges, of_mask) = _kinds(before), _facts(before)  # read before the call, which may write in place
-        output = func(*args, **kwargs)
-        new = _kinds(flatten("", output)) - had - ({"-inf"} if of_mask else set())
-        if new and (self.found is None or "nan" in new):
-            where = Operation(name=_name(func), location=_model_line(sys._getframe(1)))
-            self.found = (
-                dataclasses.replace(where, detail=ranges)
-                if self.found is None
-                else dataclasses.replace(self.found, detail=f"{self.found.detail}; the first NaN in {where}")
-            )
-            self._complete = "nan" in new
-        return output
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
     """The source of a NaN or an infinity in the output of a model."""
@@ -98,6 +66,8 @@ class SourceMode(TorchFunctionMode):
     def __init__(self, held: Mapping[int, Source], running: Callable[[], str]) -> None:
         super().__init__()
         self._held, self._running = held, running
+        self.made: dict[str, Operation] = {}
+        """The first operation that made each kind of value, in order; none of what is given."""
         # By address, which views share. Each is kept with a tensor, so that the address is not used again.
         self._known: dict[int, tuple[torch.Tensor, dict[str, Source | None]]] = {}
 
@@ -120,7 +90,7 @@ class SourceMode(TorchFunctionMode):
         before = flatten_call(args, kwargs)
         constants = {_kind(value) for value in before.plain.values() if isinstance(value, float)}
         coming: dict[str, Source | None] = {
-            kind: dataclasses.replace(self._made(func), given=kind != "nan") for kind in constants if kind
+            kind: Source(self._running(), str(_operation(func)), kind != "nan") for kind in constants if kind
         }
         for _, tensor in before.tensors:
             for kind, source in self.sources(tensor).items():
@@ -129,7 +99,8 @@ class SourceMode(TorchFunctionMode):
                     source, coming.get(kind, source), key=lambda one: 1 if one is None else 2 * one.given
                 )
         versions = [version(tensor) for _, tensor in before.tensors]
-        # Most operations make nothing of the kind, and what they were given can be looked at later.
+        # Most operations make nothing of the kind, and what they were given can be looked at later, unless they write
+        # in place.
         facts = _facts(before) if _name(func).endswith("_") or kwargs.get("inplace") else None
         output = func(*args, **kwargs)
         written = [x for x, v in zip(before.tensors, versions, strict=True) if version(x[1]) != v]
@@ -137,17 +108,19 @@ class SourceMode(TorchFunctionMode):
             kinds = _kinds(flatten("", tensor))
             if kinds - coming.keys():
                 ranges, of_mask = facts or _facts(before)
-                made = self._made(func, ranges)
-                coming |= {
-                    kind: dataclasses.replace(made, given=of_mask and kind == "-inf") for kind in kinds - coming.keys()
-                }
+                operation = _operation(func, ranges)
+                for kind in kinds - coming.keys():
+                    given = of_mask and kind == "-inf"
+                    coming[kind] = Source(self._running(), str(operation), given)
+                    if not given:
+                        self.made.setdefault(kind, operation)
             if kinds:
                 self._known[tensor.untyped_storage().data_ptr()] = tensor, {kind: coming[kind] for kind in kinds}
         return output
 
-    def _made(self, func: Any, detail: str = "") -> Source:
-        location = _model_line(sys._getframe(2))
-        return Source(self._running(), str(Operation(name=_name(func), location=location, detail=detail)))
+
+def _operation(func: Any, detail: str = "") -> Operation:
+    return Operation(name=_name(func), location=_model_line(sys._getframe(2)), detail=detail)
 
 
 def _facts(flat: Flat) -> tuple[str, bool]:
@@ -162,11 +135,17 @@ def _facts(flat: Flat) -> tuple[str, bool]:
 
 
 def find_origin(forward: Callable[[], Any]) -> Operation | None:
-    """Run ``forward`` and return the first operation that made a value not finite, or `None` if no torch call did."""
-    mode = OriginMode()
+    """Run ``forward`` and return the first operation that made a value not finite, or `None` if no torch call did.
+
+    If that was an infinity, its details name the first that made a NaN too.
+    """
+    mode = SourceMode({}, str)
     with mode:
         forward()
-    return mode.found
+    first, nan = next(iter(mode.made.values()), None), mode.made.get("nan")
+    if first is None or nan is None or nan is first:
+        return first
+    return dataclasses.replace(first, detail=f"{first.detail}; the first NaN in {dataclasses.replace(nan, detail='')}")
 
 
 def find_gradient_origin(make_loss: Callable[[], torch.Tensor]) -> Operation | None:

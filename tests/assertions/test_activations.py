@@ -94,13 +94,6 @@ def test_a_functional_activation_is_seen_where_its_output_goes() -> None:
     )
 
 
-def test_a_functional_activation_is_seen_without_gradients_too() -> None:
-    model = Net(lambda m, x: m.fc2(F.relu(m.fc1(x))), fc1=linear(bias=-20.0), fc2=linear())
-    with torch.no_grad():
-        record = run(model)
-    assert failure_of(assert_no_dead_layers, record).startswith("fc2 input is dead: ")
-
-
 def test_what_only_passes_zeros_on_is_not_named() -> None:
     model = nn.Sequential(linear(bias=-20.0), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 6, bias=False), nn.Flatten())
     text = failure_of(assert_no_dead_layers, run(model, mode="train"))
@@ -161,15 +154,6 @@ def test_a_layer_with_one_living_output_is_not_dead() -> None:
     assert_no_dead_layers(run(WithLoss()))
 
 
-def test_a_layer_all_of_whose_outputs_are_zero_is_named_once() -> None:
-    class Pair(nn.Module):
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"a": x * 0, "b": x[:, :2] * 0}
-
-    text = failure_of(assert_no_dead_layers, run(nn.Sequential(Pair()), X))
-    assert text.startswith("layer '0' (Pair) is dead: all 32 outputs are 0 in 1 forward; 1 of 2 layers looked at\n")
-
-
 def test_a_call_is_dead_though_another_call_of_the_layer_is_alive() -> None:
     model = Net(lambda m, x: m.act(m.fc2(m.act(m.fc1(x)))), fc1=linear(), fc2=linear(bias=-20.0), act=nn.ReLU())
     text = failure_of(assert_no_dead_layers, run(model, loss="random"))
@@ -177,12 +161,6 @@ def test_a_call_is_dead_though_another_call_of_the_layer_is_alive() -> None:
     assert text.endswith(
         "Every input of act (call 2) is negative: look at the bias or the scale of fc2, which feeds it."
     )
-
-
-def test_a_layer_that_is_dead_in_each_of_its_calls_is_named_once() -> None:
-    model = Net(lambda m, x: m.act(m.fc(x)) + m.act(m.fc(-x)), fc=linear(bias=-20.0), act=nn.ReLU())
-    text = failure_of(assert_no_dead_layers, run(model))
-    assert text.startswith("act is dead: all 48 outputs are 0 in 1 forward; 1 of 3 layers looked at\n")
 
 
 def test_an_embedding_of_padding_alone_is_not_dead() -> None:
@@ -235,20 +213,10 @@ def test_a_zero_initialized_layer_is_still_one_after_it_has_learned_in_the_only_
     assert_no_dead_layers(watch)
 
 
-def test_zero_initialized_layers_are_reported_as_such() -> None:
-    model = Net(
-        lambda m, x: m.relu(m.fc(x)) + m.zero(x), fc=linear(bias=-20.0), relu=nn.ReLU(), zero=linear(weight=0.0)
-    )
-    text = failure_of(assert_no_dead_layers, run(model))
-    assert text.startswith("relu is dead: ")
-    assert text.endswith("\n\nNot counted as dead, because zero-initialized: zero.")
-
-
 def test_zeros_of_a_function_at_the_end_of_a_container_are_made_in_its_code() -> None:
     text = failure_of(assert_no_dead_layers, run(Net(lambda m, x: F.relu(m.a(x)), a=linear(bias=-100.0))))
     assert text.startswith("(root) is dead: all 24 outputs are 0 in 1 forward;")
-    hint = r"The zeros are produced in \(root\)'s own code, after a, whose output ranges from -10\S+ to -9\S+: look at "
-    assert re.search(hint, text)
+    assert "The zeros are produced in (root)'s own code, after a: look at that code." in text
 
 
 def test_dead_in_the_newest_forward_is_enough() -> None:
@@ -346,9 +314,11 @@ def test_dead_units_are_counted_over_the_batch() -> None:
 def test_a_share_of_units_is_a_float() -> None:
     record = run(half_dead())
     assert_no_dead_layers(record, max_dead_units=0.34)
-    assert "relu has 2 dead units of 6, 12.5% allowed;" in failure_of(
-        assert_no_dead_layers, record, max_dead_units=0.125
-    )
+    text = failure_of(assert_no_dead_layers, record, max_dead_units=0.125)
+    assert text.startswith("relu has 2 dead units of 6, 12.5% allowed;")
+    for allowed in (-1, 1.5, math.nan):
+        with pytest.raises(UsageError, match="max_dead_units is a number of units"):
+            assert_no_dead_layers(record, max_dead_units=allowed)
 
 
 def test_a_unit_that_lives_in_one_call_is_alive() -> None:
@@ -404,12 +374,6 @@ def test_the_worst_share_comes_first() -> None:
     text = failure_of(assert_no_dead_layers, run(model), max_dead_units=0)
     assert text.startswith("b.1 has 5 dead units of 6")
     assert text.index("b.1  ") < text.index("a.1  ")
-
-
-@pytest.mark.parametrize("allowed", [-1, 1.5, math.nan])
-def test_a_limit_that_is_none_is_refused(allowed: Any) -> None:
-    with pytest.raises(UsageError, match="max_dead_units is a number of units"):
-        assert_no_dead_layers(run(half_dead()), max_dead_units=allowed)
 
 
 def test_unknown_units_are_an_error_and_not_a_pass() -> None:
@@ -549,19 +513,6 @@ def test_of_several_forwards_the_first_bad_one_is_named() -> None:
     assert failure_of(assert_finite, watch).startswith("log is not finite from forward 3 of 4 on: its output has ")
 
 
-def test_forwards_in_two_modes_do_not_mix() -> None:
-    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model.b(model.log(model.a(x))) if model.training else model.log(model.b(model.a(x)))
-
-    model = Net(forward, a=nn.Identity(), b=nn.Identity(), log=Log())
-    with Watch(model) as watch:
-        model.train()(X + 2)
-        model.eval()(X)
-    text = failure_of(assert_finite, watch)
-    assert text.startswith("log is not finite from forward 2 of 2 on: ")
-    assert [line.split()[0] for line in text.split("\n\n")[1].splitlines()] == ["layer", "a", "b", "log"]
-
-
 # --- nothing to look at -------------------------------------------------------------------------------------------
 
 
@@ -589,12 +540,6 @@ def test_a_record_without_numbers() -> None:
     record = ModelProbe().architecture(nn.Sequential(linear()), X)
     with pytest.raises(NothingObservedError, match="none of the 2 layers looked at returned floating-point values"):
         assert_finite(record)
-
-
-def test_layers_that_give_out_integers_alone() -> None:
-    model = Net(lambda m, x: m.top(x), top=Net(lambda m, x: x.argmax(-1)))
-    with pytest.raises(NothingObservedError, match="top among them: integers, booleans, or no tensor"):
-        assert_finite(run(model), layers="top")
 
 
 def test_a_model_in_place_of_a_record() -> None:

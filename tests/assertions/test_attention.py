@@ -154,11 +154,7 @@ def test_forwards_merge() -> None:
     last = watch.last["1"].calls[0].attention[0]
     assert both.entropy == pytest.approx([(a + b) / 2 for a, b in zip(first.entropy, last.entropy, strict=True)])
     assert both.most == tuple(map(max, first.most, last.most))
-
-
-def test_of_another_length_the_newest_stays() -> None:
-    model = build(fused)
-    with PROBE.watch(model, attention=True) as watch:
+    with PROBE.watch(model, attention=True) as watch:  # of another length, the newest stays
         model(X)
         model(X[:, :4])
     assert watch.record["1"].calls[0].attention[0].shape == (2, 4, 4)
@@ -193,6 +189,7 @@ def test_weights_are_followed_to_where_they_are_multiplied(core) -> None:
     found = record(core)
     assert [a.kind for a in found["1"].calls[0].attention] == ["attention"]
     assert_attention_entropy(found)
+    assert not record(keys_first)["1"].calls[0].attention
 
 
 def test_a_dropout_that_gives_weights_on_is_not_where_they_were_computed() -> None:
@@ -203,10 +200,6 @@ def test_a_dropout_that_gives_weights_on_is_not_where_they_were_computed() -> No
 
     found = PROBE.run(PROBE.build(lambda: nn.Sequential(Dropping())), X, attention=True)
     assert [(layer.name, a.kind) for layer, call in found.calls for a in call.attention] == [("0", "attention")]
-
-
-def test_a_softmax_over_the_keys_that_come_first_is_right() -> None:
-    assert not record(keys_first)["1"].calls[0].attention
 
 
 class Router(nn.Module):
@@ -243,6 +236,10 @@ def test_probabilities_given_out_are_no_attention_unless_named() -> None:
 
 
 def test_a_softmax_over_the_wrong_axis_is_reported() -> None:
+    for dim in (0, 1):  # the batch, the heads
+        found = record(lambda q, k, v, dim=dim: F.softmax(scores(q, k), dim=dim) @ v)
+        with pytest.raises(AssertionError, match="takes its softmax over another axis"):
+            assert_attention_entropy(found)
     with pytest.raises(AssertionError) as caught:
         assert_attention_entropy(record(turned))
     assert str(caught.value) == (
@@ -251,13 +248,6 @@ def test_a_softmax_over_the_wrong_axis_is_reported() -> None:
         "take the softmax over the keys, usually dim=-1. If this is intended, as in slot attention, exclude the layer "
         "with layers=."
     )
-
-
-def test_a_softmax_over_the_heads_or_the_batch_is_over_the_wrong_axis() -> None:
-    for dim in (0, 1):
-        found = record(lambda q, k, v, dim=dim: F.softmax(scores(q, k), dim=dim) @ v)
-        with pytest.raises(AssertionError, match="takes its softmax over another axis"):
-            assert_attention_entropy(found)
 
 
 # --- entropy ------------------------------------------------------------------------------------------------------
@@ -284,25 +274,19 @@ def test_heads_that_learnt_nothing_are_named() -> None:
         assert_attention_entropy(PROBE.run(model, X, attention=True), high=0.999)
 
 
-def test_weights_that_are_not_numbers_are_no_pass() -> None:
-    def broken(q, k, v):
-        return F.softmax(scores(q, k) * math.nan, dim=-1) @ v
+def plain(q, k, v):
+    return F.softmax(scores(q, k), -1) @ v
 
+
+def test_what_has_no_entropy_is_no_pass() -> None:
     with pytest.raises(AssertionError, match=r"head 0 of layer '1' \(Attention\) has NaN weights"):
-        assert_attention_entropy(record(broken))
-
-
-def test_one_key_leaves_no_choice() -> None:
+        assert_attention_entropy(record(lambda q, k, v: plain(q * math.nan, k, v)))
     with pytest.raises(NothingObservedError, match="no query has two keys"):
-        assert_attention_entropy(
-            PROBE.run(build(lambda q, k, v: F.softmax(scores(q, k), -1) @ v), X[:, :1], attention=True)
-        )
-
-
-@pytest.mark.parametrize("bounds", [{"low": -0.1}, {"low": 0.5, "high": 0.4}])
-def test_bounds_are_shares(bounds) -> None:
+        assert_attention_entropy(record(plain, X[:, :1]))
     with pytest.raises(UsageError, match="shares of the maximum entropy"):
-        assert_attention_entropy(record(fused), **bounds)
+        assert_attention_entropy(record(fused), low=0.5, high=0.4)
+    with pytest.raises(NothingObservedError, match=r"record with run\(\.\.\., attention=True\)"):
+        assert_attention_mask(PROBE.run(build(fused), X), causal=True)
 
 
 # --- mask ---------------------------------------------------------------------------------------------------------
@@ -334,16 +318,9 @@ def test_a_mask_one_diagonal_too_narrow_is_seen_if_exact() -> None:
     assert_attention_mask(record(narrower), causal=True)
     with pytest.raises(AssertionError, match="gives zero weight to key"):
         assert_attention_mask(record(narrower), causal=True, exact=True)
-    with pytest.raises(AssertionError, match="gives weight"):
-        assert_attention_mask(record(too_narrow), causal=True)
-
-
-def test_a_mask_applied_after_the_softmax_is_seen() -> None:
-    def late(q, k, v):
-        return F.softmax(scores(q, k), dim=-1) * CAUSAL @ v
-
-    with pytest.raises(AssertionError, match="does not follow the mask"):
-        assert_attention_mask(record(late), causal=True)
+    for core in (too_narrow, lambda q, k, v: F.softmax(scores(q, k), dim=-1) * CAUSAL @ v):  # or after the softmax
+        with pytest.raises(AssertionError, match="gives weight"):
+            assert_attention_mask(record(core), causal=True)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -404,27 +381,16 @@ def test_a_query_with_no_key_left_is_left_out() -> None:
     assert_attention_mask(record(padded), left_padded, causal=True, exact=True)
 
 
-def test_a_mask_must_be_given() -> None:
-    with pytest.raises(UsageError, match="give mask=, causal=True, or both"):
-        assert_attention_mask(record(fused))
-
-
-def test_a_mask_must_fit() -> None:
-    with pytest.raises(UsageError, match=r"\(2, 5\) does not fit the attention of layer '1' \(Attention\), which has"):
-        assert_attention_mask(record(fused), PADDING[:, :5])
-
-
-def test_a_mask_that_is_added_is_not_one_that_keeps() -> None:
-    with pytest.raises(UsageError, match="give mask == 0"):
-        assert_attention_mask(record(fused), torch.zeros(6, 6).masked_fill(~CAUSAL, -math.inf))
-
-
-@pytest.mark.parametrize("mask", [[1, 1, 0], torch.ones(2, 2, 6, 6)])
-def test_a_mask_must_have_axes_that_can_be_distinguished(mask) -> None:
-    with pytest.raises(UsageError, match="a mask has shape"):
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        (None, "give mask=, causal=True, or both"),
+        (PADDING[:, :5], r"\(2, 5\) does not fit the attention of layer '1' \(Attention\), which has"),
+        (torch.zeros(6, 6).masked_fill(~CAUSAL, -math.inf), "give mask == 0"),
+        (torch.ones(2, 2, 6, 6), "a mask has shape"),
+    ],
+    ids=["none", "of another size", "added", "axes"],
+)
+def test_a_mask_must_be_one_that_fits(mask, said) -> None:
+    with pytest.raises(UsageError, match=said):
         assert_attention_mask(record(fused), mask)
-
-
-def test_nothing_seen_is_no_pass() -> None:
-    with pytest.raises(NothingObservedError, match=r"record with run\(\.\.\., attention=True\)"):
-        assert_attention_mask(PROBE.run(build(fused), X), causal=True)

@@ -13,7 +13,6 @@ from torch import nn
 
 from pytest_modelprobe import (
     ModelProbe,
-    NothingObservedError,
     Record,
     SelectionError,
     assert_same_behavior,
@@ -67,10 +66,7 @@ def failure_of(actual: Any, expected: Any, **options: Any) -> str:
 
 def test_a_port_whose_layers_the_user_renames_does_the_same() -> None:
     assert_same_behavior(run(port()), run(reference()), rename={"ln": "norm", "head": "fc"}, structure=False)
-
-
-def test_a_port_whose_layers_are_found_does_the_same_by_its_numbers() -> None:
-    assert_same_behavior(run(port()), run(reference()), structure=False)
+    assert_same_behavior(run(port()), run(reference()), structure=False)  # pairs are found by names that are left
 
 
 def test_a_port_with_another_epsilon_is_reported() -> None:
@@ -159,11 +155,6 @@ def test_a_watch_is_compared_with_a_watch() -> None:
         for model in (old, new):
             model(X)
         assert failure_of(*watches).startswith("norm.eps 1e-05 → 0.01")
-
-
-def test_a_model_that_was_not_called_is_an_error() -> None:
-    with ModelProbe() as probe, pytest.raises(NothingObservedError):
-        assert_same_behavior(probe.watch(reference()), run(reference()))
 
 
 @pytest.mark.parametrize("options", [{"layers": "nothing"}, {"rename": {"a": "b"}}, {"tolerance": {"nothing": 2}}])

@@ -102,26 +102,22 @@ def test_a_layer_with_a_bad_derivative_is_named_by_its_input() -> None:
         "\n"
         f"It began in SqrtBackward0 at test_gradients.py:{line}, which made NaN of a finite gradient.\n"
         "\n"
-        "Look at the derivative of sqrt for the inputs it received: sqrt or norm at 0, log at 0, a division by 0, or "
-        "torch.where around one of them."
+        "Look there for sqrt or norm at 0, log at 0, a division by 0, or torch.where around one of them."
     )
 
 
 def test_glue_between_layers_is_named_by_its_neighbors() -> None:
     model = Net(lambda m, x: m.tail(torch.sqrt(m.zero(x)) * 0), zero=Zero(), tail=linear())
-    text = failure_of(assert_grad_finite, run(model))
-    assert text.startswith(
+    assert failure_of(assert_grad_finite, run(model)).startswith(
         "gradient of zero output is not finite: 24 NaN of 24 elements, made between zero and tail; "
         "1 of 3 layers looked at\n"
     )
-    assert "Look at the derivative of the code between zero and tail: sqrt" in text
 
 
 def test_the_loss_is_blamed_where_all_gradients_are_bad() -> None:
     record = run(nn.Sequential(linear(), linear()), loss=lambda out: (out * 0).sqrt().sum())
     text = failure_of(assert_grad_finite, record)
     assert text.startswith("gradient of (root) output is not finite: 24 NaN of 24 elements, made by the loss; 3 of 3")
-    assert "\n\nLook at the loss, or at what the test computes from (root) output before it: " in text
 
 
 def test_a_gradient_that_is_bad_in_a_parameter_alone_is_named() -> None:
@@ -137,7 +133,6 @@ def test_a_gradient_that_is_bad_in_a_parameter_alone_is_named() -> None:
     text = failure_of(assert_grad_finite, run(model))
     assert text.startswith("gradient of scaled.scale is not finite: 1 ")
     assert "inf of 1 element, those around it are finite; 1 of 3 layers looked at\n" in text
-    assert text.endswith("Look at what scaled computes with scaled.scale.")
 
 
 def test_the_first_of_several_calls_that_the_backward_meets_is_named() -> None:
@@ -193,15 +188,18 @@ def test_frozen_parameters_need_none() -> None:
     assert_all_params_have_grad(run(model))
 
 
+class Token(nn.Module):
+    """Has a parameter that this forward does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask_token, self.fc = nn.Parameter(torch.zeros(6)), linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x)
+
+
 def test_parameters_can_be_ignored() -> None:
-    class Token(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mask_token, self.fc = nn.Parameter(torch.zeros(6)), linear()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.fc(x)
-
     record = run(nn.Sequential(Token()))
     assert_all_params_have_grad(record, ignore="*.mask_token")
     assert_all_params_have_grad(record, ignore=["**.mask_token"])
@@ -210,11 +208,6 @@ def test_parameters_can_be_ignored() -> None:
     assert text.endswith(
         "The output of layer '0' (Token) has a gradient: does its forward use 0.mask_token, and not a detached copy?"
     )
-
-
-def test_a_glob_that_ignores_nothing_is_an_error() -> None:
-    with pytest.raises(SelectionError, match=r"ignore='0.wieght' matches none of 2 parameters; nearest: 0.weight"):
-        assert_all_params_have_grad(run(nn.Sequential(linear())), ignore="0.wieght")
 
 
 def test_a_glob_of_one_segment_too_few_is_told_what_would_match() -> None:
@@ -253,26 +246,11 @@ def test_a_cut_in_the_graph_is_placed(forward: Callable[..., Any]) -> None:
     assert hint_of(Net(forward, a=linear(), b=linear())) == f"The graph is cut between a and b: {CUT}"
 
 
-def test_a_layer_beside_the_path_is_asked_about() -> None:
-    assert hint_of(Net(lambda m, x: m.b(x) + m.a(x).detach(), a=linear(), b=linear())) == (
-        "The loss does not depend on the output of a: is its result used, and is it the right loss?"
-    )
-
-
 def test_a_cut_at_the_end_of_a_container_is_placed_after_its_last_layer() -> None:
     block = Net(lambda m, x: m.a(x).detach() * 2, a=linear())
     assert hint_of(nn.Sequential(block, linear())) == (
         "The graph is cut after 0.a in layer '0' (Net)'s forward: look for .detach() or .data there."
     )
-
-
-def test_no_grad_is_named_by_the_layer_that_ran_under_it() -> None:
-    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            y = model.a(x)
-        return model.b(y)
-
-    assert hint_of(Net(forward, a=linear(), b=linear())) == "a ran under no_grad."
 
 
 def test_no_grad_is_named_by_the_first_layer_that_ran_under_it() -> None:
@@ -285,17 +263,20 @@ def test_no_grad_is_named_by_the_first_layer_that_ran_under_it() -> None:
     assert hint_of(Net(forward, a=linear(), b=linear(), c=linear())) == "b ran under no_grad."
 
 
-def test_what_goes_in_beside_the_layers_is_no_cut() -> None:
-    model = Net(lambda m, x, mask: (m.a(x), m.b(mask))[1], a=linear(), b=linear())
-    record = run(model, X, torch.ones(4, 6))
+@pytest.mark.parametrize(
+    ("forward", "unused"),
+    [
+        (lambda m, x, _: m.b(x) + m.a(x).detach(), "a"),
+        (lambda m, x, mask: (m.a(x), m.b(mask))[1], "a"),
+        (lambda m, x, _: (m.a(x), m.b(m.a(x).detach()).detach())[0], "b"),
+    ],
+    ids=["beside the path", "given to another layer", "its own input detached"],
+)
+def test_what_the_loss_does_not_depend_on_is_not_said_to_be_cut_off(forward: Callable[..., Any], unused: str) -> None:
+    record = run(Net(forward, a=linear(), b=linear()), X, torch.ones(4, 6))
     assert failure_of(assert_all_params_have_grad, record).endswith(
-        "The loss does not depend on the output of a: is its result used, and is it the right loss?"
+        f"The loss does not depend on the output of {unused}: is its result used, and is it the right loss?"
     )
-
-
-def test_a_layer_whose_own_input_is_detached_is_not_cut_off_by_it() -> None:
-    model = Net(lambda m, x: (m.a(x), m.b(m.a(x).detach()).detach())[0], a=linear(), b=linear())
-    assert hint_of(model).startswith("The loss does not depend on the output of b")
 
 
 # --- flow ---------------------------------------------------------------------------------------------------------
@@ -345,10 +326,10 @@ def test_gradients_of_activations_that_explode_where_those_of_weights_are_alike_
     assert hint.startswith("Exploding gradients: look at the initialization")
 
 
-def test_one_layer_alone_can_make_them_explode() -> None:
+def test_a_norm_after_one_layer_that_makes_them_explode_takes_the_scale_out_again() -> None:
     model = nn.Sequential(linear(), *scaled(1, 1e9), linear())
     assert failure_of(assert_grad_flow, run(model), layers="0").startswith("layer '0' (Linear) gets a gradient")
-    model.append(nn.LayerNorm(6))  # takes the scale out again
+    model.append(nn.LayerNorm(6))
     assert_grad_flow(run(model), layers="0")
 
 
@@ -392,7 +373,8 @@ def test_a_zero_gradient_is_named_nearest_to_the_loss() -> None:
     text = failure_of(assert_grad_flow, run(model))
     assert text.startswith("b gets a zero gradient; 2 of 3 layers looked at\n")
     assert text.endswith(
-        "The layers after b do not depend on it, or have a zero derivative there: dead, saturated, times zero."
+        "The layers after b do not depend on it, or have a zero derivative there: dead, saturated, zero-initialized, "
+        "times zero."
     )
 
 
@@ -402,7 +384,6 @@ def test_a_zero_gradient_before_a_zero_initialized_layer_says_so() -> None:
         assert_grad_flow(run(model))
     (text,) = (str(one.message) for one in hints)
     assert text.startswith("a gets a zero gradient; ")
-    assert "or have a zero derivative there: zero-initialized (b)." in text
     assert text.endswith(
         "A hint, because of what is zero-initialized: b. Other layers get a gradient after its first step."
     )
@@ -583,15 +564,7 @@ def test_an_expert_that_no_token_came_to_does_not_take_part() -> None:
 
 
 def test_a_parameter_of_a_container_that_was_not_needed_stops_no_flow() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mask_token, self.fc = nn.Parameter(torch.zeros(6)), linear()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.fc(x)
-
-    assert_grad_flow(run(nn.Sequential(Masked(), linear())))
+    assert_grad_flow(run(nn.Sequential(Token(), linear())))
 
 
 def test_without_parameters_outputs_are_looked_at() -> None:
@@ -638,26 +611,25 @@ def test_a_gradient_without_numbers_is_unknown_and_not_none() -> None:
     model = Net(lambda m, x: m.o(m.e(x)), e=nn.Embedding(10, 4, sparse=True), o=linear(4, 2))
     record = run(model, torch.arange(5))
     assert_grad_flow(record)
-    with pytest.raises(NothingObservedError, match=r"none of the 1 layer looked at .* e among them: sparse tensor$"):
+    with pytest.raises(NothingObservedError, match="with a gradient that can be read"):
         assert_grad_flow(record, layers="e")
 
 
 # --- in common ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("assertion", ASSERTIONS)
-def test_no_backward_is_an_error_that_says_so(assertion: Callable[..., None]) -> None:
-    with pytest.raises(NothingObservedError) as error:
-        assertion(run(linear(), loss=None))
-    assert str(error.value) == (
-        "Linear saw 1 forward but no backward: pass run(..., loss=...), or call loss.backward() while the watch is "
-        "open; if it was, the graph is cut before it, or the newest forward is an evaluation: watch.steps has those of "
-        "training"
-    )
+def test_no_backward_is_an_error_that_says_so() -> None:
+    for assertion in ASSERTIONS:
+        with pytest.raises(NothingObservedError) as error:
+            assertion(run(linear(), loss=None))
+        assert str(error.value) == (
+            "Linear saw 1 forward but no backward: pass run(..., loss=...), or call loss.backward() while the watch is "
+            "open; if it was, the graph is cut before it, or the newest forward is an evaluation: watch.steps has "
+            "those of training"
+        )
 
 
-@pytest.mark.parametrize("assertion", ASSERTIONS)
-def test_training_steps_pass(assertion: Callable[..., None]) -> None:
+def test_training_steps_pass() -> None:
     model = nn.Sequential(linear(), nn.ReLU(), nn.BatchNorm1d(6), linear())
     optimizer = torch.optim.Adam(model.parameters())
     with Watch(model) as watch:
@@ -667,16 +639,18 @@ def test_training_steps_pass(assertion: Callable[..., None]) -> None:
             optimizer.step()
             with torch.no_grad():
                 model.eval()(X)
-    assertion(watch)
+    for assertion in ASSERTIONS:
+        assertion(watch)
 
 
-@pytest.mark.parametrize("assertion", ASSERTIONS)
-def test_shared_and_checkpointed_layers_pass(assertion: Callable[..., None]) -> None:
+def test_shared_and_checkpointed_layers_pass() -> None:
     def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         y = torch.utils.checkpoint.checkpoint(model.fc, model.fc(x), use_reentrant=False)
         return model.head(y)
 
-    assertion(run(Net(forward, fc=linear(), head=linear())))
+    record = run(Net(forward, fc=linear(), head=linear()))
+    for assertion in ASSERTIONS:
+        assertion(record)
 
 
 def test_a_leaf_that_detaches_its_output_is_named(modelprobe: ModelProbe) -> None:
@@ -741,5 +715,5 @@ def test_the_quantiles_of_elic2022_chandelier_of_compressai_are_named_and_not_th
     assert lines[0] == f"bottleneck.quantiles gets a zero gradient; 1 of {layers} layers looked at"
     assert lines[-1] == (
         "The layers after bottleneck.quantiles do not depend on it, or have a zero derivative there: dead, saturated, "
-        "times zero."
+        "zero-initialized, times zero."
     )

@@ -59,15 +59,12 @@ def test_tied_ones_count_once(subject: str) -> None:
 
 
 def test_another_number_is_reported_with_the_layers_that_have_most() -> None:
+    assert_param_count(net(), (100, 110))
     line = r"^the model has 106 parameters, not 100: 6 too many\n\nlayer +parameters\n0 +72"
     with pytest.raises(AssertionError, match=line):
         assert_param_count(net(), 100)
-
-
-def test_a_range_will_do() -> None:
-    assert_param_count(net(), (100, 110))
-    with pytest.raises(AssertionError, match="not 110 to 120: 4 too few"):
-        assert_param_count(net(), (110, 120))
+    with pytest.raises(UsageError, match="a number of elements"):
+        assert_param_count(net(), (3, 2))
 
 
 def test_frozen_and_trainable_ones_are_distinguished() -> None:
@@ -75,11 +72,6 @@ def test_frozen_and_trainable_ones_are_distinguished() -> None:
     model[0].requires_grad_(False)
     assert_param_count(model, 34, trainable=True)
     assert_param_count(model, 72, trainable=False)
-
-
-def test_what_is_no_number_is_refused() -> None:
-    with pytest.raises(UsageError, match="a number of elements"):
-        assert_param_count(net(), (3, 2))
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
@@ -94,21 +86,15 @@ def test_a_lost_tie_names_the_parameter(subject: str) -> None:
 def test_a_parameter_that_is_not_there_names_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"there is no parameter '0.wieght'; nearest: 0.weight"):
         assert_tied(tied(), "0.wieght", "2.weight")
-
-
-def test_a_tie_needs_two() -> None:
     with pytest.raises(UsageError, match="two or more"):
         assert_tied(tied(), "0.weight")
 
 
 def test_the_innermost_tensor_elsewhere_is_named() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
+    assert_devices(PROBE.run(model, X), "cpu:0")
     with pytest.raises(AssertionError, match=r"^1\.0\.weight is on cpu, not on cuda"):
         assert_devices(PROBE.run(model, X), "cuda")
-
-
-def test_the_number_of_the_cpu_does_not_matter() -> None:
-    assert_devices(PROBE.run(net(), X), "cpu:0")
 
 
 def test_a_lazy_parameter_cannot_be_counted() -> None:
@@ -140,56 +126,37 @@ def trained(
         return watch
 
 
-def test_what_the_optimizer_has_not_is_frozen() -> None:
-    model = net()
-    assert_frozen(trained(model, lambda m: torch.optim.SGD(m[2].parameters(), 0.1)), layers="0")
-
-
 def test_weight_decay_moves_what_is_only_without_a_gradient() -> None:
     model = net()
-
-    def decaying(m: nn.Module) -> torch.optim.Optimizer:
-        made = torch.optim.AdamW(m.parameters(), 0.1, weight_decay=0.5)
-        m[0].requires_grad_(False)
-        for parameter in m[0].parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        return made
-
-    made = decaying(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.5)
+    model[0].requires_grad_(False)
+    for parameter in model[0].parameters():
+        parameter.grad = torch.zeros_like(parameter)
     with ModelProbe() as probe:
         watch = probe.watch(model)
         model(X).square().mean().backward()
-        made.step()
+        optimizer.step()
     with pytest.raises(AssertionError, match=r"^0.weight is not frozen: it changed by 4.3 %") as error:
         assert_frozen(watch, layers="0")
     assert "weight decay" in str(error.value)
 
 
-def test_a_parameter_that_learns_is_not_frozen() -> None:
-    with pytest.raises(AssertionError, match=r"^0.weight is not frozen: it changed by"):
-        assert_frozen(trained(net()), layers="0")
+def all_but_the_norm(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], 0.1)
 
 
-def test_running_statistics_are_to_be_frozen_too() -> None:
-    model = net()
-    model[1].requires_grad_(False)
-    watch = trained(model, lambda m: torch.optim.SGD([*m[0].parameters(), *m[2].parameters()], 0.1))
-    with pytest.raises(AssertionError, match=r"^1.running_mean is not frozen") as error:
-        assert_frozen(watch, layers="1")
-    assert "call eval() on it" in str(error.value)
-
-
-def test_a_norm_in_training_mode_is_not_frozen_after_one_step_either() -> None:
-    model = net()
-    watch = trained(model, lambda m: torch.optim.SGD([*m[0].parameters(), *m[2].parameters()], 0.1), steps=1)
-    with pytest.raises(AssertionError, match=r"^layer '1' \(BatchNorm1d\) is not frozen"):
-        assert_frozen(watch, layers="1")
+@pytest.mark.parametrize(
+    ("steps", "line"), [(2, "1.running_mean is not frozen"), (1, r"layer '1' \(BatchNorm1d\) is not frozen")]
+)
+def test_running_statistics_are_to_be_frozen_too(steps: int, line: str) -> None:
+    with pytest.raises(AssertionError, match=rf"(?s)^{line}.*all eval\(\) on "):
+        assert_frozen(trained(net(), all_but_the_norm, steps=steps), layers="1")
 
 
 def test_a_norm_in_evaluation_mode_is_frozen() -> None:
     model = net()
     model[1].requires_grad_(False).eval()
-    assert_frozen(trained(model, lambda m: torch.optim.SGD([*m[0].parameters(), *m[2].parameters()], 0.1)), layers="1")
+    assert_frozen(trained(model, all_but_the_norm), layers="1")
 
 
 def test_a_write_through_data_is_seen_also_after_a_record_was_made() -> None:
@@ -223,58 +190,15 @@ def test_all_parameters_are_updated() -> None:
     assert_params_updated(trained(normless()))
 
 
-class Rounding(nn.Module):
-    """Decodes what is rounded, as a codec does: at first that is all zeros."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode, self.decode, self.head = nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        z = self.encode(x)
-        return self.head(x + self.decode(z + (z.round() - z).detach()))
-
-
-def test_where_a_layer_is_given_zeros_the_layers_after_it_are_not_blamed() -> None:
-    model = ModelProbe().build(Rounding)
-    nn.init.zeros_(model.encode.bias)
-    x, optimizer = 0.1 * PROBE.randn(4, 8), torch.optim.SGD(model.parameters(), 1e-3)
-    watch = ModelProbe().watch(model)
-    optimizer.zero_grad()
-    (model(x) - 1).square().mean().backward()
-    optimizer.step()
-    reason = r"\n\nIts gradient is all zero: all that its layer is given is zero\.$"
-    with pytest.raises(AssertionError, match=rf"(?s)^decode\.weight was not updated; .*{reason}"):
-        assert_params_updated(watch)
-
-
-class JointAttention(nn.Module):
-    """Attends from two streams, as the last block of QwenImageControlNetModel of diffusers, and returns one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image, self.text, self.key, self.head = (nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        queries = torch.cat([self.image(x), self.text(x)])
-        return self.head(((queries @ self.key(x).T).softmax(-1) @ x)[: len(x)])
-
-
-def test_where_a_layer_computes_what_is_not_used_the_layers_after_it_are_not_said_to_be_dead() -> None:
-    model = ModelProbe().build(JointAttention)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-1)
-    watch = ModelProbe().watch(model)
-    model(PROBE.randn(4, 8)).square().mean().backward()
-    optimizer.step()
-    reason = r"\n\nIts gradient is all zero: the layers after it are dead, zero-initialized or not used\.$"
-    with pytest.raises(AssertionError, match=rf"(?s)^text\.weight was not updated; .*{reason}"):
-        assert_params_updated(watch)
+def test_a_gradient_of_zeros_is_the_reason() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    nn.init.constant_(model[0].bias, -100.0)
+    with pytest.raises(AssertionError, match=r"(?s)^0\.weight was not updated; .*\n\nIts gradient is all zero: its "):
+        assert_params_updated(trained(model))
 
 
 def test_a_bias_before_a_norm_has_no_effect() -> None:
-    with pytest.warns(
-        HintWarning, match=r"(?s)^0.bias was not updated; 1 of 6 .* is rounding error: the norm after it"
-    ):
+    with pytest.warns(HintWarning, match=r"(?s)^0.bias was not updated; 1 of 6 .* is rounding error: a norm after it"):
         assert_params_updated(trained(net()))
 
 
@@ -299,8 +223,8 @@ def test_a_bias_that_the_loss_of_a_critic_cancels_is_a_hint_whatever_passes_were
     (text,) = (str(one.message) for one in said)
     assert text.startswith("2.bias was not updated; 1 of 4 parameters looked at\n")
     assert text.endswith(
-        "\n\nIts gradient is rounding error: the rest of the model, or the loss, cancels it. A bias there has no "
-        "effect: remove it from the model, or exclude it here with ignore=."
+        "\n\nIts gradient is rounding error: a norm after it, the rest of the model, or the loss cancels it. A bias "
+        "there has no effect: remove it from the model, or exclude it here with ignore=."
     )
 
 
@@ -316,10 +240,8 @@ class Schedule(nn.Module):
         return (self.net(x) - zero) / (one - zero)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_bias_that_the_model_cancels_is_a_hint(seed: int) -> None:
-    torch.manual_seed(seed)
-    model = Schedule()
+def test_a_bias_that_the_model_cancels_is_a_hint() -> None:
+    model = PROBE.build(Schedule)
     optimizer = torch.optim.SGD(model.parameters(), 1e-9)  # so that the bias moves with no seed
     with ModelProbe() as probe:
         watch = probe.watch(model)
@@ -327,9 +249,7 @@ def test_a_bias_that_the_model_cancels_is_a_hint(seed: int) -> None:
             optimizer.zero_grad()
             (model(torch.rand(4, 1)) - 0.5).square().mean().backward()
             optimizer.step()
-    with pytest.warns(
-        HintWarning, match="Its gradient is rounding error: the rest of the model, or the loss, cancels "
-    ):
+    with pytest.warns(HintWarning, match="Its gradient is rounding error: "):
         assert_params_updated(watch, ignore=["net.0.*", "net.2.weight"])
 
 
@@ -381,47 +301,13 @@ def test_one_that_is_not_updated_is_named_with_the_reason(edit: Callable[[nn.Mod
     assert handle is None or handle.remove() is None
 
 
-@pytest.mark.parametrize("assertion", [assert_params_updated, assert_update_ratio])
-def test_a_group_without_a_learning_rate_is_the_reason(assertion: Callable[..., None]) -> None:
-    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD([{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}], 0.01)
-
-    with pytest.raises(AssertionError, match=r"^0.weight .*; 2 of 4 parameters looked at") as error:
-        assertion(trained(normless(), optimizer))
-    assert str(error.value).endswith(
-        "Its group of SGD has lr 0 in every step that is kept: raise it, or train longer if it is a warmup."
-    )
-
-
-@pytest.mark.parametrize(("assertion", "to_none"), [(assert_params_updated, True), (assert_update_ratio, False)])
-def test_a_gradient_that_was_reset_before_the_step_is_the_reason(assertion: Callable[..., None], to_none: bool) -> None:
+@pytest.mark.parametrize(("rate", "said"), [(100.0, "large"), (1e-7, "small")])
+def test_a_step_that_is_too_large_or_too_small_is_named(rate: float, said: str) -> None:
     model = normless()
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with ModelProbe() as probe, probe.watch(model) as watch:
-        model(X).square().mean().backward()
-        optimizer.zero_grad(set_to_none=to_none)
-        optimizer.step()
-    with pytest.raises(AssertionError, match=r"^0.weight .*; 4 of 4 parameters looked at") as error:
-        assertion(watch)
-    assert str(error.value).endswith(
-        "SGD had none of its gradient: call zero_grad() after step() or before backward()."
-    )
-
-
-def test_a_step_of_usual_size_passes() -> None:
-    assert_update_ratio(trained(normless(), lambda m: torch.optim.SGD(m.parameters(), 0.01)))
-
-
-def test_a_step_that_is_too_large_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"changed by .* of its norm in step 0, not 1e-06 to 0.1") as error:
-        assert_update_ratio(trained(net(), lambda m: torch.optim.SGD(m.parameters(), 100.0)))
-    assert "too large" in str(error.value)
-
-
-def test_a_step_that_is_too_small_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"changed by .* of its norm") as error:
-        assert_update_ratio(trained(normless(), lambda m: torch.optim.SGD(m.parameters(), 1e-7)), low=1e-3)
-    assert "too small" in str(error.value)
+    assert_update_ratio(trained(model, lambda m: torch.optim.SGD(m.parameters(), 0.01)))
+    watch = trained(model, lambda m: torch.optim.SGD(m.parameters(), rate))
+    with pytest.raises(AssertionError, match=rf"(?s)changed by .* of its norm in step \d, not .* too {said} for it"):
+        assert_update_ratio(watch, low=1e-3)
 
 
 def test_the_ratio_is_that_of_the_parameters() -> None:
@@ -501,31 +387,22 @@ def test_parameters_that_a_gradient_made_nan_are_named_as_such(assertion: Callab
     )
 
 
-def test_one_that_was_nan_before_training_is_distinguished() -> None:
-    model = normless()
-    with torch.no_grad():
-        model[0].weight[0, 0] = float("nan")
-    watch = trained(model)
-    with pytest.raises(AssertionError, match=r"^0.weight is not finite after training") as error:
-        assert_update_ratio(watch)
-    assert "not finite before the first step either" in str(error.value)
-
-
 def test_one_that_the_step_alone_made_infinite_blames_the_step() -> None:
     watch = trained(normless(), lambda m: torch.optim.SGD(m.parameters(), float("inf")), steps=1)
-    with pytest.raises(AssertionError, match=r"^0.weight is not finite after training") as error:
+    with pytest.raises(AssertionError, match=r"(?s)^0.weight is not finite after training.* the learning rate"):
         assert_params_updated(watch)
-    assert "look at the learning rate" in str(error.value)
 
 
-@pytest.mark.parametrize("assertion", [assert_params_updated, assert_update_ratio])
-def test_a_step_skipped_for_its_gradients_blames_these(assertion: Callable[..., None]) -> None:
+def test_a_step_skipped_for_its_gradients_blames_these() -> None:
+    watch = spoilt(steps=False)
     with pytest.raises(AssertionError, match="Its gradient is not finite, and such steps are skipped"):
-        assertion(spoilt(steps=False))
+        assert_params_updated(watch)
+    with pytest.raises(AssertionError, match=r"(?s)changed by 0 of its norm, .*\n\nassert_params_updated says why\.$"):
+        assert_update_ratio(watch)
 
 
 def test_a_frozen_parameter_that_became_nan_says_so() -> None:
-    with pytest.raises(AssertionError, match=r"^0.weight is not frozen: it changed to 64 NaN of 64 elements; 2 of 2"):
+    with pytest.raises(AssertionError, match=r"^0.weight is not frozen: it changed; 2 of 2"):
         assert_frozen(spoilt(), layers="0")
 
 
@@ -566,17 +443,13 @@ def step_of(rate: float, *, trained: int = 2, norm: bool = False) -> Record:
     return watch.first_step
 
 
-def test_the_record_of_a_step_says_what_it_updated() -> None:
+def test_the_record_of_a_step_says_what_it_updated_and_what_it_left_out() -> None:
     record = step_of(0.1)
     assert_params_updated(record)
     assert_update_ratio(record, high=10.0)
     with pytest.raises(AssertionError, match=r"^0\.weight is not frozen: it changed by .* 2 of 2 parameters"):
         assert_frozen(record, layers="0")
-
-
-def test_the_record_of_a_step_says_what_it_left_out() -> None:
     record = step_of(0.1, trained=1)
-    assert_frozen(record, layers="0")
     with pytest.raises(AssertionError, match=r"^0\.weight was not updated; 2 of 4 parameters looked at"):
         assert_params_updated(record)
     with pytest.raises(AssertionError, match=r"^0\.(weight|bias) changed by 0 of its norm, not"):

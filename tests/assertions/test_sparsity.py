@@ -29,11 +29,8 @@ def record(fc1, fc2):
     return Record(model="Net", layers=layers)
 
 
-def test_enough_zeros_pass_and_biases_do_not_count():
+def test_too_few_zeros_are_named_and_biases_do_not_count():
     assert_sparsity(record(4, 6), 0.5)
-
-
-def test_too_few_zeros_are_named():
     with pytest.raises(AssertionError) as error:
         assert_sparsity(record(6, 1), 0.5)
     assert str(error.value).splitlines() == [
@@ -79,11 +76,8 @@ def test_a_weight_that_could_not_be_read_does_not_pass():
     )
 
 
-def test_a_record_without_weights_is_refused():
+def test_a_share_above_one_and_a_record_without_weights_are_refused():
     with pytest.raises(NothingObservedError):
         assert_sparsity(Record(model="Net", layers={"act": Layer(name="act", type="torch.nn.ReLU")}), 0.5)
-
-
-def test_a_share_above_one_is_refused():
     with pytest.raises(UsageError, match=r"^least is a share of the elements, from 0 to 1; got 50$"):
         assert_sparsity(record(4, 4), 50)

@@ -65,8 +65,8 @@ def test_a_shape_that_differs_is_told_with_the_layer_that_bound_the_dimension() 
     assert failure_of(assert_shapes, two_layers(), {"fc1": "batch hidden", "fc2": "batch hidden"}) == (
         "fc2 output has shape (4, 2): dimension 1 is 2, but hidden is 16, bound by fc1 output; 1 of 2 shapes differs\n"
         "\n"
-        "value        type     shape    specification   actual   expected   bound by\n"
-        "fc2 output   Linear   (4, 2)   batch hidden         2         16   fc1 output\n"
+        "value        type     shape    specification   problem\n"
+        "fc2 output   Linear   (4, 2)   batch hidden    dimension 1 is 2, but hidden is 16, bound by fc1 output\n"
         "\n"
         "Where a size is free, write _ for it; a name must mean the same size everywhere."
     )
@@ -109,14 +109,10 @@ def test_a_name_is_bound_in_each_kind_of_forward() -> None:
     assert "\n1 output in eval mode " in text
 
 
-def test_shapes_that_are_no_dict_are_an_error() -> None:
-    with pytest.raises(UsageError, match=r"in a dict, assert_shapes\(record, \{'fc1': 'batch 16'\}\); got '0'$"):
-        assert_shapes(two_layers(), "0")  # type: ignore[arg-type]
-
-
-def test_no_shapes_are_an_error() -> None:
-    with pytest.raises(UsageError, match=r"shapes are given by layer in a dict, .*; got {}"):
-        assert_shapes(two_layers(), {})
+def test_shapes_that_are_no_dict_or_none_are_an_error() -> None:
+    for given in ("0", {}):
+        with pytest.raises(UsageError, match=r"in a dict, assert_shapes\(record, \{'fc1': 'batch 16'\}\); got "):
+            assert_shapes(two_layers(), given)  # type: ignore[arg-type]
 
 
 def test_a_slip_in_a_spec_is_an_error() -> None:
@@ -130,11 +126,6 @@ def test_a_slip_in_a_path_is_an_error() -> None:
 
 
 # --- dtypes -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, "float32"])
-def test_dtypes_that_match_pass(dtype: Any) -> None:
-    assert_dtypes(two_layers(), dtype)
 
 
 def test_a_dtype_that_differs_is_reported_with_what_went_in() -> None:
@@ -165,7 +156,7 @@ def test_autocast_is_seen() -> None:
 def test_indices_masks_and_complex_numbers_have_dtypes_of_their_own() -> None:
     model = Net(lambda m, x: (m.f(x), x > 0, x.argmax(-1), x), f=Net(lambda m, x: torch.fft.fft(x)))
     record = run(model)
-    assert_dtypes(record, torch.float32)
+    assert_dtypes(record, "float32")
     assert_dtypes(record, torch.complex64)
     assert failure_of(assert_dtypes, record, torch.int64).startswith("(root) output[1] is bool, not int64;")
 
@@ -245,8 +236,7 @@ def test_forwards_in_two_modes_are_counted_apart() -> None:
     assert "a was called 1 to 2 times in a forward, not 2;" in failure_of(assert_called, watch, "a", per_forward=2)
 
 
-@pytest.mark.parametrize("times", [None, 1])
-def test_what_only_holds_layers_counts_as_called_with_them(times: int | None) -> None:
+def test_what_only_holds_layers_counts_as_called_with_them() -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -256,7 +246,9 @@ def test_what_only_holds_layers_counts_as_called_with_them(times: int | None) ->
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.blocks[0]["a"](x)
 
-    assert_called(run(Holder()), per_forward=times)
+    record = run(Holder())
+    assert_called(record)
+    assert_called(record, per_forward=1)
 
 
 def test_an_empty_sequential_must_be_called() -> None:
@@ -264,18 +256,13 @@ def test_an_empty_sequential_must_be_called() -> None:
     assert failure_of(assert_called, run(model), "**").startswith("shortcut was never called")
 
 
-def test_weights_that_are_used_without_a_call_are_spoken_of() -> None:
-    model = Net(lambda m, x: F.linear(x, m.a.weight), a=nn.Linear(6, 6, bias=False))
-    assert failure_of(assert_called, run(model, loss="random"), "a").endswith(
-        "The parameters of a are used without calling it: directly, or tied to another layer's."
-    )
-
-
-def test_tied_weights_are_spoken_of() -> None:
+def test_weights_that_are_used_without_a_call_or_tied_are_spoken_of() -> None:
+    said = "The parameters of a are used without calling it: directly, or tied to another layer's."
     a, b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+    model = Net(lambda m, x: F.linear(x, m.a.weight), a=a)
+    assert failure_of(assert_called, run(model, loss="random"), "a").endswith(said)
     a.weight = b.weight
-    text = failure_of(assert_called, run(Net(lambda m, x: m.b(x), a=a, b=b)), "a")
-    assert text.endswith("The parameters of a are used without calling it: directly, or tied to another layer's.")
+    assert failure_of(assert_called, run(Net(lambda m, x: m.b(x), a=a, b=b)), "a").endswith(said)
 
 
 class Attending(nn.Module):
@@ -309,10 +296,9 @@ def test_a_failure_names_those_that_lose_nothing_too() -> None:
     assert text.endswith("\n\nAlso not called, without unused weights: 0.dropout and 0.used.")
 
 
-@pytest.mark.parametrize("times", [-1, 1.0])
-def test_what_is_no_number_of_calls_is_refused(times: Any) -> None:
+def test_what_is_no_number_of_calls_is_refused() -> None:
     with pytest.raises(UsageError, match="per_forward is the number of calls in each forward, 0 or more; got"):
-        assert_called(two_layers(), per_forward=times)
+        assert_called(two_layers(), per_forward=-1)
 
 
 # --- hooks --------------------------------------------------------------------------------------------------------
@@ -349,14 +335,10 @@ def test_every_kind_of_hook_is_found(register: str, kind: str) -> None:
     assert failure_of(assert_no_leftover_hooks, model).startswith(f"(root) has a {kind} left on it: ")
 
 
-@pytest.mark.parametrize(
-    ("register", "kind"),
-    [("register_hook", "hook on weight"), ("register_post_accumulate_grad_hook", "hook after accumulation on weight")],
-)
-def test_hooks_on_parameters_are_found(register: str, kind: str) -> None:
+def test_hooks_on_parameters_are_found() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    getattr(model[0].weight, register)(leave)
-    assert failure_of(assert_no_leftover_hooks, model).startswith(f"layer '0' (Linear) has a {kind} left on it: ")
+    model[0].weight.register_hook(leave)
+    assert failure_of(assert_no_leftover_hooks, model).startswith("layer '0' (Linear) has a hook on weight left on it")
 
 
 def test_the_hooks_of_an_open_watch_do_not_count() -> None:
@@ -379,19 +361,6 @@ def test_of_a_watch_only_hooks_that_came_since_count() -> None:
         )
 
 
-def test_a_torch_that_does_not_number_its_hooks_is_refused_for_a_watch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pytest_modelprobe.runs.watch.next_hook", lambda: None)
-    model = nn.Sequential(nn.Linear(6, 2))
-    with ModelProbe().watch(model) as watch:
-        model(torch.ones(2, 6))
-        assert watch.record.forwards == 1
-        with pytest.raises(
-            ModelProbeError, match=r"^this version of torch does not number hooks, so earlier hooks are not known"
-        ):
-            assert_no_leftover_hooks(watch)
-    assert_no_leftover_hooks(model)
-
-
 def test_hooks_that_a_torch_keeps_elsewhere_are_not_taken_for_none() -> None:
     model = nn.Sequential(nn.Linear(6, 2))
     del model[0]._forward_hooks
@@ -411,10 +380,3 @@ def test_layers_whose_hooks_belong_to_them_can_be_left_out() -> None:
 def test_a_record_has_no_model() -> None:
     with pytest.raises(UsageError, match="a record has no model to look for hooks on: give the model itself"):
         assert_no_leftover_hooks(two_layers())
-
-
-def test_what_has_no_hooks_is_refused() -> None:
-    with pytest.raises(
-        UsageError, match="the first argument of an assertion is modelprobe, a watch or a record; got int"
-    ):
-        assert_no_leftover_hooks(3)

@@ -40,7 +40,8 @@ def trained(model: nn.Module) -> Record:
     return ModelProbe().run(model, X, loss=lambda loss: loss)
 
 
-def test_a_teacher_that_is_not_detached_fails():
+def test_a_teacher_that_is_not_detached_fails_and_a_detached_one_passes():
+    assert_no_gradient(trained(PROBE.build(lambda: Distilled(torch.Tensor.detach))), "teacher.**")
     record = trained(PROBE.build(lambda: Distilled(lambda target: target)))
     with pytest.raises(AssertionError) as error:
         assert_no_gradient(record, "teacher.**")
@@ -58,10 +59,6 @@ def test_a_teacher_that_is_not_detached_fails():
     assert advice == (
         "The loss reaches teacher output: detach it before it is compared with, or call teacher under torch.no_grad()."
     )
-
-
-def test_a_detached_teacher_passes():
-    assert_no_gradient(trained(PROBE.build(lambda: Distilled(torch.Tensor.detach))), "teacher.**")
 
 
 def test_a_frozen_teacher_gets_a_gradient_at_its_outputs_if_the_student_is_before_it():
@@ -143,14 +140,6 @@ def test_gradients_that_a_forward_computes_itself_do_not_count():
             return mse_loss(self.student(x), self.teacher(x))
 
     assert_no_gradient(trained(PROBE.build(Model)), "teacher.**")
-
-
-def test_without_a_backward_nothing_was_seen():
-    record = ModelProbe().run(nn.Linear(4, 3), X)
-    with pytest.raises(NothingObservedError, match="saw 1 forward but no backward"):
-        assert_no_gradient(record, "**")
-    with pytest.raises(NothingObservedError, match="was never called"):
-        assert_no_gradient(Record(model="Net"), "**")
 
 
 def test_a_layer_that_was_never_called_was_not_seen():

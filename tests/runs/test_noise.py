@@ -114,10 +114,9 @@ def test_a_name_tells_moves_apart_and_repeats_them() -> None:
     assert 400 < int((perturbed(x, "a", 1) != perturbed(x, "b", 1)).sum()) < 600
 
 
-@pytest.mark.parametrize("units", [1, 84, 300])
-def test_zeros_and_what_is_not_finite_or_huge_stays(units: int) -> None:
+def test_zeros_and_what_is_not_finite_or_huge_stays() -> None:
     x = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, torch.finfo(torch.float32).min, 3e38])
-    assert perturbed(x, "x", units).numpy().tobytes() == x.numpy().tobytes()
+    assert perturbed(x, "x", 84).numpy().tobytes() == x.numpy().tobytes()
 
 
 @pytest.mark.parametrize(
@@ -186,8 +185,7 @@ def other_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("harmless", [without_onednn, other_threads], ids=["no oneDNN", "threads"])
-@pytest.mark.parametrize("kind", ["gpt2", "resnet"])
+@pytest.mark.parametrize(("kind", "harmless"), [("gpt2", other_threads), ("resnet", without_onednn)])
 def test_harmless_changes_stay_within_a_few_times_the_noise(
     probe: ModelProbe, kind: str, harmless: Callable[[], contextlib.AbstractContextManager[None]]
 ) -> None:
@@ -253,8 +251,7 @@ def test_a_long_sum_may_be_added_up_in_another_order_and_not_with_fewer_digits(
     assert not compare(probe.run(model, x), record).same
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [48, 1024])
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.bfloat16, 48), (torch.float16, 1024)])
 def test_the_gradient_of_a_bias_may_be_added_up_in_another_order_and_nothing_more(
     probe: ModelProbe, dtype: torch.dtype, rows: int
 ) -> None:
@@ -277,14 +274,6 @@ def test_indices_that_tip_over_have_the_share_that_does_as_noise(probe: ModelPro
     noise = measured(probe.run(Route(), x))["(root)"].output.forward.noise
     assert noise is not None
     assert 0.02 < noise < 0.5
-
-
-def test_indices_that_hold_have_no_noise(probe: ModelProbe) -> None:
-    class Route(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.argmax(-1)
-
-    assert measured(probe.run(Route(), probe.randn(4, 3)))["(root)"].output.forward.noise == 0.0
 
 
 def test_parameters_have_no_noise_but_their_gradients_and_what_a_run_leaves(probe: ModelProbe) -> None:

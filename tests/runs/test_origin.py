@@ -26,10 +26,6 @@ class Log(nn.Module):
         return torch.log(x)
 
 
-def test_a_forward_with_finite_values_has_no_origin() -> None:
-    assert find_origin(lambda: torch.log(torch.ones(3)).exp()) is None
-
-
 def test_the_operation_is_named_with_its_line_and_the_range_of_its_inputs() -> None:
     record = ModelProbe().run(nn.Sequential(nn.Identity(), Log()), torch.tensor([[-0.3, 2.0]]))
     assert record.origin == Operation(
@@ -96,22 +92,11 @@ def test_a_model_of_torch_modules_alone_has_no_line_of_its_own() -> None:
     assert (origin.name, origin.location) == ("torch.nn.functional.linear", None)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.tensor([1.0, 2.0], dtype=torch.float16),
-        torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn),
-        torch.tensor([1 + 2j, 3j]).conj(),
-        torch.eye(2).to_sparse(),
-        torch.tensor([1, 2]),
-        torch.tensor([True]),
-        torch.empty(0),
-        torch.empty(2, device="meta"),
-    ],
-    ids=["half", "float8", "conjugated", "sparse", "integer", "bool", "empty", "meta"],
-)
-def test_tensors_of_any_kind_go_through(tensor: torch.Tensor) -> None:
-    assert find_origin(lambda: torch.clone(tensor)) is None
+def test_tensors_of_any_kind_go_through() -> None:
+    numbers = torch.tensor([1.0, 2.0])
+    kinds = (numbers.to(torch.float8_e4m3fn), torch.eye(2).to_sparse(), numbers > 1, torch.empty(0), numbers.to("meta"))
+    for tensor in kinds:
+        assert find_origin(lambda tensor=tensor: torch.clone(tensor)) is None
 
 
 def test_complex_values_are_looked_into() -> None:
@@ -141,11 +126,6 @@ def test_a_nan_made_of_an_infinity_is_not_the_origin() -> None:
     found = find_gradient_origin(loss)
     assert found is not None
     assert found.name == "SqrtBackward0"  # and not MulBackward0, in which inf * 0 becomes NaN
-
-
-def test_a_finite_backward_has_no_origin() -> None:
-    x = torch.ones(3, requires_grad=True)
-    assert find_gradient_origin(lambda: x.sqrt().sum()) is None
 
 
 def test_anomaly_detection_is_off_again_afterwards() -> None:

@@ -22,7 +22,8 @@ from pytest_modelprobe.checks import outcome
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import own_parameters
 from pytest_modelprobe.probe import ModelProbe
-from pytest_modelprobe.runs import Given, Trial, Trials
+
+from .trials import Given, Trial, Trials
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
 

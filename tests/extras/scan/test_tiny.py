@@ -12,7 +12,7 @@ from pytest_modelprobe import ModelProbe, cli
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.extras.scan.scanning import ScannedModel
 from pytest_modelprobe.extras.scan.target import load
-from pytest_modelprobe.runs import Trials
+from pytest_modelprobe.extras.scan.trials import Trials
 
 
 @pytest.mark.parametrize(
