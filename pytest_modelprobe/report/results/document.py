@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pytest_modelprobe.gate import GitError, Repository
+from pytest_modelprobe.record.saving import write_atomically
 
 from .values import text
 
@@ -72,17 +72,12 @@ def _commit(root: Path) -> str | None:
 
 
 def write_text(path: Path, content: str) -> None:
-    """Write a file in one step, so that a reader sees either the old content or the new."""
-    if path.exists() and not path.is_file():  # A terminal or a pipe, such as /dev/stdout, must stay.
+    """Write a file in one step; into a terminal or a pipe, such as /dev/stdout, as it is."""
+    if path.exists() and not path.is_file():
         path.write_text(content, "utf-8")
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_text(content, "utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_atomically(path, content.encode())
 
 
 def as_json(results: Mapping[str, Any]) -> str:
