@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pytest_modelprobe.exceptions import SnapshotError
 from pytest_modelprobe.interrupts import held
-from pytest_modelprobe.record.saving import write_atomically
+from pytest_modelprobe.record import saving
 
 from .texts import MOST_BYTES, StoredSnapshot, Texts, decode, text_of, too_large
 
@@ -161,7 +161,7 @@ def _write(path: Path, text: str) -> None:
     target, data = _inside(path), text.encode("utf-8")
     try:
         if not (target.is_file() and target.stat().st_size == len(data) and target.read_bytes() == data):
-            write_atomically(target, data)
+            saving.write_atomically(target, data)
     except OSError as error:
         raise SnapshotError(f"{path} cannot be written ({error.strerror}): {_way_out(error, path)}") from None
 
