@@ -72,7 +72,7 @@ def test_a_hint_is_in_the_terminal_and_the_reports_and_fails_where_that_is_asked
     result.assert_outcomes(passed=2, warnings=1)
     result.stdout.fnmatch_lines(["*test_net", "*HintWarning: wide: (root) is wide"])
     tests = json.loads((pytester.path / "r.json").read_text("utf-8"))["tests"]
-    assert [test["hints"] for test in tests] == [["wide: (root) is wide\n\nIs it meant?"], []]
+    assert [test.get("hints", []) for test in tests] == [["wide: (root) is wide\n\nIs it meant?"], []]
     assert "wide: (root) is wide" in (pytester.path / "r.html").read_text("utf-8")
     result = pytester.runpytest(*quiet, "--modelprobe-strict")
     result.assert_outcomes(failed=1, passed=1)

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +23,8 @@ from torch import nn
 from pytest_modelprobe import ModelProbe
 from pytest_modelprobe.comparison import compare, diagnose
 from pytest_modelprobe.report.html import render
-from pytest_modelprobe.report.results import document, run_data
+from pytest_modelprobe.report.results import CaseResult, Results
+from pytest_modelprobe.report.runs import Known, Observed, run_of
 
 HERE = Path(__file__).parent
 TESTS = 50
@@ -41,7 +41,7 @@ class Block(nn.Module):
         return x + self.fc2(self.act(self.fc1(self.norm(x))))
 
 
-def results(blocks: int) -> tuple[dict[str, Any], int]:
+def results(blocks: int) -> tuple[Results, int]:
     """Return the results of 50 tests of models with so many blocks, and the number of layers of each."""
     runs = []
     for seed in range(2):
@@ -52,17 +52,16 @@ def results(blocks: int) -> tuple[dict[str, Any], int]:
         with torch.no_grad():
             model[0].weight.mul_(1.1)
         after = probe.run(model, x, loss="random", histograms=True)
-        runs.append(run_data(after, diagnosis=diagnose(compare(after, before)), expected=before))
-    tests = [
-        {
-            "id": f"tests/test_models.py::test_model[{i}]", "outcome": "failed", "duration": 0.1, "failure": "",
-            "file": "tests/test_models.py", "line": 3, "message": "stem: weights changed", "runs": [runs[i % 2]],
-            "snapshots": [], "figures": [],
-        }
+        known = Known(after, diagnose(compare(after, before)), before)
+        runs.append(run_of(Observed("Sequential", "run", after), known))
+    tests = tuple(
+        CaseResult(
+            id=f"tests/test_models.py::test_model[{i}]", outcome="failed", duration=0.1, file="tests/test_models.py",
+            line=3, message="stem: weights changed", runs=(runs[i % 2],),
+        )
         for i in range(TESTS)
-    ]  # fmt: skip
-    unused = {"unused": [], "deleted": [], "kept": {}}
-    return document(tests, unused, stopped=None, exit_status=1, root=HERE, seed=0, devices=["cpu"]), 5 * blocks + 3
+    )  # fmt: skip
+    return Results(tests=tests, exit_status=1, root="page_load", seed=0, devices=("cpu",)), 5 * blocks + 3
 
 
 def main() -> None:

@@ -174,18 +174,18 @@ def _rows(work: Path) -> Iterator[Row]:
 
 def _said(test: dict[str, Any]) -> Row:
     """Return what a test said: whether it passed, its first line, its causes and the whole text."""
-    if not test["snapshots"]:
-        return {"error": test["message"] or test["outcome"]}
+    if not test.get("snapshots"):
+        return {"error": test.get("message") or test["outcome"]}
     (found,) = test["snapshots"]
     if found["verdict"] not in ("same", "changed"):
-        return {"error": found["first_line"]}
+        return {"error": found.get("first_line", "")}
     return {
         "passed": test["outcome"] == "passed",
-        "stale": bool(found["notes"]),
-        "first_line": found["first_line"],
-        "causes": [{key: cause[key] for key in ("kind", "layer", "said")} for cause in found["causes"]],
-        "text": found["text"],
-        "lines": len(test["failure"].splitlines()) if test["failure"] else 0,
+        "stale": bool(found.get("notes")),
+        "first_line": found.get("first_line", ""),
+        "causes": [{key: cause[key] for key in ("kind", "layer", "said")} for cause in found.get("causes", ())],
+        "text": found.get("text", ""),
+        "lines": len(test.get("failure", "").splitlines()),
     }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.report.formats import ENDINGS, renderer
-from pytest_modelprobe.report.results import SCHEMA, write_text
+from pytest_modelprobe.report.results import SCHEMA, Results, write_text
 from pytest_modelprobe.text import printable
 
 from .common import SAME
@@ -29,8 +29,8 @@ def run_report(options: argparse.Namespace) -> int:
             "--modelprobe-json=PATH of the same version"
         )
     try:
-        text = renderer(options.format)(results)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        text = renderer(options.format)(Results.from_dict(results))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UsageError(f"{path} is not what pytest --modelprobe-json=PATH writes: {error!r}") from error
     write_text(output, text)
     if not options.output:

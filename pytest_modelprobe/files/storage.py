@@ -13,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import os
 import re
-import secrets
 import stat
 import time
 import unicodedata
@@ -23,6 +21,7 @@ from pathlib import Path
 
 from pytest_modelprobe.exceptions import SnapshotError
 from pytest_modelprobe.interrupts import held
+from pytest_modelprobe.record import saving
 
 from .texts import MOST_BYTES, StoredSnapshot, Texts, decode, text_of, too_large
 
@@ -158,20 +157,11 @@ def _make_directory(path: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write the text to a hidden file beside the target, flush it to disk, and rename it, unless it is there."""
+    """Write the text, unless it is there."""
     target, data = _inside(path), text.encode("utf-8")
-    temporary = target.with_name(f".modelprobe-{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        if target.is_file() and target.stat().st_size == len(data) and target.read_bytes() == data:
-            return
-        try:
-            with temporary.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        if not (target.is_file() and target.stat().st_size == len(data) and target.read_bytes() == data):
+            saving.write_atomically(target, data)
     except OSError as error:
         raise SnapshotError(f"{path} cannot be written ({error.strerror}): {_way_out(error, path)}") from None
 

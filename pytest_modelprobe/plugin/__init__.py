@@ -9,6 +9,7 @@ carries to the controller; so it is reduced to builtin types.
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
@@ -388,7 +389,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         if item.config.stash[SETTINGS].reports and (_has_probe(item) or comparer is not None):
             report.modelprobe_results = _results_of(item, comparer)
         if comparer is not None:
-            report.modelprobe_snapshots = comparer.results()
+            from pytest_modelprobe.record import codec
+
+            report.modelprobe_snapshots = codec.encode(tuple(comparer.results()))
             del item.stash[_COMPARER]  # a test that is run again has another
     return report
 
@@ -416,18 +419,20 @@ def _summaries_of(item: pytest.Item) -> list[dict[str, Any]]:
     return [{**summary, "findings": []} for summary in found] if item.stash.get(_FAILED, False) else found
 
 
-def _results_of(item: pytest.Item, comparer: Comparer | None) -> dict[str, Any]:
-    """Return what a test recorded and compared, for the files of results."""
-    from pytest_modelprobe.report.results import Compared, Observed, observed_data
+def _results_of(item: pytest.Item, comparer: Comparer | None) -> str:
+    """Return what a test recorded and compared as JSON, which crosses processes whatever is in it."""
+    from dataclasses import replace
+
+    from pytest_modelprobe.record import codec
+    from pytest_modelprobe.report.runs import Known, Observed, runs_of
 
     observed, figures = item.stash.get(_OBSERVED, []), item.stash.get(_FIGURES, [])
     item.stash[_OBSERVED], item.stash[_FIGURES] = [], []  # records are large
-    return observed_data(
-        [Observed(one.name, one.kind, one.record, one.error, one.steps, one.findings) for one in observed],
-        [Compared(one.given, one.diagnosis, one.expected) for one in (comparer.outcomes if comparer else ())],
-        comparer.results() if comparer else (),
-        figures,
-    )
+    known = [Known(one.given, one.diagnosis, one.expected) for one in (comparer.outcomes if comparer else ())]
+    runs = runs_of([Observed(*one[:6]) for one in observed], known)
+    # In a report, the paths of files are relative.
+    snapshots = tuple(replace(one, key="", files=()) for one in (comparer.results() if comparer else ()))
+    return json.dumps({"runs": codec.encode(runs), "snapshots": codec.encode(snapshots), "figures": figures})
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,7 +6,9 @@ many ended. An error while a file is written becomes a line, because the results
 
 from __future__ import annotations
 
-import dataclasses
+import importlib.metadata
+import json
+import platform
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 
 from .settings import SETTINGS
-from .terminal import Base
+from .terminal import BaseResults
 
 _MOST = 20_000
 """Characters of the text of a failure: a traceback of a recursion may have megabytes."""
@@ -31,7 +33,7 @@ class ResultsWriter:
         base: Returns what was compared with another side, as `Sides.results`. None if there is no other side.
     """
 
-    def __init__(self, config: pytest.Config, unused: Callable[[], Any], base: Base | None = None) -> None:
+    def __init__(self, config: pytest.Config, unused: Callable[[], Any], base: BaseResults | None = None) -> None:
         self._config = config
         self._unused = unused
         self._base = base
@@ -68,7 +70,7 @@ class ResultsWriter:
             test.update(runs=[], snapshots=[], figures=[])
         if report.when == "teardown":
             self._ended.add(report.nodeid)
-            test.update(getattr(report, "modelprobe_results", {}))
+            test.update(json.loads(getattr(report, "modelprobe_results", "{}")))
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, nodeid: str) -> None:
         """Collect the hints."""
@@ -90,27 +92,37 @@ class ResultsWriter:
         option = self._config.option
         if any(getattr(option, name, False) for name in ("collectonly", "setuponly", "setupplan")):
             return
+        from pytest_modelprobe.record import codec
         from pytest_modelprobe.report.formats import renderer
-        from pytest_modelprobe.report.results import as_json, builtin, document
+        from pytest_modelprobe.report.results import CaseResult, Results
 
         settings = self._config.stash[SETTINGS]
         whole, pairs = (None, {}) if self._base is None else self._base()
-        results = document(
-            [
-                {**test, "hints": list(self._hints[name]), "base": builtin(pairs.get(name, []))}
-                for name, test in self._tests.items()
-                if "runs" in test
-            ],
-            dataclasses.asdict(self._unused()),
+        tests: list[CaseResult] = [
+            codec.decode(
+                CaseResult, {**test, "hints": list(self._hints[name]), "base": codec.encode(tuple(pairs.get(name, ())))}
+            )
+            for name, test in self._tests.items()
+            if "runs" in test
+        ]
+        unused = self._unused()
+        torch = next((found for test in tests for run in test.runs if (found := run.record.versions.get("torch"))), "")
+        results = Results(
+            tests=tuple(tests),
             stopped=self._stopped(session),
             exit_status=int(session.exitstatus),
-            root=self._config.rootpath,
+            versions={**_versions(), **({"torch": torch} if torch else {})},
+            commit=_commit(self._config.rootpath),
+            root=self._config.rootpath.name,
             seed=settings.seed,
-            devices=settings.devices,
-            base=builtin(whole),
+            devices=tuple(settings.devices),
+            base=whole,
+            unused=tuple(unused.unused),
+            deleted=tuple(unused.deleted),
+            kept={why: tuple(paths) for why, paths in unused.kept.items()},
         )
         if settings.json is not None:
-            self._write(settings.json, lambda: as_json(results))
+            self._write(settings.json, results.to_json)
         if settings.html is not None:
             self._write(settings.html, lambda: renderer("html")(results))
 
@@ -183,3 +195,18 @@ def _failure(report: pytest.TestReport) -> str:
     text = report.longreprtext if report.failed else ""
     more = len(text) - _MOST
     return text if more <= 0 else f"... {more:,} characters before this are left out\n{text[-_MOST:]}"
+
+
+def _versions() -> dict[str, str]:
+    packages = {name: importlib.metadata.version(name) for name in ("pytest-modelprobe", "pytest")}
+    return {**packages, "python": platform.python_version()}
+
+
+def _commit(root: Path) -> str | None:
+    """Return the hash of the commit that is checked out, or `None` if git knows none."""
+    from pytest_modelprobe.gate import GitError, Repository
+
+    try:
+        return Repository(root).commit("HEAD")
+    except GitError:
+        return None

@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ import pytest
 
 if TYPE_CHECKING:
     from pytest_modelprobe.gate import Repository
+    from pytest_modelprobe.report.results import Base, PairResult
     from pytest_modelprobe.revisions import Pair, Records, Side, SideBySide, TestsOn
 
 _RECORDS = "modelprobe_records"
@@ -207,25 +209,29 @@ class Sides:
 
     # --- for reports --------------------------------------------------------------------------------------------------
 
-    def results(self) -> tuple[dict[str, Any] | None, dict[str, list[dict[str, Any]]]]:
+    def results(self) -> tuple[Base | None, dict[str, list[PairResult]]]:
         """Return what was compared as a whole, and the pairs of each test. None if it did not come to that."""
-        from .base_results import base_data, pair_data
+        from pytest_modelprobe.report.results import Base
 
         if self._found is None and self._stopped is None:
             return None, {}
-        whole = base_data(
-            self._found,
+        found = self._found
+        whole = Base(
             ref=self._ref,
-            commit=self._commit,
+            commit=self._commit or None,
             python=self._config.option.modelprobe_base_python,
             said=self._said(),
             stopped=self._stopped,
-            only_there=self._only_there,
+            verdicts=Counter(pair.verdict for pair in self._pairs),
+            unpaired=found.unpaired if found else 0,
+            only_here=tuple(found.only_here) if found else (),
+            only_there=tuple(self._only_there),
+            failed={**found.ran.unread, **found.ran.failed} if found else {},
             versions=self._versions,
         )
-        pairs: dict[str, list[dict[str, Any]]] = {}
+        pairs: dict[str, list[PairResult]] = {}
         for pair in self._pairs:
-            told = pair_data(pair, self._ref or "the other side", self._config.rootpath)
+            told = _pair_result(pair, self._ref or "the other side", self._config.rootpath)
             pairs.setdefault(pair.here.test, []).append(told)
         return whole, pairs
 
@@ -322,3 +328,39 @@ def _first(lines: Iterable[str]) -> Iterator[str]:
     yield from map(printable, found[:_MOST])
     if len(found) > _MOST:
         yield f"... {len(found) - _MOST} more"
+
+
+def _pair_result(pair: Pair, side: str, root: Path) -> PairResult:
+    """Return two records that were compared.
+
+    Args:
+        pair: The pair.
+        side: The other side in one word, such as ``main``.
+        root: The folder to which the files of classes are relative.
+    """
+    from pytest_modelprobe.comparison import text as comparison_text
+    from pytest_modelprobe.report.results import PairResult
+    from pytest_modelprobe.revisions import tensors_lines
+    from pytest_modelprobe.snapshot.source import shown_causes
+
+    record, sources, diagnosis, first = pair.here.record, pair.here.sources, pair.diagnosis, pair.first
+    changed = pair.verdict == "changed"
+    parts = [comparison_text.text(diagnosis)] if changed else []
+    if changed and pair.tensors is not None and first is not None:
+        # The last line has the paths of files of this machine, and a report may be public.
+        parts.append("\n".join(tensors_lines(pair.tensors, first.layer, side)[:-1]))
+    text = "\n\n".join(parts)
+    return PairResult(
+        record=pair.here.key,
+        verdict=pair.verdict,
+        device=record.device,
+        model=record.model,
+        layers=len(record.layers),
+        first_line=text.partition("\n")[0],
+        causes=shown_causes(diagnosis.causes, record, root, sources) if changed else (),
+        possible=shown_causes(diagnosis.possible, record, root, sources) if changed else (),
+        notes=shown_causes(diagnosis.notes, record, root, sources),
+        moved=len(diagnosis.moved) if changed else 0,
+        text=text,
+        first=None if first is None else first.layer,
+    )

@@ -24,6 +24,7 @@ from .settings import SETTINGS
 if TYPE_CHECKING:
     from pytest_modelprobe.probe import ModelProbe
     from pytest_modelprobe.record import Record
+    from pytest_modelprobe.report.results import Base, Compared, PairResult, SnapshotResult
 
 
 # --- properties of tests, in JUnit XML and the like -------------------------------------------------------------------
@@ -58,9 +59,11 @@ class Properties:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Add the properties, after the results were put on the report of the teardown."""
+        from pytest_modelprobe.snapshot.session import snapshot_results
+
         report = yield
         runs = getattr(report, "modelprobe", [])
-        snapshots = getattr(report, "modelprobe_snapshots", [])
+        snapshots = snapshot_results(report)
         if runs or snapshots:
             report.user_properties += _properties(runs, snapshots)
             if item.config.pluginmanager.hasplugin("html"):
@@ -69,21 +72,21 @@ class Properties:
         return report
 
 
-def _properties(runs: list[dict[str, Any]], snapshots: list[dict[str, Any]]) -> Iterator[tuple[str, str | int]]:
+def _properties(runs: list[dict[str, Any]], snapshots: list[SnapshotResult]) -> Iterator[tuple[str, str | int]]:
     if runs:
         yield "modelprobe.layers", sum(run["layers"] for run in runs)
         yield "modelprobe.dead", sum(run.get("dead", 0) for run in runs)
-    causes = [cause["layer"] for snapshot in snapshots for cause in snapshot["causes"]]
+    causes = [cause.layer for snapshot in snapshots for cause in snapshot.causes]
     worst = [*causes, *filter(None, (run.get("worst_layer") for run in runs))]
     if worst:
         from pytest_modelprobe.text import printable
 
         yield "modelprobe.worst_layer", printable(worst[0])
     if snapshots:
-        yield "modelprobe.snapshot", min((snapshot["verdict"] for snapshot in snapshots), key=_VERDICTS.index)
+        yield "modelprobe.snapshot", min((snapshot.verdict for snapshot in snapshots), key=_VERDICTS.index)
 
 
-def _table(runs: list[dict[str, Any]], snapshots: list[dict[str, Any]]) -> str:
+def _table(runs: list[dict[str, Any]], snapshots: list[SnapshotResult]) -> str:
     """Return a small table in HTML: a row for each run and each snapshot."""
     from pytest_modelprobe.text import count, html_escaped
 
@@ -91,7 +94,7 @@ def _table(runs: list[dict[str, Any]], snapshots: list[dict[str, Any]]) -> str:
     for run in runs:
         seen = f"{count(run['layers'], 'layer')}, {count(run['calls'], 'call')}"
         rows.append((run["name"], seen, f"{run['dead']:,} dead" if run["dead"] else ""))
-    rows += [(snapshot["snapshot"], snapshot["verdict"], snapshot["first_line"]) for snapshot in snapshots]
+    rows += [(snapshot.snapshot, snapshot.verdict, snapshot.first_line) for snapshot in snapshots]
     lines = ("".join(f"<td>{html_escaped(cell)}</td>" for cell in row) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     return f'<table class="modelprobe"><caption>modelprobe</caption>{body}</table>'
@@ -342,8 +345,7 @@ class ProgressLine:
 
 # --- annotations in GitHub Actions ------------------------------------------------------------------------------------
 
-Results = Sequence[dict[str, Any]]
-Base = Callable[[], tuple[dict[str, Any] | None, dict[str, list[dict[str, Any]]]]]
+BaseResults = Callable[[], "tuple[Base | None, dict[str, list[PairResult]]]"]
 
 
 class Annotations:
@@ -354,7 +356,7 @@ class Annotations:
         base: Returns what was compared with another side, as `Sides.results`. None if there is no other side.
     """
 
-    def __init__(self, results: Callable[[], Results], base: Base | None = None) -> None:
+    def __init__(self, results: Callable[[], list[SnapshotResult]], base: BaseResults | None = None) -> None:
         self._results = results
         self._base = base
 
@@ -367,16 +369,20 @@ class Annotations:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print an annotation for each model that differs, if the class of a cause is known, and write the summary."""
         whole, pairs = (None, {}) if self._base is None else self._base()
-        found = [{**pair, "test": test} for test, of_test in pairs.items() for pair in of_test]
-        unequal = [result for result in (*self._results(), *found) if result["verdict"] == "changed"]
-        located = [(result, source) for result in unequal if (source := _source(result)) is not None]
+        found: list[tuple[str, Compared]] = [(one.test, one) for one in self._results()]
+        found += [(test, pair) for test, of_test in pairs.items() for pair in of_test]
+        located = [
+            (test, one, source)
+            for test, one in found
+            if one.verdict == "changed"
+            and (source := next(filter(None, (cause.source for cause in one.causes)), None)) is not None
+        ]
         if located:
             from pytest_modelprobe.report.github import MOST_ANNOTATIONS, command
 
-            for result, source in located[:MOST_ANNOTATIONS]:
-                title = f"modelprobe: {result['model']} changed"
-                said = f"{result['test']}: {result['first_line']}"
-                text = command("error", said, file=source["file"], line=source["line"], title=title)
+            for test, one, source in located[:MOST_ANNOTATIONS]:
+                said, title = f"{test}: {one.first_line}", f"modelprobe: {one.model} changed"
+                text = command("error", said, file=source.file, line=source.line or 1, title=title)
                 terminalreporter.write_line(text)
         path = os.environ.get("GITHUB_STEP_SUMMARY")
         if whole is not None and path:
@@ -384,8 +390,3 @@ class Annotations:
             from pytest_modelprobe.report.markdown import beside
 
             write_summary(Path(path), beside(whole, pairs))
-
-
-def _source(result: dict[str, Any]) -> dict[str, Any] | None:
-    """Return file and line of the first cause that has them."""
-    return next((cause["source"] for cause in result["causes"] if cause["source"] is not None), None)

@@ -1,11 +1,12 @@
-"""A record as a file, for another process or another machine.
+"""A record as a file, for another process or another machine, and the writer of every file that is kept.
 
-The file is the JSON of `Record.to_dict`. It is written beside its place, read back, and then renamed: a run that is
-killed, or a full disk, leaves the old file and never half a record.
+A file is written beside its place, read back, and then renamed: a run that is killed, or a full disk, leaves the old
+file and never half of the new one.
 """
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -17,28 +18,37 @@ from typing import Any, NoReturn
 from pytest_modelprobe.exceptions import UsageError
 
 
-def write(path: Path, data: dict[str, Any]) -> None:
-    """Write plain data as strict JSON, atomically; compressed if the name ends in ``.gz``.
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file in one step, so that a reader sees either the old content or the new.
 
     Raises:
-        UsageError: The file cannot be written, or is not what was written when it is read back.
+        OSError: The file cannot be written, or is not what was written when it is read back.
+    """
+    temporary = path.with_name(f".modelprobe-{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if temporary.read_bytes() != content:
+            raise OSError(errno.EIO, "the disk returns other bytes than it was given")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write(path: Path, data: dict[str, Any]) -> None:
+    """Write plain data as strict JSON; compressed if the name ends in ``.gz``.
+
+    Raises:
+        UsageError: The file cannot be written.
     """
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
     # Without the time of writing, equal records make equal files.
     content = gzip.compress(text, mtime=0) if path.suffix == ".gz" else text
-    temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            if temporary.read_bytes() != content:
-                raise UsageError(f"{path} cannot be written: the disk returns other bytes than it was given")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_atomically(path, content)
     except OSError as error:
         raise UsageError(
             f"{path} cannot be written ({error.strerror}): save the record at a path that is writable and has space"

@@ -7,8 +7,11 @@ none.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .results import Results
 
 ENDINGS = {"html": ".html", "markdown": ".md", "sarif": ".sarif", "gitlab": ".gitlab.json"}
 """Each format, and how the name of its file ends where none is given."""
@@ -18,11 +21,7 @@ FORMATS = tuple(ENDINGS)
 _RENDERERS = {"html": "html:render", "markdown": "markdown:render", "sarif": "issues:sarif", "gitlab": "issues:gitlab"}
 
 
-def renderer(name: str) -> Callable[[Mapping[str, Any]], str]:
-    r"""Return the function that turns the results of a run into the text of a report in one of `FORMATS`.
-
-    >>> renderer("gitlab")({"tests": []})
-    '[]\n'
-    """
-    render: Callable[[Mapping[str, Any]], str] = pkgutil.resolve_name(f"{__package__}.{_RENDERERS[name]}")
+def renderer(name: str) -> Callable[[Results], str]:
+    """Return the function that turns the results of a run into the text of a report in one of `FORMATS`."""
+    render: Callable[[Results], str] = pkgutil.resolve_name(f"{__package__}.{_RENDERERS[name]}")
     return render

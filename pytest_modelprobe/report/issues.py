@@ -10,11 +10,13 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal
 from urllib.parse import quote
 
 from pytest_modelprobe.text import printable
+
+from .results import CaseResult, Compared, Results, Source
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,65 +39,52 @@ class Issue:
     """A digest that is the same for this issue in every run, whatever its numbers, and different for every other."""
 
 
-def issues(results: Mapping[str, Any]) -> list[Issue]:
-    """Return what is wrong in the results of a run (``--modelprobe-json``), errors and warnings.
+def issues(results: Results) -> list[Issue]:
+    """Return what is wrong in the results of a run, errors and warnings.
 
     A cause of a changed snapshot, or of a difference from the other side, stands at the line of the layer's class if
     that is known. All else stands at its test.
-
-    >>> cause = {
-    ...     "kind": "weights",
-    ...     "layer": "fc",
-    ...     "said": "fc: weights changed",
-    ...     "source": {"file": "net.py", "line": 3},
-    ... }
-    >>> snapshot = {"verdict": "changed", "first_line": "fc: weights changed", "causes": [cause]}
-    >>> test = {"id": "test_net.py::test_a", "outcome": "failed", "file": "test_net.py", "line": 7, "message": ""}
-    >>> (issue,) = issues({"tests": [{**test, "runs": [], "snapshots": [snapshot]}]})
-    >>> issue.rule, issue.message, issue.file, issue.line
-    ('snapshot/weights', 'fc: weights changed', 'net.py', 3)
     """
     found = []
     times = Counter[str]()
-    for test in results["tests"]:
+    for test in results.tests:
         for rule, level, message, what, source in _of_test(test):
-            key = "\0".join((rule, test["id"], what))
+            key = "\0".join((rule, test.id, what))
             times[key] += 1
-            where = source or {"file": test["file"], "line": test["line"]}
+            where = source or Source(file=test.file, line=test.line)
             found.append(
                 Issue(
                     rule=rule,
                     level=level,
                     message=printable(message),
-                    test=test["id"],
-                    file=where["file"],
-                    line=max(where["line"] or 1, 1),
+                    test=test.id,
+                    file=where.file,
+                    line=max(where.line or 1, 1),
                     identity=hashlib.sha256(f"{key}\0{times[key]}".encode("utf-8", "replace")).hexdigest(),
                 )
             )
     return found
 
 
-_Found = tuple[str, Literal["error", "warning"], str, str, dict[str, Any] | None]
+_Found = tuple[str, Literal["error", "warning"], str, str, Source | None]
 """The rule, the level, the message, what it is about, and where its source is."""
 
 
-def _of_test(test: Mapping[str, Any]) -> Iterator[_Found]:
-    unequal = [s for s in test["snapshots"] if s["verdict"] in ("changed", "new", "unreadable")]
-    beside = [pair for pair in test.get("base", ()) if pair["verdict"] == "changed"]
-    compared = [("snapshot", one.get("snapshot", ""), one) for one in unequal]
-    for rule, name, one in [*compared, *(("base", pair["record"], pair) for pair in beside)]:
-        for cause in one["causes"]:
-            yield f"{rule}/{cause['kind']}", "error", cause["said"], f"{name} {cause['layer']}", cause.get("source")
-        if not one["causes"]:
-            yield rule, "error", one["first_line"], name, None
-    if test["outcome"] in ("failed", "error") and not unequal:
-        yield "test", "error", test["message"] or "the test failed", "", None
-    for run in test["runs"]:
-        for finding in run["findings"]:
+def _of_test(test: CaseResult) -> Iterator[_Found]:
+    unequal = [one for one in test.snapshots if one.verdict in ("changed", "new", "unreadable")]
+    compared: list[tuple[str, str, Compared]] = [("snapshot", one.snapshot, one) for one in unequal]
+    for rule, name, one in [*compared, *(("base", pair.record, pair) for pair in test.changed)]:
+        for cause in one.causes:
+            yield f"{rule}/{cause.kind}", "error", cause.said, f"{name} {cause.layer}", cause.source
+        if not one.causes:
+            yield rule, "error", one.first_line, name, None
+    if test.failed and not unequal:
+        yield "test", "error", test.message or "the test failed", "", None
+    for run in test.runs:
+        for finding in run.findings:
             kind, colon, _ = finding.partition(":")
             rule = f"finding/{kind.replace(' ', '-')}" if colon and kind in _FINDINGS else "finding"
-            yield rule, "warning", f"{run['name']}: {finding}", f"{run['name']} {kind}", None
+            yield rule, "warning", f"{run.name}: {finding}", f"{run.name} {kind}", None
 
 
 _FINDINGS = {"dead", "not finite", "never called", "no gradient", "experts without a gradient", "rounding"}
@@ -106,10 +95,10 @@ _FINDINGS = {"dead", "not finite", "never called", "no gradient", "experts witho
 _SEVERITIES = {"error": "major", "warning": "minor"}
 
 
-def gitlab(results: Mapping[str, Any]) -> str:
+def gitlab(results: Results) -> str:
     r"""Return a code quality report of what is wrong in the results of a run, see `issues`.
 
-    >>> gitlab({"tests": []})
+    >>> gitlab(Results(tests=()))
     '[]\n'
     """
     found = [
@@ -130,16 +119,16 @@ def gitlab(results: Mapping[str, Any]) -> str:
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
-def sarif(results: Mapping[str, Any]) -> str:
+def sarif(results: Results) -> str:
     """Return a SARIF log of what is wrong in the results of a run, see `issues`.
 
-    >>> json.loads(sarif({"tests": [], "versions": {"pytest-modelprobe": "1.0"}}))["runs"][0]["results"]
+    >>> json.loads(sarif(Results(tests=())))["runs"][0]["results"]
     []
     """
     found = issues(results)
     rules = list(dict.fromkeys(issue.rule for issue in found))
     driver = {"name": "pytest-modelprobe", "rules": [{"id": rule} for rule in rules]}
-    version = results.get("versions", {}).get("pytest-modelprobe")
+    version = results.versions.get("pytest-modelprobe")
     if version:
         driver["version"] = version
     run = {

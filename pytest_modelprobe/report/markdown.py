@@ -6,8 +6,7 @@ Names are untrusted: nothing in them may become a link, a tag or a row of a tabl
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 from pytest_modelprobe.comparison.text import CAUSE_COLUMNS, CHANGE_COLUMNS, cause_rows
 from pytest_modelprobe.gate import SnapshotChange, Verdict
@@ -27,8 +26,8 @@ from pytest_modelprobe.gate.text import (
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.text import LONGEST, Cell, count, number, printable
 
-from .results.verdict import FAILED, side_name
-from .results.verdict import verdict as run_verdict
+from .results import Base, Compared, PairResult, Results
+from .results import verdict as run_verdict
 
 # --- the changed part of a model as a Mermaid graph -------------------------------------------------------------------
 
@@ -231,52 +230,49 @@ def diff(verdict: Verdict) -> str:
     return bounded([], blocks, [f"{count(verdict.unchanged, 'snapshot')} unchanged."], MOST_SUMMARY_BYTES)
 
 
-def render(results: Mapping[str, Any]) -> str:
+def render(results: Results) -> str:
     """Return the results of a run: the tests that failed, and each snapshot and model that changed.
 
-    >>> print(render({"tests": []}), end="")
+    >>> print(render(Results(tests=())), end="")
     ### modelprobe: No test used a probe.
     """
-    tests, base = results["tests"], results.get("base")
     head = [f"### modelprobe: {escaped(run_verdict(results))}", ""]
-    if not results.get("complete", True):
-        head += [escaped(f"Not every test ran to its end: {results['stopped']}"), ""]
-    failed = [[test["id"], test["message"] or test["outcome"]] for test in tests if test["outcome"] in FAILED]
+    if results.stopped is not None:
+        head += [escaped(f"Not every test ran to its end: {results.stopped}"), ""]
+    failed = [[test.id, test.message or test.outcome] for test in results.tests if test.failed]
     head += [*table(["failed test", "message"], failed), ""] if failed else []
-    head += [] if base is None else _beside(base)
-    snapshots = [block for test in tests for block in _changed(test["id"], test["snapshots"])]
-    models = [block for test in tests for block in _changed(test["id"], test.get("base", ()))]
+    head += [] if results.base is None else _beside(results.base)
+    snapshots = [
+        _changed(f"{test.id}, {one.snapshot}", one)
+        for test in results.tests
+        for one in test.snapshots
+        if one.verdict == "changed"
+    ]
+    models = [_changed(f"{test.id}, {pair.record}", pair) for test in results.tests for pair in test.changed]
     return bounded(head, [*snapshots, *models], [], MOST_SUMMARY_BYTES, "text")
 
 
-def beside(base: Mapping[str, Any], pairs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Return what was compared with another side.
-
-    Args:
-        base: As ``base`` in the results of a run.
-        pairs: The ``base`` of each test.
-    """
-    head = [f"### modelprobe: beside {escaped(side_name(base))}", "", *_beside(base)]
-    models = [block for test, found in pairs.items() for block in _changed(test, found)]
+def beside(base: Base, pairs: Mapping[str, Sequence[PairResult]]) -> str:
+    """Return what was compared with another side, the pairs by test."""
+    head = [f"### modelprobe: beside {escaped(base.name)}", "", *_beside(base)]
+    changed = ((test, pair) for test, found in pairs.items() for pair in found if pair.verdict == "changed")
+    models = [_changed(f"{test}, {pair.record}", pair) for test, pair in changed]
     return bounded(head, models, [], MOST_SUMMARY_BYTES, "text")
 
 
-def _beside(base: Mapping[str, Any]) -> list[str]:
-    versions = [[name, *pair] for name, pair in base["versions"].items()]
-    lines = [escaped(base["said"]), ""]
+def _beside(base: Base) -> list[str]:
+    versions = [[name, *pair] for name, pair in base.versions.items()]
+    lines = [escaped(base.said), ""]
     lines += [*table(["package", "here", "there"], versions), ""] if versions else []
-    failed = list(base["failed"].items())
+    failed = list(base.failed.items())
     return lines + ([*table(["did not run there", "why"], failed), ""] if failed else [])
 
 
-def _changed(test: str, compared: Iterable[Mapping[str, Any]]) -> Iterator[list[str]]:
-    """Yield the text of each snapshot or model of a test that changed, folded under its first line."""
-    for found in compared:
-        if found["verdict"] != "changed":
-            continue
-        name = f"{test}, {found.get('record') or found['snapshot']}: {found['first_line']}"
-        lines = [printable(line) for line in found["text"].split("\n")]
-        # A fence is closed by one of as many backticks.
-        longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
-        fence = "`" * max(3, longest + 1)
-        yield [f"<details><summary>{escaped(name)}</summary>", "", fence, *lines, fence, "", "</details>", ""]
+def _changed(name: str, found: Compared) -> list[str]:
+    """Return the text of a snapshot or model that changed, folded under its first line."""
+    lines = [printable(line) for line in found.text.split("\n")]
+    # A fence is closed by one of as many backticks.
+    longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
+    fence = "`" * max(3, longest + 1)
+    title = escaped(f"{name}: {found.first_line}")
+    return [f"<details><summary>{title}</summary>", "", fence, *lines, fence, "", "</details>", ""]

@@ -12,7 +12,6 @@ import re
 import shlex
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
 
 import pytest
 
@@ -44,6 +43,7 @@ from pytest_modelprobe.record import (
     this_rank,
     writing_rank,
 )
+from pytest_modelprobe.report.results import SnapshotResult
 from pytest_modelprobe.text import count, listed, printable
 
 from . import preconditions
@@ -184,9 +184,9 @@ class Comparer:
             error.args = (str(error)[:at] + text,)
             call.excinfo = pytest.ExceptionInfo.from_exception(error)  # the old one has cached how the text began
 
-    def results(self) -> list[dict[str, Any]]:
-        """Return every comparison in builtin types."""
-        return [outcome.to_dict(self._item) for outcome in self.outcomes]
+    def results(self) -> list[SnapshotResult]:
+        """Return every comparison as reports have it."""
+        return [outcome.result(self._item) for outcome in self.outcomes]
 
     # --- one comparison -------------------------------------------------------------------------------------------
 

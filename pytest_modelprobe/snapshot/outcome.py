@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import CodeType
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
@@ -18,11 +18,12 @@ from pytest_modelprobe._pytest import caught_by
 from pytest_modelprobe.assertions.findings import findings
 from pytest_modelprobe.comparison import Cause, Diagnosis, Parts
 from pytest_modelprobe.record import LiveRun, Record
+from pytest_modelprobe.report.results import SnapshotResult
 
-from .causes import causes_data
 from .extension import SnapshotFiles
 from .naming import kind
 from .options import shown_path
+from .source import shown_causes
 
 UNEQUAL = ("changed", "new", "unreadable")
 """Verdicts of a record that differs from what is on disk."""
@@ -83,36 +84,31 @@ class Outcome:
         """Whether the record equals what is on disk, or has just been written."""
         return self.verdict not in UNEQUAL
 
-    def to_dict(self, item: pytest.Item) -> dict[str, Any]:
-        """Return the result in builtin types, for the reports of pytest and ``--modelprobe-json``."""
-        diagnosis = self.diagnosis
-        root = item.config.rootpath
-
-        def told(causes: Iterable[Cause]) -> list[dict[str, Any]]:
-            return causes_data(causes, self.record, root)
-
-        return {
-            "test": item.nodeid,
-            "snapshot": shown_path(self.place.arch, item.config),
-            "device": kind(self.record.device),
-            "verdict": self.verdict,
-            "expected": self.is_expected,
-            "not_compared": self.not_compared,
-            "values_not_compared": self.values_not_compared,
-            "declared": self.declared,
-            "model": self.record.model,
-            "layers": len(self.record.layers),
-            "findings": findings(self.record) if self.verdict in ("new", "created") else [],
-            "first_line": self.text.partition("\n")[0],
-            "causes": told(diagnosis.causes) if diagnosis else [],
-            "possible": told(diagnosis.possible) if diagnosis else [],
-            "notes": told(self.notes),
-            "moved": len(diagnosis.moved) if diagnosis else 0,
-            "text": self.text,
-            "key": str(self.place.probe),
-            "arch": str(self.place.arch),
-            "probe": "" if self.compare == "architecture" else str(self.place.probe),
-        }
+    def result(self, item: pytest.Item) -> SnapshotResult:
+        """Return the result as reports have it, which may be made in another process."""
+        diagnosis, root = self.diagnosis, item.config.rootpath
+        files = (self.place.arch, *(() if self.compare == "architecture" else (self.place.probe,)))
+        return SnapshotResult(
+            test=item.nodeid,
+            snapshot=shown_path(self.place.arch, item.config),
+            device=kind(self.record.device),
+            verdict=self.verdict,
+            expected=self.is_expected,
+            not_compared=self.not_compared,
+            values_not_compared=self.values_not_compared,
+            declared=self.declared,
+            model=self.record.model,
+            layers=len(self.record.layers),
+            findings=tuple(findings(self.record)) if self.verdict in ("new", "created") else (),
+            first_line=self.text.partition("\n")[0],
+            causes=shown_causes(diagnosis.causes, self.record, root) if diagnosis else (),
+            possible=shown_causes(diagnosis.possible, self.record, root) if diagnosis else (),
+            notes=shown_causes(self.notes, self.record, root),
+            moved=len(diagnosis.moved) if diagnosis else 0,
+            text=self.text,
+            key=str(self.place.probe),
+            files=tuple(map(str, files)),
+        )
 
 
 class Answer:

@@ -24,6 +24,8 @@ from pytest_modelprobe.exceptions import UsageError
 from .options import DIRECTORY, Policy, keeps_unused, shown_path
 
 if TYPE_CHECKING:
+    from pytest_modelprobe.report.results import SnapshotResult
+
     from .naming import Module, Test
 
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 _MOST = 10  # lines of a kind; --snapshot-details shows the rest of the unused files
 
-Results = Sequence[dict[str, Any]]
+Results = Sequence["SnapshotResult"]
 
 
 @dataclasses.dataclass
@@ -46,6 +48,17 @@ class UnusedFiles:
     def add(self, path: str, why_kept: str | None, *, delete: bool) -> None:
         """Add a file: kept if there is a reason, else deleted or reported."""
         (self.kept.setdefault(why_kept, []) if why_kept else self.deleted if delete else self.unused).append(path)
+
+
+def snapshot_results(report: pytest.TestReport) -> list[SnapshotResult]:
+    """Return the comparisons of a test. On its report they are plain data, for xdist."""
+    data = getattr(report, "modelprobe_snapshots", ())
+    if not data:
+        return []
+    from pytest_modelprobe.record import codec
+    from pytest_modelprobe.report.results import SnapshotResult
+
+    return [codec.decode(SnapshotResult, one) for one in data]
 
 
 def lines(
@@ -73,7 +86,7 @@ def _caught(results: Results) -> Iterator[str]:
     """Yield each failure that a test has caught or skipped."""
     for result in results:
         yield (
-            f"{result['snapshot']} differs, and {result['test']} did not fail, so the run does: {result['first_line']}"
+            f"{result.snapshot} differs, and {result.test} did not fail, so the run does: {result.first_line}"
             ". If it is to differ, write pytest.raises around the assertion, or assert ... != modelprobe_snapshot"
         )
 
@@ -82,27 +95,27 @@ def _written(results: Results) -> Iterator[str]:
     """Yield each snapshot that was written, and its findings."""
     from pytest_modelprobe.text import count
 
-    created = [result for result in results if result["verdict"] == "created"]
-    shown = created[:_MOST] + [result for result in created[_MOST:] if result["findings"]]
+    created = [result for result in results if result.verdict == "created"]
+    shown = created[:_MOST] + [result for result in created[_MOST:] if result.findings]
     for result in shown:
-        seen = f": {'; '.join(result['findings'])}" if result["findings"] else ""
-        yield f"created {result['snapshot']}: {count(result['layers'], 'layer')}{seen}"
+        seen = f": {'; '.join(result.findings)}" if result.findings else ""
+        yield f"created {result.snapshot}: {count(result.layers, 'layer')}{seen}"
     if len(created) > len(shown):
         yield f"created {len(created) - len(shown)} more: nothing dead, all finite"
     for result in results:
-        if result["verdict"] == "updated":
-            yield f"updated {result['snapshot']}: {result['first_line']}"
-            yield from (f"  {line}".rstrip() for line in result["text"].splitlines()[1:])
+        if result.verdict == "updated":
+            yield f"updated {result.snapshot}: {result.first_line}"
+            yield from (f"  {line}".rstrip() for line in result.text.splitlines()[1:])
 
 
 def _shared_causes(results: Results) -> Iterator[str]:
     """Yield each cause that several tests share, once."""
-    tests: dict[str, dict[str, None]] = {}
-    texts: dict[str, str] = {}
+    tests: dict[object, dict[str, None]] = {}
+    texts: dict[object, str] = {}
     for result in results:
-        for cause in result["causes"]:
-            texts.setdefault(cause["key"], cause["said"])
-            tests.setdefault(cause["key"], {})[result["test"]] = None
+        for cause in result.causes:
+            texts.setdefault(cause.key, cause.said)
+            tests.setdefault(cause.key, {})[result.test] = None
     for key, nodeids in tests.items():
         if len(nodeids) > 1:
             more = f" and {len(nodeids) - _MOST} more" if len(nodeids) > _MOST else ""
@@ -114,7 +127,7 @@ def _unused_reason(results: Results, policy: Policy) -> Iterator[str]:
 
     The message of a refused update says it itself, so nothing is said beside one.
     """
-    if policy.reason and not any(result["declared"] or result["verdict"] == "changed" for result in results):
+    if policy.reason and not any(result.declared or result.verdict == "changed" for result in results):
         yield (
             "no architecture changed in this run, so the reason was not written; to add a reason to a change that is "
             "already in the files, check out the files of the base first"
@@ -125,12 +138,12 @@ def _for_pull_request(results: Results, unused: UnusedFiles, policy: Policy) -> 
     """Yield a paragraph on what an update wrote, for the description of a pull request."""
     from pytest_modelprobe.text import count
 
-    verdicts = Counter(result["verdict"] for result in results)
+    verdicts = Counter(result.verdict for result in results)
     counts = {verb: verdicts[verb] for verb in ("updated", "created")} | {"deleted": len(unused.deleted)}
     what = ", ".join(f"{n} {verb}" for verb, n in counts.items() if n)
     if not what:
         return
-    causes = {c["key"]: c["said"] for r in results if r["verdict"] == "updated" for c in r["causes"]}
+    causes = {c.key: c.said for r in results if r.verdict == "updated" for c in r.causes}
     because = f" {'; '.join(list(causes.values())[:_MOST])}." if causes else ""
     because += f" And {count(len(causes) - _MOST, 'more cause')}." if len(causes) > _MOST else ""
     yield "for the pull request:"
@@ -139,7 +152,7 @@ def _for_pull_request(results: Results, unused: UnusedFiles, policy: Policy) -> 
 
 def stale_of(results: Results) -> Results:
     """Return the comparisons that passed with a stale file: one of the same function, written otherwise."""
-    return [result for result in results if result["verdict"] == "same" and result["notes"]]
+    return [result for result in results if result.verdict == "same" and result.notes]
 
 
 def _stale(results: Results, *, details: bool) -> Iterator[str]:
@@ -149,11 +162,11 @@ def _stale(results: Results, *, details: bool) -> Iterator[str]:
     stale = stale_of(results)
     if not stale:
         return
-    places = sum(note["layers"] for result in stale for note in result["notes"])
+    places = sum(note.layers for result in stale for note in result.notes)
     seen = f"{count(len(stale), 'snapshot')} stale: same function, written otherwise in {count(places, 'place')}"
     yield f"{seen}:" if details else f"{seen}; --snapshot-details lists them, --snapshot-update writes them"
     if details:
-        said = Counter((note["said"], note["layers"]) for result in stale for note in result["notes"])
+        said = Counter((note.said, note.layers) for result in stale for note in result.notes)
         for (text, layers), models in said.items():
             yield f"  {text}{f' x{layers}' if layers > 1 else ''}{f' in {models} models' if models > 1 else ''}"
 
@@ -162,9 +175,9 @@ def _not_compared(results: Results, policy: Policy) -> Iterator[str]:
     from pytest_modelprobe.comparison import text as comparison_text
     from pytest_modelprobe.text import count
 
-    for part, n in Counter(r["not_compared"] for r in results if r["not_compared"]).items():
+    for part, n in Counter(r.not_compared for r in results if r.not_compared).items():
         yield f"the {part} of {count(n, 'snapshot')} was not compared ({policy.compare_from})"
-    unknown = [n for result in results if (n := result["values_not_compared"])]
+    unknown = [n for result in results if (n := result.values_not_compared)]
     if unknown:
         yield f"{comparison_text.not_compared_sentence(sum(unknown))[0]} They are of {count(len(unknown), 'snapshot')}."
 
@@ -214,7 +227,7 @@ class SnapshotSession:
         self._workers_started = self._workers_finished = 0
         self._phases: dict[str, dict[str, str]] = {}
         self._expected_to_fail: set[str] = set()
-        self._results: dict[tuple[str, str], dict[str, Any]] = {}
+        self._results: dict[tuple[str, str], SnapshotResult] = {}
         self.unused = UnusedFiles()
         """Known when the run has ended."""
 
@@ -293,16 +306,16 @@ class SnapshotSession:
         self._phases.setdefault(report.nodeid, {})[str(report.when)] = report.outcome
         if hasattr(report, "wasxfail"):
             self._expected_to_fail.add(report.nodeid)
-        for result in getattr(report, "modelprobe_snapshots", ()):
-            self._results[report.nodeid, result["key"]] = result
+        for result in snapshot_results(report):
+            self._results[report.nodeid, result.key] = result
 
     @property
-    def results(self) -> list[dict[str, Any]]:
+    def results(self) -> list[SnapshotResult]:
         """All comparisons, in order."""
         return list(self._results.values())
 
     @property
-    def _caught(self) -> list[dict[str, Any]]:
+    def _caught(self) -> list[SnapshotResult]:
         """Comparisons that were not equal although their tests did not fail, without `pytest.raises` or ``!=``.
 
         A test that catches the `AssertionError`, or skips itself for it, would hide a change of its model.
@@ -311,11 +324,11 @@ class SnapshotSession:
             return []
         from .outcome import UNEQUAL
 
-        unequal = [one for one in self.results if one["verdict"] in UNEQUAL and not one["expected"]]
+        unequal = [one for one in self.results if one.verdict in UNEQUAL and not one.expected]
         return [
             one
             for one in unequal
-            if "failed" not in self._phases[one["test"]].values() and one["test"] not in self._expected_to_fail
+            if "failed" not in self._phases[one.test].values() and one.test not in self._expected_to_fail
         ]
 
     def _tests_of(self, module: Path) -> list[Test]:
@@ -351,12 +364,12 @@ class SnapshotSession:
         """Add the snapshots that were written or not compared to the counts in the last line of the terminal."""
         if reporter is None:  # as with -p no:terminal
             return
-        written = [one for one in self.results if one["verdict"] in ("created", "updated")]
-        left_out = [one for one in self.results if one["not_compared"] or one["verdict"] == "not compared"]
+        written = [one for one in self.results if one.verdict in ("created", "updated")]
+        left_out = [one for one in self.results if one.not_compared or one.verdict == "not compared"]
         for done, found in (("written", written), ("not compared", left_out), ("stale", stale_of(self.results))):
             if found:
                 # Other plugins read the attributes of what they find there, which are reports.
-                reporter.stats[f"snapshot{'s' * (len(found) > 1)} {done}"] = [SimpleNamespace(**one) for one in found]
+                reporter.stats[f"snapshot{'s' * (len(found) > 1)} {done}"] = [SimpleNamespace() for _ in found]
 
     @property
     def _runs_no_test(self) -> bool:
@@ -385,8 +398,8 @@ class SnapshotSession:
             why = why or "--snapshot-no-cleanup was given"
         if updating and not self.policy.may_write:
             why = why or "CI is set"
-        used = {Path(result[file]) for result in self.results for file in ("arch", "probe")}
-        ran = {result["device"] for result in self.results} or {self._device()}
+        used = {Path(file) for result in self.results for file in result.files}
+        ran = {result.device for result in self.results} or {self._device()}
         for module in self._modules():
             for path, reason in unused_files(module, used, ran):
                 self.unused.add(shown_path(path, self._config), reason or why, delete=updating)

@@ -1,20 +1,53 @@
-"""Where the class of a layer is written: read in the file of its module, which another process may have imported."""
+"""Causes as reports show them, each with the place where the layer's class is written.
+
+The place is read in the file of the module, which another process may have imported.
+"""
 
 from __future__ import annotations
 
 import ast
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
+from pytest_modelprobe.comparison import Cause
+from pytest_modelprobe.comparison import text as comparison_text
 from pytest_modelprobe.record import ROOT, Record, parent
+from pytest_modelprobe.report.results import ShownCause, Source
 
 
-def source_of(
-    record: Record, layer: str, root: Path, sources: Mapping[str, str] | None = None
-) -> dict[str, Any] | None:
+def shown_causes(
+    causes: Iterable[Cause], record: Record, root: Path, sources: Mapping[str, str] | None = None
+) -> tuple[ShownCause, ...]:
+    """Return causes for reports, equal ones of several layers once.
+
+    Args:
+        causes: The causes.
+        record: The record that has the layers.
+        root: The folder to which the files of classes are relative.
+        sources: The modules of the classes → their files; by default those that this process imported.
+    """
+    return tuple(
+        ShownCause(
+            kind=cause.kind,
+            layer=cause.layer,
+            said=comparison_text.cause_text(cause),
+            layers=layers,
+            what=cause.what,
+            actual=cause.actual,
+            expected=cause.expected,
+            change=cause.change,
+            noise=cause.noise,
+            evidence=cause.evidence,
+            hints=tuple(cause.hints),
+            source=source_of(record, cause.layer, root, sources),
+        )
+        for cause, layers in comparison_text.grouped(causes)
+    )
+
+
+def source_of(record: Record, layer: str, root: Path, sources: Mapping[str, str] | None = None) -> Source | None:
     """Return file and line of the class of a layer, or of the nearest container whose file is in ``root``.
 
     The file is relative to ``root``. It is ``None`` for classes of installed packages, and for classes that are not
@@ -38,7 +71,7 @@ def source_of(
         name = parent(name)
 
 
-def _class_source(type_name: str, root: Path, sources: Mapping[str, str] | None) -> dict[str, Any] | None:
+def _class_source(type_name: str, root: Path, sources: Mapping[str, str] | None) -> Source | None:
     module, _, name = type_name.rpartition(".")
     given = getattr(sys.modules.get(module), "__file__", None) if sources is None else sources.get(module)
     if not isinstance(given, str):
@@ -47,7 +80,7 @@ def _class_source(type_name: str, root: Path, sources: Mapping[str, str] | None)
     if not file.is_relative_to(root) or "site-packages" in file.parts:
         return None
     line = _classes(file, file.stat().st_mtime_ns).get(name) if file.is_file() else None
-    return None if line is None else {"file": file.relative_to(root).as_posix(), "line": line}
+    return None if line is None else Source(file=file.relative_to(root).as_posix(), line=line)
 
 
 @functools.lru_cache(maxsize=32)

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from pytest_modelprobe.record import LayerProfile
 from pytest_modelprobe.report.html import render
+from pytest_modelprobe.report.results import Base, StepResult, UnitCounts
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NODE = shutil.which("node")
@@ -25,12 +27,9 @@ pytestmark = pytest.mark.skipif(
 
 HERE = Path(__file__).parent
 
-COUNTS = {"unchanged": 1, "rounding": 0, "changed": 1, "not_repeatable": 0, "not_run": 0, "unpaired": 0}
+BASE = Base(ref="main", commit="0" * 40, python=None, said="2 models", verdicts={"unchanged": 1, "changed": 1})
 
-BASE = {"ref": "main", "commit": "0" * 40, "python": None, "stopped": None, **COUNTS, "only_here": [], "only_there": [],
-        "failed": {}, "versions": {}}  # fmt: skip
-
-PROFILE = {"wall_time": 0.25, "flops": 1_000_000, "activation_bytes": 4096}
+PROFILE = LayerProfile(type="Linear", wall_time=0.25, flops=1_000_000, activation_bytes=4096)
 
 FAILURE = "\n".join(
     ["    a line of the test"] * 90 + ["E   head is dead " * 20, "E   layer     zeros" + "   more" * 30]
@@ -40,21 +39,24 @@ FAILURE = "\n".join(
 def test_a_report_works_in_a_browser(tmp_path: Path) -> None:
     made = runpy.run_path(str(HERE.parent / "report" / "html" / "test_page.py"))
     layer, run, checked, snapshot, cause = (made[k] for k in ("layer", "run", "checked", "snapshot", "cause"))
-    layers = [layer("conv"), layer("block.fc", status=["own code"]), layer("block", leaf=False, parameters=0)]
-    layers += [layer("head", status=["moved"], attention=[0.1, 0.95])]
-    layers += [layer(name, status=[word]) for name, word in other_statuses()]
+    layers = [layer("conv"), layer("block.fc", status=("own code",)), layer("block", leaf=False, parameters=0)]
+    layers += [layer("head", status=("moved",), attention=(0.1, 0.95))]
+    layers += [layer(name, status=(word,)) for name, word in other_statuses()]
     layers += [
-        layer(f"encoder.layers.{i}.attention.self.output", saturated_units=[1, 8], profile=PROFILE) for i in range(99)
+        layer(
+            f"encoder.layers.{i}.attention.self.output", units=UnitCounts(count=8, dead=0, saturated=1), profile=PROFILE
+        )
+        for i in range(99)
     ]
     broken = snapshot(cause("block.fc: own code changed"), text="block.fc\n\nIntended? pytest t.py --snapshot-update")
-    taken = [{"step": n, "update_ratios": {"conv": 10.0**-n, "head": 0.01, "gone": 0.0}} for n in range(3)]
+    taken = tuple(StepResult(step=n, update_ratios={"conv": 10.0**-n, "head": 0.01, "gone": 0.0}) for n in range(3))
     tests = [
         checked(
             "test_a",
-            run(*layers, steps=taken, findings=["dead: fc"], hints=["the same"]),
+            run(*layers, steps=taken, findings=("dead: fc",), hints=("the same",)),
             outcome="failed",
             message="AssertionError: head is dead",
-            snapshots=[broken],
+            snapshots=(broken,),
             failure=FAILURE,
         ),
         checked("test_b"),

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pytest_modelprobe.report.formats import renderer
-
-SCHEMA = Path(__file__).parents[2] / "docs" / "reference" / "results.schema.json"
+from pytest_modelprobe.report.results import Results, Source
 
 NET = """
 from torch import nn
@@ -52,13 +50,11 @@ def beside(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
     git("add", ".")
     git("commit", "-q", "-m", "one")
 
-    def beside(net: str, *options: str) -> tuple[pytest.RunResult, dict[str, Any]]:
+    def beside(net: str, *options: str) -> tuple[pytest.RunResult, Results]:
         pytester.makepyfile(a_net=net)
         result = pytester.runpytest_inprocess("--modelprobe-base=main", "--modelprobe-json=r.json", *options)
         results = json.loads((pytester.path / "r.json").read_text())
-        jsonschema = pytest.importorskip("jsonschema")
-        jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text("utf-8"))).validate(results)
-        return result, results
+        return result, Results.from_dict(results)
 
     return beside
 
@@ -69,23 +65,24 @@ def test_a_changed_model_is_in_every_report_although_its_test_passed(
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", "summary.md")
     result, results = beside(NET.replace("1e-5", "1e-4"))
-    base = results["base"]
-    assert (base["ref"], base["python"], base["stopped"], len(base["commit"])) == ("main", None, None, 40)
-    assert (base["changed"], base["unchanged"], base["only_here"], base["only_there"]) == (1, 1, [], [])
-    tests = {test["id"]: test for test in results["tests"]}
-    assert {test["outcome"] for test in tests.values()} == {"passed"}
-    (pair,) = tests["test_a.py::test_net"]["base"]
-    assert (pair["record"], pair["verdict"], pair["first"]["layer"]) == ("run 1", "changed", "norm")
-    assert pair["first_line"].startswith("norm.eps 1e-05 → 0.0001")
-    assert [cause["layer"] for cause in pair["causes"]] == ["norm"]
-    assert "torch.load" not in pair["text"]
-    assert [pair["verdict"] for pair in tests["test_a.py::test_linear"]["base"]] == ["unchanged"]
+    base = results.base
+    assert base is not None
+    assert (base.ref, base.python, base.stopped, len(base.commit or "")) == ("main", None, None, 40)
+    assert (base.verdicts, base.only_here, base.only_there) == ({"changed": 1, "unchanged": 1}, (), ())
+    tests = {test.id: test for test in results.tests}
+    assert {test.outcome for test in tests.values()} == {"passed"}
+    (pair,) = tests["test_a.py::test_net"].base
+    assert (pair.record, pair.verdict, pair.first) == ("run 1", "changed", "norm")
+    assert pair.first_line.startswith("norm.eps 1e-05 → 0.0001")
+    assert [cause.layer for cause in pair.causes] == ["norm"]
+    assert "torch.load" not in pair.text
+    assert [pair.verdict for pair in tests["test_a.py::test_linear"].base] == ["unchanged"]
     page = renderer("html")(results)
     assert page.count("norm.eps 1e-05 → 0.0001") > 1
     assert "Beside main (" in page
     verdict = "1 of 2 models changed beside main, for 1 cause. No test failed: 2 tests."
     assert verdict in page
-    assert base["said"] == "2 models: 1 unchanged, 1 changed"
+    assert base.said == "2 models: 1 unchanged, 1 changed"
     (issue,) = json.loads(renderer("gitlab")(results))
     assert issue["check_name"] == "modelprobe/base/attribute"
     assert "norm.eps" in renderer("sarif")(results)
@@ -98,9 +95,9 @@ def test_a_changed_model_is_in_every_report_although_its_test_passed(
     )
     summary = (pytester.path / "summary.md").read_text("utf-8")
     head, said, block = summary.split("\n\n", 2)
-    assert head == f"### modelprobe: beside main ({base['commit'][:10]})"
-    assert said == base["said"]
-    first, text = pair["first_line"], pair["text"]
+    assert head == f"### modelprobe: beside main ({(base.commit or '')[:10]})"
+    assert said == base.said
+    first, text = pair.first_line, pair.text
     name = "test&#95;a.py::test&#95;net, run 1"
     assert block.strip() == f"<details><summary>{name}: {first}</summary>\n\n```\n{text}\n```\n\n</details>"
     report = renderer("markdown")(results)
@@ -111,26 +108,27 @@ def test_a_changed_model_is_in_every_report_although_its_test_passed(
 def test_under_xdist_the_controller_writes_the_same(beside: Any) -> None:
     pytest.importorskip("xdist")
     _, results = beside(NET.replace("1e-5", "1e-4"), "-n", "1")
-    assert (results["base"]["changed"], results["base"]["unchanged"]) == (1, 1)
-    pairs = [pair for test in results["tests"] for pair in test["base"]]
+    assert results.base is not None
+    assert results.base.verdicts == {"changed": 1, "unchanged": 1}
+    pairs = [pair for test in results.tests for pair in test.base]
     assert len(pairs) == 2
     # The process that writes imported no model.
-    sources = [cause["source"] for pair in pairs for cause in pair["causes"]]
-    assert sources == [{"file": "a_net.py", "line": 4}]
+    assert [cause.source for pair in pairs for cause in pair.causes] == [Source(file="a_net.py", line=4)]
 
 
 def test_without_a_base_the_results_say_so(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import torch\ndef test_a(modelprobe): modelprobe.run(torch.nn.Linear(2, 2), torch.ones(1, 2))")
     pytester.runpytest("--modelprobe-json=r.json").assert_outcomes(passed=1)
     results = json.loads((pytester.path / "r.json").read_text())
-    assert results["base"] is None
-    assert [test["base"] for test in results["tests"]] == [[]]
+    assert "base" not in results
+    assert "base" not in results["tests"][0]
 
 
 def test_nothing_that_was_compared_has_its_reason(beside: Any) -> None:
     result, results = beside(NET, "-k", "nothing")
     assert result.ret != 0
-    assert results["base"]["stopped"] == "no test recorded a model, so nothing was compared"
+    assert results.base is not None
+    assert results.base.stopped == "no test recorded a model, so nothing was compared"
     page = renderer("html")(results)
     assert "no test recorded a model" in page
     assert "No model was compared with main. No test used a probe." in page

@@ -569,7 +569,7 @@ def test_verbose_says_what_the_forwards_of_a_watch_are_part_of(pytester: pytest.
     result = pytester.runpytest(*QUIET, "--modelprobe-verbose", "--modelprobe-json=results.json")
     counts = "2 forwards in 2 steps, 1 in evaluations, 1 with gradients that no step used"
     result.stdout.fnmatch_lines([f"*::test_training: TinyNet, 4 layers, 4 calls, {counts}"])
-    assert json.loads((pytester.path / "results.json").read_text())["tests"][0]["runs"][0]["forwards"] == 4
+    assert json.loads((pytester.path / "results.json").read_text())["tests"][0]["runs"][0]["record"]["forwards"] == 4
 
 
 def test_a_finding_nobody_asserted_on_is_reported(pytester: pytest.Pytester) -> None:

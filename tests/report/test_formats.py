@@ -1,29 +1,42 @@
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from pytest_modelprobe.record import Record
 from pytest_modelprobe.report.formats import renderer
 from pytest_modelprobe.report.issues import issues
+from pytest_modelprobe.report.results import (
+    Base,
+    CaseResult,
+    PairResult,
+    Results,
+    Run,
+    ShownCause,
+    SnapshotResult,
+    Source,
+)
 
 
-def cause(layer: str = "fc", **given: object) -> dict[str, object]:
-    return {"kind": "weights", "layer": layer, "said": f"{layer}: weights changed by 3 %", "source": None, **given}
+def cause(layer: str = "fc", **given: Any) -> ShownCause:
+    return ShownCause(**{"kind": "weights", "layer": layer, "said": f"{layer}: weights changed by 3 %", **given})
 
 
-def snapshot(verdict: str = "changed", *causes: dict[str, object]) -> dict[str, object]:
-    return {"snapshot": "a.arch.json", "verdict": verdict, "first_line": "test_a: it changed", "causes": list(causes)}
+def snapshot(verdict: str = "changed", *causes: ShownCause) -> SnapshotResult:
+    return SnapshotResult(snapshot="a.arch.json", verdict=verdict, first_line="test_a: it changed", causes=causes)
 
 
-def case(**given: object) -> dict[str, object]:
+def case(**given: Any) -> Results:
     """Return the results of a run of one test."""
     test = {"id": "tests/test_net.py::test_a", "file": "tests/test_net.py", "line": 7, "outcome": "failed"}
-    test |= {"message": "it failed", "runs": [], "snapshots": []}
-    return {"versions": {"pytest-modelprobe": "1.0"}, "tests": [{**test, **given}]}
+    tests = (CaseResult(**{**test, "message": "it failed", **given}),)
+    return Results(tests=tests, versions={"pytest-modelprobe": "1.0"})
 
 
 def test_a_cause_is_at_the_class_of_its_layer_else_at_the_test() -> None:
-    known = cause(source={"file": "src/net.py", "line": 12})
-    found = issues(case(snapshots=[snapshot("changed", known, cause("head"))]))
+    known = cause(source=Source(file="src/net.py", line=12))
+    found = issues(case(snapshots=(snapshot("changed", known, cause("head")),)))
     assert [(i.file, i.line, i.message) for i in found] == [
         ("src/net.py", 12, "fc: weights changed by 3 %"),
         ("tests/test_net.py", 7, "head: weights changed by 3 %"),
@@ -31,7 +44,7 @@ def test_a_cause_is_at_the_class_of_its_layer_else_at_the_test() -> None:
 
 
 def test_a_snapshot_without_causes_is_one_error() -> None:
-    (found,) = issues(case(snapshots=[snapshot("new")]))
+    (found,) = issues(case(snapshots=(snapshot("new"),)))
     assert (found.rule, found.level, found.message) == ("snapshot", "error", "test_a: it changed")
 
 
@@ -41,20 +54,21 @@ def test_a_failed_assertion_is_an_error_at_its_test() -> None:
 
 
 def test_findings_of_a_test_that_passed_are_warnings() -> None:
-    (found,) = issues(case(outcome="passed", runs=[{"name": "Net", "findings": ["not finite: fc output, 3 NaN"]}]))
+    run = Run(name="Net", record=Record(model="Net"), findings=("not finite: fc output, 3 NaN",))
+    (found,) = issues(case(outcome="passed", runs=(run,)))
     assert (found.rule, found.level) == ("finding/not-finite", "warning")
     assert found.message == "Net: not finite: fc output, 3 NaN"
 
 
 def test_equal_snapshots_and_skipped_tests_are_no_issues() -> None:
-    assert issues(case(outcome="passed", snapshots=[snapshot("same")])) == []
+    assert issues(case(outcome="passed", snapshots=(snapshot("same"),))) == []
     assert issues(case(outcome="skipped")) == []
 
 
 def test_an_issue_is_recognized_in_the_next_run_and_two_are_told_apart() -> None:
     def identities(by: str) -> list[str]:
         causes = [cause(said=f"fc: weights changed by {by}"), cause(), cause("head")]
-        return [issue.identity for issue in issues(case(snapshots=[snapshot("changed", *causes)]))]
+        return [issue.identity for issue in issues(case(snapshots=(snapshot("changed", *causes),)))]
 
     assert identities("3 %") == identities("4 %")
     assert len(set(identities("3 %"))) == 3
@@ -88,20 +102,20 @@ def test_gitlab_gets_path_line_and_fingerprint() -> None:
 
 @pytest.mark.parametrize("name", ["gitlab", "sarif"])
 def test_results_without_tests_make_an_empty_report(name: str) -> None:
-    assert "test" not in json.dumps(json.loads(renderer(name)({"tests": []}))).replace("pytest", "")
+    assert "test" not in json.dumps(json.loads(renderer(name)(Results(tests=())))).replace("pytest", "")
 
 
-BASE = {
-    "ref": "main", "commit": "0123456789abcdef", "python": None, "stopped": None, "versions": {"torch": ["2", "1"]},
-    "said": "3 models: 2 unchanged, 1 changed", "unchanged": 2, "rounding": 0, "changed": 1,
-    "failed": {"test_b.py": "no module a|b"},
-}  # fmt: skip
+BASE = Base(
+    ref="main", commit="0123456789abcdef", python=None, versions={"torch": ("2", "1")},
+    said="3 models: 2 unchanged, 1 changed", verdicts={"unchanged": 2, "changed": 1},
+    failed={"test_b.py": "no module a|b"},
+)  # fmt: skip
 
 
 def test_markdown_says_what_failed_and_folds_what_changed() -> None:
-    pair = {"record": "run 1", "verdict": "changed", "first_line": "fc: `x`", "text": "fc: `x`\n\n``` <b>\n| a |"}
-    results = case(base=[pair, {"record": "run 2", "verdict": "unchanged"}])
-    said = renderer("markdown")({**results, "base": BASE, "complete": False, "stopped": "-x"})
+    pair = PairResult(record="run 1", verdict="changed", first_line="fc: `x`", text="fc: `x`\n\n``` <b>\n| a |")
+    test = replace(case().tests[0], base=(pair, PairResult(record="run 2", verdict="unchanged")))
+    said = renderer("markdown")(Results(tests=(test,), base=BASE, stopped="-x"))
     assert (
         said
         == """### modelprobe: 1 of 1 test failed, and 1 of 3 models changed beside main.
@@ -137,7 +151,7 @@ fc: `x`
 
 
 def test_markdown_that_is_too_long_says_how_much_is_left_out() -> None:
-    pair = {"record": "run 1", "verdict": "changed", "first_line": "fc", "text": "x\n" * 150_000}
-    said = renderer("markdown")({**case(base=[pair] * 5), "base": BASE})
+    pair = PairResult(record="run 1", verdict="changed", first_line="fc", text="x\n" * 150_000)
+    said = renderer("markdown")(Results(tests=(replace(case().tests[0], base=(pair,) * 5),), base=BASE))
     assert len(said) < 1_000_000
     assert said.endswith("</details>\n\n3 texts more do not fit here: run the same command locally.\n")

@@ -24,6 +24,16 @@ from pytest_modelprobe.gate.verdict import SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record import Layer, Record
 from pytest_modelprobe.report import data, github, markdown
 from pytest_modelprobe.report.formats import renderer
+from pytest_modelprobe.report.results import (
+    Base,
+    CaseResult,
+    PairResult,
+    Results,
+    Run,
+    ShownCause,
+    SnapshotResult,
+    Source,
+)
 from pytest_modelprobe.text import LONGEST, printable
 
 # --- the names ----------------------------------------------------------------------------------------------------
@@ -177,12 +187,15 @@ def test_annotations_are_the_only_commands() -> None:
 @pytest.mark.parametrize("form", ["gitlab", "sarif"])  # those of the page are in html/test_page.py
 def test_reports_of_a_run_hold_no_command_and_no_control(form: str) -> None:
     for name in NAMES:
-        where = {"file": f"{name}.py", "line": 3}
-        cause = {"kind": "weights", "layer": name, "said": f"{name}: weights changed", "source": where}
-        snapshot = {"snapshot": name, "verdict": "changed", "first_line": name, "causes": [cause]}
-        test = {"id": f"test_a.py::test[{name}]", "file": f"{name}.py", "line": 3, "outcome": "failed", "message": name}
-        runs = [{"name": name, "findings": [f"dead: {name}", name]}]
-        said = renderer(form)({"tests": [{**test, "runs": runs, "snapshots": [snapshot]}]})
+        where = Source(file=f"{name}.py", line=3)
+        cause = ShownCause(kind="weights", layer=name, said=f"{name}: weights changed", source=where)
+        snapshot = SnapshotResult(snapshot=name, verdict="changed", first_line=name, causes=(cause,))
+        run = Run(name=name, record=Record(model=name), findings=(f"dead: {name}", name))
+        test = CaseResult(
+            id=f"test_a.py::test[{name}]", file=f"{name}.py", line=3, outcome="failed", message=name, runs=(run,),
+            snapshots=(snapshot,),
+        )  # fmt: skip
+        said = renderer(form)(Results(tests=(test,)))
         assert list(Runner().commands(said)) == [], repr(name)
         assert said.isascii()
         assert all(map(is_plain, texts(json.loads(said)))), repr(name)
@@ -281,18 +294,15 @@ def test_markdown_shows_names_as_text_in_the_columns_of_tables(form: str) -> Non
 
 def test_markdown_of_a_run_shows_names_as_text() -> None:
     for name in NAMES:
-        pair = {"record": name, "verdict": "changed", "first_line": name, "text": f"{name}\n{name}"}
-        test = {"id": name, "outcome": "failed", "message": name, "snapshots": [{**pair, "snapshot": name}]}
-        base = {"ref": name, "commit": name, "python": name, "stopped": None, "failed": {name: name}}
-        base |= {
-            "said": f"nothing: {name}",
-            "unchanged": 0,
-            "rounding": 0,
-            "changed": 1,
-            "versions": {name: [name, name]},
-        }
+        pair = PairResult(record=name, verdict="changed", first_line=name, text=f"{name}\n{name}")
+        snapshot = SnapshotResult(snapshot=name, verdict="changed", first_line=name, text=f"{name}\n{name}")
+        test = CaseResult(id=name, file="a", outcome="failed", message=name, snapshots=(snapshot,), base=(pair,))
+        base = Base(
+            ref=name, commit=name, python=name, said=f"nothing: {name}", failed={name: name}, verdicts={"changed": 1},
+            versions={name: (name, name)},
+        )  # fmt: skip
         for text in (
-            renderer("markdown")({"tests": [{**test, "base": [pair]}], "base": base}),
+            renderer("markdown")(Results(tests=(test,), base=base)),
             markdown.beside(base, {name: [pair]}),
         ):
             page = rendered(text)

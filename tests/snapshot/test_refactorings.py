@@ -122,7 +122,7 @@ def outcomes(project: pytest.Pytester) -> dict[str, str]:
     found = {}
     for test in data["tests"]:
         (compared,) = test["snapshots"]
-        outcome = {"same": "stale" if compared["notes"] else "passed"}.get(compared["verdict"], "failed")
+        outcome = {"same": "stale" if compared.get("notes") else "passed"}.get(compared["verdict"], "failed")
         found[compared["test"].partition("[")[2].removesuffix("]")] = outcome
     return found
 

@@ -22,7 +22,6 @@ import numpy
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import Layer, Reading, Record, Selector, selected
 from pytest_modelprobe.report.html.charts import QUARTILES, SMALLEST, quantiles
-from pytest_modelprobe.report.results.values import histogram_data
 from pytest_modelprobe.text import printable
 
 if TYPE_CHECKING:
@@ -293,8 +292,7 @@ def _bins(reading: Reading) -> tuple[Array, Array] | None:
 
 def _quartiles(reading: Reading) -> list[float]:
     """Return the numbers of a box, as the page has them; empty without a histogram, or if it cannot tell them."""
-    counts = histogram_data(reading.histogram)
-    found = quantiles(counts, QUARTILES) if counts else []
+    found = quantiles(reading.histogram, QUARTILES) if reading.histogram else []
     return found if found and found[0] > SMALLEST else []
 
 

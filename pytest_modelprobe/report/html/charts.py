@@ -11,15 +11,14 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from pytest_modelprobe.record import Histogram, Layer, Statistics
+from pytest_modelprobe.report.results import Run, StepResult
 from pytest_modelprobe.text import count, folded
 
-from .elements import STATUSES, Child, Markup, coordinate, finite, is_cause, number, status_of, tag
+from .elements import STATUSES, Child, Markup, coordinate, entropies, is_cause, number, outputs_of, status_of, tag
 
 # --- histograms -------------------------------------------------------------------------------------------------------
-
-Histogram = dict[str, Any]
 
 QUARTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """What the five lines of a box show: the ends of its whiskers, its edges, and the median."""
@@ -37,11 +36,10 @@ _LEVELS = 9
 def quantiles(histogram: Histogram, shares: Sequence[float]) -> list[float]:
     """Return quantiles of the magnitudes that are not zero, interpolated within a bin; empty if there are none.
 
-    >>> quantiles({"exponents": [0, 1], "negative": [0, 0], "zero": 5, "positive": [2, 2], "per_octave": 1}, [0.5, 1])
-    [2.0, 4.0]
+    >>> quantiles(Histogram(first=0, negative=(0, 0), zero=5, positive=(2, 2)), [0.5, 1])
+    [1.4142135623730951, 2.0]
     """
-    first, per_octave = histogram["exponents"][0], histogram["per_octave"]
-    counts = [a + b for a, b in zip(histogram["negative"], histogram["positive"], strict=True)]
+    counts = [a + b for a, b in zip(histogram.negative, histogram.positive, strict=True)]
     total = sum(counts)
     found: list[float] = []
     below, bin_ = 0, 0
@@ -51,7 +49,7 @@ def quantiles(histogram: Histogram, shares: Sequence[float]) -> list[float]:
             bin_ += 1
         if total:
             within = min(1.0, (wanted - below) / counts[bin_]) if counts[bin_] else 0.0
-            found.append(2.0 ** ((first + bin_ + within) / per_octave))
+            found.append(2.0 ** ((histogram.first + bin_ + within) / 2))
     return found
 
 
@@ -85,13 +83,13 @@ class Axis:
     def columns(self, histogram: Histogram) -> list[int]:
         """Return the counts of the columns, from the most negative to the most positive."""
         sides = []
-        for counts in (histogram["negative"], histogram["positive"]):
+        for counts in (histogram.negative, histogram.positive):
             side = [0] * _SIDE
             for bin_, elements in enumerate(counts):
-                exponent = (histogram["exponents"][0] + bin_) / histogram["per_octave"]
+                exponent = (histogram.first + bin_) / 2
                 side[min(_SIDE - 1, max(0, int((exponent - self.low) // self.octaves)))] += elements
             sides.append(side)
-        return [*reversed(sides[0]), histogram["zero"], *sides[1]]
+        return [*reversed(sides[0]), histogram.zero, *sides[1]]
 
 
 def sparkline(axis: Axis, histogram: Histogram) -> Markup:
@@ -128,7 +126,8 @@ _MANY = 60
 _LONGEST, _SIGN = 18, 10.2
 """Characters of a name below the axis, and the width of one in a narrow window, where they are larger."""
 
-Layer = dict[str, Any]
+Words = Mapping[str, Sequence[str]]
+"""Layer → what is wrong with it."""
 
 Link = Callable[[str], Child]
 """Name of a layer → the name as a link to its row."""
@@ -179,10 +178,10 @@ class _Plot:
         """Return the names of layers below the axis, each from where its column is, as many as have place."""
         drawn, free, ticks = [], 0.0, ""
         for i, layer in enumerate(layers):
-            x, name = self.x(i), folded(layer["name"], _LONGEST)
+            x, name = self.x(i), folded(layer.name, _LONGEST)
             end = x + _SIGN * len(name)
             if free <= x and end <= _WIDTH:
-                drawn.append(self.below(name, x, layer["name"]))
+                drawn.append(self.below(name, x, layer.name))
                 ticks += f"M{coordinate(x)} {coordinate(_HEIGHT - _BOTTOM)}v4"
                 free = end + _SIGN
         return [tag("path", class_="tick", d=ticks), *drawn]
@@ -207,30 +206,30 @@ class _Plot:
         d = "".join(f"M{coordinate(self.x(i) - 3)} {y}l6 6m0-6l-6 6" for i in columns)
         return [tag("path", class_="zero", d=d)] if d else []
 
-    def marks(self, layers: Sequence[Layer]) -> list[Markup]:
+    def marks(self, layers: Sequence[Layer], status: Words) -> list[Markup]:
         """Return a tick above the column of each layer with a cause, or a line down to the axis if they are few."""
-        found = _marked(layers)
+        found = _marked(layers, status)
         few = sum(map(len, found.values())) <= _FEW_MARKS
         drawn = []
         for word, columns in found.items():
             end = f"V{coordinate(_HEIGHT - _BOTTOM)}" if few else "v5"
             lines = "".join(f"M{coordinate(self.x(i))} {coordinate(_TOP - 3)}{end}" for i in columns)
-            said, status = tag("title", f"{word}: {count(len(columns), 'layer')}"), status_of(word)
-            signs = [tag("text", status.sign, x=self.x(i), y=9) for i in columns] if few else []
-            drawn.append(tag("g", said, tag("path", d=lines), signs, class_=f"mark {status.css}"))
+            said, shown = tag("title", f"{word}: {count(len(columns), 'layer')}"), status_of(word)
+            signs = [tag("text", shown.sign, x=self.x(i), y=9) for i in columns] if few else []
+            drawn.append(tag("g", said, tag("path", d=lines), signs, class_=f"mark {shown.css}"))
         return drawn
 
 
 _FEW_MARKS = 12
 
 
-def _marked(layers: Sequence[Layer]) -> dict[str, list[int]]:
+def _marked(layers: Sequence[Layer], status: Words) -> dict[str, list[int]]:
     """Return the columns of the layers with a cause, by its word; a module with others in it has that of the last."""
     by_column: dict[int, str] = {}
     order, column = [*STATUSES], -1
     for layer in layers:
         column += _has_column(layer)
-        words = [by_column.get(column, ""), *filter(is_cause, layer["status"])]
+        words = [by_column.get(column, ""), *filter(is_cause, status.get(layer.name, ()))]
         known = [word for word in order if word in words]
         if known and column >= 0:
             by_column[column] = known[0]
@@ -241,34 +240,25 @@ def _figure(title: str, svg: Child, *said: Child) -> Markup:
     return tag("figure", tag("figcaption", tag("b", title), *said), svg)
 
 
-def _scale(statistics: dict[str, Any] | None) -> float | None:
-    """Return the root mean square, or `None` if it is not known."""
-    if statistics is None:
-        return None
-    if "rms" in statistics:
-        return finite(statistics["rms"])
-    mean, std = finite(statistics["mean"]), finite(statistics["std"])
-    return None if mean is None or std is None else math.hypot(mean, std)
-
-
 def _outermost(layers: Sequence[Layer]) -> list[Layer]:
     """Return what is looked at by depth: layers without others in them that returned a tensor."""
     return [layer for layer in layers if _has_column(layer)]
 
 
 def _has_column(layer: Layer) -> bool:
-    return bool(layer["leaf"] and layer["outputs"])
+    return layer.leaf and bool(outputs_of(layer))
 
 
-def gradient_flow(layers: Sequence[Layer], link: Link) -> Markup | None:
+def gradient_flow(run: Run, layers: Sequence[Layer], link: Link) -> Markup | None:
     """Return the gradients of the outputs by depth: boxes where there are histograms, else root mean squares."""
     leaves = _outermost(layers)
-    scales = _scales(layer["outputs"][0]["gradient"] for layer in leaves)
+    gradients = [outputs_of(layer)[0].backward for layer in leaves]
+    scales = _scales(None if one is None else one.statistics for one in gradients)
     if len(scales) < 2 or not any(scales.values()):
         return None
     boxes = []
-    for i, layer in enumerate(leaves):
-        histogram = layer["outputs"][0]["gradient_histogram"]
+    for i, gradient in enumerate(gradients):
+        histogram = None if gradient is None else gradient.histogram
         if histogram and (found := quantiles(histogram, QUARTILES)) and found[0] > SMALLEST:
             boxes.append((i, found))
     plot = _Plot.of(len(leaves), [*scales.values(), *(q for _, qs in boxes for q in (qs[0], qs[-1]))])
@@ -278,7 +268,7 @@ def gradient_flow(layers: Sequence[Layer], link: Link) -> Markup | None:
     if boxes:
         how = f" magnitudes of the gradient of each output, {_DEPTH}: median, quartiles, 5 % and 95 %"
         how += "; dots: root mean square." if dots else "."
-    parts = [*plot.marks(layers), *_boxes_drawn(plot, boxes)]
+    parts = [*plot.marks(layers, run.status), *_boxes_drawn(plot, boxes)]
     parts += [tag("path", class_="dots", d=plot.dots(dots))] if dots else []
     parts += plot.crosses(i for i, scale in scales.items() if not scale)
     said: list[Child] = [how, *_extremes(leaves, scales, link)]
@@ -286,9 +276,9 @@ def gradient_flow(layers: Sequence[Layer], link: Link) -> Markup | None:
     return _figure("Gradient flow:", plot.drawn(parts, "Gradient by depth", plot.names(leaves)), *said)
 
 
-def _scales(statistics: Iterable[dict[str, Any] | None]) -> dict[int, float]:
+def _scales(statistics: Iterable[Statistics | None]) -> dict[int, float]:
     """Return the root mean squares that are known, by column."""
-    return {i: scale for i, one in enumerate(statistics) if (scale := _scale(one)) is not None}
+    return {i: rms for i, one in enumerate(statistics) if one and (rms := one.rms) is not None and math.isfinite(rms)}
 
 
 def _boxes_drawn(plot: _Plot, boxes: Iterable[tuple[int, Sequence[float]]]) -> list[Markup]:
@@ -313,24 +303,24 @@ _DEPTH = "in order of execution"
 def _extremes(layers: Sequence[Layer], scales: Mapping[int, float], link: Link) -> list[Child]:
     ordered = sorted((scale, i) for i, scale in scales.items() if scale)
     (low, least), (high, most) = ordered[0], ordered[-1]
-    said = [" Smallest ", link(layers[least]["name"]), f" {number(low)}"]
-    said += [", largest ", link(layers[most]["name"]), f" {number(high)}."]
+    said = [" Smallest ", link(layers[least].name), f" {number(low)}"]
+    said += [", largest ", link(layers[most].name), f" {number(high)}."]
     zero = [i for i, scale in scales.items() if not scale]
     if zero:
         more = f" and {count(len(zero) - 1, 'other layer')}" if len(zero) > 1 else ""
-        said += [" It is 0 (×) at ", link(layers[zero[0]]["name"]), f"{more} of {len(layers)}."]
+        said += [" It is 0 (×) at ", link(layers[zero[0]].name), f"{more} of {len(layers)}."]
     return said
 
 
-def activation_scale(layers: Sequence[Layer], link: Link) -> Markup | None:
+def activation_scale(run: Run, layers: Sequence[Layer], link: Link) -> Markup | None:
     """Return the root mean square of the outputs by depth, now and before."""
     leaves = _outermost(layers)
-    now = _scales(layer["outputs"][0]["statistics"] for layer in leaves)
-    before = _scales(layer["before"] for layer in leaves)
+    now = _scales(outputs_of(layer)[0].forward.statistics for layer in leaves)
+    before = _scales(run.before.get(layer.name) for layer in leaves)
     if len(now) < 2 or not any(now.values()):
         return None
     plot = _Plot.of(len(leaves), [*now.values(), *before.values()])
-    parts = plot.marks(layers)
+    parts = plot.marks(layers, run.status)
     for css, scales in (("was ", before), ("", now)):
         points = list(scales.items())
         if len(points) > 1:
@@ -349,15 +339,17 @@ _MOST_POINTS = 1500
 """If the lines of all layers have more points, only the smallest and the largest of each step are drawn."""
 
 
-def update_ratios(steps: Sequence[dict[str, Any]], link: Link) -> Markup | None:
+def update_ratios(steps: Sequence[StepResult], link: Link) -> Markup | None:
     """Return the relative change of each layer's parameters over the steps of training."""
     lines: dict[str, list[tuple[int, float]]] = {}
     by_step: dict[int, list[tuple[float, str]]] = {}
     for i, step in enumerate(steps):
-        for name, value in step["update_ratios"].items():
-            if ratio := finite(value):  # It is 0 in the first step of a warmup, and in a layer that is not trained.
-                lines.setdefault(name, []).append((i, ratio))
-                by_step.setdefault(i, []).append((ratio, name))
+        for name, value in step.update_ratios.items():
+            if value and math.isfinite(
+                value
+            ):  # It is 0 in the first step of a warmup, and in a layer that is not trained.
+                lines.setdefault(name, []).append((i, value))
+                by_step.setdefault(i, []).append((value, name))
     if len(by_step) < 2:
         return None
     ranges = {i: sorted(found) for i, found in by_step.items()}
@@ -380,16 +372,16 @@ def update_ratios(steps: Sequence[dict[str, Any]], link: Link) -> Markup | None:
     return _figure("Update ratio:", svg, how, *extremes)
 
 
-def attention_entropy(layers: Sequence[Layer], link: Link) -> Markup | None:
+def attention_entropy(run: Run, layers: Sequence[Layer], link: Link) -> Markup | None:
     """Return the entropy of the attention by layer and head: a table whose cells are shaded."""
-    rows = [layer for layer in layers if layer["attention"]]
+    rows = [(layer, found) for layer in layers if (found := entropies(layer))]
     if not rows:
         return None
-    heads = max(len(layer["attention"]) for layer in rows)
+    heads = max(len(found) for _, found in rows)
     body = []
-    for layer in rows:
-        cells = [_heat(finite(entropy)) for entropy in layer["attention"]]
-        body.append(tag("tr", tag("th", link(layer["name"]), scope="row"), cells))
+    for layer, found in rows:
+        cells = [_heat(entropy) for entropy in found]
+        body.append(tag("tr", tag("th", link(layer.name), scope="row"), cells))
     head = tag("tr", tag("th", "layer", scope="col"), [tag("th", i, scope="col") for i in range(heads)])
     table = tag("table", tag("thead", head), tag("tbody", body), class_="heat")
     said = " by layer and head: 0 looks at one key, 1 at all of them alike."

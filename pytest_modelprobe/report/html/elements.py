@@ -7,12 +7,12 @@ functions here return.
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
+from pytest_modelprobe.record import Layer, Value
+from pytest_modelprobe.report.results import Run
 from pytest_modelprobe.text import html_escaped
 
 
@@ -116,26 +116,24 @@ def coordinate(value: float) -> str:
     return f"{round(value, 1):g}" if round(value, 1) else "0"
 
 
-def finite(value: object) -> float | None:
-    """Return a finite number of a results file, or None: others are None or text there.
-
-    >>> finite(2), finite("inf"), finite(None)
-    (2.0, None, None)
-    """
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def number(value: object) -> str:
+def number(value: float | None) -> str:
     """Return a number with three digits, a large integer with grouped digits, an empty text for none.
 
-    >>> number(0.00123456), number(12544), number(None), number("nan")
+    >>> number(0.00123456), number(12544), number(None), number(float("nan"))
     ('0.00123', '12,544', '', 'nan')
     """
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    return value if isinstance(value, str) else ""
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+
+
+def outputs_of(layer: Layer) -> Sequence[Value]:
+    """Return the outputs of the first call."""
+    return layer.calls[0].outputs if layer.calls else ()
+
+
+def entropies(layer: Layer) -> Sequence[float | None]:
+    """Return the entropy of each head in the first call."""
+    found = (one.entropy for one in (layer.calls[0].attention if layer.calls else ()) if one.kind == "attention")
+    return next(found, ())
 
 
 # --- the status of a layer --------------------------------------------------------------------------------------------
@@ -190,16 +188,13 @@ def legend(words: Sequence[str]) -> Markup:
     return bullets(([badges([s.word]), f" {s.meaning}"] for s in shown), class_="legend") if shown else Markup()
 
 
-def naming(layers: Sequence[dict[str, Any]], message: str) -> list[dict[str, Any]]:
-    """Return layers, the one that the message of a failed assertion begins with marked as named.
+def naming(run: Run, message: str) -> Run:
+    """Return a run in which the layer that the message of a failed assertion begins with is marked as named.
 
     A message begins with the layer, its value or its parameter, or with one of its heads.
     """
-    names = {layer["name"] for layer in layers}
-    name = next((name for name in _beginnings(message) if name in names), None)
-    if name is None:
-        return list(layers)
-    return [{**x, "status": [*x["status"], "named"]} if x["name"] == name else x for x in layers]
+    name = next((name for name in _beginnings(message) if name in run.record.layers), None)
+    return run if name is None else replace(run, status={**run.status, name: (*run.status.get(name, ()), "named")})
 
 
 def _beginnings(message: str) -> Iterator[str]:

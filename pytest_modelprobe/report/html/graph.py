@@ -12,18 +12,15 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from pytest_modelprobe.record import ROOT
+from pytest_modelprobe.record import ROOT, Layer, elements
+from pytest_modelprobe.report.results import Run
 from pytest_modelprobe.text import count, printable, shape
 
-from .elements import STATUSES, Child, Markup, coordinate, is_cause, status_of, tag
+from .elements import STATUSES, Child, Markup, coordinate, outputs_of, status_of, tag
 
 MOST_NODES = 150
-"""If there are more nodes, boxes without a status are drawn as one node each."""
-
-_OPEN_NODES = 30
-"""If there are more nodes, and some have a cause, only those are unfolded."""
+"""If there are more nodes, the deepest boxes are drawn as one node each, those without a status first."""
 
 _MOST_PARTS = 24
 """How many parts of a name make boxes: deeper modules share one."""
@@ -45,7 +42,9 @@ class Box:
 
     label: str
     path: tuple[str, ...] = ()
-    layer: dict[str, Any] | None = None
+    layer: Layer | None = None
+    words: Sequence[str] = ()
+    """The words of the status of the layer."""
     again: str = ""
     """Which call of the layer it is, if not the first: ``call 2``."""
     children: dict[str, Box] = field(default_factory=dict)
@@ -70,14 +69,13 @@ class Box:
         """The words of the layer, or of a node whose layers are not drawn, the worst of them."""
         if self.hidden and not self.children:
             return sorted(self.statuses, key=[*STATUSES, *self.statuses].index)[:1]
-        return list(self.layer["status"]) if self.layer else []
+        return list(self.words)
 
-    def layers(self) -> Iterator[dict[str, Any]]:
-        """Yield the layer and those in it."""
-        if self.layer is not None:
-            yield self.layer
+    def boxes(self) -> Iterator[Box]:
+        """Yield the box and those in it."""
+        yield self
         for child in self.children.values():
-            yield from child.layers()
+            yield from child.boxes()
 
     @property
     def nodes(self) -> int:
@@ -85,19 +83,17 @@ class Box:
         return sum(child.nodes for child in self.children.values()) or 1
 
 
-def graph(layers: list[dict[str, Any]], flow: list[dict[str, Any]], anchor: Callable[[str], str | None]) -> Markup:
-    """Return the graph of layers in order of execution.
+def graph(run: Run, anchor: Callable[[str], str | None]) -> Markup:
+    """Return the graph of the layers of a run.
 
     Args:
-        layers: As in the results.
-        flow: As in the results: the calls, and which feeds which.
+        run: The run.
         anchor: Name of a layer → the id of its row in the table.
     """
-    root = _tree(layers, flow)
-    _close_innocent(root)
+    root = _tree(run)
     _fold(root)
-    _merge_innocent(root)
-    _shrink(root)
+    for with_status in (False, True):
+        _close_innermost(root, with_status=with_status)
     _arrange(root)
     drawn = [tag("g", _drawn(root, anchor, inner=True))]
     size = {"width": root.width, "height": root.height}
@@ -108,25 +104,26 @@ def graph(layers: list[dict[str, Any]], flow: list[dict[str, Any]], anchor: Call
 # --- the tree and its links ---------------------------------------------------------------------------------------
 
 
-def _tree(layers: list[dict[str, Any]], flow: list[dict[str, Any]]) -> Box:
-    root, by_name = Box(""), {layer["name"]: layer for layer in layers}
-    paths = {name: () if name == ROOT else tuple(name.split(".", _MOST_PARTS)) for name in by_name}
+def _tree(run: Run) -> Box:
+    root, layers = Box(""), run.record.layers
+    paths = {name: () if name == ROOT else tuple(name.split(".", _MOST_PARTS)) for name in layers}
     inside = {path[:n] for path in paths.values() for n in range(len(path))}
     places = []
-    for call in flow:
-        path, number, more = paths[call["layer"]], call["call"], call["more"]
+    for call in run.flow:
+        path, number, more = paths[call.layer], call.call, call.more
         again = f"calls {number:,} to {number + more:,}" if more else f"call {number:,}" if number > 1 else ""
         places.append((*path[:-1], f"{path[-1]} ({again})") if again and path else path)
         box = _add(root, places[-1])
-        box.layer, box.again = by_name[call["layer"]], again
-    for name, layer in by_name.items():
-        if layer["calls"] or layer["parameters"] or layer["status"] or paths[name] in inside:
-            _add(root, paths[name]).layer = layer
-    for call, to in zip(flow, places, strict=True):
-        for source in call["from"]:
+        box.layer, box.words, box.again = layers[call.layer], run.status.get(call.layer, ()), again
+    for name, layer in layers.items():
+        if layer.calls or layer.parameters or name in run.status or paths[name] in inside:
+            box = _add(root, paths[name])
+            box.layer, box.words = layer, run.status.get(name, ())
+    for call, to in zip(run.flow, places, strict=True):
+        for source in call.sources:
             _join(root, places[source], to, guessed=False)
-        if call["after"] is not None:
-            _join(root, places[call["after"]], to, guessed=True)
+        if call.after is not None:
+            _join(root, places[call.after], to, guessed=True)
     return root
 
 
@@ -147,24 +144,6 @@ def _join(root: Box, start: tuple[str, ...], end: tuple[str, ...], *, guessed: b
 # --- folding ------------------------------------------------------------------------------------------------------
 
 
-def _close_innocent(root: Box) -> None:
-    """Draw what has no cause in it as one node each, if a large model has causes."""
-    if root.nodes > _OPEN_NODES and _has_cause(root):
-        for box in list(_within(root)):
-            if box.children and not _has_cause(box):
-                _close(box)
-
-
-def _within(box: Box) -> Iterator[Box]:
-    for child in box.children.values():
-        yield child
-        yield from _within(child)
-
-
-def _has_cause(box: Box) -> bool:
-    return any(is_cause(word) for layer in box.layers() for word in layer["status"])
-
-
 def _fold(box: Box) -> None:
     """Make repeated children one, and a module whose only child is a module one with it, from the inside out."""
     for name, child in list(box.children.items()):
@@ -180,7 +159,7 @@ def _fold(box: Box) -> None:
     ):
         same = list(group)
         first, representative = same[0]
-        least = 2 if representative.children or representative.hidden else 3
+        least = 2 if representative.children else 3
         if len(same) >= least and representative.times == 1:
             representative.times = len(same)
             representative.label += f" … {same[-1][1].again or same[-1][1].label}"
@@ -189,97 +168,37 @@ def _fold(box: Box) -> None:
         else:
             kept |= dict(same)
     box.children = kept
-    _relink(box, owner)
+    box.links, box.guesses = (
+        {(a, b) for x, y in pairs if (a := owner.get(x, x)) != (b := owner.get(y, y))}
+        for pairs in (box.links, box.guesses)
+    )
 
 
 def _structure(box: Box) -> object:
     """Return what repeated siblings have in common, beside the pattern of their names."""
     layer = box.layer
-    own = () if layer is None else (layer["type"], layer["calls"], layer["parameters"], layer["status"])
+    own = () if layer is None else (layer.type, len(layer.calls), elements(layer.parameters), tuple(box.words))
     inside = tuple((child.label, _structure(child)) for child in box.children.values())
-    return own, box.times, box.hidden, box.statuses, inside
-
-
-def _merge_innocent(root: Box) -> None:
-    """Draw runs of children without a cause as one node each, if a large model has causes; their neighbors stay."""
-    if root.nodes > _OPEN_NODES and _has_cause(root):
-        for box in [root, *_within(root)]:
-            causes = list(map(_has_cause, box.children.values()))
-            near = [any(causes[max(0, i - 1) : i + 2]) for i in range(len(causes))]
-            _merge_runs(box, len(causes), {name for name, stays in zip(box.children, near, strict=True) if stays})
-
-
-def _shrink(root: Box) -> None:
-    """Draw less until few enough nodes are left: boxes without a status as one node each, then runs, then all boxes."""
-    _close_innermost(root, with_status=False)
-    for box in [root, *_within(root)]:
-        if root.nodes > MOST_NODES:
-            alone = {name for name, child in box.children.items() if _words([child])}
-            _merge_runs(box, max(2, 2 * len(box.children) // MOST_NODES), alone)
-    _close_innermost(root, with_status=True)
-    if root.nodes > MOST_NODES:
-        _merge_runs(root, math.ceil(2 * len(root.children) / MOST_NODES), set())
+    return own, box.times, inside
 
 
 def _close_innermost(root: Box, *, with_status: bool) -> None:
+    """Draw the deepest boxes as one node each, until few enough nodes are left."""
     while root.nodes > MOST_NODES:
-        boxes = [box for box in _innermost(root) if with_status or not _words([box])]
-        if not boxes:
-            break
-        deepest = max(len(box.path) for box in boxes)
+        holding = [box for box in root.boxes() if box is not root and box.children]
+        boxes = [box for box in holding if with_status or not _words(box)]
+        deepest = max((len(box.path) for box in boxes), default=0)
         for box in [box for box in boxes if len(box.path) == deepest]:
-            _close(box)
+            layers = {one.layer.name for one in box.boxes() if one is not box and one.layer is not None}
+            box.hidden, box.statuses = len(layers) + sum(one.hidden for one in box.boxes()), _words(box)
+            box.children, box.links, box.guesses = {}, set(), set()
+        if not boxes:
+            return
 
 
-def _innermost(box: Box) -> Iterator[Box]:
-    for child in box.children.values():
-        if child.children and not any(inner.children for inner in child.children.values()):
-            yield child
-        else:
-            yield from _innermost(child)
-
-
-def _close(box: Box) -> None:
-    box.hidden, box.statuses = _hidden([*box.children.values()]), _words([box])
-    box.children, box.links, box.guesses = {}, set(), set()
-
-
-def _hidden(boxes: Sequence[Box]) -> int:
-    """Return how many layers there are, one that is called again counted once."""
-    return len({layer["name"] for box in boxes for layer in box.layers()}) + sum(box.hidden for box in boxes)
-
-
-def _words(boxes: Sequence[Box]) -> set[str]:
-    """Return the words of the status of all layers in boxes, drawn or not."""
-    words = (word for box in boxes for layer in box.layers() for word in layer["status"])
-    return {*words, *(word for box in boxes for word in box.statuses)}
-
-
-def _merge_runs(box: Box, length: int, alone: set[str]) -> None:
-    """Draw runs of up to so many children as one node each: a long chain of layers that do not repeat."""
-    children = box.children
-    runs: list[list[str]] = []
-    for name, child in children.items():
-        last = runs[-1][0] if runs else name
-        same = _is_called(children[last]) == _is_called(child) and not alone & {last, name}
-        if runs and same and len(runs[-1]) < length:
-            runs[-1].append(name)
-        else:
-            runs.append([name])
-    for run in runs:
-        boxes = [children.pop(name) for name in run]
-        label = f"{boxes[0].label} … {boxes[-1].label}"
-        alike = Box(label, boxes[0].path, hidden=_hidden(boxes), statuses=_words(boxes))
-        children[run[0]] = alike if len(run) > 1 else boxes[0]
-    _relink(box, {name: run[0] for run in runs for name in run})
-
-
-def _relink(box: Box, owner: dict[str, str]) -> None:
-    """Let the links of children be those of the children that stand for them now."""
-    box.links, box.guesses = (
-        {(a, b) for x, y in pairs if (a := owner.get(x, x)) != (b := owner.get(y, y))}
-        for pairs in (box.links, box.guesses)
-    )
+def _words(box: Box) -> set[str]:
+    """Return the words of the status of all layers in a box, drawn or not."""
+    return {word for one in box.boxes() for word in (*one.words, *one.statuses)}
 
 
 # --- layout -------------------------------------------------------------------------------------------------------
@@ -332,7 +251,7 @@ def _edges(box: Box) -> list[tuple[Box, Box, bool]]:
 
 
 def _is_called(box: Box) -> bool:
-    return any(layer["calls"] for layer in box.layers()) or bool(box.hidden)
+    return any(one.hidden or (one.layer and one.layer.calls) for one in box.boxes())
 
 
 def _levels(children: list[Box], edges: list[tuple[Box, Box, bool]]) -> list[list[Box]]:
@@ -409,7 +328,7 @@ def _node(box: Box, anchor: Callable[[str], str | None]) -> Markup:
     kind = [tag("tspan", f" {_type(box)}")] if _type(box) else []
     times = [tag("tspan", f" ×{box.times}", class_="times")] if box.times > 1 else []
     text = tag("text", _shortened(box.label), times, kind, _inside(box), sign, x=10, y=16)
-    row = anchor(box.layer["name"]) if box.layer else None
+    row = anchor(box.layer.name) if box.layer else None
     head: list[Child] = [tag("title", _described(box)), rect, text]
     content = tag("a", head, href=f"#{row}") if row else head
     place = f"translate({coordinate(box.x)} {coordinate(box.y)})"
@@ -427,7 +346,7 @@ def _shortened(label: str) -> str:
 
 
 def _type(box: Box) -> str:
-    return _shortened(box.layer["type"]) if box.layer else ""
+    return _shortened(box.layer.type_name) if box.layer else ""
 
 
 def _title(box: Box) -> str:
@@ -439,14 +358,14 @@ def _title(box: Box) -> str:
 def _described(box: Box) -> str:
     """Return the text that is shown when the mouse is over a node."""
     layer = box.layer
-    name = ".".join(box.path) if layer is None else layer["name"]
+    name = ".".join(box.path) if layer is None else layer.name
     facts = [name if box.times == 1 else f"{name}, and {box.times - 1} more like it"]
     facts += [box.again] if box.again else []
     if layer is not None:
-        facts.append(layer["type"])
+        facts.append(layer.type_name)
         # The shape in the results is that of the first call.
-        facts += [shape(output["shape"]) for output in layer["outputs"][:1]] if not box.again else []
-        facts += [count(layer["parameters"], "parameter")] if layer["parameters"] else []
-        facts += [f"{layer['calls']} calls"] if layer["calls"] > 1 else []
+        facts += [shape(output.shape) for output in outputs_of(layer)[:1]] if not box.again else []
+        facts += [count(n, "parameter")] if (n := elements(layer.parameters)) else []
+        facts += [f"{len(layer.calls)} calls"] if len(layer.calls) > 1 else []
     facts += [f"{count(box.hidden, 'layer')} in it"] if box.hidden else []
     return ": ".join(filter(None, [", ".join(facts), ", ".join(box.status)]))

@@ -11,17 +11,27 @@ import binascii
 import contextlib
 import hashlib
 import html
+import math
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from pytest_modelprobe.record import Record
-from pytest_modelprobe.report.results import run_data
-from pytest_modelprobe.report.results.verdict import FAILED, side_name, verdict
+from pytest_modelprobe.record import Layer, Record, Value, elements
+from pytest_modelprobe.report.results import (
+    Base,
+    CaseResult,
+    Figure,
+    PairResult,
+    Results,
+    Run,
+    ShownCause,
+    SnapshotResult,
+    verdict,
+)
+from pytest_modelprobe.report.runs import Observed, merged, run_of
 from pytest_modelprobe.text import count, shape
 
 from .charts import Axis, activation_scale, attention_entropy, gradient_flow, sparkline, update_ratios
@@ -30,12 +40,13 @@ from .elements import (
     Markup,
     badges,
     bullets,
-    finite,
+    entropies,
     folded,
     is_cause,
     legend,
     naming,
     number,
+    outputs_of,
     preformatted,
     tag,
 )
@@ -43,44 +54,41 @@ from .graph import GUESS, graph
 
 # --- the table of layers ----------------------------------------------------------------------------------------------
 
-Layer = dict[str, Any]
 
-
-def _cells(layer: Layer) -> list[Child]:
+def _cells(run: Run, layer: Layer) -> list[Child]:
     """Return the cells of a layer, in the order of `_COLUMNS`."""
-    output, profile = _output(layer), layer["profile"] or {}
-    s, gradient = output.get("statistics") or {}, output.get("gradient") or {}
-    low, high = number(s.get("min")), number(s.get("max"))
-    zeros = s["zeros"] / s["count"] if s.get("count") else None
-    bad = sum(s.get(name) or 0 for name in ("nan", "posinf", "neginf"))
+    output, units = _output(layer), run.units.get(layer.name)
+    s = None if output is None else output.forward.statistics
+    backward = None if output is None or output.backward is None else output.backward.statistics
+    profile = None if run.record.profile is None else run.record.profile.layers.get(layer.name)
+    weights = merged(parameter.gradient for parameter in layer.parameters)
     dead, saturated = (
-        f"{units[0]:,}/{units[1]:,}" if units and units[0] else "0" if units else ""
-        for units in (layer["dead_units"], layer["saturated_units"])
+        "" if units is None or found is None else f"{found:,}/{units.count:,}" if found else "0"
+        for found in ((units.dead, units.saturated) if units else (None, None))
     )
-    seconds = profile.get("wall_time")
     return [
-        badges(layer["status"]),
-        layer["type"],
-        shape(output["shape"]) if output else "",
+        badges(run.status.get(layer.name, ())),
+        layer.type_name,
+        shape(output.shape) if output else "",
         dead,
-        number(gradient.get("rms")),
-        number(s.get("mean")),
-        number(s.get("std")),
-        f"{low} … {high}" if low or high else "",
-        "" if zeros is None else f"{zeros:.0%}" if zeros else "0",
-        f"{bad:,}" if bad else "",
+        number(backward.rms if backward else None),
+        number(s.mean if s else None),
+        number(s.std if s else None),
+        f"{number(s.min)} … {number(s.max)}" if s and s.min is not None else "",
+        "" if not s or not s.count else f"{s.zeros / s.count:.0%}" if s.zeros else "0",
+        f"{s.nonfinite:,}" if s and s.nonfinite else "",
         saturated,
-        number(layer["calls"] if layer["calls"] != 1 else None),
-        number(layer["parameters"] or None),
-        number((layer["weights"] or {}).get("gradient_rms")),
-        number(seconds * 1000 if isinstance(seconds, float) else seconds),
-        number(profile.get("flops")),
-        number(profile.get("activation_bytes")),
+        number(len(layer.calls) if len(layer.calls) != 1 else None),
+        number(elements(layer.parameters) or None),
+        number(weights.rms if weights else None),
+        number(profile.wall_time * 1000 if profile else None),
+        number(profile.flops if profile else None),
+        number(profile.activation_bytes if profile else None),
     ]
 
 
-def _output(layer: Layer) -> dict[str, Any]:
-    return next(iter(layer["outputs"]), {})
+def _output(layer: Layer) -> Value | None:
+    return next(iter(outputs_of(layer)), None)
 
 
 _LONG = 28
@@ -109,15 +117,15 @@ _TEXTS = 3
 """So many columns are text; the others are numbers, which are aligned right."""
 
 
-def layer_table(layers: Sequence[Layer], anchor: Callable[[str], str | None], label: str) -> Markup:
+def layer_table(run: Run, layers: Sequence[Layer], anchor: Callable[[str], str | None]) -> Markup:
     """Return the table, without the columns that are empty."""
-    columns = zip(_COLUMNS, zip(*map(_cells, layers), strict=True), strict=True)
+    columns = zip(_COLUMNS, zip(*(_cells(run, layer) for layer in layers), strict=True), strict=True)
     filled: list[tuple[str, str | None, str | None, Sequence[Child]]] = [
         (heading, title, "n" if i >= _TEXTS else None, cells)
         for i, ((heading, title), cells) in enumerate(columns)
         if any(cells)
     ]
-    histograms = [_output(layer).get("histogram") for layer in layers]
+    histograms = [output.forward.histogram if (output := _output(layer)) else None for layer in layers]
     axis = Axis.of(filter(None, histograms))
     if axis is not None:
         limits = axis.limits()
@@ -127,13 +135,13 @@ def layer_table(layers: Sequence[Layer], anchor: Callable[[str], str | None], la
     head = [tag("th", "layer", scope="col", title="Name in the model")]
     head += [tag("th", heading, scope="col", title=title, class_=css) for heading, title, css, _ in filled]
     rows = [
-        tag("tr", _name(layer["name"]), [tag("td", cells[i]) for *_, cells in filled], id=anchor(layer["name"]))
+        tag("tr", _name(layer.name), [tag("td", cells[i]) for *_, cells in filled], id=anchor(layer.name))
         for i, layer in enumerate(layers)
     ]
     first_of_numbers = 2 + sum(css != "n" for _, _, css, _ in filled)
     # The alignment of columns is a rule of the style sheet: a class of each cell would be a fifth of the page.
     table = tag("table", tag("thead", tag("tr", head)), tag("tbody", rows), class_=f"layers from{first_of_numbers}")
-    return tag("div", table, class_="scroll", tabindex="0", role="group", aria_label=label)
+    return tag("div", table, class_="scroll", tabindex="0", role="group", aria_label=f"Layers of {run.name}")
 
 
 def _name(name: str) -> Markup:
@@ -143,26 +151,24 @@ def _name(name: str) -> Markup:
     return tag("th", first, [(".", tag("wbr"), part) for part in parts], class_="long")
 
 
-def shown(layers: Sequence[Layer]) -> list[Layer]:
+def shown(run: Run) -> list[Layer]:
     """Return the layers of the table: those that say something that the row before does not.
 
     Left out are modules that return what the last layer in them returned, and layers without calls and parameters.
     """
     found: list[Layer] = []
-    for layer in layers:
-        own = layer["leaf"] or layer["parameters"] or layer["attention"]
-        news = (layer["calls"] or layer["parameters"]) and (own or not found or not _same_output(layer, found[-1]))
-        if news or any(map(is_cause, layer["status"])):
+    for layer in run.record.layers.values():
+        own = layer.leaf or layer.parameters or entropies(layer)
+        news = (layer.calls or layer.parameters) and (own or not found or not _same_output(layer, found[-1]))
+        if news or any(map(is_cause, run.status.get(layer.name, ()))):
             found.append(layer)
     return found
 
 
 def _same_output(layer: Layer, other: Layer) -> bool:
     a, b = _output(layer), _output(other)
-    return bool(a) and (a["shape"], a.get("statistics")) == (b.get("shape"), b.get("statistics"))
+    return a is not None and b is not None and (a.shape, a.forward.statistics) == (b.shape, b.forward.statistics)
 
-
-Data = dict[str, Any]
 
 _OUTCOMES = {
     "failed": ("✗", "failed"),
@@ -181,38 +187,30 @@ _OPEN, _OPEN_LAYERS = 3, 500
 """How many failed tests are unfolded. After one with which so many layers are shown, no other is."""
 
 
-def render(results: Data) -> str:
-    """Return the results of a run of pytest as one page, which needs nothing else.
-
-    Args:
-        results: What ``--modelprobe-json`` writes.
-    """
-    tests = sorted(enumerate(results["tests"]), key=lambda pair: _rank(pair[1]))
-    causes = _causes(results["tests"])
+def render(results: Results) -> str:
+    """Return the results of a run of pytest as one page, which needs nothing else."""
+    tests = sorted(enumerate(results.tests), key=lambda pair: _rank(pair[1]))
+    causes = _causes(results.tests)
     unfolded = set(_unfolded(tests))
     main = [
         _verdict(results, causes),
-        _base_section(results.get("base")),
-        _causes_section(causes, results["tests"]),
-        _notes_section(results["tests"]),
-        _toolbar(results["tests"]),
+        _base_section(results.base),
+        _causes_section(causes, results.tests),
+        _notes_section(results.tests),
+        _toolbar(results.tests),
         tag("section", tag("h2", "Tests"), [_test(i, test, i in unfolded) for i, test in tests], id="tests"),
         _unused(results),
     ]
-    facts = [f"commit {results['commit'][:12]}" if results["commit"] else ""]
-    facts += [f"{name} {version}" for name, version in results["versions"].items()]
-    facts += [", ".join(results["devices"]), f"seed {results['seed']}" if results["seed"] is not None else ""]
-    header = _head(results["root"], bullets(filter(None, facts), class_="facts"))
-    return _page(f"modelprobe: {results['root']}", header, main)
+    facts = [f"commit {results.commit[:12]}" if results.commit else ""]
+    facts += [f"{name} {version}" for name, version in results.versions.items()]
+    facts += [", ".join(results.devices), f"seed {results.seed}" if results.seed is not None else ""]
+    header = _head(results.root, bullets(filter(None, facts), class_="facts"))
+    return _page(f"modelprobe: {results.root}", header, main)
 
 
-def render_run(run: Data) -> str:
-    """Return one run of a model as a page of its own.
-
-    Args:
-        run: As one of the ``runs`` of a test in the results.
-    """
-    return _page(f"modelprobe: {run['name']}", _head(run["name"]), [tag("section", _run("r", run), class_="test")])
+def render_run(run: Run) -> str:
+    """Return one run of a model as a page of its own."""
+    return _page(f"modelprobe: {run.name}", _head(run.name), [tag("section", _run("r", run), class_="test")])
 
 
 def _page(title: str, header: Child, main: Child) -> str:
@@ -247,20 +245,19 @@ def _digest(text: str) -> str:
 # --- verdict and causes -------------------------------------------------------------------------------------------
 
 
-def _rank(test: Data) -> tuple[int, bool]:
+def _rank(test: CaseResult) -> tuple[int, bool]:
     found = list(_OUTCOMES)
-    place = found.index(test["outcome"]) if test["outcome"] in found else 0
-    return place, not (test["runs"] or test["snapshots"])
+    return found.index(test.outcome) if test.outcome in found else 0, not (test.runs or test.snapshots)
 
 
-def _unfolded(tests: Sequence[tuple[int, Data]]) -> Iterator[int]:
+def _unfolded(tests: Sequence[tuple[int, CaseResult]]) -> Iterator[int]:
     """Yield the numbers of the tests that are unfolded at first."""
-    failed = [(i, test) for i, test in tests if test["outcome"] in FAILED]
+    failed = [(i, test) for i, test in tests if test.failed]
     layers = 0
     for i, test in failed[:_OPEN]:
         if layers >= _OPEN_LAYERS:
             return
-        layers += sum(len(run["layers"]) for run in test["runs"])
+        layers += sum(len(run.record.layers) for run in test.runs)
         yield i
 
 
@@ -268,24 +265,23 @@ def _head(title: str, facts: Child = None) -> Markup:
     return tag("header", tag("p", "modelprobe", class_="brand"), tag("h1", title), facts)
 
 
-def _verdict(results: Data, causes: Sequence[_Cause]) -> Markup:
-    tests = results["tests"]
-    failed = sum(test["outcome"] in FAILED for test in tests)
-    models = sum(len(test["runs"]) for test in tests)
-    changed = sum(len(_changed(test)) for test in tests)
+def _verdict(results: Results, causes: Sequence[_Cause]) -> Markup:
+    tests = results.tests
+    failed = sum(test.failed for test in tests)
+    models = sum(len(test.runs) for test in tests)
+    changed = sum(len(test.changed) for test in tests)
     tiles = [
         (count(len(tests), "test"), False),
         (f"{failed:,} failed", failed),
         (count(len(causes), "cause"), causes),
         (count(models, "model"), False),
-        *([(f"{changed:,} changed", changed)] if results.get("base") else []),
+        *([(f"{changed:,} changed", changed)] if results.base else []),
     ]
     parts = ((*said.split(" "), "bad" if bad else None) for said, bad in tiles)
     items = [tag("li", tag("b", n), f" {what}", class_=css) for n, what, css in parts]
     warning = None
-    if not results["complete"]:
-        why = results.get("stopped") or "the run was interrupted"
-        warning = tag("p", f"Not every test ran to its end: {why}.", class_="warning")
+    if results.stopped is not None:
+        warning = tag("p", f"Not every test ran to its end: {results.stopped}.", class_="warning")
     head = tag("p", verdict(results, len(causes)), class_="verdict")
     return tag("section", head, warning, tag("ul", items, class_="tiles"), aria_label="Verdict")
 
@@ -294,47 +290,39 @@ def _verdict(results: Data, causes: Sequence[_Cause]) -> Markup:
 class _Cause:
     said: str
     kind: str
-    layer: str = ""
     facts: list[str] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
     tests: dict[int, None] = field(default_factory=dict)
     moved: int = 0
 
 
-def _causes(tests: Sequence[Data]) -> list[_Cause]:
+def _causes(tests: Sequence[CaseResult]) -> list[_Cause]:
     """Return each cause once: those that snapshots and the other side name, else the first line of the failure."""
     found: dict[str, _Cause] = {}
     for i, test in enumerate(tests):
-        failed = test["outcome"] in FAILED
         said = False
         # A test passes on both sides although its model changed.
-        for snapshot in [*(test["snapshots"] if failed else ()), *_changed(test)]:
-            for cause in snapshot["causes"]:
-                entry = found.setdefault(cause["said"], _Cause(cause["said"], cause["kind"], cause["layer"]))
-                entry.facts = [count(cause["layers"], "layer")] if cause["layers"] > 1 else []
-                change = finite(cause["change"])
-                if change is not None:
-                    size = f"{change * 100:.2g} %" if change < 10 else f"a factor of {change:.3g}"
+        for compared in [*(test.snapshots if test.failed else ()), *test.changed]:
+            for cause in compared.causes:
+                entry = found.setdefault(cause.said, _Cause(cause.said, cause.kind))
+                entry.facts = [count(cause.layers, "layer")] if cause.layers > 1 else []
+                if cause.change is not None and math.isfinite(cause.change):
+                    size = f"{cause.change * 100:.2g} %" if cause.change < 10 else f"a factor of {cause.change:.3g}"
                     entry.facts.append(f"changed by {size}")
-                if cause["evidence"]:
-                    entry.facts.append(_EVIDENCE.get(cause["evidence"], str(cause["evidence"])))
-                entry.hints, said = list(cause["hints"]), True
+                if cause.evidence:
+                    entry.facts.append(_EVIDENCE.get(cause.evidence, cause.evidence))
+                entry.hints, said = list(cause.hints), True
                 entry.tests[i] = None
-                entry.moved = max(entry.moved, snapshot["moved"])
-        if failed and not said:
-            message = _said(test) or test["outcome"]
+                entry.moved = max(entry.moved, compared.moved)
+        if test.failed and not said:
+            message = _said(test) or test.outcome
             found.setdefault(f"message|{message}", _Cause(message, "")).tests[i] = None
     return sorted(found.values(), key=lambda cause: -len(cause.tests))
 
 
-def _said(test: Data) -> str:
+def _said(test: CaseResult) -> str:
     """Return the message of a test; that it is of an assertion is not worth a word."""
-    return str(test["message"]).removeprefix("AssertionError: ")
-
-
-def _changed(test: Data) -> list[Data]:
-    """Return the models of a test that differ from those of the other side."""
-    return [pair for pair in test.get("base", ()) if pair["verdict"] == "changed"]
+    return test.message.removeprefix("AssertionError: ")
 
 
 _EVIDENCE = {
@@ -345,7 +333,7 @@ _EVIDENCE = {
 }
 
 
-def _causes_section(causes: Sequence[_Cause], tests: Sequence[Data]) -> Markup | None:
+def _causes_section(causes: Sequence[_Cause], tests: Sequence[CaseResult]) -> Markup | None:
     if not causes:
         return None
     items = [_cause_item(cause, tests) for cause in causes]
@@ -354,33 +342,33 @@ def _causes_section(causes: Sequence[_Cause], tests: Sequence[Data]) -> Markup |
     return tag("section", tag("h2", "Causes"), tag("ol", items[:_MOST_CAUSES], class_="causes"), rest, id="causes")
 
 
-def _base_section(base: Data | None) -> Markup | None:
+def _base_section(base: Base | None) -> Markup | None:
     """Return what was compared with the other side as a whole."""
     if not base:
         return None
-    versions = [f"{package}: {now} here, {then} there" for package, (now, then) in base["versions"].items()]
+    versions = [f"{package}: {now} here, {then} there" for package, (now, then) in base.versions.items()]
     lists = [
         folded(f"{count(len(tests), 'test')} only {where}", bullets(tag("code", test) for test in tests))
-        for where, tests in (("here", base["only_here"]), ("there", base["only_there"]))
+        for where, tests in (("here", base.only_here), ("there", base.only_there))
         if tests
     ]
-    failed = [[tag("code", test), f": {why}"] for test, why in base["failed"].items()]
+    failed = [[tag("code", test), f": {why}"] for test, why in base.failed.items()]
     lists += [folded(f"{len(failed)} did not pass there", bullets(failed))] if failed else []
     facts = bullets(versions, class_="facts") if versions else None
-    warned = "warning" if base["stopped"] else None
+    warned = "warning" if base.stopped else None
     return tag(
         "section",
-        tag("h2", f"Beside {side_name(base)}"),
-        tag("p", base["said"], class_=warned),
+        tag("h2", f"Beside {base.name}"),
+        tag("p", base.said, class_=warned),
         facts,
         lists,
         id="base",
     )
 
 
-def _notes_section(tests: Sequence[Data]) -> Markup | None:
+def _notes_section(tests: Sequence[CaseResult]) -> Markup | None:
     """Return what is written otherwise, each once, with the number of its models."""
-    noted = [snapshot["notes"] for test in tests for snapshot in test["snapshots"] if snapshot.get("notes")]
+    noted = [snapshot.notes for test in tests for snapshot in test.snapshots if snapshot.notes]
     if not noted:
         return None
     models = Counter(_note(note) for notes in noted for note in notes)
@@ -389,12 +377,12 @@ def _notes_section(tests: Sequence[Data]) -> Markup | None:
     return tag("section", folded(summary, said), id="notes")
 
 
-def _note(note: Data) -> str:
-    return f"{note['said']} x{note['layers']}" if note["layers"] > 1 else str(note["said"])
+def _note(note: ShownCause) -> str:
+    return f"{note.said} x{note.layers}" if note.layers > 1 else note.said
 
 
-def _cause_item(cause: _Cause, tests: Sequence[Data]) -> Markup:
-    links = bullets(tag("a", tests[i]["id"], href=f"#t{i}") for i in cause.tests)
+def _cause_item(cause: _Cause, tests: Sequence[CaseResult]) -> Markup:
+    links = bullets(tag("a", tests[i].id, href=f"#t{i}") for i in cause.tests)
     facts = [
         [" · "] * bool(i) + [fact] for i, fact in enumerate([tag("span", cause.kind, class_="kind"), *cause.facts])
     ]
@@ -405,7 +393,7 @@ def _cause_item(cause: _Cause, tests: Sequence[Data]) -> Markup:
     return tag("li", tag("p", cause.said, class_="said"), kind, hints, folded(follows, links))
 
 
-def _toolbar(tests: Sequence[Data]) -> Markup:
+def _toolbar(tests: Sequence[CaseResult]) -> Markup:
     """Return the controls, which the script shows."""
     shows = {"all": f"All {len(tests)}", "failed": "Failed", "found": "With findings"}
     buttons = [
@@ -422,40 +410,37 @@ def _toolbar(tests: Sequence[Data]) -> Markup:
 # --- tests --------------------------------------------------------------------------------------------------------
 
 
-def _test(i: int, test: Data, unfolded: bool) -> Markup:
-    sign, words = _OUTCOMES.get(test["outcome"], ("?", test["outcome"]))
-    bad = test["outcome"] in FAILED or bool(_changed(test))
-    nouns = {"runs": "model", "snapshots": "snapshot", "figures": "figure"}
-    contents = [count(len(test[part]), noun) for part, noun in nouns.items() if test[part]]
+def _test(i: int, test: CaseResult, unfolded: bool) -> Markup:
+    sign, words = _OUTCOMES.get(test.outcome, ("?", test.outcome))
+    parts = ((test.runs, "model"), (test.snapshots, "snapshot"), (test.figures, "figure"))
+    contents = [count(len(part), noun) for part, noun in parts if part]
     head = [
         tag("span", f"{sign} {words}", class_="outcome"),
-        tag("span", test["id"], class_="id"),
-        tag("span", " · ".join([*contents, f"{test['duration']:.2f} s"]), class_="contents"),
-        tag("span", _said(test), class_="message") if test["message"] else None,
+        tag("span", test.id, class_="id"),
+        tag("span", " · ".join([*contents, f"{test.duration:.2f} s"]), class_="contents"),
+        tag("span", _said(test), class_="message") if test.message else None,
     ]
-    message = test["message"] if test["outcome"] in FAILED else ""
-    runs = [{**run, "layers": naming(run["layers"], message)} for run in test["runs"]]
-    seen = [[_run(f"{i}.{n}" if n else f"{i}", run) for n, run in enumerate(runs)], _figures(test["figures"])]
+    runs = [naming(run, test.message) if test.failed else run for run in test.runs]
+    seen = [[_run(f"{i}.{n}" if n else f"{i}", run) for n, run in enumerate(runs)], _figures(test.figures)]
     body = [
-        [_snapshot(snapshot) for snapshot in test["snapshots"]],
-        [_pair(pair) for pair in test.get("base", ()) if pair["verdict"] != "unchanged"],
+        [_snapshot(snapshot) for snapshot in test.snapshots],
+        [_pair(pair) for pair in test.base if pair.verdict != "unchanged"],
         _failure(test),
-        [tag("section", tag("p", tag("b", "Hint")), preformatted(said)) for said in test.get("hints", ())],
+        [tag("section", tag("p", tag("b", "Hint")), preformatted(said)) for said in test.hints],
         # A browser with scripts does not build these elements, a million in a large report, before the script asks.
         seen if unfolded or not any(seen) else tag("noscript", seen),
     ]
-    marked = any(layer["status"] for run in runs for layer in run["layers"])
-    findings = marked or any(run["findings"] or run["error"] for run in test["runs"])
-    css = "test bad" if bad else "test"
-    return folded(head, body, id=f"t{i}", class_=css, open=unfolded, data_found=findings)
+    found = any(run.status or run.findings or run.error for run in runs)
+    css = "test bad" if test.failed or test.changed else "test"
+    return folded(head, body, id=f"t{i}", class_=css, open=unfolded, data_found=found)
 
 
-def _failure(test: Data) -> Markup | None:
-    text = test["failure"]
-    if not text or any(text.strip() == snapshot["text"].strip() for snapshot in test["snapshots"]):
+def _failure(test: CaseResult) -> Markup | None:
+    text = test.failure
+    if not text or any(text.strip() == snapshot.text.strip() for snapshot in test.snapshots):
         return None
     said = preformatted(text)
-    inside = any(snapshot["text"] and snapshot["verdict"] not in _FINE for snapshot in test["snapshots"])
+    inside = any(snapshot.text and snapshot.verdict not in _FINE for snapshot in test.snapshots)
     # The part that matters stands above it already.
     return folded("Failure, as pytest prints it", said, open=not inside, class_="part")
 
@@ -464,20 +449,20 @@ _FINE = ("same", "not compared")
 """Verdicts on a snapshot that need nothing to be done."""
 
 
-def _snapshot(snapshot: Data) -> Markup:
-    verdict = snapshot["verdict"]
-    file = tag("code", snapshot["snapshot"])
+def _snapshot(snapshot: SnapshotResult) -> Markup:
+    verdict = snapshot.verdict
+    file = tag("code", snapshot.snapshot)
     # The next steps are the last paragraph, a question and a command on each line.
-    said, gap, last = snapshot["text"].rstrip().rpartition("\n\n")
+    said, gap, last = snapshot.text.rstrip().rpartition("\n\n")
     steps = [(match[1], match[2]) for line in last.splitlines() if (match := _STEP.match(line))]
     if not gap or len(steps) < len(last.splitlines()):
-        said, steps = snapshot["text"], []
-    where = tag("p", tag("b", f"Snapshot {verdict}"), " ", file, f" on {snapshot['device']}")
+        said, steps = snapshot.text, []
+    where = tag("p", tag("b", f"Snapshot {verdict}"), " ", file, f" on {snapshot.device}")
     parts = [where, preformatted(said) if said else None]
-    possible = [cause["said"] for cause in snapshot["possible"]]
+    possible = [cause.said for cause in snapshot.possible]
     if possible:
         parts.append(folded(count(len(possible), "possible cause"), bullets(possible)))
-    notes = [_note(note) for note in snapshot.get("notes", ())]
+    notes = [_note(note) for note in snapshot.notes]
     if notes:
         parts.append(folded("Written otherwise", bullets(notes)))
     if verdict in _FINE:
@@ -488,11 +473,10 @@ def _snapshot(snapshot: Data) -> Markup:
     return tag("section", parts, class_="snapshot open")
 
 
-def _pair(pair: Data) -> Markup:
-    where = tag("p", tag("b", f"Beside the other side: {pair['verdict']}"), f", {pair['record']} on {pair['device']}")
-    first = pair["first"]
-    said = pair["text"] or (f"The first output that differs is that of {first['layer']}." if first else "")
-    css = "snapshot open" if pair["verdict"] == "changed" else "snapshot"
+def _pair(pair: PairResult) -> Markup:
+    where = tag("p", tag("b", f"Beside the other side: {pair.verdict}"), f", {pair.record} on {pair.device}")
+    said = pair.text or (f"The first output that differs is that of {pair.first}." if pair.first else "")
+    css = "snapshot open" if pair.verdict == "changed" else "snapshot"
     return tag("section", where, preformatted(said) if said else None, class_=css)
 
 
@@ -500,49 +484,48 @@ _STEP = re.compile(r"([A-Z][\w ]+[?:]) +(.+)")
 """A next step in a message: ``Intended? pytest --snapshot-update``."""
 
 
-def _figures(figures: Sequence[Data]) -> list[Markup]:
+def _figures(figures: Sequence[Figure]) -> list[Markup]:
     images = []
     for figure in figures:
         source = None
         with contextlib.suppress(binascii.Error, ValueError):
-            if figure["media"] in ("image/png", "image/svg+xml"):
-                data = base64.b64encode(base64.b64decode(figure["data"], validate=True)).decode()
-                source = f"data:{figure['media']};base64,{data}"
-        image = tag("img", src=source, alt=figure["title"]) if source else tag("p", "An image that cannot be shown.")
-        images.append(tag("figure", tag("figcaption", tag("b", figure["title"])), image))
+            if figure.media in ("image/png", "image/svg+xml"):
+                data = base64.b64encode(base64.b64decode(figure.data, validate=True)).decode()
+                source = f"data:{figure.media};base64,{data}"
+        image = tag("img", src=source, alt=figure.title) if source else tag("p", "An image that cannot be shown.")
+        images.append(tag("figure", tag("figcaption", tag("b", figure.title)), image))
     return [tag("div", images, class_="figures")] if images else []
 
 
 # --- runs ---------------------------------------------------------------------------------------------------------
 
 
-def _run(prefix: str, run: Data) -> Markup:
-    layers = shown(run["layers"])
-    anchors = {layer["name"]: f"l{prefix}.{n}" for n, layer in enumerate(layers)}
-    words = list(dict.fromkeys(word for layer in run["layers"] for word in layer["status"]))
-    title = [run["name"], tag("small", f" {run['model']}") if run["model"] != run["name"] else None]
-    hints = run.get("hints", ())
+def _run(prefix: str, run: Run) -> Markup:
+    layers, record = shown(run), run.record
+    anchors = {layer.name: f"l{prefix}.{n}" for n, layer in enumerate(layers)}
+    words = list(dict.fromkeys(word for name in record.layers for word in run.status.get(name, ())))
+    title = [run.name, tag("small", f" {record.model}") if record.model != run.name else None]
     parts: list[Child] = [
         tag("h3", title),
-        bullets(_run_facts(run), class_="facts"),
-        tag("p", f"No record: {run['error']}", class_="warning") if run["error"] else None,
-        [tag("p", tag("b", "Findings")), bullets(run["findings"], class_="findings")] if run["findings"] else None,
-        [tag("p", tag("b", "Hints"), _HINTS), bullets(hints, class_="findings")] if hints else None,
-        [tag("p", f"Note: {note}", class_="note") for note in run["notes"]],
+        bullets(_run_facts(record), class_="facts"),
+        tag("p", f"No record: {run.error}", class_="warning") if run.error else None,
+        [tag("p", tag("b", "Findings")), bullets(run.findings, class_="findings")] if run.findings else None,
+        [tag("p", tag("b", "Hints"), _HINTS), bullets(run.hints, class_="findings")] if run.hints else None,
+        [tag("p", f"Note: {note}", class_="note") for note in record.notes],
     ]
     if layers:
-        drawn = graph(run["layers"], run["flow"], anchors.get)
-        box = tag("div", drawn, class_="scroll", tabindex=0, role="group", aria_label=f"Graph of {run['name']}")
+        drawn = graph(run, anchors.get)
+        box = tag("div", drawn, class_="scroll", tabindex=0, role="group", aria_label=f"Graph of {run.name}")
         caption = tag("figcaption", tag("b", "Layers:"), _GRAPH)
         figure = tag("figure", caption, box, legend(words), class_="layers-graph")
 
         def link(name: str) -> Child:
             return tag("a", name, href=f"#{anchors[name]}") if name in anchors else name
 
-        by_depth = [make(layers, link) for make in (gradient_flow, activation_scale, attention_entropy)]
-        charts = [chart for chart in (*by_depth, update_ratios(run.get("steps", ()), link)) if chart]
+        by_depth = [make(run, layers, link) for make in (gradient_flow, activation_scale, attention_entropy)]
+        charts = [chart for chart in (*by_depth, update_ratios(run.steps, link)) if chart]
         pictures = tag("div", figure, tag("div", charts, class_="charts") if charts else None, class_="pictures")
-        parts += [_offenders(layers, link), pictures, layer_table(layers, anchors.get, f"Layers of {run['name']}")]
+        parts += [_offenders(run, layers, link), pictures, layer_table(run, layers, anchors.get)]
     caused = any(is_cause(word) for word in words)
     return tag("section", parts, class_="run caused" if caused else "run")
 
@@ -552,12 +535,10 @@ _HINTS = ": a healthy model may have these too"
 _MOST_OFFENDERS = 12
 
 
-def _offenders(layers: Sequence[Data], link: Callable[[str], Child]) -> Markup | None:
+def _offenders(run: Run, layers: Sequence[Layer], link: Callable[[str], Child]) -> Markup | None:
     """Return links to the layers to look at, so that no one has to look for them in a long table."""
-    found = [layer for layer in layers if any(map(is_cause, layer["status"]))]
-    items: list[Child] = [
-        [badges(filter(is_cause, layer["status"])), " ", link(layer["name"])] for layer in found[:_MOST_OFFENDERS]
-    ]
+    found = [(layer.name, words) for layer in layers if (words := [*filter(is_cause, run.status.get(layer.name, ()))])]
+    items: list[Child] = [[badges(words), " ", link(name)] for name, words in found[:_MOST_OFFENDERS]]
     items += [f"and {len(found) - len(items)} more"] if len(found) > len(items) else []
     return bullets(items, class_="offenders") if items else None
 
@@ -565,29 +546,27 @@ def _offenders(layers: Sequence[Data], link: Callable[[str], Child]) -> Markup |
 _GRAPH = f" a solid line is an output that the next takes as it is; a dotted line is {GUESS}."
 
 
-def _run_facts(run: Data) -> Iterator[str]:
-    yield count(len(run["layers"]), "layer")
-    frozen = run["parameters"] - run["trainable"]
-    yield count(run["parameters"], "parameter") + (f", {frozen:,} frozen" if frozen else "")
-    backwards = count(run["backwards"], "backward") if run["backwards"] else "no backward"
-    yield f"{count(run['forwards'], 'forward')}, {backwards}"
-    if run["loss"]:
-        yield f"loss {run['loss']}"
-    yield f"{run['device']}" + (f", seed {run['seed']}" if run["seed"] is not None else "")
-    profile = run["profile"]
+def _run_facts(record: Record) -> Iterator[str]:
+    yield count(len(record.layers), "layer")
+    own = list(record.parameters)
+    frozen = elements(own) - elements(parameter for parameter in own if parameter.requires_grad)
+    yield count(elements(own), "parameter") + (f", {frozen:,} frozen" if frozen else "")
+    backwards = count(record.backwards, "backward") if record.backwards else "no backward"
+    yield f"{count(record.forwards, 'forward')}, {backwards}"
+    if record.loss:
+        yield f"loss {record.loss}"
+    yield f"{record.device}" + (f", seed {record.seed}" if record.seed is not None else "")
+    profile = record.profile
     if profile:
-        yield from (
-            f"{number(value)} {unit}"
-            for name, unit in (("wall_time", "s"), ("flops", "FLOPs"), ("activation_bytes", "bytes of activations"))
-            if (value := profile.get(name)) is not None
-        )
-        if profile.get("probe_time") is not None:
-            yield f"{number(profile['probe_time'])} s of the probe itself"
+        yield f"{number(profile.wall_time)} s"
+        yield f"{number(profile.flops)} FLOPs"
+        yield f"{number(profile.activation_bytes)} bytes of activations"
+        yield f"{number(profile.probe_time)} s of the probe itself"
 
 
-def _unused(results: Data) -> Markup | None:
-    groups = [("Unused", results["unused"]), ("Deleted", results["deleted"])]
-    groups += [(f"Kept: {why}", paths) for why, paths in dict(results["kept"]).items()]
+def _unused(results: Results) -> Markup | None:
+    groups = [("Unused", results.unused), ("Deleted", results.deleted)]
+    groups += [(f"Kept: {why}", paths) for why, paths in results.kept.items()]
     lists = [folded(f"{title}: {count(len(paths), 'file')}", bullets(paths)) for title, paths in groups if paths]
     return tag("section", tag("h2", "Snapshot files that no test uses"), lists) if lists else None
 
@@ -603,7 +582,7 @@ IPython warns of a bare frame."""
 
 def record_page(record: Record) -> str:
     """Return the page of a record."""
-    return render_run(run_data(record))
+    return render_run(run_of(Observed(record.model, "run", record)))
 
 
 def display(record: Record) -> None:

@@ -1,8 +1,7 @@
-"""The results of a run of pytest: the data of a record, and what is written however the run ends."""
+"""The results of a run of pytest: what is written however the run ends, and the reports that are made of the file."""
 
 from __future__ import annotations
 
-import enum
 import json
 import os
 import re
@@ -13,133 +12,9 @@ import pytest
 
 import pytest_modelprobe.plugin.results
 import pytest_modelprobe.probe
-import pytest_modelprobe.report.results  # noqa: F401 - pytester forgets what its runs import
+import pytest_modelprobe.report.runs  # noqa: F401 - pytester forgets what its runs import
 from pytest_modelprobe import cli
-from pytest_modelprobe.comparison import compare, diagnose
-from pytest_modelprobe.record import (
-    Attention,
-    Call,
-    Histogram,
-    Layer,
-    Parameter,
-    Reading,
-    Record,
-    Statistics,
-    Units,
-    Value,
-)
-from pytest_modelprobe.report.results import Compared, Observed, as_json, document, observed_data, run_data, write_text
-from pytest_modelprobe.report.results.run import update_ratio
-
-SCHEMA = Path(__file__).parents[3] / "docs" / "reference" / "results.schema.json"
-
-
-def value(path: str, tensor: int, mean: float = 0.5, source: str | None = None, **more: Any) -> Value:
-    statistics = Statistics(count=8, min=mean - 1, max=mean + 1, mean=mean, deviations=8.0)
-    reading = Reading(statistics=statistics, fingerprint=(mean, *[0.0] * 15), **more)
-    return Value(path=path, shape=(2, 4), dtype="float32", device="cpu", tensor=tensor, forward=reading, source=source)
-
-
-def call(started: int, finished: int, entered: Value, left: Value, **more: Any) -> Call:
-    return Call(
-        root="(root)", root_training=False, index=0, started=started, finished=finished, inputs=(entered,),
-        outputs=(left,), **more,
-    )  # fmt: skip
-
-
-def net(mean: float = 0.5, eps: float = 1e-5) -> Record:
-    """A record of ``head(norm(x) + x)``, with a layer that is not called."""
-    weight = Parameter(name="weight", shape=(4, 4), dtype="float32", device="cpu", requires_grad=True)
-    layers = [
-        Layer(name="(root)", type="models.Net", leaf=False, calls=(call(0, 5, value("input", 0), value("output", 3)),)),
-        Layer(name="head", type="torch.nn.modules.linear.Linear", parameters=(weight,),
-              calls=(call(3, 4, value("input", 2, 1.0), value("output", 3)),)),
-        Layer(name="norm", type="torch.nn.modules.normalization.LayerNorm", attributes={"eps": eps},
-              calls=(call(1, 2, value("input", 0), value("output", 1, mean)),)),
-        Layer(name="spare", type="torch.nn.modules.linear.Linear", parameters=(weight,)),
-    ]  # fmt: skip
-    return Record(model="Net", layers={layer.name: layer for layer in layers}, forwards=1, versions={"torch": "2.13"})
-
-
-def by_name(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {layer["name"]: layer for layer in run["layers"]}
-
-
-# --- the data of a record ---------------------------------------------------------------------------------------------
-
-
-def test_layers_stand_in_order_of_execution_and_those_not_called_last() -> None:
-    assert [layer["name"] for layer in run_data(net())["layers"]] == ["norm", "head", "(root)", "spare"]
-
-
-def test_an_input_that_code_made_is_said_to_come_after_the_call_before() -> None:
-    norm, head, root = run_data(net())["flow"]
-    assert (norm["layer"], norm["from"], norm["after"]) == ("norm", [], None)
-    assert (head["layer"], head["from"], head["after"]) == ("head", [], 0)
-    assert root["layer"] == "(root)"
-
-
-def test_a_changed_attribute_is_structure_and_what_follows_has_moved() -> None:
-    expected = net()
-    diagnosis = diagnose(compare(net(mean=0.7, eps=1e-3), expected))
-    layers = by_name(run_data(net(mean=0.7, eps=1e-3), diagnosis=diagnosis, expected=expected))
-    assert layers["norm"]["status"] == ["structure"]
-    assert layers["norm"]["before"] == {"mean": 0.5, "std": 1.0, "min": -0.5, "max": 1.5}
-    assert layers["spare"]["status"] == ["not called"]
-
-
-def test_a_layer_has_its_dead_and_saturated_units_and_the_entropy_of_its_heads() -> None:
-    flat = value("output", 1, units=Units(axis=-1, low=(0.99, 0.0, 0.0), high=(1.0, 0.0, 0.5)))
-    attention = Attention(shape=(1, 1, 1), entropy=(0.5, None), most=(1.0,))
-    layer = Layer(name="act", type="Tanh", calls=(call(0, 1, value("input", 0), flat, attention=(attention,)),))
-    (data,) = run_data(Record(model="Net", layers={"act": layer}, forwards=1))["layers"]
-    assert (data["dead_units"], data["saturated_units"], data["attention"]) == ([1, 3], [1, 3], [0.5, None])
-
-
-def test_a_histogram_begins_with_its_first_exponent() -> None:
-    left = value("output", 1, histogram=Histogram(first=-3, negative=(0, 1), zero=2, positive=(4, 0)))
-    layer = Layer(name="act", type="Tanh", calls=(call(0, 1, value("input", 0), left),))
-    (data,) = run_data(Record(model="Net", layers={"act": layer}, forwards=1))["layers"]
-    expected = {"exponents": [-3, -2], "negative": [0, 1], "zero": 2, "positive": [4, 0], "per_octave": 2}
-    assert data["outputs"][0]["histogram"] == expected
-
-
-class Mode(enum.IntEnum):
-    SAME = 2
-
-
-def test_data_is_of_builtin_types_that_can_be_sent_and_written() -> None:
-    name = "fc\ud800<b>\x1b[31m"
-    attributes = {"mode": Mode.SAME, "limit": float("inf"), "text": name}
-    record = Record(model=name, layers={name: Layer(name=name, type="a.B", attributes=attributes)})
-    run = run_data(record)
-    (layer,) = run["layers"]
-    assert layer["name"] == "fc\\ud800<b>\x1b[31m"
-    assert layer["attributes"] == {"mode": 2, "limit": "inf", "text": "fc\\ud800<b>\x1b[31m"}
-    assert type(layer["attributes"]["mode"]) is int
-    assert json.loads(as_json(run), parse_constant=pytest.fail) == run
-
-
-def test_a_comparison_is_of_the_run_whose_record_it_was_given() -> None:
-    first, second, other = net(), net(0.6), net(0.7)
-    data = observed_data(
-        [Observed("a", "run", first), Observed("b", "watch", second)],
-        [Compared(second, None, None), Compared(other, None, None)],
-        [{"verdict": "same", "key": "k", "arch": "a", "probe": "p"}, {"verdict": "same"}, {"verdict": "new"}],
-    )
-    assert [run["name"] for run in data["runs"]] == ["a", "b", "Net"]
-    assert data["snapshots"] == [
-        {"verdict": "same", "run": 1},
-        {"verdict": "same", "run": 2},
-        {"verdict": "new", "run": None},
-    ]
-
-
-def test_a_record_that_cannot_be_shown_is_an_error_of_its_run_alone() -> None:
-    broken = Record(model="Net", layers={"a": Layer(name="a", type="A", calls=(None,))})  # type: ignore[arg-type]
-    data = observed_data([Observed("a", "run", broken), Observed("b", "run", net())], [], [])
-    assert [run["error"] is None for run in data["runs"]] == [False, True]
-
+from pytest_modelprobe.report.results import Results, write_text
 
 # --- a run of pytest --------------------------------------------------------------------------------------------------
 
@@ -176,26 +51,27 @@ def test_without_a_probe(): pass
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _plugin_alone: None) -> Any:
     """Run pytest with options, and return its results."""
 
-    def run(text: str, *options: str, subprocess: bool = False) -> dict[str, Any]:
+    def run(text: str, *options: str, subprocess: bool = False) -> Results:
         pytester.makepyfile(text)
         method = pytester.runpytest_subprocess if subprocess else pytester.runpytest_inprocess
         more = {} if subprocess else {"no_reraise_ctrlc": True}
         method("-p", "no:cacheprovider", "--modelprobe-json=out/results.json", *options, **more)
         assert [path.name for path in (pytester.path / "out").iterdir()] == ["results.json"]
         written = (pytester.path / "out" / "results.json").read_text("ascii")
-        results: dict[str, Any] = json.loads(written, parse_constant=pytest.fail)
-        return results
+        data = json.loads(written, parse_constant=pytest.fail)
+        assert data["schema"] == 4
+        return Results.from_dict(data)
 
     return run
 
 
-def outcomes(results: dict[str, Any]) -> dict[str, str]:
-    return {test["id"].partition("::")[2]: test["outcome"] for test in results["tests"]}
+def outcomes(results: Results) -> dict[str, str]:
+    return {test.id.partition("::")[2]: test.outcome for test in results.tests}
 
 
 def test_every_test_with_a_probe_has_its_outcome_and_what_it_recorded(run: Any) -> None:
     results = run(TESTS, "--snapshot-update")
-    assert (results["complete"], results["exit_status"], results["seed"]) == (True, 1, 0)
+    assert (results.stopped, results.exit_status, results.seed) == (None, 1, 0)
     assert outcomes(results) == {
         "test_passes": "passed",
         "test_fails": "failed",
@@ -203,23 +79,21 @@ def test_every_test_with_a_probe_has_its_outcome_and_what_it_recorded(run: Any) 
         "test_skipped": "skipped",
         "test_xfailed": "xfailed",
     }
-    passed, failed, error, skipped, xfailed = results["tests"]
-    assert [(test["message"]) for test in (failed, error, skipped, xfailed)] == [
+    passed, failed, error, skipped, xfailed = results.tests
+    assert [test.message for test in (failed, error, skipped, xfailed)] == [
         "AssertionError: first line", "RuntimeError: no data", "Skipped: later", "known",
     ]  # fmt: skip
-    assert failed["failure"].startswith("... ")
-    assert 20_000 < len(failed["failure"]) < 20_100
-    assert (passed["file"], passed["line"]) == (passed["id"].partition("::")[0], 7)
-    assert (passed["snapshots"][0]["verdict"], passed["snapshots"][0]["run"]) == ("created", 0)
-    histogram = passed["runs"][0]["layers"][1]["outputs"][0]["histogram"]
-    assert histogram["zero"] + sum(histogram["positive"]) == 8
-    assert sum(histogram["negative"]) == 0
-    assert passed["runs"][0]["profile"]["flops"] == passed["runs"][0]["layers"][0]["profile"]["flops"] == 2 * 2 * 4 * 4
-    assert [figure["media"] for figure in passed["figures"]] == ["image/png"]
-    (watch,) = failed["runs"]
-    assert (watch["name"], watch["kind"], watch["layers"][0]["status"]) == ("<b>", "watch", ["nonfinite"])
-    jsonschema = pytest.importorskip("jsonschema")
-    jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text("utf-8"))).validate(results)
+    assert failed.failure.startswith("... ")
+    assert 20_000 < len(failed.failure) < 20_100
+    assert (passed.file, passed.line) == (passed.id.partition("::")[0], 7)
+    assert (passed.snapshots[0].verdict, passed.snapshots[0].files) == ("created", ())
+    record = passed.runs[0].record
+    histogram = record["1"].output.forward.histogram
+    assert histogram.zero + sum(histogram.positive) == 8
+    assert record.profile.flops == record.profile.layers["0"].flops == 2 * 2 * 4 * 4
+    assert [figure.media for figure in passed.figures] == ["image/png"]
+    (watch,) = failed.runs
+    assert (watch.name, watch.kind, watch.status) == ("<b>", "watch", {"(root)": ("nonfinite",)})
 
 
 def test_a_watch_that_keeps_several_steps_has_the_update_ratio_of_each_layer(run: Any) -> None:
@@ -240,19 +114,11 @@ def test_a_watch_that_keeps_several_steps_has_the_update_ratio_of_each_layer(run
                     model[1].weight.grad = model[1].weight.detach().clone()
                 optimizer.step()
     """)
-    [kept, newest] = results["tests"][0]["runs"]
-    first, second = kept["steps"]
-    assert (first["step"], first["update_ratios"]) == (0, {"0": 0.0, "1": pytest.approx(0.25)})
-    assert (second["step"], list(second["update_ratios"])) == (1, ["0", "1"])
-    assert newest["steps"] == []
-    jsonschema = pytest.importorskip("jsonschema")
-    jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text("utf-8"))).validate(results)
-
-
-def test_a_parameter_that_is_not_finite_has_no_update_ratio() -> None:
-    good, bad = (Reading(statistics=Statistics(count=2, nan=n, mean=1.0), fingerprint=(1.0,) * 16) for n in (0, 1))
-    weight = Parameter(name="weight", shape=(2,), dtype="float32", device="cpu", reading=good, update=bad)
-    assert update_ratio(Layer(name="fc", type="Linear", parameters=(weight,))) is None
+    [kept, newest] = results.tests[0].runs
+    first, second = kept.steps
+    assert (first.step, first.update_ratios) == (0, {"0": 0.0, "1": pytest.approx(0.25)})
+    assert (second.step, list(second.update_ratios)) == (1, ["0", "1"])
+    assert newest.steps == ()
 
 
 TWO = """
@@ -276,15 +142,15 @@ def test_a_run_that_is_cut_short_is_not_complete(
     run: Any, second: str, options: Any, found: dict[str, str], stopped: str
 ) -> None:
     results = run(TWO.format(second) + "def test_c(): pass\n", *options)
-    assert (results["complete"], results["stopped"], outcomes(results)) == (False, stopped, found)
-    assert len(results["tests"][0]["runs"]) == 1
+    assert (results.stopped, outcomes(results)) == (stopped, found)
+    assert len(results.tests[0].runs) == 1
 
 
 def test_the_results_of_a_worker_that_dies_are_there_but_not_complete(run: Any) -> None:
     results = run("import os\n" + TWO.format("os._exit(1)"), "-p", "xdist", "-n1", subprocess=True)
-    assert (results["complete"], outcomes(results)) == (False, {"test_a": "passed", "test_b": "failed"})
-    assert results["stopped"] == "a worker of pytest-xdist died"
-    assert [len(test["runs"]) for test in results["tests"]] == [1, 0]
+    assert outcomes(results) == {"test_a": "passed", "test_b": "failed"}
+    assert results.stopped == "a worker of pytest-xdist died"
+    assert [len(test.runs) for test in results.tests] == [1, 0]
 
 
 @pytest.mark.usefixtures("_plugin_alone")
@@ -394,14 +260,12 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     assert pipe.is_fifo()
 
 
-def results_file(path: Path, schema: int, **more: Any) -> None:
-    unused = {"unused": [], "deleted": [], "kept": {}}
-    results = document([], unused, stopped=None, exit_status=0, root=path.parent, seed=0, devices=["cpu"])
-    path.write_text(as_json({**results, "schema": schema, **more}))
+def results_file(path: Path, **more: Any) -> None:
+    path.write_text(json.dumps({**json.loads(Results(tests=()).to_json()), **more}))
 
 
 def test_the_command_makes_the_report_of_a_file(tmp_path: Path) -> None:
-    results_file(tmp_path / "results.json", 3)
+    results_file(tmp_path / "results.json")
     assert cli.main(["report", str(tmp_path / "results.json"), "-o", str(tmp_path / "report")]) == 0
     assert (tmp_path / "report").read_text().startswith("<!doctype html>")
 
@@ -418,7 +282,7 @@ def test_the_command_makes_the_report_of_a_file(tmp_path: Path) -> None:
 def test_the_command_writes_beside_the_file_if_no_place_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, name: str
 ) -> None:
-    results_file(tmp_path / "results.json", 3)
+    results_file(tmp_path / "results.json")
     assert cli.main(["report", str(tmp_path / "results.json"), "--format", kind]) == 0
     assert capsys.readouterr().out == f"Wrote {tmp_path / name}\n"
     assert (tmp_path / name).exists()
@@ -427,16 +291,16 @@ def test_the_command_writes_beside_the_file_if_no_place_is_named(
 @pytest.mark.parametrize(
     ("schema", "tests", "said"),
     [
-        (2, [], "has schema 2, and this version reads 3: write it with pytest"),
-        (3, [3], "is not what pytest --modelprobe-json=PATH writes: "),
-        (3, None, "is not what pytest --modelprobe-json=PATH writes: "),
+        (3, [], "has schema 3, and this version reads 4: write it with pytest"),
+        (4, [3], "is not what pytest --modelprobe-json=PATH writes: "),
+        (4, None, "is not what pytest --modelprobe-json=PATH writes: "),
     ],
 )
 @pytest.mark.parametrize("kind", ["html", "gitlab"])
 def test_the_command_refuses_what_it_cannot_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], schema: int, tests: Any, said: str, kind: str
 ) -> None:
-    results_file(tmp_path / "results.json", schema, tests=tests)
+    results_file(tmp_path / "results.json", schema=schema, tests=tests)
     command = ["report", str(tmp_path / "results.json"), "--format", kind, "-o", str(tmp_path / "report")]
     assert cli.main(command) == 2
     assert said in capsys.readouterr().err
