@@ -21,7 +21,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import (
     count_dispatch_modes,
-    count_function_modes,
     graph_task,
     is_wrapped,
     learns_shapes,
@@ -203,7 +202,12 @@ class Capture:
         # A torch that cannot do what hooks need is refused here, while there is nothing to take off.
         graph_task()
         if self._modes:
-            count_function_modes()
+            enter(self._modes)
+            try:
+                with without_torch_function():
+                    pass
+            finally:
+                leave(self._modes)
         if self._profiler is not None:
             count_dispatch_modes()
         try:
