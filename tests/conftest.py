@@ -10,11 +10,13 @@ import inspect
 import os
 import random
 import signal
+import subprocess
 import sys
+import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -27,6 +29,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch._dynamo
+
+from pytest_modelprobe.revisions import side
 
 pytest_plugins = ["pytester"]
 
@@ -147,6 +151,67 @@ def _installed_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load every installed plugin in a run of pytest inside a test, as a user's run does."""
     monkeypatch.delenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", raising=False)
     monkeypatch.delenv("PYTEST_PLUGINS", raising=False)
+
+
+# --- processes that import torch no second time ---------------------------------------------------------------------
+
+
+class _Forked:
+    """Stands in for the `subprocess.Popen` of another side: a copy of this process, without the user's modules."""
+
+    def __init__(self, job: str, answer: str, *, cwd: Path, env: dict[str, str], stdout: IO[bytes]) -> None:
+        theirs, ours = os.pipe()
+        self.stdin = os.fdopen(ours, "wb")
+        self.pid = os.fork()
+        self.returncode: int | None = None
+        if not self.pid:
+            self._run(job, answer, theirs, cwd, env, stdout)
+        os.close(theirs)
+
+    def _run(self, job: str, answer: str, stdin: int, cwd: Path, env: dict[str, str], stdout: IO[bytes]) -> None:
+        code = 1
+        try:
+            os.setsid()
+            os.close(self.stdin.fileno())
+            for number, descriptor in enumerate((stdin, stdout.fileno(), stdout.fileno())):
+                os.dup2(descriptor, number)
+            here = str(Path.cwd())
+            os.chdir(cwd)
+            os.environ.clear()
+            os.environ.update(env)
+            for name, module in [*sys.modules.items()]:
+                if (getattr(module, "__file__", None) or "").startswith(here):
+                    del sys.modules[name]
+            imports = env["PYTHONPATH"].split(os.pathsep)
+            sys.path[:] = [str(cwd), *imports, *(path for path in sys.path if not path.startswith(here))]
+            side.main(job, answer)
+            code = 0
+        finally:
+            if code:
+                os.write(2, traceback.format_exc().encode())
+            os._exit(code)
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def _forked_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes of another side: to start one anew imports torch, 2 seconds each time."""
+    popen = subprocess.Popen
+
+    def start(command: Sequence[str], **how: Any) -> Any:
+        if command[:3] != [sys.executable, "-m", "pytest_modelprobe.revisions"]:
+            return popen(command, **how)
+        return _Forked(*command[3:], **{name: how[name] for name in ("cwd", "env", "stdout")})
+
+    monkeypatch.setattr(subprocess, "Popen", start)
 
 
 @pytest.fixture

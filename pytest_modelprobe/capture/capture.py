@@ -21,7 +21,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import (
     count_dispatch_modes,
-    count_function_modes,
     graph_task,
     is_wrapped,
     learns_shapes,
