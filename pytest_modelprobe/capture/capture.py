@@ -202,7 +202,6 @@ class Capture:
         # A torch that cannot do what hooks need is refused here, while there is nothing to take off.
         graph_task()
         if self._modes:
-            count_function_modes()
             enter(self._modes)
             try:
                 with without_torch_function():
