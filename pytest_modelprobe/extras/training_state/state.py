@@ -204,11 +204,8 @@ class TrainingState:
             fields = getattr(value, "_fields", ())
             for i, one in enumerate(value):
                 own = fields[i] if fields else str(i) if isinstance(one, PLAIN) or name else self._numbered(one)
-                self._visit(
-                    _inside(name, own),
-                    one,
-                    functools.partial(operator.setitem, value, i) if isinstance(value, list) else None,
-                )
+                put = functools.partial(operator.setitem, value, i) if isinstance(value, list) else None
+                self._visit(_inside(name, own), one, put)
         elif holds or hasattr(value, "__dataclass_fields__"):
             for key, one in list(vars(value).items()):
                 self._visit(_inside(name, key), one, functools.partial(setattr, value, key))
@@ -240,9 +237,7 @@ def unequal(then: Leaves, now: Leaves) -> dict[tuple[str, str], Unequal]:
         if other is None or not _is_equal(leaf.value, other.value):
             found[key] = Unequal(leaf, other)
     # A number, as the step of Adam, says less than what goes with it.
-    return dict(
-        sorted(found.items(), key=lambda pair: pair[1].leaf.kind == "moments" and _is_number(pair[1].leaf.value))
-    )
+    return dict(sorted(found.items(), key=lambda pair: _is_number_of_moments(pair[1].leaf)))
 
 
 def through_file(saved: Any) -> Any:
