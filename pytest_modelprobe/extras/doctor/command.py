@@ -8,7 +8,6 @@ the home directory is ``~``.
 from __future__ import annotations
 
 import argparse
-import configparser
 import functools
 import json
 import os
@@ -18,14 +17,12 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pytest_modelprobe.files import ARCH, DIRECTORY
 from pytest_modelprobe.text import count, listed, printable
 
 Section = dict[str, str]
@@ -49,9 +46,7 @@ PLUGINS = (
 )
 """Plugins that reorder, repeat, reseed or distribute tests, or have snapshots of their own."""
 
-_INI_FILES = ("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
 _CI_VARIABLES = ("CI", "GITHUB_ACTIONS", "GITLAB_CI", "BUILDKITE", "CIRCLECI", "JENKINS_URL", "TF_BUILD")
-_MOST_FOLDERS = 5_000  # so that the report comes soon
 _NOT_INSTALLED = "not installed"
 
 
@@ -75,13 +70,14 @@ def report() -> dict[str, Section | list[str]]:
     Each section maps a name to a text; ``switched off`` is a list of texts. What cannot be determined is described by
     its error: nothing is raised.
     """
-    folder, ini, settings = _project()
+    project = _project()
+    addopts = project.pop("addopts", "")
     found: dict[str, Section | list[str]] = {
         "versions": _versions(),
         "devices": _devices(),
         "pytest plugins": {name: version for name in PLUGINS if (version := _version(name)) != _NOT_INSTALLED},
-        "project": _snapshots_and_ini(folder, ini, settings),
-        "switched off": list(_switched_off(settings)),
+        "project": project,
+        "switched off": list(_switched_off(addopts)),
     }
     return {
         title: [_plain(line) for line in section]
@@ -133,23 +129,12 @@ def _attempt(read: Callable[[], str]) -> str:
     return "; ".join([text, *dict.fromkeys(_line(warning.message) for warning in given)])
 
 
-def _error_of(action: Callable[[], object]) -> str:
-    """Return the error of a function in a line; empty if it raises nothing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001 - as in `_attempt`
-            return _line(error)
-    return ""
-
-
 def _line(error: object) -> str:
     first = str(error).strip().partition("\n")[0][:300]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
-# --- versions and devices ---------------------------------------------------------------------------------------------
+# --- versions, devices, project ---------------------------------------------------------------------------------------
 
 
 def _versions() -> Section:
@@ -179,12 +164,13 @@ def _git() -> str:
 def _torch_problem() -> str:
     """Return why torch cannot be used; empty if it can."""
 
-    def use() -> None:
+    def use() -> str:
         import torch
 
         torch.ones(1)
+        return ""
 
-    error = _error_of(use)
+    error = _attempt(use).partition(";")[0]
     if error.startswith("ModuleNotFoundError: No module named 'torch'"):
         return "torch is not installed"
     return f"torch cannot be imported: {error}" if error else ""
@@ -213,6 +199,8 @@ def _kernel() -> str:
 def _cuda() -> str:
     import torch
 
+    from pytest_modelprobe.statistics import operations
+
     if not torch.cuda.is_available():
         hidden = "; CUDA_VISIBLE_DEVICES is set" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
         built = torch.version.cuda or torch.version.hip
@@ -220,13 +208,7 @@ def _cuda() -> str:
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     devices = f"{', '.join(names)} ({build}, cuDNN {torch.backends.cudnn.version()})"
-    return f"{devices}, statistics by {_attempt(_cuda_statistics)}"
-
-
-def _cuda_statistics() -> str:
-    from pytest_modelprobe.statistics import operations
-
-    return operations.TRITON.description()
+    return f"{devices}, statistics by {_attempt(operations.TRITON.description)}"
 
 
 def _mps() -> str:
@@ -235,83 +217,42 @@ def _mps() -> str:
     return "available" if torch.backends.mps.is_available() else "not available"
 
 
-# --- the project ------------------------------------------------------------------------------------------------------
+def _project() -> Section:
+    """Return what is about this plugin in the configuration that pytest finds, and its `addopts`."""
+    settings: dict[str, Any] = {}
 
+    def name() -> str:
+        from _pytest.config.findpaths import locate_config
 
-def _project() -> tuple[Path, Path | None, dict[str, Any]]:
-    """Return the folder of pytest's configuration, its file and settings; the current folder if there is none."""
-    here = Path.cwd()
-    for folder in (here, *here.parents):
-        for path in (folder / name for name in _INI_FILES):
-            settings = _settings(path) if path.is_file() else None
-            if settings is not None:
-                return folder, path, settings
-    return here, None, {}
+        _, path, found, *_ = locate_config(Path.cwd(), [Path.cwd()])
+        settings.update({key: getattr(one, "value", one) for key, one in found.items()})  # pytest 9 wraps them
+        return path.name if path else "none found"
 
-
-def _settings(path: Path) -> dict[str, Any] | None:
-    """Return the settings of pytest in a file; ``None`` if it has none, or cannot be read."""
-    own = path.stem.endswith("pytest")
-    try:
-        text = path.read_text("utf-8")
-        if path.suffix == ".toml":
-            data = tomllib.loads(text)
-            pytest = data.get("pytest", {}) if own else data.get("tool", {}).get("pytest")
-            return None if pytest is None else pytest.get("ini_options", pytest)
-        parser = configparser.ConfigParser(interpolation=None)
-        parser.read_string(text)
-        section = "tool:pytest" if path.suffix == ".cfg" else "pytest"
-        return dict(parser[section]) if section in parser else {} if own else None
-    except (OSError, ValueError, AttributeError, configparser.Error):
-        return None
-
-
-def _snapshots_and_ini(folder: Path, ini: Path | None, settings: dict[str, Any]) -> Section:
-    own = {name: f"{value}" for name, value in settings.items() if name.startswith("modelprobe_")}
+    file = _attempt(name)
     set_here = [name for name in _CI_VARIABLES if os.environ.get(name)]
     return {
-        "pytest configuration": ini.name if ini else "none found",
-        **own,
-        "snapshots": _attempt(lambda: _snapshots(folder)),
+        "pytest configuration": file,
+        **{key: f"{value}" for key, value in settings.items() if key.startswith("modelprobe_") or key == "addopts"},
         "CI": f"detected: {listed(set_here, len(set_here))}" if set_here else "not detected",
         "before an upgrade": "pytest --modelprobe-base-python=PATH, the interpreter of another environment",
     }
 
 
-def _snapshots(folder: Path) -> str:
-    found: dict[str, int] = {}
-    for seen, (place, folders, files) in enumerate(os.walk(folder)):
-        if seen == _MOST_FOLDERS:
-            return f"{_in_words(found)}; looked at {_MOST_FOLDERS:,} folders, there are more"
-        if "pyvenv.cfg" in files:
-            folders.clear()
-        folders[:] = [name for name in folders if not name.startswith(".") and name != "node_modules"]
-        parts = Path(place).relative_to(folder).parts
-        if DIRECTORY in parts:
-            top = "/".join(parts[: parts.index(DIRECTORY) + 1])
-            found[top] = found.get(top, 0) + sum(name.endswith(ARCH) for name in files)
-    return _in_words(found)
-
-
-def _in_words(found: dict[str, int]) -> str:
-    return f"{sum(found.values())} in {listed(sorted(found))}" if found else f"none (no folder {DIRECTORY})"
-
-
 # --- what is switched off ---------------------------------------------------------------------------------------------
 
 
-def _switched_off(settings: dict[str, Any]) -> Iterator[str]:
+def _switched_off(addopts: str) -> Iterator[str]:
     problem = _torch_problem()
     if problem:
         yield f"running models: {problem}"
     yield from _guarded(_unmet_requirements())
-    yield from _guarded(_reasons_without_plugin(settings))
+    yield from _guarded(_reasons_without_plugin(addopts))
     if not problem:
         missing = [name for name, why in (("cuda", _cuda), ("mps", _mps)) if _attempt(why).startswith("not available")]
         if missing:
             yield f"devices {' and '.join(missing)}: not available here; tests that ask for them are skipped"
         yield from _guarded(_missing_of_torch(), f"running models: {PACKAGE} does not work with this torch")
-        yield from _without_compile()
+        yield from _guarded(_compiled(), "checks.compile_parity: torch.compile does not work here")
     if os.environ.get("CI"):
         yield "--snapshot-update of model snapshots: CI is set; --modelprobe-allow-update-in-ci permits it"
     if shutil.which("git") is None:
@@ -320,11 +261,14 @@ def _switched_off(settings: dict[str, Any]) -> Iterator[str]:
 
 def _guarded(lines: Iterable[str], broken: str = "unknown") -> Iterator[str]:
     """Yield lines. If looking for them raises, yield what is ``broken`` with the error."""
-    found: list[str] = []
-    error = _error_of(lambda: found.extend(lines))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found: list[str] = []
+        try:
+            found.extend(lines)
+        except Exception as error:  # noqa: BLE001 - as in `_attempt`
+            found.append(f"{broken}: {_line(error)}")
     yield from found
-    if error:
-        yield f"{broken}: {error}"
 
 
 def _unmet_requirements() -> Iterator[str]:
@@ -347,14 +291,14 @@ def _unmet_requirements() -> Iterator[str]:
             yield f"{one.name} {version}: {PACKAGE} needs {one}"
 
 
-def _reasons_without_plugin(settings: dict[str, Any]) -> Iterator[str]:
+def _reasons_without_plugin(addopts: str) -> Iterator[str]:
     """Yield why pytest does not load the plugin."""
     if not metadata.entry_points(group="pytest11", name="modelprobe"):
         yield f"the plugin: no entry point is installed; install {PACKAGE} where pytest runs"
     if os.environ.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD"):
         yield "the plugin: PYTEST_DISABLE_PLUGIN_AUTOLOAD is set; -p pytest_modelprobe.plugin loads it"
-    for where, text in (("addopts", settings.get("addopts", "")), ("PYTEST_ADDOPTS", os.environ.get("PYTEST_ADDOPTS"))):
-        if "no:modelprobe" in str(text):
+    for where, text in (("addopts", addopts), ("PYTEST_ADDOPTS", os.environ.get("PYTEST_ADDOPTS", ""))):
+        if "no:modelprobe" in text:
             yield f"the plugin: {where} has -p no:modelprobe"
 
 
@@ -370,13 +314,9 @@ def _missing_of_torch() -> Iterator[str]:
             yield f"this torch has no {path}: {refused.get(path, 'another way is used where there is one')}"
 
 
-def _without_compile() -> Iterator[str]:
-    def compile_nothing() -> None:
-        import torch
+def _compiled() -> Iterator[str]:
+    import torch
 
-        # Without a model it returns a decorator, after it has asked whether this version of Python is supported.
-        torch.compile(backend="aot_eager")
-
-    error = _error_of(compile_nothing)
-    if error:
-        yield f"checks.compile_parity: torch.compile does not work here: {error}"
+    # Without a model it returns a decorator, after it has asked whether this version of Python is supported.
+    torch.compile(backend="aot_eager")
+    yield from ()
