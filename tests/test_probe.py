@@ -349,7 +349,7 @@ def test_what_cannot_be_probed_is_refused_with_a_sentence(probe: ModelProbe, kin
         (lambda out: out.sum().item(), r"loss\(output\) returns a scalar tensor; got float"),
         (
             lambda out: out.sum().detach(),
-            r"loss\(output\) has no gradient, and the output has one: the function detaches",
+            r"loss\(output\) has no gradient: it was detached, computed under no_grad, or of a part",
         ),
     ],
 )

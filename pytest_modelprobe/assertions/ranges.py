@@ -107,31 +107,17 @@ def _share(output: _Output) -> float | None:
         return 4 * (mean - rms**2)
     if kind == "tanh":
         return 1 - rms**2
-    if kind in ("softmax", "softmax2d"):
-        classes = _classes(kind, output)
-        return None if classes is None or classes < 2 else (1 - classes * rms**2) / (1 - 1 / classes)
+    if kind == "softmax":
+        shape, arguments = output.value.shape, output.call.arguments
+        axis = layer.attributes.get("dim", arguments.get("dim", arguments.get("input[1]")))
+        classes = shape[axis] if type(axis) is int and -len(shape) <= axis < len(shape) else None
+        return (1 - classes * rms**2) / (1 - 1 / classes) if isinstance(classes, int) and classes > 1 else None
     if layer.type_name in _AT_BOUNDS:
         names = ("min_val", "max_val")
         pairs = zip(map(layer.attributes.get, names), _AT_BOUNDS[layer.type_name], strict=True)
         low, high = (float(own) if isinstance(own, (int, float)) else usual for own, usual in pairs)
         return 4 * ((low + high) * mean - rms**2 - low * high) / (high - low) ** 2
     return None
-
-
-def _classes(kind: str, output: _Output) -> int | None:
-    """Return the number of classes of a softmax; None if its axis or size is unknown."""
-    shape = output.value.shape
-    if kind == "softmax2d":
-        axis: object = -3
-    else:
-        arguments = output.call.arguments
-        axis = output.layer.attributes.get("dim", arguments.get("dim", arguments.get("input[1]")))
-        if axis is None:
-            axis = 0 if len(shape) in (0, 1, 3) else 1  # torch's default
-    if type(axis) is not int or not -len(shape) <= axis < len(shape):
-        return None
-    size = shape[axis]
-    return size if isinstance(size, int) else None
 
 
 # --- range and scale ----------------------------------------------------------------------------------------------

@@ -63,14 +63,10 @@ def loss_of(output: Any, loss: Loss, *, seed: int) -> torch.Tensor:
         )
     if found.is_complex():
         raise UsageError("loss(output) is complex, which has no gradient: take .abs() or .real of it")
-    if not found.requires_grad and any(tensor.requires_grad for tensor in _floating(output)):
-        raise NoGradientError(
-            "loss(output) has no gradient, and the output has one: the function detaches it, computes under no_grad, "
-            "or takes a part of it that has none"
-        )
     if not found.requires_grad:
         raise NoGradientError(
-            "loss(output) has no gradient: it was detached, computed under no_grad, or every parameter is frozen"
+            "loss(output) has no gradient: it was detached, computed under no_grad, or of a part of the output that "
+            "has none, or every parameter is frozen"
         )
     return found
 

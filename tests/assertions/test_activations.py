@@ -108,52 +108,6 @@ def test_a_container_is_not_named_for_what_is_dead_inside() -> None:
     assert "1 of 5 layers looked at" in text
 
 
-def test_a_model_that_is_given_zeros_is_not_dead() -> None:
-    model = Net(lambda m, x: m.b(m.a(x) * x), a=linear(bias=None), b=linear(bias=None))
-    assert_no_dead_layers(run(model, torch.zeros(4, 6)))
-
-
-def test_a_zero_state_that_the_model_starts_from_is_not_dead() -> None:
-    class Decoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encode, self.step = linear(), linear(bias=0.5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            memory = self.encode(x)
-            return self.step(torch.zeros_like(memory)) + memory
-
-    assert_no_dead_layers(run(Decoder()))
-
-
-def test_zeros_that_an_earlier_layer_of_zeros_leads_to_are_not_dead() -> None:
-    model = Net(lambda m, x: m.b(m.zero(x) * m.a(x)), zero=linear(weight=0.0), a=linear(), b=linear(bias=0.5))
-    assert_no_dead_layers(run(model))
-
-
-def test_zeros_that_the_layer_around_was_given_are_not_dead() -> None:
-    block = Net(lambda m, x, gate: m.b(m.a(x) * gate), a=linear(), b=linear(bias=0.5))
-    assert_no_dead_layers(run(Net(lambda m, x: m.block(x, torch.zeros_like(x)), block=block)))
-
-
-def test_a_recurrent_state_that_is_zero_in_the_first_call_alone_is_not_dead() -> None:
-    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        hidden = F.relu(model.init(x))
-        for _ in range(3):
-            hidden = model.cell(hidden) + x
-        return hidden
-
-    assert_no_dead_layers(run(Net(forward, init=linear(bias=-20.0), cell=linear())))
-
-
-def test_a_layer_with_one_living_output_is_not_dead() -> None:
-    class WithLoss(nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return x * 0, x * 2
-
-    assert_no_dead_layers(run(WithLoss()))
-
-
 def test_a_call_is_dead_though_another_call_of_the_layer_is_alive() -> None:
     model = Net(lambda m, x: m.act(m.fc2(m.act(m.fc1(x)))), fc1=linear(), fc2=linear(bias=-20.0), act=nn.ReLU())
     text = failure_of(assert_no_dead_layers, run(model, loss="random"))
@@ -163,19 +117,63 @@ def test_a_call_is_dead_though_another_call_of_the_layer_is_alive() -> None:
     )
 
 
-def test_an_embedding_of_padding_alone_is_not_dead() -> None:
-    model = Net(
+def recurrent(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    hidden = F.relu(model.init(x))
+    for _ in range(3):
+        hidden = model.cell(hidden) + x
+    return hidden
+
+
+class ReZero(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.scale = linear(), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.fc(x)
+
+
+HEALTHY: dict[str, Callable[[], nn.Module]] = {
+    "given zeros": lambda: Net(lambda m, x: m.b(m.a(0 * x) * x), a=nn.Identity(), b=linear(bias=None)),
+    "a state that begins with zeros": lambda: Net(
+        lambda m, x: m.step(torch.zeros_like(y := m.encode(x))) + y, encode=linear(), step=linear(bias=0.5)
+    ),
+    "behind a layer of zeros": lambda: Net(
+        lambda m, x: m.b(m.zero(x) * m.a(x)), zero=linear(weight=0.0), a=linear(), b=linear(bias=0.5)
+    ),
+    "zeros that the layer around was given": lambda: Net(
+        lambda m, x: m.block(x, torch.zeros_like(x)),
+        block=Net(lambda m, x, gate: m.b(m.a(x) * gate), a=linear(), b=linear(bias=0.5)),
+    ),
+    "a recurrent state": lambda: Net(recurrent, init=linear(bias=-20.0), cell=linear()),
+    "one living output": lambda: Net(lambda m, x: (m.fc(x) * 0, m.fc(x)), fc=linear()),
+    "padding": lambda: Net(
         lambda m, x: m.embed(torch.tensor([[1, 2]])) + m.embed(torch.tensor([[0, 0]])),
         embed=nn.Embedding(4, 6, padding_idx=0),
-    )
-    assert_no_dead_layers(run(model))
+    ),
+    "a residual branch": lambda: Net(
+        lambda m, x: m.head(x + m.branch(m.norm(x))),
+        norm=nn.LayerNorm(6),
+        branch=nn.Sequential(linear(), nn.Tanh(), linear(weight=0.0)),
+        head=linear(),
+    ),
+    "ReZero": lambda: nn.Sequential(ReZero(), linear()),
+}
 
 
-@pytest.mark.parametrize("loss", [None, "random"])
-def test_a_zero_initialized_residual_branch_is_not_dead(loss: Any) -> None:
-    branch = nn.Sequential(linear(), nn.Tanh(), linear(weight=0.0))
-    model = Net(lambda m, x: m.head(x + m.branch(m.norm(x))), norm=nn.LayerNorm(6), branch=branch, head=linear())
-    assert_no_dead_layers(run(model, loss=loss))
+@pytest.mark.parametrize("make", HEALTHY.values(), ids=HEALTHY)
+def test_zeros_that_healthy_models_have_are_not_dead(make: Callable[[], nn.Module]) -> None:
+    assert_no_dead_layers(run(make()))
+
+
+def test_a_layer_that_learns_by_another_call_or_gets_no_gradient_at_all_has_no_zero_gradient() -> None:
+    model = Net(lambda m, x: (m.a(x) * 0 + m.a(x), m.b(x)), a=linear(), b=linear())
+    assert_no_dead_layers(run(model, loss=lambda out: out[0].sum()))
+
+
+@pytest.mark.parametrize("name", ["a residual branch", "ReZero"])
+def test_zero_gradients_before_what_is_zero_initialized_are_not_dead(name: str) -> None:
+    assert_no_dead_layers(run(HEALTHY[name](), loss="random"))
 
 
 def test_zero_initialized_norms_of_residual_blocks_are_not_dead() -> None:
@@ -190,18 +188,6 @@ def test_zero_initialized_norms_of_residual_blocks_are_not_dead() -> None:
 
     model = nn.Sequential(linear(), Block(), Block(), linear())
     assert_no_dead_layers(run(model, loss="random", mode="train", functionals=True))
-
-
-def test_a_branch_scaled_by_a_zero_parameter_is_not_dead() -> None:
-    class ReZero(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc, self.scale = linear(), nn.Parameter(torch.zeros(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.scale * self.fc(x)
-
-    assert_no_dead_layers(run(nn.Sequential(ReZero(), linear()), loss="random"))
 
 
 def test_a_zero_initialized_layer_is_still_one_after_it_has_learned_in_the_only_forward() -> None:
@@ -269,16 +255,6 @@ def test_a_zero_gradient_before_a_layer_with_a_gradient_is_not_excused_by_what_c
     with ModelProbe() as probe:
         record = probe.run(model, X, loss="random")
         assert failure_of(assert_no_dead_layers, record).startswith("b has a zero gradient: ")
-
-
-def test_an_output_without_any_gradient_is_not_a_zero_one() -> None:
-    model = Net(lambda m, x: (m.a(x), m.b(x)), a=linear(), b=linear())
-    assert_no_dead_layers(run(model, loss=lambda out: out[0].sum()))
-
-
-def test_a_layer_that_learns_by_another_call_has_no_zero_gradient() -> None:
-    model = Net(lambda m, x: m.fc(x) * 0 + m.fc(x), fc=linear())
-    assert_no_dead_layers(run(model, loss="random"))
 
 
 def test_the_call_of_an_activation_whose_gradient_is_zero_is_named() -> None:

@@ -338,27 +338,37 @@ def test_growth_within_the_ratio_passes() -> None:
     assert "larger than (root), 1000 is allowed" in failure_of(assert_grad_flow, run(scaled(8, 4.0)), max_ratio=10)
 
 
-def test_a_norm_over_a_row_of_zeros_is_no_explosion() -> None:
-    norm = nn.LayerNorm(6, eps=1e-12)
-    model = Net(lambda m, x: m.head(m.norm(m.stem(torch.cat([x, 0 * x[:1]])))), stem=nn.Identity(), norm=norm)
-    model.stem, model.head = linear(), linear()
-    nn.init.zeros_(model.stem.bias)
-    assert_grad_flow(run(model))
+def branch(factor: float) -> nn.Module:
+    return Net(lambda m, x: m.head(m.stem(x) + factor * m.branch(x)), stem=linear(), branch=linear(), head=linear())
 
 
-def test_a_loss_given_out_is_not_what_gradients_are_measured_by() -> None:
-    model = Net(lambda m, x: 1e-12 * m.b(m.a(x)).sum(), a=linear(), b=linear())
-    assert_grad_flow(run(model, loss=lambda loss: loss))
+def zeroed_stem() -> nn.Linear:
+    stem = linear()
+    nn.init.zeros_(stem.bias)
+    return stem
 
 
-def test_a_single_small_gradient_that_others_pass_by_is_no_finding() -> None:
-    model = Net(lambda m, x: m.head(m.stem(x) + 1e-8 * m.branch(x)), stem=linear(), branch=linear(), head=linear())
-    assert_grad_flow(run(model))
+HEALTHY: dict[str, Callable[[], nn.Module]] = {
+    "a norm over a row of zeros": lambda: Net(
+        lambda m, x: m.head(m.norm(m.stem(torch.cat([x, 0 * x[:1]])))),
+        stem=zeroed_stem(),
+        norm=nn.LayerNorm(6, eps=1e-12),
+        head=linear(),
+    ),
+    "a loss given out": lambda: Net(lambda m, x: 1e-12 * m.b(m.a(x)).sum(), a=linear(), b=linear()),
+    "a small gradient that others pass by": lambda: branch(1e-8),
+    "an expert without tokens": lambda: Net(lambda m, x: m.a(x) + m.b(x[:0]).sum(), a=linear(), b=linear()),
+    "a parameter that was not needed": lambda: nn.Sequential(Token(), linear()),
+}
 
 
-def test_beyond_the_square_of_the_ratio_a_single_one_is() -> None:
-    model = Net(lambda m, x: m.head(m.stem(x) + 1e-16 * m.branch(x)), stem=linear(), branch=linear(), head=linear())
-    assert failure_of(assert_grad_flow, run(model)).startswith("branch gets a gradient ")
+@pytest.mark.parametrize("make", HEALTHY.values(), ids=HEALTHY)
+def test_gradients_that_healthy_models_have_pass(make: Callable[[], nn.Module]) -> None:
+    assert_grad_flow(run(make(), loss=lambda out: out.sum()))
+
+
+def test_beyond_the_square_of_the_ratio_a_single_small_one_is_named() -> None:
+    assert failure_of(assert_grad_flow, run(branch(1e-16))).startswith("branch gets a gradient ")
 
 
 def test_no_gradient_comes_first_and_the_cut_is_placed() -> None:
@@ -556,15 +566,6 @@ def seed_of_draw(*, drop: bool) -> int:
             if bool(DropPath()(torch.ones(1, 1))) != drop:
                 return seed
     raise AssertionError
-
-
-def test_an_expert_that_no_token_came_to_does_not_take_part() -> None:
-    model = Net(lambda m, x: m.a(x) + m.b(x[:0]).sum(), a=linear(), b=linear())
-    assert_grad_flow(run(model))
-
-
-def test_a_parameter_of_a_container_that_was_not_needed_stops_no_flow() -> None:
-    assert_grad_flow(run(nn.Sequential(Token(), linear())))
 
 
 def test_without_parameters_outputs_are_looked_at() -> None:

@@ -88,13 +88,6 @@ def test_one_that_is_at_either_bound_is_named(activation: nn.Module) -> None:
         assert_not_saturated(record(net(activation, scale=1e6)))
 
 
-@pytest.mark.filterwarnings("ignore:Implicit dimension choice for softmax")
-def test_a_softmax_that_finds_its_axis_itself_is_looked_at() -> None:
-    assert_not_saturated(record(net(nn.Softmax())))
-    with pytest.raises(AssertionError, match=r"^layer '1' \(\w+\) is saturated"):
-        assert_not_saturated(record(net(nn.Softmax(), scale=1000.0)))
-
-
 @pytest.mark.parametrize("function", [torch.tanh, lambda x: F.softmax(x, dim=-1)])
 def test_functional_ones_are_seen_where_they_are_recorded(function: object) -> None:
     model = PROBE.build(lambda: Functional(function, scale=1000.0))
@@ -114,9 +107,6 @@ def test_the_slope_is_that_of_the_function(name: str, slope: object) -> None:
 def test_without_such_a_function_there_is_nothing_to_look_at() -> None:
     with pytest.raises(NothingObservedError, match="none of the selected layers is a sigmoid, tanh or softmax"):
         assert_not_saturated(record(nn.Linear(16, 2)))
-
-
-def test_a_slope_is_a_share() -> None:
     with pytest.raises(UsageError, match="from 0 to 1"):
         assert_not_saturated(record(net(nn.Tanh())), min_slope=5)
 

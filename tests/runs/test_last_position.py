@@ -56,8 +56,7 @@ def decoded(probe, model, ids, drop=False):
     return watch.last
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize(("make", "batch"), [(gpt2, 1), (llama, 3)])
 def test_a_training_forward_equals_decoding_of_the_same_weights(make, batch, tmp_path):
     probe = ModelProbe()
     model = probe.build(make).eval()
@@ -85,10 +84,8 @@ def scale(tensor):
 @pytest.mark.parametrize(
     ("make", "change", "message"),
     [
-        (gpt2, lambda m: scale(m.transformer.h[1].mlp.c_fc.weight), r"transformer\.h\.1\.mlp\.c_fc: weights changed"),
         (gpt2, lambda m: setattr(m.transformer.h[1].ln_1, "eps", 0.1), r"transformer\.h\.1\.ln_1: own code changed"),
         (llama, lambda m: scale(m.model.layers[1].mlp.up_proj.weight), r"model\.layers\.1\.mlp\.up_proj: weights"),
-        (llama, lambda m: setattr(m.model.layers[1].mlp, "act_fn", nn.GELU()), r"model\.layers\.1\.mlp\.act_fn: own"),
     ],
 )
 def test_the_first_layer_that_differs_in_the_server_is_named(make, change, message, tmp_path):
@@ -104,18 +101,16 @@ def test_the_first_layer_that_differs_in_the_server_is_named(make, change, messa
         assert_same_behavior(actual, expected, structure=False)
 
 
-@pytest.mark.parametrize(("make", "layer"), [(gpt2, "transformer.h.0.attn"), (llama, "model.layers.0.self_attn")])
-def test_a_cache_that_loses_an_entry_is_found_in_the_first_attention(make, layer):
+def test_a_cache_that_loses_an_entry_is_found_in_the_first_attention():
     probe = ModelProbe()
-    model = probe.build(make).eval()
+    model = probe.build(llama).eval()
     ids = probe.randint(0, 100, (1, N))
     actual, expected = decoded(probe, model, ids, drop=True), trained(probe, model, ids)
     with pytest.raises(AssertionError) as error:
         assert_same_behavior(actual, expected, structure=False)
     causes = str(error.value).partition("Moved after")[0]
-    assert layer in causes
+    assert "model.layers.0.self_attn" in causes
     assert "layers.1" not in causes
-    assert "h.1" not in causes
 
 
 SERVER = """
@@ -186,6 +181,8 @@ def test_an_axis_with_batch_and_positions_is_left_out_also_if_a_size_is_the_leng
 
 def test_a_model_without_positions_is_an_error():
     model = nn.Linear(4, 2)
+    with pytest.raises(UsageError, match=r"^positions is 'all' or 'last'; got 'first'$"):
+        ModelProbe().watch(model, positions="first")
     with ModelProbe() as probe, probe.watch(model, positions="last") as watch:
         model(torch.ones(4))
     with pytest.raises(UsageError, match=r'^positions="last" found no axis of positions: the first input'):
@@ -212,17 +209,11 @@ def test_gradients_of_parameters_are_recorded_also_under_checkpointing():
     assert watch.last["0"].parameters[0].gradient.statistics.count == 16
 
 
-@pytest.mark.parametrize("which", ["actual", "expected"])
-def test_it_is_compared_only_with_its_like(which):
-    model, records = nn.Linear(4, 3), {}
-    for name in ("actual", "expected"):
-        with ModelProbe().watch(model, positions="last" if name == which else "all") as watch:
+def test_it_is_compared_only_with_its_like():
+    model, records = nn.Linear(4, 3), []
+    for positions in ("last", "all"):
+        with ModelProbe().watch(model, positions=positions) as watch:
             model(torch.ones(2, 5, 4))
-        records[name] = watch.last
-    with pytest.raises(UsageError, match=f"^only the {which} record is of the last position alone: watch both with"):
-        assert_same_behavior(**records)
-
-
-def test_misuse_is_told():
-    with pytest.raises(UsageError, match=r"^positions is 'all' or 'last'; got 'first'$"):
-        ModelProbe().watch(nn.Linear(4, 2), positions="first")
+        records.append(watch.last)
+    with pytest.raises(UsageError, match=r"^only the actual record is of the last position alone: watch both with"):
+        assert_same_behavior(*records)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import inspect
 from typing import Any
@@ -326,11 +325,3 @@ def test_inputs_that_cannot_be_copied_are_told() -> None:
     assert record.notes == (
         "no layer was called alone in forward 1 of (root): an input cannot be copied: TypeError: not me",
     )
-
-
-def test_a_copy_of_a_watched_model_is_watched_no_more_and_nothing_else_is_kept() -> None:
-    model = net(1)
-    with Watch(model) as watch:
-        model(torch.ones(2, 4))
-        copy.deepcopy(model)(torch.ones(3, 4))
-    assert watch.record.forwards == 1
