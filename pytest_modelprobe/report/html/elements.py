@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pytest_modelprobe.record import Layer, Value
@@ -193,17 +193,14 @@ def naming(run: Run, message: str) -> Run:
 
     A message begins with the layer, its value or its parameter, or with one of its heads.
     """
-    name = next((name for name in _beginnings(message) if name in run.record.layers), None)
-    return run if name is None else replace(run, status={**run.status, name: (*run.status.get(name, ()), "named")})
-
-
-def _beginnings(message: str) -> Iterator[str]:
     assertion = _ASSERTION.match(message)
-    if assertion:
-        said = message[assertion.end() :]
-        number = _NUMBER.match(said)
-        word = said.partition(" ")[0].rstrip(":,;")
-        yield from [number[1]] if number else [word, word.rpartition(".")[0]]
+    if not assertion:
+        return run
+    said = message[assertion.end() :]
+    number, word = _NUMBER.match(said), said.partition(" ")[0].rstrip(":,;")
+    names = [number[1]] if number else [word, word.rpartition(".")[0]]
+    name = next((name for name in names if name in run.record.layers), None)
+    return run if name is None else replace(run, status={**run.status, name: (*run.status.get(name, ()), "named")})
 
 
 _ASSERTION = re.compile(r"(?:AssertionError|pytest_modelprobe\.exceptions\.StoppedError): (?:head \d+ of )?")

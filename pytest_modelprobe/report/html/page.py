@@ -191,7 +191,11 @@ def render(results: Results) -> str:
     """Return the results of a run of pytest as one page, which needs nothing else."""
     tests = sorted(enumerate(results.tests), key=lambda pair: _rank(pair[1]))
     causes = _causes(results.tests)
-    unfolded = set(_unfolded(tests))
+    unfolded, layers = set(), 0
+    for i, test in [(i, test) for i, test in tests if test.failed][:_OPEN]:
+        if layers < _OPEN_LAYERS:
+            unfolded.add(i)
+            layers += sum(len(run.record.layers) for run in test.runs)
     main = [
         _verdict(results, causes),
         _base_section(results.base),
@@ -248,17 +252,6 @@ def _digest(text: str) -> str:
 def _rank(test: CaseResult) -> tuple[int, bool]:
     found = list(_OUTCOMES)
     return found.index(test.outcome) if test.outcome in found else 0, not (test.runs or test.snapshots)
-
-
-def _unfolded(tests: Sequence[tuple[int, CaseResult]]) -> Iterator[int]:
-    """Yield the numbers of the tests that are unfolded at first."""
-    failed = [(i, test) for i, test in tests if test.failed]
-    layers = 0
-    for i, test in failed[:_OPEN]:
-        if layers >= _OPEN_LAYERS:
-            return
-        layers += sum(len(run.record.layers) for run in test.runs)
-        yield i
 
 
 def _head(title: str, facts: Child = None) -> Markup:
