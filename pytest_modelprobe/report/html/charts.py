@@ -16,7 +16,7 @@ from pytest_modelprobe.record import Histogram, Layer, Statistics
 from pytest_modelprobe.report.results import Run, StepResult
 from pytest_modelprobe.text import count, folded
 
-from .elements import STATUSES, Child, Markup, coordinate, entropies, is_cause, number, outputs_of, status_of, tag
+from .elements import STATUSES, Child, Markup, coordinate, entropies, is_cause, number, outputs_of, tag
 
 # --- histograms -------------------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class _Plot:
         for word, columns in found.items():
             end = f"V{coordinate(_HEIGHT - _BOTTOM)}" if few else "v5"
             lines = "".join(f"M{coordinate(self.x(i))} {coordinate(_TOP - 3)}{end}" for i in columns)
-            said, shown = tag("title", f"{word}: {count(len(columns), 'layer')}"), status_of(word)
+            said, shown = tag("title", f"{word}: {count(len(columns), 'layer')}"), STATUSES[word]
             signs = [tag("text", shown.sign, x=self.x(i), y=9) for i in columns] if few else []
             drawn.append(tag("g", said, tag("path", d=lines), signs, class_=f"mark {shown.css}"))
         return drawn

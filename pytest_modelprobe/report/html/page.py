@@ -55,8 +55,8 @@ from .graph import GUESS, graph
 # --- the table of layers ----------------------------------------------------------------------------------------------
 
 
-def _cells(run: Run, layer: Layer) -> list[Child]:
-    """Return the cells of a layer, in the order of `_COLUMNS`."""
+def _cells(run: Run, layer: Layer) -> list[tuple[str, str | None, Child]]:
+    """Return each cell of a layer with the heading of its column, and what the heading means."""
     output, units = _output(layer), run.units.get(layer.name)
     s = None if output is None else output.forward.statistics
     backward = None if output is None or output.backward is None else output.backward.statistics
@@ -66,25 +66,32 @@ def _cells(run: Run, layer: Layer) -> list[Child]:
         "" if units is None or found is None else f"{found:,}/{units.count:,}" if found else "0"
         for found in ((units.dead, units.saturated) if units else (None, None))
     )
+    ends = f"{number(s.min)} … {number(s.max)}" if s and s.min is not None else ""
+    zeros = "" if not s or not s.count else f"{s.zeros / s.count:.0%}" if s.zeros else "0"
+    calls, own = len(layer.calls), elements(layer.parameters)
     return [
-        badges(run.status.get(layer.name, ())),
-        layer.type_name,
-        shape(output.shape) if output else "",
-        dead,
-        number(backward.rms if backward else None),
-        number(s.mean if s else None),
-        number(s.std if s else None),
-        f"{number(s.min)} … {number(s.max)}" if s and s.min is not None else "",
-        "" if not s or not s.count else f"{s.zeros / s.count:.0%}" if s.zeros else "0",
-        f"{s.nonfinite:,}" if s and s.nonfinite else "",
-        saturated,
-        number(len(layer.calls) if len(layer.calls) != 1 else None),
-        number(elements(layer.parameters) or None),
-        number(weights.rms if weights else None),
-        number(profile.wall_time * 1000 if profile else None),
-        number(profile.flops if profile else None),
-        number(profile.activation_bytes if profile else None),
+        ("status", None, badges(run.status.get(layer.name, ()))),
+        ("type", "Class of the module", layer.type_name),
+        ("output", "Shape of the first output", shape(output.shape) if output else ""),
+        ("dead", "Units that are always zero, of all", dead),
+        ("gradient", "Root mean square of the gradient of the output", number(backward.rms if backward else None)),
+        ("mean", "Mean of the output's finite elements", number(s.mean if s else None)),
+        ("± std", "Standard deviation of the output", number(s.std if s else None)),
+        ("range", "Smallest and largest finite element of the output", ends),
+        ("zeros", "Share of the output's elements that are zero", zeros),
+        ("not finite", "Elements of the output that are NaN or infinite", number(s.nonfinite or None if s else None)),
+        ("saturated", "Units that are always at a limit, of all", saturated),
+        ("calls", "Calls, where it is not one", number(calls if calls != 1 else None)),
+        ("parameters", "Elements of the layer's own parameters", number(own or None)),
+        ("of weights", "Root mean square of the gradient of the parameters", number(weights.rms if weights else None)),
+        ("time ms", "Wall time, with the layers in it", number(profile.wall_time * 1000 if profile else None)),
+        ("FLOPs", "Floating-point operations, with the layers in it", number(profile.flops if profile else None)),
+        ("bytes", "Bytes of activations", number(profile.activation_bytes if profile else None)),
     ]
+
+
+_TEXTS = 3
+"""So many columns are text; the others are numbers, which are aligned right."""
 
 
 def _output(layer: Layer) -> Value | None:
@@ -94,36 +101,13 @@ def _output(layer: Layer) -> Value | None:
 _LONG = 28
 """A name of more characters may take several lines, so that the numbers stay in sight."""
 
-_COLUMNS = (
-    ("status", None),
-    ("type", "Class of the module"),
-    ("output", "Shape of the first output"),
-    ("dead", "Units that are always zero, of all"),
-    ("gradient", "Root mean square of the gradient of the output"),
-    ("mean", "Mean of the output's finite elements"),
-    ("± std", "Standard deviation of the output"),
-    ("range", "Smallest and largest finite element of the output"),
-    ("zeros", "Share of the output's elements that are zero"),
-    ("not finite", "Elements of the output that are NaN or infinite"),
-    ("saturated", "Units that are always at a limit, of all"),
-    ("calls", "Calls, where it is not one"),
-    ("parameters", "Elements of the layer's own parameters"),
-    ("of weights", "Root mean square of the gradient of the parameters"),
-    ("time ms", "Wall time, with the layers in it"),
-    ("FLOPs", "Floating-point operations, with the layers in it"),
-    ("bytes", "Bytes of activations"),
-)
-_TEXTS = 3
-"""So many columns are text; the others are numbers, which are aligned right."""
-
 
 def layer_table(run: Run, layers: Sequence[Layer], anchor: Callable[[str], str | None]) -> Markup:
     """Return the table, without the columns that are empty."""
-    columns = zip(_COLUMNS, zip(*(_cells(run, layer) for layer in layers), strict=True), strict=True)
     filled: list[tuple[str, str | None, str | None, Sequence[Child]]] = [
-        (heading, title, "n" if i >= _TEXTS else None, cells)
-        for i, ((heading, title), cells) in enumerate(columns)
-        if any(cells)
+        (column[0][0], column[0][1], "n" if i >= _TEXTS else None, [cell for *_, cell in column])
+        for i, column in enumerate(zip(*(_cells(run, layer) for layer in layers), strict=True))
+        if any(cell for *_, cell in column)
     ]
     histograms = [output.forward.histogram if (output := _output(layer)) else None for layer in layers]
     axis = Axis.of(filter(None, histograms))
@@ -250,8 +234,7 @@ def _digest(text: str) -> str:
 
 
 def _rank(test: CaseResult) -> tuple[int, bool]:
-    found = list(_OUTCOMES)
-    return found.index(test.outcome) if test.outcome in found else 0, not (test.runs or test.snapshots)
+    return list(_OUTCOMES).index(test.outcome), not (test.runs or test.snapshots)
 
 
 def _head(title: str, facts: Child = None) -> Markup:
@@ -404,7 +387,7 @@ def _toolbar(tests: Sequence[CaseResult]) -> Markup:
 
 
 def _test(i: int, test: CaseResult, unfolded: bool) -> Markup:
-    sign, words = _OUTCOMES.get(test.outcome, ("?", test.outcome))
+    sign, words = _OUTCOMES[test.outcome]
     parts = ((test.runs, "model"), (test.snapshots, "snapshot"), (test.figures, "figure"))
     contents = [count(len(part), noun) for part, noun in parts if part]
     head = [
