@@ -264,10 +264,10 @@ def _verdict(results: Results, causes: Sequence[_Cause]) -> Markup:
 
 @dataclass
 class _Cause:
+    """A cause of snapshots or of the other side, or the message of a failure."""
+
     said: str
-    kind: str
-    facts: list[str] = field(default_factory=list)
-    hints: list[str] = field(default_factory=list)
+    cause: ShownCause | None = None
     tests: dict[int, None] = field(default_factory=dict)
     moved: int = 0
 
@@ -276,23 +276,16 @@ def _causes(tests: Sequence[CaseResult]) -> list[_Cause]:
     """Return each cause once: those that snapshots and the other side name, else the first line of the failure."""
     found: dict[str, _Cause] = {}
     for i, test in enumerate(tests):
-        said = False
         # A test passes on both sides although its model changed.
-        for compared in [*(test.snapshots if test.failed else ()), *test.changed]:
+        named = [*(test.snapshots if test.failed else ()), *test.changed]
+        for compared in named:
             for cause in compared.causes:
-                entry = found.setdefault(cause.said, _Cause(cause.said, cause.kind))
-                entry.facts = [count(cause.layers, "layer")] if cause.layers > 1 else []
-                if cause.change is not None and math.isfinite(cause.change):
-                    size = f"{cause.change * 100:.2g} %" if cause.change < 10 else f"a factor of {cause.change:.3g}"
-                    entry.facts.append(f"changed by {size}")
-                if cause.evidence:
-                    entry.facts.append(_EVIDENCE.get(cause.evidence, cause.evidence))
-                entry.hints, said = list(cause.hints), True
+                entry = found.setdefault(cause.said, _Cause(cause.said))
+                entry.cause, entry.moved = cause, max(entry.moved, compared.moved)
                 entry.tests[i] = None
-                entry.moved = max(entry.moved, compared.moved)
-        if test.failed and not said:
+        if test.failed and not any(compared.causes for compared in named):
             message = _said(test) or test.outcome
-            found.setdefault(f"message|{message}", _Cause(message, "")).tests[i] = None
+            found.setdefault(f"message|{message}", _Cause(message)).tests[i] = None
     return sorted(found.values(), key=lambda cause: -len(cause.tests))
 
 
@@ -357,16 +350,22 @@ def _note(note: ShownCause) -> str:
     return f"{note.said} x{note.layers}" if note.layers > 1 else note.said
 
 
-def _cause_item(cause: _Cause, tests: Sequence[CaseResult]) -> Markup:
-    links = bullets(tag("a", tests[i].id, href=f"#t{i}") for i in cause.tests)
-    facts = [
-        [" · "] * bool(i) + [fact] for i, fact in enumerate([tag("span", cause.kind, class_="kind"), *cause.facts])
-    ]
-    hints = [tag("p", f"It looks like: {hint}", class_="hint") for hint in cause.hints]
-    follows = f"What follows: {count(len(cause.tests), 'test')}"
-    follows += f", up to {count(cause.moved, 'layer')} moved" if cause.moved else ""
-    kind = tag("p", facts) if cause.kind else None
-    return tag("li", tag("p", cause.said, class_="said"), kind, hints, folded(follows, links))
+def _cause_item(found: _Cause, tests: Sequence[CaseResult]) -> Markup:
+    facts: list[Child] = []
+    cause = found.cause
+    if cause is not None:
+        facts.append(tag("span", cause.kind, class_="kind"))
+        facts += [f" · {count(cause.layers, 'layer')}"] if cause.layers > 1 else []
+        if cause.change is not None and math.isfinite(cause.change):
+            size = f"{cause.change * 100:.2g} %" if cause.change < 10 else f"a factor of {cause.change:.3g}"
+            facts.append(f" · changed by {size}")
+        facts += [f" · {_EVIDENCE[cause.evidence]}"] if cause.evidence else []
+    hints = [tag("p", f"It looks like: {hint}", class_="hint") for hint in (cause.hints if cause else ())]
+    follows = f"What follows: {count(len(found.tests), 'test')}"
+    follows += f", up to {count(found.moved, 'layer')} moved" if found.moved else ""
+    links = bullets(tag("a", tests[i].id, href=f"#t{i}") for i in found.tests)
+    said = tag("p", found.said, class_="said")
+    return tag("li", said, tag("p", facts) if facts else None, hints, folded(follows, links))
 
 
 def _toolbar(tests: Sequence[CaseResult]) -> Markup:
