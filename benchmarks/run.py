@@ -624,7 +624,7 @@ def _passing_lines(found: dict[str, float]) -> Iterator[str]:
 def _report_lines(measures: dict[str, dict[str, float]], reports: dict[str, float]) -> Iterator[str]:
     yield from ("## Reports", "")
     yield "With none asked for, nothing of them is computed or imported: "
-    yield "`tests/report/results/test_results.py` holds it."
+    yield "`tests/report/test_results.py` holds it."
     yield "What they ask of a `run` with a backward, as ratios to a run without, by time of the processor:"
     yield ""
     yield from ("| model | histograms | profile | both |", "|---|---|---|---|")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from pathlib import Path
 
 from pytest_modelprobe.exceptions import UsageError
@@ -31,7 +32,8 @@ def run_report(options: argparse.Namespace) -> int:
     try:
         text = renderer(options.format)(Results.from_dict(results))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise UsageError(f"{path} is not what pytest --modelprobe-json=PATH writes: {error!r}") from error
+        why = textwrap.shorten(repr(error), 300)
+        raise UsageError(f"{path} is not what pytest --modelprobe-json=PATH writes: {why}") from error
     write_text(output, text)
     if not options.output:
         print(printable(f"Wrote {output}"))

@@ -48,14 +48,14 @@ def issues(results: Results) -> list[Issue]:
     found = []
     times = Counter[str]()
     for test in results.tests:
-        for rule, level, message, what, source in _of_test(test):
+        for rule, message, what, source in _of_test(test):
             key = "\0".join((rule, test.id, what))
             times[key] += 1
             where = source or Source(file=test.file, line=test.line)
             found.append(
                 Issue(
                     rule=rule,
-                    level=level,
+                    level="warning" if rule.startswith("finding") else "error",
                     message=printable(message),
                     test=test.id,
                     file=where.file,
@@ -66,25 +66,22 @@ def issues(results: Results) -> list[Issue]:
     return found
 
 
-_Found = tuple[str, Literal["error", "warning"], str, str, Source | None]
-"""The rule, the level, the message, what it is about, and where its source is."""
-
-
-def _of_test(test: CaseResult) -> Iterator[_Found]:
+def _of_test(test: CaseResult) -> Iterator[tuple[str, str, str, Source | None]]:
+    """Yield the rule, the message, what it is about, and where its source is."""
     unequal = [one for one in test.snapshots if one.verdict in ("changed", "new", "unreadable")]
     compared: list[tuple[str, str, Compared]] = [("snapshot", one.snapshot, one) for one in unequal]
     for rule, name, one in [*compared, *(("base", pair.record, pair) for pair in test.changed)]:
         for cause in one.causes:
-            yield f"{rule}/{cause.kind}", "error", cause.said, f"{name} {cause.layer}", cause.source
+            yield f"{rule}/{cause.kind}", cause.said, f"{name} {cause.layer}", cause.source
         if not one.causes:
-            yield rule, "error", one.first_line, name, None
+            yield rule, one.first_line, name, None
     if test.failed and not unequal:
-        yield "test", "error", test.message or "the test failed", "", None
+        yield "test", test.message or "the test failed", "", None
     for run in test.runs:
         for finding in run.findings:
             kind, colon, _ = finding.partition(":")
             rule = f"finding/{kind.replace(' ', '-')}" if colon and kind in _FINDINGS else "finding"
-            yield rule, "warning", f"{run.name}: {finding}", f"{run.name} {kind}", None
+            yield rule, f"{run.name}: {finding}", f"{run.name} {kind}", None
 
 
 _FINDINGS = {"dead", "not finite", "never called", "no gradient", "experts without a gradient", "rounding"}

@@ -9,15 +9,16 @@ there is a guess, and it must not guess what the record contradicts.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from pytest_modelprobe.assertions.activations import Dead, find_dead
 from pytest_modelprobe.assertions.findings import findings, hints
 from pytest_modelprobe.assertions.ranges import MIN_SLOPE, find_saturated
 from pytest_modelprobe.assertions.structure import uncalled, weights_in_use
-from pytest_modelprobe.comparison import Cause, CauseKind, Diagnosis
+from pytest_modelprobe.comparison import CauseKind, Diagnosis
 from pytest_modelprobe.record import (
     Call,
     CallTree,
@@ -222,50 +223,33 @@ def statuses(record: Record, dead: Sequence[Dead], diagnosis: Diagnosis | None) 
     >>> statuses(Record(model="Net", layers={"fc": fc}, forwards=1), [], None)
     {'fc': ('not called',)}
     """
-    found: dict[str, set[str]] = {}
-    for name, word in (*_changes(diagnosis), *_findings(record, dead)):
+    found: list[tuple[str, str]] = []
+    if diagnosis is not None:
+        retrained = {one.layer for one in diagnosis.comparison.differences if one.kind == "weights"}
+        for cause in diagnosis.causes:
+            word = _OF_CAUSE.get(cause.kind)
+            if word is not None:
+                found += [(name, word) for name in (retrained if cause.is_retraining else {cause.layer})]
+        found += [(name, "moved") for name in diagnosis.moved]
+    if record.forwards:
+        found += [(one.step.layer.name, "dead") for one in dead if not one.received]
+        found += [(layer.name, "saturated") for layer in find_saturated(record.layers.values())]
+        in_use = weights_in_use(record)
+        unused = {layer.name for layer in uncalled(record) if layer.parameters and layer.name not in in_use}
+        found += [(name, "not called") for name in unused]
+        for layer in record.layers.values():
+            readings = [reading for _, value in layer.outputs for reading in (value.forward, value.backward)]
+            readings += [reading for own in layer.parameters for reading in (own.reading, own.gradient)]
+            if any(map(has_nonfinite, readings)):
+                found.append((layer.name, "nonfinite"))
+            trained = [p for p in layer.parameters if p.requires_grad] if layer.name not in unused else []
+            if record.backwards and any(p.gradient is None for p in trained):
+                found.append((layer.name, "no gradient"))
+    words: dict[str, set[str]] = {}
+    for name, word in found:
         if name in record.layers:
-            found.setdefault(name, set()).add(word)
-    return {name: tuple(sorted(words, key=STATUSES.index)) for name, words in found.items()}
-
-
-def _changes(diagnosis: Diagnosis | None) -> Iterator[tuple[str, str]]:
-    if diagnosis is None:
-        return
-    for cause in diagnosis.causes:
-        word = _OF_CAUSE.get(cause.kind)
-        if word is not None:
-            yield from ((name, word) for name in _layers_of(cause, diagnosis))
-    yield from ((name, "moved") for name in diagnosis.moved)
-
-
-def _layers_of(cause: Cause, diagnosis: Diagnosis) -> set[str]:
-    if not cause.is_retraining:
-        return {cause.layer}
-    return {difference.layer for difference in diagnosis.comparison.differences if difference.kind == "weights"}
-
-
-def _findings(record: Record, dead: Sequence[Dead]) -> Iterator[tuple[str, str]]:
-    if not record.forwards:
-        return
-    yield from ((found.step.layer.name, "dead") for found in dead if not found.received)
-    yield from ((layer.name, "saturated") for layer in find_saturated(record.layers.values()))
-    in_use = weights_in_use(record)
-    unused = {layer.name for layer in uncalled(record) if layer.parameters and layer.name not in in_use}
-    yield from ((name, "not called") for name in unused)
-    for layer in record.layers.values():
-        if any(map(has_nonfinite, _readings(layer))):
-            yield layer.name, "nonfinite"
-        trained = [p for p in layer.parameters if p.requires_grad] if layer.name not in unused else []
-        if record.backwards and any(p.gradient is None for p in trained):
-            yield layer.name, "no gradient"
-
-
-def _readings(layer: Layer) -> Iterator[Reading | None]:
-    for _, value in layer.outputs:
-        yield from (value.forward, value.backward)
-    for parameter in layer.parameters:
-        yield from (parameter.reading, parameter.gradient)
+            words.setdefault(name, set()).add(word)
+    return {name: tuple(sorted(of, key=STATUSES.index)) for name, of in words.items()}
 
 
 # --- which call feeds which -------------------------------------------------------------------------------------------
@@ -274,71 +258,53 @@ MOST_CALLS = 8
 """How many calls of a layer are told apart. The last of them stands for those after it: a cell may run 1,000 times."""
 
 
-@dataclass(eq=False, slots=True)
-class _Entry:
-    """A call, or the last of those that are told apart and the calls after it."""
-
-    number: int
-    layer: str
-    call: int
-    more: int = 0
-    sources: set[int] = field(default_factory=set)
-    after: int | None = None
-
-
 def dataflow(record: Record, tree: CallTree) -> tuple[Flow, ...]:
     """Return the calls in the order in which they ended, and by position in this list which others feed them.
 
     Of a module that is called several times, only the first call has its inner calls here: the others are alike.
     """
-    entries = _entries(tree)
+    place = _places(tree)
+    calls = [Flow(layer="")] * (max(place.values(), default=-1) + 1)
+    sources: dict[int, set[int]] = defaultdict(set)
+    takers: dict[tuple[object, _Key], Step] = {}
+    """Which of the calls that one call makes takes a tensor first."""
     for step in tree.started:
         for value in step.call.inputs:
+            for key in _keys(value):
+                takers.setdefault((step.place, key), step)
             producer = tree.producer(step, value)
-            ends = None if producer is None else _siblings(producer[0], step)
-            if ends is not None:
-                source, target = entries.get(ends[0]), entries.get(ends[1])
-                if source and target and source.number < target.number:
-                    target.sources.add(source.number)
-    takers = _first_takers(tree)
+            around = zip(_chain(producer[0]), _chain(step), strict=False) if producer else ()
+            # The calls around the two that the same call made; none if one runs inside the other.
+            source, target = next(((place.get(a), place.get(b)) for a, b in around if a is not b), (None, None))
+            if source is not None and target is not None and source < target:
+                sources[target].add(source)
     parameters = (p for layer in record.layers.values() for p in (*layer.parameters, *layer.buffers))
     owned = {key for parameter in parameters for key in _elements(parameter.reading)}
-    for step, entry in entries.items():
-        before = [entries[b].number for b in _before_its_inputs(tree, step, takers, owned) if b in entries]
-        entry.after = max((n for n in before if n < entry.number), default=entry.after)
-    return tuple(
-        Flow(layer=one.layer, call=one.call, more=one.more, sources=tuple(sorted(one.sources)), after=one.after)
-        for one in dict.fromkeys(entries.values())
-    )
+    for step, n in place.items():
+        before = (place[b] for b in _before_its_inputs(tree, step, takers, owned) if b in place)
+        after = max((i for i in before if i < n), default=calls[n].after)
+        first = calls[n] if calls[n].layer else Flow(layer=step.layer.name, call=step.call.index + 1, more=-1)
+        calls[n] = replace(first, more=first.more + 1, sources=tuple(sorted(sources[n])), after=after)
+    return tuple(calls)
 
 
-def _entries(tree: CallTree) -> dict[Step, _Entry]:
+def _places(tree: CallTree) -> dict[Step, int]:
+    """Return the position of each call. The last of those of a layer that are told apart has all calls after it."""
     first: dict[str, Step] = {}
     for step in tree.started:
         first.setdefault(step.layer.name, step)
-    found: dict[Step, _Entry] = {}
-    known: dict[str, list[_Entry]] = {}
+    found: dict[Step, int] = {}
+    known: dict[str, list[int]] = {}
     for step in dict.fromkeys((*tree.returned, *tree.started)):  # a call that did not return is among the last
         name = step.layer.name
         inside_a_later_call = step.parent is not None and step.parent is not first[step.parent.layer.name]
         if inside_a_later_call or step.place[:2] != first[name].place[:2]:
             continue
         mine = known.setdefault(name, [])
-        if len(mine) == MOST_CALLS:
-            mine[-1].more += 1
-        else:
-            number = sum(map(len, known.values()))
-            mine.append(_Entry(number, name, step.call.index + 1))
+        if len(mine) < MOST_CALLS:
+            mine.append(sum(map(len, known.values())))
         found[step] = mine[-1]
     return found
-
-
-def _siblings(a: Step, b: Step) -> tuple[Step, Step] | None:
-    """Return the calls around two calls that the same call made; None if one runs inside the other."""
-    for one, other in zip(_chain(a), _chain(b), strict=False):
-        if one is not other:
-            return one, other
-    return None
 
 
 def _chain(step: Step | None) -> list[Step]:
@@ -364,16 +330,6 @@ def _elements(reading: Reading) -> Iterator[_Key]:
 def _keys(value: Value) -> Iterator[_Key]:
     yield from [(value.tensor,)] if value.tensor >= 0 else []
     yield from _elements(value.forward)
-
-
-def _first_takers(tree: CallTree) -> dict[tuple[object, _Key], Step]:
-    """Return which of the calls that one call makes takes a tensor first."""
-    found: dict[tuple[object, _Key], Step] = {}
-    for step in tree.started:
-        for value in step.call.inputs:
-            for key in _keys(value):
-                found.setdefault((step.place, key), step)
-    return found
 
 
 def _before_its_inputs(

@@ -16,7 +16,7 @@ from pytest_modelprobe.record import Histogram, Layer, Statistics
 from pytest_modelprobe.report.results import Run, StepResult
 from pytest_modelprobe.text import count, folded
 
-from .elements import STATUSES, Child, Markup, coordinate, entropies, is_cause, number, outputs_of, status_of, tag
+from .elements import STATUSES, Child, Markup, coordinate, entropies, is_cause, number, outputs_of, tag
 
 # --- histograms -------------------------------------------------------------------------------------------------------
 
@@ -93,29 +93,21 @@ class Axis:
 
 
 def sparkline(axis: Axis, histogram: Histogram) -> Markup:
-    """Return the picture of a histogram: an area."""
-    return tag("svg", tag("path", d=_outline(axis.columns(histogram))))
-
-
-def _outline(columns: Sequence[int]) -> str:
-    """Return the outline as relative lines: coordinates of one digit, and level columns as one line."""
+    """Return the picture of a histogram: an area, whose outline has coordinates of one digit."""
+    columns = axis.columns(histogram)
     top = max(columns) or 1
-    heights = [0, *(_bar(count, top) for count in columns), 0]
+    # At least one level high, so that one element among millions is seen too.
+    heights = [0, *(max(1, round((_LEVELS - 1) * n / top)) if n else 0 for n in columns), 0]
     while len(heights) > 2 and heights[-2] == 0:
         heights.pop()
-    path, run = f"M0 {_LEVELS}", 0
+    path, level = f"M0 {_LEVELS}", 0
     for height, following in itertools.pairwise(heights):
         if following == height:
-            run += 1
+            level += 1
         else:
-            path += (f"h{run}" if run else "") + f"l1{height - following:+d}".replace("+", " ")
-            run = 0
-    return path
-
-
-def _bar(count: int, top: int) -> int:
-    # At least one level high, so that one element among millions is seen too.
-    return max(1, round((_LEVELS - 1) * count / top)) if count else 0
+            path += (f"h{level}" if level else "") + f"l1{height - following:+d}".replace("+", " ")
+            level = 0
+    return tag("svg", tag("path", d=path))
 
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 560.0, 176.0, 46.0, 14.0, 22.0
@@ -190,15 +182,13 @@ class _Plot:
         every = max(1, math.ceil((self.high - self.low) / 5))
         ticks = range(self.low, self.high + 1, every)
         grid = "".join(f"M{_LEFT:g} {coordinate(self.y(10.0**tick))}H{_WIDTH:g}" for tick in ticks)
-        labels = [tag("text", self._label(tick), x=_LEFT - 6, y=self.y(10.0**tick) + 4) for tick in ticks]
+        said = {tick: f"1e{tick}" if abs(tick) > 2 else f"{10.0**tick:g}" for tick in ticks}
+        if self.zero:
+            said[self.low] = "0"
+        labels = [tag("text", said[tick], x=_LEFT - 6, y=self.y(10.0**tick) + 4) for tick in ticks]
         content = [tag("path", class_="grid", d=grid), labels, below, parts]
         css = "chart" if self.columns < _MANY else "chart many"
         return tag("svg", content, class_=css, viewBox=f"0 0 {_WIDTH:g} {_HEIGHT:g}", role="img", aria_label=label)
-
-    def _label(self, tick: int) -> str:
-        if self.zero and tick == self.low:
-            return "0"
-        return f"1e{tick}" if abs(tick) > 2 else f"{10.0**tick:g}"
 
     def crosses(self, columns: Iterable[int]) -> list[Markup]:
         """Return a cross on the axis for each column whose value is zero, which no dot of a logarithmic axis shows."""
@@ -214,7 +204,7 @@ class _Plot:
         for word, columns in found.items():
             end = f"V{coordinate(_HEIGHT - _BOTTOM)}" if few else "v5"
             lines = "".join(f"M{coordinate(self.x(i))} {coordinate(_TOP - 3)}{end}" for i in columns)
-            said, shown = tag("title", f"{word}: {count(len(columns), 'layer')}"), status_of(word)
+            said, shown = tag("title", f"{word}: {count(len(columns), 'layer')}"), STATUSES[word]
             signs = [tag("text", shown.sign, x=self.x(i), y=9) for i in columns] if few else []
             drawn.append(tag("g", said, tag("path", d=lines), signs, class_=f"mark {shown.css}"))
         return drawn
@@ -240,18 +230,14 @@ def _figure(title: str, svg: Child, *said: Child) -> Markup:
     return tag("figure", tag("figcaption", tag("b", title), *said), svg)
 
 
-def _outermost(layers: Sequence[Layer]) -> list[Layer]:
-    """Return what is looked at by depth: layers without others in them that returned a tensor."""
-    return [layer for layer in layers if _has_column(layer)]
-
-
 def _has_column(layer: Layer) -> bool:
+    """Whether a layer is looked at by depth: it has no others in it, and returned a tensor."""
     return layer.leaf and bool(outputs_of(layer))
 
 
 def gradient_flow(run: Run, layers: Sequence[Layer], link: Link) -> Markup | None:
     """Return the gradients of the outputs by depth: boxes where there are histograms, else root mean squares."""
-    leaves = _outermost(layers)
+    leaves = list(filter(_has_column, layers))
     gradients = [outputs_of(layer)[0].backward for layer in leaves]
     scales = _scales(None if one is None else one.statistics for one in gradients)
     if len(scales) < 2 or not any(scales.values()):
@@ -314,7 +300,7 @@ def _extremes(layers: Sequence[Layer], scales: Mapping[int, float], link: Link) 
 
 def activation_scale(run: Run, layers: Sequence[Layer], link: Link) -> Markup | None:
     """Return the root mean square of the outputs by depth, now and before."""
-    leaves = _outermost(layers)
+    leaves = list(filter(_has_column, layers))
     now = _scales(outputs_of(layer)[0].forward.statistics for layer in leaves)
     before = _scales(run.before.get(layer.name) for layer in leaves)
     if len(now) < 2 or not any(now.values()):
@@ -380,16 +366,15 @@ def attention_entropy(run: Run, layers: Sequence[Layer], link: Link) -> Markup |
     heads = max(len(found) for _, found in rows)
     body = []
     for layer, found in rows:
-        cells = [_heat(entropy) for entropy in found]
+        cells = [
+            tag("td", "–")
+            if one is None or math.isnan(one)
+            else tag("td", f"{one:.2f}", class_=f"e{min(9, max(0, int(one * 10)))}")
+            for one in found
+        ]
         body.append(tag("tr", tag("th", link(layer.name), scope="row"), cells))
     head = tag("tr", tag("th", "layer", scope="col"), [tag("th", i, scope="col") for i in range(heads)])
     table = tag("table", tag("thead", head), tag("tbody", body), class_="heat")
     said = " by layer and head: 0 looks at one key, 1 at all of them alike."
     box = tag("div", table, class_="scroll", tabindex="0", role="group", aria_label="Entropy of attention")
     return _figure("Entropy of attention", box, said)
-
-
-def _heat(entropy: float | None) -> Markup:
-    if entropy is None:
-        return tag("td", "–")
-    return tag("td", f"{entropy:.2f}", class_=f"e{min(9, max(0, int(entropy * 10)))}")

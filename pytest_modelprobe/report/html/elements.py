@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pytest_modelprobe.record import Layer, Value
@@ -167,11 +167,6 @@ STATUSES = {
 """Word → how it is shown, in the order of the legend. All are of the results, but ``named``, which the page adds."""
 
 
-def status_of(word: str) -> Status:
-    """Return how a word is shown, also one that a newer version wrote."""
-    return STATUSES.get(word, Status(word, "other", "?", ""))
-
-
 def is_cause(word: str) -> bool:
     """Whether a word is a reason to look into the layer, and no consequence of another layer."""
     return word not in ("moved", "not called")
@@ -179,12 +174,12 @@ def is_cause(word: str) -> bool:
 
 def badges(words: Iterable[str]) -> list[Markup]:
     """Return each word with its sign."""
-    return [tag("b", f"{s.sign} {s.word}", class_=s.css) for s in map(status_of, words)]
+    return [tag("b", f"{s.sign} {s.word}", class_=s.css) for s in map(STATUSES.__getitem__, words)]
 
 
 def legend(words: Sequence[str]) -> Markup:
     """Return the list of the words that occur, and what they mean."""
-    shown = sorted({status_of(word) for word in words}, key=lambda s: [*STATUSES, s.word].index(s.word))
+    shown = [status for word, status in STATUSES.items() if word in words]
     return bullets(([badges([s.word]), f" {s.meaning}"] for s in shown), class_="legend") if shown else Markup()
 
 
@@ -193,17 +188,14 @@ def naming(run: Run, message: str) -> Run:
 
     A message begins with the layer, its value or its parameter, or with one of its heads.
     """
-    name = next((name for name in _beginnings(message) if name in run.record.layers), None)
-    return run if name is None else replace(run, status={**run.status, name: (*run.status.get(name, ()), "named")})
-
-
-def _beginnings(message: str) -> Iterator[str]:
     assertion = _ASSERTION.match(message)
-    if assertion:
-        said = message[assertion.end() :]
-        number = _NUMBER.match(said)
-        word = said.partition(" ")[0].rstrip(":,;")
-        yield from [number[1]] if number else [word, word.rpartition(".")[0]]
+    if not assertion:
+        return run
+    said = message[assertion.end() :]
+    number, word = _NUMBER.match(said), said.partition(" ")[0].rstrip(":,;")
+    names = [number[1]] if number else [word, word.rpartition(".")[0]]
+    name = next((name for name in names if name in run.record.layers), None)
+    return run if name is None else replace(run, status={**run.status, name: (*run.status.get(name, ()), "named")})
 
 
 _ASSERTION = re.compile(r"(?:AssertionError|pytest_modelprobe\.exceptions\.StoppedError): (?:head \d+ of )?")

@@ -17,7 +17,7 @@ from pytest_modelprobe.record import ROOT, Layer, elements
 from pytest_modelprobe.report.results import Run
 from pytest_modelprobe.text import count, printable, shape
 
-from .elements import STATUSES, Child, Markup, coordinate, outputs_of, status_of, tag
+from .elements import STATUSES, Child, Markup, coordinate, outputs_of, tag
 
 MOST_NODES = 150
 """If there are more nodes, the deepest boxes are drawn as one node each, those without a status first."""
@@ -68,7 +68,7 @@ class Box:
     def status(self) -> list[str]:
         """The words of the layer, or of a node whose layers are not drawn, the worst of them."""
         if self.hidden and not self.children:
-            return sorted(self.statuses, key=[*STATUSES, *self.statuses].index)[:1]
+            return [word for word in STATUSES if word in self.statuses][:1]
         return list(self.words)
 
     def boxes(self) -> Iterator[Box]:
@@ -318,7 +318,7 @@ def _path_text(*parts: str | float) -> str:
 
 
 def _node(box: Box, anchor: Callable[[str], str | None]) -> Markup:
-    statuses = list(map(status_of, box.status))
+    statuses = [STATUSES[word] for word in box.status]
     css = [*(["box"] if box.children else []), *(one.css for one in statuses[:1])]
     # The color is of the worst; the sign of a layer that the failure names has to be there too.
     shown = [*statuses[:1], *(one for one in statuses[1:] if one.word == "named")]

@@ -55,8 +55,8 @@ from .graph import GUESS, graph
 # --- the table of layers ----------------------------------------------------------------------------------------------
 
 
-def _cells(run: Run, layer: Layer) -> list[Child]:
-    """Return the cells of a layer, in the order of `_COLUMNS`."""
+def _cells(run: Run, layer: Layer) -> list[tuple[str, str | None, Child]]:
+    """Return each cell of a layer with the heading of its column, and what the heading means."""
     output, units = _output(layer), run.units.get(layer.name)
     s = None if output is None else output.forward.statistics
     backward = None if output is None or output.backward is None else output.backward.statistics
@@ -66,25 +66,32 @@ def _cells(run: Run, layer: Layer) -> list[Child]:
         "" if units is None or found is None else f"{found:,}/{units.count:,}" if found else "0"
         for found in ((units.dead, units.saturated) if units else (None, None))
     )
+    ends = f"{number(s.min)} … {number(s.max)}" if s and s.min is not None else ""
+    zeros = "" if not s or not s.count else f"{s.zeros / s.count:.0%}" if s.zeros else "0"
+    calls, own = len(layer.calls), elements(layer.parameters)
     return [
-        badges(run.status.get(layer.name, ())),
-        layer.type_name,
-        shape(output.shape) if output else "",
-        dead,
-        number(backward.rms if backward else None),
-        number(s.mean if s else None),
-        number(s.std if s else None),
-        f"{number(s.min)} … {number(s.max)}" if s and s.min is not None else "",
-        "" if not s or not s.count else f"{s.zeros / s.count:.0%}" if s.zeros else "0",
-        f"{s.nonfinite:,}" if s and s.nonfinite else "",
-        saturated,
-        number(len(layer.calls) if len(layer.calls) != 1 else None),
-        number(elements(layer.parameters) or None),
-        number(weights.rms if weights else None),
-        number(profile.wall_time * 1000 if profile else None),
-        number(profile.flops if profile else None),
-        number(profile.activation_bytes if profile else None),
+        ("status", None, badges(run.status.get(layer.name, ()))),
+        ("type", "Class of the module", layer.type_name),
+        ("output", "Shape of the first output", shape(output.shape) if output else ""),
+        ("dead", "Units that are always zero, of all", dead),
+        ("gradient", "Root mean square of the gradient of the output", number(backward.rms if backward else None)),
+        ("mean", "Mean of the output's finite elements", number(s.mean if s else None)),
+        ("± std", "Standard deviation of the output", number(s.std if s else None)),
+        ("range", "Smallest and largest finite element of the output", ends),
+        ("zeros", "Share of the output's elements that are zero", zeros),
+        ("not finite", "Elements of the output that are NaN or infinite", number(s.nonfinite or None if s else None)),
+        ("saturated", "Units that are always at a limit, of all", saturated),
+        ("calls", "Calls, where it is not one", number(calls if calls != 1 else None)),
+        ("parameters", "Elements of the layer's own parameters", number(own or None)),
+        ("of weights", "Root mean square of the gradient of the parameters", number(weights.rms if weights else None)),
+        ("time ms", "Wall time, with the layers in it", number(profile.wall_time * 1000 if profile else None)),
+        ("FLOPs", "Floating-point operations, with the layers in it", number(profile.flops if profile else None)),
+        ("bytes", "Bytes of activations", number(profile.activation_bytes if profile else None)),
     ]
+
+
+_TEXTS = 3
+"""So many columns are text; the others are numbers, which are aligned right."""
 
 
 def _output(layer: Layer) -> Value | None:
@@ -94,36 +101,13 @@ def _output(layer: Layer) -> Value | None:
 _LONG = 28
 """A name of more characters may take several lines, so that the numbers stay in sight."""
 
-_COLUMNS = (
-    ("status", None),
-    ("type", "Class of the module"),
-    ("output", "Shape of the first output"),
-    ("dead", "Units that are always zero, of all"),
-    ("gradient", "Root mean square of the gradient of the output"),
-    ("mean", "Mean of the output's finite elements"),
-    ("± std", "Standard deviation of the output"),
-    ("range", "Smallest and largest finite element of the output"),
-    ("zeros", "Share of the output's elements that are zero"),
-    ("not finite", "Elements of the output that are NaN or infinite"),
-    ("saturated", "Units that are always at a limit, of all"),
-    ("calls", "Calls, where it is not one"),
-    ("parameters", "Elements of the layer's own parameters"),
-    ("of weights", "Root mean square of the gradient of the parameters"),
-    ("time ms", "Wall time, with the layers in it"),
-    ("FLOPs", "Floating-point operations, with the layers in it"),
-    ("bytes", "Bytes of activations"),
-)
-_TEXTS = 3
-"""So many columns are text; the others are numbers, which are aligned right."""
-
 
 def layer_table(run: Run, layers: Sequence[Layer], anchor: Callable[[str], str | None]) -> Markup:
     """Return the table, without the columns that are empty."""
-    columns = zip(_COLUMNS, zip(*(_cells(run, layer) for layer in layers), strict=True), strict=True)
     filled: list[tuple[str, str | None, str | None, Sequence[Child]]] = [
-        (heading, title, "n" if i >= _TEXTS else None, cells)
-        for i, ((heading, title), cells) in enumerate(columns)
-        if any(cells)
+        (column[0][0], column[0][1], "n" if i >= _TEXTS else None, [cell for *_, cell in column])
+        for i, column in enumerate(zip(*(_cells(run, layer) for layer in layers), strict=True))
+        if any(cell for *_, cell in column)
     ]
     histograms = [output.forward.histogram if (output := _output(layer)) else None for layer in layers]
     axis = Axis.of(filter(None, histograms))
@@ -191,7 +175,11 @@ def render(results: Results) -> str:
     """Return the results of a run of pytest as one page, which needs nothing else."""
     tests = sorted(enumerate(results.tests), key=lambda pair: _rank(pair[1]))
     causes = _causes(results.tests)
-    unfolded = set(_unfolded(tests))
+    unfolded, layers = set(), 0
+    for i, test in [(i, test) for i, test in tests if test.failed][:_OPEN]:
+        if layers < _OPEN_LAYERS:
+            unfolded.add(i)
+            layers += sum(len(run.record.layers) for run in test.runs)
     main = [
         _verdict(results, causes),
         _base_section(results.base),
@@ -246,19 +234,7 @@ def _digest(text: str) -> str:
 
 
 def _rank(test: CaseResult) -> tuple[int, bool]:
-    found = list(_OUTCOMES)
-    return found.index(test.outcome) if test.outcome in found else 0, not (test.runs or test.snapshots)
-
-
-def _unfolded(tests: Sequence[tuple[int, CaseResult]]) -> Iterator[int]:
-    """Yield the numbers of the tests that are unfolded at first."""
-    failed = [(i, test) for i, test in tests if test.failed]
-    layers = 0
-    for i, test in failed[:_OPEN]:
-        if layers >= _OPEN_LAYERS:
-            return
-        layers += sum(len(run.record.layers) for run in test.runs)
-        yield i
+    return list(_OUTCOMES).index(test.outcome), not (test.runs or test.snapshots)
 
 
 def _head(title: str, facts: Child = None) -> Markup:
@@ -288,10 +264,10 @@ def _verdict(results: Results, causes: Sequence[_Cause]) -> Markup:
 
 @dataclass
 class _Cause:
+    """A cause of snapshots or of the other side, or the message of a failure."""
+
     said: str
-    kind: str
-    facts: list[str] = field(default_factory=list)
-    hints: list[str] = field(default_factory=list)
+    cause: ShownCause | None = None
     tests: dict[int, None] = field(default_factory=dict)
     moved: int = 0
 
@@ -300,23 +276,16 @@ def _causes(tests: Sequence[CaseResult]) -> list[_Cause]:
     """Return each cause once: those that snapshots and the other side name, else the first line of the failure."""
     found: dict[str, _Cause] = {}
     for i, test in enumerate(tests):
-        said = False
         # A test passes on both sides although its model changed.
-        for compared in [*(test.snapshots if test.failed else ()), *test.changed]:
+        named = [*(test.snapshots if test.failed else ()), *test.changed]
+        for compared in named:
             for cause in compared.causes:
-                entry = found.setdefault(cause.said, _Cause(cause.said, cause.kind))
-                entry.facts = [count(cause.layers, "layer")] if cause.layers > 1 else []
-                if cause.change is not None and math.isfinite(cause.change):
-                    size = f"{cause.change * 100:.2g} %" if cause.change < 10 else f"a factor of {cause.change:.3g}"
-                    entry.facts.append(f"changed by {size}")
-                if cause.evidence:
-                    entry.facts.append(_EVIDENCE.get(cause.evidence, cause.evidence))
-                entry.hints, said = list(cause.hints), True
+                entry = found.setdefault(cause.said, _Cause(cause.said))
+                entry.cause, entry.moved = cause, max(entry.moved, compared.moved)
                 entry.tests[i] = None
-                entry.moved = max(entry.moved, compared.moved)
-        if test.failed and not said:
+        if test.failed and not any(compared.causes for compared in named):
             message = _said(test) or test.outcome
-            found.setdefault(f"message|{message}", _Cause(message, "")).tests[i] = None
+            found.setdefault(f"message|{message}", _Cause(message)).tests[i] = None
     return sorted(found.values(), key=lambda cause: -len(cause.tests))
 
 
@@ -381,16 +350,22 @@ def _note(note: ShownCause) -> str:
     return f"{note.said} x{note.layers}" if note.layers > 1 else note.said
 
 
-def _cause_item(cause: _Cause, tests: Sequence[CaseResult]) -> Markup:
-    links = bullets(tag("a", tests[i].id, href=f"#t{i}") for i in cause.tests)
-    facts = [
-        [" · "] * bool(i) + [fact] for i, fact in enumerate([tag("span", cause.kind, class_="kind"), *cause.facts])
-    ]
-    hints = [tag("p", f"It looks like: {hint}", class_="hint") for hint in cause.hints]
-    follows = f"What follows: {count(len(cause.tests), 'test')}"
-    follows += f", up to {count(cause.moved, 'layer')} moved" if cause.moved else ""
-    kind = tag("p", facts) if cause.kind else None
-    return tag("li", tag("p", cause.said, class_="said"), kind, hints, folded(follows, links))
+def _cause_item(found: _Cause, tests: Sequence[CaseResult]) -> Markup:
+    facts: list[Child] = []
+    cause = found.cause
+    if cause is not None:
+        facts.append(tag("span", cause.kind, class_="kind"))
+        facts += [f" · {count(cause.layers, 'layer')}"] if cause.layers > 1 else []
+        if cause.change is not None and math.isfinite(cause.change):
+            size = f"{cause.change * 100:.2g} %" if cause.change < 10 else f"a factor of {cause.change:.3g}"
+            facts.append(f" · changed by {size}")
+        facts += [f" · {_EVIDENCE[cause.evidence]}"] if cause.evidence else []
+    hints = [tag("p", f"It looks like: {hint}", class_="hint") for hint in (cause.hints if cause else ())]
+    follows = f"What follows: {count(len(found.tests), 'test')}"
+    follows += f", up to {count(found.moved, 'layer')} moved" if found.moved else ""
+    links = bullets(tag("a", tests[i].id, href=f"#t{i}") for i in found.tests)
+    said = tag("p", found.said, class_="said")
+    return tag("li", said, tag("p", facts) if facts else None, hints, folded(follows, links))
 
 
 def _toolbar(tests: Sequence[CaseResult]) -> Markup:
@@ -411,7 +386,7 @@ def _toolbar(tests: Sequence[CaseResult]) -> Markup:
 
 
 def _test(i: int, test: CaseResult, unfolded: bool) -> Markup:
-    sign, words = _OUTCOMES.get(test.outcome, ("?", test.outcome))
+    sign, words = _OUTCOMES[test.outcome]
     parts = ((test.runs, "model"), (test.snapshots, "snapshot"), (test.figures, "figure"))
     contents = [count(len(part), noun) for part, noun in parts if part]
     head = [
