@@ -591,6 +591,7 @@ def test_a_capture_that_was_never_attached_detaches():
     Capture(layers, Options()).detach()
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_chain_of_60_000_hooked_tensors_is_freed_without_using_up_the_stack() -> None:
     # Of which torch 2.13 and newer free each on the stack of the next, once Python has seen its `grad_fn`.
     code = """
