@@ -36,7 +36,7 @@ def test_value():
 
 
 @pytest.fixture(autouse=True)
-def _alone(pytester: pytest.Pytester, _plugin_alone: None) -> None: ...
+def _alone(pytester: pytest.Pytester, _plugin_alone: None, _forked: None) -> None: ...
 
 
 def test_a_fault_that_ends_the_process_or_never_ends_is_noticed_and_all_others_are_tried(
@@ -53,7 +53,6 @@ def test_a_fault_that_ends_the_process_or_never_ends_is_noticed_and_all_others_a
     result.stdout.fnmatch_lines(["1 fault timed out in test_it.py::test_value"])
 
 
-@pytest.mark.usefixtures("_forked")
 def test_workers_of_xdist_give_their_tests_and_no_fault_ends_one(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_it=LAYER + CRASHES, test_other=LAYER + "def test_shape(): assert output().dim() == 2")
     result = pytester.runpytest_inprocess("--modelprobe-mutate", "-p", "xdist.plugin", "-n2")
@@ -62,7 +61,6 @@ def test_workers_of_xdist_give_their_tests_and_no_fault_ends_one(pytester: pytes
     result.stdout.fnmatch_lines(["1 fault crashed in test_it.py::test_value"])
 
 
-@pytest.mark.usefixtures("_forked")
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system has no SIGKILL")
 def test_the_verdicts_of_a_run_that_is_killed_are_kept(pytester: pytest.Pytester) -> None:
     kills = """
