@@ -7,21 +7,25 @@ import functools
 import gc
 import importlib.metadata
 import inspect
+import multiprocessing
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from _pytest import fixtures, pytester
+from _pytest.assertion import rewrite
 
 if not torch.cuda.is_available():
     # Without a GPU the kernels in Triton run in its interpreter, which has to be asked for before Triton is imported,
@@ -30,7 +34,7 @@ if not torch.cuda.is_available():
 
 import torch._dynamo
 
-from pytest_modelprobe.revisions import side
+from pytest_modelprobe import child
 
 pytest_plugins = ["pytester"]
 
@@ -156,62 +160,92 @@ def _installed_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- processes that import torch no second time ---------------------------------------------------------------------
 
 
-class _Forked:
-    """Stands in for the `subprocess.Popen` of another side: a copy of this process, without the user's modules."""
+def _descriptors() -> set[int]:
+    return {int(path.name) for path in Path("/proc/self/fd").iterdir()}
 
-    def __init__(self, job: str, answer: str, *, cwd: Path, env: dict[str, str], stdout: IO[bytes]) -> None:
-        theirs, ours = os.pipe()
-        self.stdin = os.fdopen(ours, "wb")
-        self.pid = os.fork()
-        self.returncode: int | None = None
-        if not self.pid:
-            self._run(job, answer, theirs, cwd, env, stdout)
-        os.close(theirs)
 
-    def _run(self, job: str, answer: str, stdin: int, cwd: Path, env: dict[str, str], stdout: IO[bytes]) -> None:
-        code = 1
-        try:
-            os.setsid()
-            os.close(self.stdin.fileno())
-            for number, descriptor in enumerate((stdin, stdout.fileno(), stdout.fileno())):
-                os.dup2(descriptor, number)
-            here = str(Path.cwd())
-            os.chdir(cwd)
-            os.environ.clear()
-            os.environ.update(env)
-            for name, module in [*sys.modules.items()]:
-                if (getattr(module, "__file__", None) or "").startswith(here):
-                    del sys.modules[name]
-            imports = env["PYTHONPATH"].split(os.pathsep)
-            sys.path[:] = [str(cwd), *imports, *(path for path in sys.path if not path.startswith(here))]
-            side.main(job, answer)
-            code = 0
-        finally:
-            if code:
-                os.write(2, traceback.format_exc().encode())
-            os._exit(code)
+def _forget(folder: str) -> None:
+    """Forget in a fork what was imported from a folder, and whose process this was."""
+    for name, module in [*sys.modules.items()]:
+        if (getattr(module, "__file__", None) or "").startswith(folder):
+            del sys.modules[name]
+    sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, rewrite.AssertionRewritingHook)]
+    sys.path[:] = [path for path in sys.path if not path.startswith(folder)]
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, "w" if n else "r", closefd=False) for n in range(3))
+    warnings.resetwarnings()
+    forkserver._forkserver.__init__()  # type: ignore[attr-defined, misc]
 
-    def wait(self) -> int:
-        if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.returncode
 
-    def kill(self) -> None:
-        if self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
+def _become(arguments: Sequence[str], environment: dict[str, str], here: str) -> None:
+    """Do in a fork what a Python with these arguments does, without what was imported from a folder."""
+    code: Any = 1
+    try:
+        os.environ.clear()
+        os.environ.update(environment)
+        _forget(here)
+        first = str(Path.cwd() if arguments[0].startswith("-") else Path(arguments[0]).parent)
+        imports = environment.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:] = [first, *imports, *sys.path]
+        if arguments[0] == "-c":
+            sys.argv = ["-c", *arguments[2:]]
+            exec(arguments[1], {"__name__": "__main__"})
+        elif arguments[0] == "-m":
+            sys.argv = [*arguments[1:]]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = [*arguments]
+            runpy.run_path(arguments[0], run_name="__main__")
+        code = 0
+    except SystemExit as ended:
+        code = ended.code or 0
+    finally:
+        if code == 1:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
 
 
 @pytest.fixture
-def _forked_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the processes of another side: to start one anew imports torch, 2 seconds each time."""
-    popen = subprocess.Popen
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork what `subprocess` starts with this Python: a new one would import torch, 2 seconds of work each time."""
+    popen, of_parent = subprocess.Popen, list[Any]()
 
-    def start(command: Sequence[str], **how: Any) -> Any:
-        if command[:3] != [sys.executable, "-m", "pytest_modelprobe.revisions"]:
-            return popen(command, **how)
-        return _Forked(*command[3:], **{name: how[name] for name in ("cwd", "env", "stdout")})
+    def start(command: Any, *args: Any, **how: Any) -> Any:
+        words = [str(word) for word in command if word != "-u"]
+        if words[0] == sys.executable and (words[1] in ("-c", "-m") or not words[1].startswith("-")):
+            before, here = _descriptors(), str(Path.cwd())
 
-    monkeypatch.setattr(subprocess, "Popen", start)
+            def instead() -> None:
+                for descriptor in _descriptors() - before:  # the last tells the parent that the process runs
+                    with contextlib.suppress(OSError):
+                        os.close(descriptor)
+                _become(words[1:], dict(how.get("env") or os.environ), here)
+
+            how["preexec_fn"] = instead
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks of a process with threads
+            return popen(command, *args, **how)
+
+    def start_child(main: Any, told: object, preloaded: object) -> Any:
+        context, here = multiprocessing.get_context("fork"), str(Path.cwd())
+        ours, theirs = context.Pipe()
+        of_parent.append(ours)
+
+        def run(*told: object) -> None:
+            for connection in of_parent:
+                connection.close()  # else it is never seen to be closed
+            _forget(here)
+            main(*told)
+
+        process = context.Process(target=run, args=(told, theirs))
+        process.start()
+        theirs.close()
+        return process, ours
+
+    if sys.platform == "linux":
+        monkeypatch.setattr(subprocess, "Popen", start)
+        monkeypatch.setattr(child, "start", start_child)
 
 
 @pytest.fixture

@@ -363,9 +363,14 @@ def test_several_threads_of_python_reduce_at_once():
     assert found == [alone] * 80
 
 
-READ_UNTIL = """
+@compiled
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no such signals")
+def test_a_signal_while_threads_read_is_handled_after_and_a_process_ends_while_one_reads():
+    # In the last thread only the kernel runs: a process that ends during an operation of torch may be aborted.
+    script = """
 import signal, sys, threading, time
 import torch
+from pytest_modelprobe import kernel
 from pytest_modelprobe.statistics import reduce
 torch.set_num_threads(2)
 x = torch.ones(5_000_000)
@@ -373,17 +378,6 @@ before = reduce(x)
 def read_for_ever():
     while True:
         reduce(x)
-"""
-
-
-def run(script):
-    return subprocess.run([sys.executable, "-c", READ_UNTIL + script], capture_output=True, text=True, timeout=120)
-
-
-@compiled
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no such signals")
-def test_a_signal_while_threads_read_is_handled_after():
-    done = run("""
 def stop(*_):
     raise KeyboardInterrupt
 signal.signal(signal.SIGALRM, stop)
@@ -393,16 +387,7 @@ for _ in range(20):
         read_for_ever()
     except KeyboardInterrupt:
         pass
-print(reduce(x).numbers == before.numbers)
-""")
-    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
-
-
-@compiled
-def test_a_process_ends_while_a_thread_reads():
-    # Only the kernel runs in the thread: a process that ends while a thread is in an operation of torch may be aborted.
-    done = run("""
-from pytest_modelprobe import kernel
+print(reduce(x).numbers == before.numbers, flush=True)
 arguments = (x.data_ptr(), 0, (len(x),), (1,), None, 0, None, 2)
 def read_for_ever():
     while True:
@@ -410,8 +395,9 @@ def read_for_ever():
 threading.Thread(target=read_for_ever, daemon=True).start()
 time.sleep(0.05)
 sys.exit(3)
-""")
-    assert (done.stderr, done.returncode) == ("", 3)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr, done.returncode) == ("True\n", "", 3)
 
 
 @compiled

@@ -77,7 +77,7 @@ def blocks(page: str) -> list[Block]:
 RUN = {name: [block for block in blocks(text) if block.language not in SHOWN_ONLY] for name, text in PAGES.items()}
 
 
-@pytest.mark.usefixtures("_plugin_alone", "_forked_sides")
+@pytest.mark.usefixtures("_plugin_alone", "_forked")
 @pytest.mark.parametrize("name", [name for name, found in RUN.items() if found])
 def test_the_code_of_a_page_does_what_it_says(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, name: str

@@ -539,6 +539,7 @@ def test_an_input_seen_by_a_watched_model_can_be_saved():
 # --- compiled models ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_chain_of_60_000_hooked_tensors_is_freed_without_using_up_the_stack() -> None:
     # Of which torch 2.13 and newer free each on the stack of the next, once Python has seen its `grad_fn`.
     code = """

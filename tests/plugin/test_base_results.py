@@ -42,7 +42,7 @@ def git(*arguments: str) -> None:
 
 
 @pytest.fixture
-def beside(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _forked_sides: None) -> Any:
+def beside(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _forked: None) -> Any:
     """Commit the network, change it, and return what runs the tests beside the commit."""
     monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=os.pathsep)
     pytester.makepyfile(a_net=NET, test_a=TESTS)

@@ -383,6 +383,7 @@ def seen(pytester: pytest.Pytester, *args: str) -> list[str]:
 
 
 @as_installed
+@pytest.mark.usefixtures("_forked")
 def test_numbers_depend_neither_on_order_nor_on_workers_nor_on_randomly(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SEEDED)
     expected = seen(pytester, "-p", "no:randomly")
@@ -579,6 +580,7 @@ def test_a_finding_nobody_asserted_on_is_reported(pytester: pytest.Pytester) -> 
     result.stdout.fnmatch_lines(["*::test_dead: TinyNet, 4 layers, 4 calls", "  dead: relu"])
 
 
+@pytest.mark.usefixtures("_forked")
 def test_xdist_brings_the_findings_to_the_controller(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(DEAD.replace("    assert_no_dead_layers(modelprobe)", ""))
     result = pytester.runpytest_inprocess(*QUIET, "-p", "xdist.plugin", "-n", "1")

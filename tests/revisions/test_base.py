@@ -93,7 +93,7 @@ class Project:
 
 
 @pytest.fixture
-def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _forked_sides: None) -> Project:
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _forked: None) -> Project:
     for name in [name for name in os.environ if name.startswith("GIT_")]:
         monkeypatch.delenv(name)
     return Project(pytester)

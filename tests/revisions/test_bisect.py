@@ -21,7 +21,7 @@ TEST = """
 
 
 @pytest.fixture
-def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _forked_sides: None) -> Project:
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _forked: None) -> Project:
     for name in [name for name in os.environ if name.startswith("GIT_")]:
         monkeypatch.delenv(name)
     project = Project(pytester)

@@ -138,6 +138,7 @@ def test_it_ends_when_the_process_that_started_it_is_gone(tmp_path: Path, pytest
 # --- what became of the tests -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("_forked")
 def test_what_became_of_each_test_is_answered(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     (tmp_path / "test_some.py").write_text("""
 import os, pytest

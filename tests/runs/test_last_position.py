@@ -132,6 +132,7 @@ with ModelProbe() as probe:
 """
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_server_in_another_process_is_compared(tmp_path):
     probe = ModelProbe()
     model = probe.build(gpt2).eval()

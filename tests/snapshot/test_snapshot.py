@@ -1706,6 +1706,7 @@ def test_another_snapshot_fixture_is_named(project: Project) -> None:
 
 
 @pytest.mark.parametrize("dist", ["load", pytest.param("loadscope", marks=pytest.mark.long)])
+@pytest.mark.usefixtures("_forked")
 def test_workers_of_xdist_share_the_work_and_the_controller_reports(project: Project, dist: str) -> None:
     project.update(test=TWO)
     test = FEWER + "\ndef test_z(modelprobe_snapshot):\n    assert record() == modelprobe_snapshot\n"

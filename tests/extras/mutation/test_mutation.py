@@ -38,7 +38,7 @@ def test_shape():
 
 
 @pytest.fixture(autouse=True)
-def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _plugin_alone: None) -> None:
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _plugin_alone: None, _forked: None) -> None:
     monkeypatch.setenv("COLUMNS", "160")
 
 

@@ -243,7 +243,7 @@ def train(steps=2):
 """
 
 
-@pytest.mark.usefixtures("_plugin_alone")
+@pytest.mark.usefixtures("_plugin_alone", "_forked")
 def test_what_survives_is_named_by_the_call_and_the_function_that_makes_it(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_it=MODEL + "def test_shape():\n    assert train().weight.shape == (3, 4)\n")
     result = pytester.runpytest_inprocess("--modelprobe-mutate", "--modelprobe-mutate-faults=training")
@@ -259,14 +259,14 @@ def test_what_survives_is_named_by_the_call_and_the_function_that_makes_it(pytes
     )
 
 
-@pytest.mark.usefixtures("_plugin_alone")
+@pytest.mark.usefixtures("_plugin_alone", "_forked")
 def test_what_changes_no_parameter_gradient_or_output_is_no_effect(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_it=MODEL + "def test_shape():\n    assert train(1).weight.shape == (3, 4)\n")
     result = pytester.runpytest_inprocess("--modelprobe-mutate", "--modelprobe-mutate-faults=drop_zero_grad")
     result.stdout.fnmatch_lines(["no fault was tried that has an effect", "not counted: 1 fault that changed nothing"])
 
 
-@pytest.mark.usefixtures("_plugin_alone")
+@pytest.mark.usefixtures("_plugin_alone", "_forked")
 def test_a_loss_that_no_step_follows_changes_the_gradient(pytester: pytest.Pytester) -> None:
     tests = """
 def test_gradient():
@@ -279,7 +279,7 @@ def test_gradient():
     result.stdout.fnmatch_lines(["cross_entropy in test_gradient, 1 test: shuffle_labels"])
 
 
-@pytest.mark.usefixtures("_plugin_alone")
+@pytest.mark.usefixtures("_plugin_alone", "_forked")
 def test_a_test_without_a_step_of_an_optimizer_has_no_training(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_it=MODEL + "def test_shape():\n    assert train(0).weight.shape == (3, 4)\n")
     result = pytester.runpytest_inprocess("--modelprobe-mutate", "--modelprobe-mutate-faults=training")
@@ -287,7 +287,7 @@ def test_a_test_without_a_step_of_an_optimizer_has_no_training(pytester: pytest.
     result.stdout.fnmatch_lines(["no fault was tried that has an effect*"])
 
 
-@pytest.mark.usefixtures("_plugin_alone")
+@pytest.mark.usefixtures("_plugin_alone", "_forked")
 def test_a_name_that_is_no_fault_is_refused(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_inprocess("--modelprobe-mutate", "--modelprobe-mutate-faults=nann")
     assert result.ret == pytest.ExitCode.USAGE_ERROR

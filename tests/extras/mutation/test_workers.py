@@ -36,7 +36,7 @@ def test_value():
 
 
 @pytest.fixture(autouse=True)
-def _alone(pytester: pytest.Pytester, _plugin_alone: None) -> None: ...
+def _alone(pytester: pytest.Pytester, _plugin_alone: None, _forked: None) -> None: ...
 
 
 def test_a_fault_that_ends_the_process_or_never_ends_is_noticed_and_all_others_are_tried(

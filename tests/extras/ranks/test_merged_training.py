@@ -62,6 +62,7 @@ def test_updates_and_counts_of_all_ranks_are_those_of_one_process(pytester: pyte
     pytester.runpytest(*QUIET).assert_outcomes(passed=1)
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_hyperparameter_that_differs_is_named_with_the_rank(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(TEST.format(rate=0.2, then="modelprobe.merged(watch)"))
     result = pytester.runpytest(*QUIET)

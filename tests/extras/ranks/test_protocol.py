@@ -26,7 +26,7 @@ two = pytest.mark.modelprobe(world_size=2)
 
 
 @pytest.fixture(autouse=True)
-def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _plugin_alone: None) -> None:
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _plugin_alone: None, _forked: None) -> None:
     monkeypatch.setenv("COLUMNS", "160")
 
 
