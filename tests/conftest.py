@@ -243,7 +243,8 @@ def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
         theirs.close()
         return process, ours
 
-    if sys.platform == "linux":
+    # A fork of a process that uses CUDA cannot use it.
+    if sys.platform == "linux" and not torch.cuda.is_available():
         monkeypatch.setattr(subprocess, "Popen", start)
         monkeypatch.setattr(child, "start", start_child)
 
