@@ -6,7 +6,7 @@ what a healthy model may do is a hint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from pytest_modelprobe.comparison import is_rounding, largest_gradient
@@ -95,7 +95,17 @@ def findings(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
     if without:
         found.append(f"no gradient: {count(len(without), 'parameter')}, {listed(without)}")
     found += [f"experts without a gradient: {one}" for one in find_unreached(record.layers.values()) if one.is_certain]
-    return [*found, *_rounding(record)]
+    if record.noise == "measured":
+        largest = largest_gradient(record)
+        for step in reversed(CallTree(record).returned):  # the first layer on the way back whose gradients cancel
+            readings = ((v.backward, v.forward) for v in step.call.outputs)
+            if any(backward and is_rounding(backward, partial(largest.beside, v)) for backward, v in readings):
+                found.append(
+                    f"rounding: gradients cancel from {step.label} back, and are not compared there: use "
+                    'loss="random", or a loss that does not cancel'
+                )
+                break
+    return found
 
 
 def hints(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
@@ -160,17 +170,3 @@ def _moves_though_frozen(layer: Layer) -> bool:
     frozen = layer.parameters and not any(parameter.requires_grad for parameter in layer.parameters)
     averages = any(buffer.name == "running_mean" for buffer in layer.buffers) and layer.attributes.get("momentum") != 0
     return bool(frozen and averages and any(c.training and c.root_training and c.grad_enabled for c in layer.calls))
-
-
-def _rounding(record: Record) -> Iterator[str]:
-    """Yield one line on the first layer on the way back whose gradients cancel, where noise was measured."""
-    if record.noise != "measured":
-        return
-    largest = largest_gradient(record)
-    for step in reversed(CallTree(record).returned):
-        if any(v.backward and is_rounding(v.backward, partial(largest.beside, v.forward)) for v in step.call.outputs):
-            yield (
-                f"rounding: gradients cancel from {step.label} back, and are not compared there: use "
-                'loss="random", or a loss that does not cancel'
-            )
-            return

@@ -143,7 +143,26 @@ def _findings(record: Record, training: Training) -> Iterator[_Finding]:
             "Its parameters have the shapes of the model's, but are different tensors: create the optimizer after the "
             "model is copied, loaded, wrapped or built again.",
         )
-    yield from _modes(record, training)
+    kept = (layer for layer in _called(record, training=False) if _depends_on_mode(layer))
+    # The norms of a frozen backbone stay in evaluation mode on purpose.
+    trained = (one for one in kept if not one.parameters or any(p.requires_grad for p in one.parameters))
+    in_eval = next(trained, None)
+    if training.evaluating and in_eval is not None:
+        yield _Finding(
+            f"{in_eval.name} is trained in evaluation mode",
+            training.evaluating,
+            steps,
+            "Call model.train() before each epoch: an evaluation leaves the model in evaluation mode.",
+        )
+    in_training = next((layer for layer in _called(record, training=True) if _depends_on_mode(layer)), None)
+    if training.idle and in_training is not None:
+        yield _Finding(
+            f"{in_training.name} is evaluated in training mode",
+            training.idle,
+            steps + 1,
+            "Forwards without gradients ran in training mode between some steps, or after the last: call model.eval() "
+            "before evaluating.",
+        )
     gradients = ((full_name(one, p.name), p.gradient) for one in record.layers.values() for p in one.parameters)
     nonfinite = next((name for name, gradient in gradients if has_nonfinite(gradient)), None)
     if nonfinite is not None and training.discarded > max(1, steps):
@@ -173,29 +192,6 @@ def _findings(record: Record, training: Training) -> Iterator[_Finding]:
             f"{norm.type_name} computes mean and variance of each part separately. If that is not meant, call eval() "
             "on it, or use a norm that does not depend on the batch.",
             hint=True,
-        )
-
-
-def _modes(record: Record, training: Training) -> Iterator[_Finding]:
-    kept = (layer for layer in _called(record, training=False) if _depends_on_mode(layer))
-    # The norms of a frozen backbone stay in evaluation mode on purpose.
-    trained = (one for one in kept if not one.parameters or any(p.requires_grad for p in one.parameters))
-    in_eval = next(trained, None)
-    if training.evaluating and in_eval is not None:
-        yield _Finding(
-            f"{in_eval.name} is trained in evaluation mode",
-            training.evaluating,
-            training.steps,
-            "Call model.train() before each epoch: an evaluation leaves the model in evaluation mode.",
-        )
-    in_training = next((layer for layer in _called(record, training=True) if _depends_on_mode(layer)), None)
-    if training.idle and in_training is not None:
-        yield _Finding(
-            f"{in_training.name} is evaluated in training mode",
-            training.idle,
-            training.steps + 1,
-            "Forwards without gradients ran in training mode between some steps, or after the last: call model.eval() "
-            "before evaluating.",
         )
 
 

@@ -129,24 +129,14 @@ def architecture(model: nn.Module, /, *args: Any, **kwargs: Any) -> Record:
     # Torch's cache of fakes fails on packed weights of quantized models, which it cannot compare. Without the cache a
     # forward is slow, so it comes second.
     for cached in (True, False):
-        capture = Capture(layers, Options())
-        with preserved(model, values=False), seeding.forked_rng(), quiet():
-            reason = _run_on_fakes(capture, model, args, kwargs, cached)
-        if reason is None:
-            return assemble(capture)
+        capture, fake = Capture(layers, Options()), FakeModel(model, cached=cached)
+        with preserved(model, values=False), seeding.forked_rng(), quiet(), capture:
+            try:
+                fake(*fake.fakes_of((args, kwargs)))
+            except Exception as error:  # noqa: BLE001 - models may need the contents of tensors
+                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                continue
+        return assemble(capture)
     record = assemble(Capture(layers, Options()))
     note = f"structure without shapes: the forward cannot run on fake tensors ({reason})"
     return dataclasses.replace(record, notes=(*record.notes, note))
-
-
-def _run_on_fakes(
-    capture: Capture, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cached: bool
-) -> str | None:
-    """Run one watched forward on fakes of the parameters and inputs. Return the reason if that is not possible."""
-    fake = FakeModel(model, cached=cached)
-    with capture:
-        try:
-            fake(*fake.fakes_of((args, kwargs)))
-        except Exception as error:  # noqa: BLE001 - models may need the contents of tensors
-            return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return None

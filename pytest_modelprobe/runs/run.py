@@ -136,7 +136,16 @@ class Run:
         """Return the record and the tensors kept."""
         __tracebackhide__ = True
         record, kept = self._observed(self.options)
-        record = self._with_origins(record)
+        # The origin of values that are not finite is found by running once more.
+        values = [value for layer in record.layers.values() for _, value in (*layer.inputs, *layer.outputs)]
+        forward = any(has_nonfinite(value.forward) for value in values)
+        gradients = [value.backward for value in values] + [parameter.gradient for parameter in record.parameters]
+        if forward or any(map(has_nonfinite, gradients)):
+            with self._prepared(), interruptible():
+                if forward:
+                    record = dataclasses.replace(record, origin=find_origin(self._forward) or GIVEN)
+                else:
+                    record = dataclasses.replace(record, gradient_origin=find_gradient_origin(self._loss))
         self._settings = self._settings_now()
         return record, kept
 
@@ -475,19 +484,6 @@ class Run:
             if move is not None:
                 move.gradients(tensor for _, tensor in flatten("output", output).tensors)
             return loss_of(output, self.loss, seed=self.seed)
-
-    def _with_origins(self, record: Record) -> Record:
-        """Fill in the origin of values that are not finite, by running once more."""
-        __tracebackhide__ = True
-        values = [value for layer in record.layers.values() for _, value in (*layer.inputs, *layer.outputs)]
-        forward = any(has_nonfinite(value.forward) for value in values)
-        gradients = [value.backward for value in values] + [parameter.gradient for parameter in record.parameters]
-        if not (forward or any(map(has_nonfinite, gradients))):
-            return record
-        with self._prepared(), interruptible():
-            if forward:
-                return dataclasses.replace(record, origin=find_origin(self._forward) or GIVEN)
-            return dataclasses.replace(record, gradient_origin=find_gradient_origin(self._loss))
 
 
 def is_same_device(a: torch.device, b: torch.device) -> bool:
