@@ -22,6 +22,9 @@ from .elements import STATUSES, Child, Markup, coordinate, outputs_of, tag
 MOST_NODES = 150
 """If there are more nodes, the deepest boxes are drawn as one node each, those without a status first."""
 
+_MOST_DRAWN = 1000
+"""If there are more nodes when all boxes are drawn as one, there is no graph."""
+
 _MOST_PARTS = 24
 """How many parts of a name make boxes: deeper modules share one."""
 
@@ -94,6 +97,8 @@ def graph(run: Run, anchor: Callable[[str], str | None]) -> Markup:
     _fold(root)
     for with_status in (False, True):
         _close_innermost(root, with_status=with_status)
+    if root.nodes > _MOST_DRAWN:
+        return tag("p", f"{count(root.nodes, 'layer')} side by side are too many to be drawn.")
     _arrange(root)
     drawn = [tag("g", _drawn(root, anchor, inner=True))]
     size = {"width": root.width, "height": root.height}

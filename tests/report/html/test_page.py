@@ -574,6 +574,10 @@ def test_of_a_large_model_the_deepest_boxes_without_a_status_are_one_node_each()
     assert "net.9, 3 layers in it" in re.findall("<title>(.*?)</title>", svg)
 
 
+def test_layers_side_by_side_that_are_too_many_are_not_drawn() -> None:
+    assert "2,000 layers side by side are too many" in drawn(*(layer(str(i), parameters=i) for i in range(2000)))
+
+
 def test_a_deep_tree_is_no_error() -> None:
     assert labels(drawn(layer(".".join(map(str, range(3000))))))
 
