@@ -13,6 +13,7 @@ import importlib
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import pytest
@@ -24,6 +25,13 @@ def fixtures_of(item: pytest.Item) -> set[Any]:
     if definitions is None:
         return set(getattr(item, "fixturenames", ()))
     return {definition for found in definitions.values() for definition in found}
+
+
+def configuration(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the name of the file of settings that pytest finds for a folder, and the settings; empty if none."""
+    # pytest 8.2 takes these two arguments, and 9 wraps the settings and returns more.
+    _, path, found, *_ = importlib.import_module("_pytest.config.findpaths").locate_config(folder, [folder])
+    return path.name if path else "", {name: getattr(value, "value", value) for name, value in found.items()}
 
 
 def tear_down_before(item: pytest.Item, nextitem: pytest.Item | pytest.Collector | None) -> None:

@@ -38,7 +38,7 @@ from .runs import (
 if TYPE_CHECKING:
     from .extras.pictures import drawing as _drawing
     from .extras.ports import precision as _precision
-    from .extras.ranks import exchange as _exchange
+    from .extras.ranks import merging as _exchange
 
 __all__ = ["Loss", "Mode", "ModelProbe", "Watch", "watched"]
 

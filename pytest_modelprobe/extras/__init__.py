@@ -32,7 +32,7 @@ EXTRAS = {
     "ranks": Extra(
         plugin="plugin",
         marker={"world_size": "plugin:error_of_marker", "timeout": "plugin:error_of_marker"},
-        probe={"merged": "exchange:merged_by_probe"},
+        probe={"merged": "merging:merged_by_probe"},
         record={"merge": "merging:merge_of_record"},
     ),
     "scan": Extra(plugin="plugin", commands={"scan": "command"}),

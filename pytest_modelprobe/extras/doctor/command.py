@@ -222,11 +222,11 @@ def _project() -> Section:
     settings: dict[str, Any] = {}
 
     def name() -> str:
-        from _pytest.config.findpaths import locate_config
+        from pytest_modelprobe._pytest import configuration
 
-        _, path, found, *_ = locate_config(Path.cwd(), [Path.cwd()])
-        settings.update({key: getattr(one, "value", one) for key, one in found.items()})  # pytest 9 wraps them
-        return path.name if path else "none found"
+        file, found = configuration(Path.cwd())
+        settings.update(found)
+        return file or "none found"
 
     file = _attempt(name)
     set_here = [name for name in _CI_VARIABLES if os.environ.get(name)]

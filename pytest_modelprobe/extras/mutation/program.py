@@ -70,8 +70,9 @@ class Program:
                 for function in those
             }
             stack.enter_context(_exchanged_names(wrappers))
-            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            before, after = (functools.partial(self._at_step, is_over) for is_over in (False, True))
+            stack.callback(register_optimizer_step_pre_hook(before).remove)
+            stack.callback(register_optimizer_step_post_hook(after).remove)
             yield
 
     @staticmethod
@@ -153,13 +154,7 @@ class Program:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._at_step(optimizer, is_over=False)
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._at_step(optimizer, is_over=True)
-
-    def _at_step(self, optimizer: Optimizer, *, is_over: bool) -> None:
+    def _at_step(self, is_over: bool, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         current = None if torch.compiler.is_compiling() else self._current()
         if current is None:
             return

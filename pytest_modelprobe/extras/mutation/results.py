@@ -371,8 +371,6 @@ def _left_out(results: Results, goes_on: bool) -> Iterator[str]:
 # --- what earlier runs know of mutants --------------------------------------------------------------------------------
 
 _PACKAGE = Path(__file__).parents[1]
-_MOST = 20_000
-"""How many verdicts are kept, the newest."""
 
 
 class Known:
@@ -393,30 +391,21 @@ class Known:
         return self._path is not None
 
     def read(self) -> dict[str, Verdict]:
-        """Return key → verdict, and keep only the newest in the file."""
+        """Return key → verdict."""
         lines = self._path.read_text("utf-8").splitlines() if self._path and self._path.exists() else []
         found: dict[str, Verdict] = {}
         for line in lines:
             with contextlib.suppress(ValueError, TypeError):  # A run that was killed wrote a part of a line.
                 key, *verdict = json.loads(line)
                 found[key] = Verdict(*verdict)
-        if self._path and len(lines) > 4 * _MOST:
-            found = dict(list(found.items())[-_MOST:])
-            part = self._path.with_suffix(".part")
-            part.write_text("".join(_line(key, verdict) for key, verdict in found.items()), "utf-8")
-            part.replace(self._path)
         return found
 
     def add(self, key: str, verdict: Verdict) -> None:
         """Write a verdict."""
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(_line(key, verdict))
-
-
-def _line(key: str, verdict: Verdict) -> str:
-    # The line begins with its break, because what stands before it may be a part of a line.
-    return f"\n{json.dumps([key, *verdict])}"
+                # The line begins with its break, because what stands before it may be a part of a line.
+                file.write(f"\n{json.dumps([key, *verdict])}")
 
 
 class Keys:

@@ -8,22 +8,31 @@ everything else the reading says why there is no number.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
+import itertools
+import json
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pytest_modelprobe._torch import default_store
 from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.probe import ModelProbe, Watch
 from pytest_modelprobe.record import (
     Call,
     Dimension,
     Layer,
     Parameter,
     Reading,
+    Record,
     Value,
     address,
     batch_sizes,
     has_nonfinite,
+    process_group,
     qualified,
+    this_rank,
 )
 
 from .readings import (
@@ -44,8 +53,7 @@ from .readings import (
 )
 
 if TYPE_CHECKING:
-    from pytest_modelprobe.record import OptimizerGroup, Record, Training
-
+    from pytest_modelprobe.record import OptimizerGroup, Training
 
 # --- what the optimizers of all ranks did -----------------------------------------------------------------------------
 
@@ -385,3 +393,59 @@ def _merge_of_record(records: Sequence[Record], *, mean_loss: bool = True) -> Re
 
 
 merge_of_record = staticmethod(_merge_of_record)
+
+
+# --- in all ranks -----------------------------------------------------------------------------------------------------
+
+_turns = itertools.count()
+"""Numbers the exchanges of this process. Every rank makes the same ones in the same order, so the numbers agree."""
+
+
+def merged_by_probe(probe: ModelProbe, subject: Watch | Record, /, *, mean_loss: bool = True) -> Record:
+    """Return one record of what all ranks did, as one process would have made it of the whole batch.
+
+    Every rank has to call it; each returns the same. The records go through the store of the process group, and no
+    collective is called. Without a process group, or in one of one rank, it is the record alone, made alike.
+
+    Args:
+        subject: A watch: its first step, or all forwards where no optimizer stepped. Or a record of this rank.
+        mean_loss: Whether each rank's loss is a mean over its part of the batch; False: a sum.
+
+    Raises:
+        AssertionError: Ranks disagree on what they should have in common; names the layer and the rank.
+
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe
+    >>> probe = ModelProbe()
+    >>> probe.merged(probe.run(nn.Linear(4, 2), probe.randn(3, 4))).ranks
+    1
+    """
+    if isinstance(subject, Watch):
+        subject = subject.first_step if len(subject.steps) else subject.record
+    mine = this_rank()
+    if process_group() is None or mine.world_size == 1:
+        return Record.merge([subject], mean_loss=mean_loss)
+    store, turn = default_store(), next(_turns)
+
+    def give(name: str, data: dict[str, Any]) -> None:
+        store.set(f"modelprobe/{turn}/{name}", zlib.compress(json.dumps(data).encode()))
+
+    def take(name: str) -> dict[str, Any]:
+        key = f"modelprobe/{turn}/{name}"
+        store.wait([key], datetime.timedelta(seconds=60))
+        data: dict[str, Any] = json.loads(zlib.decompress(store.get(key)))
+        return data
+
+    give(str(mine.rank), subject.to_dict())
+    if not mine.rank:
+        records = [Record.from_dict(take(str(other))) for other in range(mine.world_size)]
+        try:
+            found: dict[str, Any] = {"record": Record.merge(records, mean_loss=mean_loss).to_dict()}
+        except (AssertionError, UsageError) as error:  # every rank raises it
+            found = {type(error).__name__: str(error)}
+        give("merged", found)
+    found = take("merged")
+    for kind in (UsageError, AssertionError):
+        if kind.__name__ in found:
+            raise kind(found[kind.__name__])
+    return Record.from_dict(found["record"])

@@ -220,30 +220,6 @@ def test_interrupts():
     result.stdout.fnmatch_lines(["*not tried: the run was interrupted; the next run goes on there"])
 
 
-def test_a_test_that_never_ends_with_a_fault_notices_it(pytester: pytest.Pytester) -> None:
-    tests = """
-def test_until_positive():
-    net = Net()
-    while not net(torch.ones(1, 4)).min() > 0:
-        pass
-"""
-    result = mutate(pytester, tests)
-    assert "nan" not in result.stdout.str()
-
-
-def test_a_fixture_that_calls_layers_often_does_not_hang(pytester: pytest.Pytester) -> None:
-    tests = """
-@pytest.fixture(scope="module")
-def output():
-    net = Net()
-    return [net(torch.ones(1, 4)) for _ in range(600)][-1]
-
-def test_shape(output):
-    assert output.shape == (1, 2)
-"""
-    assert verdicts(mutate(pytester, tests, "--modelprobe-mutate=2")) == "0 % of the faults were noticed: 0 of 2"
-
-
 def test_a_failure_of_a_unittest_test_case_is_noticed(pytester: pytest.Pytester) -> None:
     tests = """
 import unittest

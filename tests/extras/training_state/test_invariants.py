@@ -85,7 +85,7 @@ def first_line(watch: Watch, expected: Invariants) -> str:
     return str(caught.value).partition("\n")[0]
 
 
-@pytest.mark.parametrize(("seed", "size", "steps"), [(1, 16, 5), (2, 8, 12), (3, 64, 3)], ids=str)
+@pytest.mark.parametrize(("seed", "size", "steps"), [(1, 16, 5), (2, 8, 12)], ids=str)
 def test_other_seeds_data_batch_sizes_and_numbers_of_steps_are_healthy(
     healthy: Invariants, seed: int, size: int, steps: int
 ) -> None:
@@ -349,11 +349,9 @@ def test_a_file_has_a_line_for_each_layer_and_is_read_back(healthy: Invariants, 
     "text",
     [
         "",
-        "[]",
         '{"steps": 3}',
         '{"model": "Net", "steps": 3, "last": 2, "other": 1}',
         '{"model": "Net", "steps": 3, "last": 2, "parameters": {"weight": {"group": 1}}}',
-        '{"model": "Net", "steps": 3, "last": 2, "groups": [{"optimizer": "SGD", "update_ratio": [1.0]}]}',
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
