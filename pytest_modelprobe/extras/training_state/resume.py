@@ -133,6 +133,9 @@ def _check(make: object, train: object, steps: object, at: object, save: object,
     for name, one, how in (("make", make, "make()"), ("train", train, "train(state, steps)")):
         if not callable(one) or isinstance(one, nn.Module):
             raise UsageError(f"{name} is a function, {how}; got {type(one).__name__}")
+    for name, one, how in (("save", save, "save(state)"), ("load", load, "load(state, saved)")):
+        if one is not None and not callable(one):
+            raise UsageError(f"{name}= is a function, {how}; got {type(one).__name__}")
     if (save is None) != (load is None):
         given, missing = ("save", "load") if load is None else ("load", "save")
         raise UsageError(f"{given}= is given without {missing}=: what one writes the other has to read")
@@ -181,18 +184,20 @@ class _Runs:
         resumed, resumed_model = self._loaded(resumed, resumed_model, saved)
         lost = unequal(then, resumed.read())
         second = self._follow(resumed, resumed_model, self.rest, read_after=0, resumed=True)
+        drifted: Mapping[Any, Unequal] = {}
         if whole.begun is not None and second.begun is not None:
             at_begin = unequal(whole.begun, second.begun)
             lost = {key: one for key, one in lost.items() if key in at_begin}  # what train itself puts back is there
+            drifted = {key: one for key, one in at_begin.items() if key not in lost}
         differing = _first(second.steps, whole.steps, self.at)
         end = {
             key: one
             for key, one in unequal(whole.end, second.end).items()
-            if one.leaf.kind in _CAUSES["end"] and one.now is not None
+            if one.leaf.kind in _CAUSES["end"] and not one.lost
         }
         if differing is None and not end:
             return self._without_effect(name, resumed, lost, list(dict.fromkeys(part for part, _ in then)))
-        verdict = _Verdict(self.at, list(lost.values()), differing, list(end.values()))
+        verdict = _Verdict(self.at, list(lost.values()), list(drifted.values()), differing, list(end.values()))
         alone = self._trained_twice(stopped, stopped_model, states, whole)
         if other := _first(self._follow(*self._made(), self.steps).steps, whole.steps):
             return self._not_repeatable(name, *other, self.steps)
@@ -413,6 +418,8 @@ class _Verdict:
 
     at: int
     lost: list[Unequal]
+    drifted: list[Unequal]
+    """What load brought back, and is another when the next step begins."""
     differing: tuple[int, list[_Difference]] | None
     """The first step that differs, and what of it."""
     end: list[Unequal]
@@ -428,9 +435,11 @@ class _Verdict:
             step, found = self.differing
             layer, where = found[0].layer, f"step {step} is the first that differs, {found[0].at}"
             when, rows = f"step {step}", [one.row() for one in found]
-        lost = self._named(kind, layer)
+        lost, drifted = (self._named(kind, layer, among) for among in (self.lost, self.drifted))
         if lost is not None:
             line = f"{_said(lost)}; {where}{_more(len(self.lost) - 1)}"
+        elif drifted is not None:
+            line = f"{drifted.leaf.name} is another when step {self.at} begins, though load brought it back; {where}"
         elif kind == "inputs":
             line = f"{label_of(layer)} gets other inputs while all weights are the same: the order of data; {where}"
             line += _more(len(self.lost), "value")
@@ -439,14 +448,16 @@ class _Verdict:
             line += _more(len(self.lost), "value")
         shown_first = sorted(self.lost, key=lambda one: one is not lost)
         tables = [_after_load(shown_first)] if self.lost else []
+        if lost is None and drifted is not None:
+            tables.append(((f"step {self.at} begins", *_OF_STEP), [_row(drifted)]))
         tables.append(((when, *_OF_STEP), rows))
         unread = f"Not looked at, as their state is not known: {listed(state.unread)}." if state.unread else ""
         text = _text(line, *tables, _advice(kind, lost), alone, unread)
         return Outcome(check="resume", model=name, verdict="broken", text=text, layer=layer)
 
-    def _named(self, kind: Where | Literal["end"], layer: str) -> Unequal | None:
+    def _named(self, kind: Where | Literal["end"], layer: str, among: Sequence[Unequal]) -> Unequal | None:
         """Return the leaf of a kind that may be the cause: that of the parameter if there is one."""
-        fits = [one for one in self.lost if one.leaf.kind in _CAUSES[kind]]
+        fits = [one for one in among if one.leaf.kind in _CAUSES[kind]]
         if self.differing is None:
             ended = {one.leaf.name for one in self.end}
             fits = [one for one in fits if one.leaf.name in ended]
@@ -455,6 +466,8 @@ class _Verdict:
 
 def _said(one: Unequal) -> str:
     """Return what was lost as the beginning of a sentence."""
+    if one.missing_then:
+        return f"{one.leaf.name} was not there when the state was saved"
     if one.now is None:
         return f"{one.leaf.name} is lost: it is missing after load"
     if one.leaf.kind == "random":
@@ -497,7 +510,8 @@ def _advice(kind: Where | Literal["end"], lost: Unequal | None) -> str:
 
 def _row(one: Unequal) -> tuple[Cell, ...]:
     now = "missing" if one.now is None else shown(one.now.value)
-    return one.leaf.name, "-" if one.change is None else percent(one.change), now, shown(one.leaf.value)
+    then = "missing" if one.missing_then else shown(one.leaf.value)
+    return one.leaf.name, "-" if one.change is None else percent(one.change), now, then
 
 
 def _change(now: Plain | Reading, was: Plain | Reading) -> str:

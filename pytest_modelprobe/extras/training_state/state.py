@@ -11,9 +11,8 @@ import functools
 import hashlib
 import io
 import math
-import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -39,6 +38,9 @@ PLAIN = bool | int | float | str | None
 
 _NO_EFFECT = ("params", "foreach", "fused", "capturable", "differentiable")
 """Fields of a group of an optimizer that change no number."""
+
+_DEEPEST = 20
+"""Levels of a state_dict that are read: one may refer to itself."""
 
 
 class Part(NamedTuple):
@@ -76,15 +78,22 @@ class Unequal:
     """A leaf that differs between two readings of a state."""
 
     leaf: Leaf
-    """As it should be."""
+    """As it should be; of one that is only in the other reading, as it is there."""
     now: Leaf | None
-    """None: it is not there any more."""
+    missing_then: bool = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is not there any more."""
+        return self.now is None
 
     @property
     def change(self) -> float | None:
         """The relative error of a tensor; None of anything else."""
-        now, was = self.now and self.now.value, self.leaf.value
-        return relative_error(was, now) if isinstance(now, Tensor) and isinstance(was, Tensor) else None
+        if self.now is None or self.missing_then:
+            return None
+        both = self.now.value, self.leaf.value
+        return relative_error(both[1], both[0]) if all(isinstance(x, Tensor) for x in both) else None
 
 
 class TrainingState:
@@ -161,6 +170,8 @@ class TrainingState:
         for part in self.parts:
             if _is_stateful(part.value):
                 found[part.name] = part.value.state_dict()
+            elif isinstance(part.value, DataLoader):
+                found[part.name] = [read() for _, read, _ in _generators_of(part.value)]
             elif (generator := _generator(part.value)) is not None:
                 found[part.name] = generator[0]()
             elif isinstance(part.value, Tensor) or part.put is not None:
@@ -172,9 +183,14 @@ class TrainingState:
         if self.own is not None:
             self.own.load_state_dict(saved["state"])
         for part in self.parts if self.own is None else ():
-            was: Any = saved.get(part.name)
+            if part.name not in saved:
+                continue
+            was = saved[part.name]
             if _is_stateful(part.value):
                 part.value.load_state_dict(was)
+            elif isinstance(part.value, DataLoader):
+                for (_, _, write), one in zip(_generators_of(part.value), was, strict=False):
+                    write(one)
             elif (generator := _generator(part.value)) is not None:
                 generator[1](was)
             elif isinstance(part.value, Tensor):
@@ -199,16 +215,16 @@ class TrainingState:
             self.parts.append(Part(name or self._numbered(value), value))
         elif isinstance(value, Mapping):
             for key, one in value.items():
-                self._visit(_inside(name, str(key)), one, functools.partial(operator.setitem, value, key))
+                self._visit(_inside(name, str(key)), one, _setter(value, key, MutableMapping))
         elif isinstance(value, list | tuple):
             fields = getattr(value, "_fields", ())
             for i, one in enumerate(value):
                 own = fields[i] if fields else str(i) if isinstance(one, PLAIN) or name else self._numbered(one)
-                put = functools.partial(operator.setitem, value, i) if isinstance(value, list) else None
-                self._visit(_inside(name, own), one, put)
+                self._visit(_inside(name, own), one, _setter(value, i, MutableSequence))
         elif holds or hasattr(value, "__dataclass_fields__"):
             for key, one in list(vars(value).items()):
-                self._visit(_inside(name, key), one, functools.partial(setattr, value, key))
+                frozen = getattr(getattr(value, "__dataclass_params__", None), "frozen", False)
+                self._visit(_inside(name, key), one, None if frozen else _attribute_setter(value, key))
         elif name and not callable(value):
             self.unread.append(f"{name} ({type(value).__name__})")
 
@@ -236,15 +252,16 @@ def unequal(then: Leaves, now: Leaves) -> dict[tuple[str, str], Unequal]:
         other = now.get(key)
         if other is None or not _is_equal(leaf.value, other.value):
             found[key] = Unequal(leaf, other)
-    # A number, as the step of Adam, says less than what goes with it.
-    return dict(sorted(found.items(), key=lambda pair: _is_number_of_moments(pair[1].leaf)))
+    found |= {key: Unequal(leaf, leaf, missing_then=True) for key, leaf in now.items() if key not in then}
+    # A scalar, as the step of Adam, says less than what goes with it.
+    return dict(sorted(found.items(), key=lambda pair: pair[1].leaf.kind == "moments" and _size(pair[1].leaf) < 2))
 
 
 def through_file(saved: Any) -> Any:
     """Return what a file would give back of a checkpoint.
 
     Raises:
-        UsageError: It cannot be written.
+        UsageError: It cannot be written; names what.
     """
     __tracebackhide__ = True
     file = io.BytesIO()
@@ -252,7 +269,11 @@ def through_file(saved: Any) -> Any:
         torch.save(saved, file)
         return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
     except Exception as error:
-        raise UsageError(f"what save returned cannot be written to a file and read back: {line_of(error)}") from error
+        where, what = _unwritable("", saved)
+        name = f"{where} ({type(what).__name__})" if where else type(what).__name__
+        raise UsageError(
+            f"what save returned cannot be written to a file and read back: {name}: {line_of(error)}"
+        ) from (error)
 
 
 def shown(value: Any) -> str:
@@ -261,13 +282,18 @@ def shown(value: Any) -> str:
     >>> shown(torch.tensor([3.0, 4.0])), shown(0.1), shown(b"some"), shown(torch.tensor(3.0))
     ('rms 3.536', '0.1', 'state 736f6d65', '3')
     """
-    if isinstance(value, Tensor) and value.numel() != 1:
-        wide = value if value.is_complex() else value.double()
-        return f"rms {torch.linalg.vector_norm(wide).item() / math.sqrt(max(value.numel(), 1)):.4g}"
-    if isinstance(value, bytes):
-        return f"state {value.hex()[:8]}"
-    plain = value.item() if isinstance(value, Tensor) else value
-    return f"{plain:.6g}" if isinstance(plain, float) else str(plain)
+    if isinstance(value, Tensor):
+        if value.numel() == 1:
+            return f"{value.item():.6g}" if not value.is_complex() else str(value.item())
+        size = torch.linalg.vector_norm(value.double() if not value.is_complex() else value).item()
+        return f"rms {size / math.sqrt(max(value.numel(), 1)):.4g}"
+    return (
+        f"state {value.hex()[:8]}"
+        if isinstance(value, bytes)
+        else f"{value:.6g}"
+        if type(value) is float
+        else str(value)
+    )
 
 
 # --- leaves -----------------------------------------------------------------------------------------------------------
@@ -279,9 +305,14 @@ def _leaves(part: Part, names: Mapping[int, str]) -> Iterator[Leaf]:
         yield from _of_module(part.name, value)
     elif _is_optimizer(value):
         yield from _of_optimizer(part.name, value, names)
+    elif isinstance(value, DataLoader):
+        for text, read, _ in _generators_of(value):
+            yield Leaf(part.name, text, "random", _digest(read()))
+        epoch = getattr(value.sampler, "epoch", None)
+        if isinstance(epoch, int):
+            yield Leaf(part.name, "epoch of its sampler", "value", epoch)
     elif (generator := _generator(value)) is not None:
-        text = "state of its generator" if isinstance(value, DataLoader) else "the state"
-        yield Leaf(part.name, text, "random", _digest(generator[0]()))
+        yield Leaf(part.name, "the state", "random", _digest(generator[0]()))
     elif isinstance(value, Tensor):
         yield from _tensor(part.name, "the tensor", "tensor", value)
     elif isinstance(value, PLAIN):
@@ -329,14 +360,14 @@ def _tensor(part: str, text: str, kind: Kind, tensor: Tensor, of: str = "") -> I
         yield Leaf(part, text, kind, copy, of)
 
 
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flat(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield the tensors and what is plain in a nested state_dict; other objects are not read."""
     if isinstance(value, Tensor | PLAIN):
         yield name, value
-    elif isinstance(value, Mapping | list | tuple):
+    elif isinstance(value, Mapping | list | tuple) and depth < _DEEPEST:
         pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, one in pairs:
-            yield from _flat(_inside(name, str(key)), one)
+            yield from _flat(_inside(name, str(key)), one, depth + 1)
     elif hasattr(value, "__array__"):
         yield name, _digest(value)
 
@@ -363,8 +394,8 @@ def _is_equal(one: Any, other: Any) -> bool:
     return same
 
 
-def _is_number_of_moments(leaf: Leaf) -> bool:
-    return leaf.kind == "moments" and not (isinstance(leaf.value, Tensor) and leaf.value.numel() > 1)
+def _size(leaf: Leaf) -> int:
+    return leaf.value.numel() if isinstance(leaf.value, Tensor) else 1
 
 
 def _is_stateful(value: Any) -> bool:
@@ -384,12 +415,10 @@ _Generator = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
 def _generator(value: Any) -> _Generator | None:
-    """Return how the state of a random generator, or of that of a loader, is read and written; None for anything else.
+    """Return how the state of a random generator is read and written; None for anything else.
 
     Those of numpy and Python are known by their methods.
     """
-    if isinstance(value, DataLoader):
-        return _generator(value.generator or getattr(value.sampler, "generator", None))
     if hasattr(value, "bit_generator"):  # numpy.random.Generator
         return lambda: value.bit_generator.state, lambda state: setattr(value.bit_generator, "state", state)
     for read, write in (("get_state", "set_state"), ("getstate", "setstate")):
@@ -398,5 +427,40 @@ def _generator(value: Any) -> _Generator | None:
     return None
 
 
+def _generators_of(loader: DataLoader[Any]) -> list[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
+    """Return the random generators that say in which order a loader returns data."""
+    batches: Any = getattr(loader, "batch_sampler", None)
+    places: tuple[tuple[str, Any], ...] = (
+        ("state of its generator", loader),
+        ("state of its sampler's generator", loader.sampler),
+        ("state of its batch sampler's generator", batches),
+        ("state of its batch sampler's sampler's generator", getattr(batches, "sampler", None)),
+    )
+    found: dict[int, tuple[str, Any]] = {}
+    for text, one in places:
+        if (generator := getattr(one, "generator", None)) is not None:
+            found.setdefault(id(generator), (text, generator))
+    return [(text, *pair) for text, one in found.values() if (pair := _generator(one)) is not None]
+
+
+def _setter(holder: Any, key: Any, kind: type[Any]) -> Callable[[Any], object] | None:
+    return functools.partial(holder.__setitem__, key) if isinstance(holder, kind) else None
+
+
+def _attribute_setter(holder: Any, key: str) -> Callable[[Any], object]:
+    return functools.partial(setattr, holder, key)
+
+
 def _inside(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
+
+
+def _unwritable(name: str, value: Any) -> tuple[str, Any]:
+    """Return the name of the innermost entry that cannot be pickled, and the entry."""
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, one in pairs:
+        try:
+            torch.save(one, io.BytesIO())
+        except Exception:  # noqa: BLE001 - whatever pickling raises
+            return _unwritable(_inside(name, str(key)), one)
+    return name, value

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pytest_modelprobe import ModelProbe, NothingObservedError, Record, UsageError
+from pytest_modelprobe import ModelProbe, NothingObservedError, Record, SelectionError, UsageError
 from pytest_modelprobe.extras.pictures import figures as drawing
 from pytest_modelprobe.record import Call, Layer, Reading, Statistics, Value
 from pytest_modelprobe.statistics import collect, reduce
@@ -76,6 +76,11 @@ def test_a_function_of_the_output_is_a_target(probe: ModelProbe) -> None:
     torch.testing.assert_close(cam, by_autograd(net(), [1, 1]))
 
 
+def test_a_small_map_has_the_size_of_the_images(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, stride=2), nn.Flatten(), nn.LazyLinear(3))
+    assert probe.grad_cam(model, "0", 0, X).shape == (2, 8, 6)
+
+
 def test_the_map_is_where_the_class_is() -> None:
     """The score of class 1 is the brightness of what is drawn: the map is the square that is drawn."""
     model = nn.Sequential(
@@ -101,10 +106,16 @@ def test_the_model_is_as_before(probe: ModelProbe) -> None:
     assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
 
 
+def test_no_hook_stays_after_an_error(probe: ModelProbe) -> None:
+    model = net()
+    with pytest.raises(UsageError, match=r"target is a class from 0 to 2; got 3"):
+        probe.grad_cam(model, "norm", 3, X)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
 @pytest.mark.parametrize(
     ("layer", "target", "message"),
     [
-        ("norm", 3, r"target is a class from 0 to 2; got 3"),
         ("head", 0, r"needs outputs \(N, C, H, W\); head returned \(2, 3\)"),
         ("*", 0, "selects 3 layers, among them conv and norm: choose one"),
         ("norm", lambda scores: scores, "target returns a scalar"),
@@ -116,10 +127,21 @@ def test_what_has_no_map_is_refused(probe: ModelProbe, layer: str, target: objec
         probe.grad_cam(net(), layer, target, X)
 
 
-@pytest.mark.parametrize("target", ["cat", [0, 1, 2]])
+@pytest.mark.parametrize("target", [None, "cat", 1.5, True, [0, 1, 2], [[0, 1]], torch.tensor([0.0, 1.0])])
 def test_a_target_that_is_no_class_is_refused(probe: ModelProbe, target: object) -> None:
     with pytest.raises(UsageError, match="target is one class, or one for each image, as integers; got "):
         probe.grad_cam(net(), "norm", target, X)
+
+
+def test_a_layer_that_is_not_there_is_named(probe: ModelProbe) -> None:
+    with pytest.raises(SelectionError, match="'convs'"):
+        probe.grad_cam(net(), "convs", 0, X)
+
+
+def test_a_map_is_no_run_of_the_probe(probe: ModelProbe) -> None:
+    probe.grad_cam(net(), "norm", 0, X)
+    with pytest.raises(NothingObservedError):
+        _ = probe.record
 
 
 # --- without matplotlib -----------------------------------------------------------------------------------------------

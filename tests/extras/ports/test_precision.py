@@ -151,7 +151,7 @@ def with_bad_zero_point(low, net, layer):
     getattr(low, layer).set_weight_bias(bad, getattr(net, layer).bias)
 
 
-@pytest.mark.parametrize("layer", ["fc2"])
+@pytest.mark.parametrize("layer", ["fc1", "fc2", "head"])
 @pytest.mark.parametrize("plant", [with_bad_scale, with_bad_zero_point])
 def test_a_layer_with_a_bad_scale_or_zero_point_comes_first(plant, layer, net, images):
     low = int8(net)
@@ -225,7 +225,7 @@ class Autocast(nn.Module):
             return self.model(x)
 
 
-@pytest.mark.parametrize("shared", [True])
+@pytest.mark.parametrize("shared", [True, False])
 def test_autocast_is_on_where_a_layer_is_called_alone(shared, net, images):
     low = Autocast(net if shared else copy.deepcopy(net))
     table = precision(low, net, images, rename={"model.*": "*"})
@@ -253,6 +253,18 @@ def test_weights_in_int8_are_compared(net, images):
     table = precision(low, net, images)
     assert (table.rows[0].layer, table.rows[0].type) == ("fc1", "Int8Weight")
     assert table["fc1"].output == pytest.approx(table.sqnr)
+
+
+def test_inputs_of_a_statically_quantized_layer_are_quantized_as_in_its_run(net, images):
+    quantization = torch.ao.quantization
+    wrapped = quantization.QuantWrapper(copy.deepcopy(net))
+    wrapped.qconfig = quantization.get_default_qconfig("x86")
+    low = quantization.prepare(wrapped)
+    low(images)
+    table = precision(quantization.convert(low), net, images, rename={"module.*": "*"})
+    assert not table["module.fc2"].note
+    assert 15 < table["module.fc2"].own < 60
+    assert table["quant"].note == "the reference has no such layer"
 
 
 def test_a_compiled_model_is_refused(net, images):
@@ -318,6 +330,7 @@ class Pick(nn.Module):
     ("mine", "theirs", "layer", "note"),
     [
         ({}, {}, "pick", "it has no floating-point output"),
+        ({"act": True}, {}, "act", "the reference has no such layer"),
         ({}, {"act": True}, "act", "the model has no such layer"),
         ({"times": 2}, {}, "fc", "the model calls it 2 times, the reference 1"),
         ({"width": 6}, {}, "fc", "its outputs are output (3, 6), those of the reference output (3, 4)"),
@@ -328,6 +341,27 @@ def test_a_layer_that_is_not_comparable_has_a_row_that_says_why(mine, theirs, la
     assert table[layer].note == note
     assert (table[layer].output, table[layer].own, table[layer].run) == (None, None, None)
     assert f"Not measured: {layer}: {note}." in str(table).splitlines()
+
+
+def test_layers_that_are_not_measured_come_last():
+    assert [row.layer for row in precision(Parts(), Parts(), torch.randn(3, 4)).rows] == ["fc", "pick"]
+
+
+class Empty(nn.Module):
+    def __init__(self, *, extra):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        if extra:
+            self.nothing = nn.Sequential()
+
+    def forward(self, x):
+        return self.nothing(self.fc(x)) if hasattr(self, "nothing") else self.fc(x)
+
+
+@pytest.mark.parametrize("extra", [True, False])
+def test_an_empty_container_that_one_of_the_two_lacks_is_told(extra):
+    row = precision(Empty(extra=extra), Empty(extra=not extra), torch.randn(3, 4))["nothing"]
+    assert (row.type, row.note) == ("Sequential", f"the {'reference' if extra else 'model'} has no such layer")
 
 
 class Skipping(nn.Module):
@@ -344,6 +378,30 @@ class Skipping(nn.Module):
 def test_a_layer_that_one_of_the_two_does_not_call_is_told(skips, who):
     table = precision(Skipping(skips=skips), Skipping(skips=not skips), torch.randn(3, 4))
     assert table["extra"].note == f"the {who} does not call it"
+
+
+class Often(nn.Module):
+    """A layer that takes what it is given in its first call alone."""
+
+    def __init__(self, *, coded):
+        super().__init__()
+        self.fc = OfIntegers(torch.eye(4)) if coded else nn.Linear(4, 4)
+        self.coded = coded
+
+    def forward(self, x):
+        x = self.fc(x.round()) + 0.5
+        return self.fc(x.round() if self.coded else x)
+
+
+def test_a_layer_that_fails_in_its_second_call_has_the_error_of_all_calls_in_the_run():
+    low, net, x = Often(coded=True), Often(coded=False), torch.randn(3, 4)
+    table = precision(low, net, x)
+    with torch.no_grad():
+        expected, actual = net.fc(x.round()), low.fc(x.round())
+        pairs = (actual, low(x)), (expected, net(x))
+        both = [torch.cat(pair) for pair in pairs]
+    assert "cannot take the inputs of the reference" in table["fc"].note
+    assert (table["fc"].own, table["fc"].run) == (None, pytest.approx(sqnr(*both)))
 
 
 class Drops(nn.Module):
@@ -408,6 +466,10 @@ def test_a_selection_that_matches_nothing_is_an_error(net, images):
         precision(nn.Linear(4, 2), nn.Linear(4, 2), torch.randn(3, 4))
 
 
+def test_only_the_layers_that_are_selected_are_looked_at(net, images):
+    assert {row.layer for row in precision(int8(net), net, images, layers="fc*").rows} == {"fc1", "fc2"}
+
+
 # --- no trace ---------------------------------------------------------------------------------------------------------
 
 
@@ -449,6 +511,30 @@ def test_each_forward_begins_with_the_same_state():
     assert net[1].calls == 0
 
 
+class Copies(nn.Module):
+    """A layer that calls a copy of the layer that it is given."""
+
+    def forward(self, x, layer):
+        return copy.deepcopy(layer)(x)
+
+
+class Given(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.copies = nn.Linear(4, 4), Copies()
+
+    def forward(self, x):
+        return self.copies(self.fc(x), self.fc)
+
+
+def test_a_copy_of_a_layer_that_is_made_meanwhile_has_no_hook():
+    net = Given()
+    table = precision(copy.deepcopy(net).bfloat16(), net, torch.randn(3, 4))
+    assert table["fc"].own > 30
+    assert table["copies"].own is None  # the layer that it is given is the reference's, in float32
+    assert table["copies"].note.startswith("it cannot take the inputs of the reference (RuntimeError: ")
+
+
 class Fails(nn.Module):
     def __init__(self, at):
         super().__init__()
@@ -461,7 +547,7 @@ class Fails(nn.Module):
         return self.fc(x)
 
 
-@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
 def test_both_models_have_no_hooks_after_an_error(at):
     COUNTED.clear()
     low, net = Fails(at).train(), Fails(at).train()

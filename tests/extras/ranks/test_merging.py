@@ -79,6 +79,12 @@ def test_the_gradients_of_a_stage_that_one_rank_has_are_those_of_its_batch() -> 
     assert [merged[name].output.gradient.mean for name in ("fc", "head")] == [3.0, 3.0]
 
 
+def test_a_record_of_one_rank_merges_to_what_several_do() -> None:
+    alone = record((1.0, 2.0), value("output", 1.0, 3.0), weight(reading(1.0)))
+    assert Record.merge([alone])["fc"].output.forward.fingerprint == (1.0,) * 16
+    assert Record.merge([alone])["fc"].output.layout == "batch"
+
+
 def test_fingerprints_of_gradients_are_those_of_the_mean_loss_and_digests_add_up() -> None:
     one = record((1.0,), value("output", 1.0, backward=reading(2.0, fingerprint=(6.0,) * 16)), weight(reading(1.0)))
     other = record((2.0,), value("output", 3.0, backward=reading(4.0, fingerprint=(2.0,) * 16)), weight(reading(1.0)))
@@ -222,6 +228,13 @@ def test_of_weights_that_differ_in_a_later_step_the_steps_before_are_told() -> N
         Record.merge(records)
 
 
+def test_a_layer_that_is_frozen_on_one_rank_is_named() -> None:
+    frozen = weight(reading(0.5))
+    free = dataclasses.replace(frozen, requires_grad=True)
+    with pytest.raises(AssertionError, match=r"fc\.weight has another requires_grad in \[rank 1\]"):
+        Record.merge([record((x,), value("output", x), w) for x, w in ((1.0, free), (2.0, frozen))])
+
+
 def stepped(*groups: OptimizerGroup, layer: str = "fc", group: int | None = 0, **more: object) -> Record:
     own = dataclasses.replace(weight(reading(1.0)), group=group, update=reading(0.1))
     one = Layer(name=layer, type="Linear", parameters=(own,))
@@ -270,6 +283,11 @@ def test_ranks_that_took_other_numbers_of_steps_disagree() -> None:
     )
 
 
+def test_records_of_other_steps_are_not_merged() -> None:
+    with pytest.raises(AssertionError, match=r"the record has another step in .rank 1. than in .rank 0.: 1, not 0"):
+        Record.merge([Record(model="Net", step=0), Record(model="Net", step=1)])
+
+
 def test_a_stage_whose_optimizer_never_stepped_is_told() -> None:
     merged = Record.merge(
         [stepped(OptimizerGroup(optimizer="SGD")), dataclasses.replace(stepped(), layers={}, step=None)]
@@ -284,6 +302,12 @@ def test_gradients_before_averaging_are_not_known_for_all_ranks() -> None:
 
     gradient = Record.merge([local(1.0), local(2.0)])["fc"].parameters[0].gradient
     assert gradient == Reading(reason="each rank has its own, before averaging: merge the record of a step")
+
+
+def test_gradients_that_were_applied_have_to_be_equal() -> None:
+    records = [record((x,), value("output", x), weight(reading(1.0), applied=reading(x))) for x in (1.0, 2.0)]
+    with pytest.raises(AssertionError, match=r"the gradient of fc\.weight has another mean in \[rank 1\]"):
+        Record.merge(records)
 
 
 def test_equal_inputs_in_all_ranks_are_noted() -> None:
@@ -353,6 +377,12 @@ def test_replicas_of_which_one_has_nan_are_told_by_their_number() -> None:
         AssertionError, match=r"fc output has another number of elements that are not finite in .*: 1, not 0\."
     ):
         Record.merge(tensor_parallel(out, other))
+
+
+def test_replicas_of_the_same_mean_and_rms_are_told_by_what_differs() -> None:
+    outs = [value("output", *x, layout="replicated") for x in ((-1.0, -1.0, 2.0), (1.0, 1.0, -2.0))]
+    with pytest.raises(AssertionError, match=r"fc output has another min in \[rank 1\] .*: -2, not -1\."):
+        Record.merge(tensor_parallel(*outs))
 
 
 def test_a_value_that_differs_is_named_before_the_gradients_that_differ_by_it() -> None:

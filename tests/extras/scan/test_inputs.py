@@ -23,6 +23,10 @@ def found(model: nn.Module) -> str:
     return " ".join(map(str, next(iter(Search(model)))))
 
 
+def test_a_shape_is_an_input_of_normally_distributed_numbers() -> None:
+    assert parse_input("8x3x32x32") == Input((8, 3, 32, 32))
+
+
 def test_a_limit_makes_integers() -> None:
     ids = parse_input("ids=2x16:10")
     assert ids == Input((2, 16), below=10, name="ids")
@@ -31,7 +35,7 @@ def test_a_limit_makes_integers() -> None:
     assert set(tensor.unique().tolist()) <= set(range(10))
 
 
-@pytest.mark.parametrize("text", ["8X3", "ids=", "8x3:0"])
+@pytest.mark.parametrize("text", ["", "8x", "x8", "8X3", "ids=", "8x3:0", "-1x3", "8x3:a", "a b=3"])
 def test_what_is_no_input_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"is no input: write a shape such as 8x3x32x32"):
         parse_input(text)
@@ -40,8 +44,11 @@ def test_what_is_no_input_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("layer", "expected"),
     [
+        (nn.Conv1d(2, 3, 1), "4x2x64"),
         (nn.Conv2d(2, 3, 1), "4x2x32x32"),
         (nn.Conv3d(2, 3, 1), "4x2x16x16x16"),
+        (nn.ConvTranspose2d(2, 3, 1), "4x2x32x32"),
+        (nn.BatchNorm2d(5), "4x5x32x32"),
         (nn.Linear(8, 2), "4x8"),
         (nn.Embedding(7, 3), "4x16:7"),
         (nn.LSTM(6, 2), "4x16x6"),
@@ -51,6 +58,10 @@ def test_what_is_no_input_is_refused(text: str) -> None:
 )
 def test_inputs_are_guessed_from_the_first_layer_with_parameters(layer: nn.Module, expected: str) -> None:
     assert shapes(nn.Sequential(nn.Dropout(), layer))[0] == expected
+
+
+def test_no_input_is_guessed_from_a_layer_that_is_lazy() -> None:
+    assert shapes(nn.LazyLinear(3)) == []
 
 
 def test_inputs_are_guessed_from_the_configuration_of_a_model_of_timm() -> None:
@@ -166,6 +177,7 @@ class Documented(nn.Module):
     ("model", "expected"),
     [
         (Pixels(), "4x3x48x48"),
+        (Pixels(size=20, patch=4, channels=2), "4x2x20x20"),
         (Denoiser(), "text=4x16:70 sample=4x2x32x32 timestep=4:50"),
         (Pair(), "image=4x5 text=4x2"),
         (Documented(), "4x64x64x3"),
