@@ -239,7 +239,9 @@ def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
             main(*told)
 
         process = context.Process(target=run, args=(told, theirs))
-        process.start()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks of a process with threads
+            process.start()
         theirs.close()
         return process, ours
 
