@@ -164,13 +164,18 @@ def _descriptors() -> set[int]:
     return {int(path.name) for path in Path("/proc/self/fd").iterdir()}
 
 
+def _is_in(folder: str, path: str) -> bool:
+    """Whether a path is in a folder, and not that of an installed package: an environment may stand in the folder."""
+    return path.startswith(folder) and "site-packages" not in path
+
+
 def _forget(folder: str) -> None:
     """Forget in a fork what was imported from a folder, and whose process this was."""
     for name, module in [*sys.modules.items()]:
-        if (getattr(module, "__file__", None) or "").startswith(folder):
+        if _is_in(folder, getattr(module, "__file__", None) or ""):
             del sys.modules[name]
     sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, rewrite.AssertionRewritingHook)]
-    sys.path[:] = [path for path in sys.path if not path.startswith(folder)]
+    sys.path[:] = [path for path in sys.path if not _is_in(folder, path)]
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, "w" if n else "r", closefd=False) for n in range(3))
     warnings.resetwarnings()
     forkserver._forkserver.__init__()  # type: ignore[attr-defined, misc]

@@ -141,6 +141,11 @@ def test_weight_decay_moves_what_is_only_without_a_gradient() -> None:
     assert "weight decay" in str(error.value)
 
 
+def test_a_parameter_that_learns_is_not_frozen() -> None:
+    with pytest.raises(AssertionError, match=r"^0.weight is not frozen: it changed by"):
+        assert_frozen(trained(net()), layers="0")
+
+
 def all_but_the_norm(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], 0.1)
 

@@ -122,7 +122,7 @@ FAMILIES: dict[str, list[Bug]] = {
         Bug("B64", "the graph cut off by .detach() or .data", "checks.gradcheck", CHECKS,
             "test_a_detach_in_the_middle_is_a_wrong_gradient_of_what_is_before_it"),
         Bug("B65", "a part that runs under no_grad", "assert_all_params_have_grad", GRADIENTS,
-            "test_no_grad_is_named_by_the_layer_that_ran_under_it"),
+            "test_no_grad_is_named_by_the_first_layer_that_ran_under_it"),
         Bug("B67", "an optimizer's step that changes nothing", "checks.overfits_batch", CHECKS,
             "test_a_step_that_does_nothing_does_not_learn"),
         Bug("B68", "backward, step and zero_grad in another order",

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from pytest_modelprobe.record import Layer, Record
+from pytest_modelprobe.report.results import Source
 from pytest_modelprobe.snapshot.source import source_of
 
 NET = """
@@ -39,7 +40,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Record:
     ("layer", "line"), [("(root)", 7), ("block", 3), ("block.fc", 3), ("other", 7), ("gone", 7), ("removed.fc", 7)]
 )
 def test_a_layer_is_in_its_class_or_that_of_a_container(record: Record, tmp_path: Path, layer: str, line: int) -> None:
-    assert source_of(record, layer, tmp_path) == {"file": "net_of_a_test.py", "line": line}
+    assert source_of(record, layer, tmp_path) == Source(file="net_of_a_test.py", line=line)
 
 
 def test_classes_outside_the_project_have_no_line(record: Record, tmp_path: Path) -> None:
