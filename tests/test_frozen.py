@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import hashlib
-import io
 import json
-import tokenize
+import runpy
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +24,8 @@ FROZEN = Path(__file__).with_name("frozen.json")
 DATA = {".c", ".css", ".h", ".html", ".js", ".json"}
 """Endings of files in which a line counts as one of code if it is not empty."""
 
-LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+HOUSE = runpy.run_path(str(ROOT / "docs" / "make_house_map.py"))
+"""The script that draws the rooms, which counts their lines too."""
 
 
 def lines_of(path: Path) -> int:
@@ -34,27 +33,7 @@ def lines_of(path: Path) -> int:
     text = path.read_text("utf-8")
     if path.suffix in DATA:
         return sum(bool(line.strip()) for line in text.splitlines())
-    code: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in LAYOUT:
-            code.update(range(token.start[0], token.end[0] + 1))
-    return len(code - docstrings(ast.parse(text)))
-
-
-def docstrings(tree: ast.Module) -> set[int]:
-    """Return the lines of docstrings, those below attributes among them."""
-    bodies = [
-        n.body
-        for n in ast.walk(tree)
-        if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-    ]
-    strings = [
-        n
-        for body in bodies
-        for n in body
-        if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant) and isinstance(n.value.value, str)
-    ]
-    return {line for n in strings for line in range(n.lineno, (n.end_lineno or n.lineno) + 1)}
+    return len(HOUSE["lines_of"](text, path.stem).code)
 
 
 def lines_by_room() -> dict[str, int]:
