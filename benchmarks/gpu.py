@@ -7,7 +7,7 @@ It needs torch, pytest, numpy and syrupy, and a checkout, with or without git. W
 carried there and installed first:
 
     pip download --no-deps --dest wheels --constraint constraints.txt syrupy hypothesis sortedcontainers attrs \
-        jsonschema jsonschema-specifications referencing rpds-py cmarkgfm cffi pycparser pytest-randomly
+        cmarkgfm cffi pycparser pytest-randomly
     python benchmarks/gpu.py gpu --wheels wheels
 
 A file of tests whose imports are missing is left out, and the page says so. Each part runs in a process of its own, in

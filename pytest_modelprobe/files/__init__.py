@@ -14,7 +14,6 @@ from .storage import ARCH as ARCH
 from .storage import DIRECTORY as DIRECTORY
 from .storage import PROBE as PROBE
 from .storage import REMOVED as REMOVED
-from .storage import case_folded as case_folded
 from .storage import file_name as file_name
 from .storage import read as read
 from .storage import read_text as read_text

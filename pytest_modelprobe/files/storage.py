@@ -16,7 +16,6 @@ import hashlib
 import re
 import stat
 import time
-import unicodedata
 from pathlib import Path
 
 from pytest_modelprobe.exceptions import SnapshotError
@@ -203,15 +202,6 @@ def file_name(name: str) -> str:
         ending = "-" + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:12]
         safe = safe.encode()[: LONGEST - len(ending)].decode("utf-8", "ignore") + ending
     return safe or "%"
-
-
-def case_folded(name: str) -> str:
-    """Return what a file system that ignores case, or how accents are composed, takes a name for.
-
-    >>> case_folded("test_Net") == case_folded("test_net")
-    True
-    """
-    return unicodedata.normalize("NFD", unicodedata.normalize("NFD", name).casefold())
 
 
 def _encoded(text: str) -> str:
