@@ -130,6 +130,7 @@ def state_of_process() -> Any:
         list(warnings.filters),
         list(sys.meta_path),
         gc.isenabled(),
+        (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
         [signal.getsignal(number) for number in (signal.SIGINT, ALARM)],
         nn.init.trunc_normal_.__globals__["_no_grad_trunc_normal_"],
     )

@@ -477,7 +477,8 @@ def _overwrites(func: Any, tensor: torch.Tensor) -> bool:
 
 def _execute(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the operation, on the CPU if it draws, so that all devices and machines get the same numbers."""
-    with _Portable():
+    # Held: an interrupt that comes as the block is left would leave the mode on.
+    with held(), _Portable():
         return op.func(*args, **kwargs) if op.seed is None else _draw(op.func, op.seed, args, kwargs)
 
 
