@@ -21,11 +21,8 @@ EXTRAS = {
         needs=("scan",),
         commands={"compare": "command"},
         names={"precision": "precision"},
-        checks={"attention_agrees": "attention", "packed_documents": "packing"},
-        apart={
-            "packed_documents": "as only some models are meant to take them",
-            "attention_agrees": "as only models of transformers have several implementations",
-        },
+        checks={"packed_documents": "packing"},
+        apart={"packed_documents": "as only some models are meant to take them"},
         comparison={"Pairing": "pairing", "pair": "pairing", "port_failure": "pairing"},
         probe={"precision": "precision:precision_of"},
     ),
