@@ -32,7 +32,7 @@ EXTRAS = {
         probe={"merged": "merging:merged_by_probe"},
         record={"merge": "merging:merge_of_record"},
     ),
-    "scan": Extra(plugin="plugin", commands={"scan": "command"}),
+    "scan": Extra(commands={"scan": "command"}),
     "trainers": Extra(
         needs=("exporters",),
         trainers={

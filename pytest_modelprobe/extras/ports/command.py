@@ -62,7 +62,7 @@ def _run(options: argparse.Namespace) -> int:
     inputs, others = ([parse_input(text) for text in given] for given in (options.input, options.input_b))
     with ModelProbe(options.device) as probe:
         try:
-            command = f"modelprobe compare {{}} {options.b}", "--input "
+            command = f"modelprobe compare {{}} {options.b}"
             reference = ScannedModel(load(options.a), probe, inputs, command=command)
             port = ScannedModel(load(options.b), probe, others or reference.inputs)
             for side in (reference, port):  # as the factory makes it: its own weights, by one seed

@@ -65,7 +65,7 @@ def run_in_ranks(item: pytest.Item, nextitem: pytest.Item | None, *, world_size:
 
 
 def _assignments(item: pytest.Item, folder: str, world_size: int, timeout: float) -> Iterator[Assignment]:
-    options = child.options_of(item.config, modelprobe_model=None)
+    options = child.options_of(item.config)
     for rank in range(world_size):
         yield Assignment(
             rank=rank,

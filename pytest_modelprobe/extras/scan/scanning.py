@@ -29,7 +29,7 @@ class ScannedModel:
         target: Makes the model.
         probe: Gives the device and the seed.
         inputs: The inputs; empty: guessed.
-        command: The command that is run, and the option that gives an input, for the message if none is found.
+        command: The command that is run, for the message if no input is found.
 
     Raises:
         UsageError: The model cannot be made, or does not run on the inputs, or on none that was guessed; the message
@@ -47,7 +47,7 @@ class ScannedModel:
         probe: ModelProbe,
         inputs: Sequence[Input] = (),
         *,
-        command: tuple[str, str] = ("modelprobe scan {}", "--input "),
+        command: str = "modelprobe scan {}",
     ) -> None:
         self.target, self.probe, self._command = target, probe, command
         self.model = self._built()
@@ -159,9 +159,8 @@ class ScannedModel:
             raise UsageError(
                 f"{name} takes no tensor as {' and '.join(others)}: name a module that calls it with tensors"
             )
-        command, option = self._command
         given = search.best or [f"{name}=SHAPE" for name in required(self.model.forward)] or ["SHAPE"]
-        start = " ".join([command.format(self.target.name), *(f"{option}{one}" for one in given)])
+        start = " ".join([self._command.format(self.target.name), *(f"--input {one}" for one in given)])
         why = f" It got furthest on these: {outcome.line_of(search.refusal)}" if search.refusal else ""
         raise UsageError(f"the inputs of {type(self.model).__name__} cannot be guessed, start from: {start}.{why}")
 

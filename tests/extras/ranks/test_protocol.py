@@ -262,13 +262,6 @@ def test_after(): pass
 
 
 @slow
-def test_the_tests_of_a_named_model_do_not_run_in_the_ranks_of_another_test(pytester: pytest.Pytester) -> None:
-    tests = "\n@pytest.mark.modelprobe(world_size=1)\ndef test_mine(): pass\n"
-    result = run(pytester, tests, "--modelprobe-model=torch.nn:Flatten", "--modelprobe-input=2x3", "-k", "mine")
-    result.assert_outcomes(passed=1, deselected=26)
-
-
-@slow
 def test_imports_do_not_count_as_time_of_the_test(pytester: pytest.Pytester) -> None:
     result = run(
         pytester,
