@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     )
     from .extras.pictures.attribution import assert_attends_to as assert_attends_to
     from .extras.ports.precision import precision as precision
-    from .extras.training_state.assertion import assert_invariants as assert_invariants
     from .extras.training_state.invariants import Invariants as Invariants
+    from .extras.training_state.invariants import assert_invariants as assert_invariants
     from .interventions import ablation, assert_layer_matters, faults, intervene
     from .probe import ModelProbe, Watch, watched
     from .record import Record

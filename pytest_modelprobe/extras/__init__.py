@@ -43,7 +43,7 @@ EXTRAS = {
         },
     ),
     "training_state": Extra(
-        names={"Invariants": "invariants", "assert_invariants": "assertion"},
+        names={"Invariants": "invariants", "assert_invariants": "invariants"},
         checks={
             "deferred_initialization": "deferred",
             "resume": "resume",

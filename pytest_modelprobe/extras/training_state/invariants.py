@@ -1,20 +1,22 @@
-"""What is the same in every step of a training: `Invariants`, learned from the records of a healthy run.
+"""What is the same in every step of a training: `Invariants`, learned from a healthy run, and another judged by them.
 
-They hold no number that depends on data, seed, batch size or ranks, so another run can be judged by them. A relation is
-learned only if it held in each step. What varied, or is not known, is None or left out: it judges nothing.
+They hold no number that depends on data, seed, batch size or ranks. A relation is learned only if it held in each step.
+What varied, or is not known, is None or left out: it judges nothing. A finding names the layer, the parameter or the
+group, and the steps. What follows from another finding comes after it: a parameter that the optimizer does not hold,
+and then that it is not updated.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
-from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.assertions.sources import ProbeLike, WatchLike, record_of, source_of
+from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import (
     Call,
     Parameter,
@@ -23,11 +25,14 @@ from pytest_modelprobe.record import (
     Record,
     Training,
     codec,
+    containers,
     estimated_change,
     qualified,
 )
 from pytest_modelprobe.runs import Watch
-from pytest_modelprobe.text import count
+from pytest_modelprobe.text import Cell, count, failed, number, printable
+
+__tracebackhide__ = True  # a traceback ends at the line of the test
 
 FEWEST = 3
 """Steps that invariants are learned from, at least: what holds in two may be chance."""
@@ -35,43 +40,20 @@ FEWEST = 3
 SMALL = 1e-5
 """Update relative to the norm of the parameter up to which it is not taken for one: it may be rounding."""
 
-MISTAKES = ("stale", "mixed", "evaluating", "emptied", "idle")
-"""Counts of `Training` that are zero in most loops. Skipped steps are not among them: they depend on the data."""
+MISTAKES = {
+    "stale": ("adds gradients to those of the step before", "resets them"),
+    "mixed": ("uses gradients of another optimizer's loss", "does not"),
+    "evaluating": ("takes steps with gradients of forwards in evaluation mode", "takes none"),
+    "emptied": ("resets gradients between the backward and the step", "does not"),
+    "idle": ("runs forwards without gradients in training mode", "runs none"),
+}
+"""Counts of `Training` that are zero in most loops, in words. Skipped steps are not among them: they depend on the
+data."""
+
+Relations = Mapping[str, Plain]
+"""Relation → its value in a step, of a layer or a parameter. None: not known."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterInvariants:
-    """What a parameter is in every step."""
-
-    gradient: bool | None = None
-    """Whether a gradient arrives."""
-    updated: bool | None = None
-    """Whether its values change by more than rounding, in steps with a learning rate that is not zero."""
-    role: str | None = None
-    """``optimized``, ``left out`` of all optimizers, or ``frozen``: it requires no gradient."""
-    group: int | None = None
-    """The number of its group in `Invariants.groups`."""
-    tied_to: str | None = None
-    """As in `Parameter.tied_to`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallInvariants:
-    """What the calls of a layer are in every forward of a kind."""
-
-    calls: int | None = None
-    """How often it is called in a forward."""
-    training: bool | None = None
-    """Its mode."""
-    grad_enabled: bool | None = None
-    autocast: str | None = None
-    """Dtype of autocast, or ``off``."""
-    dtype: str | None = None
-    """Of its outputs."""
-    random: bool | None = None
-    """Whether it, or a layer inside it, draws random numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +66,9 @@ class ForwardInvariants:
     """The mode of that layer."""
     per_step: int | None = None
     """How many there are in a step."""
-    layers: Mapping[str, CallInvariants] = field(default_factory=dict)
-    """By name, of the layers that were called."""
+    layers: Mapping[str, Relations] = field(default_factory=dict)
+    """Of the layers that were called, by name: ``calls`` in a forward, ``training``, ``grad_enabled``, ``dtype`` of the
+    outputs, and ``random``, whether it or a layer inside it draws random numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,21 +79,18 @@ class GroupInvariants:
     """Class name of the optimizer."""
     every_step: bool = True
     """Whether it was stepped in every step."""
-    options: Mapping[str, Plain] = field(default_factory=dict)
+    options: Relations = field(default_factory=dict)
     """Hyperparameters that were constant."""
-    schedules: Mapping[str, Mapping[str, Plain]] = field(default_factory=dict)
-    """Hyperparameters that varied: number of the step, as text → value."""
-    update_ratio: tuple[float, ...] = ()
-    """Smallest and largest norm of the update relative to that of the weights, for a learning rate of 1; parameters of
-    two or more dimensions. Empty: not known, or the norm of the weights was not steady."""
+    members: tuple[str, ...] = ()
+    """Full names of its parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invariants:
     """What is the same in every step of a training. Made by `Watch.invariants`.
 
-    >>> Invariants(model="Net", steps=3, last=2, passes=1).to_dict()
-    {'model': 'Net', 'steps': 3, 'last': 2, 'passes': 1}
+    >>> Invariants(model="Net", steps=3, last=2).to_dict()
+    {'model': 'Net', 'steps': 3, 'last': 2}
     """
 
     model: str
@@ -119,25 +99,18 @@ class Invariants:
     """Steps that they were learned from."""
     last: int
     """Number of the last of them, from 0."""
-    passes: int | None = None
-    """Backward passes in a step."""
-    applied: str | None = None
-    """What became of the gradients on their way to the optimizer: ``as they arrived``, ``scaled`` as by clipping,
-    ``reset`` or ``others``. `None` if it was not the same in every step, as where only large gradients are clipped."""
     inputs: str | None = None
     """``differ``: no step had the inputs of an earlier one; ``differ from the step before``: at least not of that."""
-    new_random: bool | None = None
-    """Whether the random numbers that layers draw differ from those of the step before."""
     never: tuple[str, ...] = ()
     """Mistakes of a training loop that did not occur: names of counts of `Training`."""
     forwards: tuple[ForwardInvariants, ...] = ()
     """By root and mode, in order of their appearance."""
     groups: tuple[GroupInvariants, ...] = ()
     """The groups of all optimizers, in the order in which they stepped."""
-    parameters: Mapping[str, ParameterInvariants] = field(default_factory=dict)
-    """By full name."""
-    buffers: Mapping[str, bool] = field(default_factory=dict)
-    """Full name → whether it changes in every step (True) or in none (False)."""
+    parameters: Mapping[str, Relations] = field(default_factory=dict)
+    """By full name: ``role``, which is ``optimized``, ``left out`` of all optimizers or ``frozen``; ``tied_to``;
+    ``gradient``, whether one arrives; and ``updated``, whether the values change by more than rounding in steps with a
+    learning rate that is not zero."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, numbers and strings that strict JSON can hold."""
@@ -154,24 +127,20 @@ class Invariants:
         3
         """
         try:
-            found = cast(Invariants, codec.decode(cls, data))
+            return cast(Invariants, codec.decode(cls, data))
         except TypeError as error:  # a field without which there is no such thing is missing
             raise ValueError(f"no invariants: {error}") from error
-        groups = {own.group for own in found.parameters.values()} - {None, *range(len(found.groups))}
-        if groups or any(len(group.update_ratio) not in (0, 2) for group in found.groups):
-            raise ValueError(f"there is no group {min(map(str, groups))}" if groups else "update_ratio has two numbers")
-        return found
 
     def as_json(self) -> str:
-        """Return text in JSON, with a line for each layer, parameter, group and buffer.
+        """Return text in JSON, with a line for each layer, parameter and group.
 
-        >>> print(Invariants(model="Net", steps=3, last=2, buffers={"norm.running_mean": True}).as_json(), end="")
+        >>> print(Invariants(model="Net", steps=3, last=2, parameters={"bias": {"gradient": True}}).as_json(), end="")
         {
           "model": "Net",
           "steps": 3,
           "last": 2,
-          "buffers": {
-            "norm.running_mean": true
+          "parameters": {
+            "bias": {"gradient": true}
           }
         }
         """
@@ -207,7 +176,7 @@ class Invariants:
 def _lines(value: Any, indent: str) -> list[str]:
     """Return the lines of a dict or list, the first without its indentation."""
     nested = any(isinstance(one, (dict, list)) for one in (value.values() if isinstance(value, dict) else value))
-    if not nested and (isinstance(value, list) or len(indent) > 2):  # buffers have a line each
+    if not nested:
         return [json.dumps(value)]
     items = value.items() if isinstance(value, dict) else ((None, one) for one in value)
     lines: list[str] = []
@@ -220,122 +189,63 @@ def _lines(value: Any, indent: str) -> list[str]:
     return [opening, *lines, f"{indent}{closing}"]
 
 
-# --- the facts of one step ----------------------------------------------------------------------------------------
+# --- the facts of one step --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepGroup:
-    """A group of parameters of an optimizer in one step."""
-
-    optimizer: str
-    options: Mapping[str, Plain]
-    members: frozenset[str]
-    """Full names of its parameters."""
-    ratio: float | None
-    """As in `GroupInvariants.update_ratio`; None: not known."""
-    norm: float
-    """Of the weights that the ratio is of."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether its learning rate is zero, as in the first step of a warm-up."""
-        return self.options.get("lr") == 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepFacts:
-    """What one step was, in the words of `Invariants`. None: not known."""
+class _Step:
+    """What one step was, in the words of `Invariants`."""
 
     number: int
-    passes: int
-    applied: str | None
     forwards: Mapping[tuple[str, bool], ForwardInvariants]
-    groups: tuple[StepGroup, ...]
-    parameters: Mapping[str, ParameterInvariants]
-    """The number of the group is that of ``groups``."""
-    buffers: Mapping[str, Reading]
-    inputs: tuple[tuple[str, Reading], ...]
+    groups: tuple[GroupInvariants, ...]
+    parameters: Mapping[str, Relations]
+    inputs: Mapping[str, Reading]
     """What the model was given."""
-    random: Mapping[str, str]
-    """State of the random generator at the start of the first call of each layer that drew random numbers, those that
-    began last first."""
 
 
-def facts_of(record: Record) -> StepFacts:
-    """Return what one step was.
-
-    Raises:
-        UsageError: The record is not of a step.
-    """
+def _step(record: Record) -> _Step:
     if record.step is None:
         raise UsageError(
             f"the record of {record.model} is not of one step of training: take watch.steps of a watch with steps="
         )
-    groups = _groups(record)
-    idle = {i for i, group in enumerate(groups) if group.is_idle}
-    return StepFacts(
+    named = [(qualified(layer.name, own.name), own) for layer in record.layers.values() for own in layer.parameters]
+    idle = {i for i, group in enumerate(record.optimizers) if group.options.get("lr") == 0}  # as before a warm-up
+    return _Step(
         number=record.step,
-        passes=record.backwards,
-        applied=None if record.applied is None else record.applied.partition(" by ")[0],
         forwards=_forwards(record),
-        groups=groups,
-        parameters={
-            qualified(layer.name, own.name): _parameter(own, idle=own.group in idle)
-            for layer in record.layers.values()
-            for own in layer.parameters
-        },
-        buffers={
-            qualified(layer.name, own.name): own.reading for layer in record.layers.values() for own in layer.buffers
-        },
-        inputs=tuple(
-            (f"{call.root} {call.root_training} {call.index} {value.path}", value.forward)
+        groups=tuple(
+            GroupInvariants(
+                optimizer=group.optimizer,
+                options=group.options,
+                members=tuple(name for name, own in named if own.group == i),
+            )
+            for i, group in enumerate(record.optimizers)
+        ),
+        parameters={name: _parameter(own, idle=own.group in idle) for name, own in named},
+        inputs={
+            f"{call.root} {call.root_training} {call.index} {value.path}": value.forward
             for layer, call in record.calls
             if call.root == layer.name
             for value in call.inputs
-        ),
-        random={layer.name: call.random for layer, call in reversed(record.calls) if call.random is not None},
+        },
     )
 
 
-def _parameter(own: Parameter, *, idle: bool) -> ParameterInvariants:
-    unseen = own.gradient is not None and not own.gradient.tensors
-    changed = None
+def _parameter(own: Parameter, *, idle: bool) -> Relations:
+    found: dict[str, Plain] = {"tied_to": own.tied_to or ""}
+    if own.group is not None or own.update is not None:
+        found["role"] = "optimized"
+    elif own.left_out or not own.requires_grad:
+        found["role"] = "left out" if own.left_out else "frozen"
+        found["updated"] = False
+    if own.gradient is None or own.gradient.tensors:
+        found["gradient"] = own.gradient is not None
     if own.update is not None and own.update.statistics is not None and not idle:
         added, norm = own.update.statistics.norm, 0.0 if own.reading.statistics is None else own.reading.statistics.norm
         # Of a bias before a norm the gradient is rounding, and may be zero in another run.
-        changed = True if added > SMALL * norm else False if not added else None
-    elif own.update is None and (own.left_out or not own.requires_grad):
-        changed = False
-    known = own.group is not None or own.update is not None
-    role = "optimized" if known else "left out" if own.left_out else None if own.requires_grad else "frozen"
-    return ParameterInvariants(
-        gradient=None if unseen else own.gradient is not None,
-        updated=changed,
-        role=role,
-        group=own.group,
-        tied_to=own.tied_to,
-    )
-
-
-def _groups(record: Record) -> tuple[StepGroup, ...]:
-    named = [(qualified(layer.name, own.name), own) for layer in record.layers.values() for own in layer.parameters]
-    return tuple(
-        _group(group.optimizer, group.options, {name: own for name, own in named if own.group == number})
-        for number, group in enumerate(record.optimizers)
-    )
-
-
-def _group(optimizer: str, options: Mapping[str, Plain], members: Mapping[str, Parameter]) -> StepGroup:
-    before, added = [], []
-    for own in members.values():
-        if len(own.shape) > 1 and own.update is not None and own.update.statistics is not None:
-            added.append(own.update.statistics.norm)
-            before.append(0.0 if own.reading.statistics is None else own.reading.statistics.norm)
-    rate = options.get("lr", 1.0)
-    norm, update = math.hypot(*before), math.hypot(*added)
-    known = norm > 0 and isinstance(rate, (int, float)) and rate > 0 and math.isfinite(update)
-    ratio = update / norm / float(cast(float, rate)) if known else None
-    return StepGroup(optimizer=optimizer, options=options, members=frozenset(members), ratio=ratio, norm=norm)
+        found["updated"] = True if added > SMALL * norm else False if not added else None
+    return found
 
 
 def _forwards(record: Record) -> dict[tuple[str, bool], ForwardInvariants]:
@@ -345,69 +255,58 @@ def _forwards(record: Record) -> dict[tuple[str, bool], ForwardInvariants]:
     found = {}
     for (root, training), layers in kinds.items():
         forwards = max(call.forwards for calls in layers.values() for call in calls)
-        ordered = {name: layers[name] for name in record.layers if name in layers}
         found[root, training] = ForwardInvariants(
             root=root,
             training=training,
             per_step=forwards,
-            layers={name: _calls(calls, forwards) for name, calls in ordered.items()},
+            layers={name: _calls(layers[name], forwards) for name in record.layers if name in layers},
         )
     return found
 
 
-def _calls(calls: Sequence[Call], forwards: int) -> CallInvariants:
-    dtypes = [tuple(value.dtype for value in call.outputs) for call in calls if call.outputs]
-    same = same_of(dtypes)
-    return CallInvariants(
-        calls=len(calls) if all(call.forwards == forwards for call in calls) else None,
-        training=same_of(call.training for call in calls),
-        grad_enabled=same_of(call.grad_enabled for call in calls),
-        autocast=same_of(call.autocast or "off" for call in calls),
-        dtype=None if same is None else ", ".join(dict.fromkeys(same)),
-        random=same_of(call.random is not None for call in calls),
-    )
+def _calls(calls: Sequence[Call], forwards: int) -> Relations:
+    dtypes = (", ".join(dict.fromkeys(value.dtype for value in call.outputs)) for call in calls if call.outputs)
+    return {
+        "calls": len(calls) if all(call.forwards == forwards for call in calls) else None,
+        "training": _same(call.training for call in calls),
+        "grad_enabled": _same(call.grad_enabled for call in calls),
+        "dtype": _same(dtypes),
+        "random": _same(call.random is not None for call in calls),
+    }
 
 
-def same_of(values: Iterable[T | None]) -> T | None:
-    """Return the value that all known values are, or None if there is none or they differ.
+def _same(values: Iterable[T | None]) -> T | None:
+    """Return the value that all are, or None if there is none or they differ.
 
-    >>> same_of([1, None, 1]), same_of([1, 2]), same_of([])
+    >>> _same([1, 1]), _same([1, None, 1]), _same([])
     (1, None, None)
     """
-    known = [value for value in values if value is not None]
-    return known[0] if known and all(value == known[0] for value in known) else None
+    found = list(values)
+    return found[0] if found and all(value == found[0] for value in found) else None
 
 
-def are_equal(a: Reading, b: Reading) -> bool | None:
-    """Whether two readings are of equal elements; None if they do not tell."""
+def _have_equal_inputs(a: _Step, b: _Step) -> bool | None:
+    """Whether two steps were given the same tensors; None if that is not known."""
+    if a.inputs.keys() != b.inputs.keys():
+        return False
+    found = [_are_equal(a.inputs[key], b.inputs[key]) for key in a.inputs]
+    return False if False in found else None if None in found or not found else True
+
+
+def _are_equal(a: Reading, b: Reading) -> bool | None:
     if a.digest is not None and b.digest is not None:
         return a.digest == b.digest
     one, other = a.statistics, b.statistics
     if one is None or other is None:
         return None
-    if (one.count, one.min, one.max, one.zeros, one.nonfinite) != (
-        other.count,
-        other.min,
-        other.max,
-        other.zeros,
-        other.nonfinite,
-    ):
+    if (one.count, one.min, one.max, one.zeros) != (other.count, other.min, other.max, other.zeros):
         return False
     if a.fingerprint is None or b.fingerprint is None:
         return None
     return estimated_change(a.fingerprint, b.fingerprint) < 1e-9
 
 
-def have_equal_inputs(a: StepFacts, b: StepFacts) -> bool | None:
-    """Whether two steps were given the same tensors; None if that is not known."""
-    one, other = dict(a.inputs), dict(b.inputs)
-    if one.keys() != other.keys():
-        return False
-    found = [are_equal(one[key], other[key]) for key in one]
-    return False if False in found else None if None in found or not found else True
-
-
-# --- learning -----------------------------------------------------------------------------------------------------
+# --- learning ---------------------------------------------------------------------------------------------------------
 
 
 def learned(steps: Sequence[Record], training: Training | None = None) -> Invariants:
@@ -426,150 +325,71 @@ def learned(steps: Sequence[Record], training: Training | None = None) -> Invari
             f"{'is' if len(steps) == 1 else 'are'} {len(steps)}: keep more with watch(model, steps={FEWEST + 2}), and "
             "train while the watch is open"
         )
-    facts = [facts_of(record) for record in steps]
-    groups, numbers = _learned_groups(facts)
+    facts = [_step(record) for record in steps]
     return Invariants(
         model=steps[0].model,
         steps=len(facts),
         last=max(one.number for one in facts),
-        passes=same_of(one.passes for one in facts),
-        applied=same_of(one.applied for one in facts),
         inputs=_learned_inputs(facts),
-        new_random=_learned_random(facts),
         never=() if training is None else tuple(name for name in MISTAKES if not getattr(training, name)),
-        forwards=_learned_forwards(facts),
-        groups=groups,
-        parameters=_learned_parameters(facts, numbers),
-        buffers=_learned_buffers(facts),
+        forwards=tuple(_learned_forwards(facts)),
+        groups=tuple(_learned_groups(facts)),
+        parameters={
+            name: _learned_parameter([one.parameters.get(name, {}) for one in facts]) for name in facts[0].parameters
+        },
     )
 
 
-def _learned_inputs(facts: Sequence[StepFacts]) -> str | None:
-    if any(have_equal_inputs(a, b) is not False for a, b in itertools.pairwise(facts)):
+def _learned_inputs(facts: Sequence[_Step]) -> str | None:
+    if any(_have_equal_inputs(a, b) is not False for a, b in itertools.pairwise(facts)):
         return None
-    pairs = ((a, b) for i, a in enumerate(facts) for b in facts[i + 2 :])
-    return "differ" if all(have_equal_inputs(a, b) is False for a, b in pairs) else "differ from the step before"
+    pairs = itertools.combinations(facts, 2)
+    return "differ" if all(_have_equal_inputs(a, b) is False for a, b in pairs) else "differ from the step before"
 
 
-def _learned_random(facts: Sequence[StepFacts]) -> bool | None:
-    found = [
-        b.random[name] != state
-        for a, b in itertools.pairwise(facts)
-        for name, state in a.random.items()
-        if name in b.random
-    ]
-    return True if found and all(found) else None
-
-
-def _learned_forwards(facts: Sequence[StepFacts]) -> tuple[ForwardInvariants, ...]:
-    found = []
+def _learned_forwards(facts: Sequence[_Step]) -> Iterator[ForwardInvariants]:
     for root, training in dict.fromkeys(kind for one in facts for kind in one.forwards):
         seen = [one.forwards.get((root, training)) for one in facts]
         there = [one for one in seen if one is not None]
-        names = dict.fromkeys(name for one in there for name in one.layers)
-        found.append(
-            ForwardInvariants(
-                root=root,
-                training=training,
-                per_step=same_of(one.per_step for one in there) if len(there) == len(seen) else None,
-                layers={name: _learned_calls([one.layers.get(name) for one in there]) for name in names},
-            )
+        yield ForwardInvariants(
+            root=root,
+            training=training,
+            per_step=_same(None if one is None else one.per_step for one in seen),
+            layers={
+                name: _in_all([one.layers.get(name, {"calls": 0}) for one in there])
+                for name in dict.fromkeys(name for one in there for name in one.layers)
+            },
         )
-    return tuple(found)
 
 
-def _learned_calls(seen: Sequence[CallInvariants | None]) -> CallInvariants:
-    there = [one for one in seen if one is not None]
-    each = len(there) == len(seen)
-
-    def same(values: Sequence[T | None]) -> T | None:
-        return None if None in values else same_of(values)
-
-    return CallInvariants(
-        calls=same([one.calls for one in there]) if each else None,
-        training=same([one.training for one in there]),
-        grad_enabled=same([one.grad_enabled for one in there]),
-        autocast=same([one.autocast for one in there]),
-        dtype=same([one.dtype for one in there]),
-        random=same([one.random for one in there]),
-    )
+def _in_all(seen: Sequence[Relations]) -> dict[str, Plain]:
+    """Return the relations that have the same value wherever they are told."""
+    keys = dict.fromkeys(key for one in seen for key in one)
+    values: dict[str, Plain] = {key: _same([one[key] for one in seen if key in one]) for key in keys}
+    return {key: value for key, value in values.items() if value is not None}
 
 
-def _learned_groups(facts: Sequence[StepFacts]) -> tuple[tuple[GroupInvariants, ...], dict[frozenset[str], int]]:
-    """Return the groups, and their numbers by their parameters: in some steps there may be others, or none."""
-    seen: dict[frozenset[str], list[tuple[int, StepGroup]]] = {}
-    for one in facts:
-        for group in one.groups:
-            if group.members:
-                seen.setdefault(group.members, []).append((one.number, group))
-    found = tuple(_learned_group(steps, every_step=len(steps) == len(facts)) for steps in seen.values())
-    return found, {members: number for number, members in enumerate(seen)}
-
-
-def _learned_group(steps: Sequence[tuple[int, StepGroup]], *, every_step: bool) -> GroupInvariants:
-    first = steps[0][1]
-    names = [name for name in first.options if all(name in group.options for _, group in steps)]
-    constant = {
-        name: first.options[name] for name in names if all(g.options[name] == first.options[name] for _, g in steps)
-    }
-    varied = {name: {str(step): group.options[name] for step, group in steps} for name in names if name not in constant}
-    ratios, norms = [group.ratio for _, group in steps if group.ratio], [group.norm for _, group in steps]
-    steady = len(ratios) > 1 and min(norms) > 0 and max(norms) < 2 * min(norms)
-    return GroupInvariants(
-        optimizer=first.optimizer,
-        every_step=every_step,
-        options=constant,
-        schedules=varied,
-        update_ratio=(_three_digits(min(ratios)), _three_digits(max(ratios))) if steady else (),
-    )
-
-
-def _three_digits(value: float) -> float:
-    return float(f"{value:.3g}")
-
-
-def _learned_parameters(
-    facts: Sequence[StepFacts], numbers: Mapping[frozenset[str], int]
-) -> dict[str, ParameterInvariants]:
-    found = {}
-    for name in facts[0].parameters:
-        seen = [(one, one.parameters[name]) for one in facts if name in one.parameters]
-        own = [parameter for _, parameter in seen]
-        groups = [None if p.group is None else numbers[one.groups[p.group].members] for one, p in seen]
-        found[name] = ParameterInvariants(
-            gradient=same_of(p.gradient for p in own),
-            updated=_learned_update(seen),
-            role=same_of(p.role for p in own),
-            group=None if None in groups else same_of(groups),
-            tied_to=own[0].tied_to,
-        )
+def _learned_parameter(seen: Sequence[Relations]) -> dict[str, Plain]:
+    found = _in_all(seen)
+    # One whose gradient only leads to no update is not known for it.
+    if found.get("updated") is False and found.get("role") == "optimized" and any(one.get("gradient") for one in seen):
+        del found["updated"]
     return found
 
 
-def _learned_update(seen: Sequence[tuple[StepFacts, ParameterInvariants]]) -> bool | None:
-    """Return whether a parameter is updated. One whose gradient only leads to no update is not known for it."""
-    own = [p for one, p in seen if p.group is None or not one.groups[p.group].is_idle]
-    if not own or any(p.updated is None or (not p.updated and p.gradient and p.role == "optimized") for p in own):
-        return None
-    return same_of(p.updated for p in own)
-
-
-def _learned_buffers(facts: Sequence[StepFacts]) -> dict[str, bool]:
-    found = {}
-    for name in facts[0].buffers:
-        changed = [buffer_changed(a, b, name) for a, b in itertools.pairwise(facts)]
-        same = None if None in changed else same_of(changed)
-        if same is not None:
-            found[name] = same
-    return found
-
-
-def buffer_changed(before: StepFacts, after: StepFacts, name: str) -> bool | None:
-    """Whether a buffer was another at the end of a step than at the end of the step before; None if not known."""
-    a, b = before.buffers.get(name), after.buffers.get(name)
-    if a is None or b is None or (a.statistics is None and a.digest is None):
-        return None
-    return a != b
+def _learned_groups(facts: Sequence[_Step]) -> Iterator[GroupInvariants]:
+    """Yield the groups by their parameters: in some steps there may be others, or none."""
+    seen: dict[tuple[str, ...], list[GroupInvariants]] = {}
+    for group in itertools.chain.from_iterable(one.groups for one in facts):
+        if group.members:
+            seen.setdefault(group.members, []).append(group)
+    for members, groups in seen.items():
+        yield GroupInvariants(
+            optimizer=groups[0].optimizer,
+            every_step=len(groups) == len(facts),
+            options=_in_all([group.options for group in groups]),
+            members=members,
+        )
 
 
 def _of_watch(watch: Watch) -> Invariants:
@@ -582,3 +402,290 @@ def _of_watch(watch: Watch) -> Invariants:
 
 
 of_watch = property(_of_watch)
+
+
+# --- judging ----------------------------------------------------------------------------------------------------------
+
+_ADVICE = {
+    "loop": "Look at zero_grad(), train() and eval() in the loop; assert_training_loop says more.",
+    "hyperparameter": "Look at the arguments of the optimizer and at the scheduler.",
+    "role": "Look at which parameters the optimizer is created with, and at requires_grad.",
+    "tied_to": "Tied parameters are one tensor: tie them again after a load, a copy or to().",
+    "forwards": "Look at how often the loop calls the model, and in which mode.",
+    "training": "Look at train(), eval() and the loop's first lines.",
+    "calls": "Look at the forward of the model that calls it.",
+    "grad_enabled": "Look for no_grad() around the call.",
+    "random": "Look at the rate of dropout and at its mode.",
+    "inputs": "Look at what the loop takes from its data loader.",
+    "dtype": "Look for autocast(enabled=False), or a call outside of the autocast block.",
+    "gradient": "",
+    "updated": "",
+}
+"""What to look at, by the relation that does not hold; in the order in which findings are told."""
+
+_SAID: Mapping[str, Callable[[Any], str]] = {
+    "role": {
+        "optimized": "is held by an optimizer",
+        "left out": "is left out of the optimizer",
+        "frozen": "is frozen",
+        "none": "is no parameter",
+    }.__getitem__,
+    "tied_to": lambda tie: f"is tied to {tie}" if tie else "is a tensor of its own",
+    "training": lambda training: f"runs in {_mode(training)}",
+    "calls": lambda calls: f"is called {count(calls, 'time')} in a forward" if calls else "is not called",
+    "grad_enabled": lambda on: f"runs with{'' if on else 'out'} gradients",
+    "random": lambda draws: f"draws {'' if draws else 'no '}random numbers",
+    "dtype": lambda dtype: f"returns {dtype}",
+    "gradient": lambda there: f"gets {'a' if there else 'no'} gradient",
+    "updated": lambda done: f"is {'' if done else 'not '}updated",
+}
+"""Relation of a layer or parameter → what it does, as a predicate."""
+
+_OUTERMOST = ("training", "calls", "grad_enabled")
+"""Relations of a layer that the layers inside it follow; of others a container follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Broken:
+    """A relation that does not hold in a step."""
+
+    relation: str
+    where: str
+    """Name of the layer or parameter, or what else it is of."""
+    now: str
+    """What it does, as a predicate: ``gets no gradient``."""
+    then: str
+    """The same of the healthy run."""
+
+
+class InvariantsFile(Protocol):
+    """The interface of ``modelprobe_snapshot``."""
+
+    def stored(
+        self, kind: type[Invariants], learn: Callable[[], Invariants], fits: Callable[[Invariants], bool]
+    ) -> Invariants:
+        """Return those in the file of the test; an update writes what ``learn`` returns, if they do not fit."""
+
+
+def assert_invariants(subject: ProbeLike | WatchLike | Sequence[Record], expected: Invariants | InvariantsFile) -> None:
+    """Assert that a training does in each step what a healthy one did.
+
+    A relation that is not in the invariants, as it varied in the healthy run, is not looked at. Where the optimizer has
+    an ``initial_lr``, so that a scheduler may change hyperparameters, they are compared in the steps that the
+    invariants were learned from.
+
+    Args:
+        subject: A watch with ``steps=``, a probe with one, or records of steps: ``watch.steps[2:]``. Of records alone
+            it is not known whether the training loop has mistakes, such as a missing ``zero_grad``.
+        expected: The `Watch.invariants` of a healthy run, or `Invariants.load` of a file. With ``modelprobe_snapshot``
+            they are in a file of the test; ``pytest --snapshot-update`` writes what it learns from this run, if there
+            is no file or the run differs.
+
+    Raises:
+        AssertionError: A step differs; it names the layer or parameter, and the steps.
+        NothingObservedError: No step was taken, or the watch keeps none.
+        UsageError: The subject or the invariants are something else.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pytest_modelprobe import ModelProbe
+    >>> def train(seed, rate=0.1):
+    ...     torch.manual_seed(seed)
+    ...     model = nn.Linear(2, 1)
+    ...     optimizer = torch.optim.SGD(model.parameters(), rate)
+    ...     with ModelProbe().watch(model, steps=4) as watch:
+    ...         for _ in range(4):
+    ...             optimizer.zero_grad()
+    ...             model(torch.randn(8, 2)).square().mean().backward()
+    ...             optimizer.step()
+    ...     return watch
+    >>> healthy = train(seed=0).invariants
+    >>> assert_invariants(train(seed=1), healthy)
+    >>> assert_invariants(train(seed=1, rate=1.0), healthy)
+    Traceback (most recent call last):
+    AssertionError: group 0 (SGD) has lr 1 in all 4 steps; in the healthy run it has lr 0.1
+    <BLANKLINE>
+    where           now        healthy run   steps
+    group 0 (SGD)   has lr 1   has lr 0.1    0 to 3
+    <BLANKLINE>
+    Look at the arguments of the optimizer and at the scheduler.
+    <BLANKLINE>
+    If the change is meant, learn the invariants again.
+    """
+    if not (hasattr(type(expected), "stored") or isinstance(expected, Invariants)):
+        raise UsageError(
+            f"assert_invariants takes the invariants of a healthy run second; got {_a(expected)}: "
+            "watch.invariants of it, Invariants.load(path) or modelprobe_snapshot"
+        )
+    steps, training = _steps_of(subject)
+    facts = [_step(record) for record in steps]
+    if not isinstance(expected, Invariants):
+        expected = expected.stored(
+            Invariants, lambda: learned(steps, training), lambda stored: not _broken(facts, training, stored)
+        )
+    found = _broken(facts, training, expected)
+    if not found:
+        return
+    order = list(_ADVICE)
+    shown = sorted(_without_followers(found).items(), key=lambda item: (order.index(item[0].relation), item[1][:1]))
+    first, times = shown[0]
+    layer = steps[0].layers.get(first.where)
+    rows: list[list[Cell]] = [[one.where, one.now, one.then, _numbers(at) or "-"] for one, at in shown]
+    raise failed(
+        f"{first.where if layer is None else layer.label} {first.now}{_when(times, len(facts))}; in the healthy run it "
+        f"{first.then}",
+        ["where", "now", "healthy run", "steps"],
+        rows,
+        _ADVICE[first.relation],
+        "If the change is meant, learn the invariants again.",
+    )
+
+
+def _broken(facts: Sequence[_Step], training: Training | None, expected: Invariants) -> dict[_Broken, list[int]]:
+    """Return what does not hold, each with the numbers of its steps; of the loop as a whole there are none."""
+    found: dict[_Broken, list[int]] = {}
+    for name, (what, then) in MISTAKES.items():
+        if training is not None and name in expected.never and (times := getattr(training, name)):
+            now = f"{what}, {count(times, 'time')} of {training.steps:,}"
+            found[_Broken("loop", "the training loop", now, then)] = []
+    for place, one in enumerate(facts):
+        for broken in itertools.chain(
+            _of_groups(one, expected),
+            _of_relations(one.parameters, expected.parameters, {"role": "none"}),
+            _of_forwards(one, expected),
+            _of_inputs(one, expected, facts[:place]),
+        ):
+            found.setdefault(broken, []).append(one.number)
+    return found
+
+
+def _steps_of(subject: ProbeLike | WatchLike | Sequence[Record]) -> tuple[Sequence[Record], Training | None]:
+    training = None
+    if isinstance(subject, Sequence):
+        steps = subject
+    else:
+        source = source_of(subject)
+        if isinstance(source, Record):
+            raise UsageError(
+                "assert_invariants takes a watch over steps, or their records; got one record: give [record]"
+            )
+        training = record_of(source).training
+        steps = source.steps
+    if not steps:
+        raise NothingObservedError(
+            "there is no step to judge: watch with steps= of 1 or more, and keep the watch open while an optimizer "
+            "with a parameter of the model steps"
+        )
+    other = next((one for one in steps if not isinstance(one, Record)), None)
+    if other is not None:
+        raise UsageError(f"assert_invariants takes a watch or records of steps first; among them is {_a(other)}")
+    return list(steps), training
+
+
+def _of_groups(one: _Step, expected: Invariants) -> Iterator[_Broken]:
+    for place, healthy in enumerate(expected.groups):
+        where = f"group {place} ({healthy.optimizer})"
+        # The group with most of its parameters, of which some may have another role.
+        common = {i: len({*group.members} & {*healthy.members}) for i, group in enumerate(one.groups)}
+        group = one.groups[max(common, key=lambda i: common[i])] if any(common.values()) else None
+        if group is None:
+            if healthy.every_step:
+                yield _Broken("role", where, "is not stepped", "is stepped in every step")
+            continue
+        if group.optimizer != healthy.optimizer:
+            now, then = (f"is stepped by {name}" for name in (group.optimizer, healthy.optimizer))
+            yield _Broken("hyperparameter", where, now, then)
+        # A scheduler may change, in later steps, what was constant in those that were seen.
+        if one.number <= expected.last or "initial_lr" not in group.options:
+            for name, value in healthy.options.items():
+                if name in group.options and not _equal(group.options[name], value):
+                    now, then = (f"has {name} {_shown(v)}" for v in (group.options[name], value))
+                    yield _Broken("hyperparameter", where, now, then)
+
+
+def _of_relations(
+    own: Mapping[str, Relations], healthy: Mapping[str, Relations], absent: Relations
+) -> Iterator[_Broken]:
+    for name in dict.fromkeys((*healthy, *own)):
+        one, other = (there.get(name, absent) for there in (own, healthy))
+        for relation, said in _SAID.items():
+            now, then = one.get(relation), other.get(relation)
+            if now is not None and then is not None and now != then:
+                yield _Broken(relation, name, said(now), said(then))
+
+
+def _of_forwards(one: _Step, expected: Invariants) -> Iterator[_Broken]:
+    known = {(forward.root, forward.training): forward for forward in expected.forwards}
+    for kind in dict.fromkeys((*known, *one.forwards)):
+        absent = ForwardInvariants(root=kind[0], training=kind[1], per_step=0)
+        own, healthy = one.forwards.get(kind, absent), known.get(kind, absent)
+        if healthy.per_step not in (None, own.per_step):
+            now, then = (
+                f"runs {count(forward.per_step or 0, 'forward')} in {_mode(kind[1])} in a step"
+                for forward in (own, healthy)
+            )
+            yield _Broken("forwards", kind[0], now, then)
+        if own.per_step and kind in known:
+            yield from _of_relations(own.layers, healthy.layers, {"calls": 0})
+
+
+def _of_inputs(one: _Step, expected: Invariants, before: Sequence[_Step]) -> Iterator[_Broken]:
+    # Later steps may be those of another epoch, with the same batches.
+    compared = before if expected.inputs == "differ" and one.number <= expected.last else before[-1:]
+    again = next((old for old in reversed(compared) if _have_equal_inputs(old, one)), None)
+    if expected.inputs is not None and again is not None:
+        which = "the step before" if again is before[-1] else f"step {again.number}"
+        yield _Broken("inputs", "the model", f"is given the inputs of {which}", "is given others in each step")
+
+
+def _equal(a: Plain, b: Plain) -> bool:
+    numbers = isinstance(a, (int, float)) and isinstance(b, (int, float))
+    return abs(a - b) <= 1e-6 * max(abs(a), abs(b)) if numbers else a == b  # type: ignore[operator,arg-type]
+
+
+def _shown(value: Plain) -> str:
+    return number(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
+
+
+def _mode(training: object) -> str:
+    return f"{'training' if training else 'evaluation'} mode"
+
+
+def _a(value: object) -> str:
+    name = printable(type(value).__name__)
+    return f"{'an' if name[:1] in 'AEIOaeio' else 'a'} {name}"
+
+
+def _when(steps: Sequence[int], of: int) -> str:
+    if not steps:  # of the loop as a whole
+        return ""
+    if len(steps) == of > 1:
+        return f" in all {of} steps"
+    return f" in step{'s' if len(steps) > 1 else ''} {_numbers(steps)}"
+
+
+def _numbers(steps: Sequence[int]) -> str:
+    """Return ``2``, ``0 to 4``, or ``1, 3``.
+
+    >>> _numbers([2]), _numbers([0, 1, 2]), _numbers([1, 3])
+    ('2', '0 to 2', '1, 3')
+    """
+    if len(steps) > 1 and list(steps) == list(range(steps[0], steps[-1] + 1)):
+        return f"{steps[0]} to {steps[-1]}"
+    return ", ".join(map(str, steps))
+
+
+def _without_followers(found: Mapping[_Broken, Sequence[int]]) -> dict[_Broken, Sequence[int]]:
+    """Leave out layers in which the same differs only as it does in a layer around or inside them."""
+    names: dict[tuple[str, str, str], set[str]] = {}
+    for broken in found:
+        names.setdefault((broken.relation, broken.now, broken.then), set()).add(broken.where)
+
+    def follows(broken: _Broken) -> bool:
+        alike = names[broken.relation, broken.now, broken.then]
+        if broken.relation in _OUTERMOST:
+            return not alike.isdisjoint(containers(broken.where))
+        inside = broken.relation in ("random", "dtype")
+        return inside and any(broken.where in containers(name) for name in alike)
+
+    return {broken: steps for broken, steps in found.items() if not follows(broken)}

@@ -85,11 +85,8 @@ def first_line(watch: Watch, expected: Invariants) -> str:
     return str(caught.value).partition("\n")[0]
 
 
-@pytest.mark.parametrize(("seed", "size", "steps"), [(1, 16, 5), (2, 8, 12)], ids=str)
-def test_other_seeds_data_batch_sizes_and_numbers_of_steps_are_healthy(
-    healthy: Invariants, seed: int, size: int, steps: int
-) -> None:
-    assert_invariants(train(seed, size=size, steps=steps), healthy)
+def test_other_seeds_data_batch_sizes_and_numbers_of_steps_are_healthy(healthy: Invariants) -> None:
+    assert_invariants(train(2, size=8, steps=12), healthy)
 
 
 def test_a_frozen_parameter_is_named(healthy: Invariants) -> None:
@@ -146,39 +143,13 @@ class WithoutMiddle(Digits):
             "norm runs in evaluation mode in all 5 steps; runs in training mode",
         ),
         (
-            {"prepare": lambda model: setattr(model.norm, "momentum", 0.0)},
-            "norm.running_mean does not change in steps 1 to 4; changes",
+            {"before_step": nn.Module.zero_grad},
+            "the training loop resets gradients between the backward and the step, 5 times of 5; does not",
         ),
-        ({"autocast": True}, "(root) runs under autocast to bfloat16 in all 5 steps; runs without autocast"),
     ],
 )
 def test_a_fault_is_named(healthy: Invariants, fault: dict[str, Any], sentence: str) -> None:
     assert first_line(train(1, **fault), healthy) == sentence.replace("; ", "; in the healthy run it ")
-
-
-def clip(model: nn.Module) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-
-
-def clip_values(model: nn.Module) -> None:
-    nn.utils.clip_grad_value_(model.parameters(), 1e-4)
-
-
-@pytest.mark.parametrize(
-    ("taught", "now", "sentence"),
-    [
-        (lambda model: None, clip, "the optimizer has gradients scaled, as by clipping in all 5 steps"),
-        (clip, lambda model: None, "the optimizer has gradients as they arrived in all 5 steps"),
-        (clip, clip_values, "the optimizer has gradients other than those that arrived in all 5 steps"),
-        (clip, nn.Module.zero_grad, "the training loop resets gradients between the backward and the step, 5 times"),
-    ],
-)
-def test_gradients_that_change_on_their_way_are_named(
-    taught: Callable[[nn.Module], Any], now: Callable[[nn.Module], Any], sentence: str
-) -> None:
-    healthy = train(0, before_step=taught).invariants
-    assert_invariants(train(1, before_step=taught, size=8), healthy)
-    assert first_line(train(1, before_step=now), healthy).startswith(sentence)
 
 
 def test_the_whole_message(healthy: Invariants) -> None:
@@ -208,7 +179,7 @@ def test_a_layer_that_loses_autocast_is_named() -> None:
     healthy = train(0, autocast=True).invariants
     assert_invariants(train(1, autocast=True, size=32), healthy)
     assert first_line(train(1, model=Full(), autocast=True), healthy) == (
-        "fc2 runs without autocast in all 5 steps; in the healthy run it runs under autocast to bfloat16"
+        "fc2 returns float32 in all 5 steps; in the healthy run it returns bfloat16"
     )
 
 
@@ -227,9 +198,7 @@ class Tied(nn.Module):
         return self.head(self.block(self.embedding(tokens)))
 
 
-def train_text(
-    seed: int, *, tied: bool = True, steps: int = 5, size: int = 4, reseed: bool = False, parts: int = 2
-) -> Watch:
+def train_text(seed: int, *, tied: bool = True, steps: int = 5, size: int = 4, parts: int = 2) -> Watch:
     """Two backward passes in a step, a warm-up from zero, clipping, and an evaluation."""
     torch.manual_seed(seed)
     model = Tied(tied=tied)
@@ -239,8 +208,6 @@ def train_text(
         for _ in range(steps):
             for _ in range(parts):
                 tokens = torch.randint(20, (size, 8))
-                if reseed:
-                    torch.manual_seed(0)
                 F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -252,10 +219,7 @@ def train_text(
 
 
 def test_a_schedule_and_clipping_and_accumulation_are_healthy() -> None:
-    healthy = train_text(0).invariants
-    assert healthy.passes == 2
-    assert healthy.groups[0].schedules["lr"]["3"] == 1e-3
-    assert_invariants(train_text(1, size=9, steps=12), healthy)
+    assert_invariants(train_text(1, size=9, steps=12), train_text(0).invariants)
 
 
 def test_a_weight_that_is_no_more_tied_is_named() -> None:
@@ -268,13 +232,6 @@ def test_a_backward_pass_that_is_missing_is_named() -> None:
     assert first_line(train_text(1, parts=1), train_text(0).invariants) == (
         "(root) runs 1 forward in training mode in a step in all 5 steps; in the healthy run it runs 2 forwards in "
         "training mode in a step"
-    )
-
-
-def test_the_same_random_numbers_in_each_step_are_named() -> None:
-    assert first_line(train_text(1, reseed=True), train_text(0).invariants) == (
-        "block.self_attn draws the random numbers of the step before in steps 1 to 4; in the healthy run it draws "
-        "others in each step"
     )
 
 
@@ -329,8 +286,7 @@ def test_a_batch_that_comes_back_in_another_epoch_is_healthy() -> None:
 
 def test_a_bias_before_a_norm_is_known_by_no_update() -> None:
     healthy = train(0, optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.01)).invariants
-    assert healthy.parameters["fc1.bias"].updated is None
-    assert healthy.parameters["fc1.bias"].role == "optimized"
+    assert healthy.parameters["fc1.bias"] == {"tied_to": "", "role": "optimized", "gradient": True}
 
 
 def test_a_file_has_a_line_for_each_layer_and_is_read_back(healthy: Invariants, tmp_path: Path) -> None:
@@ -338,11 +294,9 @@ def test_a_file_has_a_line_for_each_layer_and_is_read_back(healthy: Invariants, 
     healthy.save(path)
     assert Invariants.load(path) == healthy == Invariants.from_dict(json.loads(json.dumps(healthy.to_dict())))
     lines = path.read_text().splitlines()
-    assert '    "fc2.bias": {"gradient": true, "updated": true, "role": "optimized", "group": 0},' in lines
-    assert (
-        '        "drop": {"calls": 1, "training": true, "grad_enabled": true, "autocast": "off", "dtype": "float32", '
-        '"random": true},'
-    ) in lines
+    assert '    "fc2.bias": {"tied_to": "", "role": "optimized", "gradient": true, "updated": true},' in lines
+    drop = '{"calls": 1, "training": true, "grad_enabled": true, "dtype": "float32", "random": true}'
+    assert f'        "drop": {drop},' in lines
 
 
 @pytest.mark.parametrize(
@@ -351,7 +305,6 @@ def test_a_file_has_a_line_for_each_layer_and_is_read_back(healthy: Invariants, 
         "",
         '{"steps": 3}',
         '{"model": "Net", "steps": 3, "last": 2, "other": 1}',
-        '{"model": "Net", "steps": 3, "last": 2, "parameters": {"weight": {"group": 1}}}',
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
@@ -400,6 +353,6 @@ def test_parameters_of_another_model_are_named(healthy: Invariants) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * self.scale
 
-    assert first_line(train(1, model=Wider()), healthy).startswith(
-        "scale is a parameter in all 5 steps; in the healthy"
+    assert first_line(train(1, model=Wider()), healthy) == (
+        "scale is held by an optimizer in all 5 steps; in the healthy run it is no parameter"
     )
