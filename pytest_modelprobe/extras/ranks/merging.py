@@ -12,9 +12,10 @@ import datetime
 import functools
 import itertools
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pytest_modelprobe._torch import default_store
 from pytest_modelprobe.exceptions import UsageError
@@ -22,10 +23,13 @@ from pytest_modelprobe.probe import ModelProbe, Watch
 from pytest_modelprobe.record import (
     Call,
     Dimension,
+    Histogram,
     Layer,
     Parameter,
     Reading,
     Record,
+    Statistics,
+    Units,
     Value,
     address,
     batch_sizes,
@@ -35,25 +39,131 @@ from pytest_modelprobe.record import (
     this_rank,
 )
 
-from .readings import (
-    MIXED,
-    NOT_REDUCED,
-    OTHER_STEP,
-    SAME_START,
-    TENSOR_PARALLEL,
-    Joining,
-    added,
-    demand_alike,
-    demand_equal,
-    mean,
-    once,
-    rms,
-    scaled,
-    together,
-)
-
 if TYPE_CHECKING:
     from pytest_modelprobe.record import OptimizerGroup, Training
+
+T = TypeVar("T")
+
+# --- readings of several ranks as one, and what has to be equal in all of them ----------------------------------------
+
+SAME_START = "All ranks should have the same: look at the seed, at the weights that each loads, and at what is frozen"
+NOT_REDUCED = (
+    "Gradients were not reduced over the ranks before the optimizer's step: call the model that "
+    "DistributedDataParallel wraps through the wrapper, and outside no_sync()"
+)
+OTHER_STEP = "The gradients are the same: look at each rank's optimizer, its hyperparameters and its state"
+
+
+def demand_equal(
+    have: Sequence[tuple[int, T]], name: str, what: str, of: Callable[[T], Any], advice: str = SAME_START
+) -> None:
+    """Raise `AssertionError` if a rank differs from the first in what all should have in common."""
+    rank, first = have[0]
+    for other, one in have[1:]:
+        if of(one) != of(first):
+            here, there = _shown(of(one)), _shown(of(first))
+            if here == there:  # six digits do not show the difference
+                here, there = str(of(one)), str(of(first))
+            raise AssertionError(
+                f"ranks disagree: {name} has another {what} in [rank {other}] than in [rank {rank}]: "
+                f"{here}, not {there}. {advice}"
+            )
+
+
+def demand_alike(have: Sequence[tuple[int, Layer]]) -> None:
+    """Raise `AssertionError` if a layer does not have the same class and parameters in all ranks."""
+    label = have[0][1].label
+    demand_equal(have, label, "class", lambda layer: layer.type)
+    demand_equal(have, label, "parameters", lambda layer: [(p.name, p.shape) for p in layer.parameters])
+
+
+def mean(reading: Reading | None) -> float | None:
+    """Return the mean, or `None` if there is none."""
+    return None if reading is None or reading.statistics is None else reading.statistics.mean
+
+
+def rms(reading: Reading | None) -> float | None:
+    """Return the root mean square, or `None` if there is none."""
+    return None if reading is None or reading.statistics is None else reading.statistics.rms
+
+
+def _shown(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def together(readings: Sequence[Reading | None], *, adds_up: bool = False, of_step: bool = False) -> Reading | None:
+    """Return the reading of the parts of all ranks together, or `None` if no rank has one.
+
+    Args:
+        readings: The reading of each rank.
+        adds_up: Whether the parts are those of a batch, so that their fingerprints add up.
+        of_step: Whether microbatches count as one batch.
+    """
+    have = [reading for reading in readings if reading is not None]
+    if not have:
+        return None
+    unread = next((r for r in have if r.statistics is None and r.reason), None)
+    if unread is not None:  # the numbers of the other ranks would pass for those of the whole
+        return Reading(tensors=have[0].tensors, reason=unread.reason)
+    statistics = [r.statistics for r in have if r.statistics is not None and r.statistics.count]
+    histograms = [r.histogram for r in have if r.histogram is not None]
+    return Reading(
+        tensors=1 if of_step and adds_up else have[0].tensors,
+        statistics=functools.reduce(Statistics.merge, statistics) if statistics else have[0].statistics,
+        fingerprint=_sum_of_fingerprints(have) if adds_up else None,
+        digest=added([reading.digest for reading in have]) if adds_up else None,
+        units=_units([r.units for r in have]),
+        reason=next((r.reason for r in have if r.reason), None),
+        histogram=functools.reduce(Histogram.merge, histograms) if histograms else None,
+    )
+
+
+def _sum_of_fingerprints(readings: Sequence[Reading]) -> tuple[float, ...] | None:
+    all_have = [reading.fingerprint for reading in readings if reading.fingerprint is not None]
+    return tuple(map(math.fsum, zip(*all_have, strict=True))) if len(all_have) == len(readings) else None
+
+
+def added(digests: Sequence[str | None]) -> str | None:
+    """Return the digest of parts together, or `None` if one has none. A digest is a sum of hashes in 64 bits."""
+    all_have = [int(digest, 16) for digest in digests if digest is not None]
+    return f"{sum(all_have) % 2**64:016x}" if len(all_have) == len(digests) else None
+
+
+def once(reading: Reading) -> Reading:
+    """Return the reading of a value that is the same in every microbatch as if it had been read in one of them."""
+    s, times = reading.statistics, reading.tensors
+    # If the microbatches are not equally large, what one of them had is not known.
+    if s is None or times == 1 or s.count % times:
+        return reading
+    counts = {name: getattr(s, name) // times for name in ("count", "zeros", "nan", "posinf", "neginf")}
+    return dataclasses.replace(
+        reading, tensors=1, statistics=dataclasses.replace(s, **counts, deviations=s.deviations / times)
+    )
+
+
+def _units(units: Sequence[Units | None]) -> Units | None:
+    have = [one for one in units if one is not None]
+    if len(have) < len(units) or len({(one.axis, len(one)) for one in have}) != 1:
+        return None
+    lows, highs = zip(*(one.low for one in have), strict=True), zip(*(one.high for one in have), strict=True)
+    return Units(axis=have[0].axis, low=tuple(map(min, lows)), high=tuple(map(max, highs)))
+
+
+def scaled(reading: Reading, factor: float) -> Reading:
+    """Return the reading of the same tensor times a positive factor, without units and histogram."""
+    s = reading.statistics
+    if s is None or s.mean is None or s.min is None or s.max is None:
+        return reading
+    scaled = dataclasses.replace(
+        s,
+        min=s.min * factor,
+        max=s.max * factor,
+        mean=s.mean * factor,
+        deviations=s.deviations * factor * factor,
+    )
+    fingerprint = None if reading.fingerprint is None else tuple(factor * x for x in reading.fingerprint)
+    return dataclasses.replace(reading, statistics=scaled, units=None, fingerprint=fingerprint, histogram=None)
+
 
 # --- what the optimizers of all ranks did -----------------------------------------------------------------------------
 
@@ -138,9 +248,12 @@ def _training(of_ranks: Sequence[Training | None]) -> tuple[Training | None, lis
     return dataclasses.replace(have[0][1], **largest), note
 
 
-_MIXED = (
-    "records are not merged where ranks have their parts in several ways, as under tensor parallelism beside FSDP2 or "
-    "DDP: which part of the whole a rank has is not known. Assert on the watch in each rank"
+_PARTS_UNKNOWN = ("tensor parallel", "several kinds of parallelism")
+"""Beginnings of the notes in records of which the parts are not known."""
+
+_UNMERGED = (
+    "records are not merged under tensor parallelism, alone or beside FSDP2 or DDP: which part of the whole a rank has "
+    "is not known. Assert on the watch in each rank"
 )
 _REDUCED = "whether gradients are reduced over the ranks, as DistributedDataParallel does"
 _SAME_INPUTS = "all ranks were given the same inputs, and not each its part of a batch"
@@ -150,22 +263,17 @@ _NOT_AVERAGED = "each rank has its own, before averaging: merge the record of a 
 def _merge(records: Sequence[Record], *, mean_loss: bool) -> Record:
     if not records:
         raise UsageError("there is no record to merge: give one of each rank")
-    if any(note.startswith(MIXED) for record in records for note in record.notes):
-        raise UsageError(_MIXED)
-    # Tensor-parallel ranks are given the same batch: they are joined to one rank first, which is then merged alone.
-    is_joined = any(note.startswith(TENSOR_PARALLEL) for record in records for note in record.notes)
-    stepping, joining = Stepping(records), Joining()
-    merging = _Merging(records[:1] if is_joined else records, mean_loss=mean_loss, is_joined=is_joined)
+    if any(note.startswith(_PARTS_UNKNOWN) for record in records for note in record.notes):
+        raise UsageError(_UNMERGED)
+    stepping = Stepping(records)
+    merging = _Merging(records, mean_loss=mean_loss)
     merging.is_step = stepping.step is not None
     layers = {}
     for name in dict.fromkeys(name for record in records for name in record.layers):
         have = [(rank, record.layers[name]) for rank, record in enumerate(records) if name in record.layers]
         demand_alike(have)
         stepping.demand_alike(have)
-        merged = merging.layer([(0, joining.layer(have))] if is_joined else have)
-        layers[name] = stepping.numbered(merged, have[0][0])
-    if joining.different:
-        raise AssertionError(min(joining.different)[1])
+        layers[name] = stepping.numbered(merging.layer(have), have[0][0])
     notes = dict.fromkeys(note for record in records for note in record.notes)
     return dataclasses.replace(
         records[0],
@@ -174,7 +282,7 @@ def _merge(records: Sequence[Record], *, mean_loss: bool) -> Record:
         layers=layers,
         notes=(
             *(text for _, text in sorted(merging.nonfinite)[:1]),
-            *(note for note in notes if not note.startswith(TENSOR_PARALLEL)),
+            *notes,
             *((_SAME_INPUTS,) if merging.same_inputs else ()),
             *stepping.notes,
         ),
@@ -193,13 +301,10 @@ class _Merging:
     Args:
         records: The records.
         mean_loss: See `Record.merge`.
-        is_joined: Whether the ranks of a tensor-parallel model are joined to one already. The layouts then are those
-            of the DTensors, and `None` stays "not known".
     """
 
-    def __init__(self, records: Sequence[Record], *, mean_loss: bool, is_joined: bool) -> None:
+    def __init__(self, records: Sequence[Record], *, mean_loss: bool) -> None:
         self._mean_loss = mean_loss
-        self._is_joined = is_joined
         self._batches = _batches(records)
         self.same_inputs = len(records) > 1 and _have_same_inputs(records)
         self.is_step = records[0].step is not None
@@ -305,7 +410,7 @@ class _Merging:
             forward=of_all([value.forward for value in have]) or first.forward,
             backward=_map(of_mean, of_all([value.backward for value in have])),
             backward_inner=_map(of_mean, of_all([value.backward_inner for value in have])),
-            layout=first.layout if self._is_joined else "batch",
+            layout="batch",
         )
 
     def _replicated(self, have: list[Value]) -> Value:
@@ -321,7 +426,7 @@ class _Merging:
             first,
             forward=dataclasses.replace(first.forward, fingerprint=None, digest=None),
             backward=_map(lambda r: dataclasses.replace(r, fingerprint=None), first.backward),
-            layout=first.layout if self._is_joined else "replicated",
+            layout="replicated",
         )
 
 
@@ -372,8 +477,7 @@ def _merge_of_record(records: Sequence[Record], *, mean_loss: bool = True) -> Re
     losses. Shards of parameters are put together, and replicas have to be equal. The parameters' gradients are
     those that an optimizer applied, so give records of a step. A layer that only some ranks have, as under pipeline
     parallelism, comes from these ranks. In the record of a step, microbatches count as one batch. A value gets a
-    fingerprint only if its dimension 0 is the batch. The ranks of a tensor-parallel model are given the same batch,
-    and their values are put together by their layouts.
+    fingerprint only if its dimension 0 is the batch.
 
     Args:
         records: One record of each rank, in order.
@@ -381,8 +485,7 @@ def _merge_of_record(records: Sequence[Record], *, mean_loss: bool = True) -> Re
 
     Raises:
         AssertionError: Ranks disagree on what they should have in common. The message names the layer and the rank.
-        UsageError: There are no records, or ranks have their parts in several ways, as with tensor parallelism
-            beside FSDP2.
+        UsageError: There are no records, or the model is tensor parallel.
 
     >>> from pytest_modelprobe.record import Record
     >>> merged = Record.merge([Record(model="Net", forwards=1), Record(model="Net", forwards=1)])

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 from pytest_modelprobe.assertions.sources import ProbeLike, WatchLike, record_of, source_of
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
@@ -52,8 +52,6 @@ data."""
 
 Relations = Mapping[str, Plain]
 """Relation → its value in a step, of a layer or a parameter. None: not known."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +273,7 @@ def _calls(calls: Sequence[Call], forwards: int) -> Relations:
     }
 
 
-def _same(values: Iterable[T | None]) -> T | None:
+def _same(values: Iterable[Plain]) -> Any:
     """Return the value that all are, or None if there is none or they differ.
 
     >>> _same([1, 1]), _same([1, None, 1]), _same([])

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.extras.ranks.readings import NOT_REDUCED, OTHER_STEP
+from pytest_modelprobe.extras.ranks.merging import NOT_REDUCED, OTHER_STEP
 from pytest_modelprobe.record import (
     Call,
     Layer,
@@ -77,12 +77,6 @@ def test_the_gradients_of_a_stage_that_one_rank_has_are_those_of_its_batch() -> 
     stage = dataclasses.replace(one, layers={"head": dataclasses.replace(one["fc"], name="head")})
     merged = Record.merge([one, stage])
     assert [merged[name].output.gradient.mean for name in ("fc", "head")] == [3.0, 3.0]
-
-
-def test_a_record_of_one_rank_merges_to_what_several_do() -> None:
-    alone = record((1.0, 2.0), value("output", 1.0, 3.0), weight(reading(1.0)))
-    assert Record.merge([alone])["fc"].output.forward.fingerprint == (1.0,) * 16
-    assert Record.merge([alone])["fc"].output.layout == "batch"
 
 
 def test_fingerprints_of_gradients_are_those_of_the_mean_loss_and_digests_add_up() -> None:
@@ -228,13 +222,6 @@ def test_of_weights_that_differ_in_a_later_step_the_steps_before_are_told() -> N
         Record.merge(records)
 
 
-def test_a_layer_that_is_frozen_on_one_rank_is_named() -> None:
-    frozen = weight(reading(0.5))
-    free = dataclasses.replace(frozen, requires_grad=True)
-    with pytest.raises(AssertionError, match=r"fc\.weight has another requires_grad in \[rank 1\]"):
-        Record.merge([record((x,), value("output", x), w) for x, w in ((1.0, free), (2.0, frozen))])
-
-
 def stepped(*groups: OptimizerGroup, layer: str = "fc", group: int | None = 0, **more: object) -> Record:
     own = dataclasses.replace(weight(reading(1.0)), group=group, update=reading(0.1))
     one = Layer(name=layer, type="Linear", parameters=(own,))
@@ -249,12 +236,6 @@ def test_hyperparameters_that_differ_are_named_with_the_rank() -> None:
         "ranks disagree: the optimizer of fc.weight has another lr in [rank 2] than in [rank 0]: 0.2, not 0.1. "
         "All ranks should train a parameter alike: look at what each gives to its optimizer, and at its scheduler"
     )
-
-
-def test_a_parameter_that_one_rank_gives_to_no_optimizer_is_named() -> None:
-    sgd = OptimizerGroup(optimizer="SGD")
-    with pytest.raises(AssertionError, match=r"fc\.weight has another optimizer in \[rank 1\].*: none, not SGD\. All"):
-        Record.merge([stepped(sgd), stepped(group=None)])
 
 
 def test_groups_of_stages_are_put_side_by_side() -> None:
@@ -304,116 +285,11 @@ def test_gradients_before_averaging_are_not_known_for_all_ranks() -> None:
     assert gradient == Reading(reason="each rank has its own, before averaging: merge the record of a step")
 
 
-def test_gradients_that_were_applied_have_to_be_equal() -> None:
-    records = [record((x,), value("output", x), weight(reading(1.0), applied=reading(x))) for x in (1.0, 2.0)]
-    with pytest.raises(AssertionError, match=r"the gradient of fc\.weight has another mean in \[rank 1\]"):
-        Record.merge(records)
-
-
 def test_equal_inputs_in_all_ranks_are_noted() -> None:
     records = [record((1.0, 2.0), value("output", 1.0, 3.0), weight(reading(1.0)))] * 2
     merged = Record.merge(records)
     assert merged.notes == ("all ranks were given the same inputs, and not each its part of a batch",)
     assert (merged["fc"].output.layout, merged["fc"].output.shape) == ("replicated", (2, 1))
-
-
-def test_stages_of_a_pipeline_are_put_side_by_side() -> None:
-    stages = [Record(model="Net", layers={name: Layer(name=name, type="Linear")}) for name in ("a", "b")]
-    assert list(Record.merge(stages).layers) == ["a", "b"]
-
-
-def tensor_parallel(*outputs: Value, own: Parameter | None = None) -> list[Record]:
-    note = "tensor parallel: parameters are this rank's shards, and so may values be"
-    records = [record((1.0, 2.0), out, own or weight(reading(1.0))) for out in outputs]
-    return [dataclasses.replace(one, notes=(note,)) for one in records]
-
-
-def test_shards_of_a_value_are_put_together_along_their_dimension() -> None:
-    parts = [
-        dataclasses.replace(value("output", x, x + 1, layout="shard(1)"), backward=reading(x, x)) for x in (1.0, 3.0)
-    ]
-    parts = [
-        dataclasses.replace(
-            part, forward=dataclasses.replace(part.forward, units=Units(axis=-1, low=(low,), high=(low,)))
-        )
-        for part, low in zip(parts, (1.0, 3.0), strict=True)
-    ]
-    merged = Record.merge(tensor_parallel(*parts))
-    out = merged["fc"].output
-    assert (out.shape, out.layout, out.forward.statistics) == (
-        (2, 2),
-        "shard(1)",
-        reading(1.0, 2.0, 3.0, 4.0).statistics,
-    )
-    assert out.forward.units == Units(axis=-1, low=(1.0, 3.0), high=(1.0, 3.0))
-    assert out.forward.fingerprint is None
-    assert out.gradient.mean == 2.0
-    assert (merged.ranks, merged.notes) == (2, ())
-
-
-def test_a_value_that_all_ranks_have_is_taken_once() -> None:
-    out = value("output", 1.0, 3.0, backward=reading(2.0, 4.0), layout="replicated")
-    merged = Record.merge(tensor_parallel(out, out))["fc"].output
-    assert (merged.shape, merged.layout, merged.statistics.count) == ((2, 1), "replicated", 2)
-    assert merged.gradient.mean == 3.0
-
-
-def test_replicas_of_a_value_that_differ_are_named() -> None:
-    outs = [value("output", 1.0, x, layout="replicated") for x in (3.0, 5.0)]
-    with pytest.raises(AssertionError) as caught:
-        Record.merge(tensor_parallel(*outs))
-    assert str(caught.value) == (
-        "ranks disagree: fc output has another mean in [rank 1] than in [rank 0]: 3, not 2. All ranks of a "
-        "tensor-parallel model should have the same of it: look at the batch that each is given, and at what draws "
-        "random numbers"
-    )
-
-
-def test_replicas_of_which_one_has_nan_are_told_by_their_number() -> None:
-    out = value("output", 1.0, 3.0, layout="replicated")
-    statistics = dataclasses.replace(reading(1.0, 3.0 + 1e-3).statistics, count=3, nan=1)
-    other = dataclasses.replace(out, forward=Reading(statistics=statistics))
-    with pytest.raises(
-        AssertionError, match=r"fc output has another number of elements that are not finite in .*: 1, not 0\."
-    ):
-        Record.merge(tensor_parallel(out, other))
-
-
-def test_replicas_of_the_same_mean_and_rms_are_told_by_what_differs() -> None:
-    outs = [value("output", *x, layout="replicated") for x in ((-1.0, -1.0, 2.0), (1.0, 1.0, -2.0))]
-    with pytest.raises(AssertionError, match=r"fc output has another min in \[rank 1\] .*: -2, not -1\."):
-        Record.merge(tensor_parallel(*outs))
-
-
-def test_a_value_that_differs_is_named_before_the_gradients_that_differ_by_it() -> None:
-    outs = [value("output", 1.0, x, layout="replicated") for x in (3.0, 5.0)]
-    records = [
-        tensor_parallel(out, own=weight(reading(1.0), applied=reading(x)))[0]
-        for out, x in zip(outs, (0.1, 0.1 + 1.2e-16), strict=True)
-    ]
-    with pytest.raises(AssertionError, match="ranks disagree: fc output"):
-        Record.merge(records)
-    with pytest.raises(AssertionError, match=r"the gradient of fc.weight .*: 0.10000000000000013, not 0.1\."):
-        Record.merge([records[0], dataclasses.replace(records[1], layers=with_output(records[1], outs[0]))])
-
-
-def with_output(one: Record, out: Value) -> dict[str, Layer]:
-    call = dataclasses.replace(one["fc"].calls[0], outputs=(out,))
-    return {"fc": dataclasses.replace(one["fc"], calls=(call,))}
-
-
-def test_a_value_without_a_layout_is_not_known_where_ranks_differ() -> None:
-    outs = [value("output", 1.0, x) for x in (3.0, 5.0)]
-    unknown = Record.merge(tensor_parallel(*outs))["fc"].output
-    assert unknown.forward == Reading(reason="each rank has another, and no layout says which part of the whole it is")
-    assert unknown.layout is None
-    assert Record.merge(tensor_parallel(outs[0], outs[0]))["fc"].output.statistics.mean == 2.0
-
-
-def test_a_partial_value_is_not_known() -> None:
-    outs = [value("output", 1.0, x, layout="partial") for x in (3.0, 5.0)]
-    found = Record.merge(tensor_parallel(*outs))["fc"].output
-    assert (found.layout, found.forward) == ("partial", Reading(reason="each rank has a term of it, and not the sum"))
 
 
 def stages() -> list[Record]:
@@ -448,7 +324,8 @@ def test_the_first_layer_on_which_ranks_disagree_is_named() -> None:
     ("records", "why"),
     [
         ([], "there is no record to merge"),
-        ([Record(model="Net", notes=("several kinds of parallelism: ...",))], "tensor parallelism beside FSDP2 or DDP"),
+        ([Record(model="Net", notes=("tensor parallel: ...",))], "not merged under tensor parallelism"),
+        ([Record(model="Net", notes=("several kinds of parallelism: ...",))], "not merged under tensor parallelism"),
     ],
 )
 def test_what_cannot_be_merged_is_refused(records: list[Record], why: str) -> None:
