@@ -25,7 +25,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     is_rank = item.config.pluginmanager.has_plugin("modelprobe-rank")
     if "world_size" not in marked or is_rank or marker_error(item) or _is_only_set_up(item.config):
         return None
-    from .protocol import run_in_ranks
+    from .processes import run_in_ranks
 
     run_in_ranks(item, nextitem, world_size=marked["world_size"], timeout=marked.get("timeout", 60))
     return True

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 # pytester forgets what its runs import.
-import pytest_modelprobe.extras.ranks.protocol
+import pytest_modelprobe.extras.ranks.processes
 import pytest_modelprobe.probe  # noqa: F401
 from pytest_modelprobe import ModelProbe
 

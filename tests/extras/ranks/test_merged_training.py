@@ -8,7 +8,7 @@ import multiprocessing.popen_forkserver  # noqa: F401 - one fork server for all 
 import pytest
 
 # pytester forgets what its runs import.
-import pytest_modelprobe.extras.ranks.protocol
+import pytest_modelprobe.extras.ranks.processes
 import pytest_modelprobe.probe  # noqa: F401
 
 QUIET = ("-p", "no:randomly", "-p", "no:cacheprovider")

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 # pytester forgets what its runs import.
-import pytest_modelprobe.extras.ranks.protocol
+import pytest_modelprobe.extras.ranks.processes
 import pytest_modelprobe.probe  # noqa: F401
 
 QUIET = ("-p", "no:randomly", "-p", "no:cacheprovider")
