@@ -38,6 +38,9 @@ from pytest_modelprobe import child
 
 pytest_plugins = ["pytester"]
 
+# After torch.compile the first backward starts threads, and a fork of a process with these has no backward.
+torch.ones(1, requires_grad=True).backward()
+
 # Where a shell started this in the background, Ctrl-C is ignored, and tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,23 +1,29 @@
-"""The faults that are planted: each is one change of one layer while its model runs.
+"""The faults that are planted: each is one change of one layer while its model runs, or of a call of the training.
 
 They are mistakes that people make: a residual left out, a norm over the wrong axis, an eps that is too large. Most
 leave the shapes as they are, so that the tests have to notice the numbers. An operator has to say which calls it fits,
 because a fault that changes nothing would count as one that no test notices. What it changes it puts back at the end of
-a forward, so that a fault exists only while the model runs.
+a forward, so that a fault exists only while the model runs. Of a training no file is edited: the program makes its
+calls as before, and torch's function does something else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.interventions import faults
 from pytest_modelprobe.models import ChangingHook, flatten, map_tensors
 
@@ -239,17 +245,6 @@ def _with_mask_shifted(module: nn.Module) -> AbstractContextManager[object]:
     return module.register_forward_pre_hook(_ShiftsMask(module), with_kwargs=True, prepend=True)
 
 
-@contextlib.contextmanager
-def _with_stale_buffers(module: nn.Module) -> Iterator[None]:
-    # It updates copies: writing its buffers back would move the versions that autograd saved.
-    before = dict(module._buffers)
-    module._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in before.items()})
-    try:
-        yield
-    finally:
-        module._buffers.update(before)
-
-
 _SNAPSHOT = "modelprobe_snapshot"
 
 OPERATORS: dict[str, Operator] = {
@@ -305,11 +300,6 @@ OPERATORS: dict[str, Operator] = {
             name="double_dropout", noticed_by=_SNAPSHOT, fits=_drops, plant=_other_rate(lambda p: min(2 * p, 0.99))
         ),
         Operator(
-            name="stale_buffers", noticed_by=_SNAPSHOT,
-            fits=lambda call: call.module.training and any(True for _ in call.module.named_buffers(recurse=False)),
-            plant=_with_stale_buffers,
-        ),
-        Operator(
             name="transpose_weight", noticed_by=_SNAPSHOT, fits=_has_matrix,
             plant=lambda module: _with_parameter(module, "weight", _transposed),
         ),
@@ -326,3 +316,264 @@ OPERATORS: dict[str, Operator] = {
     )
 }  # fmt: skip
 """All operators by name."""
+
+
+# --- faults of a training program: each is one change of what a call of it does ---------------------------------------
+
+
+@dataclass
+class ProgramCall:
+    """A call of a training program, which has not run yet."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    state: dict[str, Any] = field(default_factory=dict)
+    """What the fault keeps until its next call."""
+
+    def run(self) -> Any:
+        """Do what the program asks for."""
+        return self.function(*self.args, **self.kwargs)
+
+    def argument(self, name: str) -> Any:
+        """Return an argument, or its default; `None` if there is none of this name."""
+        bound = inspect.signature(self.function).bind(*self.args, **self.kwargs)
+        bound.apply_defaults()
+        return bound.arguments.get(name)
+
+    def run_with(self, name: str, value: Any) -> Any:
+        """Run the call with another argument."""
+        bound = inspect.signature(self.function).bind(*self.args, **self.kwargs)
+        bound.arguments[name] = value
+        return self.function(*bound.args, **bound.kwargs)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer that is made, or takes a step."""
+        made: Optimizer = self.args[0]
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingFault:
+    """A kind of fault of a training program."""
+
+    name: str
+    noticed_by: str
+    """The assertion or comparison that notices it in most programs."""
+    at: str
+    """The kind of call that it changes: ``optimizer``, ``step``, ``zero_grad``, ``init``, ``loss`` or ``mode``."""
+    run: Callable[[ProgramCall], Any]
+    """Takes the place of the call, and returns what it returns. Before a step of an optimizer, the step follows."""
+    after: Callable[[ProgramCall], None] | None = None
+    """Runs after a step of an optimizer."""
+    fits: Callable[[ProgramCall], bool] = lambda call: True
+    """Whether it changes a call. An optimizer that was made is asked after it was made."""
+    of_gradient: bool = False
+
+
+# --- the optimizer, when it is made -----------------------------------------------------------------------------------
+
+
+def _option(name: str, change: Callable[[Any], Any]) -> Callable[[ProgramCall], None]:
+    """Return what makes an optimizer with another hyperparameter in each of its groups."""
+
+    def run(call: ProgramCall) -> None:
+        call.run()
+        for options in (call.optimizer.defaults, *call.optimizer.param_groups):
+            if name in options:
+                options[name] = change(options[name])
+
+    return run
+
+
+def _has(name: str) -> Callable[[ProgramCall], bool]:
+    return lambda call: any(bool(group.get(name)) for group in call.optimizer.param_groups)
+
+
+_EXCHANGED: dict[type[Optimizer], type[Optimizer]] = {Adam: SGD, AdamW: SGD, SGD: Adam}
+
+
+def _exchange(call: ProgramCall) -> None:
+    """Make SGD of Adam, or Adam of SGD, with the same groups, learning rates and weight decays."""
+    call.run()
+    made, other = call.optimizer, _EXCHANGED[type(call.optimizer)]
+    taken = {"params", "lr", "weight_decay"}
+    groups = [{name: group[name] for name in taken & group.keys()} for group in made.param_groups]
+    # The program has bound the name of the class already, so the object itself becomes one of the other class.
+    made.__class__ = other
+    other.__init__(made, groups, lr=call.argument("defaults")["lr"])  # type: ignore[call-arg]
+
+
+def _leave_out(call: ProgramCall) -> None:
+    """Leave the parameters of the last group out, or the second half of those of the only one."""
+    call.run()
+    groups = call.optimizer.param_groups
+    parameters = groups[-1]["params"]
+    del parameters[0 if len(groups) > 1 else (len(parameters) + 1) // 2 :]
+
+
+def _has_more(call: ProgramCall) -> bool:
+    groups = call.optimizer.param_groups
+    return len(groups) > 1 or len(groups[0]["params"]) > 1
+
+
+# --- a step of an optimizer -------------------------------------------------------------------------------------------
+
+
+def _parameters(call: ProgramCall) -> Iterator[Tensor]:
+    for group in call.optimizer.param_groups:
+        yield from group["params"]
+
+
+def _with_earlier_gradients(call: ProgramCall) -> None:
+    """Take the gradients of the step before, as a step that runs before the backward; the first step has none."""
+    earlier = call.state.get("gradients", {})
+    call.state["now"] = {id(parameter): parameter.grad for parameter in _parameters(call)}
+    call.state["gradients"] = {key: None if grad is None else grad.clone() for key, grad in call.state["now"].items()}
+    for parameter in _parameters(call):
+        parameter.grad = earlier.get(id(parameter))
+
+
+def _with_own_gradients(call: ProgramCall) -> None:
+    for parameter in _parameters(call):
+        parameter.grad = call.state["now"].get(id(parameter))
+
+
+def _without_gradients(call: ProgramCall) -> None:
+    # What follows the step finds no gradient either, as after `zero_grad` at this place.
+    for parameter in _parameters(call):
+        parameter.grad = None
+
+
+# --- other calls ------------------------------------------------------------------------------------------------------
+
+
+def _other_distribution(call: ProgramCall) -> Tensor:
+    tensor: Tensor = call.argument("tensor")
+    with torch.no_grad():
+        is_normal = call.function.__name__ in ("normal_", "trunc_normal_")
+        return tensor.uniform_(-1.0, 1.0) if is_normal else tensor.normal_(0.0, 1.0)
+
+
+def _shuffled(call: ProgramCall) -> Any:
+    target: Tensor = call.argument("target")
+    order = torch.randperm(len(target), generator=torch.Generator().manual_seed(0))
+    return call.run_with("target", target[order.to(target.device)])
+
+
+def _has_labels(call: ProgramCall) -> bool:
+    target = call.argument("target")
+    return isinstance(target, Tensor) and target.dim() > 0 and len(target) > 1
+
+
+def _other_reduction(call: ProgramCall) -> Any:
+    return call.run_with("reduction", _OTHER_REDUCTION[call.argument("reduction")])
+
+
+_OTHER_REDUCTION = {"mean": "sum", "sum": "mean", "batchmean": "sum"}
+
+
+def _other_mode(call: ProgramCall) -> Any:
+    return call.run_with("mode", not call.argument("mode"))
+
+
+def _contains_modes(call: ProgramCall) -> bool:
+    model: nn.Module = call.args[0]
+    return any("Dropout" in type(m).__name__ or getattr(m, "running_mean", None) is not None for m in model.modules())
+
+
+_STEP = "modelprobe_snapshot of a step"
+
+TRAINING: dict[str, TrainingFault] = {
+    fault.name: fault
+    for fault in (
+        TrainingFault(
+            name="lr_times_10", noticed_by=_STEP, at="optimizer", fits=_has("lr"), run=_option("lr", lambda lr: lr * 10)
+        ),
+        TrainingFault(
+            name="lr_by_10", noticed_by=_STEP, at="optimizer", fits=_has("lr"), run=_option("lr", lambda lr: lr / 10)
+        ),
+        TrainingFault(
+            name="lr_zero", noticed_by="assert_params_updated", at="optimizer", fits=_has("lr"),
+            run=_option("lr", lambda lr: lr * 0),
+        ),
+        TrainingFault(
+            name="other_optimizer", noticed_by=_STEP, at="optimizer",
+            fits=lambda call: type(call.optimizer) in _EXCHANGED, run=_exchange,
+        ),
+        TrainingFault(
+            name="no_weight_decay", noticed_by=_STEP, at="optimizer", fits=_has("weight_decay"),
+            run=_option("weight_decay", lambda decay: decay * 0),
+        ),
+        TrainingFault(
+            name="weight_decay_times_10", noticed_by=_STEP, at="optimizer", fits=_has("weight_decay"),
+            run=_option("weight_decay", lambda decay: decay * 10),
+        ),
+        TrainingFault(
+            name="leave_out_parameters", noticed_by="assert_params_updated", at="optimizer", fits=_has_more,
+            run=_leave_out,
+        ),
+        TrainingFault(
+            name="step_before_backward", noticed_by=_STEP, at="step", run=_with_earlier_gradients,
+            after=_with_own_gradients,
+        ),
+        TrainingFault(
+            name="zero_grad_before_step", noticed_by="assert_params_updated", at="step", run=_without_gradients
+        ),
+        TrainingFault(name="drop_zero_grad", noticed_by="assert_training_loop", at="zero_grad", run=lambda call: None),
+        TrainingFault(
+            name="other_initialization", noticed_by="modelprobe_snapshot", at="init",
+            fits=lambda call: call.argument("tensor").numel() > 0, run=_other_distribution,
+        ),
+        TrainingFault(name="shuffle_labels", noticed_by=_STEP, at="loss", fits=_has_labels, run=_shuffled),
+        TrainingFault(
+            name="other_reduction", noticed_by=_STEP, at="loss",
+            fits=lambda call: call.argument("reduction") in _OTHER_REDUCTION, run=_other_reduction,
+        ),
+        TrainingFault(
+            name="swap_mode", noticed_by="assert_training_loop", at="mode", fits=_contains_modes, run=_other_mode
+        ),
+    )
+}  # fmt: skip
+"""All faults of training programs by name, except those of `Dropout`, which are changes of a layer."""
+
+
+# --- all faults by name -----------------------------------------------------------------------------------------------
+
+FAULTS: dict[str, Operator | TrainingFault] = {**OPERATORS, **TRAINING}
+"""All faults by name: those of layers, then those of training programs."""
+
+_DROPOUT = ("no_dropout", "double_dropout")
+"""Faults of training that are changes of a layer."""
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "layers": tuple(name for name in OPERATORS if name not in _DROPOUT),
+    "training": (*TRAINING, *_DROPOUT),
+}
+"""Name of a group → the names of its faults."""
+
+
+def selected(text: str) -> frozenset[str]:
+    """Return the names of the faults that a text chooses: names, globs and groups, with commas between them.
+
+    Args:
+        text: ``"training"``, ``"layers"``, ``"nan,lr_*"``.
+
+    Raises:
+        UsageError: No fault has such a name.
+
+    >>> sorted(selected("nan,lr_*"))
+    ['lr_by_10', 'lr_times_10', 'lr_zero', 'nan']
+    """
+    found: set[str] = set()
+    for part in filter(None, map(str.strip, text.split(","))):
+        names = GROUPS.get(part) or [name for name in FAULTS if fnmatchcase(name, part)]
+        if not names:
+            near = difflib.get_close_matches(part, [*GROUPS, *FAULTS], 1)
+            said = f"; did you mean {near[0]}?" if near else ": 'layers', 'training', or names of faults, with commas"
+            raise UsageError(f"no planted fault is named {part!r}{said}")
+        found.update(names)
+    if not found:
+        raise UsageError("no planted fault is named: 'layers', 'training', or names of faults, with commas")
+    return frozenset(found)

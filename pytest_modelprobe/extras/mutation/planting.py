@@ -31,10 +31,9 @@ from pytest_modelprobe.models import derive, flatten, has_dense_storage, preserv
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.text import listed
 
-from .operators import OPERATORS, LayerCall, Operator
+from .operators import FAULTS, OPERATORS, LayerCall, Operator
 from .program import Program, bytes_of
 from .results import Mutant, Place, Planned, Planted, Seen, Verdict
-from .training import FAULTS
 
 
 class Observer:

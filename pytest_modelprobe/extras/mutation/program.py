@@ -11,21 +11,20 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional, init
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
 
 from pytest_modelprobe.models import as_array, has_dense_storage
 
+from .operators import TRAINING, ProgramCall, TrainingFault
 from .results import PROGRAM, Place, Planted, Seen
-from .training import TRAINING, ProgramCall, TrainingFault
 
 _INIT = (
     "uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_",
@@ -35,7 +34,6 @@ _LOSSES = (
     "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
     "binary_cross_entropy_with_logits", "kl_div",
 )  # fmt: skip
-_CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 
 Wrapper = Callable[..., Any]
 
@@ -57,15 +55,21 @@ class Program:
     def installed(self) -> Iterator[None]:
         """See the calls within the block."""
         with contextlib.ExitStack() as stack:
-            for cls, name, at in self._methods():
-                stack.enter_context(_exchanged_method(cls, name, self._wrapper(at, getattr(cls, name))))
+            for cls, name, at in (
+                (Optimizer, "__init__", "optimizer"),
+                (Optimizer, "zero_grad", "zero_grad"),
+                (nn.Module, "zero_grad", "zero_grad"),
+                (nn.Module, "train", "mode"),
+            ):
+                function = getattr(cls, name)
+                stack.callback(setattr, cls, name, function)
+                setattr(cls, name, self._wrapper(at, function))
             functions = {
-                "clip": [getattr(nn.utils, name) for name in _CLIPPING],
                 "init": [getattr(init, name) for name in _INIT],
                 "loss": [getattr(functional, name) for name in _LOSSES],
             }
             wrappers = {
-                id(function): (function, _as_torch_has_it(function, self._wrapper(at, function)))
+                id(function): (function, self._wrapper(at, function))
                 for at, those in functions.items()
                 for function in those
             }
@@ -74,18 +78,6 @@ class Program:
             stack.callback(register_optimizer_step_pre_hook(before).remove)
             stack.callback(register_optimizer_step_post_hook(after).remove)
             yield
-
-    @staticmethod
-    def _methods() -> Iterator[tuple[type, str, str]]:
-        yield Optimizer, "__init__", "optimizer"
-        yield Optimizer, "zero_grad", "zero_grad"
-        yield nn.Module, "zero_grad", "zero_grad"
-        yield nn.Module, "train", "mode"
-        yield DataLoader, "__iter__", "loader"
-        yield Tensor, "detach", "detach"
-        for cls in (lr_scheduler.LRScheduler, *_subclasses(lr_scheduler.LRScheduler)):
-            if "step" in vars(cls):
-                yield cls, "step", "scheduler"
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -184,7 +176,7 @@ class Program:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_globals.get("__name__") == __name__:
             frame = frame.f_back
-        if at in _DIRECT and _is_of_torch(frame):
+        if at == "zero_grad" and _is_of_torch(frame):  # which torch itself calls too
             return None
         while frame is not None and (_is_of_torch(frame) or (at == "optimizer" and _makes(frame, of))):
             frame = frame.f_back
@@ -195,18 +187,11 @@ class Program:
             "optimizer": owner,
             "step": f"{owner}.step",
             "zero_grad": f"{owner}.zero_grad",
-            "scheduler": f"{owner}.step",
-            "loader": owner,
             "mode": f"{owner}.train",
             "init": f"init.{function.__name__}",
-            "detach": "Tensor.detach",
         }.get(at, function.__name__)
         where = frame.f_code.co_qualname.rpartition("<locals>.")[2]
         return Place(f"{frame.f_globals.get('__name__')}:{where}", called, PROGRAM)
-
-
-_DIRECT = ("zero_grad", "scheduler", "detach")
-"""Calls that torch itself makes too, for its own ends."""
 
 
 def _is_of_torch(frame: FrameType | None) -> bool:
@@ -245,52 +230,6 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 # --- exchanging -------------------------------------------------------------------------------------------------------
-
-
-def _subclasses(cls: type) -> Iterator[type]:
-    sub: type
-    for sub in cls.__subclasses__():
-        yield sub
-        yield from _subclasses(sub)
-
-
-@contextlib.contextmanager
-def _exchanged_method(cls: type, name: str, wrapper: Wrapper) -> Iterator[None]:
-    is_own, before = name in vars(cls), vars(cls).get(name)
-    setattr(cls, name, wrapper)
-    try:
-        yield
-    finally:
-        if vars(cls).get(name) is wrapper:
-            if is_own:
-                setattr(cls, name, before)
-            else:
-                delattr(cls, name)
-
-
-def _as_torch_has_it(function: Callable[..., Any], wrapper: Wrapper) -> Wrapper:
-    """Return a wrapper that `torch.jit.script` and `__torch_function__` take for the function itself.
-
-    Torch reads the source of the function that it wraps, and looks up the names there in the globals of the wrapper.
-    While the function runs it has its own name again, because it hands what that name stands for to overrides.
-    """
-    names, name = function.__globals__, function.__name__
-
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        before = names.get(name)
-        names[name] = function
-        try:
-            return wrapper(*args, **kwargs)
-        finally:
-            names[name] = before
-
-    def torch_has(*args: Any, **kwargs: Any) -> Any:
-        return run(args, kwargs)
-
-    made = FunctionType(torch_has.__code__, names, name, None, torch_has.__closure__)
-    return functools.wraps(function)(made)
 
 
 @contextlib.contextmanager

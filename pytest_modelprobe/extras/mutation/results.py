@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
-import re
 import sys
 import textwrap
 from collections import Counter, defaultdict
@@ -20,8 +18,7 @@ import torch
 from pytest_modelprobe.record import label_of
 from pytest_modelprobe.text import Cell, count, printable, table
 
-from .operators import Operator
-from .training import FAULTS, TrainingFault
+from .operators import FAULTS, Operator, TrainingFault
 
 # --- which faults are tried on which tests ----------------------------------------------------------------------------
 
@@ -264,8 +261,6 @@ def lines(
         yield f"--modelprobe-mutate-min={least:g} asks for {least:g} %"
     if survivors:
         yield from _survivors(results, survivors, most)
-    if any(mutant.place.is_call for mutant in results.verdicts):
-        yield from _of_training(results)
     if faults:
         yield from _by_file(results, most)
     yield from _left_out(results, goes_on)
@@ -288,9 +283,7 @@ def _survivors(results: Results, survivors: list[tuple[Place, str]], most: int |
     if len(ordered) > (most or len(ordered)):
         yield f"{count(len(ordered) - (most or 0), 'more layer')}: -v shows them"
     tried = Counter(operator for _, operator in results.faults())
-    left = Counter(operator for place, operator in survivors if not place.is_call)  # The others have their own table.
-    if not left:
-        return
+    left = Counter(operator for _, operator in survivors)
     yield ""
     yield "What notices them"
     yield from table(
@@ -301,33 +294,6 @@ def _survivors(results: Results, survivors: list[tuple[Place, str]], most: int |
         ],
         len(left),
     )
-
-
-def _of_training(results: Results) -> Iterator[str]:
-    """Yield the table of faults of training programs: what became of each kind, and what notices it."""
-    outcomes: dict[str, Counter[str]] = defaultdict(Counter)
-    by_fault: dict[tuple[Place, str], list[Verdict]] = defaultdict(list)
-    for mutant, verdict in results.verdicts.items():
-        if mutant.place.is_call:
-            by_fault[mutant.place, mutant.operator].append(verdict)
-    for (_, operator), verdicts in by_fault.items():
-        outcomes[operator][_outcome(verdicts)] += 1
-    columns = ("noticed", "survived", "no effect", "not reached")
-    yield ""
-    yield from table(
-        ["fault of training", *columns, "noticed by"],
-        [
-            [name, *(found[column] for column in columns), FAULTS[name].noticed_by]
-            for name, found in sorted(outcomes.items(), key=lambda pair: (-pair[1]["survived"], pair[0]))
-        ],
-        len(outcomes),
-    )
-
-
-def _outcome(verdicts: Iterable[Verdict]) -> str:
-    """Return what became of a fault, which the tests of several files may see."""
-    said = {"noticed" if verdict.is_noticed else verdict.outcome for verdict in verdicts}
-    return next((one for one in ("noticed", "survived", "no effect", "not reached") if one in said), "not tried")
 
 
 def _by_file(results: Results, most: int | None) -> Iterator[str]:
@@ -408,60 +374,31 @@ class Known:
                 file.write(f"\n{json.dumps([key, *verdict])}")
 
 
-class Keys:
-    """Digests of what decides on a mutant.
+def keys_of(plan: Iterable[Planned], tests: Iterable[BaselineTest], modules: Iterable[str]) -> dict[str, Planned]:
+    """Return the mutants, each by a digest of what decides on it.
 
-    That is the fault, the names of the tests, their files, each conftest.py above them, their snapshots, the files of
-    the classes of all modules of the model, this package and torch, and the modules of the project that were imported,
-    except for files of other tests that nobody imports.
+    That is the fault, the names of its tests, the code of this package and of the project, the snapshots of all tests,
+    and torch.
 
     Args:
-        tests: The tests by node id.
+        plan: The mutants.
+        tests: All tests.
         modules: The files of the project that were imported.
     """
-
-    def __init__(self, tests: Mapping[str, BaselineTest], modules: Iterable[str]) -> None:
-        self._tests, self._digest = tests, functools.cache(_digest_of_file)
-        package = [str(file) for file in sorted(_PACKAGE.rglob("*.py"))]
-        of_tests = {test.path for test in tests.values()}
-        shared = hashlib.sha256(f"{sys.version}|{torch.__version__}".encode())
-        for file in (*package, *_helpers(sorted(modules), of_tests)):
-            shared.update(self._digest(file))
-        self._shared = shared.digest()
-
-    def of(self, one: Planned) -> str:
-        """Return the digest of a mutant."""
-        digest = hashlib.sha256(self._shared)
-        digest.update(one.mutant.key.encode(errors="surrogatepass"))
-        for name in sorted(one.tests):
-            digest.update(f"|{name}".encode(errors="surrogatepass"))
-            for file in _files_of(self._tests[name]):
-                digest.update(self._digest(str(file)))
-        return digest.hexdigest()[:32]
-
-
-def _helpers(modules: list[str], of_tests: set[str]) -> list[str]:
-    """Return modules without the files of tests, except those whose name stands in another module."""
-    words = {module: set(re.findall(rb"\w+", _content(module))) for module in modules if module.endswith(".py")}
-    named = Counter(word for found in words.values() for word in found)
-    return [m for m in modules if m not in of_tests or named[name := Path(m).stem.encode()] > (name in words[m])]
-
-
-def _files_of(test: BaselineTest) -> list[Path]:
-    path = Path(test.path)
-    beside = [path.parent / name / path.stem for name in ("__modelprobe__", "__snapshots__")]
-    snapshots = [file for folder in beside for file in sorted(folder.rglob("*"))]
-    return [path, *(folder / "conftest.py" for folder in path.parents), *map(Path, test.sources), *snapshots]
+    shared = hashlib.sha256(f"{sys.version}|{torch.__version__}".encode())
+    folders = {Path(test.path).parent / name for test in tests for name in ("__modelprobe__", "__snapshots__")}
+    files = {*modules, *(source for test in tests for source in test.sources)}
+    files.update(str(file) for folder in (_PACKAGE, *folders) for file in folder.rglob("*") if file.is_file())
+    for file in sorted(file for file in files if "__pycache__" not in file):
+        shared.update(file.encode(errors="surrogatepass") + _content(file))
+    digest = shared.hexdigest()
+    return {_digest(f"{digest}|{one.mutant.key}|{sorted(one.tests)}").hex()[:32]: one for one in plan}
 
 
 def _content(file: str) -> bytes:
     with contextlib.suppress(OSError):
         return Path(file).read_bytes()
     return b""
-
-
-def _digest_of_file(file: str) -> bytes:
-    return hashlib.sha256(_content(file)).digest()
 
 
 def modules_of(root: Path) -> list[str]:

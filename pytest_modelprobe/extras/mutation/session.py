@@ -22,7 +22,7 @@ from pytest_modelprobe import child
 from pytest_modelprobe._pytest import is_of_subtest
 
 from .planting import MutantRunner, Observer, key_of, wide_fixtures, without_warning_of_hooks
-from .results import BaselineTest, Keys, Known, Place, Planned, Results, Seen, Verdict, lines, modules_of, planned
+from .results import BaselineTest, Known, Place, Planned, Results, Seen, Verdict, keys_of, lines, modules_of, planned
 
 # --- the process in which faults are planted --------------------------------------------------------------------------
 
@@ -433,8 +433,7 @@ class MutationSession:
         """Try mutants on the tests, which took so long without faults."""
         results, known, started = self._results, self._known.read(), time.monotonic()
         plan = planned(results.tests, self._config.option.modelprobe_mutate, self._operators)
-        keys = Keys({test.id: test for test in results.tests}, self._modules)
-        by_key = {keys.of(one): one for one in plan}
+        by_key = keys_of(plan, results.tests, self._modules)
         results.total = len(plan)
         results.verdicts = {one.mutant: known[key] for key, one in by_key.items() if key in known}
         results.known = len(results.verdicts)

@@ -125,13 +125,6 @@ def test_a_run_that_was_killed_loses_the_verdict_that_it_was_writing_alone(tmp_p
     assert Known(cache).read() == {"a": NOTICED, "c": TIMED_OUT}
 
 
-def test_without_a_cache_nothing_is_kept(tmp_path: Path) -> None:
-    known = Known(None)
-    known.add("a", NOTICED)
-    assert known.read() == {}
-    assert not known.is_kept
-
-
 class Cache:
     """Pytest's, as far as it is used."""
 

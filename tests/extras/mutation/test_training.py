@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,16 +11,14 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional, init
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer, lr_scheduler
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_modelprobe import ModelProbe, assert_params_updated, assert_training_loop
 from pytest_modelprobe.exceptions import UsageError
+from pytest_modelprobe.extras.mutation.operators import TRAINING, selected
 from pytest_modelprobe.extras.mutation.planting import Observer
 from pytest_modelprobe.extras.mutation.results import PROGRAM, Place, Planted, Seen
-from pytest_modelprobe.extras.mutation.training import TRAINING, selected
 
 
 class Net(nn.Module):
@@ -41,15 +38,11 @@ def train(model: Net, *, optimizer: Callable[..., Optimizer] = torch.optim.AdamW
     pixels, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(pixels[:64], dtype=torch.float32) / 16, torch.tensor(labels[:64]))
     made = optimizer(model.parameters(), lr=1e-2, weight_decay=0.1)
-    scheduler = lr_scheduler.StepLR(made, 2, 0.5)
     model.train()
     for x, y in DataLoader(data, 16):
         made.zero_grad()
-        loss = functional.cross_entropy(model(x), y)
-        (loss + model.fc.weight.norm().detach() * model.fc.bias.norm()).backward()
-        clip_grad_norm_(model.parameters(), 0.1)
+        functional.cross_entropy(model(x), y).backward()
         made.step()
-        scheduler.step()
     return made
 
 
@@ -57,12 +50,8 @@ PLACES = {
     "optimizer": "AdamW",
     "step": "AdamW.step",
     "zero_grad": "AdamW.zero_grad",
-    "clip": "clip_grad_norm_",
-    "scheduler": "StepLR.step",
     "loss": "cross_entropy",
-    "loader": "DataLoader",
     "mode": "Net.train",
-    "detach": "Tensor.detach",
 }
 
 
@@ -113,9 +102,8 @@ def test_what_a_fault_names_notices_it(name: str, clean: Any) -> None:
 def functions() -> tuple[object, ...]:
     """Return what is exchanged while a program is seen, by the names that it has here and in torch."""
     return (
-        Optimizer.__init__, Optimizer.zero_grad, nn.Module.zero_grad, nn.Module.train, DataLoader.__iter__,
-        vars(Tensor)["detach"], lr_scheduler.LRScheduler.step, lr_scheduler.ReduceLROnPlateau.step, clip_grad_norm_,
-        nn.utils.clip_grad_norm_, init.uniform_, functional.cross_entropy,
+        Optimizer.__init__, Optimizer.zero_grad, nn.Module.zero_grad, nn.Module.train, init.uniform_,
+        functional.cross_entropy,
     )  # fmt: skip
 
 
@@ -152,7 +140,7 @@ def test_observing_a_training_changes_no_bit() -> None:
     assert all(map(torch.equal, before, during))
 
 
-@pytest.mark.parametrize(("made", "becomes"), [("Adam", "SGD"), ("AdamW", "SGD"), ("SGD", "Adam")])
+@pytest.mark.parametrize(("made", "becomes"), [("AdamW", "SGD"), ("SGD", "Adam")])
 def test_another_optimizer_has_the_same_parameters_and_learning_rate(made: str, becomes: str) -> None:
     model, observer = Net(), Observer()
     name = "test_another_optimizer_has_the_same_parameters_and_learning_rate"
@@ -188,35 +176,11 @@ def test_a_call_of_the_package_is_none_of_the_program() -> None:
     assert not [place for place in seen.of_training if "pytest_modelprobe" in place.model]
 
 
-class Counts(TorchFunctionMode):
-    """Counts the calls of a loss, known by the function that it was before anything was exchanged."""
-
-    LOSS = functional.cross_entropy
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += func is Counts.LOSS
-        return func(*args, **(kwargs or {}))
-
-
-def test_overrides_get_the_loss_function_itself() -> None:
-    observer, mode = Observer(), Counts()
-    with observer.installed(), observer.observing(Seen()), mode:
-        functional.cross_entropy(torch.eye(3), torch.arange(3))
-    assert mode.calls == 1
-
-
-def test_a_loss_compiles_and_scripts_as_before() -> None:
+def test_a_loss_compiles_as_before() -> None:
     observer, logits, labels = Observer(), torch.eye(3), torch.arange(3)
     with observer.installed(), observer.observing(Seen()):
         compiled = torch.compile(lambda: functional.cross_entropy(logits, labels), backend="eager", fullgraph=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # scripting is deprecated
-            scripted = torch.jit.script(nn.CrossEntropyLoss())
-        values = [compiled(), scripted(logits, labels), functional.cross_entropy(logits, labels)]
-    assert len({value.item() for value in values}) == 1
+        assert compiled().item() == functional.cross_entropy(logits, labels).item()
 
 
 def test_faults_are_chosen_by_name_glob_or_group() -> None:
@@ -253,8 +217,7 @@ def test_what_survives_is_named_by_the_call_and_the_function_that_makes_it(pytes
             "SGD in train, 1 test: leave_out_parameters, lr_by_10, lr_times_10, lr_zero, other_optimizer",
             "SGD.step in train, 1 test: step_before_backward, zero_grad_before_step",
             "cross_entropy in train, 1 test: other_reduction, shuffle_labels",
-            "fault of training * noticed   survived   no effect   not reached   noticed by",
-            "drop_zero_grad * 0 * 1 * 0 * 0   assert_training_loop",
+            "drop_zero_grad * 1 * 1   assert_training_loop",
         ]
     )
 
@@ -283,12 +246,4 @@ def test_gradient():
 def test_a_test_without_a_step_of_an_optimizer_has_no_training(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_it=MODEL + "def test_shape():\n    assert train(0).weight.shape == (3, 4)\n")
     result = pytester.runpytest_inprocess("--modelprobe-mutate", "--modelprobe-mutate-faults=training")
-    assert "fault of training" not in result.stdout.str()
     result.stdout.fnmatch_lines(["no fault was tried that has an effect*"])
-
-
-@pytest.mark.usefixtures("_plugin_alone", "_forked")
-def test_a_name_that_is_no_fault_is_refused(pytester: pytest.Pytester) -> None:
-    result = pytester.runpytest_inprocess("--modelprobe-mutate", "--modelprobe-mutate-faults=nann")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*--modelprobe-mutate-faults: no planted fault is named 'nann'; did you mean nan?"])
