@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from pytest_modelprobe.checks.check import check_unmodified, noted
 from pytest_modelprobe.checks.outcome import NotApplicableError, Violation, line_of
 from pytest_modelprobe.checks.registration import copy_on_cpu, made_model, meant, new_memory, temporary_names
-from pytest_modelprobe.checks.rounding import as_double, differing_bits, is_rounded, plain
+from pytest_modelprobe.checks.rounding import differing_bits, is_rounded, plain
 from pytest_modelprobe.checks.session import PreparedModel, all_named
-from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.models import has_dense_storage, seeding, unexpanded
 from pytest_modelprobe.probe import ModelProbe
 from pytest_modelprobe.record import ROOT, qualified
@@ -28,12 +27,6 @@ from pytest_modelprobe.text import count, listed, out_of
 
 _FLOAT, _INTEGER = 0.8372, 83
 """What memory holds in the second run, where in the first it holds NaN or the largest integer."""
-
-_ERRORS = 6.0
-"""Standard errors by which means and deviations differ, if the distributions do."""
-
-_FEWEST = 16
-"""Random elements from which on their mean and deviation say something."""
 
 _BY_CHANCE = 0.05
 """The largest share of random elements that are the same by chance for another seed: narrow dtypes have few numbers."""
@@ -62,14 +55,14 @@ def deferred_initialization(
     - is still on the meta device, as is a tensor that is not registered;
     - is no longer tied to another one;
     - has another value, if that is not random: it is compared bit for bit;
-    - is random with another mean or standard deviation, beyond chance.
+    - is random in one of the two and not in the other.
 
-    Both are made with two seeds, which tells what is random. An own ``init_weights()`` is also called for the model
-    that is made directly, since it is meant to follow the constructor. If ``initialize`` is meant to have another
-    result than the constructor, call it in the factory too.
+    Both are made with two seeds, which tells what is random; its distribution is not compared. An own
+    ``init_weights()`` is also called for the model that is made directly, since it is meant to follow the constructor.
+    If ``initialize`` is meant to have another result than the constructor, call it in the factory too.
 
-    Not compared are random elements that depend on each other, fewer than 16 of them, and what the constructor does not
-    initialize either: see `initialized`. Other attributes than tensors are not looked at.
+    Not compared is what the constructor does not initialize either: see `initialized`. Other attributes than tensors
+    are not looked at.
 
     Args:
         prepared: The model. It needs no inputs.
@@ -82,8 +75,8 @@ def deferred_initialization(
 
     >>> from pytest_modelprobe import ModelProbe, checks
     >>> probe = ModelProbe()
-    >>> print(checks.deferred_initialization(probe, probe.build(lambda: nn.Linear(8, 16))))
-    deferred_initialization holds for Linear: 2 parameters and buffers after reset_parameters()
+    >>> print(checks.deferred_initialization(probe, probe.build(lambda: nn.LayerNorm(8))))
+    deferred_initialization holds for LayerNorm: 2 parameters and buffers after reset_parameters()
     >>> class Scaled(nn.Linear):
     ...     def __init__(self):
     ...         super().__init__(3, 2)
@@ -358,51 +351,10 @@ def _differing(name: str, direct: tuple[Tensor, Tensor], later: tuple[Tensor, Te
         place = f"the first at {list(where)} " if where else ""
         said = f"has other values: {_of(n, x.numel())} {'differs' if n == 1 else 'differ'}, {place}is {values}"
         return _Found(name, 3, said, f"differ: {place}is {values}", n)
-    if kinds := _other_kinds(random, drawn):
-        return _Found(name, 4, f"is {kinds[0]}, made directly {kinds[1]}", f"are {kinds[0]}, made directly {kinds[1]}")
-    both = random & drawn
-    if not bool(both.any()) or not x.is_floating_point():
-        return None
-    return _distribution(name, *([as_double(t[both]) for t in pair] for pair in (direct, later)))
-
-
-def _other_kinds(random: Tensor, drawn: Tensor) -> tuple[str, str] | None:
-    """Return what a tensor is later and directly, if another share of it is random, beyond chance."""
-    shares = [mask.float().mean().item() for mask in (drawn, random)]
-    if abs(shares[0] - shares[1]) <= _BY_CHANCE:
-        return None
-    if not all(0 < share < 1 for share in shares):
-        said = ["random" if share == 1 else "constant" if not share else "random in part" for share in shares]
-        return said[0], said[1]
-    return f"random in {percent(shares[0])} of its elements", f"in {percent(shares[1])}"
-
-
-def _distribution(name: str, direct: list[Tensor], later: list[Tensor]) -> _Found | str | None:
-    """Return whether random elements have another mean or deviation."""
-    if len(direct[0]) < _FEWEST:
-        return f"only seen to be random, as they have fewer than {_FEWEST} random elements"
-    if any(_apart(*pair) for pair in (direct, later)):
-        return "only seen to be random, as their elements depend on each other"
-    x, y = torch.cat(direct), torch.cat(later)
-    if not _apart(x, y):
-        return None
-    now, was = (f"mean {_value(t.mean(), 3)} and deviation {_value(t.std(), 3)}" for t in (y, x))
-    return _Found(name, 4, f"has another distribution: {now}, made directly {was}", f"have {now}, not {was}")
-
-
-def _apart(x: Tensor, y: Tensor) -> bool:
-    """Whether the means or the deviations of two samples differ beyond chance."""
-    errors, means, deviations = [], [], []
-    for t in (x, y):
-        mean, deviation = t.mean(), t.std()
-        # The variance of a deviation depends on the tails.
-        tails = ((t - mean).pow(4).mean() / deviation.pow(4)).item() if deviation > 0 else 1.0
-        scale = deviation.item() / math.sqrt(len(t))
-        errors.append((scale, scale * math.sqrt(max(tails - 1, 0.0)) / 2))
-        means.append(mean.item())
-        deviations.append(deviation.item())
-    of_mean, of_deviation = (math.hypot(errors[0][i], errors[1][i]) for i in (0, 1))
-    return abs(means[0] - means[1]) > _ERRORS * of_mean or abs(deviations[0] - deviations[1]) > _ERRORS * of_deviation
+    if bool(random.any()) != bool(drawn.any()):
+        now, was = ("random" if mask.any() else "constant" for mask in (drawn, random))
+        return _Found(name, 4, f"is {now}, made directly {was}", f"are {now}, made directly {was}")
+    return "only seen to be random" if random.any() else None
 
 
 def _is_nan(x: Tensor) -> Tensor:
@@ -420,9 +372,9 @@ def _of(n: int, numel: int) -> str:
     return f"{n:,} of {numel:,} elements"
 
 
-def _value(x: Tensor, digits: int = 6) -> str:
+def _value(x: Tensor) -> str:
     value = x.item()
-    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _broken(one: _Made, found: list[_Found], looked_at: int, how: str) -> Violation:
