@@ -78,8 +78,8 @@ def workers_differ(loader: DataLoader[Any], *, index: int = 0) -> Outcome:
     raise AssertionError(
         f"workers {first} of the loader of {name} draw alike: {_DRAWS} draws of sample {index} are the same; "
         f"{sum(map(len, alike))} of {count(len(drawn), 'worker')}\n\n"
-        "Look for a constant seed in worker_init_fn= and in the dataset; torch.initial_seed() differs in each worker. A "
-        "generator that the dataset keeps is copied to each: seed it in worker_init_fn= too."
+        "Look for a constant seed in worker_init_fn= and in the dataset; torch.initial_seed() differs in each worker. "
+        "A generator that the dataset keeps is copied to each: seed it in worker_init_fn= too."
     )
 
 

@@ -63,8 +63,8 @@ def test_a_constant_seed_of_each_worker_is_named(source: str) -> None:
         checks.workers_differ(loader)
     assert str(error.value) == (
         "workers 0 and 1 of the loader of Augmented draw alike: 16 draws of sample 0 are the same; 2 of 2 workers\n\n"
-        "Look for a constant seed in worker_init_fn= and in the dataset; torch.initial_seed() differs in each worker. A "
-        "generator that the dataset keeps is copied to each: seed it in worker_init_fn= too."
+        "Look for a constant seed in worker_init_fn= and in the dataset; torch.initial_seed() differs in each worker. "
+        "A generator that the dataset keeps is copied to each: seed it in worker_init_fn= too."
     )
 
 
@@ -75,7 +75,7 @@ def test_workers_as_torch_seeds_them_differ(source: str) -> None:
 
 
 def test_a_generator_that_the_dataset_keeps_is_named() -> None:
-    with pytest.raises(AssertionError, match="^workers 0 and 1 of the loader of OwnGenerator draw alike"):
+    with pytest.raises(AssertionError, match=r"^workers 0 and 1 of the loader of OwnGenerator draw alike"):
         checks.workers_differ(DataLoader(OwnGenerator(), **TWO))
     loader = DataLoader(OwnGenerator(), **TWO, worker_init_fn=seeds_own_generator)
     assert checks.workers_differ(loader).verdict == "holds"
