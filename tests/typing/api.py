@@ -113,11 +113,13 @@ def test_checks(modelprobe: ModelProbe) -> None:
     assert_type(outcome, checks.Outcome)
     assert_type(checks.incremental.outcome(modelprobe, Net(), ids, chunks=[3, 1, 2]), checks.Outcome)
     assert_type(checks.modes_agree(modelprobe, Net(), ids), checks.Outcome)
-    assert_type(checks.resume(modelprobe, Net, lambda model, steps: None, steps=4, at=2), checks.Outcome)
+    assert_type(
+        checks.resume(modelprobe, Net, lambda model, steps: None, Net.state_dict, Net.load_state_dict, at=2),
+        checks.Outcome,
+    )
     assert_type(checks.packed_documents(modelprobe, Net(), ids, pack=lambda documents: documents[0]), checks.Outcome)
     assert_type(checks.deferred_initialization(modelprobe, Net(), factory=Net), checks.Outcome)
     assert_type(checks.wholly_loaded(modelprobe, Net, lambda model: None, new="head.*"), checks.Outcome)
-    assert_type(checks.resume.outcome(modelprobe, Net, lambda model, steps: None), checks.Outcome)
     assert_type(checks.inputs_used(modelprobe, Net(), modelprobe.randn(4, 8)), checks.Outcome)
 
 
