@@ -38,10 +38,9 @@ _OF_MASKS = (
     "begin anew. A cache, a mask of padding beside it or another implementation of attention may drop it. Convolutions "
     "and recurrences need it too."
 )
-_OF_POSITIONS = "Let positions begin at 0 in each document, in position_ids or where the model makes its own."
 _OF_ANYTHING = (
-    "No document changes with another one: look at the positions that the model makes, and at what depends on the "
-    "length of the row, as a scale or a norm."
+    "No document changes with another one: look at the positions, which begin at 0 in each document, and at what "
+    "depends on the length of the row, as a scale or a norm."
 )
 
 
@@ -57,8 +56,7 @@ def packed_documents(
     """Check that documents which are packed into one row have the output that each has alone.
 
     The first row of the first input is cut into documents. They are packed into one row, and each alone. If an output
-    differs, each document is replaced by another: a document that changes with it sees it. If none does, and the model
-    takes ``position_ids``, the document alone is given the positions that it has in the row.
+    differs, each document is replaced by another: a document that changes with it sees it.
 
     Of each layer, what belongs to a document is found by the axes that are as long as the row, and shorter for a
     document alone. A loss over all documents is not compared. Rotary positions that do not begin anew change no output
@@ -120,10 +118,6 @@ def packed_documents(
             )
     first = found[wrong][0]
     differs = f"document {wrong + 1} of {len(sizes)}, at {packed.positions(wrong)}, {changed(first.far)}"
-    shifted = _shifted(prepared, _inputs(pack, [documents[wrong]]), packed.pieces.starts[wrong], sizes[wrong])
-    if shifted is not None and not _reaches_output(packed.other_than(shifted, wrong)):
-        said = f"goes on counting positions: {differs} in {first.given.path}; alone at these positions it is the same"
-        return _violation(found[wrong], said, _OF_POSITIONS)
     said = f"differs between a document in a row and the document alone: {differs} in {first.given.path}"
     return _violation(found[wrong], said, _OF_ANYTHING)
 
@@ -173,8 +167,6 @@ def _inputs(pack: Callable[[Sequence[Tensor]], Any], documents: Sequence[Tensor]
         inputs = pack([copy_of(one) for one in documents])
     except Exception as error:
         raise UsageError(f"pack= raised {line_of(error)}, called with {count(len(documents), 'document')}") from error
-    if inputs is None:
-        raise UsageError("pack= returns the inputs of the model: a tensor, a tuple or a mapping; got None")
     args, kwargs = arguments_of(inputs)
     return args, dict(kwargs)
 
@@ -187,19 +179,6 @@ def _run(prepared: PreparedModel, inputs: _Inputs) -> Trace:
         return prepared.reference(mode="eval")
     finally:
         prepared.args, prepared.kwargs = before
-
-
-def _shifted(prepared: PreparedModel, inputs: _Inputs, start: int, length: int) -> Trace | None:
-    """Return a run of a document alone at the positions that it has in the row; None if these cannot be given."""
-    args, kwargs = inputs
-    own = torch.arange(length)[None] if "position_ids" in prepared.parameters else None
-    positions = kwargs.get("position_ids", own)
-    if not isinstance(positions, Tensor):
-        return None
-    try:
-        return _run(prepared, (args, {**kwargs, "position_ids": positions + start}))
-    except NotApplicableError:  # a table of positions may be shorter
-        return None
 
 
 # --- comparison -------------------------------------------------------------------------------------------------------

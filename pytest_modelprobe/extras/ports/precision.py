@@ -389,7 +389,7 @@ class _Pair:
 
     def _see(self, name: str, given: _Given, output: Any) -> None:
         """Keep what is needed of a call in the run of the model."""
-        self._calls[name].append(_Call(_forms(given), given.autocast, outputs_of(output)))
+        self._calls[name].append(_Call(_dtypes(given), given.autocast, outputs_of(output)))
 
     def _compare(self, name: str, given: _Given, output: Any) -> None:
         """Add up the errors of a call in the run of the reference."""
@@ -434,7 +434,7 @@ class _Pair:
                 before = seeding.generator_states(torch.device("cpu"))
                 for device, dtype, enabled in set(call.autocast) - {*autocast_states()}:
                     stack.enter_context(torch.autocast(device, dtype, enabled))
-                args, kwargs = _formed(given, call.forms)
+                args, kwargs = _cast(given, call.dtypes)
                 found = outputs_of(self._mine[name](*args, **kwargs))
                 if seeding.generator_states(torch.device("cpu")) != before:
                     self._notes[name] = "it draws random numbers in eval mode"
@@ -548,47 +548,27 @@ def _hooked(found: Layers, hooks: Iterable[_Hook]) -> Iterator[None]:
 # --- values ---------------------------------------------------------------------------------------------------------
 
 
-class _Form(NamedTuple):
-    """How a tensor holds its numbers."""
-
-    dtype: torch.dtype
-    scale: float = 0.0
-    zero_point: int = 0
-
-
 class _Call(NamedTuple):
     """What is kept of a call of a layer of the model."""
 
-    forms: dict[str, _Form]
+    dtypes: dict[str, torch.dtype]
     """Of its inputs, by path."""
     autocast: tuple[Autocast, ...]
     outputs: Outputs
 
 
-def _forms(given: _Given) -> dict[str, _Form]:
-    found = {}
-    for path, tensor in flatten_call(given.args, given.kwargs).tensors:
-        if not tensor.is_quantized:
-            found[path] = _Form(tensor.dtype)
-        elif tensor.qscheme() == torch.per_tensor_affine:
-            found[path] = _Form(tensor.dtype, tensor.q_scale(), tensor.q_zero_point())
-    return found
+def _dtypes(given: _Given) -> dict[str, torch.dtype]:
+    return {path: tensor.dtype for path, tensor in flatten_call(given.args, given.kwargs).tensors}
 
 
-def _formed(given: _Given, forms: Mapping[str, _Form]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments with floating-point tensors in the form that they have in the run of the model."""
+def _cast(given: _Given, dtypes: Mapping[str, torch.dtype]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments with floating-point tensors in the dtype that they have in the run of the model."""
     tensors = flatten_call(given.args, given.kwargs).tensors
-    new = {id(t): _as(forms[path], t) for path, t in tensors if path in forms and t.is_floating_point()}
+    new = {id(t): t.to(dtypes[path]) for path, t in tensors if path in dtypes and t.is_floating_point()}
     changed: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(
         lambda tensor: new.get(id(tensor), tensor), (given.args, given.kwargs)
     )
     return changed
-
-
-def _as(form: _Form, tensor: Tensor) -> Tensor:
-    if form.scale:
-        return torch.quantize_per_tensor(tensor.float(), form.scale, form.zero_point, form.dtype)
-    return tensor.to(form.dtype)
 
 
 def _reason(error: Exception) -> str:

@@ -32,9 +32,9 @@ class Attention(nn.Module):
 class Net(nn.Module):
     """Two layers over flattened documents. ``mask`` says which of them get the boundaries."""
 
-    def __init__(self, mask: Sequence[bool] = (True, True), *, restart: bool = True, scale: bool = False) -> None:
+    def __init__(self, mask: Sequence[bool] = (True, True), *, restart: bool = True) -> None:
         super().__init__()
-        self.mask, self.restart, self.scale = mask, restart, scale
+        self.mask, self.restart = mask, restart
         self.embed = nn.Embedding(32, 8)
         self.positions = nn.Embedding(32, 8)
         self.layers = nn.ModuleList(Attention() for _ in mask)
@@ -48,7 +48,7 @@ class Net(nn.Module):
         for layer, mask in zip(self.layers, self.mask, strict=True):
             x = x + layer(x, ends if mask else torch.tensor([0, len(ids)]))
         out: Tensor = self.last(x)
-        return out / len(ids) if self.scale else out
+        return out
 
 
 def flat(documents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -111,21 +111,6 @@ def test_a_recurrence_goes_on_in_the_next_document(probe: ModelProbe) -> None:
     assert found.text.startswith("(root) sees another document: document 2 of 3 changed by")
 
 
-def test_a_convolution_sees_over_the_boundary(probe: ModelProbe) -> None:
-    class Convolved(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(4, 4)
-            self.conv = nn.Conv1d(4, 4, 3, padding=1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.conv(self.first(x).transpose(1, 2)).transpose(1, 2)
-            return y
-
-    found = checks.packed_documents.outcome(probe, Convolved(), probe.randn(2, 12, 4), pack=in_a_row)
-    assert (found.verdict, found.layer) == ("broken", "conv")
-
-
 # --- positions --------------------------------------------------------------------------------------------------------
 
 
@@ -136,27 +121,20 @@ def test_positions_that_go_on_are_named(probe: ModelProbe, ids: Tensor) -> None:
         "positions differs between a document in a row and the document alone: document 2 of 3, at positions 3 to 7, "
         "changed by "
     )
-    assert "No document changes with another one: look at the positions that the model makes" in found.text
-
-
-def test_a_scale_by_the_length_of_the_row_is_named(probe: ModelProbe, ids: Tensor) -> None:
-    found = outcome(probe, probe.build(lambda: Net(scale=True)), ids)
-    assert found.layer == "(root)"
-    assert "document 1 of 3, at positions 0 to 2, changed by 75 % in output" in found.text
+    assert "No document changes with another one: look at the positions, which begin at 0" in found.text
 
 
 # --- transformers -----------------------------------------------------------------------------------------------------
 
 
-def tiny(probe: ModelProbe, name: str, attention: str = "sdpa") -> Any:
+def tiny(probe: ModelProbe, name: str) -> Any:
     transformers = pytest.importorskip("transformers")
     options = {
         "Llama": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
         "GPT2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "bos_token_id": 1, "eos_token_id": 2},
-        "Bert": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
     }
-    config = getattr(transformers, f"{name}Config")(vocab_size=30, attn_implementation=attention, **options[name])
-    made = {"Llama": "LlamaForCausalLM", "GPT2": "GPT2LMHeadModel", "Bert": "BertModel"}
+    config = getattr(transformers, f"{name}Config")(vocab_size=30, **options[name])
+    made = {"Llama": "LlamaForCausalLM", "GPT2": "GPT2LMHeadModel"}
     return probe.build(lambda: getattr(transformers, made[name])(config))
 
 
@@ -186,44 +164,16 @@ def test_a_causal_model_takes_positions_that_begin_anew(name: str, probe: ModelP
     assert found.text.startswith("documents of 3, 5 and 4 positions as alone, in ")
 
 
-def test_an_encoder_that_does_not_look_at_them_is_named(probe: ModelProbe) -> None:
-    found = checks.packed_documents.outcome(probe, tiny(probe, "Bert"), probe.randint(3, 30, (2, 12)))
-    assert found.layer == "encoder.layer.0.attention.self"
-
-
 def test_a_cache_makes_a_model_forget_them(probe: ModelProbe) -> None:
     ids = probe.randint(3, 30, (2, 12))
     found = checks.packed_documents.outcome(probe, tiny(probe, "GPT2"), ids, use_cache=True)
     assert (found.verdict, found.layer) == ("broken", "transformer.h.0.attn")
 
 
-def test_learned_positions_that_go_on_are_told_from_a_leak(probe: ModelProbe) -> None:
-    model, ids = tiny(probe, "GPT2"), probe.randint(3, 30, (2, 12))
-    assert checks.packed_documents(probe, model, ids, pack=masked(begun_anew)).verdict == "holds"
-    found = checks.packed_documents.outcome(probe, model, ids, pack=masked(counted_on))
-    assert found.layer == "transformer.wpe"
-    assert found.text.startswith(
-        "transformer.wpe goes on counting positions: document 2 of 3, at positions 3 to 7, changed by "
-    )
-    assert "% in output; alone at these positions it is the same" in found.text
-    assert "Let positions begin at 0 in each document" in found.text
-
-
 def test_rotary_positions_that_go_on_change_no_output(probe: ModelProbe) -> None:
     model, ids = tiny(probe, "Llama"), probe.randint(3, 30, (2, 12))
     found = checks.packed_documents(probe, model, ids, pack=masked(counted_on))
     assert found.text.endswith("; layers inside differ, but the output agrees: first model.rotary_emb output[0]")
-
-
-def test_a_mask_that_is_added_as_numbers_is_named(probe: ModelProbe) -> None:
-    def as_integers(documents: Sequence[Tensor]) -> dict[str, Any]:
-        given = masked(begun_anew)(documents)
-        return {**given, "attention_mask": given["attention_mask"].float()}
-
-    found = checks.packed_documents.outcome(
-        probe, tiny(probe, "GPT2", "eager"), probe.randint(3, 30, (2, 12)), pack=as_integers
-    )
-    assert (found.verdict, found.layer) == ("broken", "transformer.h.0.attn")
 
 
 # --- what cannot be checked -------------------------------------------------------------------------------------------
@@ -234,29 +184,18 @@ def test_a_mask_that_is_added_as_numbers_is_named(probe: ModelProbe) -> None:
     [
         (nn.Linear(4, 2), (1, 12, 4), None, "its forward has no argument position_ids: give pack=, a function that"),
         (nn.Linear(4, 2), (1, 3, 4), in_a_row, "there are 3 positions: give it 4 or more"),
-        (nn.Linear(4, 2), (4,), in_a_row, "no input has more than one position along axis 1"),
         (
             nn.AdaptiveAvgPool2d((2, 4)),
             (1, 12, 4),
             in_a_row,
             "no output of the packed row has an axis of its",
         ),
-        (nn.Linear(5, 2), (1, 12, 4), in_a_row, "the model does not run on these inputs: (root) raised RuntimeError"),
     ],
 )
 def test_what_it_means_nothing_for(model: nn.Module, shape: Any, pack: Any, said: str, probe: ModelProbe) -> None:
     found = checks.packed_documents.outcome(probe, model, probe.randn(*shape), pack=pack)
     assert found.verdict == "not applicable"
     assert found.text.startswith(said)
-
-
-def test_a_model_that_is_random_in_evaluation_is_not_applicable(probe: ModelProbe) -> None:
-    class Random(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.randn_like(x)
-
-    found = checks.packed_documents.outcome(probe, Random(), probe.randn(1, 12, 4), pack=in_a_row)
-    assert found.text == "random in evaluation: another seed changes what (root) returns"
 
 
 def raising(documents: Sequence[Tensor]) -> Tensor:
@@ -267,27 +206,9 @@ def raising(documents: Sequence[Tensor]) -> Tensor:
     ("options", "said"),
     [
         ({"lengths": (3, 4)}, r"lengths= add up to the 12 positions; got \(3, 4\)"),
-        ({"lengths": (12,)}, r"lengths= are those of two documents or more; got \(12,\)"),
-        ({"lengths": (0, 12)}, r"lengths= add up to the 12 positions; got \(0, 12\)"),
         ({"pack": raising}, "pack= raised ValueError: too short, called with 1 document"),
-        ({"pack": lambda documents: None}, "pack= returns the inputs of the model: a tensor, a tuple or a mapping"),
-        ({"pack": 3}, "got 3: what the model itself calls pack"),
     ],
 )
 def test_options_are_checked(options: Any, said: str, probe: ModelProbe) -> None:
     with pytest.raises(UsageError, match=said):
         checks.packed_documents(probe, nn.Linear(4, 2), probe.randn(1, 12, 4), **{"pack": in_a_row, **options})
-
-
-def test_the_inputs_of_the_user_stay_as_they_were(probe: ModelProbe, ids: Tensor) -> None:
-    before = ids.clone()
-
-    def overwriting(documents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        packed = flat(documents)
-        for one in documents:
-            one.zero_()
-        return packed
-
-    model = probe.build(Net)
-    assert checks.packed_documents(probe, model, ids, pack=overwriting, axis=0).verdict == "holds"
-    assert torch.equal(ids, before)
