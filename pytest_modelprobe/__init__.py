@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UsageError,
     )
-    from .extras.pictures.attribution import assert_attends_to as assert_attends_to
+    from .extras.pictures.drawing import assert_attends_to as assert_attends_to
     from .extras.ports.precision import precision as precision
     from .extras.training_state.invariants import Invariants as Invariants
     from .extras.training_state.invariants import assert_invariants as assert_invariants

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from pytest_modelprobe.extras.ports.packing import packed_documents as packed_documents
     from pytest_modelprobe.extras.training_state.checkpoint import wholly_loaded as wholly_loaded
     from pytest_modelprobe.extras.training_state.deferred import deferred_initialization as deferred_initialization
-    from pytest_modelprobe.extras.training_state.resume import resume as resume
-    from pytest_modelprobe.extras.training_state.workers import workers_differ as workers_differ
+    from pytest_modelprobe.extras.training_state.training import resume as resume
+    from pytest_modelprobe.extras.training_state.training import workers_differ as workers_differ
 
 __all__ = [
     "Case",

@@ -8,13 +8,13 @@ from __future__ import annotations
 from pytest_modelprobe.extension import Extra
 
 EXTRAS = {
-    "doctor": Extra(commands={"doctor": "command"}),
+    "doctor": Extra(commands={"doctor": ""}),
     "exporters": Extra(
         exporters=dict.fromkeys(["GROUP", "Exporter", "exporter", "readings", "scalars"], "export"),
     ),
     "mutation": Extra(plugin="plugin"),
     "pictures": Extra(
-        names={"assert_attends_to": "attribution"},
+        names={"assert_attends_to": "drawing"},
         probe=dict.fromkeys(["feature_maps", "grad_cam", "plot_distributions", "plot_gradients"], "drawing"),
     ),
     "ports": Extra(
@@ -38,7 +38,7 @@ EXTRAS = {
         trainers={
             "LightningProbe": "lightning",
             "MMEngineProbe": "mmengine",
-            "StepLog": "step_log",
+            "StepLog": "",
             "TrainerProbe": "transformers",
         },
     ),
@@ -46,9 +46,9 @@ EXTRAS = {
         names={"Invariants": "invariants", "assert_invariants": "invariants"},
         checks={
             "deferred_initialization": "deferred",
-            "resume": "resume",
+            "resume": "training",
             "wholly_loaded": "checkpoint",
-            "workers_differ": "workers",
+            "workers_differ": "training",
         },
         apart={
             "resume": "as it needs what makes and trains a state",

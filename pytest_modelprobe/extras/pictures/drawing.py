@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from pytest_modelprobe.models import Layers, as_array, check_supported, flatten
 from pytest_modelprobe.probe import Mode, ModelProbe, Watch, check_mode
 from pytest_modelprobe.record import Record, Selector, label_of, select
 from pytest_modelprobe.runs import Options, Run
+from pytest_modelprobe.text import Cell, count, failed, out_of
 
 from . import figures
 
@@ -30,16 +32,16 @@ Target = int | Tensor | Callable[[Any], Tensor]
 """The class of each image, or a function from the output to a scalar."""
 
 
-def maps_of(run: Run, layer: str) -> tuple[str, list[tuple[str, Tensor]]]:
-    """Return the label of a layer, and the outputs (N, C, H, W) of its first call, each with its path."""
+def maps_of(run: Run, layer: str) -> tuple[str, Tensor]:
+    """Return the label of a layer, and the first output (N, C, H, W) of its first call."""
     __tracebackhide__ = True
     name, module = _one_layer(run, layer)
     _, kept = run.record()
     if not kept.get(name):
         raise NothingObservedError(f"{name} was never called: choose a layer that the forward uses")
     outputs = flatten("output", kept[name][0]).tensors
-    maps = [(path.removeprefix("output."), tensor) for path, tensor in outputs if tensor.dim() == 4]
-    if not maps or not all(tensor.numel() for _, tensor in maps):
+    maps = next((tensor for _, tensor in outputs if tensor.dim() == 4), None)
+    if maps is None or not maps.numel():
         raise UsageError(f"feature maps have 4 dimensions (N, C, H, W), none of them 0; {_returned(name, outputs)}")
     return label_of(name, type(module).__name__), maps
 
@@ -142,8 +144,8 @@ def feature_maps(
 ) -> Figure:
     """Return the output of a layer as a figure: a grid of the channels of the first image.
 
-    Several outputs, such as the dict of a feature pyramid, have a row each: the mean magnitude of the channels, and
-    those that vary most. The model is run and restored as by `run`.
+    Of several outputs, such as the dict of a feature pyramid, it is the first. The model is run and restored as by
+    `run`.
 
     Args:
         model: The model.
@@ -160,8 +162,7 @@ def feature_maps(
     __tracebackhide__ = True
     label, found = maps_of(_unrecorded(probe, model, (x,), kwargs, mode, layer), layer)
     title = f"Feature maps of {label}, image 0 of {len(x)}"
-    figure = figures.feature_maps(title, [(at, _image(tensor)) for at, tensor in found])
-    return _drawn(probe, title, figure, path)
+    return _drawn(probe, title, figures.feature_maps(title, _image(found)[0]), path)
 
 
 def grad_cam(
@@ -282,3 +283,71 @@ def _unrecorded(
 def _image(tensor: torch.Tensor) -> Any:
     """Return an array of its own, which `figures` may keep."""
     return as_array(tensor.detach().float().cpu()).copy()
+
+
+# --- where a model looks ----------------------------------------------------------------------------------------------
+
+Box = tuple[int, int, int, int]
+Map = list[list[float]]
+
+
+def assert_attends_to(cam: Any, box: Box | Sequence[Box], *, share: float = 0.5) -> None:
+    """Assert that enough of a map's mass, as `ModelProbe.grad_cam` returns it, is inside a box.
+
+    Args:
+        cam: The map of one image (H, W), or of several (N, H, W): a tensor or an array, nowhere negative.
+        box: ``(top, left, bottom, right)`` in pixels of the input, bottom and right exclusive, as in a slice; or one
+            for each image.
+        share: The minimum share of the mass inside, from 0 to 1.
+
+    Raises:
+        AssertionError: Less of a map is inside.
+        NothingObservedError: A map is zero everywhere, or there is none.
+        UsageError: The map or a box has another form.
+
+    >>> import torch
+    >>> cam = torch.zeros(8, 8)
+    >>> cam[2:4, 2:4] = 1
+    >>> assert_attends_to(cam, (1, 1, 5, 5), share=0.9)
+    """
+    __tracebackhide__ = True
+    if not 0 <= share <= 1:
+        raise UsageError(f"share is a part of the mass, from 0 to 1; got {share!r}")
+    maps: list[Map] = cam.tolist() if len(cam.shape) == 3 else [cam.tolist()]
+    if not maps:
+        raise NothingObservedError("there is no map to look at: the batch is empty")
+    boxes: Any = [box] * len(maps) if box and not isinstance(box[0], Sequence) else box
+    if len(boxes) != len(maps):
+        given = f"{count(len(boxes), 'box')} for {count(len(maps), 'image')}"
+        raise UsageError(f"there are {given}: give one, or one for each")
+    found: list[tuple[float, int, list[Cell]]] = []
+    for image, (one, (top, left, bottom, right)) in enumerate(zip(maps, boxes, strict=True)):
+        if not (0 <= top < bottom <= len(one) and 0 <= left < right <= len(one[0])):
+            raise UsageError(
+                "a box is (top, left, bottom, right) in the map, bottom and right exclusive; "
+                f"got {tuple(boxes[image])} for a map of {len(one)} rows and {len(one[0])} columns"
+            )
+        by_row = [math.fsum(row) for row in one]
+        total = math.fsum(by_row)
+        if not math.isfinite(total) or any(value < 0 for row in one for value in row):
+            raise UsageError(f"the map of image {image} is not finite, or negative somewhere")
+        if total == 0:
+            raise NothingObservedError(
+                f"the map of image {image} is zero everywhere: no position of the layer raises the score of the target"
+            )
+        inside = math.fsum(value for row in one[top:bottom] for value in row[left:right]) / total
+        down = math.fsum(i * mass for i, mass in enumerate(by_row)) / total
+        across = math.fsum(j * value for row in one for j, value in enumerate(row)) / total
+        _, i, j = max((value, -i, -j) for i, row in enumerate(one) for j, value in enumerate(row))
+        places = [str(tuple(boxes[image])), f"({down:.1f}, {across:.1f})", str((-i, -j))]
+        found.append((inside, image, [str(image), f"{inside:.1%}", *places]))
+    less = sorted(one for one in found if one[0] < share)
+    if less:
+        least, image, _ = less[0]
+        raise failed(
+            f"image {image} has {least:.1%} of its map in the box {tuple(boxes[image])}, not {share:.1%} or more; "
+            f"{out_of(len(less), len(maps), 'image')}",
+            ["image", "in the box", "box", "center of mass", "maximum"],
+            [row for _, _, row in less],
+            "Positions are (row, column) in pixels of the input. modelprobe.grad_cam(..., path) draws the map.",
+        )

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 # With more of them, the parts of a figure are too small to be seen. So the first are drawn, and the rest is counted.
 _MOST_CHANNELS = 64
-_CHANNELS_OF_LEVEL = 6
 _MOST_IMAGES = 8
 _MOST_PANELS = 24
 # More layers are drawn closer together, and not all are named. None is left out: those at the end are next to the loss.
@@ -68,12 +67,8 @@ def _figure(width: float, height: float) -> Figure:
 # --- feature maps -----------------------------------------------------------------------------------------------------
 
 
-def feature_maps(title: str, maps: Sequence[tuple[str, Array]]) -> Figure:
-    """Return the channels of the first image, or a row for each scale if there are several."""
-    return _channels(title, maps[0][1][0]) if len(maps) == 1 else _levels(title, [(p, m[0]) for p, m in maps])
-
-
-def _channels(title: str, channels: Array) -> Figure:
+def feature_maps(title: str, channels: Array) -> Figure:
+    """Return the channels of an image."""
     shown = channels[:_MOST_CHANNELS]
     columns = min(len(shown), max(4, math.ceil(math.sqrt(len(shown) * 1.6))))
     rows = math.ceil(len(shown) / columns)
@@ -89,27 +84,6 @@ def _channels(title: str, channels: Array) -> Figure:
     hidden = f", the first {len(shown)} of {len(channels)}" if len(channels) > len(shown) else ""
     _head(figure, title, f"{len(channels)} channels of {height} × {width}{hidden}")
     figure.colorbar(image, ax=axes, shrink=0.8, pad=0.01, aspect=30).ax.tick_params(labelsize=7)
-    return figure
-
-
-def _levels(title: str, levels: Sequence[tuple[str, Array]]) -> Figure:
-    """Draw each scale in a row: the mean magnitude of its channels, then those with the greatest variance."""
-    columns = 1 + min(_CHANNELS_OF_LEVEL, max(len(m) for _, m in levels))
-    ratio = max(m.shape[1] / m.shape[2] for _, m in levels)
-    figure = _figure(1.25 * columns + 1.2, (1.25 * min(2.0, ratio) + 0.3) * len(levels) + 0.7)
-    axes = figure.subplots(len(levels), columns, squeeze=False)
-    for row, (path, channels) in zip(axes, levels, strict=True):
-        varied = numpy.argsort(-channels.std(axis=(1, 2)), kind="stable")[: columns - 1]
-        shown = [("mean of |x|", numpy.abs(channels).mean(axis=0)), *((f"{i}", channels[i]) for i in varied)]
-        for panel in row:
-            panel.set(xticks=[], yticks=[])
-            panel.set_frame_on(False)
-        for panel, (name, one) in zip(row, shown, strict=False):
-            panel.imshow(one, interpolation="nearest", **_colors(one if name.startswith("mean") else channels))
-            panel.set_title(name, fontsize=7, color=_GRAY, pad=2)
-        label = f"{_text(path)}\n{len(channels)} × {channels.shape[1]} × {channels.shape[2]}"
-        row[0].set_ylabel(label, fontsize=8, rotation=0, ha="right", va="center", labelpad=8)
-    _head(figure, title, f"{len(levels)} scales; the channels that vary most, by number")
     return figure
 
 

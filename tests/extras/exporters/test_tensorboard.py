@@ -72,10 +72,3 @@ def test_histograms_have_all_counts_between_their_edges(tmp_path: Path) -> None:
     assert value.sum_squares == pytest.approx(x.square().sum().item())
     counted = {round(edge, 3): n for edge, n in zip(value.bucket_limit, value.bucket, strict=True) if n}
     assert counted == {-2.0: 1, -1.414: 1, -1.0: 1, 1.0: 2, 1.414: 2, 4.0: 1}
-
-
-def test_a_record_without_histograms_has_scalars_alone(tmp_path: Path) -> None:
-    record = ModelProbe().run(nn.Identity(), torch.ones(2))
-    tags = exported(tmp_path, record).Tags()
-    assert "(root)/output_mean" in tags["scalars"]
-    assert tags["histograms"] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -213,31 +212,6 @@ def test_what_nothing_in_the_state_explains_is_not_blamed_on_it(modelprobe: Mode
     assert str(found).endswith("as an iterator over the data, and at what the state does not hold.")
 
 
-def test_random_states_of_numpy_and_python_are_told_apart(modelprobe: ModelProbe) -> None:
-    def train_on_noise(state: State, steps: int) -> None:
-        for _ in range(steps):
-            x = DATA.tensors[0][:16] + float(np.random.rand()) + random.random()  # noqa: NPY002
-            state["optimizer"].zero_grad()
-            state["model"](x).square().mean().backward()
-            state["optimizer"].step()
-
-    def load(state: State, saved: State) -> None:
-        state["model"].load_state_dict(saved["model"])
-        state["optimizer"].load_state_dict(saved["optimizer"])
-        torch.set_rng_state(saved["torch"])
-        random.setstate(saved["python"])
-
-    def save(state: State) -> State:
-        own = {name: state[name].state_dict() for name in ("model", "optimizer")}
-        return {**own, "torch": torch.get_rng_state(), "python": random.getstate()}
-
-    found = checks.resume.outcome(modelprobe, constant(make), train_on_noise, save=save, load=load)
-    assert first_line(found) == (
-        "random states: generator of numpy is not restored: it is another after load; step 3 is the first that "
-        "differs, at the input of (root)"
-    )
-
-
 def test_what_train_loads_itself_is_not_lost(modelprobe: ModelProbe) -> None:
     """As transformers' Trainer and Lightning do: load says from where, and fit loads."""
 
@@ -399,15 +373,6 @@ def test_numbers_tensors_and_generators_of_an_object_are_named(
             loop.order.bit_generator.state = saved["order"]
 
     assert first_line(checks.resume.outcome(modelprobe, Loop, Loop.run, save=save, load=load)).startswith(said)
-
-
-def test_load_may_return_another_state(modelprobe: ModelProbe) -> None:
-    def load(state: State, saved: State) -> State:
-        state = make()
-        all_but()["load"](state, saved)
-        return state
-
-    assert checks.resume(modelprobe, make, train, save=all_but()["save"], load=load).verdict == "holds"
 
 
 def test_what_has_no_state_that_is_known_is_said(modelprobe: ModelProbe) -> None:
