@@ -19,7 +19,7 @@ _EXTRAS = f"{__package__}.extras"
 
 @dataclass(frozen=True, kw_only=True)
 class Extra:
-    """What a folder of extras brings. Modules are named from the folder on; the folder itself has no name."""
+    """What a folder of extras brings. Modules are named from the folder on."""
 
     needs: Sequence[str] = ()
     """The extras that it imports: it is missing where one of them is."""
@@ -67,11 +67,7 @@ def plugins() -> list[str]:
 def modules(door: str) -> dict[str, str]:
     """Return name → module of what extras add to a door: ``commands``, ``names``, ``checks``, ``probe`` and others."""
     found = {name: getattr(extra, door) for name, extra in _extras().items()}
-    return {
-        name: f"{_EXTRAS}.{folder}.{module}".rstrip(".")
-        for folder, all_of in found.items()
-        for name, module in all_of.items()
-    }
+    return {name: f"{_EXTRAS}.{folder}.{module}" for folder, all_of in found.items() for name, module in all_of.items()}
 
 
 def reasons() -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pytest_modelprobe.extension import Extra
 
 EXTRAS = {
-    "doctor": Extra(commands={"doctor": ""}),
+    "doctor": Extra(commands={"doctor": "command"}),
     "exporters": Extra(
         exporters=dict.fromkeys(["GROUP", "Exporter", "exporter", "readings", "scalars"], "export"),
     ),
@@ -38,7 +38,7 @@ EXTRAS = {
         trainers={
             "LightningProbe": "lightning",
             "MMEngineProbe": "mmengine",
-            "StepLog": "",
+            "StepLog": "step_log",
             "TrainerProbe": "transformers",
         },
     ),

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import StepLog
+from .step_log import StepLog
 
 # Lightning comes as two packages, each with a base class of its own. The one that is imported already is meant.
 _IS_OLD = "pytorch_lightning" in sys.modules and "lightning" not in sys.modules

@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from . import StepLog
+from .step_log import StepLog
 
 _hooks: Any = importlib.import_module("mmengine.hooks")
 _registry: Any = importlib.import_module("mmengine.registry")

@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from . import StepLog
+from .step_log import StepLog
 
 _Callback: Any = importlib.import_module("transformers").TrainerCallback
 

@@ -16,7 +16,7 @@ import torch
 
 from pytest_modelprobe import _torch, kernel
 from pytest_modelprobe.cli import main
-from pytest_modelprobe.extras import doctor
+from pytest_modelprobe.extras.doctor import command as doctor
 from pytest_modelprobe.statistics.operations import TRITON
 
 INSTALLED = {
