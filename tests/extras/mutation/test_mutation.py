@@ -166,12 +166,6 @@ def test_the_next_run_takes_over_what_is_known(pytester: pytest.Pytester) -> Non
     assert "earlier run" not in mutate(pytester, CHECKS_ALL + "# changed").stdout.str()
 
 
-def test_what_is_known_counts_though_the_time_is_over(pytester: pytest.Pytester) -> None:
-    mutate(pytester, CHECKS_ALL + CHECKS_SHAPE, "--modelprobe-mutate=3")
-    again = mutate(pytester, CHECKS_ALL + CHECKS_SHAPE, "--modelprobe-mutate-time=1e-9")
-    again.stdout.fnmatch_lines(["3 results from an earlier run: --cache-clear forgets them"])
-
-
 def test_when_the_time_is_over_the_rest_is_counted(pytester: pytest.Pytester) -> None:
     result = mutate(pytester, CHECKS_SHAPE, "--modelprobe-mutate-time=1e-9")
     result.stdout.fnmatch_lines(

@@ -11,7 +11,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional, init
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_modelprobe import ModelProbe, assert_params_updated, assert_training_loop
@@ -140,35 +140,6 @@ def test_observing_a_training_changes_no_bit() -> None:
     assert all(map(torch.equal, before, during))
 
 
-@pytest.mark.parametrize(("made", "becomes"), [("AdamW", "SGD"), ("SGD", "Adam")])
-def test_another_optimizer_has_the_same_parameters_and_learning_rate(made: str, becomes: str) -> None:
-    model, observer = Net(), Observer()
-    name = "test_another_optimizer_has_the_same_parameters_and_learning_rate"
-    fault = Planted(Place(f"{__name__}:{name}", made, PROGRAM), TRAINING["other_optimizer"])
-    with observer.installed(), observer.observing(Seen(), fault):
-        groups = [{"params": model.fc.parameters(), "lr": 0.5}, {"params": model.head.parameters()}]
-        optimizer = getattr(torch.optim, made)(groups, lr=0.1)
-        model(torch.ones(2, 64)).sum().backward()
-        optimizer.step()
-    assert type(optimizer).__name__ == becomes
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
-    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2]
-
-
-def test_a_group_that_is_left_out_stays_without_parameters() -> None:
-    model, observer = Net(), Observer()
-    place = Place(f"{__name__}:test_a_group_that_is_left_out_stays_without_parameters", "Adam", PROGRAM)
-    with observer.installed(), observer.observing(Seen(), Planted(place, TRAINING["leave_out_parameters"])):
-        groups = [{"params": [*model.fc.parameters()]}, {"params": [*model.head.parameters()]}]
-        optimizer = torch.optim.Adam(groups, lr=0.1)
-        lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0, lambda step: 2.0])
-        before = model.head.weight.detach().clone()
-        model(torch.ones(2, 64)).sum().backward()
-        optimizer.step()
-    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 0]
-    assert torch.equal(before, model.head.weight)
-
-
 def test_a_call_of_the_package_is_none_of_the_program() -> None:
     seen, observer = Seen(), Observer()
     with observer.installed(), observer.observing(seen), ModelProbe() as probe:
@@ -240,10 +211,3 @@ def test_gradient():
     pytester.makepyfile(test_it=MODEL + tests)
     result = pytester.runpytest_inprocess("--modelprobe-mutate", "--modelprobe-mutate-faults=shuffle_labels")
     result.stdout.fnmatch_lines(["cross_entropy in test_gradient, 1 test: shuffle_labels"])
-
-
-@pytest.mark.usefixtures("_plugin_alone", "_forked")
-def test_a_test_without_a_step_of_an_optimizer_has_no_training(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_it=MODEL + "def test_shape():\n    assert train(0).weight.shape == (3, 4)\n")
-    result = pytester.runpytest_inprocess("--modelprobe-mutate", "--modelprobe-mutate-faults=training")
-    result.stdout.fnmatch_lines(["no fault was tried that has an effect*"])

@@ -129,24 +129,6 @@ def test_the_digests_of_samples_add_up() -> None:
     assert Record.merge([first, of_samples(2.0, None)])["fc"].calls[0].samples is None
 
 
-def test_the_microbatches_of_a_step_are_one_batch() -> None:
-    parts = reading(1.0, 3.0, 5.0, 7.0, tensors=2, fingerprint=(1.0,) * 16)
-    out = dataclasses.replace(value("output", 1.0, 3.0), forward=parts)
-    step = dataclasses.replace(record((1.0, 2.0), out, weight(reading(1.0))), forwards=2, backwards=2)
-    merged = Record.merge([step])
-    assert (merged.forwards, merged.backwards) == (1, 1)
-    assert merged["fc"].output.shape == (4, 1)
-    assert merged["fc"].output.forward == dataclasses.replace(parts, tensors=1)
-
-
-def test_what_each_microbatch_has_counts_once() -> None:
-    mask = dataclasses.replace(value("output", 1.0, 3.0, 5.0, 1.0, 3.0, 5.0), shape=(3, 1))
-    mask = dataclasses.replace(mask, forward=dataclasses.replace(mask.forward, tensors=2))
-    merged = Record.merge([record((1.0, 2.0), mask, weight(reading(1.0)))])["fc"].output
-    assert (merged.layout, merged.shape, merged.forward.tensors) == ("replicated", (3, 1), 1)
-    assert merged.forward.statistics == reading(1.0, 3.0, 5.0).statistics
-
-
 def test_the_rank_whose_output_is_not_finite_is_named_at_the_first_layer() -> None:
     good, bad = (value("output", x) for x in (1.0, 2.0))
     broken = dataclasses.replace(bad.forward, statistics=Statistics(count=2, nan=1, min=2.0, max=2.0, mean=2.0))
@@ -222,6 +204,13 @@ def test_of_weights_that_differ_in_a_later_step_the_steps_before_are_told() -> N
         Record.merge(records)
 
 
+def test_a_layer_of_another_class_is_named() -> None:
+    one = record((1.0,), value("output", 1.0), weight(reading(1.0)))
+    other = dataclasses.replace(one, layers={"fc": dataclasses.replace(one["fc"], type="Other")})
+    with pytest.raises(AssertionError, match=r"ranks disagree: fc has another class in \[rank 1\]"):
+        Record.merge([one, other])
+
+
 def stepped(*groups: OptimizerGroup, layer: str = "fc", group: int | None = 0, **more: object) -> Record:
     own = dataclasses.replace(weight(reading(1.0)), group=group, update=reading(0.1))
     one = Layer(name=layer, type="Linear", parameters=(own,))
@@ -269,13 +258,6 @@ def test_records_of_other_steps_are_not_merged() -> None:
         Record.merge([Record(model="Net", step=0), Record(model="Net", step=1)])
 
 
-def test_a_stage_whose_optimizer_never_stepped_is_told() -> None:
-    merged = Record.merge(
-        [stepped(OptimizerGroup(optimizer="SGD")), dataclasses.replace(stepped(), layers={}, step=None)]
-    )
-    assert (merged.step, merged.notes) == (0, ("[rank 1] took no step: all its forwards are merged with step 0",))
-
-
 def test_gradients_before_averaging_are_not_known_for_all_ranks() -> None:
     def local(x: float) -> Record:
         own = dataclasses.replace(weight(reading(1.0)), gradient=reading(x))
@@ -290,34 +272,6 @@ def test_equal_inputs_in_all_ranks_are_noted() -> None:
     merged = Record.merge(records)
     assert merged.notes == ("all ranks were given the same inputs, and not each its part of a batch",)
     assert (merged["fc"].output.layout, merged["fc"].output.shape) == ("replicated", (2, 1))
-
-
-def stages() -> list[Record]:
-    """Return records of three ranks: the first two have the layers fc to d and the third has d and head."""
-    records = []
-    for x in (1.0, 2.0, 3.0):
-        one = record((x, x + 1), value("output", x, 2 * x, backward=reading(x, x)), weight(reading(0.5)))
-        inner = dataclasses.replace(one["fc"].calls[0], root="fc", started=5, finished=9)
-        layers = {
-            name: dataclasses.replace(one["fc"], name=name, calls=(dataclasses.replace(inner, root="fc"),))
-            for name in (("d", "head") if x == 3.0 else ("b", "a", "d"))
-        }
-        records.append(dataclasses.replace(one, layers={"fc": one["fc"]} | layers))
-    return records
-
-
-def test_the_layers_of_the_first_rank_come_first() -> None:
-    assert list(Record.merge(stages()).layers) == ["fc", "b", "a", "d", "head"]
-
-
-def test_the_first_layer_on_which_ranks_disagree_is_named() -> None:
-    records = stages()
-    other = {
-        name: dataclasses.replace(layer, type="Other") for name, layer in records[1].layers.items() if name != "fc"
-    }
-    records[1] = dataclasses.replace(records[1], layers=dict(records[1].layers) | other)
-    with pytest.raises(AssertionError, match=r"ranks disagree: b has another class in \[rank 1\]"):
-        Record.merge(records)
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ class Tied(nn.Module):
         return self.head(self.block(self.embedding(tokens)))
 
 
-def train_text(seed: int, *, tied: bool = True, steps: int = 5, size: int = 4, parts: int = 2) -> Watch:
+def train_text(seed: int, *, tied: bool = True, steps: int = 5, size: int = 4) -> Watch:
     """Two backward passes in a step, a warm-up from zero, clipping, and an evaluation."""
     torch.manual_seed(seed)
     model = Tied(tied=tied)
@@ -206,7 +206,7 @@ def train_text(seed: int, *, tied: bool = True, steps: int = 5, size: int = 4, p
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 3) if step < 8 else 0.1)
     with Watch(model, steps=steps) as watch:
         for _ in range(steps):
-            for _ in range(parts):
+            for _ in range(2):
                 tokens = torch.randint(20, (size, 8))
                 F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -225,44 +225,6 @@ def test_a_schedule_and_clipping_and_accumulation_are_healthy() -> None:
 def test_a_weight_that_is_no_more_tied_is_named() -> None:
     assert first_line(train_text(1, tied=False), train_text(0).invariants) == (
         "head.weight is a tensor of its own in all 5 steps; in the healthy run it is tied to embedding.weight"
-    )
-
-
-def test_a_backward_pass_that_is_missing_is_named() -> None:
-    assert first_line(train_text(1, parts=1), train_text(0).invariants) == (
-        "(root) runs 1 forward in training mode in a step in all 5 steps; in the healthy run it runs 2 forwards in "
-        "training mode in a step"
-    )
-
-
-def train_gan(seed: int, *, size: int = 8, steps: int = 6, detach: bool = True) -> Watch:
-    torch.manual_seed(seed)
-    maker = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 64))
-    judge = nn.Sequential(nn.Linear(64, 16), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(16, 1))
-    of_maker = torch.optim.Adam(maker.parameters(), 1e-3, betas=(0.5, 0.999))
-    of_judge = torch.optim.Adam(judge.parameters(), 1e-3, betas=(0.5, 0.999))
-    data = batches(seed, size)
-    with Watch(nn.ModuleDict({"maker": maker, "judge": judge}), steps=steps) as watch:
-        for _ in range(steps):
-            real, _ = next(data)
-            of_maker.zero_grad()
-            fake = maker(torch.randn(len(real), 8))
-            of_judge.zero_grad()
-            (F.softplus(-judge(real)) + F.softplus(judge(fake.detach() if detach else fake))).mean().backward()
-            of_judge.step()
-            fake = maker(torch.randn(len(real), 8))
-            F.softplus(-judge(fake)).mean().backward()
-            of_maker.step()
-    return watch
-
-
-def test_two_optimizers_that_step_in_turn_are_healthy() -> None:
-    assert_invariants(train_gan(1, size=32, steps=11), train_gan(0).invariants)
-
-
-def test_gradients_of_the_other_loss_are_named() -> None:
-    assert first_line(train_gan(1, detach=False), train_gan(0).invariants).startswith(
-        "the training loop uses gradients of another optimizer's loss"
     )
 
 
@@ -338,8 +300,6 @@ def test_bad_input_is_refused(healthy: Invariants) -> None:
         assert_invariants([watch.record], healthy)
     with pytest.raises(UsageError, match="takes the invariants of a healthy run second; got a Watch"):
         assert_invariants(watch, watch)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="among them is an int"):
-        assert_invariants([1], healthy)  # type: ignore[list-item]
     with pytest.raises(NothingObservedError, match="there is no step to judge"):
         assert_invariants([], healthy)
 
