@@ -194,9 +194,9 @@ def test_failures_on_the_home_page_are_those_of_other_pages() -> None:
     assert [line for line in shown.splitlines() if f"AssertionError: {line}" not in others] == []
 
 
-@pytest.mark.parametrize("name", [name for name, text in PAGES.items() if "```pycon" in text])
-def test_examples_in_the_documentation_run(name: str) -> None:
-    assert doctest.testfile(str(ROOT / name), module_relative=False).failed == 0
+def test_examples_in_the_documentation_run() -> None:
+    for name in (name for name, text in PAGES.items() if "```pycon" in text):
+        assert doctest.testfile(str(ROOT / name), module_relative=False).failed == 0, name
 
 
 # --- nothing is left out, and nothing is named that is not there ------------------------------------------------------
@@ -258,19 +258,19 @@ def test_every_option_of_the_command_is_in_the_reference() -> None:
         assert [*map(set, formats)] == [set(re.findall(r"`(\w+)`", row))] * bool(row), name
 
 
-@pytest.mark.parametrize("name", ["docs/reference/command-line.md", "examples/github/README.md"])
-def test_every_class_of_change_is_in_the_table(name: str) -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (deny|warn|allow) \| (.+) \|$", (ROOT / name).read_text("utf-8"), re.MULTILINE)
-    assert rows == [(kind, gate.DEFAULTS[kind], gate.MEANING[kind]) for kind in gate.CLASSES]
+def test_every_class_of_change_is_in_the_tables() -> None:
+    for name in ("docs/reference/command-line.md", "examples/github/README.md"):
+        text = (ROOT / name).read_text("utf-8")
+        rows = re.findall(r"^\| `(\w+)` \| (deny|warn|allow) \| (.+) \|$", text, re.MULTILINE)
+        assert rows == [(kind, gate.DEFAULTS[kind], gate.MEANING[kind]) for kind in gate.CLASSES], name
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_options_and_commands_that_a_page_names_exist(name: str, pytestconfig: pytest.Config) -> None:
-    known = options_of_pytest(pytestconfig)
-    named = set(re.findall(r"--modelprobe-[\w-]*\w|\bmodelprobe_(?:devices|seed|verbose|compare)\b", PAGES[name]))
-    assert named - known == set()
-    asked = set(re.findall(r"(?:\$ |`|run: |- |^)modelprobe (\w+)", PAGES[name], flags=re.MULTILINE))
-    assert asked - subcommands().keys() == set()
+def test_options_and_commands_that_a_page_names_exist(pytestconfig: pytest.Config) -> None:
+    known = options_of_pytest(pytestconfig) | subcommands().keys()
+    option = r"--modelprobe-[\w-]*\w|\bmodelprobe_(?:devices|seed|verbose|compare)\b"
+    for name, page in PAGES.items():
+        named = {*re.findall(option, page), *re.findall(r"(?:\$ |`|run: |- |^)modelprobe (\w+)", page, re.MULTILINE)}
+        assert named - known == set(), name
 
 
 def test_the_page_of_private_names_has_each() -> None:
@@ -278,11 +278,10 @@ def test_the_page_of_private_names_has_each() -> None:
     assert sorted(re.findall(r"^\| `(torch\.[\w.]+)`", page, flags=re.MULTILINE)) == sorted({*_torch.PATHS})
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_links_lead_somewhere(name: str) -> None:
-    folder = (ROOT / name).parent
-    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", FENCE.sub("", PAGES[name]))
-    assert [link for link in links if "://" not in link and not (folder / link).exists()] == []
+def test_links_lead_somewhere() -> None:
+    for name, page in PAGES.items():
+        links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", FENCE.sub("", page))
+        assert [link for link in links if "://" not in link and not ((ROOT / name).parent / link).exists()] == [], name
 
 
 def test_the_workflow_that_is_shown_is_the_one_to_copy() -> None:
