@@ -49,13 +49,11 @@ from pytest_modelprobe.text import count, listed, printable
 from . import preconditions
 from .extension import SnapshotFiles, compare_and_count, syrupy_assertion
 from .naming import DEVICES, folder_of, kind, stem_of
-from .options import shown_path
 from .outcome import Outcome
 from .preconditions import Refusal
 from .session import SnapshotSession
 from .snapshot import Arguments
 from .stored import Stored, read_stored, structure_of, texts_to_write
-from .training_file import TRAINING, TrainingFile
 
 # --- the messages of a comparison that failed -------------------------------------------------------------------------
 
@@ -228,21 +226,6 @@ class Comparer:
             outcome.raises = open_raises()
         self.outcomes.append(outcome)
         return outcome
-
-    def training_file(self, arguments: Arguments) -> TrainingFile:
-        """Return the file of the invariants of a training."""
-        __tracebackhide__ = True
-        name = "" if arguments.name is None else f".{file_name(arguments.name)}"
-        path = folder_of(self._item.path) / f"{stem_of(self._item)}{name}{TRAINING}"
-        return TrainingFile(
-            path=path,
-            shown=shown_path(path, self._item.config),
-            test=self.name,
-            updates=self._updates,
-            creates=self._updates_new,
-            writes=not writing_rank().rank,  # what is learned is the same in every rank, and the file too
-            why_not_written=self._why_not_written,
-        )
 
     @property
     def _why_not_written(self) -> Refusal | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -22,7 +22,6 @@ from .outcome import Answer, Outcome
 
 if TYPE_CHECKING:
     from .comparer import Comparer
-    from .training_file import T
 
 
 # --- the arguments of ``modelprobe_snapshot(...)`` --------------------------------------------------------------------
@@ -145,11 +144,6 @@ class ModelProbeSnapshot:
                 break
         return outcome
 
-    def stored(self, kind: type[T], learn: Callable[[], T], fits: Callable[[T], bool]) -> T:
-        """Return the invariants in the test's file; `assert_invariants` asks for them, with what an update writes."""
-        __tracebackhide__ = True
-        return self._comparer.training_file(self._arguments).read_or_written(kind, learn, fits)
-
     def __repr__(self) -> str:
         return f"<modelprobe_snapshot of {self._comparer.name}>"
 
@@ -166,7 +160,7 @@ def _record(other: object) -> Record:
         advice = {
             "Watch": "choose the forwards: watch.first == modelprobe_snapshot, watch.first_step of training, or "
             "watch.record for all of them",
-            "Invariants": "write assert_invariants(watch, modelprobe_snapshot), which names the steps too",
+            "Invariants": "write assert_invariants(watch, Invariants.load(path)), which names the steps too",
             "ModelProbe": "write modelprobe.record == modelprobe_snapshot",
         }
         step = advice.get(name, "write modelprobe.run(model, ...) == modelprobe_snapshot")

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from pytest_modelprobe.assertions.sources import ProbeLike, WatchLike, record_of, source_of
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
@@ -456,16 +456,7 @@ class _Broken:
     """The same of the healthy run."""
 
 
-class InvariantsFile(Protocol):
-    """The interface of ``modelprobe_snapshot``."""
-
-    def stored(
-        self, kind: type[Invariants], learn: Callable[[], Invariants], fits: Callable[[Invariants], bool]
-    ) -> Invariants:
-        """Return those in the file of the test; an update writes what ``learn`` returns, if they do not fit."""
-
-
-def assert_invariants(subject: ProbeLike | WatchLike | Sequence[Record], expected: Invariants | InvariantsFile) -> None:
+def assert_invariants(subject: ProbeLike | WatchLike | Sequence[Record], expected: Invariants) -> None:
     """Assert that a training does in each step what a healthy one did.
 
     A relation that is not in the invariants, as it varied in the healthy run, is not looked at. Where the optimizer has
@@ -475,9 +466,7 @@ def assert_invariants(subject: ProbeLike | WatchLike | Sequence[Record], expecte
     Args:
         subject: A watch with ``steps=``, a probe with one, or records of steps: ``watch.steps[2:]``. Of records alone
             it is not known whether the training loop has mistakes, such as a missing ``zero_grad``.
-        expected: The `Watch.invariants` of a healthy run, or `Invariants.load` of a file. With ``modelprobe_snapshot``
-            they are in a file of the test; ``pytest --snapshot-update`` writes what it learns from this run, if there
-            is no file or the run differs.
+        expected: The `Watch.invariants` of a healthy run, or `Invariants.load` of a file.
 
     Raises:
         AssertionError: A step differs; it names the layer or parameter, and the steps.
@@ -510,17 +499,13 @@ def assert_invariants(subject: ProbeLike | WatchLike | Sequence[Record], expecte
     <BLANKLINE>
     If the change is meant, learn the invariants again.
     """
-    if not (hasattr(type(expected), "stored") or isinstance(expected, Invariants)):
+    if not isinstance(expected, Invariants):
         raise UsageError(
             f"assert_invariants takes the invariants of a healthy run second; got {_a(expected)}: "
-            "watch.invariants of it, Invariants.load(path) or modelprobe_snapshot"
+            "watch.invariants of it, or Invariants.load(path)"
         )
     steps, training = _steps_of(subject)
     facts = [_step(record) for record in steps]
-    if not isinstance(expected, Invariants):
-        expected = expected.stored(
-            Invariants, lambda: learned(steps, training), lambda stored: not _broken(facts, training, stored)
-        )
     found = _broken(facts, training, expected)
     if not found:
         return
