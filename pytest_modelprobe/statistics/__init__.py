@@ -5,8 +5,8 @@ On another device it returns a small tensor that stays there: no element is read
 `merge` merges two reductions in the same manner, and `collect` reads any number of them with one transfer per device.
 
 A tensor is read once, because on the CPU the price of a watch is the number of passes over the memory. The compiled
-kernel does so, and Triton's kernels on CUDA. Torch's own operations, which need several passes, compute the same
-numbers where these are missing, and are what they are tested against.
+kernel does so. Torch's own operations, which need several passes, compute the same numbers where it is missing and on
+other devices, and are what it is tested against.
 
 Moments are accurate to 1e-6 of the root mean square. A float32 `dot` over 256 k elements of one magnitude is off by
 5e-5, so squares are added 1,024 at a time. If the mean dominates, squares of the differences from it are taken.

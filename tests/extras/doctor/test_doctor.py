@@ -19,7 +19,6 @@ import torch
 from pytest_modelprobe import _torch, kernel
 from pytest_modelprobe.cli import main
 from pytest_modelprobe.extras.doctor import command as doctor
-from pytest_modelprobe.statistics.operations import TRITON
 
 PACKAGE = Path(importlib.util.find_spec("pytest_modelprobe").origin).parent
 
@@ -197,11 +196,8 @@ def test_devices_of_cuda_have_their_names(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA {'AB'[index]}")
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
-    monkeypatch.setattr(TRITON, "description", lambda: "torch (No module named 'triton')")
     found = doctor.report()
-    assert found["devices"]["cuda"] == (
-        "NVIDIA A, NVIDIA B (CUDA 12.8, cuDNN 91002), statistics by torch (No module named 'triton')"
-    )
+    assert found["devices"]["cuda"] == "NVIDIA A, NVIDIA B (CUDA 12.8, cuDNN 91002)"
     assert found["switched off"] == ["devices mps: not available here; tests that ask for them are skipped"]
 
 
