@@ -159,18 +159,7 @@ class Capture:
     @property
     def counts(self) -> ForwardCounts:
         """How many forwards are part of what."""
-        self.training.settle()
         return self.observed.counts
-
-    def settle(self) -> None:
-        """Decide what can be decided of all that was seen, for a record.
-
-        Raises:
-            ModelProbeError: A hook failed, or was removed.
-        """
-        self.check()
-        self.training.settle()
-        self.observed.sort_thrown()
 
     @property
     def all_notes(self) -> Iterator[str]:
@@ -363,7 +352,6 @@ class Capture:
 
     def _begin_forward(self, name: str, module: nn.Module, inputs: Flat) -> None:
         kind = name, module.training
-        self.training.settle()
         self._training_steps.forward_begins()
         tensors = [tensor for _, tensor in (self.sample_inputs or inputs).tensors]
         if self._last is not None:

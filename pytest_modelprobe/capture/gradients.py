@@ -53,11 +53,11 @@ from pytest_modelprobe.models import (
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.statistics import WHOLE, Reduction, Samples, ambient_modes_disabled
 
-from .forwards import GradientState, ObservedForwards, ObservedPasses
+from .forwards import ObservedForwards
 from .hooks import HookGuard
 from .observation import CallObservation, Forward, ParameterGradient, RunningCalls, StopCheck, TensorObservation, Values
 from .tensors import ContentKey, content_key, is_parameter, shape_of, stacked_axis
-from .training import Steps, TrainingSteps, are_zero, computes_gradients, has_closure, is_skipped
+from .training import GradientState, Steps, TrainingSteps, computes_gradients, has_closure, is_skipped
 
 _index = operator.attrgetter("index")
 _LARGE = 1 << 13  # elements above which to look whether a gradient was seen before is cheaper than to read it again
@@ -265,14 +265,12 @@ class Gradients:
         if self.stop is not None:
             self.stop.gradient(observed, reduced)
 
-    def receive_parameter(
-        self, names: list[str], gradient: torch.Tensor, into: ObservedPasses, axis: int | None = None
-    ) -> None:
+    def receive_parameter(self, names: list[str], gradient: torch.Tensor, axis: int | None = None) -> None:
         """Take the gradient of a parameter, before it is added to ``.grad``; ``axis`` is that of its units."""
         first, newest = self.forwards.first, self.forwards.newest
         reduced = self._reduced(gradient, 0 if newest is None else newest.index, WHOLE, axis)
-        into.reached_by(self._current)
-        receiving = [into.gradients]
+        self.forwards.step.reached_by(self._current)
+        receiving = [self.forwards.step.gradients]
         # The first and the newest forward have records of their own: those that the pass reached. It may have reached
         # no hooked value.
         if newest is not None and self._reached != self._current:
@@ -430,7 +428,6 @@ class ParameterHooks:
         if is_skipped(optimizer):
             return
         self._stepping.add(optimizer)
-        self.steps.settle()
         hooks = self._hooks_of(optimizer)
         emptied = not has_closure(args, kwargs) and self._are_emptied(hooks)
         self.steps.step_begins(optimizer, [hook.held for hook, _ in hooks], self._hooked.values(), emptied=emptied)
@@ -461,14 +458,10 @@ class ParameterHooks:
         """
         if not any(hook.held.passes for hook, _ in hooks):
             return False
-        left = [parameter.grad for _, parameter in hooks if parameter.grad is not None]
-        if not left:
-            return True
-        if not (left[0].is_cpu or self.training.forwards.keeps_step) or not are_zero(left):
+        on_device = any(parameter.grad is not None and not parameter.grad.is_cpu for _, parameter in hooks)
+        if on_device and not self.training.forwards.keeps_step:
             return False
-        pending = {passes: None for hook, _ in hooks for passes in hook.held.pending}
-        names = [name for name, _ in _named(hooks)]
-        return any(passes.has_gradient_other_than_zero(names) for passes in pending)
+        return self.steps.are_reset([hook.held for hook, _ in hooks])
 
     def _hooks_of(self, optimizer: torch.optim.Optimizer) -> list[tuple[_ParameterHook, torch.Tensor]]:
         """Return our hooks on the parameters of an optimizer, each with its parameter."""
@@ -496,6 +489,7 @@ class _ParameterHook:
         self._parameter = ref(parameter)
         self.names: list[str] = []
         self.held = GradientState(self._parameter, self.names)
+        owner.steps.states.append(self.held)
         self._arrived = -1
         self._parts = 0
         self.sees_accumulated = False
@@ -514,8 +508,8 @@ class _ParameterHook:
             return
         self._arrived, self._parts = backward, 1
         if parameter is not None:
-            into = owner.steps.arrives(parameter, self.held, backward)
-            owner.gradients.receive_parameter(self.names, gradient, into, self._axis)
+            owner.steps.arrives(parameter, self.held, backward)
+            owner.gradients.receive_parameter(self.names, gradient, self._axis)
 
     def take_accumulated(self, parameter: nn.Parameter) -> None:
         """Take ``.grad`` if the hook could not see the gradient.
@@ -527,8 +521,7 @@ class _ParameterHook:
         gradient = parameter.grad
         backward = self.owner.gradients.current()
         if gradient is not None and (self._parts > 1 or backward != self._arrived):
-            into = self.owner.steps.running(backward)
-            self.owner.gradients.receive_parameter(self.names, gradient, into, self._axis)
+            self.owner.gradients.receive_parameter(self.names, gradient, self._axis)
 
 
 class _AccumulatedHook:

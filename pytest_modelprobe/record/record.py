@@ -100,8 +100,6 @@ class Training:
     """
     discarded: int = 0
     """How often gradients were reset before any step was taken."""
-    lost: int = 0
-    """Backward passes with finite gradients that were all reset before a step was taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -169,9 +169,9 @@ class Watch:
     def steps(self) -> Sequence[Record]:
         """The first steps of training, as many as ``steps=`` says, each with all its forwards and gradients.
 
-        A step is taken by an optimizer that holds a parameter of the model. Its forwards are those whose gradients it
-        used: one, or several where gradients are accumulated. Forwards whose gradients were reset before that are not
-        among them: see `others`.
+        A step is taken by an optimizer that holds a parameter of the model. Its forwards are those that a backward pass
+        reached since the step before: one, or several where gradients are accumulated. Where all gradients were reset
+        before the step, the forwards from before that are not among them: see `others`.
         """
         return _StepRecords(self)
 
