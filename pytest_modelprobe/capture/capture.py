@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import (
@@ -212,8 +211,7 @@ class Capture:
                         self.parameter_hooks.add_layer(name, module)
                 self.gradients.model_storages = frozenset(storage_keys(self.layers))
                 self.parameter_hooks.attach()
-                self._exit.enter_context(register_optimizer_step_pre_hook(self.parameter_hooks.step_begins))
-                self._exit.enter_context(register_optimizer_step_post_hook(self.parameter_hooks.step_ends))
+                self.parameter_hooks.observe_steps()
                 self.guard.active = True
         except BaseException:
             self.detach()

@@ -28,6 +28,8 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from pytest_modelprobe import statistics
@@ -359,7 +361,7 @@ class ParameterHooks:
         self._owners: list[tuple[str, nn.Module]] = []
         self._hooked: dict[str, nn.Parameter] = {}
         self._handles: list[RemovableHandle] = []
-        self._stepping: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._stepping: WeakSet[Optimizer] = WeakSet()
         """Optimizers whose newest step is observed."""
         self.replaced: set[str] = set()
         """Full names of parameters that a plain tensor with a gradient replaced in a forward."""
@@ -411,20 +413,33 @@ class ParameterHooks:
         """Whether a parameter has a gradient already, to which that of the next pass is added."""
         return any(parameter.grad is not None for parameter in self._hooked.values())
 
+    def observe_steps(self) -> None:
+        """Observe the steps of all optimizers."""
+        if not _OBSERVERS and not _STEP_HOOKS:
+            _STEP_HOOKS.append(register_optimizer_step_pre_hook(_before_step))
+            _STEP_HOOKS.append(register_optimizer_step_post_hook(_after_step))
+        _OBSERVERS.append(self)
+
     def detach(self) -> None:
         """Remove all hooks."""
         self._hooked.clear()
         while self._handles:
             self._handles.pop().remove()
+        if self in _OBSERVERS:
+            _OBSERVERS.remove(self)
+        # Torch walks over its hooks meanwhile. Where they have to stay, they do nothing, and go with the next watch.
+        callers = (frame.f_globals.get("__name__") for frame, _ in walk_stack(inspect.currentframe()))
+        if not _OBSERVERS and Optimizer.__module__ not in callers:
+            while _STEP_HOOKS:
+                _STEP_HOOKS.pop().remove()
 
-    @not_compiled
-    def step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Count a step that an optimizer, of this model or another, is about to take."""
         if not _is_inside_step(optimizer):
             self._stepping.discard(optimizer)
             self.guard.observe(self._step_begins, optimizer, args, kwargs)
 
-    def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if is_skipped(optimizer):
             return
         self._stepping.add(optimizer)
@@ -439,13 +454,12 @@ class ParameterHooks:
             if isinstance(stepping, GradScaler) and stepping.is_enabled():  # it took its factor out after the backward
                 self.guard.notes["gradients are those of the loss as a GradScaler scaled it"] = None
 
-    @not_compiled
-    def step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Note that an optimizer has stepped."""
         if optimizer in self._stepping and not _is_inside_step(optimizer):
             self.guard.observe(self._step_ends, optimizer, args, kwargs)
 
-    def _step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.steps.step_ends()
         hooks = self._hooks_of(optimizer)
         if hooks:
@@ -463,7 +477,7 @@ class ParameterHooks:
             return False
         return self.steps.are_reset([hook.held for hook, _ in hooks])
 
-    def _hooks_of(self, optimizer: torch.optim.Optimizer) -> list[tuple[_ParameterHook, torch.Tensor]]:
+    def _hooks_of(self, optimizer: Optimizer) -> list[tuple[_ParameterHook, torch.Tensor]]:
         """Return our hooks on the parameters of an optimizer, each with its parameter."""
         held = (parameter for group in optimizer.param_groups for parameter in group["params"])
         return [(hook, parameter) for parameter in held if (hook := self._hook_on(parameter)) is not None]
@@ -471,6 +485,23 @@ class ParameterHooks:
     def _hook_on(self, parameter: torch.Tensor) -> _ParameterHook | None:
         hooks = (tensor_hooks(parameter) or {}).values()
         return next((h for h in hooks if isinstance(h, _ParameterHook) and h.owner is self), None)
+
+
+_OBSERVERS: list[ParameterHooks] = []
+_STEP_HOOKS: list[RemovableHandle] = []
+"""One pair for all watches: the garbage collector may close one during the step of any optimizer."""
+
+
+@not_compiled
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for hooks in _OBSERVERS[:]:
+        hooks.step_begins(optimizer, args, kwargs)
+
+
+@not_compiled
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for hooks in _OBSERVERS[:]:
+        hooks.step_ends(optimizer, args, kwargs)
 
 
 class _ParameterHook:
@@ -540,7 +571,7 @@ def _named(hooks: list[tuple[_ParameterHook, torch.Tensor]]) -> list[tuple[str, 
     return [(name, parameter) for hook, parameter in hooks for name in hook.names]
 
 
-def _is_inside_step(optimizer: torch.optim.Optimizer) -> bool:
+def _is_inside_step(optimizer: Optimizer) -> bool:
     """Whether a `step` of the same optimizer runs already.
 
     Torch wraps the `step` of every class of optimizers, so a class that calls ``super().step()`` has the hooks called

@@ -14,6 +14,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from pytest_modelprobe import assert_no_leftover_hooks, statistics
@@ -130,6 +131,21 @@ def test_dropping_the_last_reference_to_a_watch_takes_its_hooks_off():
     model(torch.randn(3, 4))
     del watch
     assert hooks(model) == []
+
+
+def test_watches_that_end_inside_a_step_of_another_optimizer_let_it_go_on():
+    model, watches = Net(), [Watch(Net()) for _ in range(3)]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    calls = (lambda *_: watches.clear(), lambda *_: gc.collect() and None)
+    between = [register_optimizer_step_pre_hook(call) for call in calls]
+    optimizer.step()
+    for handle in between:
+        handle.remove()
+    with Watch(model) as watch:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    assert len(watch.steps) == 1
+    assert not _global_optimizer_pre_hooks
 
 
 def test_hooks_of_the_user_stay_and_keep_their_order():
