@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,13 +50,10 @@ from .gradients import Gradients, ParameterHooks, Recomputation
 from .hooks import ForwardMode, HookGuard, ModuleHooks, enter, leave
 from .observation import Judge, RunningCall, RunningCalls, SetAttributes, StopCheck, input_keys
 from .profiler import Profiler
-from .tensors import LastPosition, ParameterReading, describe, may_draw, read_parameters, storage_keys
+from .tensors import ParameterReading, describe, may_draw, read_parameters, storage_keys
 from .training import Steps, TrainingSteps
 
 # --- What is asked of a capture: which layers are seen, and what is taken down of each -------------------------------
-
-Positions = Literal["all", "last"]
-"""Which positions of a sequence to record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +72,6 @@ class Options:
     """Whether to measure what each layer costs."""
     histograms: bool = False
     """Whether to count the elements of each tensor and gradient in bins."""
-    positions: Positions = "all"
-    """Whether to record all positions of a sequence, or the last one alone."""
     steps: int = 1
     """How many steps of training to keep, each apart."""
 
@@ -130,8 +125,7 @@ class Capture:
         training = self._training_steps = TrainingSteps(layers, self.selected, self.observed, self.notes)
         self.parameter_hooks = ParameterHooks(layers, self.guard, self.gradients, self.training, training)
         attending = AttentionMode(self.guard, self._running) if options.attention else None
-        self._last = LastPosition() if options.positions == "last" else None
-        self._calls = CallRecorder(self.gradients, self._running, self.notes, self._profiler, stop, self._last)
+        self._calls = CallRecorder(self.gradients, self._running, self.notes, self._profiler, stop)
         self.functionals = FunctionalMode(layers, self.selected, self.guard, self._running, self._calls)
         # Attention topmost: it comes first, while no pseudo-layer runs.
         modes: tuple[ForwardMode | None, ...] = (self.functionals if options.functionals else None, attending)
@@ -171,8 +165,6 @@ class Capture:
             )
         if 0 < self._abstract < self.forwards:
             yield f"{self._abstract:,} of {self.forwards:,} forwards ran on meta or fake tensors, which have no numbers"
-        if self._last is not None:
-            yield from self._last.notes(self.forwards)
 
     def type_name(self, layer: str) -> str:
         """Return the name of a layer's class, or of the function."""
@@ -352,8 +344,6 @@ class Capture:
         kind = name, module.training
         self._training_steps.forward_begins()
         tensors = [tensor for _, tensor in (self.sample_inputs or inputs).tensors]
-        if self._last is not None:
-            tensors = self._last.begin(tensors)
         given = [tensor for _, tensor in inputs.tensors]
         devices = devices_of(self.layers.modules.values(), given)
         self.observed.begin(kind, tensors, devices, accumulates=self.parameter_hooks.hold_gradients)

@@ -147,8 +147,7 @@ class Gradients:
 
     def observe_again(self, forward: Forward, tensor: torch.Tensor, seen: TensorObservation) -> None:
         """Let the gradient of a recomputed tensor go to the observation of the original."""
-        # The original may be the last position of the tensor alone, and the gradient is of all positions.
-        if tensor.requires_grad and not tensor.is_leaf and seen.shape == shape_of(tensor):
+        if tensor.requires_grad and not tensor.is_leaf:
             seen.requires_grad = True
             hook = self._hook_on(tensor)
             if not any(seen is known for known in hook.observed.get(forward, ())):
