@@ -19,10 +19,8 @@ from torch import nn
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import (
-    count_dispatch_modes,
     graph_task,
     is_wrapped,
-    learns_shapes,
     without_torch_function,
 )
 from pytest_modelprobe.exceptions import ModelProbeError
@@ -188,8 +186,6 @@ class Capture:
                     pass
             finally:
                 leave(self._modes)
-        if self._profiler is not None:
-            count_dispatch_modes()
         try:
             with held(), gc_paused(), without_torch_function():
                 self._exit.enter_context(
@@ -278,9 +274,6 @@ class Capture:
         inputs = flatten_call(args, kwargs)
         if graph_task() != -1:
             self._recomputation.begin_call(name, inputs, frame)
-            return
-        if outermost and learns_shapes(frame):
-            self.notes["a stage of a pipeline called the model once to learn shapes: that forward is left out"] = None
             return
         if outermost:
             self._begin_forward(name, module, inputs)
