@@ -489,8 +489,13 @@ class _NoDispatchMode:
         )
 
 
-TorchDispatchMode: Any = _private("torch.utils._python_dispatch.TorchDispatchMode", _NoDispatchMode)
-"""Base class of dispatch modes."""
+class DispatchMode(_private("torch.utils._python_dispatch.TorchDispatchMode", _NoDispatchMode)):  # type: ignore[misc]
+    """Base class of dispatch modes."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first call imports torch._dynamo, which takes over a second
+
 
 FakeTensorMode: Any = _private("torch._subclasses.fake_tensor.FakeTensorMode", cannot="architecture() takes no inputs")
 """The dispatch mode whose tensors have shapes and no elements."""
@@ -617,9 +622,6 @@ def _seed_cuda_now(seed: int) -> None:
     for generator in torch.cuda.default_generators:
         generator.manual_seed(seed)
 
-
-DYNAMO_PACKAGE = "torch._dynamo"
-"""What `torch.compile` imports when it is first used."""
 
 GROUPED_PRODUCT = "aten::_grouped_mm"
 """Name of the operation behind `torch.nn.functional.grouped_mm`. If a torch calls it differently, nothing matches."""
