@@ -12,7 +12,7 @@ carried there and installed first:
 
 A file of tests whose imports are missing is left out, and the page says so. Each part runs in a process of its own, in
 which its page grows line by line, and has a time limit: an error or a hang is on its page, and the other parts run. The
-exit code is 1 if one failed, or if Triton did not compute what it was asked for. What a step costs is a ratio within a
+exit code is 1 if one failed. What a step costs is a ratio within a
 round, in which every mode runs, in an order that changes; on CUDA it is measured by events on the stream.
 """
 
@@ -39,7 +39,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -167,30 +166,6 @@ def elapsed(device: str, job: Step) -> float:
 
 
 @contextlib.contextmanager
-def by_triton() -> Iterator[None]:
-    """Have the kernels in Triton compute.
-
-    Raises:
-        RuntimeError: They do not compute all.
-    """
-    from pytest_modelprobe.statistics import operations
-
-    usual, os.environ["MODELPROBE_KERNEL"] = operations.TRITON, "triton"
-    operations.TRITON = _TRITON.setdefault("kernels", type(usual)())
-    try:
-        yield
-        if (said := operations.TRITON.description()) != "Triton":
-            raise RuntimeError(f"Triton was asked for, and computed not all: {said}")
-    finally:
-        operations.TRITON = usual
-        del os.environ["MODELPROBE_KERNEL"]
-
-
-_TRITON: dict[str, Any] = {}
-"""What is known of the kernels, which are compiled once."""
-
-
-@contextlib.contextmanager
 def without_fingerprints() -> Iterator[None]:
     from pytest_modelprobe import statistics as reduction
 
@@ -210,13 +185,7 @@ def modes_of(model: nn.Module) -> dict[str, Callable[[], AbstractContextManager[
         with without_fingerprints(), Watch(model):
             yield
 
-    @contextlib.contextmanager
-    def kernels() -> Iterator[None]:
-        with by_triton(), Watch(model):
-            yield
-
-    modes = {"unwatched": contextlib.nullcontext, "statistics": alone, "with fingerprints": lambda: Watch(model)}
-    return {**modes, "with fingerprints, by Triton": kernels} if torch.cuda.is_available() else modes
+    return {"unwatched": contextlib.nullcontext, "statistics": alone, "with fingerprints": lambda: Watch(model)}
 
 
 def cost(make: Callable[[str, bool], tuple[nn.Module, Step]], device: str, quick: bool) -> Iterator[str]:
@@ -244,9 +213,6 @@ def cost(make: Callable[[str, bool], tuple[nn.Module, Step]], device: str, quick
         yield f"| {name} | {middle:.3f} | {low:.3f} – {high:.3f} | {statistics.median(values) * 1e3:.2f} |"
     yield ""
     yield f"{turn} rounds. Aim: at most 1.10 for statistics, 1.15 with fingerprints."
-    for fast in list(seconds.values())[3:]:
-        times = statistics.median(seconds["with fingerprints"]) / statistics.median(fast)
-        yield f"By torch a step takes {times:.2f} times as long as by Triton, which becomes the default if that is 1.5."
 
 
 def part_gpt2(device: str, quick: bool) -> Iterator[str]:
@@ -261,17 +227,14 @@ def part_resnet(device: str, quick: bool) -> Iterator[str]:
 
 def part_numbers(device: str, quick: bool) -> Iterator[str]:
     """The same numbers as on the CPU"""
-    yield "| by | tensor | furthest mean, std | fingerprint | counts, range, units |"
-    yield "|---|---|---|---|---|"
-    yield from numbers(device, quick, "torch")
-    if torch.cuda.is_available():
-        with by_triton():
-            yield from numbers(device, quick, "Triton")
+    yield "| tensor | furthest mean, std | fingerprint | counts, range, units |"
+    yield "|---|---|---|---|"
+    yield from numbers(device, quick)
     yield ""
     yield "Mean and std are in units of the rms, fingerprints relative."
 
 
-def numbers(device: str, quick: bool, by: str) -> Iterator[str]:
+def numbers(device: str, quick: bool) -> Iterator[str]:
     from pytest_modelprobe.statistics import collect, reduce
 
     shapes = [((40, 256), -1), ((3, 64, 30, 30), -3), ((8, 40, 7, 7), -3), ((9, 1000), -1), ((2_000_000,), None)]
@@ -291,9 +254,9 @@ def numbers(device: str, quick: bool, by: str) -> Iterator[str]:
             assert there.fingerprint
             far = math.dist(here.fingerprint, there.fingerprint) / math.hypot(*here.fingerprint)
             kind = str(dtype).removeprefix("torch.")
-            yield f"| {by} | {kind} {shape} | {moments:.1e} | {far:.1e} | {'the same' if same else '**other**'} |"
+            yield f"| {kind} {shape} | {moments:.1e} | {far:.1e} | {'the same' if same else '**other**'} |"
             if not (same and moments < 1e-5 and far < 1e-5):
-                raise RuntimeError(f"{by} computes other numbers of {kind} {shape} than the CPU")
+                raise RuntimeError(f"{device} computes other numbers of {kind} {shape} than the CPU")
 
 
 def part_waiting(device: str, quick: bool) -> Iterator[str]:
@@ -326,7 +289,7 @@ def part_machine(device: str, quick: bool) -> Iterator[str]:
     """Machine"""
     yield f"- {platform.platform()}, Python {platform.python_version()}, {os.cpu_count()} cores"
     yield f"- torch {torch.__version__}, CUDA {torch.version.cuda}"
-    for name in ("triton", "numpy", "pytest", "syrupy"):
+    for name in ("numpy", "pytest", "syrupy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             yield f"- {name} {importlib.metadata.version(name)}"
     if device == "cuda":
@@ -344,15 +307,7 @@ def part_machine(device: str, quick: bool) -> Iterator[str]:
 def part_tests(device: str, quick: bool) -> Iterator[str]:
     """Tests marked `cuda`"""
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.cuda" in path.read_text("utf-8")]
-    yield from results_of([path for path in files if path != KERNELS], "-m", "cuda")
-
-
-KERNELS = ROOT / "tests" / "statistics" / "test_triton.py"
-
-
-def part_triton(device: str, quick: bool) -> Iterator[str]:
-    """Tests of the kernels in Triton"""
-    yield from results_of([KERNELS])
+    yield from results_of(files, "-m", "cuda")
 
 
 def part_examples(device: str, quick: bool) -> Iterator[str]:
@@ -441,7 +396,7 @@ def environment() -> dict[str, str]:
 
 # --- the page -----------------------------------------------------------------------------------------------------
 
-# The most important first, each with its limit in seconds: 560 in all.
+# The most important first, each with its limit in seconds: 470 in all.
 PARTS: dict[str, tuple[Callable[[str, bool], Iterator[str]], float]] = {
     "machine": (part_machine, 20),
     "waiting": (part_waiting, 40),
@@ -449,7 +404,6 @@ PARTS: dict[str, tuple[Callable[[str, bool], Iterator[str]], float]] = {
     "gpt2": (part_gpt2, 70),
     "resnet": (part_resnet, 70),
     "tests": (part_tests, 120),
-    "triton": (part_triton, 90),
     "snapshots": (part_snapshots, 45),
     "examples": (part_examples, 45),
 }

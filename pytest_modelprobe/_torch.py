@@ -12,7 +12,6 @@ has no replacement.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import importlib
@@ -26,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -62,6 +61,13 @@ def _attribute(path: str, instead: Any = None, *, cannot: str = "") -> Any:
     return missing if _private(path, missing) is missing else operator.attrgetter(path.rpartition(".")[2])
 
 
+def _together(*paths: str, cannot: str) -> list[Any]:
+    """Return the objects at paths, of which all are needed: where one is missing, each raises `ModelProbeError`."""
+    found = [_private(path, cannot=cannot) for path in paths]
+    missing = next((one for one in found if isinstance(one, functools.partial)), None)
+    return found if missing is None else [missing] * len(found)
+
+
 def _refuse(path: str, cannot: str, *_: object, **__: object) -> NoReturn:
     raise ModelProbeError(
         f"torch {torch.__version__} has no {path}, without which {cannot}: install a newer pytest-modelprobe, or an "
@@ -95,32 +101,18 @@ tracing_state: Callable[[], object] = _private(
 transform: Callable[[], object] = _private("torch._C._functorch.peek_interpreter_stack", lambda: "perhaps one")
 """Return the transform of `torch.func` that runs, or `None`. If it cannot be known, a string stands for one."""
 
-_NO_MODES = "functionals=True and attention=True are not possible"
-_FUNCTION_MODES = "torch._C._len_torch_function_stack"
-_count_function_modes: Callable[[], int] | None = _private(_FUNCTION_MODES)
+_NOTHING_READ = "no tensor can be read"
 
-function_modes: Callable[[], int] = _count_function_modes or (lambda: 1)
-"""Return how many function modes are active. It is 1 if that cannot be known."""
-
-pop_function_mode: Callable[[], Any] = _private("torch.overrides._pop_mode", cannot=_NO_MODES)
-"""Take the topmost function mode off the stack, and return it."""
-
-push_function_mode: Callable[[Any], None] = _private("torch.overrides._push_mode", cannot=_NO_MODES)
-"""Put a function mode on top of the stack."""
-
-
-def _missing_of_stack(*needed: Callable[..., Any]) -> Callable[[], int] | None:
-    return next((f for f in needed if isinstance(f, functools.partial)), None)
-
-
-# It is always called before a mode is taken off. So it raises if one of the three names is missing: otherwise a mode of
-# the user's could be taken off and not put back.
-count_function_modes: Callable[[], int] = (
-    _missing_of_stack(pop_function_mode, push_function_mode)
-    or _count_function_modes
-    or functools.partial(_refuse, _FUNCTION_MODES, _NO_MODES)
-)
+function_modes: Callable[[], int] = _private("torch._C._len_torch_function_stack", cannot=_NOTHING_READ)
 """Return how many function modes are active."""
+
+# Together, or a mode of the user's could be taken off and not put back.
+pop_function_mode, push_function_mode = _together(
+    "torch.overrides._pop_mode",
+    "torch.overrides._push_mode",
+    cannot="functionals=True and attention=True are not possible",
+)
+"""Take the topmost function mode off the stack, and return it; put one on top of the stack."""
 
 
 _DEFAULT_DEVICE: Any = _private("torch._GLOBAL_DEVICE_CONTEXT")
@@ -131,30 +123,18 @@ def default_device_mode() -> object:
     return getattr(_DEFAULT_DEVICE, "device_context", None)
 
 
-_DISPATCH_MODES = "torch._C._len_torch_dispatch_stack"
-_count_dispatch_modes: Callable[[], int] | None = _private(_DISPATCH_MODES)
+dispatch_modes: Callable[[], int] = _private("torch._C._len_torch_dispatch_stack", cannot=_NOTHING_READ)
+"""Return how many dispatch modes are active."""
 
-dispatch_modes: Callable[[], int] = _count_dispatch_modes or (lambda: 1)
-"""Return how many dispatch modes are active. It is 1 if that cannot be known."""
-
-_NO_PROFILE = "profile=True is not possible"
-
-pop_dispatch_mode: Callable[[], Any] = _private("torch.utils._python_dispatch._pop_mode", cannot=_NO_PROFILE)
-"""Take the topmost dispatch mode off the stack, and return it."""
-
-push_dispatch_mode: Callable[[Any], None] = _private("torch.utils._python_dispatch._push_mode", cannot=_NO_PROFILE)
-"""Put a dispatch mode on top of the stack."""
-
-_COMPOSITE: Any = _private("torch._C.DispatchKey.CompositeImplicitAutograd", cannot=_NO_PROFILE)
-_has_kernel: Callable[[str, Any], bool] = _private("torch._C._dispatch_has_kernel_for_dispatch_key", cannot=_NO_PROFILE)
-_kernel: Callable[[Any], Callable[..., Any]] = _attribute("torch.ops.aten.add.Tensor._op_dk", cannot=_NO_PROFILE)
-
-count_dispatch_modes: Callable[[], int] = (
-    _missing_of_stack(pop_dispatch_mode, push_dispatch_mode, _COMPOSITE, _has_kernel, _kernel)
-    or _count_dispatch_modes
-    or functools.partial(_refuse, _DISPATCH_MODES, _NO_PROFILE)
+pop_dispatch_mode, push_dispatch_mode, _COMPOSITE, _has_kernel, _ = _together(
+    "torch.utils._python_dispatch._pop_mode",
+    "torch.utils._python_dispatch._push_mode",
+    "torch._C.DispatchKey.CompositeImplicitAutograd",
+    "torch._C._dispatch_has_kernel_for_dispatch_key",
+    "torch.ops.aten.add.Tensor._op_dk",
+    cannot="profile=True is not possible",
 )
-"""Return how many dispatch modes are active. It raises as `count_function_modes` does."""
+"""Take the topmost dispatch mode off the stack, and return it; put one on top of the stack; see `run_composite`."""
 
 ModeStack = tuple[Any, ...]
 """The modes that are active, from the bottom to the top."""
@@ -175,8 +155,8 @@ def _set_stack(modes: ModeStack, count: Callable[[], int], pop: Callable[[], Any
 
 
 def function_modes_now() -> tuple[Any, ModeStack]:
-    """Return the mode of `torch.set_default_device` and all function modes. Raises as `count_function_modes` does."""
-    return default_device_mode(), _stack(count_function_modes, pop_function_mode, push_function_mode)
+    """Return the mode of `torch.set_default_device` and all function modes."""
+    return default_device_mode(), _stack(function_modes, pop_function_mode, push_function_mode)
 
 
 def set_function_modes(before: tuple[Any, ModeStack]) -> None:
@@ -189,25 +169,20 @@ def set_function_modes(before: tuple[Any, ModeStack]) -> None:
             vars(_DEFAULT_DEVICE).clear()  # torch 2.6 cannot be asked for the device where None stands
             if default is not None:
                 _DEFAULT_DEVICE.device_context = default
-    _set_stack(modes, count_function_modes, pop_function_mode, push_function_mode)
+    _set_stack(modes, function_modes, pop_function_mode, push_function_mode)
 
 
 def dispatch_modes_now() -> ModeStack:
-    """Return all dispatch modes. Raises as `count_dispatch_modes` does."""
-    return _stack(count_dispatch_modes, pop_dispatch_mode, push_dispatch_mode)
+    """Return all dispatch modes."""
+    return _stack(dispatch_modes, pop_dispatch_mode, push_dispatch_mode)
 
 
 def set_dispatch_modes(modes: ModeStack) -> None:
     """Make active what `dispatch_modes_now` returned, and nothing else."""
-    _set_stack(modes, count_dispatch_modes, pop_dispatch_mode, push_dispatch_mode)
+    _set_stack(modes, dispatch_modes, pop_dispatch_mode, push_dispatch_mode)
 
 
-def _autocast_devices() -> list[str]:
-    devices = ("cpu", "cuda", "mps", "xpu")
-    return [d for d in devices if torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d)]
-
-
-any_autocast: Callable[[], object] = _private("torch._C._is_any_autocast_enabled", _autocast_devices)
+any_autocast: Callable[[], object] = _private("torch._C._is_any_autocast_enabled", cannot=_NOTHING_READ)
 """Return whether autocast is active for any device."""
 
 # --- contexts for our own arithmetic ----------------------------------------------------------------------------------
@@ -216,39 +191,20 @@ any_autocast: Callable[[], object] = _private("torch._C._is_any_autocast_enabled
 # by 2e-3, and a mode or a tensor subclass could see it or change it.
 
 
-def _without_function_modes() -> AbstractContextManager[object]:
-    if function_modes():
-        _refuse("torch._C.DisableTorchFunction", "a model cannot be watched while a function mode is active")
-    return without_subclasses()
-
-
-without_torch_function: Context = _private("torch._C.DisableTorchFunction", _without_function_modes)
+without_torch_function: Context = _private("torch._C.DisableTorchFunction", cannot=_NOTHING_READ)
 """Return a context in which no `__torch_function__` is called, of tensor subclasses or of modes."""
 
 without_subclasses: Context = _private("torch._C.DisableTorchFunctionSubclass", without_torch_function)
 """Return a context in which no `__torch_function__` of a tensor subclass is called."""
 
 
-def _without_known_modes() -> AbstractContextManager[object]:
-    if dispatch_modes():
-        _refuse(_DISABLE_MODES, "no tensor can be read while a dispatch mode is active")
-    return contextlib.nullcontext()
-
-
-_DISABLE_MODES = "torch.utils._python_dispatch._disable_current_modes"
-without_dispatch_modes: Context = _private(_DISABLE_MODES, _without_known_modes)
+without_dispatch_modes: Context = _private(
+    "torch.utils._python_dispatch._disable_current_modes",
+    cannot="no tensor can be read under a dispatch mode",
+)
 """Return a context in which no dispatch mode is active."""
 
-
-@contextlib.contextmanager
-def _autocast_off() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for device in _autocast_devices():
-            stack.enter_context(torch.autocast(device, enabled=False))
-        yield
-
-
-without_autocast: Context = _private("torch._C._DisableAutocast", _autocast_off)
+without_autocast: Context = _private("torch._C._DisableAutocast", cannot="no tensor can be read under autocast")
 """Return a context in which autocast is off for all devices."""
 
 without_transforms: Context = _private(
@@ -259,17 +215,7 @@ without_transforms: Context = _private(
 # --- tensors and storages ---------------------------------------------------------------------------------------------
 
 
-def _has_no_storage(tensor: Tensor) -> bool:
-    if tensor.layout is not torch.strided or tensor.is_nested:  # these have no storage either
-        return False
-    try:
-        tensor.untyped_storage()
-    except NotImplementedError:
-        return True
-    return False
-
-
-is_wrapped: Callable[[Tensor], bool] = _private("torch._C._functorch.is_functorch_wrapped_tensor", _has_no_storage)
+is_wrapped: Callable[[Tensor], bool] = _private("torch._C._functorch.is_functorch_wrapped_tensor", cannot=_NOTHING_READ)
 """Return whether a tensor is one that a transform of `torch.func` passes to a function."""
 
 is_view: Callable[[Tensor], bool] = _private("torch.Tensor._is_view", lambda tensor: tensor._base is not None)
@@ -387,25 +333,6 @@ def unhook_tensor(hooks: weakref.ref[dict[int, Callable[..., Any]]], hook: Calla
 CALL: str = _private("torch.nn.Module._call_impl", cast(Any, nn.Module.__call__)).__name__
 """Name of the function that runs a module's hooks and its forward. Its Python frame is that of the call."""
 
-_STAGE = "torch.distributed.pipelining.stage"
-
-
-def learns_shapes(frame: FrameType | None) -> bool:
-    """Return whether a call is one by which a stage of a pipeline learns shapes.
-
-    From the second stage on, the inputs of such a call are memory that nobody has written, with NaN and huge numbers
-    that no model computed.
-
-    Args:
-        frame: The Python frame of the call.
-    """
-    while _STAGE in sys.modules and frame is not None:
-        if frame.f_code.co_name == "_prepare_forward_infra" and frame.f_globals.get("__name__") == _STAGE:
-            return True
-        frame = frame.f_back
-    return False
-
-
 _perhaps_one = {0: "perhaps one"}
 global_hooks: tuple[dict[int, Any], ...] = (
     _private("torch.nn.modules.module._global_forward_pre_hooks", _perhaps_one),
@@ -425,22 +352,14 @@ def remove_global_hook(handle: RemovableHandle) -> None:
     _WITH_KEYWORDS.pop(handle.id, None)
 
 
-BatchNorm: Any = _private(
-    "torch.nn.modules.batchnorm._BatchNorm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-)
-"""Base class of batch norms."""
+BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""The batch norms."""
 
-BatchOrInstanceNorm: Any = _private(
-    "torch.nn.modules.batchnorm._NormBase",
-    (BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
-"""Base class of layers with running statistics."""
+BatchOrInstanceNorm = (*BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+"""The layers with running statistics."""
 
-Dropout: Any = _private(
-    "torch.nn.modules.dropout._DropoutNd",
-    (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
-)
-"""Base class of dropout layers."""
+Dropout = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+"""The layers of dropout."""
 
 COMPILED_CHILD = "_orig_mod"
 """Name of the child that is the compiled module, in what `torch.compile` returns."""
@@ -570,8 +489,13 @@ class _NoDispatchMode:
         )
 
 
-TorchDispatchMode: Any = _private("torch.utils._python_dispatch.TorchDispatchMode", _NoDispatchMode)
-"""Base class of dispatch modes."""
+class DispatchMode(_private("torch.utils._python_dispatch.TorchDispatchMode", _NoDispatchMode)):  # type: ignore[misc]
+    """Base class of dispatch modes."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first call imports torch._dynamo, which takes over a second
+
 
 FakeTensorMode: Any = _private("torch._subclasses.fake_tensor.FakeTensorMode", cannot="architecture() takes no inputs")
 """The dispatch mode whose tensors have shapes and no elements."""
@@ -676,7 +600,7 @@ def run_composite(func: Any, args: Any, kwargs: Any) -> Any:
     model in training would return other numbers while it is profiled.
     """
     if _has_kernel(func.name(), _COMPOSITE):
-        return _kernel(func)(_COMPOSITE, *args, **kwargs)
+        return func._op_dk(_COMPOSITE, *args, **kwargs)
     return func.decompose(*args, **kwargs)
 
 
@@ -698,9 +622,6 @@ def _seed_cuda_now(seed: int) -> None:
     for generator in torch.cuda.default_generators:
         generator.manual_seed(seed)
 
-
-DYNAMO_PACKAGE = "torch._dynamo"
-"""What `torch.compile` imports when it is first used."""
 
 GROUPED_PRODUCT = "aten::_grouped_mm"
 """Name of the operation behind `torch.nn.functional.grouped_mm`. If a torch calls it differently, nothing matches."""

@@ -1,8 +1,8 @@
 """The compiled module that computes the numbers of tensors. Without it, torch and numpy compute the same numbers.
 
 It is compiled when the package is built, if there is a compiler. ``MODELPROBE_KERNEL=torch`` leaves it aside, and
-``MODELPROBE_KERNEL=compiled`` makes it an error if it is missing. ``MODELPROBE_KERNEL=triton`` asks for other kernels
-on CUDA besides. To say which code computes needs no torch, so this room stands alone.
+``MODELPROBE_KERNEL=compiled`` makes it an error if it is missing. To say which code computes needs no torch, so this
+room stands alone.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Compiled(Protocol):
 
 def _load() -> Compiled | None:
     asked = os.environ.get(VARIABLE, "")
-    if asked not in ("", "torch", "compiled", "triton"):
-        raise ModelProbeError(f"{VARIABLE}={asked}: it is 'torch', 'compiled' or 'triton', or not set")
+    if asked not in ("", "torch", "compiled"):
+        raise ModelProbeError(f"{VARIABLE}={asked}: it is 'torch' or 'compiled', or not set")
     if asked == "torch":
         return None
     try:

@@ -24,7 +24,6 @@ from .runs import (
     Loss,
     Mode,
     Options,
-    Positions,
     Run,
     StopOn,
     Watch,
@@ -223,7 +222,6 @@ class ModelProbe:
         profile: bool = False,
         isolate: bool = True,
         histograms: bool | None = None,
-        positions: Positions = "all",
         steps: int = 1,
         stop_on: StopOn | None = None,
     ) -> Watch:
@@ -239,10 +237,6 @@ class ModelProbe:
             profile: As in `run`.
             isolate: As in `run`. This copies the inputs of the first forwards.
             histograms: As in `run`.
-            positions: ``"last"``: of each value only the last position is recorded, the last index of axis 1. So the
-                forward of a causal model over a whole sequence can be compared with the newest step of decoding, in
-                ``watch.last``. Values without an axis of positions, such as masks and caches, are left out, and
-                ``record.notes`` names them. Gradients of values are not recorded, and no layer is called alone.
             steps: How many steps of training to keep in `Watch.steps`.
             stop_on: ``"nonfinite"``, or a callable that takes the `Statistics` of a value. At the first output or
                 gradient of a recorded layer that has a NaN or an infinity, or of which the callable is true, the hook
@@ -278,7 +272,6 @@ class ModelProbe:
             profile=profile,
             isolate=isolate,
             histograms=self._histograms if histograms is None else histograms,
-            positions=positions,
             steps=steps,
             stop_on=stop_on,
             seed=self.seed,

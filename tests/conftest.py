@@ -24,15 +24,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 from _pytest import fixtures, pytester
 from _pytest.assertion import rewrite
-
-if not torch.cuda.is_available():
-    # Without a GPU the kernels in Triton run in its interpreter, which has to be asked for before Triton is imported,
-    # as torch._dynamo does.
-    os.environ["TRITON_INTERPRET"] = "1"
-
-import torch._dynamo
 
 from pytest_modelprobe import child
 
@@ -128,7 +122,6 @@ OF_THE_OUTER_RUN = (
     "GITLAB_",
     "PYTEST_ADDOPTS",
     "PYTEST_XDIST_",
-    "TRITON_INTERPRET",
 )
 
 

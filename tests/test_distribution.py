@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import functools
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -128,25 +127,6 @@ def test_without_a_compiler_the_wheel_is_of_python_alone(tmp_path: Path) -> None
         assert not any("_kernel." in name for name in archive.namelist())
 
 
-@pytest.mark.long
-def test_for_a_python_without_a_gil_the_wheel_is_of_python_alone(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sysconfig\nsysconfig.get_config_vars()['Py_GIL_DISABLED'] = 1\n", "utf-8"
-    )
-    build = functools.partial(hatchling, "build", "-t", "wheel", "-d", tmp_path, PYTHONPATH=str(tmp_path))
-    build()
-    (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name.endswith("-py3-none-any.whl")
-    with pytest.raises(AssertionError, match="it is of the stable ABI, which this Python, without a GIL, does not"):
-        build(MODELPROBE_KERNEL="compiled")
-
-
-@pytest.mark.long
-def test_where_the_kernel_is_asked_for_a_build_without_a_compiler_fails(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="/nowhere/cc"):
-        hatchling("build", "-t", "wheel", "-d", tmp_path, CC="/nowhere/cc", MODELPROBE_KERNEL="compiled")
-
-
 TEST = """
 from importlib import metadata
 from pathlib import Path
@@ -186,16 +166,6 @@ def test_the_installed_wheel_runs(wheel: Path, tmp_path: Path) -> None:
     assert "usage: modelprobe" in called(script, "--help", cwd=tmp_path, PYTHONPATH=str(installed))
 
 
-@pytest.mark.long
-def test_the_sdist_installs_the_files_of_the_wheel(
-    sdist: Path, wheel: Path, tmp_path: Path, compiler: dict[str, str]
-) -> None:
-    install(sdist, tmp_path / "installed", **compiler)
-    with zipfile.ZipFile(wheel) as archive:
-        expected = {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
-    assert {name: (tmp_path / "installed" / name).read_bytes() for name in expected} == expected
-
-
 # --- version ----------------------------------------------------------------------------------------------------------
 
 
@@ -214,57 +184,6 @@ def test_the_version_is_that_of_the_tag(scratch: Path) -> None:
     assert hatchling("version", cwd=scratch).strip() == "1.2.3"
     (scratch / "README.md").write_text("changed", "utf-8")
     assert re.fullmatch(r"1\.2\.4\.dev0\+\S+", hatchling("version", cwd=scratch).strip())
-
-
-def without_git(*arguments: str, cwd: Path) -> str:
-    # Else a repository around the folder for temporary files is taken.
-    return hatchling(*arguments, cwd=cwd, GIT_CEILING_DIRECTORIES=str(cwd.parent)).strip()
-
-
-def test_a_folder_without_git_has_a_version(scratch: Path) -> None:
-    assert without_git("version", cwd=scratch) == "0.1.0.dev0"
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not (ROOT / ".git_archival.txt").exists(), reason="needs a checkout")
-def test_an_archive_of_git_has_the_version_of_the_tag(scratch: Path) -> None:
-    for name in (".git_archival.txt", ".gitattributes"):
-        (scratch / name).write_bytes((ROOT / name).read_bytes())
-    git("init", "-q", cwd=scratch)
-    git("add", "-A", cwd=scratch)
-    git("commit", "-qm", "one", cwd=scratch)
-    for tag, version in [(None, "0.1.0.dev0"), ("v1.2.3", "1.2.3")]:
-        if tag is not None:
-            git("tag", tag, cwd=scratch)
-        git("archive", "--prefix=archive/", "--output=archive.tar", "HEAD", cwd=scratch)
-        with tarfile.open(scratch / "archive.tar") as archive:
-            archive.extractall(scratch / version, filter="data")
-        assert without_git("version", cwd=scratch / version / "archive") == version
-
-
-@pytest.mark.long
-def test_the_links_of_the_readme_lead_into_the_repository_that_is_named(scratch: Path) -> None:
-    project = scratch / "pyproject.toml"
-    text = re.sub(r"\[project\.urls\]\n(.+\n)*", "", project.read_text("utf-8"))
-    project.write_text(text, "utf-8")
-    readme = (scratch / "README.md").read_text("utf-8")
-    assert json.loads(without_git("metadata", cwd=scratch))["readme"]["text"] == readme
-    project.write_text(text + '[project.urls]\nSource = "https://example.org/a/b"\n', "utf-8")
-    absolute = json.loads(without_git("metadata", cwd=scratch))["readme"]["text"]
-    links = re.findall(r"\]\(([^)\s]+)\)", absolute)
-    assert all(link.startswith("https://example.org/a/b/") for link in links)
-    assert "](https://example.org/a/b/blob/HEAD/docs/start/index.md)" in absolute
-    assert "](https://example.org/a/b/raw/HEAD/docs/how-to/html-report.png)" in absolute
-    assert re.sub(r"https://example\.org/a/b/(blob|raw)/HEAD/", "", absolute) == readme
-
-
-def test_the_versions_of_python_are_the_same_everywhere() -> None:
-    version = re.compile(r"Programming Language :: Python :: (3\.\d+)")
-    promised = [found[1] for text in PROJECT["project"]["classifiers"] if (found := version.fullmatch(text))]
-    assert PROJECT["project"]["requires-python"] == f">={promised[0]}"
-    for workflow in ("ci.yml", "release.yml"):
-        text = (ROOT / ".github/workflows" / workflow).read_text("utf-8")
-        assert re.findall(r"python: \[(.*)\]", text) == [", ".join(f'"{version}"' for version in promised)]
 
 
 def test_the_wheel_says_what_it_needs(wheel: Path) -> None:
@@ -348,11 +267,6 @@ def test_a_tag_without_its_section_is_not_released(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().out == "### Added\n\n- More.\n"
 
 
-def test_the_changelog_can_be_cut() -> None:
-    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
-    assert changelog().UNRELEASED in text
-
-
 # --- what GitHub and pre-commit read ----------------------------------------------------------------------------------
 
 
@@ -397,8 +311,3 @@ def test_issue_forms_ask_for_the_doctor(form: str, required: bool) -> None:
     fields = {field["id"]: field for field in read(f".github/ISSUE_TEMPLATE/{form}.yml")["body"]}
     assert "`modelprobe doctor`" in fields["doctor"]["attributes"]["label"]
     assert fields["doctor"].get("validations", {}).get("required", False) == required
-
-
-def test_the_security_policy_links_to_what_is_there() -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", (ROOT / "SECURITY.md").read_text("utf-8")):
-        assert (ROOT / target).is_file()

@@ -26,7 +26,6 @@ from pytest_modelprobe.comparison import (
 from pytest_modelprobe.comparison.text import text
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import (
-    LAST_POSITION,
     Histogram,
     Layer,
     Reading,
@@ -75,8 +74,7 @@ def assert_same_behavior(
         AssertionError: They differ.
         SelectionError: ``rename``, ``layers`` or ``tolerance`` matches no layer.
         NothingObservedError: One of the two was never called, or no layer could be paired.
-        UsageError: One of the two alone was watched with ``positions="last"``, or ``pair`` is neither of the two, or is
-            with an option that it does not take.
+        UsageError: ``pair`` is neither of the two, or is with an option that it does not take.
 
     >>> import torch
     >>> from pytest_modelprobe import ModelProbe
@@ -90,12 +88,6 @@ def assert_same_behavior(
     AssertionError: 0.eps 1e-05 → 0.001: ...
     """
     mine, theirs = record_of(actual), record_of(expected)
-    last = [any(note.startswith(LAST_POSITION) for note in record.notes) for record in (mine, theirs)]
-    if last[0] != last[1]:
-        raise UsageError(
-            f"only the {'actual' if last[0] else 'expected'} record is of the last position alone: "
-            'watch both with positions="last"'
-        )
     if pair not in ("names", "structure"):
         raise UsageError(f'pair is "names" or "structure"; got {pair!r}')
     if pair == "structure":

@@ -51,8 +51,7 @@ def assert_training_loop(subject: Subject) -> None:
     - an optimizer with the parameters of another copy of the model;
     - training in evaluation mode and evaluation in training mode, if a layer depends on the mode;
     - most steps skipped by a ``GradScaler`` because gradients are not finite;
-    - gradients that are reset before a step was taken with them, and BatchNorm with a batch that is accumulated in
-      parts: a `HintWarning`, as sound loops do it too.
+    - BatchNorm with a batch that is accumulated in parts: a `HintWarning`, as sound loops do it too.
 
     Forwards that compute the statistics of a BatchNorm again, as ``torch.optim.swa_utils.update_bn`` does, are no
     evaluation. Gradients may be accumulated on purpose if they are reset after the step. Forwards in training mode
@@ -172,16 +171,6 @@ def _findings(record: Record, training: Training) -> Iterator[_Finding]:
             training.discarded + steps,
             "A GradScaler skips such a step and lowers its scale: look at its initial scale; assert_grad_finite names "
             "where NaN or inf began.",
-        )
-    if training.lost > 1 and steps and not training.others:  # another optimizer may have used them
-        yield _Finding(
-            "gradients are thrown away before a step",
-            training.lost,
-            training.passes,
-            "Backward passes were followed by zero_grad() before a step was taken. Where gradients are accumulated "
-            "over several passes, call zero_grad() only after a step, and take one with the last passes of an epoch "
-            "too. Optimizers that compute a gradient twice, as SAM does, do so on purpose.",
-            hint=True,
         )
     norm = next((layer for layer in _called(record, training=True) if "BatchNorm" in layer.type_name), None)
     if training.accumulated and training.optimizers == 1 and not training.others and norm is not None:

@@ -12,7 +12,6 @@ from .assembly import Which as Which
 from .assembly import assemble as assemble
 from .capture import Capture as Capture
 from .capture import Options as Options
-from .capture import Positions as Positions
 from .forwards import ForwardCounts as ForwardCounts
 from .observation import SeenValue as SeenValue
 from .tensors import ParameterReading as ParameterReading

@@ -81,7 +81,7 @@ def assemble(
             forward as it left them.
     """
     with gc_paused(), without_torch_function():  # a mode of the user sees nothing of it
-        capture.settle()
+        capture.check()
         chosen = _chosen(capture, which)
         layers = _Builder(capture, which, chosen, before or {}).layers()
         parameters = [parameter for layer in layers.values() for parameter in layer.parameters]
@@ -142,22 +142,19 @@ def _chosen(capture: Capture, which: Which) -> _Chosen:
     forward = forwards.first if which == "first" else forwards.newest
     if which == "all" or forward is None:
         training = capture.training.counts
-        taken = 0 if training is None else training.steps
-        skipped = forwards.skipped > max(1, taken)
-        steps = "1 step was" if forwards.skipped == 1 else f"{forwards.skipped:,} steps were"
-        note = f"{steps} skipped, as gradients were not finite: these gradients are left out"
-        notes = [] if skipped or not forwards.skipped else [note]
+        # As a `GradScaler` does, and SAM. Where most are reset, they are what is to be looked at.
+        reset = training is not None and 0 < training.discarded <= training.steps
+        notes = ["gradients that were reset before a step are left out"] if reset else []
         counts = forwards.counts
         if counts.others and training is not None and forwards.count > 1:  # else nothing was trained
             notes.append(str(counts))
         return _Chosen(
-            parts=forwards.all_parts(with_skipped=skipped),
+            parts=forwards.all_parts(with_unused=not reset),
             backwards=capture.gradients.count,
-            gradients=forwards.all_gradients(with_skipped=skipped),
+            gradients=forwards.all_gradients(with_unused=not reset),
             notes=tuple(notes),
         )
-    is_unused = not forward.trained_by or (which == "first" and forwards.first_is_unused)
-    in_no_step = forwards.taken and is_unused
+    in_no_step = forwards.taken and not forward.trained_by
     note = f"the {which} forward is part of no step of training: first_step and steps are those that are"
     return _Chosen(
         parts={forward.kind: Totals.of(forward)},

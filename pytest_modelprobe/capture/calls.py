@@ -26,7 +26,7 @@ from .gradients import Gradients
 from .hooks import ForwardMode, HookGuard, leave
 from .observation import CallObservation, RunningCall, RunningCalls, StopCheck
 from .profiler import Profiler
-from .tensors import ContentKey, LastPosition, content_key, plain_name, random_states, shape_of, unit_axis
+from .tensors import ContentKey, content_key, plain_name, random_states, shape_of, unit_axis
 
 _MOST_RETURNED = 256  # outputs of forwards that are remembered
 
@@ -42,8 +42,6 @@ class CallRecorder:
     """Measures what each call costs. `None` without ``profile=True``."""
     stop: StopCheck | None
     """Judges each output. `None` without ``stop_on=``."""
-    last: LastPosition | None
-    """Cuts out the last position. `None` without ``positions="last"``."""
     returned: dict[ContentKey, tuple[str, Any]] = field(default_factory=dict)
     """The newest tensors that forwards returned, which a loop may give to the next: their addresses and storages."""
 
@@ -68,9 +66,8 @@ class CallRecorder:
         inputs = running.inputs.tensors
         # What the model is given is read with the hashes of each input alone: else one that changes would change all.
         own = () if self.running.stack else running.forward.samples.inputs
-        found = inputs if self.last is None else self.last.of(running.name, inputs)
         alone = own if len(own) == len(inputs) else [None] * len(inputs)
-        for (path, tensor), samples in zip(found, alone, strict=False):
+        for (path, tensor), samples in zip(inputs, alone, strict=True):
             axis = axes.get(shape_of(tensor)) if axes else None
             seen = self.gradients.observe(running.forward, tensor, axis, samples)
             if not self.running.stack and (key := content_key(tensor, inference=True)) in self.returned:
@@ -101,8 +98,7 @@ class CallRecorder:
             self.profiler.finish_call(
                 running.name, running.start, None if outer is None else outer.start, returned, leaf=leaf
             )
-        found = outputs.tensors
-        for path, tensor in found if self.last is None else self.last.of(running.name, found):
+        for path, tensor in outputs.tensors:
             if module is None or tensor.is_nested:
                 axis = running.inherited_axis(tensor)
             else:

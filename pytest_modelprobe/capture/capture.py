@@ -12,18 +12,15 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import (
-    count_dispatch_modes,
     graph_task,
     is_wrapped,
-    learns_shapes,
     without_torch_function,
 )
 from pytest_modelprobe.exceptions import ModelProbeError
@@ -51,13 +48,10 @@ from .gradients import Gradients, ParameterHooks, Recomputation
 from .hooks import ForwardMode, HookGuard, ModuleHooks, enter, leave
 from .observation import Judge, RunningCall, RunningCalls, SetAttributes, StopCheck, input_keys
 from .profiler import Profiler
-from .tensors import LastPosition, ParameterReading, describe, may_draw, read_parameters, storage_keys
+from .tensors import ParameterReading, describe, may_draw, read_parameters, storage_keys
 from .training import Steps, TrainingSteps
 
 # --- What is asked of a capture: which layers are seen, and what is taken down of each -------------------------------
-
-Positions = Literal["all", "last"]
-"""Which positions of a sequence to record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +70,6 @@ class Options:
     """Whether to measure what each layer costs."""
     histograms: bool = False
     """Whether to count the elements of each tensor and gradient in bins."""
-    positions: Positions = "all"
-    """Whether to record all positions of a sequence, or the last one alone."""
     steps: int = 1
     """How many steps of training to keep, each apart."""
 
@@ -131,8 +123,7 @@ class Capture:
         training = self._training_steps = TrainingSteps(layers, self.selected, self.observed, self.notes)
         self.parameter_hooks = ParameterHooks(layers, self.guard, self.gradients, self.training, training)
         attending = AttentionMode(self.guard, self._running) if options.attention else None
-        self._last = LastPosition() if options.positions == "last" else None
-        self._calls = CallRecorder(self.gradients, self._running, self.notes, self._profiler, stop, self._last)
+        self._calls = CallRecorder(self.gradients, self._running, self.notes, self._profiler, stop)
         self.functionals = FunctionalMode(layers, self.selected, self.guard, self._running, self._calls)
         # Attention topmost: it comes first, while no pseudo-layer runs.
         modes: tuple[ForwardMode | None, ...] = (self.functionals if options.functionals else None, attending)
@@ -159,18 +150,7 @@ class Capture:
     @property
     def counts(self) -> ForwardCounts:
         """How many forwards are part of what."""
-        self.training.settle()
         return self.observed.counts
-
-    def settle(self) -> None:
-        """Decide what can be decided of all that was seen, for a record.
-
-        Raises:
-            ModelProbeError: A hook failed, or was removed.
-        """
-        self.check()
-        self.training.settle()
-        self.observed.sort_thrown()
 
     @property
     def all_notes(self) -> Iterator[str]:
@@ -183,8 +163,6 @@ class Capture:
             )
         if 0 < self._abstract < self.forwards:
             yield f"{self._abstract:,} of {self.forwards:,} forwards ran on meta or fake tensors, which have no numbers"
-        if self._last is not None:
-            yield from self._last.notes(self.forwards)
 
     def type_name(self, layer: str) -> str:
         """Return the name of a layer's class, or of the function."""
@@ -208,8 +186,6 @@ class Capture:
                     pass
             finally:
                 leave(self._modes)
-        if self._profiler is not None:
-            count_dispatch_modes()
         try:
             with held(), gc_paused(), without_torch_function():
                 self._exit.enter_context(
@@ -223,8 +199,7 @@ class Capture:
                         self.parameter_hooks.add_layer(name, module)
                 self.gradients.model_storages = frozenset(storage_keys(self.layers))
                 self.parameter_hooks.attach()
-                self._exit.enter_context(register_optimizer_step_pre_hook(self.parameter_hooks.step_begins))
-                self._exit.enter_context(register_optimizer_step_post_hook(self.parameter_hooks.step_ends))
+                self.parameter_hooks.observe_steps()
                 self.guard.active = True
         except BaseException:
             self.detach()
@@ -300,9 +275,6 @@ class Capture:
         if graph_task() != -1:
             self._recomputation.begin_call(name, inputs, frame)
             return
-        if outermost and learns_shapes(frame):
-            self.notes["a stage of a pipeline called the model once to learn shapes: that forward is left out"] = None
-            return
         if outermost:
             self._begin_forward(name, module, inputs)
             self.notes.update(dict.fromkeys(notes_on(self.layers.modules.values(), frame)))
@@ -363,11 +335,8 @@ class Capture:
 
     def _begin_forward(self, name: str, module: nn.Module, inputs: Flat) -> None:
         kind = name, module.training
-        self.training.settle()
         self._training_steps.forward_begins()
         tensors = [tensor for _, tensor in (self.sample_inputs or inputs).tensors]
-        if self._last is not None:
-            tensors = self._last.begin(tensors)
         given = [tensor for _, tensor in inputs.tensors]
         devices = devices_of(self.layers.modules.values(), given)
         self.observed.begin(kind, tensors, devices, accumulates=self.parameter_hooks.hold_gradients)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -51,12 +50,14 @@ class ForwardCounts(NamedTuple):
         return ", ".join([first, *(f"{number:,} {what}" for number, what in more)])
 
 
-class ObservedPasses:
-    """Forwards, and the gradients of the backward passes that reached them."""
+class ObservedStep:
+    """The forwards and gradients since the step before, and how a step of an optimizer changed the parameters."""
 
-    def __init__(self, number: int = 0) -> None:
+    def __init__(self, number: int = 0, since: int = -1) -> None:
         self.number = number
-        """Chooses the signs with which it is merged into others."""
+        """Chooses the signs with which it is merged into others: how many steps, taken or not, there were before."""
+        self.since = since
+        """Number of its first backward pass, if the gradients of those before were reset."""
         self.forwards: list[DoneForward] = []
         """Those not merged yet: the first, which has nothing to be merged with."""
         self.parts: Parts = {}
@@ -66,9 +67,24 @@ class ObservedPasses:
         """Number of its first forward in the watch; None: that is not over."""
         self.backwards = 0
         """Backward passes that reached a parameter."""
-        self.passes: set[int] = set()
-        """Numbers of the passes that were put here as a whole."""
         self._newest_pass = -1
+        self.taken = False
+        """Whether an optimizer has stepped."""
+        self.applied: dict[str, Reduction] = {}
+        """Gradients of parameters by full name, as the optimizer had them."""
+        self.before: dict[str, Reduction] = {}
+        """Parameters and buffers by full name before the optimizer stepped."""
+        self.updates: dict[str, Reduction] = {}
+        """What was added to each of the parameters that the optimizers hold."""
+        self.buffers: dict[str, Reduction] = {}
+        """All buffers after it."""
+        self.optimizers: list[OptimizerGroup] = []
+        self.groups: dict[str, int] = {}
+        """Of parameters by full name, the number of the group that holds them."""
+        self.modes: dict[str, bool] = {}
+        """Whether each layer was in training mode as the optimizer stepped."""
+        self.seen: defaultdict[ForwardKind, SeenSamples] = defaultdict(SeenSamples)
+        """Samples of its forwards."""
 
     @property
     def count(self) -> int:
@@ -93,8 +109,8 @@ class ObservedPasses:
             merge_into(self.parts, forward)
         self.forwards.clear()
 
-    def merge_from(self, other: ObservedPasses) -> None:
-        """Merge the forwards and gradients of another step, or of passes after which none was taken."""
+    def merge_from(self, other: ObservedStep) -> None:
+        """Merge the forwards and gradients of another step."""
         for kind, totals in other.parts.items():
             self.parts.setdefault(kind, Totals()).merge_from(totals, other.number)
         for forward in other.forwards:  # one, while nothing is merged: its signs are those of the step
@@ -102,106 +118,13 @@ class ObservedPasses:
         _merge_gradients(self.gradients, other.gradients, other.number)
         self.backwards += other.backwards
 
-    def join(self, other: ObservedPasses) -> None:
-        """Add passes to those of the same step."""
-        for kind, totals in other.parts.items():
-            if kind in self.parts:
-                self.parts[kind].merge_from(totals)
-            else:
-                self.parts[kind] = totals
-        for forward in other.forwards:
-            self.add(forward)
-        for name, gradient in other.gradients.items():
-            if name not in self.gradients:
-                self.gradients[name] = gradient
-            elif gradient.reduced is not None:
-                self.gradients[name].receive(gradient.reduced, other._newest_pass)
-        if other.first is not None:
-            self.first = other.first if self.first is None else min(self.first, other.first)
-        self.backwards += other.backwards
-        self.passes |= other.passes
-        self._newest_pass = max(self._newest_pass, other._newest_pass)
-
-    def has_gradient_other_than_zero(self, names: Iterable[str]) -> bool:
-        """Whether the gradient of one of the parameters is known and not zero; this reads it from its device."""
-        reduced = [self.gradients[name].reduced for name in names if name in self.gradients]
-        readings = statistics.collect([one for one in reduced if one is not None])
-        return any(one.statistics is not None and not one.statistics.all_zero for one in readings)
-
-    @property
-    def reduced(self) -> list[Reduction]:
-        """The gradients of all parameters."""
-        return [one for gradient in self.gradients.values() if (one := gradient.reduced) is not None]
-
-
-class PendingPasses(ObservedPasses):
-    """Passes that reached the same parameters, and whose gradients no step has used yet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.holders: dict[GradientState, None] = {}
-        """The gradients to which they were added, less those that were reset since."""
-
-
-@dataclass(slots=True, eq=False)
-class GradientState:
-    """What the ``.grad`` of one parameter consists of."""
-
-    parameter: ref[torch.nn.Parameter]
-    names: list[str]
-    """Full names of the parameter."""
-    passes: int = 0
-    """Backward passes added up since a reset or a step."""
-    used: int = 0
-    """Number of the newest step that was taken with these gradients, from 1; 0: there was none."""
-    owner: int = 0
-    """Number of the optimizer that stepped with the parameter, from 1; 0: none did."""
-    stale: bool = False
-    """Whether a pass was added to gradients with which a step had been taken."""
-    mixed: bool = False
-    """Whether passes before and after a step of another optimizer, which may have used them, were added up."""
-    total: int = 0
-    """Steps of all optimizers when the newest pass arrived."""
-    others: int = 0
-    """Those of optimizers that have no parameter of the model."""
-    pending: list[PendingPasses] = field(default_factory=list)
-    """The passes since a reset or a step, until a step uses one of their gradients."""
-
-
-class ObservedStep(ObservedPasses):
-    """The forwards and gradients since the step before, and how a step of an optimizer changed the parameters."""
-
-    def __init__(self, number: int = 0) -> None:
-        super().__init__(number)  # how many steps, taken or thrown away, there were before
-        self.taken = False
-        """Whether an optimizer has stepped."""
-        self.applied: dict[str, Reduction] = {}
-        """Gradients of parameters by full name, as the optimizer had them."""
-        self.before: dict[str, Reduction] = {}
-        """Parameters and buffers by full name before the optimizer stepped."""
-        self.updates: dict[str, Reduction] = {}
-        """What was added to each of the parameters that the optimizers hold."""
-        self.buffers: dict[str, Reduction] = {}
-        """All buffers after it."""
-        self.optimizers: list[OptimizerGroup] = []
-        self.groups: dict[str, int] = {}
-        """Of parameters by full name, the number of the group that holds them."""
-        self.modes: dict[str, bool] = {}
-        """Whether each layer was in training mode as the optimizer stepped."""
-        self.seen: defaultdict[ForwardKind, SeenSamples] = defaultdict(SeenSamples)
-        """Samples of its forwards."""
-
-
-_MOST_THROWN = 32
-"""How many passes may be reset before their gradients are read, all at once: a device is waited for once."""
-
 
 class ObservedForwards:
     """The first forward, the newest, and all that are over merged, each with what it is part of.
 
-    A forward that a backward pass reached is part of the step that an optimizer takes with a gradient of that pass. If
-    all of them are reset before that, or if no such step was taken yet, it is one of the others. One that no pass can
-    reach any more is an evaluation, or the call of a part of the model.
+    A forward that a backward pass reached is part of the next step of an optimizer. If all gradients are reset before
+    that, or if no such step was taken yet, it is one of the others. One that no pass can reach any more is an
+    evaluation, or the call of a part of the model.
 
     Args:
         most_steps: How many steps are kept; those after them are merged.
@@ -217,22 +140,12 @@ class ObservedForwards:
         """The first steps, less the newest."""
         self.step = ObservedStep()
         """The step that is not over."""
-        self.pending: list[PendingPasses] = []
-        """The passes whose gradients no step has used yet."""
-        self.skipped = self.lost = 0
-        """Passes that were reset before a step was taken: those with gradients that were not finite, and the others."""
-        self.first_is_unused = False
-        """Whether the gradients of the first forward were reset before a step was taken."""
         self._most_steps = most_steps
         self._later_steps = 0
-        self._later = ObservedPasses()
+        self._later = ObservedStep()
         """The steps that were taken and are not kept, merged."""
-        self._unused = ObservedPasses()
-        """Passes with finite gradients that were reset before a step was taken, merged."""
-        self._skipped = ObservedPasses()
-        """The same with gradients that were not finite: a step was skipped for them."""
-        self._thrown: list[ObservedPasses] = []
-        """Passes that were reset, while it is not known yet whether their gradients are finite."""
+        self._unused = ObservedStep()
+        """Forwards and gradients that were reset before a step was taken, merged."""
         self._evaluations: Parts = {}
         self._undecided: list[DoneForward] = []
         self._kinds: Counter[ForwardKind] = Counter()
@@ -279,8 +192,10 @@ class ObservedForwards:
         undecided, self._undecided = self._undecided, []
         for forward in undecided:
             if forward.trained_by:
-                self.step.seen[forward.kind].add(forward.samples)
-                self._owner(forward).add(forward)
+                owner = self._owner(forward)
+                owner.add(forward)
+                if owner is self.step:
+                    owner.seen[forward.kind].add(forward.samples)
             elif forward.graph() is not None:  # a backward pass may reach it still
                 self._undecided.append(forward)
             else:
@@ -307,53 +222,12 @@ class ObservedForwards:
         """Whether no forward before the newest is of that kind."""
         return self._kinds[kind] < 2
 
-    def use(self, passes: PendingPasses) -> None:
-        """Note that the step that begins is taken with a gradient of passes."""
-        self._decide_on(passes)
-        self.step.join(passes)
+    def discard(self, backward: int) -> None:
+        """Note that all gradients since the step before were reset as a backward pass began."""
+        self._unused.merge_from(self.step)
+        self.step = ObservedStep(self.step.number + 1, since=backward)
 
-    def discard(self, passes: PendingPasses) -> None:
-        """Note that all gradients of passes were reset before a step was taken."""
-        for forward in [one for one in self._undecided if one.trained_by and one.trained_by <= passes.passes]:
-            self._undecided.remove(forward)
-            passes.add(forward)
-        self._decide_on(passes)
-        self.first_is_unused |= passes.first == 0
-        self._throw_away(passes)
-
-    def discard_gradient(self, passes: PendingPasses, held: GradientState) -> None:
-        """Note that one gradient of passes was reset before a step was taken, and not those of others."""
-        del passes.holders[held]
-        held.pending.remove(passes)
-        thrown = ObservedPasses()
-        thrown.gradients = {name: passes.gradients.pop(name) for name in held.names if name in passes.gradients}
-        self._throw_away(thrown)
-
-    def _decide_on(self, passes: PendingPasses) -> None:
-        if passes in self.pending:
-            self.pending.remove(passes)
-        for held in passes.holders:
-            if passes in held.pending:
-                held.pending.remove(passes)
-
-    def _throw_away(self, passes: ObservedPasses) -> None:
-        passes.number = self.step.number
-        self.step.number += not self.step.taken
-        self._thrown.append(passes)
-        if len(self._thrown) == _MOST_THROWN:
-            self.sort_thrown()
-
-    def sort_thrown(self) -> None:
-        """Merge the passes that were reset, by whether their gradients are finite. That is read from their device."""
-        thrown, self._thrown = self._thrown, []
-        for passes, skipped in zip(thrown, statistics.any_nonfinite([one.reduced for one in thrown]), strict=True):
-            (self._skipped if skipped else self._unused).merge_from(passes)
-            if skipped:
-                self.skipped += bool(passes.passes)  # else these are single gradients, without their passes
-            else:
-                self.lost += len(passes.passes)
-
-    def parts_of_step(self, step: ObservedPasses) -> Parts:
+    def parts_of_step(self, step: ObservedStep) -> Parts:
         """Return the forwards of a step, merged into copies."""
         alone = [*step.forwards, *(f for f in self._unmerged if f.trained_by and self._owner(f) is step)]
         return _merged(step.parts, alone)
@@ -364,9 +238,7 @@ class ObservedForwards:
 
     def unused_parts(self) -> Parts:
         """Return the forwards that a backward pass reached, and whose gradients no step used, merged into copies."""
-        _, _, *pending = self._without_step
-        parts = [(self.step.number, self.parts_of_step(one)) for one in pending]
-        return _together([(0, self._unused.parts), (0, self._skipped.parts), *parts])
+        return _together((step.number, self.parts_of_step(step)) for step in self._without_step)
 
     def unused_gradients(self) -> Mapping[str, ParameterGradient]:
         """Return the gradients of parameters by full name that no step used."""
@@ -377,42 +249,32 @@ class ObservedForwards:
         """Passes that reached a parameter and whose gradients no step used."""
         return sum(step.backwards for step in self._without_step)
 
-    def all_parts(self, *, with_skipped: bool) -> Parts:
+    def all_parts(self, *, with_unused: bool) -> Parts:
         """Return all forwards, merged into copies.
 
         Args:
-            with_skipped: Whether with the gradients that a step was skipped for.
+            with_unused: Whether with the gradients that were reset before a step was taken.
         """
-        skipped = self._skipped.parts
-        if not with_skipped:
-            skipped = {kind: totals.copy() for kind, totals in skipped.items()}
-            for totals in skipped.values():
+        unused = self.parts_of_step(self._unused)
+        if not with_unused:
+            unused = {kind: totals.copy() for kind, totals in unused.items()}
+            for totals in unused.values():
                 totals.drop_gradients()
         steps = [(step.number, self.parts_of_step(step)) for step in (*self.steps, self.step)]
-        steps += [(self.step.number, self.parts_of_step(passes)) for passes in self.pending]
-        signed = self._later.parts, self._unused.parts, skipped, self.evaluated_parts()
-        return _together([*steps, *((0, parts) for parts in signed)])
+        return _together([*steps, *((0, parts) for parts in (self._later.parts, unused, self.evaluated_parts()))])
 
-    def all_gradients(self, *, with_skipped: bool) -> Mapping[str, ParameterGradient]:
+    def all_gradients(self, *, with_unused: bool) -> Mapping[str, ParameterGradient]:
         """Return the gradients of parameters by full name, of all passes; see `all_parts`."""
-        skipped = [self._skipped] if with_skipped else []
-        return _gradients_of([*self.steps, self._later, self._unused, self.step, *self.pending, *skipped])
+        return _gradients_of([*self.steps, self._later, *([self._unused] if with_unused else []), self.step])
 
     @property
-    def gradients(self) -> Mapping[str, ParameterGradient]:
-        """The gradients of parameters by full name that have arrived for the step that is not over."""
-        return _gradients_of([self.step, *self.pending])
+    def _without_step(self) -> list[ObservedStep]:
+        """What no step was taken with, so far."""
+        return [self._unused, *([] if self.step.taken else [self.step])]
 
-    @property
-    def _without_step(self) -> list[ObservedPasses]:
-        """Passes after which no step was taken, so far."""
-        return [self._unused, self._skipped, *self._thrown, *self.pending, *([] if self.step.taken else [self.step])]
-
-    def _owner(self, forward: Forward | DoneForward) -> ObservedPasses:
-        """Return what a forward that was reached is part of: the step that is not over, or passes without one."""
-        if forward.trained_by & self.step.passes:
-            return self.step
-        return next((one for one in self.pending if forward.trained_by & one.passes), self.step)
+    def _owner(self, forward: Forward | DoneForward) -> ObservedStep:
+        """Return what a forward that was reached and is not merged is part of."""
+        return self.step if max(forward.trained_by) >= self.step.since else self._unused
 
     @property
     def _unmerged(self) -> list[Forward | DoneForward]:
@@ -423,7 +285,7 @@ def _count(parts: Parts) -> int:
     return sum(totals.forwards for totals in parts.values())
 
 
-def _gradients_of(steps: Iterable[ObservedPasses]) -> Mapping[str, ParameterGradient]:
+def _gradients_of(steps: Iterable[ObservedStep]) -> Mapping[str, ParameterGradient]:
     found: dict[str, ParameterGradient] = {}
     for step in steps:
         _merge_gradients(found, step.gradients, step.number)

@@ -28,6 +28,8 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from pytest_modelprobe import statistics
@@ -53,11 +55,11 @@ from pytest_modelprobe.models import (
 from pytest_modelprobe.record import ROOT
 from pytest_modelprobe.statistics import WHOLE, Reduction, Samples, ambient_modes_disabled
 
-from .forwards import GradientState, ObservedForwards, ObservedPasses
+from .forwards import ObservedForwards
 from .hooks import HookGuard
 from .observation import CallObservation, Forward, ParameterGradient, RunningCalls, StopCheck, TensorObservation, Values
 from .tensors import ContentKey, content_key, is_parameter, shape_of, stacked_axis
-from .training import Steps, TrainingSteps, are_zero, computes_gradients, has_closure, is_skipped
+from .training import GradientState, Steps, TrainingSteps, computes_gradients, has_closure, is_skipped
 
 _index = operator.attrgetter("index")
 _LARGE = 1 << 13  # elements above which to look whether a gradient was seen before is cheaper than to read it again
@@ -145,8 +147,7 @@ class Gradients:
 
     def observe_again(self, forward: Forward, tensor: torch.Tensor, seen: TensorObservation) -> None:
         """Let the gradient of a recomputed tensor go to the observation of the original."""
-        # The original may be the last position of the tensor alone, and the gradient is of all positions.
-        if tensor.requires_grad and not tensor.is_leaf and seen.shape == shape_of(tensor):
+        if tensor.requires_grad and not tensor.is_leaf:
             seen.requires_grad = True
             hook = self._hook_on(tensor)
             if not any(seen is known for known in hook.observed.get(forward, ())):
@@ -265,14 +266,12 @@ class Gradients:
         if self.stop is not None:
             self.stop.gradient(observed, reduced)
 
-    def receive_parameter(
-        self, names: list[str], gradient: torch.Tensor, into: ObservedPasses, axis: int | None = None
-    ) -> None:
+    def receive_parameter(self, names: list[str], gradient: torch.Tensor, axis: int | None = None) -> None:
         """Take the gradient of a parameter, before it is added to ``.grad``; ``axis`` is that of its units."""
         first, newest = self.forwards.first, self.forwards.newest
         reduced = self._reduced(gradient, 0 if newest is None else newest.index, WHOLE, axis)
-        into.reached_by(self._current)
-        receiving = [into.gradients]
+        self.forwards.step.reached_by(self._current)
+        receiving = [self.forwards.step.gradients]
         # The first and the newest forward have records of their own: those that the pass reached. It may have reached
         # no hooked value.
         if newest is not None and self._reached != self._current:
@@ -361,7 +360,7 @@ class ParameterHooks:
         self._owners: list[tuple[str, nn.Module]] = []
         self._hooked: dict[str, nn.Parameter] = {}
         self._handles: list[RemovableHandle] = []
-        self._stepping: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._stepping: WeakSet[Optimizer] = WeakSet()
         """Optimizers whose newest step is observed."""
         self.replaced: set[str] = set()
         """Full names of parameters that a plain tensor with a gradient replaced in a forward."""
@@ -413,24 +412,36 @@ class ParameterHooks:
         """Whether a parameter has a gradient already, to which that of the next pass is added."""
         return any(parameter.grad is not None for parameter in self._hooked.values())
 
+    def observe_steps(self) -> None:
+        """Observe the steps of all optimizers."""
+        if not _OBSERVERS and not _STEP_HOOKS:
+            _STEP_HOOKS.append(register_optimizer_step_pre_hook(_before_step))
+            _STEP_HOOKS.append(register_optimizer_step_post_hook(_after_step))
+        _OBSERVERS.append(self)
+
     def detach(self) -> None:
         """Remove all hooks."""
         self._hooked.clear()
         while self._handles:
             self._handles.pop().remove()
+        if self in _OBSERVERS:
+            _OBSERVERS.remove(self)
+        # Torch walks over its hooks meanwhile. Where they have to stay, they do nothing, and go with the next watch.
+        callers = (frame.f_globals.get("__name__") for frame, _ in walk_stack(inspect.currentframe()))
+        if not _OBSERVERS and Optimizer.__module__ not in callers:
+            while _STEP_HOOKS:
+                _STEP_HOOKS.pop().remove()
 
-    @not_compiled
-    def step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Count a step that an optimizer, of this model or another, is about to take."""
         if not _is_inside_step(optimizer):
             self._stepping.discard(optimizer)
             self.guard.observe(self._step_begins, optimizer, args, kwargs)
 
-    def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if is_skipped(optimizer):
             return
         self._stepping.add(optimizer)
-        self.steps.settle()
         hooks = self._hooks_of(optimizer)
         emptied = not has_closure(args, kwargs) and self._are_emptied(hooks)
         self.steps.step_begins(optimizer, [hook.held for hook, _ in hooks], self._hooked.values(), emptied=emptied)
@@ -442,13 +453,12 @@ class ParameterHooks:
             if isinstance(stepping, GradScaler) and stepping.is_enabled():  # it took its factor out after the backward
                 self.guard.notes["gradients are those of the loss as a GradScaler scaled it"] = None
 
-    @not_compiled
-    def step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Note that an optimizer has stepped."""
         if optimizer in self._stepping and not _is_inside_step(optimizer):
             self.guard.observe(self._step_ends, optimizer, args, kwargs)
 
-    def _step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.steps.step_ends()
         hooks = self._hooks_of(optimizer)
         if hooks:
@@ -461,16 +471,12 @@ class ParameterHooks:
         """
         if not any(hook.held.passes for hook, _ in hooks):
             return False
-        left = [parameter.grad for _, parameter in hooks if parameter.grad is not None]
-        if not left:
-            return True
-        if not (left[0].is_cpu or self.training.forwards.keeps_step) or not are_zero(left):
+        on_device = any(parameter.grad is not None and not parameter.grad.is_cpu for _, parameter in hooks)
+        if on_device and not self.training.forwards.keeps_step:
             return False
-        pending = {passes: None for hook, _ in hooks for passes in hook.held.pending}
-        names = [name for name, _ in _named(hooks)]
-        return any(passes.has_gradient_other_than_zero(names) for passes in pending)
+        return self.steps.are_reset([hook.held for hook, _ in hooks])
 
-    def _hooks_of(self, optimizer: torch.optim.Optimizer) -> list[tuple[_ParameterHook, torch.Tensor]]:
+    def _hooks_of(self, optimizer: Optimizer) -> list[tuple[_ParameterHook, torch.Tensor]]:
         """Return our hooks on the parameters of an optimizer, each with its parameter."""
         held = (parameter for group in optimizer.param_groups for parameter in group["params"])
         return [(hook, parameter) for parameter in held if (hook := self._hook_on(parameter)) is not None]
@@ -478,6 +484,23 @@ class ParameterHooks:
     def _hook_on(self, parameter: torch.Tensor) -> _ParameterHook | None:
         hooks = (tensor_hooks(parameter) or {}).values()
         return next((h for h in hooks if isinstance(h, _ParameterHook) and h.owner is self), None)
+
+
+_OBSERVERS: list[ParameterHooks] = []
+_STEP_HOOKS: list[RemovableHandle] = []
+"""One pair for all watches: the garbage collector may close one during the step of any optimizer."""
+
+
+@not_compiled
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for hooks in _OBSERVERS[:]:
+        hooks.step_begins(optimizer, args, kwargs)
+
+
+@not_compiled
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for hooks in _OBSERVERS[:]:
+        hooks.step_ends(optimizer, args, kwargs)
 
 
 class _ParameterHook:
@@ -496,6 +519,7 @@ class _ParameterHook:
         self._parameter = ref(parameter)
         self.names: list[str] = []
         self.held = GradientState(self._parameter, self.names)
+        owner.steps.states.append(self.held)
         self._arrived = -1
         self._parts = 0
         self.sees_accumulated = False
@@ -514,8 +538,8 @@ class _ParameterHook:
             return
         self._arrived, self._parts = backward, 1
         if parameter is not None:
-            into = owner.steps.arrives(parameter, self.held, backward)
-            owner.gradients.receive_parameter(self.names, gradient, into, self._axis)
+            owner.steps.arrives(parameter, self.held, backward)
+            owner.gradients.receive_parameter(self.names, gradient, self._axis)
 
     def take_accumulated(self, parameter: nn.Parameter) -> None:
         """Take ``.grad`` if the hook could not see the gradient.
@@ -527,8 +551,7 @@ class _ParameterHook:
         gradient = parameter.grad
         backward = self.owner.gradients.current()
         if gradient is not None and (self._parts > 1 or backward != self._arrived):
-            into = self.owner.steps.running(backward)
-            self.owner.gradients.receive_parameter(self.names, gradient, into, self._axis)
+            self.owner.gradients.receive_parameter(self.names, gradient, self._axis)
 
 
 class _AccumulatedHook:
@@ -547,7 +570,7 @@ def _named(hooks: list[tuple[_ParameterHook, torch.Tensor]]) -> list[tuple[str, 
     return [(name, parameter) for hook, parameter in hooks for name in hook.names]
 
 
-def _is_inside_step(optimizer: torch.optim.Optimizer) -> bool:
+def _is_inside_step(optimizer: Optimizer) -> bool:
     """Whether a `step` of the same optimizer runs already.
 
     Torch wraps the `step` of every class of optimizers, so a class that calls ``super().step()`` has the hooks called

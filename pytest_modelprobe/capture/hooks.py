@@ -7,14 +7,13 @@ not called for outputs in a dict or dataclass, and costs four times as much.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
 import threading
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType, ModuleType, TracebackType
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
 from typing import Any, cast
 from weakref import ref
 
@@ -25,9 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from pytest_modelprobe._torch import (
     CALL,
-    Context,
-    count_function_modes,
     default_device_mode,
+    function_modes,
     pop_function_mode,
     push_function_mode,
     tracing_state,
@@ -66,10 +64,9 @@ class HookGuard:
     def observe(self, receive: Callable[..., Any], *args: Any) -> Any:
         """Call what a hook hands on to, if the watch is open and torch computes what it is told.
 
-        Neither a function mode nor TorchLens sees what is computed there.
+        No function mode sees what is computed there.
         """
-        lens = sys.modules.get("torchlens._state")  # TorchLens wraps torch's functions, so leaving modes is not enough
-        with self.lock, self, without_torch_function() if lens is None else _unlogged(lens):
+        with self.lock, self, without_torch_function():
             if self.active and tracing_state() is None:
                 if not is_captured():
                     return receive(*args)
@@ -114,13 +111,6 @@ class HookGuard:
             raise ModelProbeError(
                 f"a hook of the probe failed, so that the record is incomplete: {self._failure!r}"
             ) from self._failure
-
-
-@contextlib.contextmanager
-def _unlogged(lens: ModuleType) -> Iterator[None]:
-    pause: Context = getattr(lens, "pause_logging", contextlib.nullcontext)
-    with without_torch_function(), pause():
-        yield
 
 
 # --- hooks on modules -------------------------------------------------------------------------------------------------
@@ -285,5 +275,5 @@ def leave(modes: Sequence[ForwardMode]) -> None:
 
 def _pop_all_but(modes: Sequence[ForwardMode]) -> list[TorchFunctionMode]:
     """Take everything off the stack, and return what is not among the modes, the bottom first."""
-    stack = [pop_function_mode() for _ in range(count_function_modes())]
+    stack = [pop_function_mode() for _ in range(function_modes())]
     return [mode for mode in reversed(stack) if not any(mode is one for one in modes)]

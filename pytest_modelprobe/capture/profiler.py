@@ -19,7 +19,7 @@ import torch
 
 from pytest_modelprobe._torch import (
     FLASH_ATTENTION_ON_CPU,
-    TorchDispatchMode,
+    DispatchMode,
     WeakStorage,
     dispatch_modes_now,
     run_composite,
@@ -252,7 +252,7 @@ class Profiler:
                 self._spans.resume()
 
 
-class _FlopMode(TorchDispatchMode):  # type: ignore[misc]
+class _FlopMode(DispatchMode):
     """Counts the operations of a forward, as `FlopCounterMode` does.
 
     That mode itself runs an LSTM in inference mode, and both branches of a condition, by other code than the model does
@@ -277,8 +277,7 @@ class _FlopMode(TorchDispatchMode):  # type: ignore[misc]
                 q.shape, k.shape, v.shape
             )
 
-    def receive(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run an operation, and count it."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs, output = kwargs or {}, NotImplemented
         self._pause()
         try:
@@ -300,11 +299,6 @@ class _FlopMode(TorchDispatchMode):  # type: ignore[misc]
         finally:
             self._resume()
         return output
-
-
-# Set here because torch wraps a method of this name in the body of a class for torch.compile, and the wrapper imports
-# all of torch.compile in its first call.
-_FlopMode.__torch_dispatch__ = _FlopMode.receive
 
 
 def _nothing() -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -19,12 +19,35 @@ from torch.optim import Optimizer
 
 from pytest_modelprobe import statistics
 from pytest_modelprobe._torch import accumulates, graph_task
-from pytest_modelprobe.models import Layers, detached_copy, read_flags
+from pytest_modelprobe.models import Layers, detached_copy
 from pytest_modelprobe.record import OptimizerGroup, Training
 from pytest_modelprobe.statistics import Reduced, Reduction, ambient_modes_disabled, as_plain_tensor
 
-from .forwards import GradientState, ObservedForwards, ObservedPasses, PendingPasses
+from .forwards import ObservedForwards
 from .tensors import named_tensors, read_parameters
+
+
+@dataclass(slots=True, eq=False)
+class GradientState:
+    """What the ``.grad`` of one parameter consists of."""
+
+    parameter: ref[nn.Parameter]
+    names: list[str]
+    """Full names of the parameter."""
+    passes: set[int] = field(default_factory=set)
+    """Numbers of the backward passes added up since a reset or a step."""
+    used: int = 0
+    """Number of the newest step that was taken with these gradients, from 1; 0: there was none."""
+    stale: bool = False
+    """Whether a pass was added to gradients with which a step had been taken."""
+    shared: bool = False
+    """Whether another optimizer stepped with gradients of one of the passes."""
+    mixed: bool = False
+    """Whether passes before and after a step of another optimizer, which may have used them, were added up."""
+    total: int = 0
+    """Steps of all optimizers when the newest pass arrived."""
+    others: int = 0
+    """Those of optimizers that have no parameter of the model."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,10 +60,7 @@ class _OptimizerSteps:
 
 
 class Steps:
-    """Counts what optimizers do while a model is observed, and says which passes each step uses.
-
-    Passes that reached the same parameters stay together until one of their gradients is used by a step, or all are
-    reset. Each optimizer resets its own parameters, so this tells whose passes are thrown away.
+    """Counts what optimizers do while a model is observed.
 
     >>> steps = Steps(ObservedForwards())
     >>> steps.counts is None
@@ -48,19 +68,16 @@ class Steps:
     """
 
     def __init__(self, forwards: ObservedForwards) -> None:
+        self.states: list[GradientState] = []
+        """Of each hooked parameter."""
         self._all = forwards
-        self._steps = self._others = self._lookalikes = self._passes = 0
-        self._stale = self._mixed = self._accumulated = self._evaluating = self._discarded = self._emptied = 0
+        self._counts: Counter[str] = Counter()  # by field of `Training`
         self._by_optimizer: WeakKeyDictionary[Optimizer, _OptimizerSteps] = WeakKeyDictionary()
         self._optimizer_steps: list[_OptimizerSteps] = []
-        self._optimizers: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
-        """Of optimizers without a parameter of the model, whether theirs have the same shapes."""
         self._stepping = False
-        self._running: PendingPasses | None = None  # the newest pass, until it is known which parameters it reaches
-        self._task = self._discarded_in = -1
+        self._task = -1
         self._adds = True  # whether the newest pass adds to ``.grad``
-        # Of steps and of passes, whether their gradients were there as the newest pass began.
-        self._kept: dict[object, bool] = {}
+        self._were_reset: dict[int, bool] = {}  # by number of a step, as the newest pass began
         # Since the last step of an optimizer:
         self._forwards = 0
         self._idle = False
@@ -69,26 +86,13 @@ class Steps:
     @property
     def counts(self) -> Training | None:
         """The counts; None where no optimizer stepped and no gradients were discarded."""
-        if not (self._steps or self._others or self._discarded):
+        counts = self._counts
+        if not (counts["steps"] or counts["others"] or counts["discarded"]):
             return None
         irregular = sum(r.idle for r in self._optimizer_steps if r.idle < r.taken)
         if self._idle and not any(0 < r.idle == r.taken for r in self._optimizer_steps):
             irregular += 1
-        return Training(
-            steps=self._steps,
-            others=self._others,
-            lookalikes=self._lookalikes,
-            optimizers=len(self._optimizer_steps),
-            passes=self._passes,
-            stale=self._stale,
-            mixed=self._mixed,
-            accumulated=self._accumulated,
-            evaluating=self._evaluating,
-            idle=irregular,
-            emptied=self._emptied,
-            discarded=self._discarded,
-            lost=self._all.lost,
-        )
+        return Training(**counts, optimizers=len(self._optimizer_steps), idle=irregular)
 
     def forward_begins(self, module: nn.Module) -> None:
         """Count a forward of a module that begins."""
@@ -103,79 +107,56 @@ class Steps:
         """Note that a backward pass reached a forward in evaluation mode."""
         self._in_evaluation = True
 
-    def arrives(self, parameter: nn.Parameter, held: GradientState, task: int) -> ObservedPasses:
-        """Count a gradient that is about to be added to ``.grad``, or to be the result of `torch.autograd.grad`.
-
-        Return what it is part of.
-        """
+    def arrives(self, parameter: nn.Parameter, held: GradientState, task: int) -> None:
+        """Count a gradient that is about to be added to ``.grad``, or to be the result of `torch.autograd.grad`."""
+        step, counts = self._all.step, self._counts
         if task != self._task:
-            self.settle()
-            self._task, self._kept = task, {}
+            self._task, self._were_reset = task, {}
             with ambient_modes_disabled():  # the node of a leaf is that of a view of it, and there is none in inference
                 self._adds = accumulates(parameter)
-            self._passes += self._adds
+            if self._adds:
+                counts["passes"] += 1
+                if not (step.taken or self._stepping):
+                    self._discard_what_was_reset(task)
         if not self._adds:
-            return self._all.step
-        total = self._steps + self._others
-        reset = [passes for passes in held.pending if parameter.grad is None or not self._is_there(passes, held.owner)]
-        for passes in reset:
-            self._discard(passes, held, total)
+            return
         # Whether another optimizer stepped since earlier passes, and may have used them.
-        between = held.passes > 0 and (held.others != self._others or not held.pending)
-        if reset or parameter.grad is None or ((held.used or between) and self._was_reset(held, parameter.grad)):
-            held.passes, held.used, held.stale, held.mixed = 0, 0, False, False
+        between = bool(held.passes) and (held.shared or held.others != counts["others"])
+        if parameter.grad is None or ((held.used or between) and self._was_reset(held, parameter.grad)):
+            if held.passes and not (step.taken or self._stepping):
+                for name in held.names:  # the step will be taken without them
+                    step.gradients.pop(name, None)
+            _forget(held)
         elif held.used:
             held.stale = True
         elif between:
             held.mixed = True
-        held.passes += 1
-        held.total, held.others = total, self._others
+        held.passes.add(task)
+        held.total, held.others = counts["steps"] + counts["others"], counts["others"]
         if self._stepping:  # in the closure of a step, which uses it
-            held.used = self._steps
-        if self._running is None:
-            self._running = PendingPasses()
-            self._running.passes.add(task)
-        self._running.holders[held] = None
-        return self._running
+            held.used = counts["steps"]
 
-    def running(self, task: int) -> ObservedPasses:
-        """Return what a gradient that has been added to ``.grad`` is part of."""
-        return self._running if self._running is not None and task == self._task else self._all.step
+    def _discard_what_was_reset(self, task: int) -> None:
+        """Find out whether all gradients that no step has used were reset."""
+        waiting = [one for one in self.states if one.passes and not one.shared]
+        if waiting and self.are_reset(waiting):
+            total = self._counts["steps"] + self._counts["others"]
+            self._counts["discarded"] += any(one.total == total for one in waiting)
+            for one in waiting:
+                _forget(one)
+            self._all.discard(task)
 
-    def settle(self) -> None:
-        """Put the newest pass to pending ones that reached the same parameters, or to the step that runs."""
-        running, self._running = self._running, None
-        if running is None:
-            return
-        if self._stepping:
-            self._all.use(running)
-            return
-        pending = self._all.pending
-        same = next((one for one in pending if one.holders.keys() == running.holders.keys()), None)
-        if same is None and len(pending) >= _MOST_PENDING:
-            same = pending[-1]
-        if same is None:
-            pending.append(running)
-        else:
-            same.join(running)
-        into = same or running
-        for held in running.holders:
-            if held not in into.holders or into is running:
-                into.holders[held] = None
-                held.pending.append(into)
-
-    def _discard(self, passes: PendingPasses, held: GradientState, total: int) -> None:
-        """Note that a gradient was reset before a step was taken, and all others of the passes if none is there."""
-        if self._is_there(passes, None):
-            self._all.discard_gradient(passes, held)
-            return
-        if held.total == total and self._discarded_in != self._task:
-            self._discarded += 1
-            self._discarded_in = self._task
-        self._all.discard(passes)
-        for one in passes.holders:
-            if not one.pending:
-                one.passes, one.stale, one.mixed = 0, False, False
+    def are_reset(self, states: Collection[GradientState]) -> bool:
+        """Whether all gradients are None or zero, and did not arrive as zeros. Reading waits for the device."""
+        left = [p.grad for one in states if (p := one.parameter()) is not None and p.grad is not None]
+        if not left:
+            return True
+        if not all(is_zero(gradient) for gradient in left):
+            return False
+        known = self._all.step.gradients
+        reduced = [known[name].reduced for one in states for name in one.names if name in known]
+        arrived = statistics.collect([one for one in reduced if one is not None])
+        return any(one.statistics is not None and not one.statistics.all_zero for one in arrived)
 
     def step_begins(
         self,
@@ -193,29 +174,29 @@ class Steps:
             parameters: All hooked parameters of the model.
             emptied: Whether all gradients that had arrived are gone.
         """
+        found = self._counts
         if not held:
-            self._others += 1
-            if optimizer not in self._optimizers:
-                shapes = Counter(p.shape for group in optimizer.param_groups for p in group["params"])
-                self._optimizers[optimizer] = shapes <= Counter(p.shape for p in parameters)
-            self._lookalikes += self._optimizers[optimizer]
+            found["others"] += 1
+            shapes = Counter(p.shape for group in optimizer.param_groups for p in group["params"])
+            found["lookalikes"] += shapes <= Counter(p.shape for p in parameters)
         else:
-            self._steps += 1
-            self._emptied += emptied
-            self._stale += any(one.stale for one in held)
-            self._mixed += any(one.mixed for one in held)
-            self._accumulated += self._forwards > 1 and any(one.passes > 1 for one in held)
-            self._evaluating += self._in_evaluation
+            found["steps"] += 1
+            found["emptied"] += emptied
+            found["stale"] += any(one.stale for one in held)
+            found["mixed"] += any(one.mixed for one in held)
+            found["accumulated"] += self._forwards > 1 and any(len(one.passes) > 1 for one in held)
+            found["evaluating"] += self._in_evaluation
             self._in_evaluation = False
             counts = self._by_optimizer.get(optimizer)
             if counts is None:
                 counts = self._by_optimizer[optimizer] = _OptimizerSteps()
                 self._optimizer_steps.append(counts)
-            owner = self._optimizer_steps.index(counts) + 1
+            used = {task for one in held for task in one.passes}
             for one in held:
-                one.used, one.owner, one.stale, one.mixed, one.passes = self._steps, owner, False, False, 0
-                while one.pending:
-                    self._all.use(one.pending[0])
+                _forget(one)
+                one.used = found["steps"]
+            for one in self.states:
+                one.shared |= not used.isdisjoint(one.passes)
             counts.taken += bool(self._forwards or self._idle)
             counts.idle += self._idle
             self._stepping = True
@@ -223,61 +204,32 @@ class Steps:
 
     def step_ends(self) -> None:
         """Note that an optimizer has stepped."""
-        self.settle()
-        self._stepping = False
+        if self._stepping:
+            self._stepping = False
+            for one in self.states:
+                if one.used == self._counts["steps"]:  # it has used the gradients of its closure
+                    one.passes.clear()
 
     def _was_reset(self, held: GradientState, gradient: torch.Tensor) -> bool:
         """Whether a gradient with which a step was taken was reset to zero since.
 
-        One gradient of each step and optimizer is read in a pass, as reading synchronizes on CUDA.
+        One gradient of each step is read in a pass, as reading synchronizes on CUDA.
         """
-        step = held.used, held.owner
-        if step not in self._kept:
-            self._kept[step] = is_zero(gradient) is False
-        return not self._kept[step]
-
-    def _is_there(self, passes: PendingPasses, owner: int | None) -> bool:
-        """Whether a gradient of pending passes was not reset to None or zero since; of one optimizer, or of all.
-
-        The first that is there is read.
-        """
-        if (passes, owner) not in self._kept:
-            if owner is None:
-                there = any(self._is_there(passes, one) for one in {held.owner for held in passes.holders})
-            else:
-                holders = [held for held in passes.holders if held.owner == owner]
-                found = [p.grad for held in holders if (p := held.parameter()) is not None and p.grad is not None]
-                names = [name for held in holders for name in held.names]
-                there = not are_zero(found) or (bool(found) and not passes.has_gradient_other_than_zero(names))
-            self._kept[passes, owner] = there
-        return self._kept[passes, owner]
+        if held.used not in self._were_reset:
+            self._were_reset[held.used] = is_zero(gradient) is not False
+        return self._were_reset[held.used]
 
 
-_MOST_PENDING = 16
-"""How many pending passes are told apart: in a mixture of experts each may reach other parameters."""
+def _forget(held: GradientState) -> None:
+    held.passes, held.used, held.stale, held.shared, held.mixed = set(), 0, False, False, False
 
 
 def is_zero(gradient: torch.Tensor) -> bool | None:
     """Whether a gradient is zero everywhere, on this rank; None if that is not known. Reading waits for its device."""
-    found = _any(gradient)
-    return None if found is None else not found
-
-
-def are_zero(gradients: Sequence[torch.Tensor]) -> bool:
-    """Whether all gradients are known to be zero everywhere. The first is read, then all others together."""
-    if not all(map(is_zero, gradients[:1])):
-        return False
-    others = [found for gradient in gradients[1:] if (found := _any(gradient)) is not None]
-    known = len(others) == len(gradients[1:])
-    with ambient_modes_disabled():
-        return known and not any(read_flags(others))
-
-
-def _any(gradient: torch.Tensor) -> torch.Tensor | None:
     with ambient_modes_disabled(), contextlib.suppress(RuntimeError, NotImplementedError):  # of a kind without `any`
         plain, reason = as_plain_tensor(gradient.coalesce().values() if gradient.is_sparse else gradient)
         if reason is None:
-            return plain.any()
+            return not plain.any()
     return None
 
 

@@ -21,10 +21,9 @@ import torch
 from torch import nn
 
 from pytest_modelprobe._torch import (
-    DYNAMO_PACKAGE,
     TRUNC_NORMAL,
+    DispatchMode,
     Operation,
-    TorchDispatchMode,
     WeakStorage,
     schema,
     storage_key,
@@ -140,35 +139,14 @@ class _Op:
         return {view.store for view in views} | {store for store in self.makes if store}
 
 
-class Dispatching:
-    """Has the `__torch_dispatch__` of a dispatch mode, which inherits it.
-
-    torch wraps the method that a mode itself defines, so that the compiler leaves it alone, and imports torch._dynamo
-    for that at the first call. This takes over a second in each process that builds a model. It does not wrap an
-    inherited method.
-    """
-
-    call: Callable[..., Any]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.stay_uncompiled()
-        return self.call(func, args, kwargs or {})
-
-    def stay_uncompiled(self) -> None:
-        """Take the class that torch wraps once torch._dynamo is there: the log itself must not be compiled."""
-        if DYNAMO_PACKAGE in sys.modules:
-            self.__class__ = _UncompiledLog
-
-
-class _RandomLog(Dispatching, TorchDispatchMode):  # type: ignore[misc]
+class _RandomLog(DispatchMode):
     """Logs the operations on random numbers, and seeds each draw by its number.
 
     The number makes the first run repeatable, for values that Python code looks at. The replay then seeds by name.
     """
 
     def __init__(self, seed: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
-        self.stay_uncompiled()
+        super().__init__()
         self._seed = seed
         self._stores: dict[int, _Store] = {}  # the storages with random contents, by address
         self._sweep_at = 1024
@@ -182,6 +160,11 @@ class _RandomLog(Dispatching, TorchDispatchMode):  # type: ignore[misc]
             return self.call(func, args, kwargs, pause=False)
         finally:
             self._paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "torch._dynamo" in sys.modules:  # a factory runs compiled code, and the log must not be compiled with it
+            self.__class__ = _UncompiledLog
+        return self.call(func, args, kwargs or {})
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pause: bool = True) -> Any:
         if pause and self._paused:
@@ -259,6 +242,10 @@ class _RandomLog(Dispatching, TorchDispatchMode):  # type: ignore[misc]
 class _UncompiledLog(_RandomLog):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.call(func, args, kwargs or {})
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
 
 
 @contextmanager
@@ -497,18 +484,16 @@ def _draw(func: Callable[..., Any], seed: int, args: tuple[Any, ...], kwargs: di
     return func(*args, **kwargs)
 
 
-class _Portable(Dispatching, TorchDispatchMode):  # type: ignore[misc]
+class _Portable(DispatchMode):
     """Computes bits that are the same on every machine, where those of torch depend on instructions and threads.
 
     In float64, noise is far below the last bit of a float32 weight, and a snapshot from another machine would blame the
     code for the difference.
     """
 
-    def stay_uncompiled(self) -> None:
-        """Do nothing: none of these operations is compiled."""
-
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         portable = _PORTABLE.get(_name(func))
+        kwargs = kwargs or {}
         return func(*args, **kwargs) if portable is None else portable(func, *args, **kwargs)
 
 

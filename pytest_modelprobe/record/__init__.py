@@ -46,7 +46,6 @@ from .ranks import process_group as process_group
 from .ranks import this_rank as this_rank
 from .ranks import writing_rank as writing_rank
 from .record import GIVEN as GIVEN
-from .record import LAST_POSITION as LAST_POSITION
 from .record import LiveRun as LiveRun
 from .record import NamesBefore as NamesBefore
 from .record import Operation as Operation

@@ -34,9 +34,6 @@ PAGES = "pytest_modelprobe.report.html"
 """The name of the module that shows a record: `record_page` there returns it as text, and `display` shows it in a
 notebook. Nothing here imports it, because it stands above."""
 
-LAST_POSITION = "of values the last position alone is recorded, without gradients"
-"""How the note begins in the record of a watch with ``positions="last"``."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
@@ -100,8 +97,6 @@ class Training:
     """
     discarded: int = 0
     """How often gradients were reset before any step was taken."""
-    lost: int = 0
-    """Backward passes with finite gradients that were all reset before a step was taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

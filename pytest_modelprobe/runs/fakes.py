@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from pytest_modelprobe._torch import GROUPED_PRODUCT, FakeTensorMode, TorchDispatchMode
+from pytest_modelprobe._torch import GROUPED_PRODUCT, DispatchMode, FakeTensorMode
 from pytest_modelprobe.capture import Capture, Options, assemble
 from pytest_modelprobe.models import Layers, map_tensors, preserved, seeding
 from pytest_modelprobe.record import Record
@@ -44,7 +44,7 @@ class FakeModel:
         """Return nested values with fakes in the place of tensors."""
         return map_tensors(self._fake, values)
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *inner: TorchDispatchMode) -> None:
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *inner: DispatchMode) -> None:
         """Run a forward on arguments that are fakes, within other modes; it raises what the model raises."""
         state = self._state
         with contextlib.ExitStack() as stack:
@@ -63,7 +63,7 @@ class FakeModel:
         return made.requires_grad_(tensor.requires_grad)
 
 
-class _LikeTensors(TorchDispatchMode):  # type: ignore[misc]
+class _LikeTensors(DispatchMode):
     """Supports what torch supports of tensors, where fake tensors differ.
 
     Grouped matrix products, as of mixtures of experts, are supported on the CPU in every floating dtype, but on fake

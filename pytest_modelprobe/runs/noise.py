@@ -22,7 +22,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe._torch import Operation, TorchDispatchMode, schema
+from pytest_modelprobe._torch import DispatchMode, Operation, schema
 from pytest_modelprobe.models import as_real, has_dense_storage, seeding, unexpanded
 from pytest_modelprobe.record import (
     Call,
@@ -367,7 +367,7 @@ def widened(dtype: torch.dtype, wide: torch.dtype = torch.float32) -> torch.dtyp
     return torch.promote_types(dtype, wide) if floating else dtype
 
 
-class Widening(TorchDispatchMode):  # type: ignore[misc]
+class Widening(DispatchMode):
     """Computes in float32, or in float64, what code computes in a narrower dtype, written out or by autocast.
 
     Casts to half precision are casts to float32, and tensors in half precision are converted when an operation reads
@@ -384,10 +384,6 @@ class Widening(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self, wide: torch.dtype = torch.float32) -> None:
         super().__init__()
         self._wide = wide
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch._dynamo is imported, which takes seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not isinstance(func, Operation):  # a higher order operator calls others

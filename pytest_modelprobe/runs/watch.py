@@ -17,7 +17,7 @@ from torch import nn
 
 from pytest_modelprobe import extension
 from pytest_modelprobe._torch import next_hook
-from pytest_modelprobe.capture import Capture, ForwardCounts, Options, Positions, SeenValue, Which, assemble
+from pytest_modelprobe.capture import Capture, ForwardCounts, Options, SeenValue, Which, assemble
 from pytest_modelprobe.exceptions import NothingObservedError, StoppedError, UsageError
 from pytest_modelprobe.interrupts import finished, held
 from pytest_modelprobe.models import Layers, original_class, version
@@ -59,7 +59,6 @@ class Watch:
         isolate: Whether a snapshot of a record may also call each layer alone, on synthetic inputs, to find whose own
             code changed. This copies the inputs of the first forwards.
         histograms: Whether to record the histogram of each value and gradient.
-        positions: ``"all"`` or ``"last"``, see `ModelProbe.watch`.
         steps: How many steps of training to keep, each in a record of its own.
         stop_on: Condition at which to raise in the forward or backward, see `ModelProbe.watch`.
         seed: Stored in the record.
@@ -86,7 +85,6 @@ class Watch:
         profile: bool = False,
         isolate: bool = True,
         histograms: bool = False,
-        positions: Positions = "all",
         steps: int = 1,
         stop_on: StopOn | None = None,
         seed: int | None = None,
@@ -102,13 +100,10 @@ class Watch:
             attention=attention,
             profile=profile,
             histograms=histograms,
-            positions=positions,
             steps=steps,
         )
         if not isinstance(steps, int) or steps < 0:
             raise UsageError(f"steps is how many steps of training to keep, 0 or more; got {steps!r}")
-        if positions not in ("all", "last"):
-            raise UsageError(f"positions is 'all' or 'last'; got {positions!r}")
         found = Layers(model)
         self.model = model
         self.name = name or original_class(next(iter(found.modules.values()))).__name__
@@ -116,8 +111,7 @@ class Watch:
         """Id of the first hook that torch assigned since the watch began; None if it is not known."""
         self._seed = seed
         self._records: dict[Which, tuple[Hashable, Record]] = {}
-        # A layer alone is called on all positions, so its responses would not be those of the record.
-        self._forwards = KeptForwards(found) if isolate and positions == "all" else None
+        self._forwards = KeptForwards(found) if isolate else None
         self._capture = Capture(
             found,
             options,
@@ -169,9 +163,9 @@ class Watch:
     def steps(self) -> Sequence[Record]:
         """The first steps of training, as many as ``steps=`` says, each with all its forwards and gradients.
 
-        A step is taken by an optimizer that holds a parameter of the model. Its forwards are those whose gradients it
-        used: one, or several where gradients are accumulated. Forwards whose gradients were reset before that are not
-        among them: see `others`.
+        A step is taken by an optimizer that holds a parameter of the model. Its forwards are those that a backward pass
+        reached since the step before: one, or several where gradients are accumulated. Where all gradients were reset
+        before the step, the forwards from before that are not among them: see `others`.
         """
         return _StepRecords(self)
 

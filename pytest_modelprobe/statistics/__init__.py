@@ -5,8 +5,8 @@ On another device it returns a small tensor that stays there: no element is read
 `merge` merges two reductions in the same manner, and `collect` reads any number of them with one transfer per device.
 
 A tensor is read once, because on the CPU the price of a watch is the number of passes over the memory. The compiled
-kernel does so, and Triton's kernels on CUDA. Torch's own operations, which need several passes, compute the same
-numbers where these are missing, and are what they are tested against.
+kernel does so. Torch's own operations, which need several passes, compute the same numbers where it is missing and on
+other devices, and are what it is tested against.
 
 Moments are accurate to 1e-6 of the root mean square. A float32 `dot` over 256 k elements of one magnitude is off by
 5e-5, so squares are added 1,024 at a time. If the mean dominates, squares of the differences from it are taken.
@@ -15,7 +15,7 @@ Moments are accurate to 1e-6 of the root mean square. A float32 `dot` over 256 k
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,6 @@ __all__ = [
     "Reduction",
     "Samples",
     "SeenSamples",
-    "any_nonfinite",
     "collect",
     "fetch",
     "merge",
@@ -166,28 +165,6 @@ def with_signs_of(number: int, one: Reduction) -> Reduction:
     if found.remote_fingerprint is not None:
         with ambient_modes_disabled():
             found.remote_fingerprint = turned_on_device(found.remote_fingerprint, number)
-    return found
-
-
-def any_nonfinite(groups: Sequence[Iterable[Reduction]]) -> list[bool]:
-    """Return of each group whether a reduction in it counts elements that are not finite.
-
-    Numbers on a device are read from it, with one transfer for all groups.
-
-    >>> any_nonfinite([[reduce(torch.ones(2))], [reduce(torch.tensor(math.nan))]])
-    [False, True]
-    """
-    found, remote = [False] * len(groups), []
-    for i, group in enumerate(groups):
-        for one in group:
-            if isinstance(one, PackedReduction) and one.has_fingerprint:
-                continue  # the kernel makes one of finite elements only
-            computed = one.computed()
-            found[i] |= computed.row is not None and any(computed.row[1:4])
-            if computed.rows is not None:
-                remote.append((i, Reduced(rows=computed.rows)))
-    for (i, _), reading in zip(remote, collect([one for _, one in remote]), strict=True):
-        found[i] |= reading.statistics is not None and reading.statistics.nonfinite > 0
     return found
 
 

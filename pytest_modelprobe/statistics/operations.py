@@ -9,18 +9,11 @@ as quickly as a contiguous one. A fingerprint depends on the order, so `fingerpr
 Histograms have fixed exponential bins, two to an octave, for both signs. They are the same for every tensor, so that
 histograms of forwards, workers and runs merge by adding. The bin of an element is found from its bits, without a
 logarithm and without comparisons with edges.
-
-On CUDA, ``MODELPROBE_KERNEL=triton`` asks for kernels in Triton, which need one read. They were run by Triton's
-interpreter alone, which does not show how fast they are: until a GPU has shown that a watched step is 1.5 times as fast
-with them, torch's operations are the default. ``benchmarks/gpu.py`` measures it.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
-import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,54 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pytest_modelprobe.kernel import VARIABLE
 from pytest_modelprobe.models import as_array, kept_on_devices, wait_for, widest
 from pytest_modelprobe.record import Histogram
 
 from .fingerprint import project_on_device
-from .readable import is_expanded, real
+from .readable import real
 from .reduced import Array, Reduced
 from .samples import WHOLE, Samples
 
 _CHUNK = 1 << 23  # elements that are converted to float64 at a time; float32 holds counts up to here exactly
 _BLOCK = 1 << 18  # the same on the CPU: two megabytes in float64, which stay in the cache for all operations
-
-
-class Triton:
-    """The kernels in Triton, which are imported when they are first needed."""
-
-    problem: str | None = None
-    """Why torch computes instead, or `None`."""
-
-    def reduced(self, x: Tensor, axis: int | None, index: int, samples: Samples | None) -> Reduced | None:
-        """Return the reduction of a plain tensor on CUDA, or `None` if torch has to compute it."""
-        if os.environ.get(VARIABLE) != "triton":
-            self.problem = f"{VARIABLE}=triton asks for kernels in Triton"
-        elif torch.version.cuda is None:
-            self.problem = "not CUDA"
-        if self.problem is not None:
-            return None
-        try:
-            found: Reduced | None = importlib.import_module(".triton_kernels", __package__).reduced(
-                x, axis, index, samples
-            )
-            return found
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - Triton may be missing, broken, or without a C compiler
-            # Torch computes from now on, so that the test does not pay for the error at each tensor.
-            self.problem = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-            return None
-
-    def description(self) -> str:
-        """Return which code computes the numbers of tensors on CUDA, in words, once it was tried on a small tensor."""
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.reduced(torch.zeros(2, device=device), None, 0, WHOLE)
-        # Errors of Triton have many lines.
-        return "Triton" if self.problem is None else f"torch ({textwrap.shorten(self.problem, 300)})"
-
-
-TRITON = Triton()
 
 
 def by_torch(
@@ -87,11 +42,6 @@ def by_torch(
     histogram: bool = False,
 ) -> Reduced:
     """Return the reduction of a plain tensor, on its device."""
-    if tensor.is_cuda and type(tensor) is Tensor and not is_expanded(tensor):
-        quick = TRITON.reduced(tensor, axis, index, samples if fingerprint else None)
-        if quick is not None:
-            quick.histogram = count(tensor, torch.float64, _CHUNK) if histogram else None
-            return quick
     x, copies, units = in_memory_order(tensor, axis)
     axis = axis if units else None
     wide = widest(x.device)

@@ -44,8 +44,6 @@ _INTEGERS = {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64} | {
     torch.uint32,
     torch.uint64,
 }
-_NEGATED = FLOATS | _COMPLEX | _INTEGERS - {torch.bool, torch.uint16, torch.uint32, torch.uint64}
-_NEGATED |= {torch.float16, torch.bfloat16}
 _READABLE = FLOATS | NARROW | _COMPLEX | _INTEGERS
 ABSTRACT = frozenset({"meta tensor", "fake tensor"})
 """Reasons of tensors that have no elements, so that there is nothing in them to be read."""
@@ -111,8 +109,6 @@ def as_plain_tensor(tensor: Tensor) -> tuple[Tensor, str | None]:
         return tensor, "meta tensor"
     if tensor.dtype not in _READABLE:
         return tensor, f"{str(tensor.dtype).removeprefix('torch.')} tensor"
-    if tensor.is_neg() and tensor.dtype not in _NEGATED:  # torch cannot compute what it put off
-        return tensor, f"{str(tensor.dtype).removeprefix('torch.')} tensor with the bit for negation"
     if not holds_elements(tensor):
         return tensor, "tensor without storage"
     return tensor.detach(), None

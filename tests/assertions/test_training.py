@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -174,79 +173,6 @@ def test_a_closure_without_a_reset_is_said() -> None:
             optimizer.step(closure)
 
     assert failure_of(loop, net()).startswith("gradients are never reset")
-
-
-# --- gradients that are thrown away -------------------------------------------------------------------------------
-
-
-def in_parts(model: nn.Module, *, reset: str, epochs: int = 2, parts: int = 8) -> None:
-    """Take a step for every three parts; ``reset`` says before which parts gradients are reset."""
-    optimizer = sgd(model)
-    for _ in range(epochs):
-        optimizer.zero_grad()
-        for part in range(parts):
-            if reset == "each":
-                optimizer.zero_grad()
-            loss(model).backward()
-            if part % 3 == 2 or (part == parts - 1 and reset == "step"):
-                optimizer.step()
-                optimizer.zero_grad()
-
-
-def hints_of(loop: Callable[[nn.Module], None], model: nn.Module) -> list[str]:
-    with warnings.catch_warnings(record=True) as given, watched(model):
-        warnings.simplefilter("always")
-        loop(model)
-    return [str(one.message) for one in given if issubclass(one.category, HintWarning)]
-
-
-def test_gradients_that_are_reset_before_each_part_of_a_batch_are_a_hint() -> None:
-    (text,) = hints_of(functools.partial(in_parts, reset="each"), net())
-    assert text == (
-        "gradients are thrown away before a step: 11 of 16 times, in the training of Sequential\n\n"
-        "in the training loop                      times   of\n"
-        "gradients are thrown away before a step      11   16\n\n"
-        "Backward passes were followed by zero_grad() before a step was taken. Where gradients are accumulated over "
-        "several passes, call zero_grad() only after a step, and take one with the last passes of an epoch too. "
-        "Optimizers that compute a gradient twice, as SAM does, do so on purpose."
-    )
-
-
-def test_the_last_parts_of_each_epoch_without_a_step_are_a_hint() -> None:
-    (text,) = hints_of(functools.partial(in_parts, reset="epoch", epochs=3), net())
-    assert text.startswith("gradients are thrown away before a step: 4 of 24 times")  # those of the last are not reset
-
-
-def test_parts_of_a_batch_that_all_lead_to_a_step_are_sound() -> None:
-    assert hints_of(functools.partial(in_parts, reset="step"), net()) == []
-
-
-def test_a_closure_that_resets_before_each_of_its_passes_is_sound() -> None:
-    def loop(model: nn.Module) -> None:
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            value = loss(model)
-            value.backward()
-            return value
-
-        for _ in range(STEPS):
-            optimizer.step(closure)
-
-    assert hints_of(loop, net()) == []
-
-
-def test_passes_that_are_thrown_away_because_they_are_not_finite_are_sound() -> None:
-    def loop(model: nn.Module) -> None:
-        optimizer = sgd(model)
-        for step in range(8):
-            optimizer.zero_grad()
-            (loss(model) * (math.inf if step % 3 == 2 else 1.0)).backward()
-            if step % 3 < 2:
-                optimizer.step()
-
-    assert hints_of(loop, net()) == []
 
 
 # --- two models ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.flop_counter import FlopCounterMode
 
 from pytest_modelprobe import ModelProbe, Record
-from pytest_modelprobe.capture.profiler import Costs, Spans
 from pytest_modelprobe.files import encode
 
 PROBE = ModelProbe()
@@ -107,12 +106,6 @@ def test_memory_that_layers_share_counts_once() -> None:
     assert profile.activation_bytes == 128
 
 
-def test_memory_that_is_freed_and_used_again_counts_each_time() -> None:
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
-    with torch.no_grad():
-        assert PROBE.run(model, torch.ones(4, 2), profile=True).profile.activation_bytes == 8 * 32
-
-
 def test_parameters_that_layers_share_count_once() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
@@ -140,52 +133,6 @@ def test_the_time_of_a_layer_has_no_time_of_the_probe(monkeypatch: pytest.Monkey
     assert {name: layer.wall_time for name, layer in profile.layers.items()} == {"(root)": 5.0, "0": 1.0, "1": 1.0}
     assert profile.wall_time == 5.0
     assert profile.probe_time > 5.0
-
-
-class Event:
-    """An event of CUDA that is over once it is waited for."""
-
-    def __init__(self, at: float, log: list[str]) -> None:
-        self.at, self.log = at, log
-
-    def query(self) -> bool:
-        return False
-
-    def synchronize(self) -> None:
-        self.log.append("synchronized")
-
-    def elapsed_time(self, end: Event) -> float:
-        return 1000 * (end.at - self.at)
-
-
-def test_events_of_a_device_are_waited_for_when_the_times_are_read() -> None:
-    log: list[str] = []
-    at = itertools.count()
-    spans = Spans(lambda: Event(next(at), log))
-    mark = spans.mark()
-    spans.resume()
-    spans.pause()
-    spans.add("fc", mark)
-    costs, total = Costs(), Costs()
-    costs.add_spans(spans)
-    total.merge_from(costs)
-    assert log == []
-    assert total.times() == {"fc": 1.0}
-    assert log == ["synchronized"]
-
-
-def test_events_that_are_over_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Event, "query", lambda self: True)
-    log: list[str] = []
-    spans = Spans(lambda: Event(0.0, log))
-    spans.resume()
-    spans.pause()
-    spans.add("fc", 0)
-    costs, total = Costs(), Costs()
-    costs.add_spans(spans)
-    total.merge_from(costs)
-    assert total.times() == {"fc": 0.0}
-    assert log == []
 
 
 class Apart(nn.Module):

@@ -11,7 +11,7 @@ Tensors on them have ``is_cuda``, and every branch for CUDA runs as it is. The C
 - `waits` lists each wait with the line that caused it, and `torch.cuda.set_sync_debug_mode` works,
 - `out_of_memory` makes an allocation fail.
 
-It cannot judge speed, rounding, Triton, errors of cuBLAS and cuDNN, sparse tensors, or kernels that the CPU lacks.
+It cannot judge speed, rounding, errors of cuBLAS and cuDNN, sparse tensors, or kernels that the CPU lacks.
 """
 
 from __future__ import annotations
@@ -113,15 +113,6 @@ def pytest_ignore_collect(collection_path: Path, config: Any) -> bool | None:
     if config.option.markexpr != "cuda" or not collection_path.name.startswith("test_"):
         return None
     return "mark.cuda" not in collection_path.read_text("utf-8") or None
-
-
-def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Leave the kernels in Triton to a real device."""
-    import pytest
-
-    for item in items:
-        if item.path.name == "test_triton.py":
-            item.add_marker(pytest.mark.skip(reason="the fake device runs no kernels in Triton"))
 
 
 # --- torch.cuda ---------------------------------------------------------------------------------------------------

@@ -41,15 +41,6 @@ def test_a_device_is_asked_whether_it_has_float64(
     assert widest.__wrapped__(CPU) == found
 
 
-def test_a_device_that_is_full_is_not_taken_for_one_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ones(*_: Any, **__: Any) -> torch.Tensor:
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(torch, "ones", ones)
-    with pytest.raises(torch.OutOfMemoryError):
-        widest.__wrapped__(CPU)
-
-
 def test_a_device_without_float64_is_sent_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "widest", lambda device: torch.float64 if device == CPU else torch.float32)
     assert sent(torch.ones(2, dtype=torch.float64), META).dtype == torch.float32
@@ -71,13 +62,6 @@ def test_what_is_kept_on_a_device_is_made_once_and_waited_for_on_other_streams(m
         table(META, 3)
     assert made == [3]
     assert [stream.waited for stream in streams] == [[], ["made", "made"]]
-
-
-def test_what_is_kept_is_of_a_device_and_of_what_it_is_made_from() -> None:
-    table = kept_on_devices(lambda end: (torch.arange(end),))
-    assert [table(device, end)[0].shape for device, end in ((CPU, 2), (META, 2), (CPU, 3))] == [(2,), (2,), (3,)]
-    assert table(CPU, 2)[0].is_cpu
-    assert table(META, 2)[0].is_meta
 
 
 def test_the_devices_of_a_model_are_those_of_parameters_buffers_and_inputs() -> None:

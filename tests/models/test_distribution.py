@@ -96,18 +96,6 @@ def test_ddp_around_a_watched_model_is_noted(mesh: distributed.DeviceMesh) -> No
     assert watch.record.notes == (DDP,)
 
 
-def test_a_nan_in_the_output_of_a_collective_is_found(mesh: distributed.DeviceMesh) -> None:
-    model = net()
-    model[2].bias.data[0] = float("nan")
-    parallel.parallelize_module(model, mesh, {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()})
-    with ModelProbe() as probe:
-        watch = probe.watch(model)
-        step(model)
-    assert watch.record.notes == (TENSOR_PARALLEL,)
-    with pytest.raises(AssertionError, match="layer '2'"):
-        assert_finite(watch)
-
-
 def test_dtensors_that_pass_tell_the_layouts_of_values(mesh: distributed.DeviceMesh) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
     parallel.parallelize_module(model, mesh, {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()})
@@ -133,13 +121,6 @@ def test_a_tensor_and_the_dtensor_made_of_it_are_one_with_one_gradient(mesh: dis
     assert (given.tensor, given.layout, given.backward) == (made.tensor, "replicated", made.backward)
     assert given.backward is not None
     assert given.backward.statistics is not None
-
-
-def test_layouts_are_not_read_where_no_layer_is_tensor_parallel(mesh: distributed.DeviceMesh) -> None:
-    with ModelProbe() as probe:
-        watch = probe.watch(model := net())
-        step(model)
-    assert {v.layout for _, call in watch.record.calls for v in (*call.inputs, *call.outputs)} == {None}
 
 
 def test_a_mesh_of_a_part_of_the_ranks_is_noted() -> None:

@@ -29,12 +29,6 @@ class Frozen:
         object.__setattr__(self, "b", self.a)
 
 
-@dataclasses.dataclass
-class Unfinished:
-    a: torch.Tensor
-    b: torch.Tensor = dataclasses.field(init=False)
-
-
 class Attrs:
     """What attrs makes of a class, as far as it matters here."""
 
@@ -111,11 +105,6 @@ def test_tensors_are_found_with_their_paths(value, expected):
     assert paths(value) == expected
 
 
-def test_a_field_without_a_value_is_passed_over():
-    assert paths(Unfinished(x)) == ["output.a"]
-    assert paths(map_tensors(torch.Tensor.clone, Unfinished(x))) == ["output.a"]
-
-
 def test_plain_values_are_exact_builtins():
     flat = flatten("v", [True, Kind.ONE, 2.5, "s", None, torch.float32, torch.device("cpu"), torch.channels_last])
     assert list(flat.plain.values()) == [True, 1, 2.5, "s", None, "torch.float32", "cpu", "torch.channels_last"]
@@ -150,13 +139,6 @@ def test_objects_are_looked_into_and_rebuilt():
     assert torch.equal(flatten("", rebuilt).tensors[0][1], x + 1)
     assert flatten("v", [value]).tensors[0][1] is tensor
     assert not flatten("v", value).known
-
-
-def test_an_object_without_tensors_is_looked_into_and_kept():
-    value = Open({"n": 3, "f": [print, Open("s")]})
-    assert flatten("v", Open("s")).opaque == {}
-    assert flatten("v", value).opaque == {"v.a.f[0]": "builtin_function_or_method"}
-    assert map_tensors(torch.Tensor.clone, [value])[0] is value
 
 
 def test_what_an_object_works_with_is_passed_over():
@@ -198,13 +180,6 @@ def test_a_container_that_holds_itself_ends_as_unknown():
     assert not flat.known
 
 
-def test_objects_that_all_refer_to_each_other_end_as_unknown():
-    nodes = [[] for _ in range(20)]
-    for node in nodes:
-        node.extend(nodes)
-    assert not flatten("v", nodes).known
-
-
 def test_arguments_are_named_by_position_or_keyword():
     def names(*args, **kwargs):
         return [path for path, _ in flatten_call(args, kwargs).tensors]
@@ -214,10 +189,6 @@ def test_arguments_are_named_by_position_or_keyword():
     assert names(x, y) == ["input[0]", "input[1]"]
     assert names(x, mask=y) == ["input", "mask"]
     assert names(input=x) == ["input"]
-
-
-def test_a_keyword_called_input_is_not_the_positional_one():
-    assert [path for path, _ in flatten_call((x,), {"input": y}).tensors] == ["input", "input="]
 
 
 def test_tensors_are_replaced_in_place_of_the_old_ones():
@@ -249,11 +220,6 @@ def test_containers_with_ideas_of_their_own_are_rebuilt(value):
     assert all(a is not b for (_, a), (_, b) in zip(flatten("", kept).tensors, flatten("", value).tensors, strict=True))
 
 
-def test_a_mapping_that_cannot_be_written_to_becomes_a_dict():
-    kept = map_tensors(torch.Tensor.clone, types.MappingProxyType({"a": x}))
-    assert kept["a"] is not x
-
-
 def test_a_model_output_of_transformers_is_rebuilt():
     outputs = pytest.importorskip("transformers.modeling_outputs")
     value = outputs.BaseModelOutput(last_hidden_state=x, hidden_states=(y,))
@@ -262,15 +228,6 @@ def test_a_model_output_of_transformers_is_rebuilt():
     assert torch.equal(kept.last_hidden_state, x + 1)
     assert torch.equal(kept["hidden_states"][0], y + 1)
     assert value.last_hidden_state is x
-
-
-def test_a_batch_encoding_of_transformers_is_rebuilt():
-    transformers = pytest.importorskip("transformers")
-    value = transformers.BatchEncoding({"ids": x})
-    kept = map_tensors(lambda t: t + 1, value)
-    assert type(kept) is type(value)
-    assert torch.equal(kept["ids"], x + 1)
-    assert value["ids"] is x
 
 
 def test_what_is_shared_stays_shared():
@@ -284,19 +241,3 @@ def test_a_container_that_holds_itself_is_rebuilt_once():
     value = [x]
     value.append(value)
     assert map_tensors(lambda t: y, value)[0] is y
-
-
-def test_an_empty_list_is_copied_so_that_what_is_added_does_not_stay():
-    value = []
-    assert map_tensors(torch.Tensor.clone, value) is not value
-
-
-def test_a_mapping_that_does_not_give_out_its_items_cannot_be_looked_into():
-    class Prefixed(collections.UserDict):
-        def __getitem__(self, key):
-            return self.data["0." + key]
-
-    flat = flatten("output", (torch.zeros(2), Prefixed({"weight": torch.ones(2)})))
-    assert ([path for path, _ in flat.tensors], flat.opaque) == (["output[0]"], {"output[1]": Prefixed.__qualname__})
-    given = Prefixed({"weight": torch.ones(2)})
-    assert map_tensors(torch.neg, given) is given

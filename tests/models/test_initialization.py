@@ -101,13 +101,6 @@ def test_each_weight_keeps_its_distribution(kind, built, plain):
             assert abs(float(tensor.mean() - first[name].mean())) < 0.2 * tensor.std(), name
 
 
-def test_what_is_not_random_stays_and_what_is_random_is_drawn(kind, built, plain):
-    first, second = plain
-    for name, tensor in built.items():
-        fixed = torch.equal(first[name], second[name])
-        assert torch.equal(tensor, first[name]) == fixed, name
-
-
 def test_tied_weights_stay_tied():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=1, n_embd=64, n_head=4, vocab_size=300)
@@ -134,38 +127,9 @@ def filled(fill, *shape):
     return lambda: fill(torch.empty(*shape))
 
 
-def noncontiguous():
-    return torch.empty(6, 4).t().normal_()
-
-
-def row_by_row():
-    weight = torch.ones(4, 5)
-    for row in weight[1:]:
-        row.uniform_(1, 2)
-    return weight
-
-
 def masked():
     weight = torch.randn(6, 6)
     return weight * torch.tril(torch.ones(6, 6))
-
-
-def clipped_by_mask():
-    weight = torch.randn(20)
-    weight[weight < 0] = 0
-    return weight
-
-
-def out_variant():
-    weight = torch.zeros(5)
-    torch.randn(5, out=weight)
-    return weight
-
-
-def foreach():
-    weight = torch.randn(5)
-    torch._foreach_mul_([weight], 3.0)
-    return weight
 
 
 def via_data():
@@ -180,54 +144,19 @@ def deep_copied_buffer():
     return copy.deepcopy(layer)
 
 
-def half():
-    return nn.Linear(4, 4).half()
-
-
-def default_dtype_changed():
-    torch.set_default_dtype(torch.float64)
-    try:
-        return torch.randn(4)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 WAYS = {
     "normal_": filled(nn.init.normal_, 5),
     "kaiming_uniform_": filled(nn.init.kaiming_uniform_, 5, 4),
     "trunc_normal_": filled(nn.init.trunc_normal_, 50, 40),
-    "trunc_normal_ tail": filled(lambda t: nn.init.trunc_normal_(t, a=1.5, b=2.5), 50, 40),
     "orthogonal_": filled(nn.init.orthogonal_, 6, 6),
-    "sparse_": filled(lambda t: nn.init.sparse_(t, 0.5), 6, 6),
-    "bernoulli_": filled(lambda t: t.bernoulli_(0.5), 60),
-    "exponential_": filled(lambda t: t.exponential_(), 5),
-    "log_normal_": filled(lambda t: t.log_normal_(), 5),
-    "cauchy_": filled(lambda t: t.cauchy_(), 5),
-    "geometric_": filled(lambda t: t.geometric_(0.1), 50),
-    "random_": filled(lambda t: t.random_(), 5),
     "randn": lambda: torch.randn(4, 8) * 0.02,
-    "rand": lambda: 2 * torch.rand(5) - 1,
-    "normal": lambda: torch.normal(torch.zeros(5), 2.0),
-    "randint": lambda: torch.randint(0, 1000, (5,)).float(),
-    "randperm": lambda: torch.randperm(50).float(),
-    "multinomial": lambda: torch.multinomial(torch.ones(9), 90, replacement=True).float(),
-    "noncontiguous": noncontiguous,
-    "row by row": row_by_row,
     "masked": masked,
-    "clipped by mask": clipped_by_mask,
-    "shuffled": lambda: torch.randn(20)[torch.randperm(20)],
-    "out=": out_variant,
-    "foreach": foreach,
     ".data": via_data,
     "deep copied buffer": deep_copied_buffer,
-    "half": half,
-    "default dtype": default_dtype_changed,
     "LSTM": lambda: nn.LSTM(4, 4, num_layers=2, bidirectional=True),
     "MultiheadAttention": lambda: nn.MultiheadAttention(4, 2),
-    "TransformerEncoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2),
     "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
     "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 4)),
-    "old spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
 }
 
 
@@ -241,11 +170,6 @@ def test_a_weight_is_drawn_from_its_name_and_the_seed(make):
     first, with_others, other = held(make), held(make, more=2), held(make, seed=1)
     assert all(torch.equal(tensor, with_others[name]) for name, tensor in first.items())
     assert not all(torch.equal(tensor, other[name]) for name, tensor in first.items())
-
-
-def test_two_weights_of_one_shape_differ():
-    model = build(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), seed=0)
-    assert not torch.equal(model[0].weight, model[1].weight)
 
 
 def test_a_named_weight_is_the_same_for_ever():
@@ -267,71 +191,10 @@ def test_trunc_normal_is_torch_s_own_again_afterwards():
     assert nn.init._no_grad_trunc_normal_ is original
 
 
-def test_orthogonal_weights_are_orthogonal():
-    weight = build(lambda: Holder(WAYS["orthogonal_"]), seed=0).it
-    torch.testing.assert_close(weight @ weight.T, torch.eye(6))
-
-
 def test_the_padding_row_stays_zero():
     model = build(lambda: nn.Embedding(5, 3, padding_idx=2), seed=0)
     assert model.weight[2].tolist() == [0, 0, 0]
     assert model.weight[1].abs().min() > 0
-
-
-def test_rows_that_are_not_drawn_keep_their_values():
-    weight = build(lambda: Holder(row_by_row), seed=0).it
-    assert weight[0].tolist() == [1] * 5
-    assert ((weight[1:] > 1) & (weight[1:] < 2)).all()
-
-
-def test_rows_that_are_not_drawn_go_through_later_operations_once():
-    def make():
-        weight = torch.ones(4, 5)
-        weight[1:].normal_()
-        return weight.mul_(2)
-
-    assert build(lambda: Holder(make), seed=0).it[0].tolist() == [2] * 5
-
-
-def test_two_draws_of_one_weight_differ():
-    weight = build(lambda: Holder(lambda: torch.randn(5) - torch.randn(5)), seed=0).it
-    assert weight.abs().min() > 0
-
-
-def test_only_the_last_of_several_fills_counts():
-    class Twice(nn.Linear):
-        def reset_parameters(self):
-            super().reset_parameters()
-            nn.init.normal_(self.weight, 5.0)
-
-    class Once(nn.Linear):
-        def reset_parameters(self):
-            nn.init.normal_(self.weight, 5.0)
-
-    twice, once = (build(lambda cls=cls: cls(3, 3, bias=False), seed=0) for cls in (Twice, Once))
-    assert torch.equal(twice.weight, once.weight)
-
-
-def test_a_draw_that_fills_no_element_of_the_model_leaves_the_other_weights_alone():
-    expected = build(lambda: nn.Sequential(nn.Identity(), nn.Linear(2, 2)), seed=0)
-    for make in (
-        lambda: torch.randn(2, 0, 4),
-        lambda: nn.init.trunc_normal_(torch.empty(0, 3)),
-        filled(lambda t: nn.init.normal_(t[4:]), 4, 2),
-    ):
-        model = build(lambda make=make: nn.Sequential(Holder(make), nn.Linear(2, 2)), seed=0)
-        assert model[0].it.shape == make().shape
-        assert torch.equal(model[1].weight, expected[1].weight)
-
-
-def test_a_draw_outside_a_weight_leaves_the_weight_alone():
-    def make():
-        rows = torch.randn(10, 2)
-        rows[8:].normal_()
-        return rows[:8]
-
-    expected = build(lambda: Holder(lambda: torch.randn(10, 2)[:8]), seed=0)
-    assert torch.equal(build(lambda: Holder(make), seed=0).it, expected.it)
 
 
 def test_a_tensor_overwritten_with_fixed_values_keeps_them():
@@ -349,17 +212,6 @@ def test_a_tensor_overwritten_with_fixed_values_keeps_them():
     assert torch.equal(model.weight, table)
     assert model.bias.tolist() == [0, 0, 0]
     assert not torch.equal(model.copied, table)
-
-
-def test_a_constant_changed_after_its_use_is_used_as_it_was():
-    def make():
-        scale = torch.full((4,), 2.0)
-        weight = torch.ones(4).uniform_(1, 1.5) * scale
-        scale.zero_()
-        return weight
-
-    weight = build(lambda: Holder(make), seed=0).it
-    assert ((weight >= 2) & (weight <= 3)).all()
 
 
 def test_a_copy_of_a_weight_stays_a_copy():
@@ -382,23 +234,6 @@ def test_a_weight_made_of_two_others_stays_their_sum():
     assert torch.equal(model.sum, model["a"].weight + model["b"].weight)
 
 
-def test_parameters_that_share_a_storage_are_each_drawn_from_their_own_name():
-    """As the weights of a cuDNN LSTM do."""
-
-    def make(count):
-        flat, model = torch.zeros(10), nn.Module()
-        for i in range(count):
-            model.register_parameter(f"w{i}", nn.Parameter(flat[3 * i : 3 * i + 3]))
-        for parameter in reversed(list(model.parameters())):
-            nn.init.normal_(parameter)
-        return model
-
-    two, three = (build(lambda n=n: make(n), seed=0) for n in (2, 3))
-    assert torch.equal(two.w0, three.w0)
-    assert torch.equal(two.w1, three.w1)
-    assert three.w2.abs().min() > 0
-
-
 def test_weight_norm_starts_as_the_layer_it_wraps():
     model = build(WAYS["weight_norm"], seed=0)
     original0, original1 = model.parametrizations.weight.parameters()
@@ -417,17 +252,6 @@ def test_draws_from_an_explicit_generator_stay():
     assert torch.equal(build(lambda: Holder(make), seed=0).it, make())
 
 
-def test_a_generator_that_fills_a_part_of_a_named_weight():
-    def make():
-        generator = torch.Generator().manual_seed(7)
-        weight = torch.randn(4)
-        weight[:2].normal_(generator=generator)
-        return weight
-
-    weight = build(lambda: Holder(make), seed=0).it
-    assert torch.equal(weight[:2], make()[:2])
-
-
 def test_values_that_python_looks_at_are_kept_as_python_saw_them():
     def rejection():
         weight = torch.randn(1000)
@@ -438,41 +262,6 @@ def test_values_that_python_looks_at_are_kept_as_python_saw_them():
     weight = build(lambda: Holder(rejection), seed=0).it
     assert weight.abs().max() <= 1
     assert torch.equal(weight, build(lambda: Holder(rejection), seed=0).it)
-
-
-def test_a_shape_that_depends_on_random_values_is_kept():
-    def positive():
-        values = torch.randn(100)
-        return values[values > 0]
-
-    first, with_others = (build(lambda n=n: Holder(positive, n), seed=0).it for n in (0, 2))
-    assert (first > 0).all()
-    assert (with_others > 0).all()
-
-
-def test_a_number_read_from_a_weight_fits_the_weight():
-    def make():
-        model = nn.Linear(3, 3)
-        model.norm = model.weight.norm().item()
-        return model
-
-    model = build(make, seed=0)
-    assert model.norm == model.weight.norm().item()
-
-
-def test_a_sparse_tensor_made_of_a_weight_fits_the_weight():
-    def make():
-        model = nn.Linear(3, 3)
-        model.register_buffer("sparse", model.weight.detach().to_sparse())
-        return model
-
-    model = build(make, seed=0)
-    assert torch.equal(model.sparse.to_dense(), model.weight)
-
-
-def test_an_inner_build_is_named_by_the_outer_one():
-    inner = build(lambda: nn.Sequential(build(lambda: nn.Linear(3, 3), seed=5)), seed=0)
-    assert torch.equal(inner[0].weight, build(lambda: nn.Sequential(nn.Linear(3, 3)), seed=0)[0].weight)
 
 
 def test_requires_grad_and_version_counters_are_as_the_factory_left_them():
@@ -522,26 +311,10 @@ def test_meta_models_are_left_alone():
     assert model.weight.is_meta
 
 
-def test_models_made_in_a_meta_context_are_left_alone():
-    with torch.device("meta"):
-        model = build(lambda: Holder(WAYS["trunc_normal_"]), seed=0)
-    assert model.it.is_meta
-
-
-def test_a_cpu_layer_beside_meta_layers_is_drawn_from_its_name():
-    model = build(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta")), seed=0)
-    alone = build(lambda: nn.Sequential(nn.Linear(3, 3)), seed=0)
-    assert torch.equal(model[0].weight, alone[0].weight)
-
-
 def test_lazy_layers_are_left_alone():
     model = build(lambda: nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3)), seed=0)
     assert model[0].has_uninitialized_params()
     assert model[1].weight.abs().min() > 0
-
-
-def test_a_model_without_parameters():
-    assert isinstance(build(nn.ReLU, seed=0), nn.ReLU)
 
 
 @pytest.mark.parametrize(

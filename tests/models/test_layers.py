@@ -1,6 +1,5 @@
 import uuid
 import warnings
-from collections import OrderedDict
 
 import pytest
 import torch
@@ -52,20 +51,6 @@ def test_other_names_of_a_module_are_aliases():
     layers = Layers(model)
     assert list(layers.modules) == NAMES
     assert layers.aliases == {"b": ["c"], "b.0": ["d"]}
-
-
-def test_children_that_are_none_are_passed_over():
-    model = Net()
-    model.c = None
-    model.register_module("d", None)
-    assert names(model) == NAMES
-
-
-@pytest.mark.parametrize("segment", ["module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"])
-def test_a_module_of_the_user_keeps_a_name_that_wrappers_use(segment):
-    model = nn.Module()
-    setattr(model, segment, Net())
-    assert names(model) == ["(root)", segment, *(f"{segment}.{name}" for name in NAMES[1:])]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -158,14 +143,6 @@ def test_modules_with_fused_code_are_not_entered(module):
 # --- cycles ---------------------------------------------------------------------------------------------------------
 
 
-def test_modules_that_hold_each_other_are_walked_once():
-    model, child = Net(), nn.ModuleList()
-    model.parts = child
-    child.append(model)
-    assert names(model) == [*NAMES, "parts"]
-    assert Layers(model).aliases == {"(root)": ["parts.0"]}
-
-
 # --- refused --------------------------------------------------------------------------------------------------------
 
 
@@ -195,16 +172,6 @@ def test_what_cannot_be_watched_is_refused_in_one_sentence(make, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_child_with_the_name_of_the_root_is_refused_in_one_sentence():
-    model = nn.Sequential(OrderedDict({"(root)": nn.ReLU()}))
-    with pytest.raises(UnsupportedModelError) as caught:
-        Layers(model)
-    assert str(caught.value) == (
-        "a child of the model is called (root), as the model itself is here: give it another name"
-    )
-    assert names(nn.Sequential(model)) == ["(root)", "0", "0.(root)"]
-
-
 def test_fsdp1_is_refused_in_one_sentence(process_group, monkeypatch):
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     wrapped = fsdp.FullyShardedDataParallel.__new__(fsdp.FullyShardedDataParallel)  # it needs an accelerator to be made
@@ -231,13 +198,6 @@ def test_an_identity_that_is_drawn_for_each_model_is_no_attribute():
     assert attributes(model) == {"name": "net", "checksum": "0" * 32}
 
 
-@pytest.mark.parametrize("value", [(1, 2), [1, 2], torch.Size([1, 2])], ids=["tuple", "list", "size"])
-def test_a_short_sequence_is_an_attribute_whatever_its_type(value):
-    model = Net()
-    model.size = value
-    assert attributes(model) == {"size": "(1, 2)"}
-
-
 def test_the_sequences_of_a_convolution_are_attributes_but_not_those_it_derives():
     found = attributes(nn.Conv2d(1, 1, 3, stride=2, padding=1))
     assert {k: v for k, v in found.items() if type(v) is str} == {
@@ -254,14 +214,6 @@ def test_a_sequence_that_is_long_or_holds_more_than_numbers_and_texts_is_no_attr
     model = Net()
     model.short, model.long, model.nested, model.modules_ = [0] * 16, [0] * 17, [(1, 2)], [nn.ReLU()]
     assert attributes(model) == {"short": str((0,) * 16)}
-
-
-def test_hooks_leave_the_attributes_alone():
-    model = Net()
-    before = attributes(model.a)
-    with Watch(model) as watch:
-        assert attributes(model.a) == before
-    assert watch.record.layers["a"].attributes == before
 
 
 @pytest.mark.parametrize(("training", "notes"), [(True, 0), (False, 1)])

@@ -8,8 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch._subclasses import FakeTensorMode
-from torch.testing._internal.two_tensor import TwoTensor
 
 from pytest_modelprobe.models import read_flags, restoring
 from pytest_modelprobe.models.restoring import ModelState, preserved
@@ -40,25 +38,6 @@ class Net(nn.Module):
         return self.drop(self.norm(self.linear(x)))
 
 
-def test_running_statistics_come_back():
-    model = Net()
-    before = state(model)
-    with preserved(model):
-        model(torch.randn(4, 3))
-        assert state(model) != before
-    assert state(model) == before
-
-
-def test_the_mode_of_each_module_comes_back():
-    model = Net().eval()
-    model.drop.train()
-    with preserved(model):
-        model.train()
-    assert not model.training
-    assert not model.norm.training
-    assert model.drop.training
-
-
 def test_attributes_set_come_back_and_attributes_added_go():
     model = Net()
     model.calls = 0
@@ -78,16 +57,6 @@ def test_modules_added_and_removed_come_back_in_order():
         del model.linear
         model.extra = nn.Linear(2, 2)
     assert list(model._modules) == names
-
-
-def test_a_buffer_replaced_by_a_forward_is_the_old_object():
-    model = nn.Module()
-    model.register_buffer("seen", torch.zeros(2), persistent=False)
-    seen = model.seen
-    with preserved(model):
-        model.seen = model.seen + 1
-    assert model.seen is seen
-    assert model._non_persistent_buffers_set == {"seen"}
 
 
 def test_a_plain_tensor_attribute_modified_in_place_comes_back():
@@ -115,15 +84,6 @@ def test_parameters_return_to_their_memory_after_a_conversion(swap):
     assert [t.data_ptr() for _, t in named_tensors(model)] == memory
 
 
-def test_what_happened_to_the_memory_before_a_conversion_is_undone_too():
-    model = Net()
-    before = state(model)
-    with preserved(model):
-        model(torch.randn(4, 3))
-        model.double()
-    assert state(model) == before
-
-
 def test_version_counters_do_not_move():
     model = Net()
     weight = model.linear.weight
@@ -133,26 +93,6 @@ def test_version_counters_do_not_move():
     with preserved(model):
         weight.data.mul_(2)
     assert weight._version == version
-
-
-def test_a_graph_recorded_before_can_be_run_backward_after():
-    model = nn.Linear(3, 3)
-    loss = model(torch.ones(2, 3).requires_grad_()).sum()
-    with preserved(model):
-        model.weight.data.zero_()
-    loss.backward()
-    assert model.weight.grad is not None
-
-
-def test_an_optimizer_goes_on_with_the_same_parameters():
-    model = nn.Linear(3, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with preserved(model):
-        model.double()
-    model(torch.ones(1, 3)).sum().backward()
-    before = model.bias.detach().clone()
-    optimizer.step()
-    assert torch.equal(model.bias, before - 1)
 
 
 def test_gradients_are_the_same_tensors_with_the_same_bits():
@@ -167,35 +107,6 @@ def test_gradients_are_the_same_tensors_with_the_same_bits():
     assert bits(grad) == before
 
 
-def test_gradients_that_were_not_there_go():
-    model = nn.Linear(3, 3)
-    with preserved(model):
-        model(torch.ones(1, 3)).sum().backward()
-    assert model.weight.grad is None
-
-
-def test_a_gradient_comes_back_after_a_conversion():
-    model = nn.Linear(3, 3)
-    model(torch.ones(1, 3)).sum().backward()
-    grad = model.weight.grad
-    with preserved(model):
-        model.double()
-        model(torch.ones(1, 3).double()).sum().backward()
-    assert model.weight.grad is grad
-    assert grad.dtype is torch.float32
-    assert grad.tolist() == [[1, 1, 1]] * 3
-
-
-def test_requires_grad_comes_back():
-    model = nn.Linear(3, 3)
-    model.bias.requires_grad_(False)
-    with preserved(model):
-        model.requires_grad_(True)
-        model.weight.requires_grad_(False)
-    assert model.weight.requires_grad
-    assert not model.bias.requires_grad
-
-
 def test_a_buffer_that_joined_a_graph_leaves_it():
     model = nn.Linear(3, 3)
     model.register_buffer("ema", torch.zeros(3))
@@ -205,24 +116,6 @@ def test_a_buffer_that_joined_a_graph_leaves_it():
     assert not model.ema.requires_grad
     assert model.ema.is_leaf
     assert model.ema.tolist() == [0, 0, 0]
-
-
-def test_a_buffer_that_is_a_view_and_joined_a_graph_gets_its_bits_back():
-    model = nn.Linear(3, 3)
-    model.register_buffer("part", torch.zeros(5)[:3])
-    with preserved(model):
-        model.part.add_(model.bias)
-    assert model.part.tolist() == [0, 0, 0]
-
-
-def test_what_a_wrapper_tensor_is_made_of_comes_back():
-    model = nn.Module()
-    inner = torch.zeros(3), torch.ones(3)
-    model.wrapped = nn.Parameter(TwoTensor(*inner))
-    with preserved(model):
-        inner[0].add_(1)
-        inner[1].zero_()
-    assert [t.tolist() for t in inner] == [[0, 0, 0], [1, 1, 1]]
 
 
 def test_shared_modules_and_tied_parameters_stay_shared():
@@ -284,16 +177,9 @@ def test_the_hooks_of_a_watch_that_was_closed_meanwhile_stay_away():
 
 
 ODD_TENSORS = {
-    "bool": torch.tensor([True, False]),
-    "int64": torch.arange(3),
-    "empty": torch.zeros(0, 3),
-    "scalar": torch.tensor(2.0),
     "nan": torch.tensor([float("nan"), -0.0, float("inf")]),
     "bfloat16": torch.ones(3, dtype=torch.bfloat16),
-    "complex": torch.tensor([1 + 2j]),
     "expanded": torch.arange(8).expand(2, -1),
-    "transposed": torch.arange(6.0).view(2, 3).t(),
-    "strided": torch.arange(8.0)[::2],
     "channels last": torch.randn(1, 2, 3, 3).to(memory_format=torch.channels_last),
 }
 
@@ -373,38 +259,6 @@ def test_a_state_can_be_put_back_many_times():
         assert state(model) == before
 
 
-def test_a_tensor_cached_inside_a_fake_mode_goes():
-    class Caching(nn.Linear):
-        cached = None
-
-        def forward(self, x):
-            self.cached = x * 2
-            return x
-
-    model = Caching(3, 3)
-    with FakeTensorMode() as mode, preserved(model):
-        model(mode.from_tensor(torch.ones(3)))
-    assert model.cached is None
-
-
-def test_meta_parameters_are_the_same_objects_afterwards():
-    model = nn.Linear(3, 3, device="meta")
-    weight = model.weight
-    with preserved(model):
-        model.to_empty(device="cpu")
-    assert model.weight is weight
-    assert weight.is_meta
-
-
-def test_a_sparse_attribute_is_the_same_object_afterwards():
-    model = nn.Module()
-    model.register_buffer("graph", torch.eye(3).to_sparse())
-    graph = model.graph
-    with preserved(model):
-        model.graph = None
-    assert model.graph is graph
-
-
 def test_a_lazy_module_keeps_the_shapes_it_gets_and_loses_the_mode():
     model = nn.Sequential(nn.LazyLinear(2))
     with preserved(model, lazy=False):
@@ -465,27 +319,6 @@ def test_lazy_modules_are_lazy_again(make):
     if out.requires_grad:
         out.sum().backward()
         assert all(p.grad.shape == p.shape for p in model.parameters())
-
-
-def test_hooks_of_the_user_on_a_lazy_module_stay_as_they_are():
-    model, order = nn.LazyLinear(2), []
-    model.register_forward_pre_hook(lambda *_: order.append("before"))
-    with preserved(model):
-        model(torch.ones(1, 3))
-        model.register_forward_pre_hook(lambda *_: order.append("meanwhile"))
-        order.clear()
-    model(torch.ones(1, 4))
-    assert order == ["before"]
-    assert model.in_features == 4
-
-
-def test_inference_tensors_come_back():
-    with torch.inference_mode():
-        model = nn.BatchNorm1d(3)
-        before = bits(model.running_mean)
-        with preserved(model):
-            model(torch.randn(4, 3))
-    assert bits(model.running_mean) == before
 
 
 def test_a_device_context_does_not_move_what_is_kept():

@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from pytest_modelprobe.models.seeding import (
     derive,
@@ -42,12 +41,6 @@ def test_derived_seeds_are_the_same_for_ever(seed, name, expected):
     assert derive(seed, name) == expected
 
 
-def test_derived_seeds_have_63_bits():
-    seeds = [derive(0, str(i)) for i in range(200)]
-    assert len(set(seeds)) == 200
-    assert 2**62 < max(seeds) < 2**63
-
-
 def test_seed_everything_seeds_torch_numpy_and_random():
     with forked_rng():
         seed_everything(2**62 + 5)
@@ -73,14 +66,6 @@ def test_states_are_put_back_after_an_exception(error):
         draw_all()
         np.random.randn()  # noqa: NPY002 -- leaves a second number cached
         raise error
-    assert rng_states() == before
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_states_are_put_back_inside_a_device_context(device):
-    before = rng_states()
-    with torch.device(device), forked_rng():
-        seed_everything(1)
     assert rng_states() == before
 
 
@@ -161,32 +146,10 @@ def test_inputs_do_not_depend_on_the_global_state_nor_touch_it():
     assert rng_states() == before
 
 
-def test_inputs_of_other_names_and_seeds_differ():
-    x = randn((4,), seed=0, name="x", device="cpu")
-    assert not torch.equal(x, randn((4,), seed=0, name="y", device="cpu"))
-    assert not torch.equal(x, randn((4,), seed=1, name="x", device="cpu"))
-
-
 def test_inputs_ignore_the_default_device():
     with torch.device("meta"):
         x, ids = draw_inputs()
     assert x.device.type == ids.device.type == "cpu"
-
-
-def test_inputs_ignore_function_modes():
-    class Zeros(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {})) * 0
-
-    expected = draw_inputs()
-    with Zeros():
-        drawn = draw_inputs()
-    assert all(map(torch.equal, drawn, expected))
-
-
-def test_inputs_go_to_the_device():
-    assert randn((4,), seed=0, name="x", device="meta").is_meta
-    assert randint(0, 2, (4,), seed=0, name="x", device="meta").is_meta
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
@@ -195,12 +158,3 @@ def test_randn_of_another_dtype(dtype):
     assert x.dtype is dtype
     if not dtype.is_complex:
         assert torch.equal(x, randn((4,), seed=0, name="x", device="cpu").to(dtype))
-
-
-def test_randn_follows_the_default_dtype():
-    expected = randn((4,), seed=0, name="x", device="cpu").double()
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert torch.equal(randn((4,), seed=0, name="x", device="cpu"), expected)
-    finally:
-        torch.set_default_dtype(torch.float32)

@@ -194,7 +194,7 @@ def test_another_value_of_the_kernel_is_an_error_of_usage(
     monkeypatch.setenv("MODELPROBE_KERNEL", "c")
     result = pytester.runpytest_subprocess("-p", "no:randomly", "-v")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: MODELPROBE_KERNEL=c: it is 'torch', 'compiled' or 'triton', or not set"])
+    result.stderr.fnmatch_lines(["ERROR: MODELPROBE_KERNEL=c: it is 'torch' or 'compiled', or not set"])
 
 
 def test_several_devices_parametrize_and_group(pytester: pytest.Pytester) -> None:

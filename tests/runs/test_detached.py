@@ -56,10 +56,6 @@ def test_code_after_the_last_layer_is_that_of_the_block() -> None:
     assert message(nn.Sequential(Cuts(after=torch.detach))).startswith("layer '0' (Cuts) detaches its output")
 
 
-def test_layers_under_no_grad_are_not_blamed_for_it() -> None:
-    assert message(nn.Sequential(Cuts(around=torch.no_grad))).startswith("layer '0' (Cuts) detaches its output")
-
-
 def test_another_layer_that_detaches_is_not_blamed_for_the_code_after_it() -> None:
     class Teacher(nn.Module):
         def __init__(self) -> None:
@@ -78,9 +74,3 @@ def test_a_run_within_inference_mode_blames_no_layer() -> None:
             "loss= needs gradients, which torch.inference_mode() does not record: call run outside of it, or "
             "without loss="
         )
-
-
-def test_integers_are_not_said_to_be_detached() -> None:
-    assert message(nn.Sequential(nn.Linear(4, 4), Cuts(after=torch.Tensor.argmax))) == (
-        'the model returns no floating tensor, as loss="random" needs one: run without loss='
-    )

@@ -300,15 +300,6 @@ def test_the_documentation_names_what_the_table_puts_back_and_nothing_else() -> 
     assert set(TABLE) <= set(documented)
 
 
-def test_a_default_device_that_a_forward_set_is_as_it_was_for_the_compiler_too() -> None:
-    run(Stateful(None, lambda: torch.set_default_device("meta")))
-    assert torch.get_default_device().type == "cpu"
-    torch.set_default_device("cpu")
-    torch.set_default_device(None)  # raises where the stack of modes and this setting disagree
-    assert torch.ones(1).device.type == "cpu"
-    vars(torch._GLOBAL_DEVICE_CONTEXT).clear()  # torch 2.6 cannot be asked for the device after that
-
-
 def test_precisions_set_in_the_newer_way_which_the_older_cannot_read_are_no_obstacle() -> None:
     if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         pytest.skip("torch before 2.9 has one way")
@@ -336,23 +327,12 @@ def test_where_there_are_too_many_objects_a_note_says_where_it_stops() -> None:
     )
 
 
-def test_what_is_near_is_put_back_where_there_are_too_many_objects() -> None:
-    near: list[int] = []
-    model = Stateful([[Box(i) for i in range(30_000)], near], lambda: near.append(1))
-    run(model)
-    assert near == []
-
-
 def test_a_lazy_module_says_so() -> None:
     model = nn.Sequential(nn.LazyLinear(2))
     record = ModelProbe().run(model, torch.ones(3, 4))
     assert record.notes == ("0 is lazy and has seen no input: its shapes are those of this run",)
     assert record.layers["0"].parameters[0].shape == (2, 4)
     assert isinstance(model[0], nn.LazyLinear)
-
-
-def test_a_model_of_plain_attributes_needs_no_note() -> None:
-    assert notes({"a": [1, 2.0, "x", None, torch.float32, nn.Linear, len, print]}) == ()
 
 
 def test_what_is_not_of_the_model_is_left_alone() -> None:
@@ -384,12 +364,3 @@ def test_a_generator_that_is_put_back_makes_no_run_repeatable() -> None:
     assert checks.deterministic.outcome(probe, model, x).verdict == "broken"
     assert torch.equal(generator.get_state(), before)
     assert probe.run(model, x).layers == record.layers
-
-
-def test_the_global_generator_held_by_a_model_is_seeded_as_ever() -> None:
-    model = nn.Sequential(nn.Dropout())
-    model[0].generator = torch.default_generator
-    probe = ModelProbe()
-    record = probe.run(model, torch.ones(9, 9))
-    assert record.live_run is not None
-    assert record.live_run.measured(record).noise == "measured"

@@ -58,42 +58,11 @@ def test_a_dict_instead_of_a_tensor_moves_no_gradient() -> None:
     )
 
 
-class DynamicCache:
-    def __init__(self, y: torch.Tensor) -> None:
-        self.keys = y
-
-
 @dataclasses.dataclass
 class Output:
     logits: torch.Tensor
     past_key_values: Any = None
     hidden_states: Any = None
-
-
-@pytest.mark.parametrize(
-    "wrapped",
-    [
-        lambda y: Output(y, DynamicCache(y.sin()), y.cos()),
-        lambda y: Output(y, ((y.sin(), y.exp()),), y.cos()),
-        lambda y: (y, DynamicCache(y.sin()), y.cos()),
-        lambda y: {"logits": y, "cache": [y.sin()], "hidden_states": y.cos()},
-    ],
-    ids=["an object", "tuples", "by its type", "a dict"],
-)
-def test_a_cache_that_is_given_out_does_not_count(wrapped: Any) -> None:
-    probe = ModelProbe()
-    assert gradients(probe, wrapped) == gradients(probe, lambda y: (y, y.cos()))
-    assert gradients(probe, lambda y: (y, y.cos())) != gradients(probe)
-
-
-def test_a_cache_alone_counts() -> None:
-    x = torch.ones(2, 3, requires_grad=True)
-    assert random_loss({"past_key_values": (x,)}, seed=0) == random_loss(x, seed=0)
-
-
-def test_an_output_that_is_detached_does_not_shift_those_after_it() -> None:
-    x = torch.ones(2, 3, requires_grad=True)
-    assert random_loss((x.detach(), x), seed=0) == random_loss((x * 0, x), seed=0)
 
 
 def test_a_double_output_is_weighed_in_double_precision() -> None:

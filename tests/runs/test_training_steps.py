@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from torch import Tensor, nn
 from pytest_modelprobe import (
     ModelProbe,
     NothingObservedError,
-    UsageError,
     Watch,
     assert_finite,
     assert_grad_finite,
@@ -134,20 +131,6 @@ def test_all_forwards_are_the_same_whichever_steps_are_kept(passes: int) -> None
         assert_same_behavior(record, records[0])
 
 
-def test_a_change_of_what_is_equal_in_all_forwards_has_its_size() -> None:
-    records = []
-    for factor in (1.0, 1.01):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Identity(), nn.Linear(3, 3))
-        watch = ModelProbe().watch(model)
-        for seed in range(16):
-            model(factor * torch.ones(()) * x(1)[0, :3])
-            model(x(seed)[:, :3])
-        records.append(watch.record)
-    with pytest.raises(AssertionError, match=r"input changed by (0\.\d|1|1\.\d) %"):
-        assert_same_behavior(*records)
-
-
 def test_a_step_keeps_the_mode_that_the_model_was_trained_in() -> None:
     model = net()
     watch = ModelProbe().watch(model)
@@ -157,11 +140,6 @@ def test_a_step_keeps_the_mode_that_the_model_was_trained_in() -> None:
     with torch.no_grad():
         model.eval()(x(2))
     assert watch.first_step == trained
-
-
-def test_what_is_no_number_of_steps_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"^steps is how many steps of training to keep, 0 or more; got -1$"):
-        ModelProbe().watch(net(), steps=-1)
 
 
 def test_the_applied_gradient_is_accumulated_and_clipped() -> None:
@@ -198,10 +176,9 @@ def test_the_gradient_that_a_closure_computes_is_the_applied_one() -> None:
     assert all(p.applied == p.gradient for p in watch.first_step["3"].parameters)
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.LBFGS])
-def test_each_step_with_a_closure_begins_where_the_one_before_ended(optimizer_class: type[Any]) -> None:
+def test_each_step_with_a_closure_begins_where_the_one_before_ended() -> None:
     model = net()
-    optimizer = optimizer_class(model.parameters(), 0.1)
+    optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3)
     watch = ModelProbe().watch(model, steps=3)
     for seed in range(3):
 
@@ -215,19 +192,6 @@ def test_each_step_with_a_closure_begins_where_the_one_before_ended(optimizer_cl
     means = [added_up(step["3"].parameters[0]) for step in watch.steps]
     assert [before for before, _ in means[1:]] == pytest.approx([after for _, after in means[:-1]], abs=1e-7)
     assert all(before != after for before, after in means)
-
-
-def test_optimizers_that_step_without_a_forward_between_take_one_step() -> None:
-    model = net()
-    optimizers = [torch.optim.SGD(model[index].parameters(), 0.1) for index in (0, 3)]
-    watch = ModelProbe().watch(model, steps=3)
-    for seed in range(2):
-        model.zero_grad()
-        model(x(seed)).sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    assert [record.forwards for record in watch.steps] == [1, 1]
-    assert all(watch.steps[1][name].parameters[0].applied is not None for name in ("0", "3"))
 
 
 def train_with_a_skipped_step(*, skipped: int, steps: int, fused: bool = False, to_none: bool = True) -> ModelProbe:
@@ -254,7 +218,7 @@ def test_a_step_that_a_scaler_skips_is_no_step_and_has_no_bad_gradients(fused: b
     assert_grad_finite(watch)
     assert_grad_finite(watch.first_step)
     assert watch.record.forwards == 3
-    assert "1 step was skipped" in " ".join(watch.record.notes)
+    assert "gradients that were reset before a step are left out" in watch.record.notes
 
 
 def test_no_parameter_is_read_in_steps_that_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,12 +266,11 @@ def test_the_first_of_two_passes_of_sam_is_part_of_no_step(steps: int, to_none: 
         optimizer.zero_grad(set_to_none=to_none)
     assert counted(watch) == (3, 3, 0, 3)
     assert watch.others.backwards == 3
-    assert watch.record.notes == ("3 forwards in 3 steps, 3 with gradients that no step used",)
+    assert watch.record.notes == (
+        "gradients that were reset before a step are left out",
+        "3 forwards in 3 steps, 3 with gradients that no step used",
+    )
     assert repr(watch) == "<Watch Sequential: 3 forwards in 3 steps, 3 with gradients that no step used, open>"
-    if steps:
-        assert watch.first.notes == (
-            "the first forward is part of no step of training: first_step and steps are those that are",
-        )
 
 
 def gan() -> tuple[nn.Module, nn.Module, nn.Module]:
@@ -334,49 +297,26 @@ def test_a_pass_of_the_generator_is_part_of_no_step_of_the_critic() -> None:
     assert watch.others.backwards == 3
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-def test_a_pass_belongs_to_the_step_of_the_optimizer_that_kept_its_gradients(to_none: bool) -> None:
+def test_gradients_that_one_optimizer_reset_are_not_in_the_step_of_both() -> None:
     generator, critic, both = gan()
     of_generator, of_critic = (torch.optim.SGD(m.parameters(), 0.1) for m in (generator, critic))
     watch = ModelProbe().watch(both, steps=9)
     for seed in range(3):
-        of_generator.zero_grad(set_to_none=to_none)
+        of_generator.zero_grad()
         critic(generator(x(seed))).mean().backward()
-        of_critic.zero_grad(set_to_none=to_none)
+        of_critic.zero_grad()
         critic(x(seed)).mean().backward()
         of_generator.step()
         of_critic.step()
     assert counted(watch) == (3, 9, 0, 0)
-    for step in watch.steps[1:]:  # before the first, nothing tells which gradients an optimizer resets to zero
+    for step in watch.steps:
         for name in ("0.0", "1.0"):
             weight = step[name].parameters[0]
             assert weight.gradient.statistics.norm == pytest.approx(weight.applied.statistics.norm)
     assert_training_loop(watch)
 
 
-@pytest.mark.parametrize(("skipped", "to_none"), [("generator", True), ("critic", False)])
-def test_what_a_scaler_skips_for_one_optimizer_is_in_no_step_of_the_other(skipped: str, to_none: bool) -> None:
-    generator, critic, both = gan()
-    of_generator, of_critic = (torch.optim.SGD(m.parameters(), 0.01) for m in (generator, critic))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    watch = ModelProbe().watch(both, steps=9)
-    for seed in range(4):
-        bad = math.inf if seed == 1 else 1.0
-        of_critic.zero_grad(set_to_none=to_none)
-        scaler.scale(critic(x(seed)).square().mean() * (1.0 if skipped == "generator" else bad)).backward()
-        scaler.step(of_critic)
-        of_generator.zero_grad(set_to_none=to_none)
-        scaler.scale(critic(generator(x(seed))).mean() * (1.0 if skipped == "critic" else bad)).backward()
-        scaler.step(of_generator)
-        scaler.update()
-    assert_training_loop(watch)
-    assert_grad_finite(watch)
-    for step in watch.steps:
-        assert_grad_finite(step)
-    assert len(watch.steps) == watch.counts.steps == 7
-
-
-def test_gradients_that_one_optimizer_accumulates_over_steps_of_another_are_in_its_own_step() -> None:
+def test_gradients_that_one_optimizer_accumulates_over_steps_of_another_are_sound() -> None:
     model = nn.ModuleDict({"a": nn.Linear(4, 1), "b": nn.Linear(4, 1)})
     first, second = (torch.optim.SGD(model[name].parameters(), 0.1) for name in "ab")
     watch = ModelProbe().watch(model, steps=9)
@@ -388,23 +328,8 @@ def test_gradients_that_one_optimizer_accumulates_over_steps_of_another_are_in_i
         if seed % 2:
             first.step()
             first.zero_grad(set_to_none=False)
-    assert [(step.forwards, step.backwards) for step in watch.steps] == [(1, 1), (3, 3)] * 2
-    assert [step["a"].parameters[0].gradient is None for step in watch.steps] == [True, False] * 2
-    assert watch.steps[1]["a"].parameters[0].gradient.tensors == 2
+    assert [(step.forwards, step.backwards) for step in watch.steps] == [(2, 2)] * 4
     assert_training_loop(watch)
-
-
-def test_passes_that_each_reach_other_parameters_are_kept_together() -> None:
-    experts = nn.ModuleList(nn.Linear(4, 1) for _ in range(6))
-    optimizer = torch.optim.SGD(experts.parameters(), 0.1)
-    watch = ModelProbe().watch(experts)
-    chosen = [some for size in (1, 2, 3) for some in itertools.combinations(experts, size)]
-    for some in chosen:
-        sum(expert(x(0)).sum() for expert in some).backward()
-    assert len(watch._capture.observed.pending) <= 16
-    optimizer.step()
-    assert watch.counts.in_steps == sum(map(len, chosen))
-    assert watch.first_step.backwards == len(chosen)
 
 
 @pytest.mark.parametrize("reset", [True, False])
@@ -479,19 +404,6 @@ def test_accumulation_and_evaluations_add_up_and_what_is_left_over_is_in_no_step
             _ = watch.first_step
 
 
-def test_the_loss_that_is_thrown_away_may_be_alive_still() -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    watch = ModelProbe().watch(model)
-    unused, used = model(x(1)).sum(), model(x(2)).sum()
-    unused.backward()
-    optimizer.zero_grad()
-    used.backward()
-    optimizer.step()
-    model.eval()(x(3))
-    assert counted(watch) == (1, 1, 1, 1)
-
-
 def test_forwards_and_backwards_without_an_optimizer_need_no_note() -> None:
     model = net()
     watch = ModelProbe().watch(model)
@@ -557,19 +469,6 @@ def test_what_is_not_finite_in_a_step_has_no_number_among_other_forwards() -> No
         assert_finite(watch)
 
 
-def test_update_ratio_leaves_out_what_was_zero_before_the_first_step() -> None:
-    model = nn.Linear(2, 1)
-    nn.init.ones_(model.weight)
-    nn.init.zeros_(model.bias)
-    watch = ModelProbe().watch(model, steps=2)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-    assert_update_ratio(watch)
-
-
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it compiles
 def test_a_compiled_step_of_an_optimizer_is_recorded_and_compiles_nothing_of_the_watch() -> None:
     graphs: list[str] = []
@@ -599,26 +498,3 @@ def test_a_compiled_step_of_an_optimizer_is_recorded_and_compiles_nothing_of_the
         assert [(step.forwards, step.backwards) for step in watch.steps] == [(1, 1)] * 3
         assert watch.record.training.steps == 3
     assert all(torch.equal(watched[name], tensor) for name, tensor in unwatched.items())
-
-
-def test_a_step_of_a_pipeline_has_its_microbatches_and_no_forward_that_learns_shapes() -> None:
-    pipelining = pytest.importorskip("torch.distributed.pipelining")
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        with ModelProbe() as probe:
-            watch = probe.watch(model, steps=3)
-            stage = pipelining.PipelineStage(model, 0, 1, torch.device("cpu"))
-            pipeline = pipelining.Schedule1F1B(stage, 3, loss_fn=nn.functional.mse_loss)
-            for seed in range(2):
-                optimizer.zero_grad()
-                pipeline.step(x(seed), target=torch.zeros(6, 1))
-                optimizer.step()
-    finally:
-        torch.distributed.destroy_process_group()
-    assert [(step.forwards, step.backwards) for step in watch.steps] == [(3, 3)] * 2
-    assert (watch.record.forwards, watch.record.backwards, watch.evaluations.forwards) == (6, 6, 0)
-    assert watch.record.notes == (
-        "a stage of a pipeline called the model once to learn shapes: that forward is left out",
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 from typing import Any
 
@@ -254,31 +253,6 @@ def test_a_watch_that_cannot_be_asked_any_more_says_so_in_the_failure(gone: bool
     assert (note in str(raised.value)) == gone
 
 
-def test_a_run_whose_probe_nobody_keeps_says_so_in_the_failure() -> None:
-    old, new = (nn.Sequential(Block(by), Block(1.0)).eval() for by in (1.0, 2.0))
-    new.load_state_dict(old.state_dict())
-    x = torch.ones(2, 8)
-    actual, expected = ModelProbe().run(new, x), ModelProbe().run(old, x)
-    gc.collect()
-    with pytest.raises(AssertionError) as raised:
-        assert_same_behavior(actual, expected)
-    assert "No layer was called alone: the probe of the record is closed or gone, or made 8 runs since" in str(
-        raised.value
-    )
-    assert "No noise was measured: the probe of the record is closed or gone, or made 8 runs since" in str(raised.value)
-
-
-def test_one_of_several_processes_runs_no_forward_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Linear(2, 2)
-    with Watch(model) as watch:
-        model(torch.ones(1, 2))
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    assert watch.record.live_run.isolated(watch.record).notes == (
-        "no layer was called alone: the model is one of 4, which may wait for each other in a forward",
-    )
-
-
 @pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
 def test_a_forward_runs_again_as_it_ran(mode: Any) -> None:
     probe = ModelProbe()
@@ -294,19 +268,6 @@ def test_a_forward_runs_again_as_it_ran(mode: Any) -> None:
     with mode():
         model(x)
     assert "2: own code changed after fc" in failure(watch.record, expected)
-
-
-def test_parts_of_a_model_that_run_by_themselves_are_run_again_by_themselves() -> None:
-    probe = ModelProbe()
-    model = probe.build(lambda: net(1, 1)).eval()
-    watch = probe.watch(model)
-    model[1](probe.randn(2, 8))
-    model(probe.randn(3, 4))
-    record = watch.record.live_run.isolated(watch.record)
-    roots = {call.root: call.response for call in record["1"].calls}
-    assert set(roots) == {"1", "(root)"}
-    shapes = {root: response.recipes["input"].partition(" ")[0] for root, response in roots.items()}
-    assert shapes == {"1": "2x8", "(root)": "3x8"}
 
 
 def test_inputs_that_cannot_be_copied_are_told() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from pytest_modelprobe import kernel
 from pytest_modelprobe._torch import openmp_team
-from pytest_modelprobe.statistics import WHOLE, collect, merge, reduce, samples_of
+from pytest_modelprobe.statistics import WHOLE, reduce, samples_of
 from pytest_modelprobe.statistics.fingerprint import project
 from pytest_modelprobe.statistics.operations import count
 
@@ -44,24 +44,11 @@ def test_it_is_that_of_the_reference(order):
             assert found == pytest.approx(reference, abs=2e-7 * float(x.double().norm()))
 
 
-def test_more_than_a_period_of_rows():
-    x = draw(2, 1_500_000)
-    of = samples_of([draw(2, 6)])
-    assert reduce(x, samples=of).fingerprint == pytest.approx(project(x, of), abs=2e-7 * float(x.norm()))
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])
 def test_where_it_is_not_finite_it_is_the_reference(value):
     x = draw(300, 300)
     x[7] = value
     assert reduce(x).fingerprint.tolist() == project(x).tolist()
-
-
-def test_those_of_the_parts_of_a_batch_add_up():
-    x, inputs = draw(6, 5000), draw(6, 4)
-    parts = [reduce(x[rows], samples=samples_of([inputs[rows]])) for rows in (slice(2), slice(2, 6))]
-    (whole, merged) = collect([reduce(x, samples=samples_of([inputs])), merge(*parts)])
-    assert merged.fingerprint == pytest.approx(whole.fingerprint, abs=1e-5)
 
 
 def test_a_tensor_that_requires_a_gradient_is_read_where_it_is_not_finite_too():

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-import subprocess
-import sys
 import warnings
 
 import numpy as np
@@ -25,11 +22,10 @@ from pytest_modelprobe.statistics import (
     fingerprint,
     merge,
     reduce,
-    samples_of,
     with_signs_of,
 )
 from pytest_modelprobe.statistics import samples as signs
-from pytest_modelprobe.statistics.fingerprint import pieces, read, turned
+from pytest_modelprobe.statistics.fingerprint import read, turned
 from pytest_modelprobe.statistics.operations import by_torch
 from pytest_modelprobe.statistics.samples import K
 
@@ -148,24 +144,6 @@ def test_a_fingerprint_is_the_sum_of_signed_elements(size):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * math.sqrt(size))
 
 
-def test_rows_far_back_have_bits_of_their_own():
-    x = torch.zeros(2 * 2**20 + 7)
-    x[2**20 + 5] = 1
-    bits = bits_of_rows(np.zeros(1, np.uint64), 4097)[0, -1:]
-    row = np.zeros((1, 256))
-    row[0, 5] = 1
-    expected = projected(row * signs.masks()[bits % np.uint64(8)] @ signs.columns(), bits)[0]
-    np.testing.assert_array_equal(project(x), expected / math.sqrt(K))
-
-
-def test_walsh_functions_have_the_same_magnitude_in_all_sums():
-    numbers = np.arange(256)
-    odd = np.array([number.bit_count() % 2 for number in range(256)])
-    walsh = 1 - 2 * odd[numbers[:, None] & numbers]  # of Sylvester's matrix; the first is constant
-    sums = np.einsum("mc,wc,ct->mwt", signs.masks(), walsh, signs.columns())
-    assert (np.abs(sums) == 16).all()
-
-
 # --- how far off estimates are ----------------------------------------------------------------------------------------
 
 
@@ -240,38 +218,6 @@ def test_no_structure_of_a_batch_is_estimated_worse_than_by_sixteen_independent_
         assert (some < 0.5).sum() <= 6, case
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_of_a_million_batches_of_two_equal_samples_few_are_below_a_third(structure):
-    found = ratios(np.random.default_rng(1), structure, 16, 2, True, 1_000_000)
-    assert (found < 1 / 3).sum() <= 30  # 2 ** -16 where only one element is not 0: all 16 signs differ
-
-
-def test_equal_samples_do_not_cancel():
-    for seed in range(600):
-        x = draw(1, 12, 16, seed=seed).expand(2, 12, 16)
-        of = samples_of([draw(2, 5, seed=seed)])
-        assert 0.4 < math.hypot(*reading(x, of).fingerprint) / x.norm().item() < 2
-
-
-def test_a_constant_shift_is_seen():
-    for size in (*SIZES, *LARGE):
-        y = draw(size)
-        assert 0.55 < change(y + 0.01, y) / true_change(y + 0.01, y) < 1.6
-
-
-def one_element(x):
-    x[len(x) // 2, -1] += 1
-
-
-def one_row(x):
-    x[len(x) // 2] += 0.1
-
-
-def one_column(x):
-    x[:, 7] += 0.1
-
-
 def one_column_scaled(x):
     x[:, 7] *= 1.01
 
@@ -281,24 +227,8 @@ def rolled_heads(x):
     heads.copy_(heads.roll(1, 1))
 
 
-def swapped_halves(x):
-    x.copy_(torch.cat(x.chunk(2)[::-1]))
-
-
-def swapped_halves_of_rows(x):
-    x.copy_(torch.cat(x.chunk(2, 1)[::-1], 1))
-
-
 def two_rows_swapped(x):
     x[[1, 2]] = x[[2, 1]]
-
-
-def permuted_rows(x):
-    x.copy_(x[torch.randperm(len(x), generator=torch.Generator().manual_seed(1))])
-
-
-def reversed_rows(x):
-    x.copy_(x.flip(0))
 
 
 def transposed(x):
@@ -309,22 +239,11 @@ def sign_flip(x):
     x.neg_()
 
 
-def scale(x):
-    x *= 1.001
-
-
-def every_second(x):
-    x.view(-1)[::2] += 0.1
-
-
 def late(x):
     x[-1, -1] += 1e-3
 
 
-FAULTS = [
-    one_element, one_row, one_column, one_column_scaled, rolled_heads, swapped_halves, swapped_halves_of_rows,
-    two_rows_swapped, permuted_rows, reversed_rows, transposed, sign_flip, scale, every_second, late,
-]  # fmt: skip
+FAULTS = [one_column_scaled, rolled_heads, two_rows_swapped, transposed, sign_flip, late]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
@@ -368,21 +287,10 @@ def test_the_share_of_integers_that_differ_is_estimated(seed, size, share):
     assert (found == 0) is (true == 0)
 
 
-def test_an_estimate_needs_no_norm():
-    a, b = project(1.1 * draw(1000)), project(draw(1000))
-    assert estimated_change(a, b) == pytest.approx(0.1)
-
-
 def test_the_change_from_nothing_is_infinite_and_of_nothing_is_nought():
     zero, one = project(torch.zeros(3)), project(torch.ones(3))
     assert (estimated_change(zero, zero), estimated_change(one, zero)) == (0, math.inf)
     assert estimated_change(zero, zero, 0.0) == 0
-
-
-def test_comparing_fingerprints_needs_no_torch():
-    code = "import sys; from pytest_modelprobe.record import estimated_change, estimated_share; "
-    code += "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # --- one tensor, one fingerprint --------------------------------------------------------------------------------------
@@ -411,23 +319,6 @@ def test_the_layout_does_not_matter(read):
         assert (a.fingerprint, a.digest) == (b.fingerprint, b.digest)
 
 
-def test_pieces_are_the_elements_in_logical_order():
-    for x in (draw(5, 6, 7).permute(2, 0, 1), draw(3, 600).t(), draw(600, 3).t(), draw(7).expand(3, 7)):
-        for size in (1, 4, 30, 42, 1000, 5000):
-            found = [piece.clone() for piece in pieces(x, size)]
-            assert torch.equal(torch.cat(found), x.flatten())
-            assert all(len(piece) == size for piece in found[:-1])
-
-
-def test_a_large_tensor_in_another_layout_is_copied_in_pieces(monkeypatch):
-    made = []
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(a) or empty(*a, **k))
-    monkeypatch.setattr(torch.Tensor, "contiguous", None)
-    fingerprint.project(draw(1100, 1000).t())
-    assert made == 2 * [(fingerprint.PIECE,)]  # once for the largest magnitude
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float64], ids=str)
 def test_of_other_floats_it_is_that_of_the_same_numbers(dtype):
     x = draw(2**18 + 77, dtype=dtype)
@@ -443,12 +334,6 @@ def test_of_complex_numbers_it_is_that_of_their_parts(dtype):
         parts = torch.view_as_real(x.to(torch.complex128))
         assert estimated_change(project(x), project(parts)) < 1e-6
         assert estimated_change(project(x.conj()), project(x.conj().resolve_conj())) == 0
-
-
-def test_lazy_negation_is_done():
-    x = torch.complex(draw(50), draw(50, seed=1)).conj().imag
-    assert x.is_neg()
-    assert estimated_change(project(x), project(x.clone())) < 1e-6
 
 
 def test_every_device_gives_the_same():
@@ -502,14 +387,6 @@ def test_no_product_is_computed_on_a_device(dtype):
     assert not seen.names & {"mm", "mv", "bmm", "dot", "vdot", "addmm", "addmv", "baddbmm", "linear"}
 
 
-def test_a_device_handles_large_tensors_in_chunks(monkeypatch):
-    monkeypatch.setattr(fingerprint, "_CHUNK", 2**20)
-    for x in (draw(2**21 + 7), torch.arange(2**21 + 7)):
-        a, b = on_device(x), reading(x)
-        assert a.digest == b.digest
-        assert estimated_change(a.fingerprint, b.fingerprint) < 1e-6
-
-
 @pytest.mark.parametrize("read", [reading, on_device])
 def test_no_setting_of_precision_reaches_it(read):
     before = torch.get_float32_matmul_precision()
@@ -520,20 +397,6 @@ def test_no_setting_of_precision_reaches_it(read):
             found = read(draw(2**18 + 77)).fingerprint
     finally:
         torch.set_float32_matmul_precision(before)
-    assert estimated_change(found, tuple(expected)) < 1e-6
-
-
-def test_the_newer_setting_of_precision_does_not_reach_it_either():
-    settings = getattr(torch.backends.mkldnn, "matmul", None)
-    if settings is None:
-        pytest.skip("torch before 2.9 has no such setting")
-    expected = project(draw(2**18 + 77))
-    before = settings.fp32_precision
-    try:
-        settings.fp32_precision = "bf16"
-        found = on_device(draw(2**18 + 77)).fingerprint
-    finally:
-        settings.fp32_precision = before
     assert estimated_change(found, tuple(expected)) < 1e-6
 
 
@@ -589,15 +452,6 @@ def test_sums_of_huge_elements_do_not_overflow(dtype, read):
         assert found == pytest.approx(expected.tolist())
 
 
-def test_numpy_told_to_raise_is_not_asked():
-    size = 300
-    with np.errstate(all="raise"):
-        reading(torch.full((size,), torch.finfo(torch.float32).max))
-        reading(torch.full((size,), math.nan))
-        reading(torch.arange(size))
-        reading(torch.full((size,), 1e-40))
-
-
 # --- integers ---------------------------------------------------------------------------------------------------------
 
 
@@ -621,15 +475,6 @@ def test_a_digest_is_of_the_numbers_not_of_their_dtype():
     assert reading(x[:4].bool()).digest == reading(x[:4]).digest
 
 
-def test_floats_have_no_digest():
-    assert reading(draw(3)).digest is None
-
-
-def test_masks_of_zeros_and_ones_differ_where_they_do():
-    a, b = reading(torch.ones(50, 50).triu().bool()), reading(torch.ones(50, 50).triu(1).bool())
-    assert estimated_share(a.fingerprint, b.fingerprint, 2500) == pytest.approx(0.02, rel=0.6)
-
-
 # --- over forwards ----------------------------------------------------------------------------------------------------
 
 
@@ -639,10 +484,6 @@ def over(tensors, way=reduce):
         one = with_signs_of(index, way(tensor))
         total = one if total is None else merge(total, one)
     return collect([total])[0]
-
-
-def test_the_first_forward_counts_as_it_is():
-    assert estimated_change(over([draw(10)]).fingerprint, project(draw(10))) < 1e-7
 
 
 @pytest.mark.parametrize("way", [reduce, reduce_on_device])
@@ -679,27 +520,7 @@ def test_integers_and_floats_merge_to_no_fingerprint():
     assert one.statistics.count == 6
 
 
-def test_of_a_tensor_that_is_not_read_there_is_none():
-    one = reading(torch.ones(3, device="meta"))
-    assert (one.fingerprint, one.digest, one.reason) == (None, None, "meta tensor")
-
-
-def test_it_can_be_left_out():
-    (one,) = collect([reduce(draw(3), fingerprint=False)])
-    assert one.fingerprint is None
-    assert dataclasses.replace(reading(draw(3)), fingerprint=None) == one
-
-
 def test_an_empty_tensor_has_a_fingerprint_of_zeros():
     assert reading(torch.ones(0)).fingerprint == (0.0,) * K
     assert reading(torch.arange(0)).digest == "0" * 16
     assert read(np.zeros(K)) == ((0.0,) * K, None)
-
-
-@pytest.mark.parametrize("number", [1, 63, 64, 1_000_003])
-def test_a_turn_is_the_same_as_if_it_were_drawn_alone(number):
-    (bits,) = signs.hashes(signs._TURN_SALT, 1, number)
-    plus_or_minus, order, factor = signs.turn(number)
-    assert plus_or_minus.tolist() == [1.0 if int(bits) >> place & 1 else -1.0 for place in range(64 - K, 64)]
-    assert order.tolist() == signs.orders()[int(bits) % signs.ORDERS].tolist()
-    assert factor == int(bits) | 1

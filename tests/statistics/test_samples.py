@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from pytest_modelprobe.record import estimated_change
 from pytest_modelprobe.statistics import (
-    Samples,
     SeenSamples,
     ambient_modes_disabled,
     collect,
@@ -71,11 +70,6 @@ def test_those_of_the_parts_of_a_batch_add_up_in_any_order(kind, way):
     (summed,) = collect([merge(merge(first, others[0]), others[1])])
     assert estimated_change(summed.fingerprint, whole.fingerprint) < 1e-6
     assert summed.digest == whole.digest
-
-
-def test_a_batch_that_is_flattened_with_the_next_dimension_has_the_fingerprint_that_it_had():
-    samples, x = samples_of([draw(4, 6, 3)]), draw(4, 6, 500)
-    assert fingerprint(x.flatten(0, 1), samples) == fingerprint(x, samples)
 
 
 def test_a_value_without_the_batch_has_one_hash():
@@ -149,38 +143,6 @@ def test_samples_with_one_first_input_are_told_apart_by_the_others_in_any_order(
     assert samples.sum() == reordered.sum()
 
 
-@pytest.mark.parametrize("first", [ALIKE["labels"], ALIKE["zeros"]], ids=["labels", "zeros"])
-def test_microbatches_of_labels_add_up_to_the_batch(first):
-    second = draw(6, 8, seed=3)[[0, 1, 2, 2, 1, 3]]
-    whole, seen, found = samples_of([first, second]), SeenSamples(), []
-    for part in torch.arange(6).split(2):
-        samples = samples_of([first[part], second[part]], seen=seen)
-        seen.add(samples)
-        found += samples.hashes((2,)).tolist()
-    assert sorted(found) == sorted(whole.hashes((6,)).tolist())
-
-
-def test_of_one_sample_the_first_argument_counts_alone():
-    token, state = torch.tensor([[7]]), draw(1, 8)
-    assert (hashes_of(token, state) == hashes_of(token, state + 1)).all()
-
-
-def test_the_numbers_of_an_argument_go_on_in_the_next_microbatch():
-    x, mask = draw(6, 5), torch.ones(6, 4)
-    seen, found = SeenSamples(), []
-    for part in torch.arange(6).split(2):
-        samples = samples_of([x[part], mask[part]], seen=seen)
-        seen.add(samples)
-        found += samples.inputs[1].hashes((2,)).tolist()
-    assert found == samples_of([x, mask]).inputs[1].hashes((6,)).tolist()
-
-
-def test_arguments_that_tell_no_more_samples_apart_change_the_hashes():
-    x, lengths = torch.ones(4, 3), torch.tensor([1, 2, 3, 4])
-    assert (hashes_of(x, lengths, torch.ones(2)) == hashes_of(x, lengths)).all()
-    assert (hashes_of(x, lengths) != hashes_of(x, lengths.flip(0))).any()
-
-
 def test_in_a_forward_of_one_sample_every_value_belongs_to_it():
     samples = samples_of([torch.tensor(2.0), draw(1, 6), torch.arange(5)])
     for shape in ((), (3,), (1, 4), (2, 3, 3)):
@@ -189,20 +151,10 @@ def test_in_a_forward_of_one_sample_every_value_belongs_to_it():
     assert [own is None for own in samples.inputs] == [False, True, False]
 
 
-def test_all_tokens_in_one_axis_have_the_fingerprint_of_one_sequence():
-    samples, x = samples_of([draw(1, 6)]), draw(1, 6, 700)
-    assert fingerprint(x[0], samples) == fingerprint(x, samples)
-
-
 def test_rounding_leaves_the_hashes_of_floating_samples():
     for x in (draw(32, 64), draw(32, 3), draw(32, 5000).relu(), F.one_hot(torch.arange(32)).float()):
         assert (hashes_of(x) == hashes_of(x * (1 + 1e-7 * draw(*x.shape, seed=1)))).all()
         assert (hashes_of(x) == hashes_of(x.double())).all()
-
-
-def test_a_narrower_dtype_leaves_the_hashes_of_nearly_all_samples():
-    x = draw(500, 64)
-    assert np.mean(hashes_of(x) == hashes_of(x.bfloat16())) > 0.97
 
 
 def test_equal_samples_are_numbered_and_do_not_add_up_to_more_than_they_are():
@@ -225,12 +177,6 @@ def test_equal_samples_of_microbatches_are_numbered_as_in_one_batch(given):
     np.testing.assert_array_equal(np.concatenate(found), hashes_of(given))
 
 
-def test_samples_are_known_again_in_another_order_in_memory():
-    x, seen = torch.randn(64, 33), SeenSamples()
-    seen.add(samples_of([x]))
-    assert seen.times(samples_of([x.t().contiguous().t()]).keys).tolist() == [1] * 64
-
-
 def test_no_more_than_so_many_samples_are_known_again():
     seen = SeenSamples()
     for part in torch.arange(5000).view(-1, 1).split(500):
@@ -238,13 +184,6 @@ def test_no_more_than_so_many_samples_are_known_again():
     assert len(seen._times) == 4096
     assert seen.times(samples_of([torch.arange(4999, 5001).view(-1, 1)]).keys).tolist() == [1, 0]
     assert seen.times(samples_of([torch.tensor([[0], [5000]])]).keys) is None
-
-
-def test_keys_on_another_device_are_counted_there():
-    seen = SeenSamples()
-    for keys in ([3, 5, 3], [5]):
-        seen.add(Samples(keys=torch.tensor(keys)))
-    assert seen.times(torch.tensor([3, 4, 5])).tolist() == [2, 0, 2]
 
 
 def test_inputs_that_cannot_be_read_have_no_batch():
@@ -277,15 +216,9 @@ def batch_norm(x, eps):
 CASES = {
     "the epsilon of a LayerNorm": (F.layer_norm(HIDDEN, (64,), eps=1e-3), F.layer_norm(HIDDEN, (64,))),
     "the epsilon of a BatchNorm": (batch_norm(FIRST, 1e-3), batch_norm(FIRST, 1e-5)),
-    "the epsilon of a BatchNorm of sequences": (batch_norm(HIDDEN.mT, 1e-3), batch_norm(HIDDEN.mT, 1e-5)),
-    "another GELU": (F.gelu(HIDDEN, approximate="tanh"), F.gelu(HIDDEN)),
-    "a shift that all samples share": (HIDDEN + 0.01, HIDDEN),
     "a unit scaled": (torch.cat([HIDDEN[..., :1] * 1.01, HIDDEN[..., 1:]], -1), HIDDEN),
-    "noise": (HIDDEN + 1e-3 * draw(32, 12, 64, seed=9), HIDDEN),
     "samples permuted": (HIDDEN[torch.randperm(32, generator=torch.Generator().manual_seed(1))], HIDDEN),
-    "two samples swapped": (HIDDEN[[1, 0, *range(2, 32)]], HIDDEN),
     "the mean of the batch subtracted more than once": (FIRST - FIRST.mean(0) * 1.5, FIRST - FIRST.mean(0)),
-    "what is centered over the batch scaled": ((FIRST - FIRST.mean(0)) * 1.001, FIRST - FIRST.mean(0)),
     "a softmax over the batch": (torch.softmax(FIRST * 1.01, 0), torch.softmax(FIRST, 0)),
 }
 
@@ -296,24 +229,6 @@ def test_no_kind_of_change_is_missed(case):
     samples = samples_of([GIVEN])
     found = estimated_change(fingerprint(now, samples), fingerprint(then, samples), then.norm().item())
     assert 0.3 < found / ((now - then).norm() / then.norm()).item() < 1.6
-
-
-def test_a_generic_difference_within_a_batch_is_estimated_to_eighteen_percent():
-    found = []
-    for seed in range(100):
-        x = draw(16, 80, seed=seed)
-        found.append(math.hypot(*fingerprint(x, samples_of([draw(16, 5, seed=seed + 1000)]))) / x.norm().item())
-    assert np.mean(found) == pytest.approx(1, abs=0.06)
-    assert 0.12 < np.std(found) < 0.24
-
-
-@pytest.mark.parametrize("size", [1, 3, 32])
-def test_a_shift_that_all_samples_share_is_estimated_to_a_third(size):
-    x = torch.ones(size, 300)
-    lengths = [math.hypot(*fingerprint(x, samples_of([draw(size, 6, seed=seed)]))) for seed in range(60)]
-    found = np.array(lengths) / x.norm().item()
-    assert np.mean(found**2) == pytest.approx(1, abs=0.15)
-    assert np.std(found) < 0.33
 
 
 # --- in a watch -------------------------------------------------------------------------------------------------------
@@ -363,20 +278,6 @@ def test_microbatches_add_up_to_the_batch(modelprobe, x):
         for one, other in zip(found[0], several, strict=True):
             assert len(one.fingerprint) == K
             assert estimated_change(other.fingerprint, one.fingerprint) < 1e-6
-
-
-def test_equal_samples_are_numbered_anew_in_each_step(modelprobe):
-    model = net()
-    watch = modelprobe.watch(model, steps=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for _ in range(2):
-        model(EQUAL).square().sum().backward()
-        optimizer.step()
-        model(EQUAL)  # an evaluation
-        optimizer.zero_grad()
-    first, second = (step["1"].output.forward.fingerprint for step in watch.steps)
-    assert first == second
-    assert watch.evaluations["1"].output.forward.fingerprint == pytest.approx([2 * x for x in first])
 
 
 def test_equal_samples_of_forwards_that_no_backward_pass_reached_are_numbered_alike(modelprobe):

@@ -22,9 +22,7 @@ from pytest_modelprobe.statistics import (
     ambient_modes_disabled,
     collect,
     merge,
-    readable,
     reduce,
-    samples_of,
 )
 from pytest_modelprobe.statistics.operations import by_torch
 from pytest_modelprobe.statistics.reduced import NO_ELEMENT
@@ -129,7 +127,7 @@ def test_a_tensor_becomes_plain_numbers():
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *EIGHT_BITS], ids=str)
 def test_floating_dtypes(dtype):
-    for size, read in itertools.product((40, 600_000), READS):
+    for size, read in itertools.product((40, 70_000), READS):
         tensor = draw(size // 4, 4).relu().to(dtype)
         reading = read(tensor, axis=-1)
         check(reading.statistics, numbers(tensor))
@@ -176,29 +174,16 @@ def test_an_empty_tensor_has_counts_and_no_units(read):
         assert read(torch.empty(shape), axis=-1).units is None
 
 
-@pytest.mark.parametrize("read", [read, read_on_device])
-def test_a_zero_dimensional_tensor(read):
-    reading = read(torch.tensor(2.5), axis=-1)
-    assert reading.statistics == Statistics(count=1, min=2.5, max=2.5, mean=2.5)
-    assert reading.units is None
-
-
 # --- accuracy ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("read", READS)
 def test_std_where_the_mean_is_large_against_it(read):
-    for size, ratio in itertools.product((1_000, 1_300_000), (0, 30, 1e3)):
+    for size, ratio in itertools.product((1_000, 300_000), (0, 30, 1e3)):
         tensor = draw(size) + ratio
         result = read(tensor).statistics
         check(result, numbers(tensor))
         assert result.std == pytest.approx(numbers(tensor).std(), rel=1e-5)
-
-
-def test_a_mean_that_differs_between_blocks():
-    tensor = draw(2_600_000) * 1e-2 + torch.arange(2_600_000) / 1e5
-
-    assert read(tensor).statistics.std == pytest.approx(numbers(tensor).std(), rel=1e-6)
 
 
 def test_magnitudes_that_all_round_the_same_way():
@@ -231,18 +216,6 @@ def test_a_constant_has_no_deviation():
         assert way(torch.full((70_000,), 0.1, dtype=dtype)).statistics.std == 0
 
 
-def test_fifty_million_elements():
-    tensor = torch.empty(50_000_000).uniform_(0.0, 2.0, generator=torch.Generator().manual_seed(0))
-
-    result = read(tensor).statistics
-
-    parts = [part.double().numpy() for part in tensor.split(1 << 20)]
-    mean = sum(part.sum() for part in parts) / result.count
-    std = math.sqrt(sum(((part - mean) ** 2).sum() for part in parts) / result.count)
-    assert result.mean == pytest.approx(mean, rel=1e-7)
-    assert result.std == pytest.approx(std, rel=1e-7)
-
-
 # --- what is not finite --------------------------------------------------------------------------------------------
 
 
@@ -264,12 +237,6 @@ def test_nothing_finite_at_all(read):
         result = read(torch.full((9_000,), value)).statistics
         assert result.nonfinite == result.count == 9_000
         assert result.mean is result.min is result.max is None
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_signalling_nan_does_not_warn():
-    tensor = torch.full((9_000,), 0x7FA00000, dtype=torch.int32).view(torch.float32)
-    assert read_without_kernel(tensor).statistics.nan == 9_000
 
 
 @pytest.mark.parametrize("read", [read, read_on_device])
@@ -308,15 +275,6 @@ def test_layouts(layout):
             check(reading.statistics, numbers(tensor))
             check_units(reading.units, numbers(tensor), axis)
         check(way(tensor).statistics, numbers(tensor))
-
-
-def test_a_long_row_of_units():
-    tensor = draw(3, 1_300_000)
-    check_units(read(tensor, axis=-1).units, numbers(tensor), -1)
-
-
-def test_an_axis_that_the_tensor_does_not_have_gives_no_units():
-    assert read(torch.ones(3), axis=-2).units is None
 
 
 @st.composite
@@ -370,14 +328,6 @@ def test_any_split_of_a_batch_merges_to_the_same(tensor, data, reduce):
     assert reading.statistics.first_nan == (nan[0] if nan else None)
     if tensor.dim() > 1 and tensor.numel():
         check_units(reading.units, numbers(tensor), -1)
-
-
-@pytest.mark.parametrize("reduce", [reduce, reduce_on_device])
-def test_units_have_their_range_over_all_that_was_merged(reduce):
-    tensor = draw(60, 9)
-    for part in (tensor, tensor.flip(0)):
-        merged = functools.reduce(merge, [reduce(rows, axis=-1) for rows in part.split(20)])
-        check_units(collect([merged])[0].units, numbers(tensor), -1)
 
 
 @pytest.mark.parametrize("reduce", [reduce, reduce_on_device])
@@ -456,12 +406,6 @@ def test_collecting_keeps_the_order_and_copies_once_per_device(monkeypatch):
     assert len(copies) == 1
 
 
-def test_collecting_one_reduction_twice():
-    one = reduce_on_device(torch.ones(3))
-    assert collect([one, one]) == collect([one]) * 2
-    assert collect([]) == []
-
-
 # --- nothing is read from a device ---------------------------------------------------------------------------------
 
 
@@ -478,13 +422,6 @@ def test_the_device_path_runs_where_there_is_nothing_to_read(dtype):
         one = by_torch(torch.empty(40, 3, dtype=dtype), -1, 0)  # fake only while the mode is on
         assert type(one.rows).__name__ == "FakeTensor"
         assert statistics.operations.merged_rows(torch.cat([one.rows, one.rows])).shape == (1, len(NO_ELEMENT))
-
-
-def test_large_tensors_go_through_a_device_in_chunks(monkeypatch):
-    monkeypatch.setattr(statistics.operations, "_BLOCK", 1000)
-    tensor = draw(2_500, 2) + 100
-    check(read_on_device(tensor).statistics, numbers(tensor))
-    assert reduce_on_device(tensor).rows.shape == (1, len(NO_ELEMENT))
 
 
 # --- tensors without numbers ---------------------------------------------------------------------------------------
@@ -525,14 +462,8 @@ def fake():
         (lambda: torch.ones(3, device="meta"), "meta tensor"),
         (fake, "fake tensor"),
         (lambda: torch.eye(3).to_sparse(), "sparse tensor"),
-        (lambda: torch.eye(4).to_sparse_bsc((2, 2)), "sparse tensor"),
         (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantized tensor"),
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested tensor"),
-        (
-            lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
-            "nested tensor",
-        ),
-        (lambda: torch.ones(4, dtype=torch.uint8).view(torch.bits8), "bits8 tensor"),
         (lambda: torch.ones(4, dtype=torch.uint8).view(torch.uint4), "uint4 tensor"),
         (lambda: Wrapper(torch.ones(3)), "Wrapper tensor"),
         (lambda: torch.nn.LazyLinear(2).weight, "uninitialized parameter"),
@@ -545,53 +476,16 @@ def test_a_tensor_that_cannot_be_read_gives_the_reason(make, reason):
     assert reading.statistics is None
 
 
-def test_reading_in_a_transform_under_autocast_leaves_transforms_as_they_are():
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.func.vmap(lambda x: (read(x), x)[1])(torch.ones(2, 3))
-    seen = []
-    torch.func.jvp(lambda x: (seen.append(read(x).reason), x)[1], (torch.ones(3),), (torch.ones(3),))
-    assert seen == ["tensor of a torch.func transform"]
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda f, x: torch.func.vmap(f)(x),
-        lambda f, x: torch.func.grad(f)(x[0]),
-        lambda f, x: torch.func.jvp(f, (x,), (x,)),
-    ],
-)
-def test_inside_a_transform_its_own_tensors_have_no_numbers_and_others_do(transform):
-    outside = draw(40, 3)
-    seen = []
-
-    def function(x):
-        seen.extend([read(x), read(outside, axis=-1), collect([reduce_on_device(outside, axis=-1)])[0]])
-        return x.sum()
-
-    transform(function, torch.ones(2, 3))
+def test_inside_a_transform_its_own_tensors_have_no_numbers_and_others_do():
+    outside, seen = draw(40, 3), []
+    torch.func.vmap(lambda x: (seen.extend([read(x), read(outside, axis=-1)]), x)[1])(torch.ones(2, 3))
     assert seen[0].reason == "tensor of a torch.func transform"
-    for reading in seen[1:]:
-        check(reading.statistics, numbers(outside))
-        check_units(reading.units, numbers(outside), -1)
+    check(seen[1].statistics, numbers(outside))
 
 
 def test_a_subclass_that_holds_its_own_elements_is_read():
     check(read(draw(3).as_subclass(Tagged)).statistics, numbers(draw(3)))
     check(read(torch.nn.Parameter(draw(3))).statistics, numbers(draw(3)))
-
-
-def test_of_a_distributed_tensor_the_local_shard_is_read(tmp_path):
-    distributed = pytest.importorskip("torch.distributed.tensor")
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        tensor = distributed.distribute_tensor(draw(6, 3), mesh, [distributed.Shard(0)])
-        reading = read(tensor.requires_grad_(), axis=-1)
-    finally:
-        torch.distributed.destroy_process_group()
-    check(reading.statistics, numbers(draw(6, 3)))
-    check_units(reading.units, numbers(draw(6, 3)), -1)
 
 
 # --- contexts ------------------------------------------------------------------------------------------------------
@@ -608,15 +502,6 @@ class RefuseDispatch(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def default_dtype():
-    torch.set_default_dtype(torch.float16)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@contextlib.contextmanager
 def everything():
     with torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), torch.device("meta"), RefuseDispatch():
         yield
@@ -627,7 +512,6 @@ CONTEXTS = {
     "inference mode": torch.inference_mode,
     "no grad": torch.no_grad,
     "default device": lambda: torch.device("meta"),
-    "default dtype": default_dtype,
     "function mode": Refuse,
     "dispatch mode": RefuseDispatch,
     "fake tensor mode": FakeTensorMode,
@@ -651,18 +535,6 @@ def test_no_context_reaches_the_arithmetic(context, way):
     assert rows is None or not (rows.is_inference() or rows.requires_grad)
 
 
-def test_an_inference_tensor_is_read_outside():
-    with torch.inference_mode():
-        tensor = draw(40)
-    check(read(tensor).statistics, numbers(tensor))
-
-
-def test_a_dual_tensor_is_read():
-    with forward_ad.dual_level():
-        tensor = forward_ad.make_dual(draw(40), torch.ones(40))
-        check(read(tensor).statistics, numbers(draw(40)))
-
-
 def test_it_leaves_every_state_as_it_was():
     tensor = draw(20_000, 2).requires_grad_()
     tensor_state = tensor._version, tensor.is_leaf
@@ -684,26 +556,6 @@ def test_it_leaves_every_state_as_it_was():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_without_a_context_nothing_is_entered():
-    assert ambient_modes_disabled() is ambient_modes_disabled()
-
-
-DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype in readable._READABLE]
-
-
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("dtype", dict.fromkeys(DTYPES), ids=str)
-def test_a_lazily_negated_tensor_of_any_dtype_is_read_or_has_a_reason(dtype: torch.dtype) -> None:
-    negated = torch._neg_view(torch.zeros(4, dtype=torch.int8).repeat(dtype.itemsize).view(dtype))
-    (reading,) = collect([reduce(negated, axis=-1, histogram=True)])
-    try:
-        negated.clone()
-    except (RuntimeError, NotImplementedError):  # torch itself cannot read it
-        assert reading.reason == f"{str(dtype).removeprefix('torch.')} tensor with the bit for negation"
-    else:
-        assert reading.statistics is not None or "bit for negation" in str(reading.reason)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
 def test_a_tensor_expanded_to_very_many_elements_is_counted_without_being_read_one_by_one(dtype: torch.dtype) -> None:
     few = torch.tensor([[0], [1]], dtype=dtype)
@@ -718,8 +570,3 @@ def test_a_tensor_expanded_to_very_many_elements_is_counted_without_being_read_o
     assert many.fingerprint is None
     assert many.reason is not None
     assert many.reason.startswith("expanded")
-
-
-def test_an_input_expanded_to_very_many_elements_chooses_no_signs() -> None:
-    x, mask = torch.randn(3, 4), torch.ones(1, 1).expand(3, 1 << 40)
-    assert samples_of([x, mask]).hashes((3, 4)).tolist() == samples_of([x]).hashes((3, 4)).tolist()

@@ -133,7 +133,7 @@ def test_interventions(modelprobe: ModelProbe) -> None:
     result = modelprobe.ablation(model, x, lambda output: output.square().mean(), heads={"attn.proj": 4})
     assert_type(result.rows[0].change, float)
     assert_layer_matters(result, "blocks.*", min_change=0.1)
-    with modelprobe.watch(model, positions="last") as watch:
+    with modelprobe.watch(model) as watch:
         model(x)
     watch.last.save(Path("record.json"))
     assert_type(Record.load("record.json"), Record)

@@ -161,16 +161,13 @@ def _kernel() -> str:
 def _cuda() -> str:
     import torch
 
-    from pytest_modelprobe.statistics import operations
-
     if not torch.cuda.is_available():
         hidden = "; CUDA_VISIBLE_DEVICES is set" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
         built = torch.version.cuda or torch.version.hip
         return f"not available: {'torch finds no device' if built else 'this torch is built without CUDA'}{hidden}"
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
-    cudnn = torch.backends.cudnn.version()
-    return f"{names} ({build}, cuDNN {cudnn}), statistics by {_attempt(operations.TRITON.description)}"
+    return f"{names} ({build}, cuDNN {torch.backends.cudnn.version()})"
 
 
 def _mps() -> str:

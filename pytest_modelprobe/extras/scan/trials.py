@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe._torch import FakeTensorMode, TorchDispatchMode
+from pytest_modelprobe._torch import DispatchMode, FakeTensorMode
 from pytest_modelprobe.models import own_parameters, preserved, seeding
 from pytest_modelprobe.runs import FakeModel, quiet
 
@@ -103,7 +103,7 @@ class Trials:
             yield
 
 
-class _Sources(TorchDispatchMode):  # type: ignore[misc]
+class _Sources(DispatchMode):
     """Tells each result of an operation of which inputs of the model it is made."""
 
     supports_higher_order_operators = True

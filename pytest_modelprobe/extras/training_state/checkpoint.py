@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from pytest_modelprobe._torch import Operation, TorchDispatchMode, schema, storage_key
+from pytest_modelprobe._torch import DispatchMode, Operation, schema, storage_key
 from pytest_modelprobe.checks.check import StateCheck, noted
 from pytest_modelprobe.checks.outcome import NotApplicableError, Outcome, Violation, line_of, message_of
 from pytest_modelprobe.checks.registration import copy_on_cpu, made_model, new_memory, temporary_names
@@ -30,7 +30,6 @@ from pytest_modelprobe.models import (
     as_real,
     check_supported,
     has_dense_storage,
-    initialization,
     seeding,
     unexpanded,
 )
@@ -356,7 +355,7 @@ def _read(model: nn.Module, found: _Loaded) -> None:
             found.unread.append(name)
 
 
-class _Constants(initialization.Dispatching, TorchDispatchMode):  # type: ignore[misc]
+class _Constants(DispatchMode):
     """Makes operations that fill a tensor with one number fill it with another one.
 
     What is computed from such a tensor, as where weights are added to zeros, or a scale is read, gets the right number:
@@ -364,15 +363,12 @@ class _Constants(initialization.Dispatching, TorchDispatchMode):  # type: ignore
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        super().__init__()
         self._filled: dict[int, list[tuple[Tensor, Tensor]]] = {}
         """By storage: tensors that are filled, which keeps their storage, and the right number."""
 
-    def stay_uncompiled(self) -> None:
-        """Do nothing: loading is not compiled."""
-
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an operation: with the right numbers, or one that fills with the other one."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if not isinstance(func, Operation):  # one of a higher order
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__

@@ -17,7 +17,6 @@ import torch
 from pytest_modelprobe import _torch, kernel
 from pytest_modelprobe.cli import main
 from pytest_modelprobe.extras.doctor import command as doctor
-from pytest_modelprobe.statistics.operations import TRITON
 
 INSTALLED = {
     "pytest-modelprobe": "1.2.0",
@@ -137,10 +136,7 @@ def test_devices_of_cuda_have_their_names(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA {'AB'[index]}")
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
-    monkeypatch.setattr(TRITON, "description", lambda: "torch (No module named 'triton')")
-    assert doctor.report()["devices"]["cuda"] == (
-        "NVIDIA A, NVIDIA B (CUDA 12.8, cuDNN 91002), statistics by torch (No module named 'triton')"
-    )
+    assert doctor.report()["devices"]["cuda"] == "NVIDIA A, NVIDIA B (CUDA 12.8, cuDNN 91002)"
 
 
 def test_a_warning_about_the_driver_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
