@@ -59,7 +59,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _plugin_alon
         assert [path.name for path in (pytester.path / "out").iterdir()] == ["results.json"]
         written = (pytester.path / "out" / "results.json").read_text("ascii")
         data = json.loads(written, parse_constant=pytest.fail)
-        assert data["schema"] == 4
+        assert data["schema"] == 5
         return Results.from_dict(data)
 
     return run
@@ -276,9 +276,9 @@ def test_the_command_writes_beside_the_file_if_no_place_is_named(
 @pytest.mark.parametrize(
     ("schema", "tests", "said"),
     [
-        (3, [], "has schema 3, and this version reads 4: write it with pytest"),
-        (4, [3], "is not what pytest --modelprobe-json=PATH writes: "),
-        (4, None, "is not what pytest --modelprobe-json=PATH writes: "),
+        (3, [], "has schema 3, and this version reads 5: write it with pytest"),
+        (5, [3], "is not what pytest --modelprobe-json=PATH writes: "),
+        (5, None, "is not what pytest --modelprobe-json=PATH writes: "),
     ],
 )
 def test_the_command_refuses_what_it_cannot_read(

@@ -38,14 +38,10 @@ def tag(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
     '<p hidden aria-label="&quot;x&quot;">x<b>1</b></p>'
     """
     start = "".join(_attribute(key, value) for key, value in attributes.items()) if attributes else ""
-    if name in _EMPTY:
+    if name == "path":
         # Without the space, the slash would be of an unquoted value.
         return Markup(f"<{name}{start}/>" if start[-1:] == '"' else f"<{name}{start} />")
     return Markup(f"<{name}{start}>{''.join(map(_text, children))}{'' if name in _NO_END else f'</{name}>'}")
-
-
-_EMPTY = {"path", "rect"}
-"""Elements of SVG without content here, which end themselves."""
 
 
 _NO_END = {"input", "img", "meta", "td", "th", "tr", "wbr"}

@@ -50,7 +50,6 @@ from .elements import (
     preformatted,
     tag,
 )
-from .graph import GUESS, graph
 
 # --- the table of layers ----------------------------------------------------------------------------------------------
 
@@ -489,18 +488,14 @@ def _run(prefix: str, run: Run) -> Markup:
         [tag("p", f"Note: {note}", class_="note") for note in record.notes],
     ]
     if layers:
-        drawn = graph(run, anchors.get)
-        box = tag("div", drawn, class_="scroll", tabindex=0, role="group", aria_label=f"Graph of {run.name}")
-        caption = tag("figcaption", tag("b", "Layers:"), _GRAPH)
-        figure = tag("figure", caption, box, legend(words), class_="layers-graph")
 
         def link(name: str) -> Child:
             return tag("a", name, href=f"#{anchors[name]}") if name in anchors else name
 
         by_depth = [make(run, layers, link) for make in (gradient_flow, activation_scale, attention_entropy)]
         charts = [chart for chart in (*by_depth, update_ratios(run.steps, link)) if chart]
-        pictures = tag("div", figure, tag("div", charts, class_="charts") if charts else None, class_="pictures")
-        parts += [_offenders(run, layers, link), pictures, layer_table(run, layers, anchors.get)]
+        parts += [_offenders(run, layers, link), tag("div", charts, class_="charts") if charts else None]
+        parts += [legend(words), layer_table(run, layers, anchors.get)]
     caused = any(is_cause(word) for word in words)
     return tag("section", parts, class_="run caused" if caused else "run")
 
@@ -516,9 +511,6 @@ def _offenders(run: Run, layers: Sequence[Layer], link: Callable[[str], Child]) 
     items: list[Child] = [[badges(words), " ", link(name)] for name, words in found[:_MOST_OFFENDERS]]
     items += [f"and {len(found) - len(items)} more"] if len(found) > len(items) else []
     return bullets(items, class_="offenders") if items else None
-
-
-_GRAPH = f" a solid line is an output that the next takes as it is; a dotted line is {GUESS}."
 
 
 def _run_facts(record: Record) -> Iterator[str]:
