@@ -31,14 +31,12 @@ from pytest_modelprobe.record import (
     ROOT,
     Call,
     CallTree,
-    Connection,
     IsolatedResponse,
     Layer,
     Parameter,
     Reading,
     Record,
     Value,
-    connections,
     has_numbers,
 )
 
@@ -316,9 +314,6 @@ class SnapshotChange:
     diagnosis: Diagnosis | None = None
     """The causes, or `None` if nothing differs or one of the two snapshots is missing."""
     effect: Effect = field(default_factory=Effect)
-    connections: tuple[Connection, ...] = ()
-    """Producer and consumer of each tensor that passes between layers now."""
-    connections_before: tuple[Connection, ...] = ()
     removal: str | None = None
     """The reason declared for the deletion of exactly this snapshot."""
 
@@ -522,10 +517,6 @@ class _Outlines:
         same = tuple((name, id(layer)) for name, layer in layers.items())
         return dataclasses.replace(record, layers=self._known.setdefault(same, layers))
 
-    def of_connections(self, record: Record) -> tuple[Connection, ...]:
-        found = tuple(dict.fromkeys(connections(record)))
-        return self._known.setdefault(("connections", *found), found)  # type: ignore[no-any-return]
-
     def _of_layer(self, layer: Layer) -> Layer:
         buffers = tuple(dataclasses.replace(own, reading=Reading(), after=None, gradient=None) for own in layer.buffers)
         outline = Layer(name=layer.name, type=layer.type, buffers=buffers)
@@ -563,7 +554,6 @@ def _change(
     if not architecture:
         of_values = tuple(found for found in comparison.found if found.kind in BEHAVIOR)
         comparison = dataclasses.replace(comparison, found=of_values, notes=())
-    connected = tuple(outlines.of_connections(snapshot.record) for snapshot in (new, old))
     old, new = outlines.of_snapshot(old), outlines.of_snapshot(new)
     effect = effect_on_checkpoints(comparison) if architecture else Effect()
     diagnosis = diagnose(comparison)
@@ -601,8 +591,6 @@ def _change(
         comparison=outlined,
         diagnosis=dataclasses.replace(diagnosis, comparison=outlined) if differs else None,
         effect=effect,
-        connections=connected[0],
-        connections_before=connected[1],
     )
 
 
