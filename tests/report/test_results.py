@@ -180,7 +180,7 @@ def test_without_a_report_nothing_of_reports_is_imported(pytester: pytest.Pytest
     pytester.makeconftest("""
         import sys
         def pytest_unconfigure():
-            of_reports = ("report.results", "report.html", "report.formats", "extras.exporters", "extras.pictures",
+            of_reports = ("report.results", "report.html", "extras.exporters", "extras.pictures",
                           "plugin.results")
             print("imported:", [x for x in of_reports if f"pytest_modelprobe.{x}" in sys.modules])
             print("others:", [x for x in ("matplotlib", "tensorboard", "mlflow") if x in sys.modules])
@@ -259,8 +259,6 @@ def results_file(path: Path, **more: Any) -> None:
     ("kind", "name"),
     [
         ("html", "results.html"),
-        ("sarif", "results.sarif"),
-        ("gitlab", "results.gitlab.json"),
         ("markdown", "results.md"),
     ],
 )
@@ -285,7 +283,7 @@ def test_the_command_refuses_what_it_cannot_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], schema: int, tests: Any, said: str
 ) -> None:
     results_file(tmp_path / "results.json", schema=schema, tests=tests)
-    command = ["report", str(tmp_path / "results.json"), "--format", "gitlab", "-o", str(tmp_path / "report")]
+    command = ["report", str(tmp_path / "results.json"), "-o", str(tmp_path / "report")]
     assert cli.main(command) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "report").exists()
