@@ -160,15 +160,6 @@ def test_a_run_that_stopped_early_says_why() -> None:
     assert "Not every test ran to its end: stopping after 2 failures." in text
 
 
-def test_calls_that_are_written_otherwise_are_shown_once_and_in_their_tests() -> None:
-    note = cause("*.attn: input[1] renamed to mask", layers=6)
-    same = snapshot(verdict="same", notes=(note,))
-    page = Page(render(results(*(checked(f"test_{i}", snapshots=(same,)) for i in "ab"))))
-    assert "2 models written otherwise, which alone fails no test" in page.text
-    assert page.text.count("*.attn: input[1] renamed to mask x6, in 2 models") == 1
-    assert page.text.count("*.attn: input[1] renamed to mask x6") == 3
-
-
 def test_a_cause_of_several_tests_is_shown_once() -> None:
     tests = [checked(f"test_{i}", outcome="failed", snapshots=(snapshot(cause("fc: own code changed")),)) for i in "ab"]
     text = Page(render(results(*tests))).text
@@ -228,14 +219,6 @@ def test_the_models_of_folded_tests_are_left_to_the_script() -> None:
     assert "id=l1.0" not in kept[0]
 
 
-def test_the_next_steps_of_a_snapshot_stand_apart() -> None:
-    text = "fc changed\n\nlayer\nfc\n\nIntended? pytest t.py --snapshot-update\nSince when? git bisect run pytest t.py"
-    page = Page(render(results(checked("a", outcome="failed", snapshots=(snapshot(text=text),)))))
-    assert (
-        "If it is intended Intended? pytest t.py --snapshot-update Since when? git bisect run pytest t.py" in page.text
-    )
-
-
 def test_what_was_compared_with_the_other_side_is_counted_and_what_was_not_is_listed() -> None:
     base = Base(
         ref="main", commit="e4798012e1b5", python=None, versions={"torch": ("2.15", "2.6")}, verdicts={"changed": 3},
@@ -246,11 +229,9 @@ def test_what_was_compared_with_the_other_side_is_counted_and_what_was_not_is_li
     assert "1 test only here t.py::new 1 did not pass there t.py::broken : no" in said
 
 
-def test_lines_of_a_failure_are_kept_and_those_of_a_table_are_not_wrapped() -> None:
-    text = "E       one\nE       layer   zeros\nE       fc         100\nE       two"
-    page = render(results(checked("a", outcome="failed", failure=text)))
-    table = "<span>E       layer   zeros\nE       fc         100</span>"
-    assert f"<pre tabindex=0>E       one\n{table}\nE       two</pre>" in page
+def test_the_lines_of_a_failure_are_kept() -> None:
+    page = render(results(checked("a", outcome="failed", failure="E  fc is dead\nE  <b>")))
+    assert "<pre tabindex=0>E  fc is dead\nE  &lt;b&gt;</pre>" in page
 
 
 def test_a_table_leaves_out_empty_columns() -> None:
@@ -265,9 +246,8 @@ def test_a_figure_is_embedded() -> None:
     assert images == [{"src": "data:image/png;base64,eA==", "alt": "maps"}]
 
 
-@pytest.mark.parametrize("change", [{"media": "text/html"}, {"data": '"><script>'}])
-def test_a_figure_of_another_kind_is_not(change: dict[str, str]) -> None:
-    figure = Figure(**{"title": "maps", "media": "image/png", "data": "eA==", **change})
+def test_a_figure_of_another_kind_is_not() -> None:
+    figure = Figure(title="maps", media="text/html", data="eA==")
     page = render(results(checked("a", figures=(figure,))))
     assert "<img" not in page
     assert "An image that cannot be shown." in page
@@ -275,15 +255,6 @@ def test_a_figure_of_another_kind_is_not(change: dict[str, str]) -> None:
 
 def steps(*ratios: dict[str, float]) -> tuple[StepResult, ...]:
     return tuple(StepResult(step=n, update_ratios=of) for n, of in enumerate(ratios))
-
-
-def test_update_ratios_are_a_line_for_each_layer_over_the_steps() -> None:
-    taken = steps({"a": 0.1, "b": 0.01}, {"a": 0.1, "b": 0.001}, {"a": 0.0, "b": 1e-3, "gone": float("nan")})
-    page = render_run(run(layer("a"), layer("b"), steps=taken))
-    [drawn] = re.findall(r'class=line d="([^"]*)"', page[page.index("Update ratio") :])
-    assert [line.count("L") for line in drawn.split("M")[1:]] == [1, 2]
-    said = "of each layer; about 0.001 is usual. In the last step smallest b 0.001, largest b 0.001."
-    assert said in Page(page).text
 
 
 def test_of_many_update_ratios_the_range_and_the_median_are_drawn() -> None:
