@@ -15,7 +15,8 @@ from .common import SAME
 
 def run_bisect(options: argparse.Namespace) -> int:
     """Find the commit, and print its diagnosis."""
-    from pytest_modelprobe.revisions import Wanted, bisect, pair_text
+    from pytest_modelprobe.comparison.text import text
+    from pytest_modelprobe.revisions import Wanted, bisect
 
     if not options.tests:
         raise UsageError("name a test behind --, such as: modelprobe bisect v1.0 -- tests/test_model.py::test_run")
@@ -32,5 +33,5 @@ def run_bisect(options: argparse.Namespace) -> int:
         if wanted.fits(pair):
             print()
             print(printable(f"{pair.here.test}, {pair.here.key}, beside {options.good}:"))
-            print(pair_text(wanted.of(pair), options.good))
+            print(text(wanted.of(pair).diagnosis))
     return SAME

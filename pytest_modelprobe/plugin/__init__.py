@@ -34,12 +34,10 @@ from .settings import marker_error as marker_error
 from .terminal import (
     Annotations,
     ProgressLine,
-    Properties,
     Terminal,
     named_records,
     shows_first_use,
     summaries,
-    wants_properties,
 )
 
 if TYPE_CHECKING:
@@ -117,8 +115,6 @@ def pytest_configure(config: pytest.Config) -> None:
         _register(config, ResultsWriter(config, lambda: snapshots.unused, base), "modelprobe-results")
     if Annotations.is_wanted(config):
         _register(config, Annotations(lambda: snapshots.results, base), "modelprobe-annotations")
-    if wants_properties(config):
-        _register(config, Properties(), "modelprobe-properties")
     if sides is not None:
         _register(config, sides, "modelprobe-base")
         _register(config, sides.recorder(), RECORDER)

@@ -8,12 +8,9 @@ alone.
 from .pairs import Pair as Pair
 from .pairs import changed_lines as changed_lines
 from .pairs import compare_records as compare_records
-from .pairs import exact_difference as exact_difference
 from .pairs import first_difference as first_difference
 from .pairs import judged as judged
-from .pairs import pair_text as pair_text
 from .pairs import summary as summary
-from .pairs import tensors_lines as tensors_lines
 from .recorder import Recorder as Recorder
 from .records import Written as Written
 from .records import read_written as read_written
