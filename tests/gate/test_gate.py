@@ -607,21 +607,16 @@ def test_the_reason_for_a_deletion_holds_where_other_models_changed_too() -> Non
     assert not judge({"a": before}, {"b": snapshot(other, "b")}, removals=removals).denied
 
 
-def test_a_diff_of_many_snapshots_tells_each_cause_once() -> None:
+def test_a_diff_tells_what_changed_alike_in_many_snapshots_once() -> None:
     def all_of(eps: float) -> dict[str, SnapshotVersion]:
         layers = ([Layer(name="norm", type="Norm", attributes={"eps": eps}), linear("fc", i, 4)] for i in range(1, 7))
         return {f"{i}": snapshot(record(*own), f"t/test_{i}.arch.json") for i, own in enumerate(layers)}
 
     said = diff_text(judge(all_of(1e-5), all_of(1e-6)))
-    assert said.split("\n") == [
-        "Net (t/test_0.arch.json, t/test_1.arch.json and 4 more)",
-        "norm.eps 1e-05 → 1e-06; 1 cause",
-        "",
-        "cause                    class       changed by   models",
-        "norm.eps 1e-05 → 1e-06   structure            -   Net",
-        "",
-        "The diff of one snapshot alone has more: the changed layers, and the evidence of each cause.",
-    ]
+    head, first, *_ = said.split("\n")
+    assert head == "Net (t/test_0.arch.json, t/test_1.arch.json and 4 more)"
+    assert first == "norm.eps 1e-05 → 1e-06; 1 cause"
+    assert said.count("norm.eps") == 2  # and once in the table of causes
 
 
 def test_differences_that_causes_explain_can_be_left_out_without_another_word() -> None:
