@@ -124,8 +124,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     bisect.add_argument("good", metavar="GOOD", help="a commit whose model is right")
     bisect.add_argument("bad", metavar="BAD", nargs="?", default="HEAD", help="a later one whose model is not (HEAD)")
-    bisect.add_argument("--layer", metavar="GLOB", help="a change of such a layer itself, as 'blocks.*.attn'")
-    bisect.add_argument("--class", dest="kind", choices=CLASSES, metavar="CLASS", help="a change of this class")
     bisect.set_defaults(run=run_bisect)
 
     report = commands.add_parser("report", help="write a file of results as a page or as Markdown")

@@ -40,8 +40,6 @@ class NamedRecord(NamedTuple):
     """Why no record could be made."""
     steps: Sequence[Record] = ()
     """The steps of a watch. Each is made when it is read."""
-    findings: tuple[str, ...] = ()
-    """The findings of other plugins."""
     forwards: str = ""
     """How many forwards of a watch are part of steps and of evaluations, if a step was taken."""
 
@@ -74,12 +72,12 @@ def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[di
 
     with_table, most = (True, 200) if config.stash[SETTINGS].verbose else (_is_first_use(config), MOST_ROWS)
     found = []
-    for name, _, record, error, _, others, forwards in observed:
+    for name, _, record, error, _, forwards in observed:
         if record is None:
             found.append({"name": name, "layers": 0, "calls": 0, "dead": 0, "findings": [error], "table": []})
             continue
         dead = find_dead(record, record.layers)
-        said = [*findings(record, dead), *others, *(f"hint: {hint}" for hint in hints(record, dead))]
+        said = [*findings(record, dead), *(f"hint: {hint}" for hint in hints(record, dead))]
         found.append(
             {
                 "name": name,

@@ -38,8 +38,6 @@ class Observed(NamedTuple):
     """Why the record could not be made."""
     steps: Sequence[Record] = ()
     """The records of the steps of training, if it is a watch that keeps several."""
-    findings: Sequence[str] = ()
-    """The findings of other plugins."""
 
 
 class Known(NamedTuple):
@@ -97,7 +95,7 @@ def run_of(source: Observed, known: Known | None = None) -> Run:
         name=source.name,
         kind=source.kind,
         record=replace(record, layers={layer.name: _shown(layer, first.get(layer.name)) for layer in ordered}),
-        findings=(*findings(record, dead), *source.findings),
+        findings=tuple(findings(record, dead)),
         hints=tuple(hints(record, dead)),
         status=statuses(record, dead, known.diagnosis if known else None),
         units=units,

@@ -222,24 +222,6 @@ def test_it_works_under_xdist(project: Project) -> None:
     assert "3 models: 3 changed" in result.outlines
 
 
-@pytest.mark.long
-def test_the_files_of_submodules_are_there(project: Project, tmp_path_factory: pytest.TempPathFactory) -> None:
-    library = tmp_path_factory.mktemp("library")
-    for command in (
-        ["init", "-q"],
-        ["add", "-A"],
-        ["-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-qm", "one"],
-    ):
-        (library / "width.py").write_text("WIDTH = 16\n")
-        subprocess.run(["git", *command], cwd=library, check=True)
-    project.git("-c", "protocol.file.allow=always", "submodule", "--quiet", "add", str(library), "src/library")
-    project.replace("src/net.py", "from torch import nn", "from torch import nn\nfrom library.width import WIDTH")
-    project.replace("src/net.py", "16", "WIDTH")
-    project.commit("a submodule")
-    result = project.run("--modelprobe-base=HEAD")
-    assert "3 models: 3 unchanged" in result.outlines
-
-
 RANDOM = ("self.norm(self.fc1(x)).relu()", "self.norm(self.fc1(x)).relu() + __import__('os').urandom(1)[0] * 1e-3")
 
 
