@@ -383,7 +383,6 @@ def judge(
     levels: Mapping[Class, Level] = DEFAULTS,
     unchanged: int = 0,
     removals: Mapping[tuple[str, str], str] | None = None,
-    differences: bool = True,
 ) -> Verdict:
     """Return the changes between the snapshots of two revisions, and which are denied.
 
@@ -393,8 +392,6 @@ def judge(
         levels: Level of each class.
         unchanged: Number of equal snapshots that are not in the two mappings.
         removals: (path, content) of deleted snapshots → declared reason, see `declared_removals`.
-        differences: Whether a finding with causes has the differences that they explain too: where every layer of
-            many snapshots changed, those do not fit into memory.
 
     >>> net = SnapshotVersion(path="net", record=Record(model="Net"), architecture="a", content="a")
     >>> verdict = judge({"net": net}, {})
@@ -419,8 +416,6 @@ def judge(
         if old and new:
             reported.add(new.path)
         change = _change(old, new, levels, outlines, renamed=renamed, architecture=architecture)
-        if not differences:
-            change = _without_explained(change)
         if old and new is None:
             change = dataclasses.replace(change, removal=(removals or {}).get((old.path, old.content)))
         changes.append(change)
@@ -521,17 +516,6 @@ class _Outlines:
         buffers = tuple(dataclasses.replace(own, reading=Reading(), after=None, gradient=None) for own in layer.buffers)
         outline = Layer(name=layer.name, type=layer.type, buffers=buffers)
         return self._known.setdefault((layer.name, layer.type, repr(buffers)), outline)  # type: ignore[no-any-return]
-
-
-def _without_explained(change: SnapshotChange) -> SnapshotChange:
-    """Return a change without the differences that its causes explain, which are not printed beside them."""
-    findings = tuple(dataclasses.replace(f, differences=f.not_comparable) if f.causes else f for f in change.findings)
-    if change.comparison is None:
-        return change
-    found = tuple(d for d in change.comparison.found if d.kind in ("layer added", "layer removed"))
-    comparison = dataclasses.replace(change.comparison, found=found, looser=())
-    diagnosis = change.diagnosis and dataclasses.replace(change.diagnosis, comparison=comparison)
-    return dataclasses.replace(change, findings=findings, comparison=comparison, diagnosis=diagnosis)
 
 
 def _change(

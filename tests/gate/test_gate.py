@@ -10,7 +10,7 @@ import pytest
 from pytest_modelprobe.comparison.compare import compare
 from pytest_modelprobe.comparison.text import cause_text
 from pytest_modelprobe.gate.classes import DEFAULTS, Level, effect_on_checkpoints
-from pytest_modelprobe.gate.text import diff_text, finding_text, note_rows, verdict_line, verdict_text
+from pytest_modelprobe.gate.text import diff_text, finding_text, note_rows, verdict_line
 from pytest_modelprobe.gate.verdict import SnapshotChange, SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record import (
     Call,
@@ -23,7 +23,6 @@ from pytest_modelprobe.record import (
     Statistics,
     Value,
 )
-from pytest_modelprobe.report import markdown
 from pytest_modelprobe.snapshot.stored import structure_of
 
 
@@ -617,15 +616,3 @@ def test_a_diff_tells_what_changed_alike_in_many_snapshots_once() -> None:
     assert head == "Net (t/test_0.arch.json, t/test_1.arch.json and 4 more)"
     assert first == "norm.eps 1e-05 → 1e-06; 1 cause"
     assert said.count("norm.eps") == 2  # and once in the table of causes
-
-
-def test_differences_that_causes_explain_can_be_left_out_without_another_word() -> None:
-    layers = {n: [linear(f"{i}", 2, 4, attributes={"eps": n}) for i in range(3)] for n in (1, 2)}
-    before, now = record(*layers[1]), record(*layers[2], linear("head", 2, 2))
-    whole, without = (
-        judge({"a": snapshot(before)}, {"a": snapshot(now)}, differences=differences) for differences in (True, False)
-    )
-    assert [len(f.differences) for f in whole.changes[0].findings] != [0, 0]
-    assert [len(f.differences) for f in without.changes[0].findings] == [0, 0]
-    for said in (verdict_text, markdown.verdict):
-        assert said(without) == said(whole)

@@ -16,7 +16,7 @@ from pytest_modelprobe.record import Histogram, Layer, Statistics
 from pytest_modelprobe.report.results import Run, StepResult
 from pytest_modelprobe.text import count, folded
 
-from .elements import STATUSES, Child, Markup, entropies, is_cause, number, outputs_of, tag
+from .elements import Child, Markup, entropies, number, outputs_of, tag
 
 # --- histograms -------------------------------------------------------------------------------------------------------
 
@@ -118,8 +118,6 @@ _MANY = 60
 _LONGEST, _SIGN = 18, 10.2
 """Characters of a name below the axis, and the width of one in a narrow window, where they are larger."""
 
-Words = Mapping[str, Sequence[str]]
-"""Layer → what is wrong with it."""
 
 Link = Callable[[str], Child]
 """Name of a layer → the name as a link to its row."""
@@ -196,35 +194,6 @@ class _Plot:
         d = "".join(f"M{self.x(i) - 3} {y}l6 6m0-6l-6 6" for i in columns)
         return [tag("path", class_="zero", d=d)] if d else []
 
-    def marks(self, layers: Sequence[Layer], status: Words) -> list[Markup]:
-        """Return a tick above the column of each layer with a cause, or a line down to the axis if they are few."""
-        found = _marked(layers, status)
-        few = sum(map(len, found.values())) <= _FEW_MARKS
-        drawn = []
-        for word, columns in found.items():
-            end = f"V{_HEIGHT - _BOTTOM}" if few else "v5"
-            lines = "".join(f"M{self.x(i)} {_TOP - 3}{end}" for i in columns)
-            said, shown = tag("title", f"{word}: {count(len(columns), 'layer')}"), STATUSES[word]
-            signs = [tag("text", shown.sign, x=self.x(i), y=9) for i in columns] if few else []
-            drawn.append(tag("g", said, tag("path", d=lines), signs, class_=f"mark {shown.css}"))
-        return drawn
-
-
-_FEW_MARKS = 12
-
-
-def _marked(layers: Sequence[Layer], status: Words) -> dict[str, list[int]]:
-    """Return the columns of the layers with a cause, by its word; a module with others in it has that of the last."""
-    by_column: dict[int, str] = {}
-    order, column = [*STATUSES], -1
-    for layer in layers:
-        column += _has_column(layer)
-        words = [by_column.get(column, ""), *filter(is_cause, status.get(layer.name, ()))]
-        known = [word for word in order if word in words]
-        if known and column >= 0:
-            by_column[column] = known[0]
-    return {word: [i for i, one in by_column.items() if one == word] for word in dict.fromkeys(by_column.values())}
-
 
 def _figure(title: str, svg: Child, *said: Child) -> Markup:
     return tag("figure", tag("figcaption", tag("b", title), *said), svg)
@@ -254,7 +223,7 @@ def gradient_flow(run: Run, layers: Sequence[Layer], link: Link) -> Markup | Non
     if boxes:
         how = f" magnitudes of the gradient of each output, {_DEPTH}: median, quartiles, 5 % and 95 %"
         how += "; dots: root mean square." if dots else "."
-    parts = [*plot.marks(layers, run.status), *_boxes_drawn(plot, boxes)]
+    parts = _boxes_drawn(plot, boxes)
     parts += [tag("path", class_="dots", d=plot.dots(dots))] if dots else []
     parts += plot.crosses(i for i, scale in scales.items() if not scale)
     said: list[Child] = [how, *_extremes(leaves, scales, link)]
@@ -306,7 +275,7 @@ def activation_scale(run: Run, layers: Sequence[Layer], link: Link) -> Markup | 
     if len(now) < 2 or not any(now.values()):
         return None
     plot = _Plot.of(len(leaves), [*now.values(), *before.values()])
-    parts = plot.marks(layers, run.status)
+    parts: list[Markup] = []
     for css, scales in (("was ", before), ("", now)):
         points = list(scales.items())
         if len(points) > 1:

@@ -193,7 +193,7 @@ def test_how_a_cause_was_found_is_said_in_plain_words() -> None:
         ("TypeError: fc is no layer", None),
     ],
 )
-def test_the_layer_that_a_failure_names_is_marked_in_charts_and_table(message: str, named: str | None) -> None:
+def test_the_layer_that_a_failure_names_is_marked_in_the_table(message: str, named: str | None) -> None:
     layers = [layer("fc"), layer("1"), layer("fc.attn"), layer("head")]
     page = render(results(checked("a", run(*layers), outcome="failed", message=message, failure="-")))
     rows = {
@@ -201,7 +201,6 @@ def test_the_layer_that_a_failure_names_is_marked_in_charts_and_table(message: s
         for row in re.findall("<tr id=[^>]*>(.*)", page.replace("<tr", "\n<tr"))
     }
     assert [name for name, row in rows.items() if "◎ named" in row] == ([named] if named else [])
-    assert page.count("<title>named: 1 layer</title>") == (2 if named else 0)  # gradients, and activations
 
 
 def test_failed_tests_come_first_and_are_open() -> None:
@@ -428,31 +427,6 @@ def test_a_gradient_of_zero_is_marked() -> None:
 def test_of_many_layers_those_without_a_box_have_a_dot() -> None:
     layers = [plain(str(i), histogram=Histogram(negative=(1,), positive=(1,)) if i < 60 else None) for i in range(100)]
     assert len(points(chart_of(gradient_flow, *layers), "dots")) == 40
-
-
-def test_a_layer_with_a_cause_is_marked_and_one_that_moved_is_not() -> None:
-    chart = scale(plain("a"), plain("b", status=("dead",)), plain("c", status=("moved",)))
-    ((css, title, path),) = re.findall(r'<g class="?(mark \w+)"?><title>([^<]*)</title><path d="([^"]*)"', chart)
-    assert (css, title, path.count("M")) == ("mark dead", "dead: 1 layer", 1)
-    assert path.startswith(f"M{points(chart, 'line')[1][0]} ")
-
-
-def test_the_mark_of_a_module_stands_at_the_last_layer_in_it() -> None:
-    chart = scale(plain("x"), plain("block.a"), plain("block", leaf=False, status=("named",)), plain("head"))
-    (x,) = re.findall(r'class="mark named"><title>named: 1 layer</title><path d="M(\d+)', chart)
-    assert int(x) == points(chart, "line")[1][0]
-
-
-def test_of_a_layer_with_several_words_the_first_in_the_legend_is_the_mark() -> None:
-    chart = scale(plain("a", status=("dead", "named")), plain("b"))
-    assert re.findall(r'class="mark (\w+)"', chart) == ["named"]
-
-
-def test_a_thousand_marks_are_one_short_path() -> None:
-    chart = scale(*(plain(str(i), status=("no gradient",)) for i in range(1000)))
-    (path,) = re.findall(r'<g class="mark nograd"><title>[^<]*</title><path d="([^"]*)"', chart)
-    assert path.count("v5") == 1000
-    assert "∅" not in chart
 
 
 # --- a record ---------------------------------------------------------------------------------------------------------
