@@ -58,14 +58,8 @@ Checked: TypeAlias = tuple[str, int, str]
 class Recorder(Protocol):
     """Is told of all that a probe records."""
 
-    def recorded(
-        self,
-        kind: str,
-        record: Record,
-        model: nn.Module,
-        outputs_of: Callable[[str], Mapping[str, list[Any]]] | None = None,
-    ) -> None:
-        """Take the record of a ``run`` or an ``architecture``, and what runs it again for the outputs of a layer."""
+    def recorded(self, kind: str, record: Record, model: nn.Module) -> None:
+        """Take the record of a ``run`` or an ``architecture``."""
 
     def watched(self, watch: Watch) -> None:
         """Take a watch, which has just begun."""
@@ -206,7 +200,7 @@ class ModelProbe:
         self._models.append(model)
         self._remember(record.model, record)
         if self._recorder is not None:
-            self._recorder.recorded("run", record, model, run.outputs_of)
+            self._recorder.recorded("run", record, model)
         return record
 
     def watch(

@@ -18,14 +18,13 @@ from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.files import DIRECTORY
 from pytest_modelprobe.gate import CLASSES, DEFAULTS, LEVELS, MEANING
 from pytest_modelprobe.report import github
-from pytest_modelprobe.report.formats import FORMATS
 from pytest_modelprobe.text import fitted, printable, width_of
 
 from .bisect import run_bisect
 from .check import run_check, run_declare, run_diff
 from .common import DIFFERENT, INCOMPLETE, SAME
 from .init import GIT_ATTRIBUTES, run_init
-from .report import run_report
+from .report import ENDINGS, run_report
 from .show import run_show
 
 __all__ = ["DIFFERENT", "GIT_ATTRIBUTES", "INCOMPLETE", "SAME", "main"]
@@ -125,13 +124,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     bisect.add_argument("good", metavar="GOOD", help="a commit whose model is right")
     bisect.add_argument("bad", metavar="BAD", nargs="?", default="HEAD", help="a later one whose model is not (HEAD)")
-    bisect.add_argument("--layer", metavar="GLOB", help="a change of such a layer itself, as 'blocks.*.attn'")
-    bisect.add_argument("--class", dest="kind", choices=CLASSES, metavar="CLASS", help="a change of this class")
     bisect.set_defaults(run=run_bisect)
 
-    report = commands.add_parser("report", help="write a file of results as a page, or for a code host")
+    report = commands.add_parser("report", help="write a file of results as a page or as Markdown")
     report.add_argument("results", metavar="RESULTS.json", help="what pytest --modelprobe-json=PATH wrote")
-    report.add_argument("--format", choices=FORMATS, default="html")
+    report.add_argument("--format", choices=ENDINGS, default="html")
     report.add_argument("-o", "--output", metavar="PATH", help="where it is written (default: beside RESULTS.json)")
     report.set_defaults(run=run_report)
 

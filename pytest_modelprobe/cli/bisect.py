@@ -15,7 +15,8 @@ from .common import SAME
 
 def run_bisect(options: argparse.Namespace) -> int:
     """Find the commit, and print its diagnosis."""
-    from pytest_modelprobe.revisions import Wanted, bisect, pair_text
+    from pytest_modelprobe.comparison.text import text
+    from pytest_modelprobe.revisions import bisect, differs
 
     if not options.tests:
         raise UsageError("name a test behind --, such as: modelprobe bisect v1.0 -- tests/test_model.py::test_run")
@@ -24,13 +25,12 @@ def run_bisect(options: argparse.Namespace) -> int:
     def tell(text: str) -> None:
         print(printable(text), file=sys.stderr, flush=True)
 
-    wanted = Wanted(layer=options.layer, kind=options.kind)
-    found = bisect(repository, options.good, options.bad, options.tests, wanted, tell=tell)
+    found = bisect(repository, options.good, options.bad, options.tests, tell=tell)
     author = repository.author(found.commit)
-    print(printable(f"{author} is the first commit with {wanted}; {count(found.runs, 'run')} of the tests"))
+    print(printable(f"{author} is the first commit with a change; {count(found.runs, 'run')} of the tests"))
     for pair in found.pairs:
-        if wanted.fits(pair):
+        if differs(pair):
             print()
             print(printable(f"{pair.here.test}, {pair.here.key}, beside {options.good}:"))
-            print(pair_text(wanted.of(pair), options.good))
+            print(text(pair.diagnosis))
     return SAME

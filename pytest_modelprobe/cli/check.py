@@ -58,7 +58,7 @@ def run_diff(options: argparse.Namespace) -> int:
             sides.append(dataclasses.replace(source, pairs=pairs).read())
         verdict = judge(*sides, levels=_DIFF_LEVELS)
     else:
-        verdict = _since_base(options, _DIFF_LEVELS, differences=True)
+        verdict = _since_base(options, _DIFF_LEVELS)
     differing = Verdict(
         changes=tuple(change for change in verdict.changes if change.level != "allow"), unchanged=verdict.unchanged
     )
@@ -76,12 +76,12 @@ def run_check(options: argparse.Namespace) -> int:
             levels[kind] = level
     if "interface" in options.deny and not any("calls" in getattr(options, level) for level in LEVELS):
         levels["calls"] = "deny"  # as a test with compare="all", which fails too where only calls are written otherwise
-    verdict = _since_base(options, levels, differences=options.format == "json")
+    verdict = _since_base(options, levels)
     _print(options.format, verdict, gate_text.verdict_text, markdown.verdict)
     return DIFFERENT if verdict.denied else SAME
 
 
-def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level], *, differences: bool) -> Verdict:
+def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level]) -> Verdict:
     """Return what changed in the working tree since the base; files with the same content are not read."""
     repository = Repository(Path.cwd())
     if options.base is None and os.environ.get("GITHUB_ACTIONS") != "true":
@@ -109,7 +109,6 @@ def _since_base(options: argparse.Namespace, levels: Mapping[Class, Level], *, d
         levels=levels,
         unchanged=len(same),
         removals=declared_removals(repository, commit),
-        differences=differences,
     )
     return dataclasses.replace(verdict, base=commit)
 
@@ -156,7 +155,7 @@ def run_declare(options: argparse.Namespace) -> int:
     if not has_words(options.reason):
         raise UsageError("the reason is empty: say why the snapshots changed")
     root = Repository(Path.cwd()).root
-    verdict = _since_base(options, {**DEFAULTS, **dict.fromkeys(options.deny, "deny")}, differences=False)
+    verdict = _since_base(options, {**DEFAULTS, **dict.fromkeys(options.deny, "deny")})
     written: dict[str, str] = {}
     for change in verdict.denied:
         before, now = change.before, change.now

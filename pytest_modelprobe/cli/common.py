@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from pytest_modelprobe.gate import GitError, Repository, SnapshotSource, in_revision, on_disk, scope_in, without_ending
+from pytest_modelprobe.gate import Repository, SnapshotSource, in_revision, on_disk, scope_in, without_ending
 
 SAME, DIFFERENT, INCOMPLETE = 0, 1, 2
 """Exit codes: success; differences, or denied changes; could not complete."""
@@ -16,24 +15,13 @@ SAME, DIFFERENT, INCOMPLETE = 0, 1, 2
 def resolve_source(argument: str) -> tuple[SnapshotSource, str]:
     """Return the snapshots of an argument, ``PATH`` or ``REF:PATH``, and the prefix of their names."""
     ref, colon, path = argument.partition(":")
-    if colon and ref and not Path(argument).exists() and not _is_drive(ref):
+    if colon and ref and not Path(argument).exists():
         repository = Repository(Path.cwd())
         # As for git: from the root, but ./ from here.
         scope = scope_in(repository, path) if path.startswith("./") else path.strip("/")
         return in_revision(repository, ref).only(scope), without_ending(scope)
     start = without_ending(Path(argument).as_posix())
     return on_disk(argument), "" if start == "." else start
-
-
-def _is_drive(letter: str) -> bool:
-    """Whether the letter before a colon is a drive of Windows and not a branch."""
-    if os.name != "nt" or len(letter) > 1:
-        return False
-    try:
-        Repository(Path.cwd()).commit(letter)
-    except GitError:
-        return True
-    return False
 
 
 def as_json(data: Any) -> str:

@@ -8,11 +8,14 @@ import textwrap
 from pathlib import Path
 
 from pytest_modelprobe.exceptions import UsageError
-from pytest_modelprobe.report.formats import ENDINGS, renderer
+from pytest_modelprobe.report import html, markdown
 from pytest_modelprobe.report.results import SCHEMA, Results, write_text
 from pytest_modelprobe.text import printable
 
 from .common import SAME
+
+ENDINGS = {"html": ".html", "markdown": ".md"}
+"""Each format, and how the name of its file ends where none is given."""
 
 
 def run_report(options: argparse.Namespace) -> int:
@@ -30,7 +33,8 @@ def run_report(options: argparse.Namespace) -> int:
             "--modelprobe-json=PATH of the same version"
         )
     try:
-        text = renderer(options.format)(Results.from_dict(results))
+        render = html.render if options.format == "html" else markdown.render
+        text = render(Results.from_dict(results))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         why = textwrap.shorten(repr(error), 300)
         raise UsageError(f"{path} is not what pytest --modelprobe-json=PATH writes: {why}") from error

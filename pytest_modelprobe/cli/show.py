@@ -8,12 +8,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from pytest_modelprobe.exceptions import ModelProbeError, SelectionError
+from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.gate import SnapshotVersion
 from pytest_modelprobe.record import Record, layer_rows, layer_table, select
 from pytest_modelprobe.record.text import headline
@@ -28,11 +26,11 @@ def run_show(options: argparse.Namespace) -> int:
     """Print snapshots as tables, or one as a page."""
     if options.output and options.format != "html":
         raise ModelProbeError("-o is for the page of --html; redirect other formats with >")
-    left_out: list[tuple[str, SelectionError]] = []
-    shown = _shown(resolve_source(options.snapshot)[0].read(), options.layers, left_out)
-    # Each is printed before the next is read: together they may not fit into memory.
+    snapshots = resolve_source(options.snapshot)[0].read().values()
+    shown = ((snapshot, _only(snapshot.record, options.layers)) for snapshot in snapshots)
     if options.format == "json":
-        _print_json({"snapshot": snapshot.path, **record.to_dict()} for snapshot, record in shown)
+        found = [{"snapshot": snapshot.path, **record.to_dict()} for snapshot, record in shown]
+        print(as_json(found if len(found) > 1 else found[0]))
     elif options.format == "html":
         _write_page(shown, options.output)
     elif options.format == "markdown":
@@ -41,41 +39,7 @@ def run_show(options: argparse.Namespace) -> int:
     else:
         for i, pair in enumerate(shown):
             print(("\n" if i else "") + _shown_as_text(*pair))
-    for path, why in left_out:
-        print(printable(f"modelprobe: {path} is left out: {why}"), file=sys.stderr)
     return SAME
-
-
-def _shown(
-    snapshots: Mapping[str, SnapshotVersion], globs: Sequence[str] | None, left_out: list[tuple[str, SelectionError]]
-) -> Iterator[tuple[SnapshotVersion, Record]]:
-    """Yield snapshots with the layers that are asked for. Those without such a layer are added to ``left_out``.
-
-    Raises:
-        SelectionError: No snapshot has such a layer.
-    """
-    found = False
-    for snapshot in snapshots.values():
-        try:
-            record = _only(snapshot.record, globs)
-        except SelectionError as error:
-            left_out.append((snapshot.path, error))
-            continue
-        found = True
-        yield snapshot, record
-    if not found:
-        raise left_out[0][1]
-
-
-def _print_json(data: Iterator[dict[str, Any]]) -> None:
-    """Print one snapshot, or a list of several."""
-    first = as_json(next(data))
-    several = False
-    for one in data:
-        print("," if several else "[\n" + textwrap.indent(first, " ") + ",")
-        print(textwrap.indent(as_json(one), " "), end="")
-        several = True
-    print("\n]" if several else first)
 
 
 def _write_page(shown: Iterable[tuple[SnapshotVersion, Record]], output: str | None) -> None:

@@ -71,10 +71,10 @@ def first_line(diagnosis: Diagnosis) -> str:
         counts.append(f"{count(len(diagnosis.moved), 'layer')} after {'it' if len(found) == 1 else 'them'} moved")
     effect = _effect(first)
     given = first.kind in ("input", "seed")  # the rest may follow from it
-    sized = not given and any(cause.is_measured and not cause.share_method for cause in diagnosis.causes)
-    if (first.change is None or first.share_method) and not sized and diagnosis.output is not None:
+    sized = not given and any(cause.is_measured and not cause.is_generated for cause in diagnosis.causes)
+    if (first.change is None or first.is_generated) and not sized and diagnosis.output is not None:
         alone = len(found) == 1 or sum(_may_move(cause) for cause, _ in found) == 1
-        credited = alone and not first.share_method
+        credited = alone and not first.is_generated
         effect = f"{':' if credited else ';'} the model's output changed{by(diagnosis.output)}"
     shown = cause_text(first, _label(first.layer, diagnosis))
     return printable(f"{unchanged}{'' if sure else 'possibly '}{shown}{repeated}{effect}; {', '.join(counts)}")
@@ -88,11 +88,14 @@ def _may_move(cause: Cause) -> bool:
 
 def _only_possible_moved_it(diagnosis: Diagnosis) -> bool:
     """Whether the output changed, and only possible causes have a known effect."""
-    if not diagnosis.output or any(cause.change is not None for cause in diagnosis.causes):
+    # A mask or positions that differ in the run too have an effect, which has no size.
+    seen = (one.change is not None or (one.is_generated and one.evidence != "isolated") for one in diagnosis.causes)
+    if not diagnosis.output or any(seen):
         return False
     # A missing mask changes the output of a layer, also one of integers.
     unmasked = any(cause.is_call_change and "mask" in cause.what for cause in diagnosis.causes)
-    return not unmasked and any(c.change is not None and not c.is_consequence for c in diagnosis.possible)
+    has_effect = (c.change is not None or c.is_generated for c in diagnosis.possible if not c.is_consequence)
+    return not unmasked and any(has_effect)
 
 
 def _places(found: Sequence[tuple[Cause, int]], diagnosis: Diagnosis) -> str:
@@ -271,10 +274,8 @@ def _computation(cause: Cause, label: str) -> str:
     own, what = f"{label}: own code", cause.what
     now, then = _value_text(cause.actual, cause.expected), _value_text(cause.expected, cause.actual)
     first = cause.differences[0] if cause.differences else None
-    if cause.share_method:
-        about = "about " if cause.share_method == "estimated" else ""
-        share = "" if cause.change is None else f": {about}{percent(cause.change)} of its entries differ"
-        return f"{label}: builds another {what}{share}"
+    if cause.is_generated:
+        return f"{label}: builds another {what}"
     if first is not None and cause.is_call_change:
         return f"{own} {_handed(first)}"
     if cause.is_call_count and what.startswith("calls of "):
@@ -385,7 +386,7 @@ def _effect(cause: Cause) -> str:
         return f": {listed(cause.hints)}" if cause.hints else ""
     if cause.kind == "update":
         return ""
-    if cause.kind in ("weights", "buffers", "input", "seed") or cause.change is None or cause.share_method:
+    if cause.kind in ("weights", "buffers", "input", "seed") or cause.change is None or cause.is_generated:
         return ""
     what = f"{'its ' if cause.effect == 'output' else ''}{cause.effect} changed " if cause.effect else ""
     if math.isinf(cause.change):

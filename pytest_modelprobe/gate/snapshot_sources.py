@@ -1,7 +1,7 @@
 """Snapshots on disk, in the working tree or in a revision: found by path, and read when they are asked for.
 
 A repository may have more snapshots than fit into memory. So a source knows the paths and digests of all files, those
-with equal digests are never read, and contents are held one batch at a time.
+with equal digests are never read, and the contents of one snapshot are held at a time.
 """
 
 from __future__ import annotations
@@ -138,15 +138,11 @@ class SnapshotSource:
 
 
 class _Snapshots(Mapping[str, SnapshotVersion]):
-    """The snapshots of a source by name. It holds the contents of one batch of files in memory, and no records."""
+    """The snapshots of a source by name. It holds nothing of a snapshot in memory."""
 
     def __init__(self, source: SnapshotSource, names: Collection[str] | None, instead: Instead | None) -> None:
         self._source, self._instead = source, instead
         self._pairs = {name: pair for name, pair in source.pairs.items() if names is None or name in names}
-        self._sizes = source.sizes(_files(self._pairs.values()))
-        self._batches = {name: batch for batch in _batches(self._pairs, self._sizes) for name in batch}
-        self._batch: list[str] = []
-        self._contents: Mapping[str, bytes] = {}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._pairs)
@@ -164,20 +160,14 @@ class _Snapshots(Mapping[str, SnapshotVersion]):
 
     def _read(self, name: str) -> SnapshotVersion:
         pair, place = self._pairs[name], self._source.place
+        paths = [path for path in pair if path is not None]
         try:
-            if name not in self._batches:
-                sizes = {path: self._sizes.get(path, 0) for path in pair if path}
-                largest = max(sizes, key=sizes.__getitem__)
-                too_large(largest, sizes[largest])
-            self._load(self._batches[name])
-            return self._source._snapshot(pair, self._contents)
+            for path, size in self._source.sizes(paths).items():
+                if size > MOST_BYTES:
+                    too_large(path, size)
+            return self._source._snapshot(pair, self._source.load(paths))
         except SnapshotError as error:
             raise SourceError(f"{place}: {error}" if place else str(error)) from error
-
-    def _load(self, batch: list[str]) -> None:
-        if batch is not self._batch:
-            self._batch, self._contents = batch, {}  # before the next is read: two may not fit into memory
-            self._contents = self._source.load(_files(self._pairs[name] for name in batch))
 
 
 def on_disk(argument: str) -> SnapshotSource:
@@ -290,27 +280,6 @@ def _digest_and_size(name: str, path: Path) -> tuple[str, int]:
         return digest.hexdigest(), size
     except OSError as error:
         raise SourceError(f"{name} cannot be read ({error.strerror})") from error
-
-
-def _files(pairs: Iterable[SnapshotPaths]) -> list[str]:
-    return list(dict.fromkeys(path for pair in pairs for path in pair if path is not None))
-
-
-def _batches(pairs: Mapping[str, SnapshotPaths], sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield names in batches whose files have at most `MOST_BYTES` together; larger files are in none."""
-    batch: list[str] = []
-    bytes_left = MOST_BYTES
-    for name, pair in pairs.items():
-        own = [sizes.get(path, 0) for path in pair if path]
-        if max(own) > MOST_BYTES:
-            continue
-        if batch and sum(own) > bytes_left:
-            yield batch
-            batch, bytes_left = [], MOST_BYTES
-        batch.append(name)
-        bytes_left -= sum(own)
-    if batch:
-        yield batch
 
 
 def _pairs(paths: Collection[str]) -> dict[str, SnapshotPaths]:

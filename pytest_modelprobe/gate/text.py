@@ -14,7 +14,6 @@ from pytest_modelprobe.comparison import Cause
 from pytest_modelprobe.comparison.text import (
     Row,
     cause_text,
-    first_line,
     grouped,
     known_change,
     moved_by,
@@ -26,11 +25,8 @@ from pytest_modelprobe.comparison.text import by as changed_by
 from pytest_modelprobe.comparison.text import text as diagnosis_text
 from pytest_modelprobe.text import Cell, collapsed, count, failure, listed, printable, table
 
-from .classes import DEFAULTS, Class, Effect, class_of, class_of_note
+from .classes import DEFAULTS, Class, Effect, class_of
 from .verdict import Finding, SnapshotChange, Verdict, part_not_compared
-
-_EACH_WHOLE = 4
-"""If more snapshots changed than this, their causes are in one table: nobody reads so many texts one by one."""
 
 
 def effect_text(effect: Effect) -> str:
@@ -263,13 +259,8 @@ def verdict_text(verdict: Verdict) -> str:
 SHARED_CAUSE_COLUMNS = ("cause", "class", "changed by", "models")
 
 
-def shared_cause_rows(verdict: Verdict, *, notes: bool = False) -> list[list[Cell]]:
-    """Return the cells of `SHARED_CAUSE_COLUMNS`: a row for each cause, whichever snapshots have it.
-
-    Args:
-        verdict: The changes.
-        notes: Whether calls that are written differently have rows too.
-    """
+def shared_cause_rows(verdict: Verdict) -> list[list[Cell]]:
+    """Return the cells of `SHARED_CAUSE_COLUMNS`: a row for each cause, whichever snapshots have it."""
     alike: dict[tuple[str, Class], dict[str, float | None]] = {}
     for sure in (True, False):
         for change in verdict.changes:
@@ -282,12 +273,6 @@ def shared_cause_rows(verdict: Verdict, *, notes: bool = False) -> list[list[Cel
                 said = said if sure else f"possibly {said}"
                 models = alike.setdefault((said, class_of(cause, diagnosis)), {})
                 models[change.model] = _largest([models.get(change.model), known_change(cause)])
-    for change in verdict.changes if notes else ():
-        if change.diagnosis is None:
-            continue
-        for note, times in grouped(change.diagnosis.notes):
-            kind = class_of_note(note, change.diagnosis.comparison)
-            alike.setdefault((_repeated_cause_text(note, times), kind), {})[change.model] = None
     return [
         [said, kind, percent(_largest(models.values())), listed(list(models))] for (said, kind), models in alike.items()
     ]
@@ -312,24 +297,19 @@ def _heading(same: Sequence[SnapshotChange]) -> str:
 
 
 def diff_text(verdict: Verdict) -> str:
-    """Return the changes and their causes as plain text. The causes of many snapshots are in one table."""
+    """Return the changes and their causes as plain text; those of snapshots that changed alike once."""
     if not verdict.changes:
         return f"nothing changed in {count(verdict.unchanged, 'snapshot')}"
-    folded = len(verdict.changes) > _EACH_WHOLE
     alike: dict[tuple[str, ...], list[SnapshotChange]] = {}
     for change in verdict.changes:
         lines = [printable(f"{kind}: {said}") for kind, said in _whole(change)]
         if change.diagnosis is not None:
-            lines.append((first_line if folded else diagnosis_text)(change.diagnosis))
-            if change.diagnosis.notes and not folded:
+            lines.append(diagnosis_text(change.diagnosis))
+            if change.diagnosis.notes:
                 notes = note_rows(change.diagnosis.notes)
                 lines += ["", *table(NOTE_COLUMNS, notes, most=len(notes))]
         alike.setdefault(tuple(lines), []).append(change)
     parts = ["\n".join([_heading(same), *lines]) for lines, same in alike.items()]
-    causes = shared_cause_rows(verdict, notes=True) if folded else []
-    if causes:
-        parts.append("\n".join(table(SHARED_CAUSE_COLUMNS, causes, most=len(causes))))
-        parts.append("The diff of one snapshot alone has more: the changed layers, and the evidence of each cause.")
     if verdict.unchanged:
         parts.append(f"{count(verdict.unchanged, 'snapshot')} unchanged")
     return "\n\n".join(parts)

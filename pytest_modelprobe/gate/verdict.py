@@ -31,14 +31,12 @@ from pytest_modelprobe.record import (
     ROOT,
     Call,
     CallTree,
-    Connection,
     IsolatedResponse,
     Layer,
     Parameter,
     Reading,
     Record,
     Value,
-    connections,
     has_numbers,
 )
 
@@ -316,9 +314,6 @@ class SnapshotChange:
     diagnosis: Diagnosis | None = None
     """The causes, or `None` if nothing differs or one of the two snapshots is missing."""
     effect: Effect = field(default_factory=Effect)
-    connections: tuple[Connection, ...] = ()
-    """Producer and consumer of each tensor that passes between layers now."""
-    connections_before: tuple[Connection, ...] = ()
     removal: str | None = None
     """The reason declared for the deletion of exactly this snapshot."""
 
@@ -388,7 +383,6 @@ def judge(
     levels: Mapping[Class, Level] = DEFAULTS,
     unchanged: int = 0,
     removals: Mapping[tuple[str, str], str] | None = None,
-    differences: bool = True,
 ) -> Verdict:
     """Return the changes between the snapshots of two revisions, and which are denied.
 
@@ -398,8 +392,6 @@ def judge(
         levels: Level of each class.
         unchanged: Number of equal snapshots that are not in the two mappings.
         removals: (path, content) of deleted snapshots → declared reason, see `declared_removals`.
-        differences: Whether a finding with causes has the differences that they explain too: where every layer of
-            many snapshots changed, those do not fit into memory.
 
     >>> net = SnapshotVersion(path="net", record=Record(model="Net"), architecture="a", content="a")
     >>> verdict = judge({"net": net}, {})
@@ -424,8 +416,6 @@ def judge(
         if old and new:
             reported.add(new.path)
         change = _change(old, new, levels, outlines, renamed=renamed, architecture=architecture)
-        if not differences:
-            change = _without_explained(change)
         if old and new is None:
             change = dataclasses.replace(change, removal=(removals or {}).get((old.path, old.content)))
         changes.append(change)
@@ -522,25 +512,10 @@ class _Outlines:
         same = tuple((name, id(layer)) for name, layer in layers.items())
         return dataclasses.replace(record, layers=self._known.setdefault(same, layers))
 
-    def of_connections(self, record: Record) -> tuple[Connection, ...]:
-        found = tuple(dict.fromkeys(connections(record)))
-        return self._known.setdefault(("connections", *found), found)  # type: ignore[no-any-return]
-
     def _of_layer(self, layer: Layer) -> Layer:
         buffers = tuple(dataclasses.replace(own, reading=Reading(), after=None, gradient=None) for own in layer.buffers)
         outline = Layer(name=layer.name, type=layer.type, buffers=buffers)
         return self._known.setdefault((layer.name, layer.type, repr(buffers)), outline)  # type: ignore[no-any-return]
-
-
-def _without_explained(change: SnapshotChange) -> SnapshotChange:
-    """Return a change without the differences that its causes explain, which are not printed beside them."""
-    findings = tuple(dataclasses.replace(f, differences=f.not_comparable) if f.causes else f for f in change.findings)
-    if change.comparison is None:
-        return change
-    found = tuple(d for d in change.comparison.found if d.kind in ("layer added", "layer removed"))
-    comparison = dataclasses.replace(change.comparison, found=found, looser=())
-    diagnosis = change.diagnosis and dataclasses.replace(change.diagnosis, comparison=comparison)
-    return dataclasses.replace(change, findings=findings, comparison=comparison, diagnosis=diagnosis)
 
 
 def _change(
@@ -563,7 +538,6 @@ def _change(
     if not architecture:
         of_values = tuple(found for found in comparison.found if found.kind in BEHAVIOR)
         comparison = dataclasses.replace(comparison, found=of_values, notes=())
-    connected = tuple(outlines.of_connections(snapshot.record) for snapshot in (new, old))
     old, new = outlines.of_snapshot(old), outlines.of_snapshot(new)
     effect = effect_on_checkpoints(comparison) if architecture else Effect()
     diagnosis = diagnose(comparison)
@@ -601,8 +575,6 @@ def _change(
         comparison=outlined,
         diagnosis=dataclasses.replace(diagnosis, comparison=outlined) if differs else None,
         effect=effect,
-        connections=connected[0],
-        connections_before=connected[1],
     )
 
 

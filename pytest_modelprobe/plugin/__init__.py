@@ -19,13 +19,12 @@ import pytest
 from pytest_modelprobe import extension
 
 from . import hookspecs, revisions
-from .hookspecs import add_checks, told_to_plugins
+from .hookspecs import add_checks, tell_plugins
 from .settings import SETTINGS as SETTINGS
 from .settings import (
     add_filter,
     add_options,
     as_list,
-    marker_location,
     resolve,
     settings_of,
 )
@@ -34,12 +33,10 @@ from .settings import marker_error as marker_error
 from .terminal import (
     Annotations,
     ProgressLine,
-    Properties,
     Terminal,
     named_records,
     shows_first_use,
     summaries,
-    wants_properties,
 )
 
 if TYPE_CHECKING:
@@ -117,8 +114,6 @@ def pytest_configure(config: pytest.Config) -> None:
         _register(config, ResultsWriter(config, lambda: snapshots.unused, base), "modelprobe-results")
     if Annotations.is_wanted(config):
         _register(config, Annotations(lambda: snapshots.results, base), "modelprobe-annotations")
-    if wants_properties(config):
-        _register(config, Properties(), "modelprobe-properties")
     if sides is not None:
         _register(config, sides, "modelprobe-base")
         _register(config, sides.recorder(), RECORDER)
@@ -315,8 +310,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     is_extra = not extension.modules("marker").keys().isdisjoint(marker_arguments(item))
     wrong = marker_error(item) if is_extra or _has_probe(item) else None
     if wrong is not None:
-        argument, why = wrong
-        pytest.fail(f"{marker_location(item, argument)}: @pytest.mark.modelprobe {why}", pytrace=False)
+        pytest.fail(f"@pytest.mark.modelprobe {wrong}", pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -400,7 +394,9 @@ def _keep_observed(item: pytest.Item, probe: ModelProbe) -> None:
     """Keep what the reports of a test need of the runs, watches and figures of a probe."""
     if item.config.stash[SETTINGS].unreported:
         return
-    observed = [told_to_plugins(one, item) for one in named_records(probe)]
+    observed = named_records(probe)
+    for one in observed:
+        tell_plugins(one.record, item)
     item.stash.setdefault(_CHECKED, []).extend(probe.take_checked())
     if observed:
         item.config.stash[SETTINGS].has_records = True
@@ -429,7 +425,7 @@ def _results_of(item: pytest.Item, comparer: Comparer | None) -> str:
     observed, figures = item.stash.get(_OBSERVED, []), item.stash.get(_FIGURES, [])
     item.stash[_OBSERVED], item.stash[_FIGURES] = [], []  # records are large
     known = [Known(one.given, one.diagnosis, one.expected) for one in (comparer.outcomes if comparer else ())]
-    runs = runs_of([Observed(*one[:6]) for one in observed], known)
+    runs = runs_of([Observed(*one[:5]) for one in observed], known)
     # In a report, the paths of files are relative.
     snapshots = tuple(replace(one, key="", files=()) for one in (comparer.results() if comparer else ()))
     return json.dumps({"runs": codec.encode(runs), "snapshots": codec.encode(snapshots), "figures": figures})

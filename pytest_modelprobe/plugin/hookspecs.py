@@ -6,12 +6,10 @@ A mistake of another plugin is an error that names the hook, because its traceba
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-from .terminal import NamedRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,15 +23,6 @@ def pytest_modelprobe_record(record: Record, item: pytest.Item) -> None:
     Args:
         record: The record; of a watch, of all its forwards.
         item: The test. In a worker of pytest-xdist the hook is called there.
-    """
-
-
-def pytest_modelprobe_findings(record: Record, item: pytest.Item) -> Iterable[str] | None:
-    """Return findings of a record, a line each. They stand beside those of the probe, in the terminal and in reports.
-
-    Args:
-        record: The record of a run or a watch of a test.
-        item: The test.
     """
 
 
@@ -52,21 +41,10 @@ def pytest_modelprobe_checks(config: pytest.Config) -> Mapping[str, Callable[...
 # --- the calls of these hooks -----------------------------------------------------------------------------------------
 
 
-def told_to_plugins(one: NamedRecord, item: pytest.Item) -> NamedRecord:
-    """Give the record of a run or watch to other plugins; return it with their findings."""
-    if one.record is None:
-        return one
-    item.ihook.pytest_modelprobe_record(record=one.record, item=item)
-    found = item.ihook.pytest_modelprobe_findings(record=one.record, item=item)
-    return one._replace(findings=tuple(line for lines in found for line in _lines(lines)))
-
-
-def _lines(found: Iterable[str]) -> list[str]:
-    lines = [found] if isinstance(found, str) else list(found)
-    wrong = next((line for line in lines if not isinstance(line, str)), None)
-    if wrong is not None:
-        raise pytest.UsageError(f"pytest_modelprobe_findings returns text, a line each; got {type(wrong).__name__}")
-    return lines
+def tell_plugins(record: Record | None, item: pytest.Item) -> None:
+    """Give the record of a run or watch to other plugins."""
+    if record is not None:
+        item.ihook.pytest_modelprobe_record(record=record, item=item)
 
 
 def add_checks(config: pytest.Config) -> None:

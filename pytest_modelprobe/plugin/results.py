@@ -93,7 +93,7 @@ class ResultsWriter:
         if any(getattr(option, name, False) for name in ("collectonly", "setuponly", "setupplan")):
             return
         from pytest_modelprobe.record import codec
-        from pytest_modelprobe.report.formats import renderer
+        from pytest_modelprobe.report.html import render
         from pytest_modelprobe.report.results import CaseResult, Results
 
         settings = self._config.stash[SETTINGS]
@@ -124,7 +124,7 @@ class ResultsWriter:
         if settings.json is not None:
             self._write(settings.json, results.to_json)
         if settings.html is not None:
-            self._write(settings.html, lambda: renderer("html")(results))
+            self._write(settings.html, lambda: render(results))
 
     def _write(self, path: Path, make: Callable[[], str]) -> None:
         from pytest_modelprobe.report.results import write_text

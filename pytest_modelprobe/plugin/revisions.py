@@ -179,11 +179,11 @@ class Sides:
         ours = self._tests_on(Side(sys.executable, started_in, import_roots(root, root)), root)
         if self._repository is None:
             theirs = self._tests_on(Side(self._python, started_in, import_roots(root, root)), root)
-            return side_by_side(here, ours, theirs, folder=self._folder, kept=self._kept, check=lambda *_: None)
+            return side_by_side(here, ours, theirs, folder=self._folder, check=lambda *_: None)
         tree = stack.enter_context(Worktree(self._repository, self._commit))
         imports = import_roots(self._repository.root, tree.root)
         theirs = self._tests_on(Side(self._python, tree.folder(started_in), imports), tree.path(root) or tree.root)
-        return side_by_side(here, ours, theirs, folder=self._folder, kept=self._kept, check=tree.check)
+        return side_by_side(here, ours, theirs, folder=self._folder, check=tree.check)
 
     def _tests_on(self, side: Side, root: Path) -> TestsOn:
         from pytest_modelprobe import child
@@ -200,12 +200,6 @@ class Sides:
             processes=int(getattr(self._config.option, "numprocesses", None) or 1),
             logs=self._folder / "logs",
         )
-
-    @property
-    def _kept(self) -> Path:
-        """A folder for tensors that stay after the run: in pytest's cache, or a temporary one."""
-        cache = getattr(self._config, "cache", None)
-        return Path(tempfile.mkdtemp(prefix="modelprobe-")) if cache is None else Path(cache.mkdir("modelprobe-base"))
 
     # --- for reports --------------------------------------------------------------------------------------------------
 
@@ -231,7 +225,7 @@ class Sides:
         )
         pairs: dict[str, list[PairResult]] = {}
         for pair in self._pairs:
-            told = _pair_result(pair, self._ref or "the other side", self._config.rootpath)
+            told = _pair_result(pair, self._config.rootpath)
             pairs.setdefault(pair.here.test, []).append(told)
         return whole, pairs
 
@@ -311,7 +305,7 @@ class Sides:
             for pair in self._pairs
             if pair.verdict == "not run"
         )
-        yield from changed_lines(self._pairs, self._ref or "the other side")
+        yield from changed_lines(self._pairs)
 
     @property
     def _only_there(self) -> list[str]:
@@ -330,26 +324,20 @@ def _first(lines: Iterable[str]) -> Iterator[str]:
         yield f"... {len(found) - _MOST} more"
 
 
-def _pair_result(pair: Pair, side: str, root: Path) -> PairResult:
+def _pair_result(pair: Pair, root: Path) -> PairResult:
     """Return two records that were compared.
 
     Args:
         pair: The pair.
-        side: The other side in one word, such as ``main``.
         root: The folder to which the files of classes are relative.
     """
     from pytest_modelprobe.comparison import text as comparison_text
     from pytest_modelprobe.report.results import PairResult
-    from pytest_modelprobe.revisions import tensors_lines
     from pytest_modelprobe.snapshot.source import shown_causes
 
     record, sources, diagnosis, first = pair.here.record, pair.here.sources, pair.diagnosis, pair.first
     changed = pair.verdict == "changed"
-    parts = [comparison_text.text(diagnosis)] if changed else []
-    if changed and pair.tensors is not None and first is not None:
-        # The last line has the paths of files of this machine, and a report may be public.
-        parts.append("\n".join(tensors_lines(pair.tensors, first.layer, side)[:-1]))
-    text = "\n\n".join(parts)
+    text = comparison_text.text(diagnosis) if changed else ""
     return PairResult(
         record=pair.here.key,
         verdict=pair.verdict,

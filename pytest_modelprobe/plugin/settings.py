@@ -1,15 +1,12 @@
 """The settings of a run and of a test: options of the command line and of the ini file, devices, and the marker.
 
-They are checked before the first test runs, because a run that cannot write its report should not take an hour to say
-so. An option of the command line wins over the ini file.
+They are checked before the first test runs. An option of the command line wins over the ini file.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -168,8 +165,6 @@ def settings_of(config: pytest.Config) -> Settings:
             source = f"--modelprobe-device={name}" if asked else f"modelprobe_devices in the ini file has {name!r}"
             raise pytest.UsageError(f"{source}: {INVALID}")
     json, html = _path(config, "--modelprobe-json"), _path(config, "--modelprobe-html")
-    if json is not None and html is not None and json.resolve() == html.resolve():
-        raise pytest.UsageError(f"--modelprobe-json and --modelprobe-html both write {html}: name two files")
     verbose = config.getoption("--modelprobe-verbose")
     return Settings(
         devices=available(asked) if asked else list(dict.fromkeys(devices)) or ["cpu"],
@@ -182,30 +177,14 @@ def settings_of(config: pytest.Config) -> Settings:
 
 
 def _path(config: pytest.Config, option: str) -> Path | None:
-    """Return the file of a report; raise `pytest.UsageError` if it cannot be written."""
+    """Return the file of a report; raise `pytest.UsageError` if it is a directory."""
     given = config.getoption(option)
     if given is None:
         return None
     path = Path(config.invocation_params.dir, given)
-    why = None if hasattr(config, "workerinput") else _why_unwritable(path)
-    if why is not None:
-        raise pytest.UsageError(f"{option}={given}: {why}")
+    if path.is_dir():
+        raise pytest.UsageError(f"{option}={given}: it is a directory; name a file")
     return path
-
-
-def _why_unwritable(path: Path) -> str | None:
-    """Return why no file can be written at a path; ``None`` if one can. Missing folders are made later."""
-    try:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            path.stat()  # From Python 3.14 on is_dir() and exists() are False of a name that is too long.
-        if path.is_dir():
-            return "it is a directory; name a file"
-        folder = next(parent for parent in path.parents if parent.exists())
-    except OSError as error:
-        return str(error)
-    if not folder.is_dir():
-        return f"{folder} is no directory"
-    return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} cannot be written to"
 
 
 def _seed(config: pytest.Config) -> int:
@@ -231,34 +210,23 @@ def marker_arguments(node: pytest.Item) -> dict[str, Any]:
     return dict(marker.kwargs) if marker else {}
 
 
-def marker_error(node: pytest.Item) -> tuple[str, str] | None:
-    """Return which argument of a test's marker is wrong, and why; ``None`` if the marker is valid."""
+def marker_error(node: pytest.Item) -> str | None:
+    """Return what is wrong with a test's marker; ``None`` if it is valid."""
     marker = node.get_closest_marker("modelprobe")
     if marker is None:
         return None
     if marker.args:
-        return "", f"takes keywords only: {_ALL_KEYWORDS}"
+        return f"takes keywords only: {_ALL_KEYWORDS}"
     unknown = min(marker.kwargs.keys() - set(_KEYWORDS), default=None)
     if unknown is not None:
         near = difflib.get_close_matches(unknown, _KEYWORDS, n=1)
         hint = f"is {near[0]}= meant? " if near else ""
-        return unknown, f"takes no {unknown}=: {hint}It takes {_ALL_KEYWORDS}"
+        return f"takes no {unknown}=: {hint}It takes {_ALL_KEYWORDS}"
     for name in as_list(marker.kwargs.get("devices") or []):
         if not is_device(name):
-            return "devices", f"has {name!r} in devices=: {INVALID}"
+            return f"has {name!r} in devices=: {INVALID}"
     seed = marker.kwargs.get("seed", 0)
     if not hasattr(seed, "__index__"):
-        return "seed", f"takes an integer as seed=; got {seed!r}"
+        return f"takes an integer as seed=; got {seed!r}"
     errors = dict.fromkeys(extension.imported(place, "") for place in extension.modules("marker").values())
     return next(filter(None, (error_of(marker.kwargs) for error_of in errors)), None)
-
-
-def marker_location(item: pytest.Item, argument: str) -> str:
-    """Return file and line of an argument of a test's marker, or of what the marker is on if it is not found."""
-    node, _ = next(item.iter_markers_with_node("modelprobe"))
-    first = (node.reportinfo()[1] or 0) if hasattr(node, "reportinfo") and not isinstance(node, pytest.Module) else 0
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        lines = node.path.read_text("utf-8").splitlines()[first:]
-        wanted = re.compile(rf"\b{re.escape(argument)}\s*=" if argument else r"\bmark\.modelprobe\b")
-        first += next((i for i, line in enumerate(lines) if wanted.search(line)), 0)
-    return f"{os.path.relpath(node.path)}:{first + 1}"

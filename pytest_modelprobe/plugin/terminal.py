@@ -1,4 +1,4 @@
-"""What a run says: the section "modelprobe" of the terminal summary, progress, properties of tests, annotations.
+"""What a run says: the section "modelprobe" of the terminal summary, progress, annotations.
 
 It is quiet until there is something to say: a healthy model has no line, and the checks of all models have one. Only
 the first use in a project shows a table, so that a new user sees what the probe records. Summaries come in builtin
@@ -7,7 +7,6 @@ types with the reports, as xdist needs it.
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import time
@@ -27,79 +26,6 @@ if TYPE_CHECKING:
     from pytest_modelprobe.report.results import Base, Compared, PairResult, SnapshotResult
 
 
-# --- properties of tests, in JUnit XML and the like -------------------------------------------------------------------
-
-_ASKED_BY = ("xmlpath", "htmlpath", "report_log", "json_report")
-"""Options of pytest, pytest-html, pytest-reportlog and pytest-json-report."""
-
-_VERDICTS = ("unreadable", "changed", "new", "not compared", "updated", "created", "same")
-"""Verdicts on snapshots, the worst first. The worst one in a test is its property."""
-
-
-def wants_properties(config: pytest.Config) -> bool:
-    """Whether a report is written that shows properties of tests."""
-    return any(config.getoption(option, None) for option in _ASKED_BY)
-
-
-def properties_of(record: Record) -> dict[str, Any]:
-    """Return the number of dead layers, and the name of the worst layer, which is empty if no layer is bad."""
-    from pytest_modelprobe.assertions.activations import find_dead, find_nonfinite
-    from pytest_modelprobe.text import printable
-
-    if not record.forwards:
-        return {"dead": 0, "worst_layer": ""}
-    dead, origin = find_dead(record, record.layers), find_nonfinite(record, record.layers)
-    worst = [origin.step.name] if origin is not None else [one.step.name for one in dead]
-    return {"dead": len({one.step.layer.name for one in dead}), "worst_layer": printable(worst[0]) if worst else ""}
-
-
-class Properties:
-    """A plugin that adds the properties to the reports of tests. It is registered only if they are asked for."""
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """Add the properties, after the results were put on the report of the teardown."""
-        from pytest_modelprobe.snapshot.session import snapshot_results
-
-        report = yield
-        runs = getattr(report, "modelprobe", [])
-        snapshots = snapshot_results(report)
-        if runs or snapshots:
-            report.user_properties += _properties(runs, snapshots)
-            if item.config.pluginmanager.hasplugin("html"):
-                extra = importlib.import_module("pytest_html.extras").html(_table(runs, snapshots))
-                report.extras = [*getattr(report, "extras", []), extra]
-        return report
-
-
-def _properties(runs: list[dict[str, Any]], snapshots: list[SnapshotResult]) -> Iterator[tuple[str, str | int]]:
-    if runs:
-        yield "modelprobe.layers", sum(run["layers"] for run in runs)
-        yield "modelprobe.dead", sum(run.get("dead", 0) for run in runs)
-    causes = [cause.layer for snapshot in snapshots for cause in snapshot.causes]
-    worst = [*causes, *filter(None, (run.get("worst_layer") for run in runs))]
-    if worst:
-        from pytest_modelprobe.text import printable
-
-        yield "modelprobe.worst_layer", printable(worst[0])
-    if snapshots:
-        yield "modelprobe.snapshot", min((snapshot.verdict for snapshot in snapshots), key=_VERDICTS.index)
-
-
-def _table(runs: list[dict[str, Any]], snapshots: list[SnapshotResult]) -> str:
-    """Return a small table in HTML: a row for each run and each snapshot."""
-    from pytest_modelprobe.text import count, html_escaped
-
-    rows = []
-    for run in runs:
-        seen = f"{count(run['layers'], 'layer')}, {count(run['calls'], 'call')}"
-        rows.append((run["name"], seen, f"{run['dead']:,} dead" if run["dead"] else ""))
-    rows += [(snapshot.snapshot, snapshot.verdict, snapshot.first_line) for snapshot in snapshots]
-    lines = ("".join(f"<td>{html_escaped(cell)}</td>" for cell in row) for row in rows)
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<table class="modelprobe"><caption>modelprobe</caption>{body}</table>'
-
-
 _FIRST_USE = "modelprobe/first_use"  # key in pytest's cache
 
 
@@ -114,8 +40,6 @@ class NamedRecord(NamedTuple):
     """Why no record could be made."""
     steps: Sequence[Record] = ()
     """The steps of a watch. Each is made when it is read."""
-    findings: tuple[str, ...] = ()
-    """The findings of other plugins."""
     forwards: str = ""
     """How many forwards of a watch are part of steps and of evaluations, if a step was taken."""
 
@@ -148,12 +72,12 @@ def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[di
 
     with_table, most = (True, 200) if config.stash[SETTINGS].verbose else (_is_first_use(config), MOST_ROWS)
     found = []
-    for name, _, record, error, _, others, forwards in observed:
+    for name, _, record, error, _, forwards in observed:
         if record is None:
             found.append({"name": name, "layers": 0, "calls": 0, "dead": 0, "findings": [error], "table": []})
             continue
         dead = find_dead(record, record.layers)
-        said = [*findings(record, dead), *others, *(f"hint: {hint}" for hint in hints(record, dead))]
+        said = [*findings(record, dead), *(f"hint: {hint}" for hint in hints(record, dead))]
         found.append(
             {
                 "name": name,
@@ -163,7 +87,6 @@ def summaries(observed: Iterable[NamedRecord], config: pytest.Config) -> list[di
                 "findings": said,
                 "eager": any(note.endswith(RUN_EAGERLY) for note in record.notes),
                 "table": layer_table(record, most) if with_table and record.forwards else [],
-                **(properties_of(record) if wants_properties(config) else {}),
             }
         )
     return found

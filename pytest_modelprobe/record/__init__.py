@@ -12,10 +12,8 @@ from .applied import RESET as RESET
 from .applied import what_was_applied as what_was_applied
 from .call_tree import CallScope as CallScope
 from .call_tree import CallTree as CallTree
-from .call_tree import Connection as Connection
 from .call_tree import ForwardKind as ForwardKind
 from .call_tree import Step as Step
-from .call_tree import connections as connections
 from .call_tree import forward_of as forward_of
 from .layer import NOT_DEFAULT as NOT_DEFAULT
 from .layer import ROOT as ROOT

@@ -20,9 +20,6 @@ ForwardKind = tuple[str, bool]
 CallScope = tuple[str, bool, "Step | None"]
 """Root, its training mode, and the parent. A scope has all calls that one call makes, or all forwards of one kind."""
 
-Connection = tuple[str, str]
-"""Producer and consumer of a tensor: names of layers."""
-
 
 @dataclass(eq=False, slots=True)
 class Step:
@@ -108,16 +105,6 @@ class CallTree:
     def untracked_inputs(self, step: Step) -> Iterable[Value]:
         """Yield the first input of a call if no recorded layer returned it, so that code between layers made it."""
         return (value for value in step.call.inputs[:1] if self.producer(step, value) is None)
-
-
-def connections(record: Record) -> Iterator[Connection]:
-    """Yield producer and consumer of each tensor that passes from one layer to another."""
-    tree = CallTree(record)
-    for step in tree.started:
-        for value in step.call.inputs:
-            producer = tree.producer(step, value)
-            if producer is not None and producer[0].layer.name != step.layer.name:
-                yield producer[0].layer.name, step.layer.name
 
 
 def _placed(pairs: Iterable[tuple[Layer, Call]]) -> Iterator[Step]:

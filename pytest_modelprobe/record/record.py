@@ -25,7 +25,7 @@ from .codec import decode, encode
 from .layer import HALF, Call, Layer, Parameter, Plain, Profile
 from .selection import Selector, selected
 from .tensor_statistics import is_read
-from .text import as_html, record_text, unknown_layer
+from .text import record_text, unknown_layer
 
 SCHEMA = 2
 """Number of the form of `Record.to_dict`. A record with another number is refused."""
@@ -250,7 +250,7 @@ class Record:
         return record_text(self, names, most=None)
 
     def to_html(self) -> str:
-        """Return an HTML page that needs no network: the graph of the layers, charts, and the table.
+        """Return an HTML page that needs no network: charts and the table of layers.
 
         >>> Record(model="Net").to_html().startswith("<!doctype html>")
         True
@@ -260,9 +260,6 @@ class Record:
     def show(self) -> None:
         """Display the page of `to_html` in a notebook, and print the record elsewhere."""
         importlib.import_module(PAGES).display(self)
-
-    def _repr_html_(self) -> str:
-        return as_html(self)
 
     def __repr__(self) -> str:
         seen = count(len(self.layers), "layer"), count(self.forwards, "forward"), count(self.backwards, "backward")

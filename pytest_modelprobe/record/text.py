@@ -1,4 +1,4 @@
-"""A record as a table of its layers, as text and as HTML, and the message for an unknown layer.
+"""A record as a table of its layers, as text, and the message for an unknown layer.
 
 These are the words of a record, which stand with it: a record can say itself without `report`. Names of layers are
 untrusted text, so they are made printable here, and escaped for HTML.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from pytest_modelprobe.text import Cell, count, html_escaped, listed, number, printable, shape, table, wrapped
+from pytest_modelprobe.text import Cell, count, listed, number, printable, shape, table, wrapped
 
 from .layer import Call, Layer, Value, call_name, elements
 from .selection import nearest
@@ -108,9 +108,6 @@ def _number_of_calls(layer: Layer, call: Call) -> int:
 MOST_LAYERS = 60
 """Layers that ``print(record)`` shows; ``record.table()`` shows all."""
 
-MOST_ROWS_IN_NOTEBOOK = 200
-"""Rows that a notebook shows of a record."""
-
 
 def headline(record: Record) -> str:
     """Return model, layers, parameters and run of a record in one line.
@@ -148,28 +145,6 @@ def record_text(
         lines[-1] += f": {more}"
     notes = [wrapped(printable(f"note: {note}"), 6) for note in record.notes]
     return "\n".join([wrapped(headline(record)), *["", *lines] * bool(rows), *["", *notes] * bool(notes)])
-
-
-def as_html(record: Record) -> str:
-    """Return a record as a table in HTML, without script and style sheet, and with every name escaped."""
-    columns, rows = layer_rows(record)
-    shown = rows[:MOST_ROWS_IN_NOTEBOOK]
-    more = len(rows) - len(shown)
-    notes = [f"... {count(more, 'row')} more: record.table() has them all"] * bool(more) + [
-        f"note: {note}" for note in record.notes
-    ]
-    head = "".join(f"<th>{html_escaped(column)}</th>" for column in columns)
-    body = "".join(f"<tr><th>{html_escaped(str(row[0]))}</th>{''.join(map(_cell, row[1:]))}</tr>" for row in shown)
-    return (
-        f"<div><p>{html_escaped(headline(record))}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        f"{''.join(f'<p>{html_escaped(note)}</p>' for note in notes)}</div>"
-    )
-
-
-def _cell(cell: Cell) -> str:
-    text = cell if isinstance(cell, str) else number(cell)
-    side = "right" if text[:1] in "-+0123456789" else "left"
-    return f'<td style="text-align: {side}">{html_escaped(text)}</td>'
 
 
 def unknown_layer(record: Record, name: object) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from pytest_modelprobe.record import Plain, Record, Statistics, codec, saving
 from pytest_modelprobe.text import count
 
-SCHEMA = 4
+SCHEMA = 5
 
 FAILED = ("failed", "error")
 """The outcomes of a test that failed."""
@@ -144,20 +144,6 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flow:
-    """A call of a layer, and which calls feed it, by their position among all. The eighth stands for all after it."""
-
-    layer: str
-    call: int = 1
-    more: int = 0
-    """How many later calls it stands for."""
-    sources: tuple[int, ...] = ()
-    """The calls whose outputs it takes."""
-    after: int | None = None
-    """If code made an input, the last call before that code."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCounts:
     """The units of the first output of a layer."""
 
@@ -197,7 +183,6 @@ class Run:
     """Layer → the statistics of its output in the snapshot."""
     steps: tuple[StepResult, ...] = ()
     """Of a watch that keeps several."""
-    flow: tuple[Flow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,16 +1,9 @@
-"""A record as a report shows it: what is wrong with each layer, and which call of the model feeds which.
-
-An edge of the flow joins two calls that one call makes, as a box of the graph holds what one module makes. What a layer
-deep inside takes from elsewhere is an edge between the two modules around which the code passed it on. Every edge is
-recorded. Where code made the input of a call, it is only said which call ran last before that: what a report draws from
-there is a guess, and it must not guess what the record contradicts.
-"""
+"""A record as a report shows it: its layers in the order of execution, and what is wrong with each."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -27,12 +20,11 @@ from pytest_modelprobe.record import (
     Reading,
     Record,
     Statistics,
-    Step,
     Value,
     has_nonfinite,
 )
 
-from .results import Flow, Run, StepResult, UnitCounts
+from .results import Run, StepResult, UnitCounts
 
 
 class Observed(NamedTuple):
@@ -46,8 +38,6 @@ class Observed(NamedTuple):
     """Why the record could not be made."""
     steps: Sequence[Record] = ()
     """The records of the steps of training, if it is a watch that keeps several."""
-    findings: Sequence[str] = ()
-    """The findings of other plugins."""
 
 
 class Known(NamedTuple):
@@ -94,8 +84,8 @@ def run_of(source: Observed, known: Known | None = None) -> Run:
     """
     record = source.record
     assert record is not None
-    dead, tree = find_dead(record, record.layers), CallTree(record)
-    first = {step.layer.name: step.call for step in reversed(tree.started)}
+    dead = find_dead(record, record.layers)
+    first = {step.layer.name: step.call for step in reversed(CallTree(record).started)}
     ended = sorted(first, key=lambda name: first[name].finished if first[name].finished >= 0 else math.inf)
     ordered = [record.layers[name] for name in dict.fromkeys((*ended, *record.layers))]
     units = {name: found for name, call in first.items() if (found := _units(record.layers[name], call))}
@@ -105,7 +95,7 @@ def run_of(source: Observed, known: Known | None = None) -> Run:
         name=source.name,
         kind=source.kind,
         record=replace(record, layers={layer.name: _shown(layer, first.get(layer.name)) for layer in ordered}),
-        findings=(*findings(record, dead), *source.findings),
+        findings=tuple(findings(record, dead)),
         hints=tuple(hints(record, dead)),
         status=statuses(record, dead, known.diagnosis if known else None),
         units=units,
@@ -117,7 +107,6 @@ def run_of(source: Observed, known: Known | None = None) -> Run:
             )
             for step in source.steps
         ),
-        flow=dataflow(record, tree),
     )
 
 
@@ -250,111 +239,3 @@ def statuses(record: Record, dead: Sequence[Dead], diagnosis: Diagnosis | None) 
         if name in record.layers:
             words.setdefault(name, set()).add(word)
     return {name: tuple(sorted(of, key=STATUSES.index)) for name, of in words.items()}
-
-
-# --- which call feeds which -------------------------------------------------------------------------------------------
-
-MOST_CALLS = 8
-"""How many calls of a layer are told apart. The last of them stands for those after it: a cell may run 1,000 times."""
-
-
-def dataflow(record: Record, tree: CallTree) -> tuple[Flow, ...]:
-    """Return the calls in the order in which they ended, and by position in this list which others feed them.
-
-    Of a module that is called several times, only the first call has its inner calls here: the others are alike.
-    """
-    place = _places(tree)
-    calls = [Flow(layer="")] * (max(place.values(), default=-1) + 1)
-    sources: dict[int, set[int]] = defaultdict(set)
-    takers: dict[tuple[object, _Key], Step] = {}
-    """Which of the calls that one call makes takes a tensor first."""
-    for step in tree.started:
-        for value in step.call.inputs:
-            for key in _keys(value):
-                takers.setdefault((step.place, key), step)
-            producer = tree.producer(step, value)
-            around = zip(_chain(producer[0]), _chain(step), strict=False) if producer else ()
-            # The calls around the two that the same call made; none if one runs inside the other.
-            source, target = next(((place.get(a), place.get(b)) for a, b in around if a is not b), (None, None))
-            if source is not None and target is not None and source < target:
-                sources[target].add(source)
-    parameters = (p for layer in record.layers.values() for p in (*layer.parameters, *layer.buffers))
-    owned = {key for parameter in parameters for key in _elements(parameter.reading)}
-    for step, n in place.items():
-        before = (place[b] for b in _before_its_inputs(tree, step, takers, owned) if b in place)
-        after = max((i for i in before if i < n), default=calls[n].after)
-        first = calls[n] if calls[n].layer else Flow(layer=step.layer.name, call=step.call.index + 1, more=-1)
-        calls[n] = replace(first, more=first.more + 1, sources=tuple(sorted(sources[n])), after=after)
-    return tuple(calls)
-
-
-def _places(tree: CallTree) -> dict[Step, int]:
-    """Return the position of each call. The last of those of a layer that are told apart has all calls after it."""
-    first: dict[str, Step] = {}
-    for step in tree.started:
-        first.setdefault(step.layer.name, step)
-    found: dict[Step, int] = {}
-    known: dict[str, list[int]] = {}
-    for step in dict.fromkeys((*tree.returned, *tree.started)):  # a call that did not return is among the last
-        name = step.layer.name
-        inside_a_later_call = step.parent is not None and step.parent is not first[step.parent.layer.name]
-        if inside_a_later_call or step.place[:2] != first[name].place[:2]:
-            continue
-        mine = known.setdefault(name, [])
-        if len(mine) < MOST_CALLS:
-            mine.append(sum(map(len, known.values())))
-        found[step] = mine[-1]
-    return found
-
-
-def _chain(step: Step | None) -> list[Step]:
-    """Return the calls around a call, the outermost first, and the call."""
-    found: list[Step] = []
-    while step is not None:
-        found.append(step)
-        step = step.parent
-    return found[::-1]
-
-
-_Key = tuple[object, ...]
-"""What tensors with the same elements share."""
-
-
-def _elements(reading: Reading) -> Iterator[_Key]:
-    """Yield numbers that tensors with the same elements share in any order and shape, unless all are equal."""
-    s = reading.statistics
-    if s is not None and s.min != s.max:
-        yield s.count, s.zeros, s.nonfinite, s.min, s.max
-
-
-def _keys(value: Value) -> Iterator[_Key]:
-    yield from [(value.tensor,)] if value.tensor >= 0 else []
-    yield from _elements(value.forward)
-
-
-def _before_its_inputs(
-    tree: CallTree, step: Step, takers: dict[tuple[object, _Key], Step], owned: set[_Key]
-) -> Iterable[Step]:
-    """Yield, for each input that the code around a call made, the last call before that code."""
-    around = _chain(step.parent)
-    if not around:  # a forward: its inputs come from the test
-        return
-    if not step.call.inputs_known and step.previous is not None:
-        yield step.previous
-    given = {key for outer in around for value in outer.call.inputs for key in _keys(value)}
-    for value in step.call.inputs:
-        keys = list(_keys(value))
-        made = value.is_floating and tree.producer(step, value) is None
-        if made and given.isdisjoint(keys) and owned.isdisjoint(keys):
-            taking = [step, *(takers[step.place, key] for key in keys)]
-            previous = min(taking, key=lambda one: one.call.started).previous
-            while previous is not None and step.call.grad_enabled and _is_cut_off(previous, value):
-                previous = previous.previous
-            if previous is not None:
-                yield previous
-
-
-def _is_cut_off(step: Step, value: Value) -> bool:
-    """Whether autograd knows that a value is not computed from any output of a call."""
-    outputs = [output.requires_grad for output in step.call.outputs if output.is_floating]
-    return not value.requires_grad and bool(outputs) and all(outputs)

@@ -8,12 +8,9 @@ alone.
 from .pairs import Pair as Pair
 from .pairs import changed_lines as changed_lines
 from .pairs import compare_records as compare_records
-from .pairs import exact_difference as exact_difference
 from .pairs import first_difference as first_difference
 from .pairs import judged as judged
-from .pairs import pair_text as pair_text
 from .pairs import summary as summary
-from .pairs import tensors_lines as tensors_lines
 from .recorder import Recorder as Recorder
 from .records import Written as Written
 from .records import read_written as read_written
@@ -27,7 +24,7 @@ from .side import TestsOn as TestsOn
 from .side import options_for as options_for
 from .side import side_by_side as side_by_side
 from .worktree import Bisected as Bisected
-from .worktree import Wanted as Wanted
 from .worktree import Worktree as Worktree
 from .worktree import bisect as bisect
+from .worktree import differs as differs
 from .worktree import import_roots as import_roots

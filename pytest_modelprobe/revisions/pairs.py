@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pytest_modelprobe.comparison import Comparison, Diagnosis, Parts, Precision, compare, diagnose
 from pytest_modelprobe.comparison import text as comparison_text
 from pytest_modelprobe.record import Record, has_numbers, is_narrow
-from pytest_modelprobe.text import count, listed, pattern, printable, table
+from pytest_modelprobe.text import count, listed, pattern, printable
 
 from .records import Written
 
@@ -25,10 +23,6 @@ class Place:
     """A value of a layer: the first that differs."""
 
     layer: str
-    """The name here."""
-    name_there: str
-    call: int
-    path: str
     change: float | None
     """Relative to the norm of the value there."""
 
@@ -43,8 +37,6 @@ class Pair:
     diagnosis: Diagnosis
     first: Place | None = None
     """The first layer whose output differs, whatever the tolerance."""
-    tensors: Mapping[str, Any] | None = None
-    """How the outputs of that layer differ, exactly."""
 
     @property
     def unrepeatable(self) -> list[Written]:
@@ -82,8 +74,6 @@ def judged(here: Written, there: Written) -> Pair:
         verdict = "not run"  # a watch that saw no forward
     else:
         verdict = "unchanged" if pair.first is None else "rounding"
-    if pair.first is not None and here.tensors is not None and there.tensors is not None:
-        pair = dataclasses.replace(pair, tensors=exact_difference(here.tensors, there.tensors))
     return dataclasses.replace(pair, verdict=verdict)
 
 
@@ -93,52 +83,8 @@ def first_difference(comparison: Comparison) -> Place | None:
         for value in pair.actual.outputs:
             change = comparison.change(pair.layer, pair.key, "output", value.path)
             if change.change:
-                before = comparison.names_before.layers.get(pair.layer, pair.layer)
-                return Place(pair.layer, before, pair.actual.index, value.path, change.change)
+                return Place(pair.layer, change.change)
     return None
-
-
-def exact_difference(here: Path, there: Path) -> dict[str, Any] | None:
-    """Return how the first tensors that differ in two files differ.
-
-    Returns:
-        A dict with ``value`` and ``call``; the numbers of ``elements`` and of ``different`` ones; ``largest``, with the
-        size of the largest ``difference`` and of the largest ``relative`` one, where it is, and the elements here and
-        there; and ``files``. None if no tensor differs, or they have other shapes.
-    """
-    import torch
-
-    ours, theirs = (torch.load(path, weights_only=True) for path in (here, there))
-    for name, a in ours.items():
-        b = theirs.get(name)
-        if b is None or a.shape != b.shape:
-            continue
-        unequal = (a != b) & ~((a != a) & (b != b))  # NaN is not equal to itself
-        if not unequal.any():
-            continue
-        x, y = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (a, b))
-        distance = (x - y).abs().nan_to_num(nan=torch.inf).where(unequal, 0.0)
-        relative = (distance / y.abs()).nan_to_num(nan=torch.inf).where(unequal, 0.0)
-        call, _, value = name.partition(" ")
-        return {
-            "value": value,
-            "call": int(call),
-            "elements": a.numel(),
-            "different": int(unequal.sum()),
-            "largest": {"difference": _largest(distance, a, b), "relative": _largest(relative, a, b)},
-            "files": [_shown(here), _shown(there)],
-        }
-    return None
-
-
-def _shown(path: Path) -> str:
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def _largest(of: Any, a: Any, b: Any) -> tuple[float, list[int], Any, Any]:
-    at = int(of.argmax())
-    where = [at // math.prod(a.shape[n + 1 :]) % size for n, size in enumerate(a.shape)]
-    return float(of.flatten()[at]), where, a.flatten()[at].item(), b.flatten()[at].item()
 
 
 # --- in words --------------------------------------------------------------------------------------------------------
@@ -169,20 +115,15 @@ def summary(pairs: Sequence[Pair]) -> str:
     return count(len(pairs), "model") + (f": {', '.join(told)}" if told else "")
 
 
-def changed_lines(pairs: Sequence[Pair], side: str) -> Iterator[str]:
-    """Yield the models that changed. Those with the same causes are told once, most models first.
-
-    Args:
-        pairs: The pairs.
-        side: The other side in one word, such as ``main``.
-    """
+def changed_lines(pairs: Sequence[Pair]) -> Iterator[str]:
+    """Yield the models that changed. Those with the same causes are told once, most models first."""
     alike: dict[Hashable, list[Pair]] = {}
     for pair in pairs:
         if pair.verdict == "changed":
             alike.setdefault(_causes(pair), []).append(pair)
     groups = sorted(alike.values(), key=len, reverse=True)
     for first, *others in groups[:_MOST_TEXTS]:
-        yield from ("", f"{_where(first)}:", *pair_text(first, side).splitlines())
+        yield from ("", f"{_where(first)}:", *comparison_text.text(first.diagnosis).splitlines())
         if others:
             models = Counter(pair.here.test for pair in (first, *others))
             names = [p.here.test if models[p.here.test] == 1 else f"{p.here.test} ({p.here.key})" for p in others]
@@ -208,46 +149,3 @@ def _causes(pair: Pair) -> Hashable:
 
 def _where(pair: Pair) -> str:
     return printable(f"{pair.here.test}, {pair.here.key}")
-
-
-def pair_text(pair: Pair, side: str) -> str:
-    """Return the failure of a pair: the causes as for a snapshot, and how the first tensors that differ differ.
-
-    Args:
-        pair: The pair.
-        side: The other side in one word, such as ``main``.
-    """
-    parts = [comparison_text.text(pair.diagnosis)]
-    if pair.tensors is not None and pair.first is not None:
-        parts.append("\n".join(tensors_lines(pair.tensors, pair.first.layer, side)))
-    return "\n\n".join(parts)
-
-
-def tensors_lines(found: Mapping[str, Any], layer: str, side: str) -> list[str]:
-    r"""Return how the outputs of a layer differ, exactly.
-
-    >>> found = {"value": "output", "call": 0, "elements": 8, "different": 2, "files": ["a.pt", "b.pt"]}
-    >>> found["largest"] = {"difference": (0.5, [1, 3], 2.5, 2.0), "relative": (0.25, [1, 3], 2.5, 2.0)}
-    >>> print(*tensors_lines(found, "fc", "main"), sep="\n")
-    The output of fc differs first: 2 of 8 elements.
-    largest      size   at       here   main
-    difference    0.5   [1, 3]    2.5      2
-    relative     0.25   [1, 3]    2.5      2
-    Read it with torch.load: a.pt here, b.pt at main.
-    """
-    call = f" in call {found['call'] + 1}" if found["call"] else ""
-    what = "The output" if found["value"] == "output" else f"{found['value']}"
-    here, there = found["files"]
-    rows = [
-        [name, f"{size:.4g}", str(at), _element(now), _element(then)]
-        for name, (size, at, now, then) in found["largest"].items()
-    ]
-    return [
-        printable(f"{what} of {layer} differs first{call}: {found['different']:,} of {found['elements']:,} elements."),
-        *table(["largest", "size", "at", "here", side], rows),
-        printable(f"Read it with torch.load: {here} here, {there} at {side}."),
-    ]
-
-
-def _element(value: object) -> str:
-    return f"{value:.9g}" if isinstance(value, float) else str(value)

@@ -13,9 +13,9 @@ import contextlib
 import dataclasses
 import shutil
 import sys
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -23,10 +23,8 @@ from pytest_modelprobe.comparison import layers_behind_zeros
 from pytest_modelprobe.exceptions import ModelProbeError
 from pytest_modelprobe.record import Record, is_narrow
 
-from .pairs import compare_records, first_difference
-from .records import Written, folder_of, path_of, read_one
-
-Outputs = Callable[[str], Mapping[str, Sequence[Any]]]
+from .pairs import compare_records
+from .records import Written, folder_of, read_one
 
 
 class Recorder:
@@ -38,7 +36,6 @@ class Recorder:
         beside: The folder of the records that the other side made first. Those that differ from these get evidence.
         like: The folder of the records of the other side. Those that have evidence there get it here, made to what it
             was made to there.
-        tensors: A folder. The outputs of the layer that differs first from ``beside`` or ``like`` are kept in it.
     """
 
     def __init__(
@@ -48,9 +45,8 @@ class Recorder:
         evidence: bool = False,
         beside: Path | None = None,
         like: Path | None = None,
-        tensors: Path | None = None,
     ) -> None:
-        self._folder, self._tensors = folder, tensors
+        self._folder = folder
         self._evidence, self._beside, self._like = evidence, beside, like
         self._test = ""
         self._made = 0
@@ -58,17 +54,16 @@ class Recorder:
 
     # --- what the probe calls -----------------------------------------------------------------------------------------
 
-    def recorded(self, kind: str, record: Record, model: Any, outputs_of: Outputs | None = None) -> None:
+    def recorded(self, kind: str, record: Record, model: Any) -> None:
         """Write a record.
 
         Args:
             kind: ``run`` or ``architecture``.
             record: The record.
             model: The model.
-            outputs_of: Runs the model again, and returns the outputs of a layer.
         """
         self._made += 1
-        self._write(f"{kind} {self._made}", record, model, outputs_of)
+        self._write(f"{kind} {self._made}", record, model)
 
     def watched(self, watch: Any) -> None:
         """Note a watch, whose record is written when the test ends."""
@@ -99,25 +94,20 @@ class Recorder:
 
     # --- files --------------------------------------------------------------------------------------------------------
 
-    def _write(self, key: str, record: Record, model: Any, outputs_of: Outputs | None = None) -> None:
+    def _write(self, key: str, record: Record, model: Any) -> None:
         if not self._test:  # a probe that a plugin made
             return
         plain = written = Written(self._test, key, record, dict(_sources(model)))
-        first = None
         if self._like is not None and (like := read_one(self._like, plain.test, plain.key)) is not None:
-            written, first = _with_evidence_like(plain, like)
+            written = _with_evidence_like(plain, like)
         elif self._beside is not None and (beside := read_one(self._beside, plain.test, plain.key)) is not None:
-            written, first = _with_evidence_if_differing(plain, beside)
+            written = _with_evidence_if_differing(plain, beside)
         elif self._evidence:
             written = _with_evidence(plain)
         elif record.live_run is not None and (layers := layers_behind_zeros(record)):
             # The code of these layers may change without changing any other number.
             isolated = record.live_run.isolated(record, only=layers, own_arguments=True)
             written = dataclasses.replace(plain, record=isolated)
-        is_module = first is not None and not record.layers[first].functional  # a function has no hook that keeps
-        if first is not None and is_module and outputs_of is not None and self._tensors is not None:
-            path = path_of(self._tensors, self._test, key).with_suffix(".pt")
-            written = dataclasses.replace(written, tensors=_saved(outputs_of(first), path))
         written.write(self._folder)
 
 
@@ -129,30 +119,29 @@ def _with_evidence(plain: Written) -> Written:
     return dataclasses.replace(plain, record=record, evidence=True)
 
 
-def _with_evidence_if_differing(there: Written, here: Written) -> tuple[Written, str | None]:
-    """Return a record of the side that runs second, and the layer whose output differs first."""
+def _with_evidence_if_differing(there: Written, here: Written) -> Written:
+    """Return a record of the side that runs second."""
     live_run, layers = there.record.live_run, layers_behind_zeros(there.record)
     found = compare_records(here.record, there.record)
     if found.same and live_run is not None and layers:
         alone = live_run.isolated(there.record, like=here.record, only=layers)  # no layer has another name
         found = compare_records(here.record, alone)
     if found.same and not is_narrow(there.record):
-        return there, None
-    first = first_difference(found)
-    return _with_evidence(there), None if first is None else first.name_there
+        return there
+    return _with_evidence(there)
 
 
-def _with_evidence_like(here: Written, there: Written) -> tuple[Written, str | None]:
-    """Return a record with the evidence that that of the other side has, and the layer whose output differs first."""
+def _with_evidence_like(here: Written, there: Written) -> Written:
+    """Return a record with the evidence that that of the other side has."""
     if not there.evidence:
-        return here, None
+        return here
     found = compare_records(here.record, there.record)
-    first, live_run, record = first_difference(found), here.record.live_run, here.record
+    live_run, record = here.record.live_run, here.record
     if live_run is not None:
         record = live_run.isolated(record, like=found.expected, names=found.names_before)
         if not live_run.repeats(here.record):
             record = dataclasses.replace(record, noise="not repeatable")
-    return dataclasses.replace(here, record=record, evidence=True), None if first is None else first.layer
+    return dataclasses.replace(here, record=record, evidence=True)
 
 
 def _sources(model: Any) -> Iterator[tuple[str, str]]:
@@ -162,20 +151,3 @@ def _sources(model: Any) -> Iterator[tuple[str, str]]:
         file = getattr(sys.modules.get(name), "__file__", None)
         if isinstance(file, str):
             yield name, str(Path(file).resolve())
-
-
-def _saved(kept: Mapping[str, Sequence[Any]], path: Path) -> Path:
-    """Write the tensors of kept outputs by call and path, and return the file."""
-    import torch
-
-    from pytest_modelprobe.models import flatten
-
-    tensors = {
-        f"{call} {where}": cast(Any, tensor).detach().cpu().clone()
-        for outputs in kept.values()
-        for call, output in enumerate(outputs)
-        for where, tensor in flatten("output", output).tensors
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(tensors, path)
-    return path

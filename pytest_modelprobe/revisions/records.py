@@ -22,8 +22,6 @@ class Written:
     record: Record
     sources: Mapping[str, str] = field(default_factory=dict)
     """The modules of Python that the classes of the model are from → their files."""
-    tensors: Path | None = None
-    """The outputs of the layer that differs first, by call and path: a file of `torch.save`."""
     evidence: bool = False
     """Whether the record has what a diagnosis needs, as one that differs from that of the other side has."""
 
@@ -36,7 +34,6 @@ class Written:
             "key": self.key,
             "record": self.record.to_dict(),
             "sources": dict(self.sources),
-            "tensors": None if self.tensors is None else str(self.tensors),
             "evidence": self.evidence,
         }
         path.write_text(json.dumps(data, allow_nan=False), "ascii")
@@ -66,6 +63,5 @@ def read_one(folder: Path, test: str, key: str) -> Written | None:
 
 def _read(path: Path) -> Written:
     data = json.loads(path.read_text("ascii"))
-    tensors = None if data["tensors"] is None else Path(data["tensors"])
     record = Record.from_dict(data["record"])
-    return Written(data["test"], data["key"], record, data["sources"], tensors, data["evidence"])
+    return Written(data["test"], data["key"], record, data["sources"], data["evidence"])

@@ -13,7 +13,6 @@ import functools
 import importlib.metadata
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -57,7 +56,6 @@ class Job:
     evidence: bool = False
     beside: str | None = None
     like: str | None = None
-    tensors: str | None = None
     """As in `Recorder`."""
 
 
@@ -80,7 +78,6 @@ def options_for(config: pytest.Config, **own: Any) -> dict[str, Any]:
     silent = {
         "update_snapshots": False,
         "cacheclear": False,
-        "modelprobe_accept": None,
         "modelprobe_output": None,
         "modelprobe_json": None,
         "modelprobe_html": None,
@@ -278,7 +275,6 @@ def side_by_side(
     theirs: TestsOn,
     *,
     folder: Path,
-    kept: Path,
     check: Callable[[Records], None],
 ) -> SideBySide:
     """Run the tests of the records on the other side, and compare.
@@ -288,16 +284,13 @@ def side_by_side(
         ours: Where the tests ran.
         theirs: Where they run again.
         folder: A folder for records, with those of this side in ``here``.
-        kept: A folder for tensors, which stays.
         check: Raises `SideError` if the records of the other side are not of its own code.
 
     Raises:
         SideError: The other side cannot run.
     """
     tests = {test for test, _ in here}
-    for part in ("here", "there"):
-        shutil.rmtree(kept / part, ignore_errors=True)
-    ran = theirs.run(tests, folder / "there", beside=str(folder / "here"), tensors=str(kept / "there"))
+    ran = theirs.run(tests, folder / "there", beside=str(folder / "here"))
     there = read_written(folder / "there")
     check(there)
     only_here = tests - set(ran.collected)
@@ -305,7 +298,7 @@ def side_by_side(
     unpaired = sum(test not in only_here for test, _ in here.keys() ^ there.keys())
     now = here
     if differing := {test for test, key in both if there[test, key].evidence}:
-        again = ours.run(differing, folder / "again", like=str(folder / "there"), tensors=str(kept / "here"))
+        again = ours.run(differing, folder / "again", like=str(folder / "there"))
         now = {**here, **read_written(folder / "again")}
         for key in (key for key in both if there[key].evidence and not now[key].evidence):
             now[key] = _without_evidence(now[key], again.failed.get(key[0], "it made other records"))
@@ -400,8 +393,8 @@ def main(told: str, answer: str) -> None:
     data = json.loads(Path(told).read_text("ascii"))
     job = Job(**{**data, "tests": None if data["tests"] is None else frozenset(data["tests"])})
     config = child.configured(job.options, (*job.plugins, "no:cacheprovider"), job.files)
-    beside, like, tensors = (None if f is None else Path(f) for f in (job.beside, job.like, job.tensors))
-    recorder = Recorder(Path(job.records), evidence=job.evidence, beside=beside, like=like, tensors=tensors)
+    beside, like = (None if f is None else Path(f) for f in (job.beside, job.like))
+    recorder = Recorder(Path(job.records), evidence=job.evidence, beside=beside, like=like)
     config.pluginmanager.register(recorder, "modelprobe-recorder")
     tests = _Tests(job)
     config.pluginmanager.register(tests, "modelprobe-side")

@@ -1,20 +1,17 @@
 """A commit as a folder of its own, a temporary git worktree, and `git bisect` in it.
 
-The user's tree stays as it is: its files, its index, its stash and its submodules are only read. Git notes a worktree
+The user's tree stays as it is: its files, its index and its stash are only read. Git notes a worktree
 in ``.git/worktrees``, and that entry goes with it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import io
 import os
 import re
 import shutil
 import sys
-import tarfile
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +19,8 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from pytest_modelprobe.comparison import diagnose
-from pytest_modelprobe.gate import GitError, Repository, class_of, run_git
+from pytest_modelprobe.gate import GitError, Repository, run_git
 from pytest_modelprobe.interrupts import finished
-from pytest_modelprobe.record import Glob
-from pytest_modelprobe.text import listed
 
 from .pairs import Pair, judged
 from .records import Written, read_written
@@ -55,7 +49,6 @@ class Worktree:
     def __enter__(self) -> Worktree:
         try:
             _git(self._repository.root, "worktree", "add", "--quiet", "--detach", str(self.root), self._commit)
-            self._add_submodules()
         except BaseException:
             self.remove()
             raise
@@ -82,7 +75,6 @@ class Worktree:
         """Replace all files by those of another commit."""
         self.clean()
         _git(self.root, "checkout", "--quiet", "--detach", commit)
-        self._add_submodules()
 
     def git(self, *arguments: str) -> str:
         """Run a command of git in the worktree, and return what it printed."""
@@ -113,18 +105,6 @@ class Worktree:
         """Return the folder that a folder of the working tree is in this one; the root if there is none."""
         there = self.path(here)
         return there if there is not None and there.is_dir() else self.root
-
-    def _add_submodules(self) -> None:
-        """Write the files of submodules, as far as their commits are here."""
-        listing = _git(self.root, "ls-tree", "-r", "-z", "HEAD")
-        for entry in listing.split(b"\0"):
-            info, _, path = entry.partition(b"\t")
-            if info.startswith(b"160000"):
-                commit, name = info.split()[2].decode(), os.fsdecode(path)
-                with contextlib.suppress(GitError):  # a submodule that nobody needs is not there
-                    archive = _git(self._repository.root / name, "archive", "--format=tar", commit)
-                    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-                        files.extractall(self.root / name, filter="data")
 
 
 def import_roots(root: Path, tree: Path, modules: Mapping[str, ModuleType] | None = None) -> list[Path]:
@@ -175,55 +155,11 @@ class Bisected:
     """How often the tests ran."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """Which change is looked for."""
-
-    layer: str | None = None
-    """A glob of layers: one of them has to be the cause."""
-    kind: str | None = None
-    """A class of change."""
-
-    def fits(self, pair: Pair) -> bool:
-        """Whether a pair differs in the way that is looked for."""
-        # A commit after which the model does not repeat, as it did before, changed it.
-        if pair.diagnosis.same or pair.there.record.noise == "not repeatable":
-            return False
-        if self.layer is None and self.kind is None:
-            return True
-        return any(
-            self.kind in (None, class_of(cause, pair.diagnosis))
-            for cause in (*pair.diagnosis.causes, *pair.diagnosis.possible)
-            if self.layer is None or Glob(self.layer).matches(cause.layer)
-        )
-
-    def of(self, pair: Pair) -> Pair:
-        """Return a pair with the causes in the layers that are looked for alone."""
-        if self.layer is None:
-            return pair
-        comparison = pair.diagnosis.comparison
-        glob = Glob(self.layer)
-        layers = frozenset(
-            name for name in (*comparison.actual.layers, *comparison.expected.layers) if glob.matches(name)
-        )
-        return dataclasses.replace(pair, diagnosis=diagnose(dataclasses.replace(comparison, wanted=layers)))
-
-    def has_layer(self, pair: Pair) -> bool:
-        """Whether a model has such a layer on one of the two sides."""
-        names = (*pair.here.record.layers, *pair.there.record.layers)
-        return self.layer is None or any(map(Glob(self.layer).matches, names))
-
-    def __str__(self) -> str:
-        layer, kind = f" of {self.layer}" if self.layer else "", f" of class {self.kind}" if self.kind else ""
-        return f"a change{layer}{kind}"
-
-
 def bisect(
     repository: Repository,
     good: str,
     bad: str,
     arguments: Sequence[str],
-    wanted: Wanted,
     *,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Bisected:
@@ -234,12 +170,11 @@ def bisect(
         good: A commit whose model is right.
         bad: A later commit whose model differs.
         arguments: Tests, and options of pytest. Files of tests are those of the working tree, at each commit.
-        wanted: Which change is looked for.
         tell: Is called with what is known of each commit, in words.
 
     Raises:
         GitError: ``good`` is no older commit from which ``bad`` comes.
-        SideError: The tests record nothing at one of the two, or the two do not differ so.
+        SideError: The tests record nothing at one of the two, or the two do not differ.
     """
     first, last = repository.commit(good), repository.commit(bad)
     if first == last:
@@ -262,19 +197,20 @@ def bisect(
             tell(f"run {runs} of about {max(runs, expected)}, {text}")
 
         told(1, f"good: {good}")
-        commit, pairs = search.search(first, last, wanted, told)
+        commit, pairs = search.search(first, last, told)
         if pairs is None:
             raise SideError(f"the tests record nothing at {bad}, and nothing changed before it: {search.why}")
-        if not any(map(wanted.fits, pairs)):
-            if wanted.layer is not None and not any(wanted.has_layer(pair) for pair in pairs):
-                raise SideError(f"--layer {wanted.layer!r} matches no layer at {good} or {bad}")
-            changed = dict.fromkeys(cause.layer for pair in pairs for cause in pair.diagnosis.causes)
-            others = f"what changed are {listed(list(changed))}" if changed else "nothing changed"
+        if not any(map(differs, pairs)):
             raise SideError(
-                f"{bad} has not {wanted} beside {good}, nor has a commit before it that was tried: {others}. If it was "
-                f"taken back, name a commit that had it in place of {bad}; if not, the tests do not reach it"
+                f"{bad} is as {good}, and so is each commit between them that was tried. If a change was taken back, "
+                f"name a commit that had it in place of {bad}; if not, the tests do not reach it"
             )
         return Bisected(commit=commit, pairs=pairs, runs=search.runs)
+
+
+def differs(pair: Pair) -> bool:
+    """Whether a model differs from the good one, which repeats: one that does not any more is another one."""
+    return not pair.diagnosis.same and pair.there.record.noise != "not repeatable"
 
 
 class _Search:
@@ -298,9 +234,7 @@ class _Search:
             return None
         return [judged(other[key], one) for key, one in self.good.items()]
 
-    def search(
-        self, first: str, last: str, wanted: Wanted, told: Callable[[int, str], None]
-    ) -> tuple[str, list[Pair] | None]:
+    def search(self, first: str, last: str, told: Callable[[int, str], None]) -> tuple[str, list[Pair] | None]:
         """Let git choose the commits; return the one that it finds, and its pairs.
 
         The last commit is taken for a bad one. It is looked at if no other is.
@@ -310,7 +244,7 @@ class _Search:
 
         def verdict_on(commit: str) -> str:
             found[commit] = now = self.compared(commit)
-            verdict = "skip" if now is None else "bad" if any(map(wanted.fits, now)) else "good"
+            verdict = "skip" if now is None else "bad" if any(map(differs, now)) else "good"
             why = f" ({self.why})" if now is None else ""
             told(self.runs, f"{verdict}: {self._subject(commit)}{why}")
             return verdict

@@ -149,10 +149,6 @@ class Run:
         self._settings = self._settings_now()
         return record, kept
 
-    def outputs_of(self, layer: str) -> Mapping[str, list[Any]]:
-        """Run once more, and return the outputs of a layer."""
-        return self._observed(dataclasses.replace(self.options, keep=[layer]))[1]
-
     # --- repeated for a record ------------------------------------------------------------------------------------
 
     def isolated(self, record: Record, request: IsolationRequest) -> Record:

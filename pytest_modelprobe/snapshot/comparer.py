@@ -320,10 +320,7 @@ class Comparer:
             return refusal
         if any(other.place == outcome.place and other.verdict in ("created", "updated") for other in self.outcomes):
             return preconditions.WRITTEN_TWICE
-        refusal = preconditions.refuse_record(outcome.record, arguments)
-        if refusal is None and outcome.diagnosis and self._policy.accept:
-            refusal = preconditions.refuse_causes(outcome.diagnosis, self._policy)
-        return refusal
+        return preconditions.refuse_record(outcome.record, arguments)
 
     def _write_output(self, outcome: Outcome, arguments: Arguments, stored: Stored, folder: Path) -> None:
         root = self._item.config.rootpath

@@ -1,14 +1,12 @@
 """The options of snapshots on the command line and in the ini file.
 
-Every run of pytest loads this module. So it imports neither `files` nor `comparison`, and repeats two names of theirs;
-and its classes are named tuples, which are made in a tenth of the time of a dataclass. An option on the command line is
-for that run; what stands in the ini file or in ``addopts`` stays, and has to be in the snapshots too, where a reviewer
-sees it.
+Every run of pytest loads this module. So it imports neither `files` nor `comparison`, and repeats two names of theirs.
+An option on the command line is for that run; what stands in the ini file or in ``addopts`` stays, and has to be in the
+snapshots too, where a reviewer sees it.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -20,38 +18,6 @@ DIRECTORY = "__modelprobe__"
 
 Parts = Literal["all", "architecture", "behavior"]
 """What is compared: `comparison.Parts`."""
-
-_STRUCTURE = ("architecture", "attribute", "computation")
-"""Kinds of cause that `Accepted` takes for ``structure``."""
-
-
-class Accepted(NamedTuple):
-    """A kind of cause that an update may write, if it changed less than the limit."""
-
-    kind: str
-    """A kind of `Cause`, or ``any``, or ``structure``: a cause without a number, if no output changed."""
-    below: float = math.inf
-    """The limit of the relative change. If it is infinite, a cause without a number is accepted too."""
-
-    def covers(self, kind: str, change: float | None, *, unchanged: bool = False) -> bool:
-        """Whether an update may write a cause.
-
-        Args:
-            kind: The kind of the cause.
-            change: The relative change of the output that it explains, if it has one.
-            unchanged: Whether the outputs of the model are unchanged.
-
-        >>> Accepted("computation", 1e-3).covers("computation", 2e-4), Accepted("any", 1e-3).covers("weights", 0.1)
-        (True, False)
-        >>> Accepted("attribute").covers("attribute", None), Accepted("any", 1e-3).covers("attribute", None)
-        (True, False)
-        >>> [Accepted("structure").covers("attribute", None, unchanged=unchanged) for unchanged in (True, False)]
-        [True, False]
-        """
-        if self.kind == "structure":
-            return unchanged and change is None and kind in _STRUCTURE
-        small = (change is None and unchanged) or self.below == math.inf or (change is not None and change < self.below)
-        return self.kind in ("any", kind) and small
 
 
 class Policy(NamedTuple):
@@ -67,8 +33,6 @@ class Policy(NamedTuple):
     for_this_run: bool = False
     """Whether ``compare`` was given on the command line, not in the ini file or ``addopts``."""
     reason: str | None = None
-    accept: tuple[Accepted, ...] = ()
-    accept_from: str = ""
     output: Path | None = None
     may_write: bool = True
     """Whether an update may write. While ``CI`` is set it may only if the command line allows it."""
@@ -82,13 +46,6 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
         help="what snapshots compare: the architecture or the behavior alone, or all, which a refactoring fails too",
     )
     group.addoption("--modelprobe-reason", metavar="TEXT", help="written beside each architecture that is updated")
-    group.addoption(
-        "--modelprobe-accept",
-        action="append",
-        metavar="KIND<LIMIT",
-        help="update only snapshots all of whose causes are of a KIND (such as computation, or any) and changed less "
-        "than LIMIT; KIND alone: whatever the size; structure: only where the numbers are the same; may be repeated",
-    )
     group.addoption(
         "--modelprobe-output",
         metavar="DIR",
@@ -121,13 +78,11 @@ def policy_of(config: pytest.Config) -> Policy:
     stale = config.getini("modelprobe_stale")
     if stale not in ("pass", "fail"):
         raise pytest.UsageError(f"modelprobe_stale is pass or fail; the ini file has {stale!r}")
-    reason, accept = config.getoption("--modelprobe-reason"), config.getoption("--modelprobe-accept") or ()
-    updating, output = getattr(config.option, "update_snapshots", False), config.getoption("--modelprobe-output")
+    reason, output = config.getoption("--modelprobe-reason"), config.getoption("--modelprobe-output")
     if reason is not None and not reason.strip():
         raise pytest.UsageError("--modelprobe-reason is empty: say why the architecture changes, or leave it out")
-    for name, given in {"reason": reason, "accept": accept}.items():
-        if given and not updating:
-            raise pytest.UsageError(f"--modelprobe-{name} is about what an update writes: add --snapshot-update")
+    if reason and not getattr(config.option, "update_snapshots", False):
+        raise pytest.UsageError("--modelprobe-reason is about what an update writes: add --snapshot-update")
     return Policy(
         compare=option or ini or "all",
         strict=(option or ini) == "all",
@@ -135,8 +90,6 @@ def policy_of(config: pytest.Config) -> Policy:
         for_this_run=_of_command_line(config, "--modelprobe-compare"),
         compare_from=f"--modelprobe-compare={option}" if option else f"modelprobe_compare = {ini}",
         reason=reason,
-        accept=tuple(_accepted(text) for text in accept),
-        accept_from=" ".join(f"--modelprobe-accept={text!r}" for text in accept),
         output=Path(config.invocation_params.dir, output) if output else None,
         may_write=_may_write(config),
     )
@@ -162,23 +115,6 @@ def _of_command_line(config: pytest.Config, option: str) -> bool:
     known: dict[str, bool] = config.option.__dict__.setdefault("modelprobe_of_command_line", {})
     # Ranks get a copy of the options, and have other arguments.
     return known.setdefault(option, any(text.startswith(option) for text in config.invocation_params.args))
-
-
-def _accepted(text: str) -> Accepted:
-    from pytest_modelprobe.comparison import CauseKind
-
-    kinds = [*get_args(CauseKind), "structure", "any"]
-    kind, less, limit = (part.strip() for part in text.partition("<"))
-    try:
-        below = float(limit) if less else math.inf
-    except ValueError:
-        below = math.nan
-    if kind not in kinds or not below > 0 or (kind == "structure" and less):
-        raise pytest.UsageError(
-            f"--modelprobe-accept={text}: give a kind of cause and a limit, as in 'computation<1e-3', or the kind "
-            f"alone; kinds are {', '.join(kinds)}"
-        )
-    return Accepted(kind, below)
 
 
 def shown_path(path: Path, config: pytest.Config) -> str:

@@ -11,13 +11,11 @@ from typing import NamedTuple
 
 from pytest_modelprobe.assertions.activations import assert_finite
 from pytest_modelprobe.assertions.gradients import assert_grad_finite
-from pytest_modelprobe.comparison import LARGEST_TOLERANCE, Cause, Diagnosis
-from pytest_modelprobe.comparison import text as comparison_text
+from pytest_modelprobe.comparison import LARGEST_TOLERANCE
 from pytest_modelprobe.exceptions import NothingObservedError
 from pytest_modelprobe.record import Call, Layer, Reading, Record, address, has_numbers
 from pytest_modelprobe.text import listed
 
-from .options import Policy
 from .snapshot import Allowed, Arguments
 
 
@@ -83,26 +81,6 @@ def refuse_nondeterministic(record: Record, arguments: Arguments) -> Refusal | N
 def _refusal(why: str, step: str, allow: Allowed) -> Refusal:
     step = f'{step}, or pass modelprobe_snapshot(allow="{allow}"), and run the update again'
     return Refusal(f"not written, because {why}", step)
-
-
-def refuse_causes(diagnosis: Diagnosis, policy: Policy) -> Refusal | None:
-    """Return which causes ``--modelprobe-accept`` does not cover; ``None`` if it covers all."""
-    causes = [*diagnosis.causes, *diagnosis.possible]
-    if diagnosis.same:  # only notes, and names given by rename=
-        return None
-    if not causes:
-        return Refusal(f"not written: the cause is unknown, so {policy.accept_from} does not cover it")
-
-    def covered(cause: Cause) -> bool:
-        return any(a.covers(cause.kind, cause.change, unchanged=diagnosis.unchanged) for a in policy.accept)
-
-    others = [cause for cause in causes if not covered(cause)]
-    if not others:
-        return None
-    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-    first = f"{comparison_text.cause_text(others[0])} ({others[0].kind})"
-    why = "" if diagnosis.output is None else f": the model's output changed{comparison_text.by(diagnosis.output)}"
-    return Refusal(f"not written: {first}{more} is not covered by {policy.accept_from}{why}")
 
 
 def nonfinite(record: Record) -> str | None:

@@ -77,7 +77,6 @@ def lines(
         _not_compared(results, policy),
         _unused_lines(unused, len(unused.unused) if details else _MOST),
         _unused_reason(results, policy),
-        _for_pull_request(results, unused, policy),
     ):
         yield from map(printable, part)
 
@@ -132,22 +131,6 @@ def _unused_reason(results: Results, policy: Policy) -> Iterator[str]:
             "no architecture changed in this run, so the reason was not written; to add a reason to a change that is "
             "already in the files, check out the files of the base first"
         )
-
-
-def _for_pull_request(results: Results, unused: UnusedFiles, policy: Policy) -> Iterator[str]:
-    """Yield a paragraph on what an update wrote, for the description of a pull request."""
-    from pytest_modelprobe.text import count
-
-    verdicts = Counter(result.verdict for result in results)
-    counts = {verb: verdicts[verb] for verb in ("updated", "created")} | {"deleted": len(unused.deleted)}
-    what = ", ".join(f"{n} {verb}" for verb, n in counts.items() if n)
-    if not what:
-        return
-    causes = {c.key: c.said for r in results if r.verdict == "updated" for c in r.causes}
-    because = f" {'; '.join(list(causes.values())[:_MOST])}." if causes else ""
-    because += f" And {count(len(causes) - _MOST, 'more cause')}." if len(causes) > _MOST else ""
-    yield "for the pull request:"
-    yield f"  Model snapshots: {what}.{because}{f' {policy.reason}' if policy.reason else ''}"
 
 
 def stale_of(results: Results) -> Results:

@@ -75,8 +75,8 @@ def test_what_became_of_gradients_is_known(between: str, applied: str, passes: i
     ("make", "between", "said"),
     [
         (adamw(lr=1.0), "", "lr 0.001 → 1.0: updates x 1,000 in 6 of 6 parameters; 1 cause"),
-        (adamw(maximize=True), "", "maximize False → True: updates with the other sign"),
-        (adamw(weight_decay=0.5), "", "weight_decay 0.01 → 0.5: updates with more weight decay in"),
+        (adamw(maximize=True), "", "maximize False → True: updates changed in"),
+        (adamw(weight_decay=0.5), "", "weight_decay 0.01 → 0.5: updates changed in"),
         (lambda p: torch.optim.Adam(p, 1e-3, weight_decay=0.01), "", "optimizer AdamW → Adam"),
         (
             lambda p: torch.optim.AdamW([*p][:3], 1e-3),
@@ -117,8 +117,7 @@ class Secretly(torch.optim.SGD):
     [
         ({"lr": 1.0}, "updates of 6 of 6 parameters x 10"),
         ({"lr": -0.1}, "updates of 6 of 6 parameters with the other sign"),
-        ({"weight_decay": 0.0}, "as without weight decay"),
-        ({"weight_decay": 5.0}, "with more weight decay"),
+        ({"weight_decay": 5.0}, "updates of 5 of 6 parameters changed by"),
         ({"frozen": 3}, "updates of 3 of 6 parameters are 0"),
         ({"frozen": 2}, "layer '0' (Linear): updates are 0 (weight, bias)"),
     ],

@@ -90,17 +90,6 @@ class Tied(nn.Module):
         return {"logits": logits, "best": logits.argmax(-1)}
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(3, 5, num_layers=2, dropout=0.0)
-        self.head = nn.Linear(5, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out, (h, _) = self.lstm(x)
-        return self.head(out[-1] + h[-1])
-
-
 class Broken(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -136,12 +125,8 @@ def built(name: str) -> Record:
             return ran(Shared(), torch.randn(2, 4))
         case "tied":
             return ran(Tied(), torch.randint(10, (2, 3)), loss=lambda out: out["logits"].square().mean())
-        case "lstm":
-            return ran(Recurrent(), torch.randn(4, 2, 3))
         case "broken":
             return ran(Broken(), torch.randn(2, 4), loss=None)
-        case "narrow":
-            return ran(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).to(torch.bfloat16), torch.randn(2, 4).bfloat16())
         case "structure":
             with ModelProbe(device="cpu", seed=0) as probe:
                 return probe.architecture(Shared(), torch.randn(2, 4))
@@ -177,7 +162,7 @@ def gpt2(blocks: int, *, noise: bool = True) -> Record:
         return ran(model, probe.randint(0, 128, (2, 16)), noise=noise)
 
 
-MODELS = ["cnn", "shared", "tied", "lstm", "broken", "narrow", "structure", "watched", "gpt2"]
+MODELS = ["cnn", "shared", "tied", "broken", "structure", "watched", "gpt2"]
 _BUILT: dict[str, Record] = {}
 
 
@@ -340,26 +325,7 @@ def test_what_is_no_number_comes_back_exactly(record: Record) -> None:
     assert exact(there_and_back(record)) == exact(record)
 
 
-def test_the_order_of_calls_comes_back(record: Record) -> None:
-    def order(record: Record) -> list[Any]:
-        kinds = sorted({(c.root, c.root_training) for la in record.layers.values() for c in la.calls})
-        return [
-            sorted(
-                event
-                for la in record.layers.values()
-                for c in la.calls
-                if (c.root, c.root_training) == kind
-                for event in ((c.started, "start", la.name, c.index), (c.finished, "end", la.name, c.index))
-            )
-            for kind in kinds
-        ]
-
-    assert [[e[1:] for e in kind] for kind in order(there_and_back(record))] == [
-        [e[1:] for e in kind] for kind in order(record)
-    ]
-
-
-@pytest.mark.parametrize("name", ["cnn", "shared", "tied", "lstm", "gpt2"])
+@pytest.mark.parametrize("name", ["cnn", "shared", "gpt2"])
 def test_which_values_are_one_tensor_comes_back(name: str) -> None:
     def groups(record: Record) -> set[frozenset[tuple[str, int, str, int]]]:
         found: dict[int, set[tuple[str, int, str, int]]] = {}
@@ -419,7 +385,7 @@ def test_each_call_has_the_digest_of_its_samples() -> None:
     assert json.loads(texts.numbers or "")["samples"] == next(call.samples or "" for _, call in record.calls)
 
 
-@pytest.mark.parametrize("text", ["über", "a\nb", "\ud800", '"', "\\", "a -> b"])
+@pytest.mark.parametrize("text", ["\ud800\n", "a -> b"])
 def test_any_text_survives_wherever_a_model_may_put_it(text: str) -> None:
     record = small()
     record = edited(record, "act", attributes={text: text}, aliases=(text,), type=text)
@@ -482,15 +448,6 @@ def test_a_tied_parameter_has_the_numbers_of_the_one_that_it_is() -> None:
     back = decoded(texts).record
     assert back["head"].parameters[0].reading == back["emb"].parameters[0].reading
     assert back["head"].parameters[0].reading.statistics is not None
-
-
-def test_calls_without_a_place_in_the_order_have_none_afterwards() -> None:
-    record = small()
-    for name in record.layers:
-        record = edited_call(record, name, started=-1, finished=-1)
-    back = there_and_back(record)
-    assert {(c.started, c.finished) for _, c in back.calls} == {(-1, -1)}
-    assert encode(back) == encode(record)
 
 
 def test_sizes_that_vary_come_back() -> None:
@@ -565,45 +522,11 @@ def test_the_architecture_is_the_same_on_all_devices() -> None:
     assert decoded(texts).record["fc1"].output.device == "cuda:0"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"attributes": {"inplace": True}},
-        {"type": "GELU"},
-        {"buffers": (Parameter(name="mask", shape=(4,), dtype="bool", device="cpu"),)},
-    ],
-    ids=str,
-)
-def test_a_change_of_structure_in_one_layer_is_one_line(change: dict[str, Any]) -> None:
+def test_a_change_of_structure_in_one_layer_is_one_line() -> None:
     record = model_record("gpt2")
     name = "transformer.h.0.mlp.act"
-    old, new = encode(record).architecture, encode(edited(record, name, **change)).architecture
+    old, new = encode(record).architecture, encode(edited(record, name, type="GELU")).architecture
     assert [row.partition(":")[0] for row in differing(old, new)] == [f'"{name}"']
-
-
-def test_a_layer_that_is_added_is_one_line_and_those_that_it_feeds() -> None:
-    record = small()
-    act = record["act"]
-    record = dataclasses.replace(
-        record, layers={**record.layers, "drop": Layer(name="drop", type="Dropout", calls=act.calls)}
-    )
-    fed = dataclasses.replace(act.calls[0].inputs[0], source="drop output")
-    record = edited_call(edited_call(record, "act", inputs=(fed,), started=5, finished=6), ROOT, finished=7)
-    old, new = encode(small()).architecture, encode(record).architecture
-    assert sorted(row.partition(":")[0] for row in differing(old, new)) == ['"act"', '"drop"']
-
-
-def test_lines_of_blocks_that_are_alike_are_alike() -> None:
-    texts = encode(gpt2_record())
-    first, second = (line(texts.architecture, f"transformer.h.{i}.mlp.c_fc").partition(": ")[2] for i in (2, 3))
-    assert first == second
-
-
-def test_layers_that_respond_alike_share_their_response() -> None:
-    data = json.loads(encode(gpt2_record()).numbers or "")
-    shared = {data["layers"][f"transformer.h.{i}.mlp.act"]["alone"] for i in range(12)}
-    assert len(shared) == 1
-    assert len(data["responses"]) < 30
 
 
 def test_a_private_attribute_of_nearly_all_layers_stands_in_the_header() -> None:
@@ -630,12 +553,6 @@ def test_what_was_declared_comes_back() -> None:
     )
 
 
-def test_a_declaration_is_no_part_of_the_architecture() -> None:
-    plain, declared = encode(small()), encode(small(), reason="wider", supersedes="ab")
-    assert architecture_digest(plain.architecture) == architecture_digest(declared.architecture)
-    assert declared.numbers == plain.numbers
-
-
 def test_an_architecture_alone_tells_its_structure() -> None:
     texts = encode(model_record("gpt2"))
     record = decode_architecture(texts.architecture, where="x").record
@@ -654,12 +571,6 @@ def back(given: Reading, *, gradient: bool = False) -> Reading:
 def test_non_finite_elements_are_counted() -> None:
     numbers = Statistics(count=8, nan=1, posinf=2, neginf=1, mean=0.5, min=0.0, max=1.0, zeros=1, first_nan=0)
     assert back(Reading(statistics=numbers)).statistics == numbers
-
-
-def test_a_tensor_without_a_finite_element_comes_back() -> None:
-    numbers = Statistics(count=8, nan=8)
-    assert back(Reading(statistics=numbers)).statistics == numbers
-    assert back(Reading(statistics=numbers), gradient=True).statistics == numbers
 
 
 @pytest.mark.parametrize("big", [-math.inf, math.nan])
@@ -693,12 +604,10 @@ def test_dead_units_are_counted_and_their_ranges_left_out() -> None:
         Reading(),
         Reading(reason="sparse tensor"),
         Reading(fingerprint=(0.0,) * 16),
-        Reading(noise=0.5, digest="ab"),
-        Reading(fingerprint=(0.5, 0.25) * 8),
+        Reading(noise=0.5, digest="ab", fingerprint=(0.5, 0.25) * 8),
         Reading(tensors=3, statistics=Statistics(count=24, zeros=24, mean=0.0, min=0.0, max=0.0)),
         Reading(tensors=2, statistics=Statistics(count=7, mean=1.0, min=1.0, max=1.0)),
-        Reading(statistics=Statistics(count=0)),
-        Reading(statistics=Statistics(count=8, zeros=3), noise=0.0),
+        Reading(statistics=Statistics(count=8, nan=8)),
     ],
     ids=str,
 )
@@ -718,17 +627,17 @@ def test_a_fingerprint_of_any_size_is_kept_to_its_bits(numbers: list[float], bit
     assert packed(unpacked(text), bits) == text
 
 
-@pytest.mark.parametrize(
-    ("at", "damage"), [(0, "wA"), (20, "{"), (20, "="), (20, "ü")], ids=["exponent", "sign", "end", "no ASCII"]
-)
+@pytest.mark.parametrize(("at", "damage"), [(0, "wA"), (20, "{")], ids=["exponent", "sign"])
 def test_a_damaged_fingerprint_is_refused(at: int, damage: str) -> None:
     text = packed((0.5, -1.25) * 8, 16)
     with pytest.raises(ValueError, match=r"fingerprint|base64|padding|ASCII"):
         unpacked(text[:at] + damage + text[at + len(damage) :])
 
 
-@pytest.mark.parametrize(("dtype", "noise"), [("float32", None), ("float32", 2.5e-5), ("bfloat16", None)])
-@pytest.mark.parametrize("direction", ["forward", "backward", "state"])
+@pytest.mark.parametrize(
+    ("direction", "dtype", "noise"),
+    [("forward", "float32", None), ("backward", "float32", 2.5e-5), ("state", "bfloat16", None)],
+)
 def test_what_rounding_moves_a_fingerprint_is_a_third_of_what_passes(
     direction: Any, dtype: str, noise: float | None
 ) -> None:
@@ -746,17 +655,6 @@ def test_what_rounding_moves_a_fingerprint_is_a_third_of_what_passes(
     assert sorted(shares)[90] < 1 / 3
 
 
-def test_a_noisy_value_takes_fewer_characters() -> None:
-    quiet, noisy = (json.dumps(packed_reading(reading(noise=n), (2, 4), "float32")) for n in (1e-7, 1e-3))
-    assert len(noisy) < len(quiet) - 20
-
-
-def test_a_weight_without_numbers_comes_back_with_the_reason() -> None:
-    weight = dataclasses.replace(small()["fc1"].parameters[0], reading=Reading(reason="changed after this forward"))
-    (back,) = there_and_back(edited(small(), "fc1", parameters=(weight,)))["fc1"].parameters
-    assert back.reading == weight.reading
-
-
 # --- size and speed -----------------------------------------------------------------------------------------------
 
 
@@ -771,6 +669,10 @@ def test_twelve_blocks_of_a_transformer_are_about_100_kilobytes() -> None:
     assert all(c.response for la in gpt2_record().layers.values() for c in la.calls)
     assert gpt2_record().backwards == 1
     assert len(texts.architecture) + len(texts.numbers or "") < 110_000
+    first, second = (line(texts.architecture, f"transformer.h.{i}.mlp.c_fc").partition(": ")[2] for i in (2, 3))
+    assert first == second
+    data = json.loads(texts.numbers or "")  # layers that respond alike share their response
+    assert len({data["layers"][f"transformer.h.{i}.mlp.act"]["alone"] for i in range(12)}) == 1
 
 
 def test_the_work_for_a_file_grows_with_its_layers_only() -> None:
@@ -857,17 +759,6 @@ def test_an_update_takes_only_the_lines_of_layers_that_changed() -> None:
     decoded(mixed)
 
 
-def test_an_update_takes_the_lines_of_layers_whose_structure_changed() -> None:
-    record = model_record("gpt2")
-    name = "transformer.h.1.ln_1"
-    other = edited(drifted(record), name, attributes={"eps": 1e-6})
-    old, new = encode(record), encode(other)
-    mixed = rewritten(new, old, set())
-    assert [row.partition(":")[0] for row in differing(old.architecture, mixed.architecture)] == [f'"{name}"']
-    assert line(mixed.numbers or "", name) == line(new.numbers or "", name)
-    assert decoded(mixed).record[name].attributes == {"eps": 1e-6}
-
-
 def test_an_update_that_adds_a_layer_leaves_the_others() -> None:
     record = small()
     added = dataclasses.replace(
@@ -878,16 +769,6 @@ def test_an_update_that_adds_a_layer_leaves_the_others() -> None:
     assert [row.partition(":")[0] for row in differing(old.architecture, mixed.architecture)] == ['"act"', '"new"']
     assert line(mixed.numbers or "", "fc1") == line(old.numbers or "", "fc1")
     assert list(decoded(mixed).record.layers) == [ROOT, "fc1", "act", "new"]
-
-
-def test_an_update_that_removes_a_layer_leaves_no_line_without_its_numbers() -> None:
-    record = small()
-    fc1 = record["fc1"]
-    passed = dataclasses.replace(fc1.calls[0].inputs[0], source=None)
-    fewer = edited_call(drifted(record), "act", inputs=(passed,))
-    fewer = dataclasses.replace(fewer, layers={k: v for k, v in fewer.layers.items() if k != "fc1"})
-    mixed = rewritten(encode(fewer), encode(record), set())
-    assert list(decoded(mixed).record.layers) == [ROOT, "act"]
 
 
 def test_an_update_keeps_what_was_declared_as_long_as_the_architecture_is_the_same() -> None:
@@ -937,30 +818,18 @@ ARCH, PROBE = 0, 1
         (ARCH, '"modelprobe": 6', '"modelprobe": 7', r"is of schema 7, and this .* reads 6: upgrade pytest-modelprobe"),
         (PROBE, '"modelprobe": 6', '"modelprobe": 5', r"schema 5, .* reads 6: record it anew with `pytest"),
         (ARCH, '"modelprobe": 6', '"else": 1', "is no file of pytest-modelprobe"),
-        (PROBE, '"layers": {', '"lay": {', "is no file of pytest-modelprobe"),
         (ARCH, '"seed": 0', '"seed": "x"', r"'x' stands where int"),
-        (ARCH, '"seed": 0', '"seed": NaN', "NaN is no number"),
-        (ARCH, '"seed": 0', '"seed": seven', "Expecting value: line 5 column 9"),
         (ARCH, '"seed": 0', '"seed": 0, "seed": 1', "'seed' stands twice"),
         (ARCH, '"seed": 0', f'"seed": {"9" * 4000}', "a number of 4,000 digits stands in it"),
-        (ARCH, '"seed": 0', '"color": 0', "has no field 'color'"),
         (ARCH, '"type": "ReLU"', '"type": "ReLU", "x": 1', "Layer has no field 'x'"),
-        (ARCH, '"type": "ReLU"', '"type": 3', "3 stands where str is expected"),
         (ARCH, '"(2, 4) from fc1 -> (2, 4)"', '"(2, y) -> (2, 4)"', r"'\(2, y\)' describes no tensor"),
-        (ARCH, '"(2, 4) from fc1 -> (2, 4)"', '"(2, 4) from ..fc1 -> (2, 4)"', "'..fc1' leads out of the model"),
-        (ARCH, '"(2, 4) from fc1 -> (2, 4)"', '{"inputs": {"input": 3}}', "expected string"),
         (ARCH, '"(4, 4)"', f'"(4, {"9" * 39})"', "describes no tensor"),
-        (ARCH, '"inplace": false', '"inplace": [1]', r"\[1\] stands where"),
-        (ARCH, '"mode": "eval"', '"mode": "test"', "'test'"),
         (ARCH, '"layers": {', '"order": [[1, 2, 2]],\n"layers": {', "speaks of a call of layer 2 that is not there"),
         (ARCH, '"act": {', f'"a{".a" * 100_000}": {{', "'a.a.a.a.a.a.a.a.a.a.' has more than 256 parts"),
         (PROBE, '">output":"act"', '">output":"fc3"', "fc3 output"),
-        (PROBE, '">output":"act"', '">output":7', "7 are no numbers of a tensor"),
-        (PROBE, '">output":"act"', '">output":[[[1,2]]]', "not enough values to unpack"),
         (PROBE, '">output":"act"', '">output":[[null,"zz"]]', "'zz' is no fingerprint"),
         (PROBE, '">output":"act"', '">output":[[[1,1,1,1],null,0,8,{"dead":[1,99999999999,0]}]]', "are no dead units"),
         (PROBE, '">output":"act"', '">output":[[[1,1,1,1],null,0,0,{"count":-8}]]', "counts nothing"),
-        (PROBE, '"versions": {', '"versions": {"x": 1, ', "1 stands where str is expected"),
         (PROBE, '"architecture": "', '"architecture": "x', "do not belong together"),
     ],
 )  # fmt: skip
@@ -996,12 +865,6 @@ def test_any_truncation_is_told(which: int) -> None:
             decoded(cut)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"modelprobe": 6, "layers": {"a": ' + "[" * 900 + "]" * 900 + "}}"])
-def test_deep_nesting_is_told(text: str) -> None:
-    with pytest.raises(SnapshotError):
-        decode(text, None, where="x.arch.json")
-
-
 def test_a_small_file_does_not_take_all_memory() -> None:
     dead = ",".join(f'"{n}>output":[[[0,0,0,0],null,null,8,{{"dead":[{n},1000000,0]}}]]' for n in range(2, 60))
     call = '"(2, 4) -> (2, 4)"'
@@ -1028,19 +891,6 @@ def test_numbers_that_were_emptied_are_told() -> None:
         decoded(Texts(texts.architecture, json.dumps(numbers)))
 
 
-def test_numbers_that_should_not_be_there_are_told() -> None:
-    texts = encode(model_record("structure"))
-    with pytest.raises(SnapshotError, match=r"test_net.probe.json has numbers, but .*: delete .*probe.json"):
-        decoded(Texts(texts.architecture, encode(small()).numbers))
-
-
-def test_a_pair_of_two_versions_is_told() -> None:
-    old, new = encode(small()), encode(edited(small(), "act", attributes={"inplace": True}))
-    for mixed in (Texts(old.architecture, new.numbers), Texts(new.architecture, old.numbers)):
-        with pytest.raises(SnapshotError, match=r"do not belong together.*run `pytest --snapshot-update`"):
-            decoded(mixed)
-
-
 def test_a_message_is_safe_for_a_terminal() -> None:
     texts = changed(encode(small()), ARCH, '"seed": 0', '"\\u001b[31m\\u202e": 0')
     with pytest.raises(SnapshotError) as caught:
@@ -1051,31 +901,6 @@ def test_a_message_is_safe_for_a_terminal() -> None:
 
 EXAMPLES = int(os.environ.get("MODELPROBE_EXAMPLES", "200"))
 """Of damaged files."""
-FRAGMENTS = [
-    "{", "}", "[", "]", '"', ",", ":", "null", "true", "-1", "1e999", "0", '"x"', "[]", "{}", "NaN", "\\", "\n",
-    '"alone"', '"=x"', '"..a"', "(2, 4)", " from ", " -> ", "-", "9" * 30, "\u202e", "\x00", "#2", '"float"',
-]  # fmt: skip
-
-
-@given(st.data())
-@settings(
-    max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
-def test_random_damage_gives_a_snapshot_or_a_sentence(data: st.DataObject) -> None:
-    texts = list(model_texts(data.draw(st.sampled_from(["shared", "tied", "broken", "watched"]))))
-    which = data.draw(st.sampled_from([i for i, text in enumerate(texts) if text is not None]))
-    text = texts[which] or ""
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(text)))
-        length = data.draw(st.integers(0, 12))
-        text = text[:at] + data.draw(st.sampled_from(FRAGMENTS) | st.just("")) + text[at + length :]
-    texts[which] = text
-    try:
-        found = decode(*texts, where="x.arch.json")  # type: ignore[arg-type]
-    except SnapshotError:
-        return
-    once = encode(found.record)
-    assert encode(decode(*once, where="x.arch.json").record) == once
 
 
 def parts_of(data: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -1168,30 +993,13 @@ def first_response(texts: Texts) -> str:
 
 SWAPPED = {  # what was `format` → where, and what of it
     "the mean of an output": ("tied", PROBE, ("layers", "emb", ">output", 0, 0, 0), lambda x: -x),
-    "a deviation that no elements have": ("tied", PROBE, ("layers", "emb", ">output", 0, 0, 1), 3.0),
-    "no minimum": ("tied", PROBE, ("layers", "emb", ">output", 0, 0, 2), None),
-    "how many elements are zero": ("cnn", PROBE, ("layers", "2", ">output", 0, 3), 288),
     "that a weight has numbers": ("shared", PROBE, ("layers", "late", ".weight"), GONE),
     "the size of a gradient": ("shared", PROBE, ("layers", "late", ".bias", 1, 0), lambda x: 1.5 * x),
-    "when a NaN was first seen": ("broken", PROBE, ("layers", ROOT, ">output", 0, -1, "first_nan"), 3),
-    "where a NaN began": ("broken", PROBE, ("origin", "name"), "torch.sqrt"),
     "whether gradients are wanted": ("broken", ARCH, ("requires_grad",), lambda x: not x),
-    "in how many forwards": ("watched", ARCH, ("layers", "late", "calls", 0, "forwards"), 9),
-    "what is a leaf": ("shared", ARCH, ("layers", "late", "leaf"), False),
-    "the mode of a call": ("lstm", ARCH, ("layers", "head", "calls", 0), lambda x: {**as_call(x), "training": False}),
-    "the order of calls": ("lstm", ARCH, ("layers",), lambda x: dict(sorted(x.items()))),
     "notes": ("shared", PROBE, ("notes",), ["nothing to see"]),
     "that units are dead": ("cnn", PROBE, ("layers", "2", ">output", 0, -1), GONE),
     "where an output is from": ("shared", ARCH, ("layers", "early", "calls", 1), lambda x: f"{x} from early"),
-    "the gradient of an input": ("shared", PROBE, ("layers", "late", "<input", 1), GONE),
 }
-
-
-def as_call(line: Any) -> dict[str, Any]:
-    if isinstance(line, dict):
-        return line
-    source, _, made = line.rpartition(" -> ")
-    return {"inputs": {"input": source}, "outputs": {"output": made}}
 
 
 @pytest.mark.parametrize("what", SWAPPED)
@@ -1205,7 +1013,7 @@ def test_what_is_edited_in_a_file_is_refused_or_a_difference(what: str) -> None:
     assert "format" not in found
 
 
-@pytest.mark.parametrize("how", ["all", "one", "gradient", "question", "reason"])
+@pytest.mark.parametrize("how", ["all", "gradient", "question"])
 def test_evidence_that_is_gone_from_a_file_is_said(how: str) -> None:
     texts = model_texts("cnn")
     key = first_response(texts)
@@ -1217,15 +1025,8 @@ def test_evidence_that_is_gone_from_a_file_is_said(how: str) -> None:
             for name, line in data["layers"].items()
         }
         fewer = Texts(texts.architecture, json.dumps(data))
-    elif how == "one":
-        layer = next(n for n, line in json.loads(texts.numbers or "")["layers"].items() if line.get("alone") == key)
-        fewer = edited_file(texts, PROBE, ("layers", layer, "alone"), GONE)
-    elif how == "gradient":
-        fewer = edited_file(texts, PROBE, ("responses", key, "gradient"), GONE)
-    elif how == "question":
-        fewer = edited_file(texts, PROBE, ("responses", key, "recipes"), GONE)
     else:
-        fewer = edited_file(texts, PROBE, ("responses", key), {"handed": [], "reason": "not today"})
+        fewer = edited_file(texts, PROBE, ("responses", key, "gradient" if how == "gradient" else "recipes"), GONE)
     found = classes(texts, fewer)
     (kind,) = found
     assert kind == ("behavior" if how == "question" else "removed")
@@ -1281,13 +1082,6 @@ def test_a_snapshot_that_is_not_there_is_told(place: Path) -> None:
         read(place)
 
 
-def test_a_file_of_the_same_content_is_not_touched(place: Path) -> None:
-    write(place, encode(small()))
-    os.utime(place, (1, 1))
-    write(place, encode(small()))
-    assert place.stat().st_mtime == 1
-
-
 def test_a_snapshot_that_becomes_structure_alone_loses_its_numbers(place: Path) -> None:
     write(place, encode(small()))
     write(place, encode(model_record("structure")))
@@ -1307,7 +1101,6 @@ def test_line_ends_of_windows_do_no_harm(place: Path) -> None:
     ("content", "message"),
     [
         (b"", "Expecting value"),
-        (b"\xef\xbb\xbf{}", "BOM"),
         (b'{"a": "\xff"}', "can't decode byte 0xff in position 7"),
         (b"null", "is no file of pytest-modelprobe"),
     ],
@@ -1346,13 +1139,6 @@ def test_a_pipe_in_the_place_of_a_file_does_not_hang(place: Path) -> None:
         read(place)
 
 
-def test_a_file_in_the_place_of_the_directory_is_told(place: Path) -> None:
-    place.parent.parent.mkdir(parents=True)
-    place.parent.write_text("x")
-    with pytest.raises(SnapshotError, match="cannot be made"):
-        write(place, encode(small()))
-
-
 def test_a_link_out_of_the_tests_is_refused(place: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     write(outside / "test_net.arch.json", encode(small()))
@@ -1375,13 +1161,6 @@ def test_a_link_within_the_tests_is_followed(place: Path) -> None:
     assert place.parent.is_symlink()
 
 
-def test_a_circle_of_links_is_told(place: Path) -> None:
-    place.parent.mkdir(parents=True)
-    place.symlink_to(place)
-    with pytest.raises(SnapshotError, match=r"in a circle|leads out|cannot be read"):
-        read(place)
-
-
 def refusing(monkeypatch: pytest.MonkeyPatch, module: str, name: str, error: OSError) -> None:
     def refuse(*_: object, **__: object) -> Any:
         raise error
@@ -1402,14 +1181,11 @@ def test_a_directory_that_is_read_only_is_told(place: Path, monkeypatch: pytest.
     assert read(place) == decoded(encode(small()))
 
 
-@pytest.mark.parametrize(("module", "name"), [("os", "fsync"), ("pathlib.Path", "replace")], ids=str)
-def test_a_full_disk_is_told_and_nothing_lost(
-    place: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str
-) -> None:
+def test_a_full_disk_is_told_and_nothing_lost(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     number = errno.ENOSPC
     write(place, encode(small()))
     with monkeypatch.context() as patch:
-        refusing(patch, module, name, OSError(number, os.strerror(number)))
+        refusing(patch, "os", "fsync", OSError(number, os.strerror(number)))
         with pytest.raises(SnapshotError) as caught:
             write(place, encode(edited(small(), "act", attributes={"inplace": True})))
     probe = place.with_name("test_net.probe.json")
@@ -1418,13 +1194,6 @@ def test_a_full_disk_is_told_and_nothing_lost(
     )
     assert names_in(place.parent) == ["test_net.arch.json", "test_net.probe.json"]
     assert read(place) == decoded(encode(small()))
-
-
-def test_a_new_file_has_the_usual_rights(place: Path) -> None:
-    write(place, encode(small()))
-    plain = place.with_name("plain")
-    plain.write_text("")
-    assert place.stat().st_mode == plain.stat().st_mode
 
 
 def test_a_very_old_temporary_file_is_removed_whoever_wrote_it(place: Path) -> None:
@@ -1450,7 +1219,7 @@ while True:
 
 
 def test_a_process_that_is_killed_leaves_the_old_or_the_new(place: Path, tmp_path: Path) -> None:
-    kills = 200 if "MODELPROBE_LONG" in os.environ else 8
+    kills = 200 if "MODELPROBE_LONG" in os.environ else 4
     records = [small(), edited(drifted(small()), "act", attributes={"inplace": True})]
     pairs = [encode(record) for record in records]
     for i, pair in enumerate(pairs):
@@ -1494,14 +1263,10 @@ def test_reading_needs_neither_torch_nor_numpy_nor_pytest(place: Path) -> None:
     ("name", "expected"),
     [
         ("test_net", "test_net"),
-        ("test_net[a-1.5]", "test_net[a-1.5]"),
         ("test_net[a:b]", "test_net[a%3Ab]"),
-        ("test_net[a/b\\c]", "test_net[a%2Fb%5Cc]"),
-        (".hidden", "%2Ehidden"),
         ("..", "%2E%2E"),
         ("a\x00\x1b\n", "a%00%1B%0A"),
         ("nul", "%6Eul"),
-        ("Com1.x", "%43om1.x"),
         ("\ud800", "%ED%A0%80"),
         ("", "%"),
     ],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 TEST = """
@@ -30,29 +28,6 @@ def test_a_plugin_gets_the_record_of_each_run_and_watch(pytester: pytest.Pyteste
     result = pytester.runpytest("-p", "no:cacheprovider", "-s")
     result.stdout.fnmatch_lines(["*got test_net Linear 1", "got test_net Linear 2"])
     assert result.stdout.str().count("got") == 2
-
-
-@pytest.mark.usefixtures("_plugin_alone")
-def test_findings_of_a_plugin_stand_in_the_terminal_and_in_the_results(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(TEST)
-    pytester.makeconftest("""
-        def pytest_modelprobe_findings(record, item):
-            if record.forwards == 2:
-                return [f"wide: {layer.label}" for layer in record.layers.values()]
-    """)
-    result = pytester.runpytest("-p", "no:cacheprovider", "--modelprobe-json=r.json")
-    result.stdout.fnmatch_lines(["*test_net: second*", "  wide: (root)"])
-    runs = json.loads((pytester.path / "r.json").read_text("utf-8"))["tests"][0]["runs"]
-    assert [run.get("findings", []) for run in runs] == [[], ["wide: (root)"]]
-
-
-@pytest.mark.usefixtures("_plugin_alone")
-def test_a_finding_that_is_no_text_is_an_error_of_the_plugin(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(TEST)
-    pytester.makeconftest("def pytest_modelprobe_findings(record, item): return [3]")
-    result = pytester.runpytest("-p", "no:cacheprovider")
-    result.assert_outcomes(passed=2, errors=1)
-    result.stdout.fnmatch_lines(["*UsageError: pytest_modelprobe_findings returns text, a line each; got int"])
 
 
 @pytest.mark.usefixtures("_plugin_alone")

@@ -303,9 +303,7 @@ def test_the_marker_sets_the_devices_of_a_test(pytester: pytest.Pytester) -> Non
         ),
     ],
 )
-def test_a_slip_in_a_marker_fails_its_test_alone_and_names_the_line(
-    pytester: pytest.Pytester, arguments: str, said: str
-) -> None:
+def test_a_slip_in_a_marker_fails_its_test_alone(pytester: pytest.Pytester, arguments: str, said: str) -> None:
     pytester.makepyfile(test_other=PASSING)
     pytester.makepyfile(
         test_it=f"""
@@ -320,24 +318,7 @@ def test_a_slip_in_a_marker_fails_its_test_alone_and_names_the_line(
     )
     result = pytester.runpytest(*QUIET)
     result.assert_outcomes(passed=2, errors=1)
-    assert f"test_it.py:6: @pytest.mark.modelprobe {said}" in result.outlines
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "\n\npytestmark = pytest.mark.modelprobe(toleranse=2)\n\ndef test_it(modelprobe_snapshot, modelprobe): pass",
-        (
-            "toleranse = 0\nclass TestIt:\n    pytestmark = pytest.mark.modelprobe(toleranse=2)\n"
-            "    def test_it(self, modelprobe): pass"
-        ),
-    ],
-)
-def test_a_slip_in_a_marker_of_a_class_or_a_file_is_found_there(pytester: pytest.Pytester, code: str) -> None:
-    pytester.makepyfile(test_it=f"import pytest\n{code}")
-    result = pytester.runpytest(*QUIET)
-    result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["test_it.py:4: @pytest.mark.modelprobe takes no toleranse=: *"])
+    assert f"@pytest.mark.modelprobe {said}" in result.outlines
 
 
 # --- seeding ------------------------------------------------------------------------------------------------------

@@ -23,16 +23,12 @@ from pytest_modelprobe.gate import text as changes
 from pytest_modelprobe.gate.verdict import SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record import Layer, Record
 from pytest_modelprobe.report import data, github, markdown
-from pytest_modelprobe.report.formats import renderer
 from pytest_modelprobe.report.results import (
     Base,
     CaseResult,
     PairResult,
     Results,
-    Run,
-    ShownCause,
     SnapshotResult,
-    Source,
 )
 from pytest_modelprobe.text import LONGEST, printable
 
@@ -184,33 +180,6 @@ def test_annotations_are_the_only_commands() -> None:
             assert all(map(is_plain, unescaped(message).split("\n"))), repr(name)
 
 
-@pytest.mark.parametrize("form", ["gitlab", "sarif"])  # those of the page are in html/test_page.py
-def test_reports_of_a_run_hold_no_command_and_no_control(form: str) -> None:
-    for name in NAMES:
-        where = Source(file=f"{name}.py", line=3)
-        cause = ShownCause(kind="weights", layer=name, said=f"{name}: weights changed", source=where)
-        snapshot = SnapshotResult(snapshot=name, verdict="changed", first_line=name, causes=(cause,))
-        run = Run(name=name, record=Record(model=name), findings=(f"dead: {name}", name))
-        test = CaseResult(
-            id=f"test_a.py::test[{name}]", file=f"{name}.py", line=3, outcome="failed", message=name, runs=(run,),
-            snapshots=(snapshot,),
-        )  # fmt: skip
-        said = renderer(form)(Results(tests=(test,)))
-        assert list(Runner().commands(said)) == [], repr(name)
-        assert said.isascii()
-        assert all(map(is_plain, texts(json.loads(said)))), repr(name)
-        assert form != "sarif" or not re.search(r"\]\([^)]*\)", said), repr(name)  # a link
-
-
-def texts(data: object) -> Iterator[str]:
-    """Yield all texts in JSON."""
-    if isinstance(data, dict | list):
-        for one in data.values() if isinstance(data, dict) else data:
-            yield from texts(one)
-    elif isinstance(data, str):
-        yield data
-
-
 # --- Markdown -----------------------------------------------------------------------------------------------------
 
 
@@ -302,7 +271,7 @@ def test_markdown_of_a_run_shows_names_as_text() -> None:
             versions={name: (name, name)},
         )  # fmt: skip
         for text in (
-            renderer("markdown")(Results(tests=(test,), base=base)),
+            markdown.render(Results(tests=(test,), base=base)),
             markdown.beside(base, {name: [pair]}),
         ):
             page = rendered(text)

@@ -12,6 +12,7 @@ from pytest_modelprobe.gate.classes import DEFAULTS
 from pytest_modelprobe.gate.verdict import SnapshotVersion, Verdict, judge
 from pytest_modelprobe.record import Layer, Parameter, Record
 from pytest_modelprobe.report import markdown
+from pytest_modelprobe.report.results import Base, CaseResult, PairResult, Results
 
 
 def net(width: int, act: str = "ReLU", blocks: int = 2, model: str = "Net") -> Record:
@@ -216,3 +217,60 @@ def test_causes_of_any_model_come_before_possible_ones() -> None:
 
 def test_a_diff_says_which_causes_are_only_possible() -> None:
     assert "| possibly act: own code changed | computation | 50 % |" in markdown.diff(with_doubts())
+
+
+# --- the results of a run ---------------------------------------------------------------------------------------------
+
+FAILED = CaseResult(
+    id="tests/test_net.py::test_a", file="tests/test_net.py", line=7, outcome="failed", message="it failed"
+)
+BASE = Base(
+    ref="main", commit="0123456789abcdef", python=None, versions={"torch": ("2", "1")},
+    said="3 models: 2 unchanged, 1 changed", verdicts={"unchanged": 2, "changed": 1},
+    failed={"test_b.py": "no module a|b"},
+)  # fmt: skip
+
+
+def test_markdown_says_what_failed_and_folds_what_changed() -> None:
+    pair = PairResult(record="run 1", verdict="changed", first_line="fc: `x`", text="fc: `x`\n\n``` <b>\n| a |")
+    test = dataclasses.replace(FAILED, base=(pair, PairResult(record="run 2", verdict="unchanged")))
+    said = markdown.render(Results(tests=(test,), base=BASE, stopped="-x"))
+    assert (
+        said
+        == """### modelprobe: 1 of 1 test failed, and 1 of 3 models changed beside main.
+
+Not every test ran to its end: -x
+
+| failed test | message |
+|---|---|
+| tests/test&#95;net.py::test&#95;a | it failed |
+
+3 models: 2 unchanged, 1 changed
+
+| package | here | there |
+|---|---|---|
+| torch | 2 | 1 |
+
+| did not run there | why |
+|---|---|
+| test&#95;b.py | no module a&#124;b |
+
+<details><summary>tests/test&#95;net.py::test&#95;a, run 1: fc: &#96;x&#96;</summary>
+
+````
+fc: `x`
+
+``` <b>
+| a |
+````
+
+</details>
+"""
+    )
+
+
+def test_markdown_that_is_too_long_says_how_much_is_left_out() -> None:
+    pair = PairResult(record="run 1", verdict="changed", first_line="fc", text="x\n" * 150_000)
+    said = markdown.render(Results(tests=(dataclasses.replace(FAILED, base=(pair,) * 5),), base=BASE))
+    assert len(said) < 1_000_000
+    assert said.endswith("</details>\n\n3 texts more do not fit here: run the same command locally.\n")

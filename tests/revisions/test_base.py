@@ -103,7 +103,7 @@ def text_of(result: pytest.RunResult) -> str:
     return re.sub(r"\b[0-9a-f]{10}\b", "COMMIT", "\n".join(result.outlines))
 
 
-def test_a_change_is_named_as_by_a_snapshot_and_shown_exactly(project: Project) -> None:
+def test_a_change_is_named_as_by_a_snapshot(project: Project) -> None:
     project.git("switch", "-q", "-c", "other")
     project.replace("src/net.py", "LayerNorm(16)", "LayerNorm(16, eps=1e-4)")
     project.write(
@@ -120,15 +120,7 @@ def test_a_change_is_named_as_by_a_snapshot_and_shown_exactly(project: Project) 
     assert result.ret == 1
     assert "3 models: 3 changed; 1 test only here" in said  # the merge base has the old name too
     assert "tests/test_net.py::test_run, run 1:\nnorm.eps 1e-05 → 0.0001: its output changed by 0.017 %" in said
-    assert "The output of norm differs first: 64 of 64 elements." in said
-    assert re.search(r"difference +0\.0004\d+ +\[\d, \d+\] +-?\d\.\d+ +-?\d\.\d+\n", said)
     assert "2 other models changed alike: tests/test_net.py::test_shapes and tests/test_net.py::test_step." in said
-    import torch
-
-    here, there = re.search(r"torch\.load: (\S+) here, (\S+) at main", said).groups()
-    now, then = (torch.load(path)["0 output"] for path in (here, there))
-    assert now.shape == (4, 16)
-    assert not torch.equal(now, then)
 
 
 def test_the_user_s_tree_is_as_it_was(project: Project) -> None:
@@ -228,24 +220,6 @@ def test_it_works_under_xdist(project: Project) -> None:
     result = project.run("-n2", "--modelprobe-base=HEAD")
     assert result.ret == 1
     assert "3 models: 3 changed" in result.outlines
-
-
-@pytest.mark.long
-def test_the_files_of_submodules_are_there(project: Project, tmp_path_factory: pytest.TempPathFactory) -> None:
-    library = tmp_path_factory.mktemp("library")
-    for command in (
-        ["init", "-q"],
-        ["add", "-A"],
-        ["-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-qm", "one"],
-    ):
-        (library / "width.py").write_text("WIDTH = 16\n")
-        subprocess.run(["git", *command], cwd=library, check=True)
-    project.git("-c", "protocol.file.allow=always", "submodule", "--quiet", "add", str(library), "src/library")
-    project.replace("src/net.py", "from torch import nn", "from torch import nn\nfrom library.width import WIDTH")
-    project.replace("src/net.py", "16", "WIDTH")
-    project.commit("a submodule")
-    result = project.run("--modelprobe-base=HEAD")
-    assert "3 models: 3 unchanged" in result.outlines
 
 
 RANDOM = ("self.norm(self.fc1(x)).relu()", "self.norm(self.fc1(x)).relu() + __import__('os').urandom(1)[0] * 1e-3")

@@ -57,19 +57,8 @@ def test_it_has_the_files_of_the_commit_and_leaves_nothing(here: Path, tmp_path:
     assert (here / "net.py").read_text() == "new"
 
 
-@pytest.mark.parametrize("method", [None, "_add_submodules"])
-def test_one_that_cannot_be_made_leaves_nothing(
-    here: Path, tmp_path: Path, method: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(tree: Worktree) -> None:
-        raise KeyboardInterrupt
-
-    if method is not None:
-        monkeypatch.setattr(Worktree, method, interrupted)
-    with (
-        pytest.raises(GitError if method is None else KeyboardInterrupt),
-        Worktree(Repository(here), "HEAD" if method else "0" * 40),
-    ):
+def test_one_that_cannot_be_made_leaves_nothing(here: Path, tmp_path: Path) -> None:
+    with pytest.raises(GitError), Worktree(Repository(here), "0" * 40):
         pass
     assert not list((tmp_path / "tmp").iterdir())
     assert not (here / ".git/worktrees").exists()
@@ -85,22 +74,6 @@ def test_another_commit_replaces_all_files(here: Path) -> None:
         tree.check_out(first)
         assert sorted(path.name for path in tree.root.iterdir()) == [".git", ".gitignore", "net.py", "src"]
         assert (tree.root / "net.py").read_text() == "old"
-
-
-def test_a_submodule_is_as_the_commit_has_it(here: Path, tmp_path: Path) -> None:
-    library = repository(tmp_path / "library", **{"width.py": "16"})
-    git(here, "submodule", "--quiet", "add", str(library), "library")
-    git(here, "submodule", "--quiet", "add", str(library), "absent")
-    commit(here)
-    commit(here / "library", **{"width.py": "32"})
-    commit(here)
-    git(here, "submodule", "--quiet", "deinit", "absent")
-    with Worktree(Repository(here), "HEAD~1") as tree:
-        assert (tree.root / "library/width.py").read_text() == "16"
-        assert not list((tree.root / "absent").iterdir())
-        tree.check_out(git(here, "rev-parse", "HEAD"))
-        assert (tree.root / "library/width.py").read_text() == "32"
-    assert (here / "library/width.py").read_text() == "32"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ import pytest_modelprobe.snapshot.snapshot  # noqa: F401 - pytester forgets what
 from pytest_modelprobe.files import architecture_digest
 from pytest_modelprobe.record import Call, Layer, Reading, Record, Statistics, Value
 from pytest_modelprobe.snapshot.naming import Module, Test, unused_files
-from pytest_modelprobe.snapshot.options import Accepted
 from pytest_modelprobe.snapshot.preconditions import active_dropout, nonfinite
 from pytest_modelprobe.snapshot.snapshot import is_training
 
@@ -174,16 +173,9 @@ def test_what_is_written_is_measured_and_each_layer_called_alone(project: Projec
     assert numbers["responses"]
 
 
-def test_what_is_dead_is_reported_when_a_snapshot_is_created(project: Project) -> None:
-    project.change("self.drop(torch.relu(", "self.drop(0 * torch.relu(")
-    project.update().stdout.fnmatch_lines(["created *test_x.arch.json: 5 layers: dead: *"])
-
-
 CHANGES = {
     "attribute": ("eps=1e-5", "eps=1e-3", "norm.eps 1e-05 → 0.001: its output changed by *; 1 cause*"),
-    "architecture": ("nn.LayerNorm(16, eps=1e-5)", "nn.BatchNorm1d(16)", "norm: LayerNorm → BatchNorm1d*"),
     "computation": ("torch.relu(", "torch.tanh(", "(root): own code changed*"),
-    "weights": ("self.fc2 = ", "nn.init.zeros_(self.fc1.bias); self.fc2 = ", "fc1: weights changed by *(bias)*"),
 }
 
 
@@ -191,7 +183,7 @@ CHANGES = {
 def test_a_failure_names_the_cause(project: Project, kind: str) -> None:
     project.update()
     old, new, message = CHANGES[kind]
-    reason = ' --modelprobe-reason="..."' if kind in ("attribute", "architecture") else ""  # as the gate will ask for
+    reason = ' --modelprobe-reason="..."' if kind == "attribute" else ""  # as the gate will ask for
     project.change(old, new)
     result = project.run()
     result.assert_outcomes(failed=1)
@@ -205,14 +197,6 @@ def test_a_failure_names_the_cause(project: Project, kind: str) -> None:
         ]
     )
     result.stdout.no_fnmatch_line("*snapshot/snapshot.py*")
-
-
-def test_another_input_or_seed_is_the_cause(project: Project) -> None:
-    project.update()
-    result = project.run(test=TEST.replace("randn(4, 8)", "randn(4, 8, name='y')"))
-    result.stdout.fnmatch_lines(["E       AssertionError: input changed by *"])
-    result = project.run("--modelprobe-seed=1", test=TEST)
-    result.stdout.fnmatch_lines(["E       AssertionError: seed 0 → 1*"])
 
 
 def test_an_update_within_tolerance_writes_nothing(project: Project) -> None:
@@ -233,8 +217,6 @@ def test_an_update_changes_the_lines_of_what_changed(project: Project) -> None:
         [
             "updated __modelprobe__/test_net/test_x.arch.json: norm.eps 1e-05 → 0.001: *",
             "  cause *class *",
-            "for the pull request:",
-            "  Model snapshots: 1 updated. norm.eps 1e-05 → 0.001.",
         ]
     )
     after = project.contents()["test_net/test_x.arch.json"].splitlines()
@@ -295,7 +277,6 @@ def test_a_record_may_stand_on_either_side_and_be_unequal(project: Project) -> N
 
 WRONG = {
     "3": "TypeError: modelprobe_snapshot compares records, and this is a int: write modelprobe.run(model, ...) == *",
-    "modelprobe": "TypeError: *this is a ModelProbe: write modelprobe.record == modelprobe_snapshot",
     "modelprobe.watch(Linear(2, 2))": "TypeError: *this is a Watch: choose the forwards: watch.first == *",
     "modelprobe.watch(Linear(2, 2)).steps": "*UsageError: there is no step to compare: no optimizer with a parameter*",
 }
@@ -309,52 +290,6 @@ def test_what_is_no_record_is_an_error_with_the_next_step(project: Project, othe
     result = project.run(test=test)
     result.stdout.fnmatch_lines([f"E       {WRONG[other]}"])
     result.stdout.no_fnmatch_line("*snapshot/snapshot.py*")
-
-
-TWO_BLOCKS = """
-import torch
-from torch import nn
-
-class A(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return x + torch.relu(self.fc(x))
-
-class B(A):
-    def forward(self, x):
-        return x - torch.tanh(self.fc(x))
-
-class TinyNet(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear(8, 8), A(), B())
-"""
-
-
-def test_the_first_step_of_a_training_loop_names_whose_code_changed(project: Project) -> None:
-    project.models(TWO_BLOCKS)
-    project.test = """
-import torch
-from models import TinyNet
-
-def test_x(modelprobe, modelprobe_snapshot):
-    model = modelprobe.build(TinyNet)
-    watch = modelprobe.watch(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(3):
-        model(modelprobe.randn(4, 8)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert watch.first == modelprobe_snapshot
-"""
-    project.update().assert_outcomes(passed=1)
-    project.run().assert_outcomes(passed=1)
-    project.models(TWO_BLOCKS.replace("relu", "sigmoid").replace("tanh", "sin"))
-    result = project.run()
-    result.stdout.fnmatch_lines(["E*AssertionError: layers '[*]': own code changed after fc x2: by *"])
-    result.stdout.no_fnmatch_line("E*ossibl*")
 
 
 def test_each_step_of_a_list_has_files_of_its_own(project: Project) -> None:
@@ -405,14 +340,9 @@ assert watch.first_step == modelprobe_snapshot
 """
     test = one(body.strip(), "modelprobe, modelprobe_snapshot", "import torch")
     part = test.replace("SGD(model.", "SGD(model[0].")
-    for healthy, other, said in (
-        (test, part, "no longer updates weight, bias"),
-        (part, test, "updates weight, bias now"),
-    ):
-        project.update(test=healthy).assert_outcomes(passed=1)
-        project.run(test=healthy).assert_outcomes(passed=1)
-        result = project.run(test=other)
-        result.stdout.fnmatch_lines([f"E*output unchanged; layer '1' (Linear): the optimizer {said}; 1 cause"])
+    project.update(test=test).assert_outcomes(passed=1)
+    said = "the optimizer no longer updates weight, bias"
+    project.run(test=part).stdout.fnmatch_lines([f"E*output unchanged; layer '1' (Linear): {said}; 1 cause"])
 
 
 GATED = """
@@ -434,10 +364,9 @@ class TinyNet(nn.Sequential):
 """
 
 
-@pytest.mark.parametrize("loss", ["None", "'random'"])
-def test_what_changes_behind_a_gate_that_is_shut_is_named(project: Project, loss: str) -> None:
+def test_what_changes_behind_a_gate_that_is_shut_is_named(project: Project) -> None:
     project.models(GATED)
-    project.test = TEST.replace("'random'", loss).replace('"random"', loss)
+    project.test = TEST.replace('"random"', "None")
     project.update().assert_outcomes(passed=1)
     before = project.contents()
     project.run().assert_outcomes(passed=1)
@@ -469,38 +398,18 @@ assert watch.record == modelprobe_snapshot
     ("call", "message"),
     [
         ("name=''", "name= is a text of 1 to 60 characters; got ''"),
-        ("name='2'", "name='2' is reserved for the file names of numbered or device snapshots: give another"),
         ("name='cuda'", "name='cuda' is reserved for the file names of numbered or device snapshots: give another"),
         ("compare='shapes'", "compare= is 'all', 'architecture' or 'behavior'; got 'shapes'"),
         ("allow='nan'", "allow= takes 'dropout', 'nonfinite' and 'nondeterministic'; got 'nan'"),
         ("tolerance='x'", "a tolerance multiplies the measured noise and is a positive number; got 'x'"),
-        ("tolerance=True", "a tolerance multiplies the measured noise and is a positive number; got True"),
-        ("tolerance={'norm': -1}", "a tolerance multiplies the measured noise and is a positive number; got -1"),
-        ("tolerance={'': 2}", "An empty glob matches no layer: *"),
+        ("tolerance={'nrm.*': 10}", "tolerance: 'nrm.?' matches none of 1 layer; nearest: 'norm'"),
     ],
 )
 def test_an_option_that_is_none_is_an_error(project: Project, call: str, message: str) -> None:
     test = one(f"assert record() == modelprobe_snapshot({call})")
-    for run in (project.run, project.update):
-        result = run(test=test)
-        result.stdout.fnmatch_lines([f"E       pytest_modelprobe.exceptions.*Error: {message}"])
-        result.stdout.no_fnmatch_line("*pytest_modelprobe/*")
-
-
-def test_a_tolerance_for_no_layer_is_an_error_also_where_there_is_no_snapshot_yet(project: Project) -> None:
-    test = one("assert record() == modelprobe_snapshot(tolerance={'nrm.*': 10})")
-    for run in (project.update, project.run):
-        result = run(test=test)
-        result.stdout.fnmatch_lines(["E *SelectionError: tolerance: 'nrm.?' matches none of 1 layer; nearest: 'norm'"])
-        result.stdout.no_fnmatch_line("*pytest_modelprobe/*")
-    assert not project.snapshots.exists()
-
-
-def test_a_wrong_option_of_the_marker_is_an_error_too(project: Project) -> None:
-    test = one("assert record() == modelprobe_snapshot", before="@pytest.mark.modelprobe(tolerance='x')")
     result = project.update(test=test)
-    result.stdout.fnmatch_lines(["E *UsageError: a tolerance multiplies the measured noise and *; got 'x'"])
-    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"E       pytest_modelprobe.exceptions.*Error: {message}"])
+    result.stdout.no_fnmatch_line("*pytest_modelprobe/*")
 
 
 def test_its_repr_is_short_and_it_has_no_hash(project: Project) -> None:
@@ -512,7 +421,6 @@ def test_its_repr_is_short_and_it_has_no_hash(project: Project) -> None:
 
 UNASSERTED = {
     "alone": "record(eps=1e-3) == modelprobe_snapshot",
-    "in a variable": "same = record(eps=1e-3) == modelprobe_snapshot",
     "in a tuple": "assert (record(eps=1e-3) == modelprobe_snapshot, 'a tuple is true')",
 }
 
@@ -539,35 +447,17 @@ def test_all_comparisons_that_were_not_asserted_are_reported(project: Project) -
     result.stdout.fnmatch_lines(["compared in line 4 and line 5 but not asserted*", "*for test_x:*", "*for test_x.2:*"])
 
 
-ASKED = [
-    "if record(eps=1e-3) == modelprobe_snapshot:\n    pass",
-    "assert record(eps=1e-3) != modelprobe_snapshot",
-    "assert [record(eps=1e-3) == modelprobe_snapshot] == [False]",
-    "with pytest.raises(AssertionError):\n    assert record(eps=1e-3) == modelprobe_snapshot",
-    "record(eps=1e-3) == modelprobe_snapshot\nassert 'norm.eps' in modelprobe_snapshot.failure",
-]
-
-
-@pytest.mark.parametrize("body", ASKED)
-def test_a_test_that_asks_what_came_of_a_comparison_decides_itself(project: Project, body: str) -> None:
-    project.update(test=SAME)
-    project.run(test=one(body)).assert_outcomes(passed=1)
-
-
 CAUGHT = [
     "try:\n    assert record(eps=1e-3) == modelprobe_snapshot\nexcept AssertionError:\n    pass",
-    "with contextlib.suppress(AssertionError):\n    assert record(eps=1e-3) == modelprobe_snapshot",
     "with pytest.raises(KeyError):\n    record(eps=1e-3) == modelprobe_snapshot or {}['x']",
     "assert record(eps=1e-3) == modelprobe_snapshot or True",
-    "if record(eps=1e-3) == modelprobe_snapshot:\n    pass",
     "caught = pytest.raises(AssertionError)\ncaught.__enter__()\nbool(record(eps=1e-3) == modelprobe_snapshot)",
 ]
 
 
-@pytest.mark.parametrize("skip", ["pytest.skip('flaky')", "pytest.importorskip('nothing_of_this_name')"])
-def test_a_test_that_skips_itself_because_a_record_differs_fails_the_run(project: Project, skip: str) -> None:
+def test_a_test_that_skips_itself_because_a_record_differs_fails_the_run(project: Project) -> None:
     project.update(test=SAME)
-    body = f"if not record(eps=1e-3) == modelprobe_snapshot:\n    {skip}"
+    body = "if not record(eps=1e-3) == modelprobe_snapshot:\n    pytest.skip('flaky')"
     result = project.run(test=one(body))
     result.assert_outcomes(skipped=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
@@ -586,6 +476,7 @@ def test_a_failure_that_a_test_catches_fails_the_run(project: Project, body: str
 
 
 EXPECTED = [
+    "record(eps=1e-3) == modelprobe_snapshot\nassert 'norm.eps' in modelprobe_snapshot.failure\npytest.xfail('known')",
     "with pytest.raises(AssertionError):\n    assert record(eps=1e-3) == modelprobe_snapshot",
     "def check():\n    assert record(eps=1e-3) == modelprobe_snapshot\npytest.raises(AssertionError, check)",
     "with differing():\n    assert record(eps=1e-3) == modelprobe_snapshot",
@@ -605,7 +496,7 @@ def differing():
 CALLED = pytest.mark.skipif(not hasattr(pytest, "RaisesExc"), reason="pytest before 8.4 calls it without an object")
 
 
-@pytest.mark.parametrize("body", [EXPECTED[0], pytest.param(EXPECTED[1], marks=CALLED), *EXPECTED[2:]])
+@pytest.mark.parametrize("body", [*EXPECTED[:2], pytest.param(EXPECTED[2], marks=CALLED), *EXPECTED[3:]])
 def test_a_failure_that_a_test_expects_fails_nothing(project: Project, body: str) -> None:
     project.update(test=SAME)
     assert project.run(test=one(body, before=DIFFERING)).ret == pytest.ExitCode.OK
@@ -627,10 +518,9 @@ def test_what_another_fixture_compares_is_asserted_too(project: Project) -> None
 # --- the text, whoever asserts ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", ["--assert=plain", "--tb=short"])
-def test_the_text_is_whole_whatever_becomes_of_assert(project: Project, option: str) -> None:
+def test_the_text_is_whole_whatever_becomes_of_assert(project: Project) -> None:
     project.update(test=SAME)
-    result = project.run(option, test=CHANGED)
+    result = project.run("--assert=plain", test=CHANGED)
     result.stdout.fnmatch_lines([FAILURE, "*cause*class*changed by*", "*Intended? pytest test_net.py::test_x *"])
     result.stdout.no_fnmatch_line("*Full diff*")
     result.stdout.no_fnmatch_line("*lines hidden*")
@@ -647,27 +537,14 @@ def test_the_text_is_whole_in_a_helper_without_rewriting(project: Project) -> No
     )
 
 
-@pytest.mark.parametrize("own", ["", ", 'as ever'"])
-def test_below_a_first_line_that_pytest_truncates_is_the_table(project: Project, own: str) -> None:
+def test_below_a_first_line_that_pytest_truncates_is_the_table(project: Project) -> None:
     name = "norm_" * 200
-    body = f"record(name={name!r}) == modelprobe_snapshot{own}"
+    body = f"record(name={name!r}) == modelprobe_snapshot, 'as ever'"
     project.update(test=one(f"assert {body}"))
     result = project.run(test=one(f"assert {body.replace('record(', 'record(eps=1e-3, ')}"))
     said = f"output unchanged; structure differs in 1 place: {name}.eps 1e-05 → 0.001"
-    first = ["AssertionError: as ever", said] if own else [f"AssertionError: {said}"]
-    result.stdout.fnmatch_lines([*(f"E       {line}" for line in first), "E       cause *"])
+    result.stdout.fnmatch_lines(["E       AssertionError: as ever", f"E       {said}", "E       cause *"])
     result.stdout.no_fnmatch_line("*Full output truncated*")
-
-
-def test_a_message_of_the_users_own_stays(project: Project) -> None:
-    project.update(test=SAME)
-    result = project.run(test=CHANGED.replace("== modelprobe_snapshot", "== modelprobe_snapshot, 'as ever'"))
-    result.stdout.fnmatch_lines(
-        [
-            "E       AssertionError: as ever",
-            "E       output unchanged; structure differs in 1 place: norm.eps 1e-05 → 0.001",
-        ]
-    )
 
 
 def test_another_assertion_keeps_its_own_text(project: Project) -> None:
@@ -689,19 +566,6 @@ def test_several_comparisons_are_numbered_or_named(project: Project) -> None:
         "test_net/test_x.wide.arch.json",
     ]
     project.run().assert_outcomes(passed=1)
-
-
-def test_many_that_are_created_are_counted(project: Project) -> None:
-    result = project.update(test=one("for _ in range(13):\n    assert record() == modelprobe_snapshot"))
-    result.stdout.fnmatch_lines(["created 3 more: nothing dead, all finite"])
-
-
-def test_two_records_under_one_name_are_not_both_written(project: Project) -> None:
-    lines = [f"assert record(eps={eps}) == modelprobe_snapshot(name='a')" for eps in (1, 2)]
-    result = project.update(test=one("\n".join(lines)))
-    result.stdout.fnmatch_lines(
-        ["*AssertionError: not written again, because the test compares two different records under one*"]
-    )
 
 
 def test_the_users_ids_are_part_of_the_name_and_classes_too(project: Project) -> None:
@@ -789,7 +653,7 @@ def test_the_id_of_the_device_is_no_part_of_the_name(project: Project) -> None:
     ]
 
 
-UNTRUSTED = ["a::b", "\\x1b[31m", "../../x", "x" * 300]
+UNTRUSTED = ["\\x1b[31m", "../../x", "x" * 300]
 
 
 @pytest.mark.parametrize("name", UNTRUSTED)
@@ -808,25 +672,6 @@ def test_ids_of_others_are_harmless(project: Project, name: str) -> None:
 
 
 # --- an update that is not to be ----------------------------------------------------------------------------------
-
-
-def test_values_that_are_not_finite_are_not_recorded(project: Project) -> None:
-    body = "assert modelprobe.run(Linear(2, 2), modelprobe.randn(3, 2) * float('nan')) == modelprobe_snapshot"
-    test = one(body, "modelprobe, modelprobe_snapshot", "from torch.nn import Linear")
-    result = project.update(test=test)
-    result.stdout.fnmatch_lines(['*AssertionError: not written, because *NaN*: fix it, or pass *allow="nonfinite"), *'])
-    assert not project.snapshots.exists()
-    project.update(test=test.replace("snapshot\n", "snapshot(allow='nonfinite')\n")).assert_outcomes(passed=1)
-
-
-def test_active_dropout_is_not_recorded(project: Project) -> None:
-    body = "assert modelprobe.run(Dropout(0.1), modelprobe.randn(3, 2)) == modelprobe_snapshot"
-    test = one(body, "modelprobe, modelprobe_snapshot", "from torch.nn import Dropout")
-    result = project.update(test=test)
-    result.stdout.fnmatch_lines(
-        ["*AssertionError: not written, because dropout was active: (root) (Dropout, 0.1), whose *: run in eval*"]
-    )
-    project.update(test=test.replace("Dropout(0.1)", "Dropout(0.1).eval()")).assert_outcomes(passed=1)
 
 
 DRAWS = """
@@ -850,14 +695,6 @@ class Noise(nn.Module):
 """
 
 
-def test_a_model_that_does_not_repeat_is_not_recorded(project: Project) -> None:
-    body = "assert modelprobe.run(Draws().eval(), modelprobe.randn(3, 4)) == modelprobe_snapshot"
-    test = one(body, "modelprobe, modelprobe_snapshot", DRAWS)
-    said = "*AssertionError: not written, because the run is not repeatable: noise output differs when it is run *"
-    project.update(test=test).stdout.fnmatch_lines([said])
-    assert not project.snapshots.exists()
-
-
 def test_what_is_allowed_not_to_repeat_is_not_compared_and_the_rest_is(project: Project) -> None:
     body = (
         "torch.manual_seed(0)\n"
@@ -879,22 +716,27 @@ def test_what_is_allowed_not_to_repeat_is_not_compared_and_the_rest_is(project: 
 REFUSED = {
     "nondeterministic": (
         "assert modelprobe.run(Draws(), modelprobe.randn(3, 4)) == modelprobe_snapshot",
+        "because the run is not repeatable: noise output differs when it is run again",
         'Draw random numbers from the global generators *, or pass modelprobe_snapshot(allow="nondeterministic"), *',
     ),
     "nonfinite": (
         "assert modelprobe.run(ReLU(), modelprobe.randn(3, 2) * float('nan')) == modelprobe_snapshot",
+        "because *NaN*: fix it, or pass *",
         'Fix it, or pass modelprobe_snapshot(allow="nonfinite"), and run the update again.',
     ),
     "dropout": (
         "assert modelprobe.run(Dropout(0.1), modelprobe.randn(3, 2)) == modelprobe_snapshot",
+        "because dropout was active: (root) (Dropout, 0.1), whose *: run in eval",
         'Run in eval mode, set p to 0, or pass modelprobe_snapshot(allow="dropout"), and run the update again.',
     ),
     "name": (
         "for eps in (1, 2):\n    assert record(eps=eps) == modelprobe_snapshot(name='a')",
+        "again, because the test compares two different records under one",
         "Give each record its own name=, and run the update again.",
     ),
     "ci": (
         "assert record() == modelprobe_snapshot",
+        "because CI is set: *-update-in-ci on the command line",
         "Run the update on your machine and commit the files, or pass --modelprobe-allow-update-in-ci on the *",
     ),
 }
@@ -906,28 +748,17 @@ def test_what_was_refused_gets_the_next_step_and_not_the_same_command(
 ) -> None:
     if why == "ci":
         monkeypatch.setenv("CI", "true")
-    body, next_step = REFUSED[why]
+    body, first, next_step = REFUSED[why]
     before = f"{DRAWS}\nfrom torch.nn import Dropout, ReLU"
     result = project.update(test=one(body, "modelprobe, modelprobe_snapshot", before))
-    result.stdout.fnmatch_lines(["*AssertionError: not written*", f"E * {next_step}"])
+    result.stdout.fnmatch_lines([f"*AssertionError: not written*{first}*", f"E * {next_step}"])
     result.stdout.no_fnmatch_line("*pytest test_net.py::test_x --snapshot-update*")
 
 
-def test_nothing_is_written_in_ci_unless_allowed(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CI", "true")
-    result = project.update(test=SAME)
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*AssertionError: not written, because CI is set: *-update-in-ci on the command line"])
-    assert not project.snapshots.exists()
-    project.update("--modelprobe-allow-update-in-ci").assert_outcomes(passed=1)
-    project.update(test=CHANGED).assert_outcomes(failed=1)
-
-
 CI_HIDDEN = {
-    "addopts": ("[pytest]\naddopts = --snapshot-update --modelprobe-allow-update-in-ci", ""),
     "a conftest": ("[pytest]\naddopts = --snapshot-update", "import os\nos.environ.pop('CI', None)"),
     "a conftest and workers": (
-        "[pytest]\naddopts = --snapshot-update -n1 -p xdist",
+        "[pytest]\naddopts = --snapshot-update --modelprobe-allow-update-in-ci -n1 -p xdist",
         "import os\nos.environ.pop('CI', 0)",
     ),
 }
@@ -947,9 +778,11 @@ def test_no_file_of_the_repository_lets_an_update_write_in_ci(
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*AssertionError: not written, because CI is set: *"])
     assert project.contents() == before
+    if how == "a conftest":
+        project.update("--modelprobe-allow-update-in-ci").assert_outcomes(passed=1)
 
 
-@pytest.mark.parametrize("option", ["--snapshot-warn-unused", "--snapshot-disable-unused"])
+@pytest.mark.parametrize("option", ["--snapshot-warn-unused"])
 def test_no_file_of_the_repository_hides_in_ci_that_a_test_compares_no_more(
     project: Project, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
@@ -1031,20 +864,6 @@ def test_a_reason_that_went_into_no_file_is_reported_as_unused(project: Project)
     project.update("--modelprobe-reason=wider", test=CHANGED).stdout.no_fnmatch_line("no architecture changed*")
 
 
-def test_an_update_accepts_only_some_causes(project: Project) -> None:
-    project.update(test=TWO)
-    test = TWO.replace("record()", "record(eps=1e-3)", 1).replace("== record()", "== record()")
-    before = project.contents()
-    result = project.update("--modelprobe-accept=computation<1e-3", test=test)
-    result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(
-        ["*AssertionError: not written: norm.eps 1e-05 → 0.001 (attribute) is not covered by --modelprobe-accept=*"]
-    )
-    assert project.contents() == before
-    project.update("--modelprobe-accept=computation<1e-3", "--modelprobe-accept=attribute").assert_outcomes(passed=2)
-    assert project.contents() != before
-
-
 WHOLE_RUN = 'run(model, modelprobe.randn(4, 8), loss="random")'
 CUT_OUT = {
     WHOLE_RUN: "output unchanged; structure differs in 1 place: drop.p not in the file → 0.9",
@@ -1076,7 +895,7 @@ def test_an_attribute_that_came_fails_nothing_and_an_update_writes_it(project: P
     before = project.contents()
     project.models(INERT)
     project.run().assert_outcomes(passed=1)
-    result = project.update("--modelprobe-accept=structure")
+    result = project.update()
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["updated *: nothing changed", "*Also new: norm.added 3."])
     after = project.contents()
@@ -1085,45 +904,6 @@ def test_an_attribute_that_came_fails_nothing_and_an_update_writes_it(project: P
     project.run().assert_outcomes(passed=1)
     assert project.update().ret == 0
     assert project.contents() == after
-
-
-def test_an_update_accepts_structure_only_where_the_numbers_are_the_same(project: Project) -> None:
-    project.update()
-    project.models(MODELS.replace("nn.Dropout(0.0)", "nn.Identity()"))
-    project.update("--modelprobe-accept=structure").assert_outcomes(passed=1)
-    before = project.contents()
-    project.models(MODELS.replace("nn.Dropout(0.0)", "nn.Tanh()"))
-    result = project.update("--modelprobe-accept=structure")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(
-        ["*not written: * is not covered by --modelprobe-accept='structure': the model's output changed by *"]
-    )
-    assert project.contents() == before
-
-
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        *(
-            (f"reason={text}", "reason is empty: say why the architecture changes, or leave it out")
-            for text in ("", "  ")
-        ),
-        *(
-            (f"accept={text}", f"accept={text}: give a kind of cause and a limit, as in *any")
-            for text in ("structure<1e-3", "color<1", "any<x", "any<-1", "<1", "")
-        ),
-    ],
-)
-def test_a_wrong_value_of_an_update_is_a_usage_error(project: Project, option: str, said: str) -> None:
-    result = project.update(f"--modelprobe-{option}", test=SAME)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"ERROR: --modelprobe-{said}"])
-
-
-@pytest.mark.parametrize("option", ["reason=x", "accept=any"])
-def test_what_is_about_an_update_needs_one(project: Project, option: str) -> None:
-    result = project.run(f"--modelprobe-{option}", test=SAME)
-    result.stderr.fnmatch_lines(["ERROR: --modelprobe-*is about what an update writes: add --snapshot-update"])
 
 
 # --- other names --------------------------------------------------------------------------------------------------
@@ -1229,10 +1009,8 @@ def test_x(modelprobe, modelprobe_snapshot):
     assert modelprobe.architecture(nn.Sequential(nn.Dropout(0.0))) == modelprobe_snapshot
 """
 BEHAVIOR_OF_STRUCTURE = {
-    "addopts": ("[pytest]\naddopts = --modelprobe-compare=behavior", "", ""),
     "ini": ("[pytest]\nmodelprobe_compare = behavior", "", ""),
     "argument": ("snapshot\n", "snapshot(compare='behavior')\n", None),
-    "marker": ("def test_x", "@pytest.mark.modelprobe(compare='behavior')\ndef test_x", None),
 }
 
 
@@ -1362,34 +1140,14 @@ def test_the_results_have_the_calls_that_are_written_otherwise(project: Project)
     project.models(ATTENTIVE)
     project.update(test=IN_EVAL)
     project.models(BY_KEYWORD)
-    project.run("--modelprobe-json=results.json", "--modelprobe-html=page.html")
+    project.run("--modelprobe-json=results.json")
     data = json.loads((project.pytester.path / "results.json").read_text())
     (snapshot,) = data["tests"][0]["snapshots"]
     assert (snapshot["verdict"], snapshot.get("causes")) == ("same", None)
     assert [(note["said"], note["layers"]) for note in snapshot["notes"]] == [
         ("blocks.*.attn: input[0] renamed to input", 2), ("blocks.*.attn: input[1] renamed to mask", 2),
     ]  # fmt: skip
-    page = (project.pytester.path / "page.html").read_text("utf-8")
-    assert "2 models written otherwise, which alone fails no test" in page
-    assert "blocks.*.attn: input[1] renamed to mask x2, in 2 models" in page
-
-
-@pytest.mark.parametrize(
-    ("option", "test"),
-    [
-        ("--modelprobe-compare=all", IN_EVAL),
-        ("--override-ini=modelprobe_compare=all", IN_EVAL),
-        ("-q", IN_EVAL.replace("== modelprobe_snapshot", '== modelprobe_snapshot(compare="all")')),
-        ("-q", IN_EVAL.replace("def test", '@pytest.mark.modelprobe(compare="all")\ndef test')),
-    ],
-    ids=["option", "ini", "argument", "marker"],
-)
-def test_who_asks_to_compare_all_is_told_of_calls_as_of_changes(project: Project, option: str, test: str) -> None:
-    project.models(ATTENTIVE)
-    project.update(test=IN_EVAL)
-    project.models(BY_KEYWORD)
-    result = project.run(option, test=test)
-    result.assert_outcomes(failed=2)
+    result = project.run("--modelprobe-compare=all")  # who asks for all is told of it as of a change
     first = "output unchanged; structure differs in 4 places: blocks.*.attn: input[[]0] renamed to input x2"
     result.stdout.fnmatch_lines([f"*AssertionError: {first}; blocks.*.attn: input[[]1] renamed to mask x2"])
 
@@ -1413,10 +1171,9 @@ def test_of_a_structure_without_numbers_calls_are_compared(project: Project) -> 
             "self.attn(x=x, mask=None)",
             "blocks.*: own code no longer gives attn input[[]1] x2: output of attn changed *",
         ),
-        ("self.attn(x, mask=~mask)", "blocks.*: own code changed before attn x2: by *"),
         ("self.attn(x, mask=mask, train=False)", "*blocks.*: own code gives attn train False, not the default x2"),
     ],
-    ids=["mask dropped", "another mask", "dropout off"],
+    ids=["mask dropped", "dropout off"],
 )
 def test_an_argument_that_matters_fails_by_its_name_however_the_call_is_written(
     project: Project, call: str, named: str
@@ -1465,9 +1222,6 @@ def test_a_record_of_structure_alone_has_one_file(project: Project) -> None:
     result.assert_outcomes(failed=1)
 
 
-# --- a test that was renamed --------------------------------------------------------------------------------------
-
-
 # --- what no test uses --------------------------------------------------------------------------------------------
 
 FEWER = TWO[: TWO.index("def test_y")]
@@ -1487,7 +1241,7 @@ def test_what_no_test_uses_fails_the_run_and_an_update_deletes_it(project: Proje
     assert project.run("--snapshot-warn-unused").ret == 0
     result = project.update()
     assert result.ret == 0
-    result.stdout.fnmatch_lines(["deleted 2 snapshot files that no test uses:", "for the pull request:"])
+    result.stdout.fnmatch_lines(["deleted 2 snapshot files that no test uses:"])
     assert project.names() == ["test_net/test_x.arch.json", "test_net/test_x.probe.json"]
 
 
@@ -1502,9 +1256,7 @@ def test_a_module_that_is_gone_leaves_its_snapshots_unused(project: Project) -> 
 # How tests may be left out → the module of tests, and arguments.
 IN_USE = {
     "-k": (TWO, ["-k", "test_x"]),
-    "a selection": (TWO, ["test_net.py::test_x"]),
     "skip inside": (TWO.replace("    assert record() == m", "    pytest.skip('x')\n    assert record() == m"), []),
-    "xfail": (TWO.replace("def test_y", "@pytest.mark.xfail(run=False)\ndef test_y"), []),
     "module skip": ("import pytest\npytest.skip('x', allow_module_level=True)\n" + TWO, []),
     "collect only": (FEWER, ["--collect-only"]),
 }
@@ -1537,7 +1289,6 @@ def test_what_passed_the_last_time_is_in_use(project: Project) -> None:
 BROKEN = {
     "failed": ("\ndef test_z(): assert False", [], "tests failed"),
     "exit": ("\ndef test_z(): pytest.exit('x', returncode=0)", [], "the run was stopped"),
-    "error": ("\ndef test_z(nowhere): pass", [], "tests failed"),
 }
 
 
@@ -1561,26 +1312,9 @@ def test_an_interrupted_run_deletes_nothing(project: Project) -> None:
     assert project.contents() == before
 
 
-def test_a_failed_test_that_did_not_come_to_its_snapshot_still_uses_it(project: Project) -> None:
-    project.update(test=TWO)
-    result = project.update(
-        test=TWO.replace("    assert record() == m", "    assert False\n    assert record() == m", 1)
-    )
-    result.stdout.no_fnmatch_line("*unused*")
-
-
 def test_a_comparison_that_a_test_no_longer_makes_is_unused(project: Project) -> None:
     project.update(test=one("\n".join(["assert record() == modelprobe_snapshot"] * 2)))
     project.run(test=SAME).stdout.fnmatch_lines(["2 snapshot files unused*", "  *test_x.2.probe.json"])
-
-
-def test_files_of_others_stay(project: Project) -> None:
-    project.update(test=TWO)
-    foreign = [project.snapshots / name for name in ("README.md", "test_net/notes.json", "test_net/.hidden.arch.json")]
-    for path in foreign:
-        path.write_text("{}")
-    project.update(test="def test_other(): pass")
-    assert [path for path in foreign if path.exists()] == foreign
 
 
 def test_ci_deletes_nothing(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1591,10 +1325,9 @@ def test_ci_deletes_nothing(project: Project, monkeypatch: pytest.MonkeyPatch) -
     assert len(project.names()) == 4
 
 
-@pytest.mark.parametrize("option", ["--snapshot-no-cleanup", "--snapshot-disable-unused"])
-def test_options_of_syrupys_about_unused_snapshots_hold(project: Project, option: str) -> None:
+def test_an_option_of_syrupys_about_unused_snapshots_holds(project: Project) -> None:
     project.update(test=TWO)
-    project.update(option, test=FEWER).assert_outcomes(passed=1)
+    project.update("--snapshot-no-cleanup", test=FEWER).assert_outcomes(passed=1)
     assert len(project.names()) == 4
 
 
@@ -1750,10 +1483,8 @@ def layer(kind: str, *, training: bool = True, **more: object) -> Record:
     [
         (layer("torch.nn.Dropout", p=0.1), "a (Dropout, 0.1)"),
         (layer("torch.nn.MultiheadAttention", dropout=0.2), "a (MultiheadAttention, 0.2)"),
-        (layer("torch.nn.Dropout", p=0.0), None),
         (layer("torch.nn.Dropout", p=0.1, training=False), None),
         (layer("models.Block", dropout=0.2), None),
-        (Record(model="Net", layers={"a": Layer(name="a", type="torch.nn.Dropout", attributes={"p": 0.1})}), None),
     ],
 )
 def test_dropout_is_active_where_it_drops(record: Record, said: str | None) -> None:
@@ -1775,8 +1506,3 @@ def test_a_mask_of_minus_infinity_is_finite_enough() -> None:
 def test_forwards_without_backward_are_no_training() -> None:
     assert not is_training(Record(model="Net", forwards=3))
     assert is_training(Record(model="Net", forwards=3, backwards=3))
-
-
-def test_a_cause_without_size_is_covered_by_no_limit() -> None:
-    assert not Accepted("any", 1e3).covers("attribute", None)
-    assert Accepted("any").covers("attribute", None)

@@ -22,9 +22,6 @@ CauseKind = Literal[
 ]  # fmt: skip
 Evidence = Literal["recorded", "isolated", "propagation", "both"]
 
-ShareMethod = Literal["counted", "estimated"]
-"""How the share of differing entries is known: by counting zeros, or estimated from the fingerprints."""
-
 GRADIENTS = "gradients"
 """What names the cause that gradients came to the optimizer otherwise than they arrived."""
 
@@ -66,9 +63,8 @@ class Cause:
     changed; the code blocks it now; an optimizer holds the parameters only now, or no longer. `None` if the code's own
     backward changed, and for causes that are no gradient.
     """
-    share_method: ShareMethod | None = None
-    """How the share of entries that differ is known, if the code generates another mask, other positions or other
-    tokens for a child. `change` is this share, and `what` names the value."""
+    is_generated: bool = False
+    """Whether the code generates another mask, other positions or other tokens for a child. `what` names the value."""
     is_consequence: bool = False
     """Whether a possible cause is explained by a tensor that the layer is no longer given, or only now."""
     hints: tuple[str, ...] = ()

@@ -96,30 +96,17 @@ def _is_same_mask(index: ComparisonIndex, pair: CallPair, now: Value, then: Valu
 
 
 def _hidden_shares(value: Value) -> set[float]:
-    """Return the shares of its entries that a mask of any shape and dtype may hide; nothing if it is no mask."""
-    numbers = value.forward.statistics
-    count = 0 if numbers is None else numbers.count
-    return {round(n / count, 6) for n in hidden_counts(value)} if count else set()
+    """Return the shares of its entries that a mask of any shape and dtype may hide; nothing if it is no mask.
 
-
-def hidden_counts(value: Value) -> Sequence[int]:
-    """Return how many entries a mask may hide; nothing if it is no mask.
-
-    A bool may stand for what is masked, or for what is not.
+    A bool may stand for what is masked, or for what is not. An additive mask hides what is not zero.
     """
-    numbers, masked = value.forward.statistics, masked_count(value)
-    if numbers is None or masked is None:
-        return ()
-    return (masked, numbers.zeros) if value.dtype == "bool" else (masked,)
-
-
-def masked_count(value: Value) -> int | None:
-    """Return how many entries of a mask are nonzero; None if it is not a mask of two values."""
     numbers = value.forward.statistics
-    if numbers is None:
-        return None
+    if numbers is None or not numbers.count:
+        return set()
     additive = value.is_floating and (numbers.max or 0.0) <= 0 and not numbers.nan and not numbers.posinf
-    return numbers.count - numbers.zeros if additive or value.dtype == "bool" else None
+    hidden = [numbers.count - numbers.zeros] if additive or value.dtype == "bool" else []
+    hidden += [numbers.zeros] if value.dtype == "bool" else []
+    return {round(n / numbers.count, 6) for n in hidden}
 
 
 # --- layers that only hand on what they get ---------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from pytest_modelprobe.comparison.tolerance import CallPair, Difference, Differe
 from pytest_modelprobe.record import (
     ROOT,
     Layer,
-    OptimizerGroup,
     Parameter,
     Plain,
     Reading,
@@ -357,29 +356,10 @@ def _manner(index: ComparisonIndex, difference: Difference) -> str:
         return ""
     if not any(actual):
         return _ZERO
-    values = _fingerprint(then.reading) or (0.0,) * len(actual)
-    # How often the expected update and the values are in the actual one, and what is left.
-    common, _ = proportion(values, expected)
-    apart = tuple(value - common * update for value, update in zip(values, expected, strict=True))
-    share, _ = proportion(actual, apart)
-    without = tuple(update - share * value for update, value in zip(actual, values, strict=True))
-    factor, left = proportion(without, expected)
-    if left > _EXACT * math.hypot(*actual):
+    factor, left = proportion(actual, expected)
+    if left > _EXACT * math.hypot(*actual) or abs(factor - 1) <= _EXACT:
         return ""
-    parts = []
-    if abs(factor - 1) > _EXACT:
-        parts.append("with the other sign" if abs(factor + 1) <= _EXACT else f"x {significant(factor)}")
-    if abs(share) * math.hypot(*values) > _EXACT * math.hypot(*actual):
-        parts.append(_decay_text(share, index.comparison.expected.optimizers[then.group or 0]))
-    return " and ".join(parts)
-
-
-def _decay_text(share: float, group: OptimizerGroup) -> str:
-    """Return in words that an update has a share of the values more than expected: decay takes away from them."""
-    rate, decay = (group.options.get(name) for name in ("lr", "weight_decay"))
-    if isinstance(rate, float) and isinstance(decay, float) and decay and abs(share - rate * decay) < 0.05 * share:
-        return "as without weight decay"
-    return f"with {'less' if share > 0 else 'more'} weight decay"
+    return "with the other sign" if abs(factor + 1) <= _EXACT else f"x {significant(factor)}"
 
 
 def _parameter(record: Record, difference: Difference) -> Parameter:

@@ -35,13 +35,13 @@ def _is_only_set_up(config: pytest.Config) -> bool:
     return bool(config.getoption("setuponly", False) or config.getoption("setupplan", False))
 
 
-def error_of_marker(arguments: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return which argument of a marker is wrong, and why."""
+def error_of_marker(arguments: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the arguments of a marker."""
     world_size, timeout = arguments.get("world_size", 1), arguments.get("timeout", 60)
     if type(world_size) is not int or world_size < 1:
-        return "world_size", f"takes the number of ranks, from 1, as world_size=; got {world_size!r}"
+        return f"takes the number of ranks, from 1, as world_size=; got {world_size!r}"
     if type(timeout) not in (int, float) or not timeout > 0:
-        return "timeout", f"takes seconds, more than 0, as timeout=; got {timeout!r}"
+        return f"takes seconds, more than 0, as timeout=; got {timeout!r}"
     if "timeout" in arguments and "world_size" not in arguments:
-        return "timeout", "takes timeout= with world_size= only: it is the time that the ranks have"
+        return "takes timeout= with world_size= only: it is the time that the ranks have"
     return None

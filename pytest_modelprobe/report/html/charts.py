@@ -1,7 +1,7 @@
 """Charts of a model over depth and over steps of training, drawn as SVG.
 
 They answer where a gradient fades, where activations grow, and which layers learn. They are drawn without a library,
-because the page has to work without a network; coordinates are rounded, because a chart of a large model is long.
+because the page has to work without a network. Coordinates are integers, because a chart of a large model is long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pytest_modelprobe.record import Histogram, Layer, Statistics
 from pytest_modelprobe.report.results import Run, StepResult
 from pytest_modelprobe.text import count, folded
 
-from .elements import STATUSES, Child, Markup, coordinate, entropies, is_cause, number, outputs_of, tag
+from .elements import Child, Markup, entropies, number, outputs_of, tag
 
 # --- histograms -------------------------------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ def sparkline(axis: Axis, histogram: Histogram) -> Markup:
     return tag("svg", tag("path", d=path))
 
 
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 560.0, 176.0, 46.0, 14.0, 22.0
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 560, 176, 46, 14, 22
 
 _MANY = 60
 """With more columns lines have no dots, and the dots of gradients are smaller."""
@@ -118,8 +118,6 @@ _MANY = 60
 _LONGEST, _SIGN = 18, 10.2
 """Characters of a name below the axis, and the width of one in a narrow window, where they are larger."""
 
-Words = Mapping[str, Sequence[str]]
-"""Layer → what is wrong with it."""
 
 Link = Callable[[str], Child]
 """Name of a layer → the name as a link to its row."""
@@ -148,22 +146,22 @@ class _Plot:
     def step(self) -> float:
         return (_WIDTH - _LEFT - 6) / max(self.columns, 1)
 
-    def x(self, column: float) -> float:
+    def x(self, column: int) -> int:
         return round(_LEFT + (column + 0.5) * self.step)
 
-    def y(self, value: float) -> float:
+    def y(self, value: float) -> int:
         share = (math.log10(value) - self.low) / (self.high - self.low) if value else 0.0
         return round(_HEIGHT - _BOTTOM - min(1.0, max(0.0, share)) * (_HEIGHT - _TOP - _BOTTOM))
 
-    def dots(self, points: Sequence[tuple[float, float]]) -> str:
+    def dots(self, points: Sequence[tuple[int, float]]) -> str:
         """Return a path that a round line cap makes dots."""
-        return "".join(f"M{coordinate(self.x(i))} {coordinate(self.y(value))}h0" for i, value in points)
+        return "".join(f"M{self.x(i)} {self.y(value)}h0" for i, value in points)
 
-    def line(self, points: Sequence[tuple[float, float]]) -> str:
-        pairs = (f"{coordinate(self.x(i))} {coordinate(self.y(value))}" for i, value in points)
+    def line(self, points: Sequence[tuple[int, float]]) -> str:
+        pairs = (f"{self.x(i)} {self.y(value)}" for i, value in points)
         return "M" + "L".join(pairs)
 
-    def below(self, text: str, x: float = _LEFT, title: str | None = None) -> Markup:
+    def below(self, text: str, x: int = _LEFT, title: str | None = None) -> Markup:
         return tag("text", tag("title", title) if title else None, text, x=x, y=_HEIGHT - 5, class_="below")
 
     def names(self, layers: Sequence[Layer]) -> list[Markup]:
@@ -174,56 +172,27 @@ class _Plot:
             end = x + _SIGN * len(name)
             if free <= x and end <= _WIDTH:
                 drawn.append(self.below(name, x, layer.name))
-                ticks += f"M{coordinate(x)} {coordinate(_HEIGHT - _BOTTOM)}v4"
+                ticks += f"M{x} {_HEIGHT - _BOTTOM}v4"
                 free = end + _SIGN
         return [tag("path", class_="tick", d=ticks), *drawn]
 
     def drawn(self, parts: Child, label: str, below: Child) -> Markup:
         every = max(1, math.ceil((self.high - self.low) / 5))
         ticks = range(self.low, self.high + 1, every)
-        grid = "".join(f"M{_LEFT:g} {coordinate(self.y(10.0**tick))}H{_WIDTH:g}" for tick in ticks)
+        grid = "".join(f"M{_LEFT} {self.y(10.0**tick)}H{_WIDTH}" for tick in ticks)
         said = {tick: f"1e{tick}" if abs(tick) > 2 else f"{10.0**tick:g}" for tick in ticks}
         if self.zero:
             said[self.low] = "0"
         labels = [tag("text", said[tick], x=_LEFT - 6, y=self.y(10.0**tick) + 4) for tick in ticks]
         content = [tag("path", class_="grid", d=grid), labels, below, parts]
         css = "chart" if self.columns < _MANY else "chart many"
-        return tag("svg", content, class_=css, viewBox=f"0 0 {_WIDTH:g} {_HEIGHT:g}", role="img", aria_label=label)
+        return tag("svg", content, class_=css, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=label)
 
     def crosses(self, columns: Iterable[int]) -> list[Markup]:
         """Return a cross on the axis for each column whose value is zero, which no dot of a logarithmic axis shows."""
-        y = coordinate(self.y(0.0) - 3)
-        d = "".join(f"M{coordinate(self.x(i) - 3)} {y}l6 6m0-6l-6 6" for i in columns)
+        y = self.y(0.0) - 3
+        d = "".join(f"M{self.x(i) - 3} {y}l6 6m0-6l-6 6" for i in columns)
         return [tag("path", class_="zero", d=d)] if d else []
-
-    def marks(self, layers: Sequence[Layer], status: Words) -> list[Markup]:
-        """Return a tick above the column of each layer with a cause, or a line down to the axis if they are few."""
-        found = _marked(layers, status)
-        few = sum(map(len, found.values())) <= _FEW_MARKS
-        drawn = []
-        for word, columns in found.items():
-            end = f"V{coordinate(_HEIGHT - _BOTTOM)}" if few else "v5"
-            lines = "".join(f"M{coordinate(self.x(i))} {coordinate(_TOP - 3)}{end}" for i in columns)
-            said, shown = tag("title", f"{word}: {count(len(columns), 'layer')}"), STATUSES[word]
-            signs = [tag("text", shown.sign, x=self.x(i), y=9) for i in columns] if few else []
-            drawn.append(tag("g", said, tag("path", d=lines), signs, class_=f"mark {shown.css}"))
-        return drawn
-
-
-_FEW_MARKS = 12
-
-
-def _marked(layers: Sequence[Layer], status: Words) -> dict[str, list[int]]:
-    """Return the columns of the layers with a cause, by its word; a module with others in it has that of the last."""
-    by_column: dict[int, str] = {}
-    order, column = [*STATUSES], -1
-    for layer in layers:
-        column += _has_column(layer)
-        words = [by_column.get(column, ""), *filter(is_cause, status.get(layer.name, ()))]
-        known = [word for word in order if word in words]
-        if known and column >= 0:
-            by_column[column] = known[0]
-    return {word: [i for i, one in by_column.items() if one == word] for word in dict.fromkeys(by_column.values())}
 
 
 def _figure(title: str, svg: Child, *said: Child) -> Markup:
@@ -254,7 +223,7 @@ def gradient_flow(run: Run, layers: Sequence[Layer], link: Link) -> Markup | Non
     if boxes:
         how = f" magnitudes of the gradient of each output, {_DEPTH}: median, quartiles, 5 % and 95 %"
         how += "; dots: root mean square." if dots else "."
-    parts = [*plot.marks(layers, run.status), *_boxes_drawn(plot, boxes)]
+    parts = _boxes_drawn(plot, boxes)
     parts += [tag("path", class_="dots", d=plot.dots(dots))] if dots else []
     parts += plot.crosses(i for i, scale in scales.items() if not scale)
     said: list[Child] = [how, *_extremes(leaves, scales, link)]
@@ -273,9 +242,9 @@ def _boxes_drawn(plot: _Plot, boxes: Iterable[tuple[int, Sequence[float]]]) -> l
     whiskers = quarters = medians = ""
     for i, (least, low, middle, high, most) in boxes:
         x, top, bottom = plot.x(i), plot.y(high), plot.y(low)
-        whiskers += f"M{coordinate(x)} {coordinate(plot.y(most))}V{coordinate(plot.y(least))}"
-        quarters += f"M{coordinate(x)} {coordinate(top)}V{coordinate(max(bottom, top + 1))}"
-        medians += f"M{coordinate(x - half)} {coordinate(plot.y(middle))}h{coordinate(2 * half)}"
+        whiskers += f"M{x} {plot.y(most)}V{plot.y(least)}"
+        quarters += f"M{x} {top}V{max(bottom, top + 1)}"
+        medians += f"M{x - half} {plot.y(middle)}h{2 * half}"
     return [
         tag("path", class_="whisker", d=whiskers),
         tag("g", tag("path", class_="quarter", d=quarters), stroke_width=2 * half),
@@ -306,7 +275,7 @@ def activation_scale(run: Run, layers: Sequence[Layer], link: Link) -> Markup | 
     if len(now) < 2 or not any(now.values()):
         return None
     plot = _Plot.of(len(leaves), [*now.values(), *before.values()])
-    parts = plot.marks(layers, run.status)
+    parts: list[Markup] = []
     for css, scales in (("was ", before), ("", now)):
         points = list(scales.items())
         if len(points) > 1:
@@ -321,40 +290,28 @@ def activation_scale(run: Run, layers: Sequence[Layer], link: Link) -> Markup | 
     return _figure("Scale of activations:", svg, *said)
 
 
-_MOST_POINTS = 1500
-"""If the lines of all layers have more points, only the smallest and the largest of each step are drawn."""
-
-
 def update_ratios(steps: Sequence[StepResult], link: Link) -> Markup | None:
     """Return the relative change of each layer's parameters over the steps of training."""
-    lines: dict[str, list[tuple[int, float]]] = {}
     by_step: dict[int, list[tuple[float, str]]] = {}
     for i, step in enumerate(steps):
         for name, value in step.update_ratios.items():
-            if value and math.isfinite(
-                value
-            ):  # It is 0 in the first step of a warmup, and in a layer that is not trained.
-                lines.setdefault(name, []).append((i, value))
+            if value and math.isfinite(value):  # It is 0 in the first step of a warmup, and where nothing is trained.
                 by_step.setdefault(i, []).append((value, name))
     if len(by_step) < 2:
         return None
     ranges = {i: sorted(found) for i, found in by_step.items()}
-    drawn, said = list(lines.values()), "each layer"
-    if sum(map(len, drawn)) > _MOST_POINTS:
-        drawn = [[(i, found[end][0]) for i, found in ranges.items()] for end in (0, -1)]
-        said = "the layers with the smallest and the largest"
-    plot = _Plot.of(len(steps), [found[end][0] for found in ranges.values() for end in (0, -1)])
+    drawn = [[(i, found[end][0]) for i, found in ranges.items()] for end in (0, -1)]
+    middle = [(i, statistics.median(ratio for ratio, _ in found)) for i, found in ranges.items()]
+    plot = _Plot.of(len(steps), [value for line in drawn for _, value in line])
     parts = [tag("path", class_="line", d="".join(map(plot.line, drawn)))]
-    if len(lines) > 2:
-        middle = [(i, statistics.median(ratio for ratio, _ in found)) for i, found in ranges.items()]
-        parts.append(tag("path", class_="median", d=plot.line(middle)))
-        said += "; bold: the median"
+    parts.append(tag("path", class_="median", d=plot.line(middle)))
     if len(steps) < _MANY:
         parts.append(tag("path", class_="dots", d="".join(map(plot.dots, drawn))))
     (low, least), (high, most) = ranges[max(ranges)][0], ranges[max(ranges)][-1]
     extremes: list[Child] = [" smallest ", link(least), f" {number(low)}, largest ", link(most), f" {number(high)}."]
     svg = plot.drawn(parts, "Update ratio by step", plot.below("steps of training →"))
-    how = f" relative change of the parameters in a step, of {said}; about 0.001 is usual. In the last step"
+    how = " relative change of the parameters in a step, of the layers with the smallest and the largest; bold: the "
+    how += "median; about 0.001 is usual. In the last step"
     return _figure("Update ratio:", svg, how, *extremes)
 
 

@@ -6,7 +6,6 @@ functions here return.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ class Markup(str):
 
 Child = str | int | None | Iterable["Child"]
 
-Attribute = str | int | float | bool | None
+Attribute = str | int | bool | None
 
 
 def tag(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
@@ -38,14 +37,10 @@ def tag(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
     '<p hidden aria-label="&quot;x&quot;">x<b>1</b></p>'
     """
     start = "".join(_attribute(key, value) for key, value in attributes.items()) if attributes else ""
-    if name in _EMPTY:
+    if name == "path":
         # Without the space, the slash would be of an unquoted value.
         return Markup(f"<{name}{start}/>" if start[-1:] == '"' else f"<{name}{start} />")
     return Markup(f"<{name}{start}>{''.join(map(_text, children))}{'' if name in _NO_END else f'</{name}>'}")
-
-
-_EMPTY = {"path", "rect"}
-"""Elements of SVG without content here, which end themselves."""
 
 
 _NO_END = {"input", "img", "meta", "td", "th", "tr", "wbr"}
@@ -66,24 +61,6 @@ def folded(summary: Child, *children: Child, **attributes: Attribute) -> Markup:
     return tag("details", tag("summary", summary), *children, **attributes)
 
 
-def preformatted(text: str) -> Markup:
-    r"""Return text as an element that keeps its lines, and that the keyboard can scroll.
-
-    A long line is wrapped, so that none is cut; those of a table are not, as their columns would be torn.
-
-    >>> preformatted("fc is dead\n\nlayer   zeros\nfc         100")
-    '<pre tabindex=0>fc is dead\n\n<span>layer   zeros\nfc         100</span></pre>'
-    """
-    blocks = itertools.groupby(text.split("\n"), lambda line: bool(_COLUMNS.search(line)))
-    parts = [(columns, Markup("\n".join(map(html_escaped, lines)))) for columns, lines in blocks]
-    shown = [tag("span", lines) if columns else lines for columns, lines in parts]
-    return tag("pre", Markup("\n".join(shown)), tabindex=0)
-
-
-_COLUMNS = re.compile(r"(?<!^E)(?<!^>)(?<=\S) {3,}\S")
-"""Three spaces between words, as between the columns of a table; pytest puts a sign before the lines of an error."""
-
-
 def _text(child: Child) -> str:
     if isinstance(child, Markup):
         return child
@@ -100,20 +77,11 @@ def _attribute(key: str, value: Attribute) -> str:
     name = key.rstrip("_").replace("_", "-")
     if value is True:
         return f" {name}"
-    text = coordinate(value) if isinstance(value, float) else html_escaped(str(value))
+    text = html_escaped(str(value))
     return f" {name}={text}" if _UNQUOTED.fullmatch(text) else f' {name}="{text}"'
 
 
 _UNQUOTED = re.compile(r"[\w#.-]+", re.ASCII)
-
-
-def coordinate(value: float) -> str:
-    """Return a coordinate in SVG, to a tenth of a pixel.
-
-    >>> coordinate(12.0), coordinate(3.14159), coordinate(-0.01)
-    ('12', '3.1', '0')
-    """
-    return f"{round(value, 1):g}" if round(value, 1) else "0"
 
 
 def number(value: float | None) -> str:

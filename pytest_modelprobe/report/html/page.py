@@ -7,14 +7,11 @@ Only the first failed tests are unfolded: a large run has a million elements, wh
 from __future__ import annotations
 
 import base64
-import binascii
-import contextlib
 import hashlib
 import html
 import math
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +29,7 @@ from pytest_modelprobe.report.results import (
     verdict,
 )
 from pytest_modelprobe.report.runs import Observed, merged, run_of
-from pytest_modelprobe.text import count, shape
+from pytest_modelprobe.text import count, html_escaped, shape
 
 from .charts import Axis, activation_scale, attention_entropy, gradient_flow, sparkline, update_ratios
 from .elements import (
@@ -47,10 +44,8 @@ from .elements import (
     naming,
     number,
     outputs_of,
-    preformatted,
     tag,
 )
-from .graph import GUESS, graph
 
 # --- the table of layers ----------------------------------------------------------------------------------------------
 
@@ -98,10 +93,6 @@ def _output(layer: Layer) -> Value | None:
     return next(iter(outputs_of(layer)), None)
 
 
-_LONG = 28
-"""A name of more characters may take several lines, so that the numbers stay in sight."""
-
-
 def layer_table(run: Run, layers: Sequence[Layer], anchor: Callable[[str], str | None]) -> Markup:
     """Return the table, without the columns that are empty."""
     filled: list[tuple[str, str | None, str | None, Sequence[Child]]] = [
@@ -119,20 +110,13 @@ def layer_table(run: Run, layers: Sequence[Layer], anchor: Callable[[str], str |
     head = [tag("th", "layer", scope="col", title="Name in the model")]
     head += [tag("th", heading, scope="col", title=title, class_=css) for heading, title, css, _ in filled]
     rows = [
-        tag("tr", _name(layer.name), [tag("td", cells[i]) for *_, cells in filled], id=anchor(layer.name))
+        tag("tr", tag("th", layer.name), [tag("td", cells[i]) for *_, cells in filled], id=anchor(layer.name))
         for i, layer in enumerate(layers)
     ]
     first_of_numbers = 2 + sum(css != "n" for _, _, css, _ in filled)
     # The alignment of columns is a rule of the style sheet: a class of each cell would be a fifth of the page.
     table = tag("table", tag("thead", tag("tr", head)), tag("tbody", rows), class_=f"layers from{first_of_numbers}")
     return tag("div", table, class_="scroll", tabindex="0", role="group", aria_label=f"Layers of {run.name}")
-
-
-def _name(name: str) -> Markup:
-    if len(name) <= _LONG:
-        return tag("th", name)
-    first, *parts = name.split(".")
-    return tag("th", first, [(".", tag("wbr"), part) for part in parts], class_="long")
 
 
 def shown(run: Run) -> list[Layer]:
@@ -184,10 +168,8 @@ def render(results: Results) -> str:
         _verdict(results, causes),
         _base_section(results.base),
         _causes_section(causes, results.tests),
-        _notes_section(results.tests),
         _toolbar(results.tests),
         tag("section", tag("h2", "Tests"), [_test(i, test, i in unfolded) for i, test in tests], id="tests"),
-        _unused(results),
     ]
     facts = [f"commit {results.commit[:12]}" if results.commit else ""]
     facts += [f"{name} {version}" for name, version in results.versions.items()]
@@ -335,21 +317,6 @@ def _base_section(base: Base | None) -> Markup | None:
     )
 
 
-def _notes_section(tests: Sequence[CaseResult]) -> Markup | None:
-    """Return what is written otherwise, each once, with the number of its models."""
-    noted = [snapshot.notes for test in tests for snapshot in test.snapshots if snapshot.notes]
-    if not noted:
-        return None
-    models = Counter(_note(note) for notes in noted for note in notes)
-    said = bullets(f"{note}, in {count(n, 'model')}" for note, n in models.most_common())
-    summary = f"{count(len(noted), 'model')} written otherwise, which alone fails no test"
-    return tag("section", folded(summary, said), id="notes")
-
-
-def _note(note: ShownCause) -> str:
-    return f"{note.said} x{note.layers}" if note.layers > 1 else note.said
-
-
 def _cause_item(found: _Cause, tests: Sequence[CaseResult]) -> Markup:
     facts: list[Child] = []
     cause = found.cause
@@ -376,10 +343,9 @@ def _toolbar(tests: Sequence[CaseResult]) -> Markup:
         for which, said in shows.items()
     ]
     box = tag("input", type="search", id="search", autocomplete="off", spellcheck="false")
-    search = tag("label", "Search tests and layers ", box)
-    marked = tag("label", tag("input", type="checkbox", id="marked"), " Only layers with a status")
+    search = tag("label", "Search ", box)
     group = tag("div", buttons, role="group", aria_label="Which tests", class_="buttons")
-    return tag("form", search, group, marked, tag("output", id="count"), class_="toolbar", role="search", hidden=True)
+    return tag("form", search, group, tag("output", id="count"), class_="toolbar", role="search", hidden=True)
 
 
 # --- tests --------------------------------------------------------------------------------------------------------
@@ -396,12 +362,13 @@ def _test(i: int, test: CaseResult, unfolded: bool) -> Markup:
         tag("span", _said(test), class_="message") if test.message else None,
     ]
     runs = [naming(run, test.message) if test.failed else run for run in test.runs]
-    seen = [[_run(f"{i}.{n}" if n else f"{i}", run) for n, run in enumerate(runs)], _figures(test.figures)]
+    seen: list[Child] = [[_run(f"{i}.{n}" if n else f"{i}", run) for n, run in enumerate(runs)]]
+    seen += [tag("div", map(_figure, test.figures), class_="figures")] if test.figures else []
     body = [
         [_snapshot(snapshot) for snapshot in test.snapshots],
         [_pair(pair) for pair in test.base if pair.verdict != "unchanged"],
         _failure(test),
-        [tag("section", tag("p", tag("b", "Hint")), preformatted(said)) for said in test.hints],
+        [tag("section", tag("p", tag("b", "Hint")), _lines(said)) for said in test.hints],
         # A browser with scripts does not build these elements, a million in a large report, before the script asks.
         seen if unfolded or not any(seen) else tag("noscript", seen),
     ]
@@ -414,10 +381,9 @@ def _failure(test: CaseResult) -> Markup | None:
     text = test.failure
     if not text or any(text.strip() == snapshot.text.strip() for snapshot in test.snapshots):
         return None
-    said = preformatted(text)
     inside = any(snapshot.text and snapshot.verdict not in _FINE for snapshot in test.snapshots)
     # The part that matters stands above it already.
-    return folded("Failure, as pytest prints it", said, open=not inside, class_="part")
+    return folded("Failure, as pytest prints it", _lines(text), open=not inside, class_="part")
 
 
 _FINE = ("same", "not compared")
@@ -426,50 +392,34 @@ _FINE = ("same", "not compared")
 
 def _snapshot(snapshot: SnapshotResult) -> Markup:
     verdict = snapshot.verdict
-    file = tag("code", snapshot.snapshot)
-    # The next steps are the last paragraph, a question and a command on each line.
-    said, gap, last = snapshot.text.rstrip().rpartition("\n\n")
-    steps = [(match[1], match[2]) for line in last.splitlines() if (match := _STEP.match(line))]
-    if not gap or len(steps) < len(last.splitlines()):
-        said, steps = snapshot.text, []
-    where = tag("p", tag("b", f"Snapshot {verdict}"), " ", file, f" on {snapshot.device}")
-    parts = [where, preformatted(said) if said else None]
+    where = tag("p", tag("b", f"Snapshot {verdict}"), " ", tag("code", snapshot.snapshot), f" on {snapshot.device}")
+    parts = [where, _lines(snapshot.text) if snapshot.text else None]
     possible = [cause.said for cause in snapshot.possible]
     if possible:
         parts.append(folded(count(len(possible), "possible cause"), bullets(possible)))
-    notes = [_note(note) for note in snapshot.notes]
-    if notes:
+    if snapshot.notes:
+        notes = (f"{note.said} x{note.layers}" if note.layers > 1 else note.said for note in snapshot.notes)
         parts.append(folded("Written otherwise", bullets(notes)))
-    if verdict in _FINE:
-        return tag("section", parts, class_="snapshot")
-    if steps:
-        commands = tag("dl", [(tag("dt", name), tag("dd", tag("code", step))) for name, step in steps])
-        parts.append(tag("div", tag("p", tag("b", "If it is intended")), commands, class_="accept"))
-    return tag("section", parts, class_="snapshot open")
+    return tag("section", parts, class_="snapshot")
 
 
 def _pair(pair: PairResult) -> Markup:
     where = tag("p", tag("b", f"Beside the other side: {pair.verdict}"), f", {pair.record} on {pair.device}")
     said = pair.text or (f"The first output that differs is that of {pair.first}." if pair.first else "")
-    css = "snapshot open" if pair.verdict == "changed" else "snapshot"
-    return tag("section", where, preformatted(said) if said else None, class_=css)
+    return tag("section", where, _lines(said) if said else None, class_="snapshot")
 
 
-_STEP = re.compile(r"([A-Z][\w ]+[?:]) +(.+)")
-"""A next step in a message: ``Intended? pytest --snapshot-update``."""
+def _lines(text: str) -> Markup:
+    """Return text as an element that keeps its lines, and that the keyboard can scroll."""
+    return tag("pre", Markup("\n".join(map(html_escaped, text.split("\n")))), tabindex=0)
 
 
-def _figures(figures: Sequence[Figure]) -> list[Markup]:
-    images = []
-    for figure in figures:
-        source = None
-        with contextlib.suppress(binascii.Error, ValueError):
-            if figure.media in ("image/png", "image/svg+xml"):
-                data = base64.b64encode(base64.b64decode(figure.data, validate=True)).decode()
-                source = f"data:{figure.media};base64,{data}"
-        image = tag("img", src=source, alt=figure.title) if source else tag("p", "An image that cannot be shown.")
-        images.append(tag("figure", tag("figcaption", tag("b", figure.title)), image))
-    return [tag("div", images, class_="figures")] if images else []
+def _figure(figure: Figure) -> Markup:
+    if figure.media in ("image/png", "image/svg+xml"):
+        image = tag("img", src=f"data:{figure.media};base64,{figure.data}", alt=figure.title)
+    else:
+        image = tag("p", "An image that cannot be shown.")
+    return tag("figure", tag("figcaption", tag("b", figure.title)), image)
 
 
 # --- runs ---------------------------------------------------------------------------------------------------------
@@ -489,18 +439,14 @@ def _run(prefix: str, run: Run) -> Markup:
         [tag("p", f"Note: {note}", class_="note") for note in record.notes],
     ]
     if layers:
-        drawn = graph(run, anchors.get)
-        box = tag("div", drawn, class_="scroll", tabindex=0, role="group", aria_label=f"Graph of {run.name}")
-        caption = tag("figcaption", tag("b", "Layers:"), _GRAPH)
-        figure = tag("figure", caption, box, legend(words), class_="layers-graph")
 
         def link(name: str) -> Child:
             return tag("a", name, href=f"#{anchors[name]}") if name in anchors else name
 
         by_depth = [make(run, layers, link) for make in (gradient_flow, activation_scale, attention_entropy)]
         charts = [chart for chart in (*by_depth, update_ratios(run.steps, link)) if chart]
-        pictures = tag("div", figure, tag("div", charts, class_="charts") if charts else None, class_="pictures")
-        parts += [_offenders(run, layers, link), pictures, layer_table(run, layers, anchors.get)]
+        parts += [_offenders(run, layers, link), tag("div", charts, class_="charts") if charts else None]
+        parts += [legend(words), layer_table(run, layers, anchors.get)]
     caused = any(is_cause(word) for word in words)
     return tag("section", parts, class_="run caused" if caused else "run")
 
@@ -516,9 +462,6 @@ def _offenders(run: Run, layers: Sequence[Layer], link: Callable[[str], Child]) 
     items: list[Child] = [[badges(words), " ", link(name)] for name, words in found[:_MOST_OFFENDERS]]
     items += [f"and {len(found) - len(items)} more"] if len(found) > len(items) else []
     return bullets(items, class_="offenders") if items else None
-
-
-_GRAPH = f" a solid line is an output that the next takes as it is; a dotted line is {GUESS}."
 
 
 def _run_facts(record: Record) -> Iterator[str]:
@@ -537,13 +480,6 @@ def _run_facts(record: Record) -> Iterator[str]:
         yield f"{number(profile.flops)} FLOPs"
         yield f"{number(profile.activation_bytes)} bytes of activations"
         yield f"{number(profile.probe_time)} s of the probe itself"
-
-
-def _unused(results: Results) -> Markup | None:
-    groups = [("Unused", results.unused), ("Deleted", results.deleted)]
-    groups += [(f"Kept: {why}", paths) for why, paths in results.kept.items()]
-    lists = [folded(f"{title}: {count(len(paths), 'file')}", bullets(paths)) for title, paths in groups if paths]
-    return tag("section", tag("h2", "Snapshot files that no test uses"), lists) if lists else None
 
 
 # --- a record ---------------------------------------------------------------------------------------------------------

@@ -40,13 +40,11 @@
   addButtons(document);
 
   // --- unfolding: what is in <noscript> becomes elements when it is first needed ---
-  let changed = () => {};
   const unfold = (test) => {
     const kept = test.querySelector("noscript");
     if (!kept) return;
     kept.outerHTML = kept.textContent;
     addButtons(test);
-    changed(test);
   };
   const follow = () => {
     const test = document.getElementById(location.hash.replace(/^#[lt](\d+).*/, "t$1"));
@@ -60,88 +58,32 @@
   addEventListener("hashchange", follow);
   follow();
 
-  // --- filters and search ---
+  // --- filter and search ---
   const bar = document.querySelector(".toolbar");
-  if (bar) {
-    const tests = all(".test").map((element) => ({ element, id: element.querySelector(".id").textContent.toLowerCase() }));
-    const search = document.getElementById("search");
-    const marked = document.getElementById("marked");
-    const count = document.getElementById("count");
-    const buttons = all("button", bar);
-    let rows = null; // read when they are first needed
-    let show = "all";
-    const read = ({ element }) => {
-      const kept = element.querySelector("noscript");
-      if (kept) return kept.textContent.split("<tr id=").slice(1).map(readText);
-      return all("table.layers > tbody > tr", element).map((row) => ({
-        row,
-        text: [...row.cells].slice(0, 3).map((cell) => cell.textContent).join(" ").toLowerCase(),
-        marked: row.querySelector("b[class]") !== null,
-      }));
-    };
-    const references = { amp: "&", lt: "<", gt: ">", quot: '"', "#x27": "'" };
-    const readText = (source) => {
-      const cells = source.split(/<t[dh][^>]*>/).slice(1, 4).join(" ").replace(/<[^>]*>/g, "");
-      const text = cells.replace(/&([^;]+);/g, (whole, name) => references[name] ?? whole).toLowerCase();
-      return { row: {}, text, marked: source.includes("<b class") };
-    };
-    const update = () => {
-      const words = search.value.trim().toLowerCase();
-      if ((words || marked.checked) && !rows) rows = tests.map(read);
-      let shown = 0;
-      let layers = 0;
-      const found = [];
-      tests.forEach((test, i) => {
-        const { element } = test;
-        const named = !words || test.id.includes(words);
-        let hits = 0;
-        (rows ? rows[i] : []).forEach((layer) => {
-          const hit = (named || layer.text.includes(words)) && (!marked.checked || layer.marked);
-          if (layer.row.hidden === hit) layer.row.hidden = !hit;
-          hits += hit;
-        });
-        const wanted =
-          show === "all" ||
-          (show === "failed" ? element.classList.contains("bad") : element.dataset.found !== undefined);
-        const visible = wanted && (named || hits > 0) && (!marked.checked || hits > 0);
-        element.hidden = !visible;
-        if (visible) {
-          shown += 1;
-          layers += hits;
-          if (words && !named) found.push(element);
-        }
-      });
-      if (found.length <= 3) found.forEach((element) => (element.open = true));
-      const what = words || marked.checked ? `, ${layers.toLocaleString("en")} layers` : "";
-      count.textContent = `${shown} of ${tests.length} tests${what}`;
-    };
-    changed = (element) => {
-      if (!rows) return;
-      const i = tests.findIndex((test) => test.element === element);
-      rows[i] = read(tests[i]);
+  if (!bar) return;
+  const search = document.getElementById("search");
+  const tests = all(".test").map((element) => ({ element, text: element.textContent.toLowerCase() }));
+  let show = "all";
+  const update = () => {
+    const words = search.value.trim().toLowerCase();
+    const wanted = {
+      all: () => true,
+      failed: (element) => element.classList.contains("bad"),
+      found: (element) => element.dataset.found !== undefined,
+    }[show];
+    tests.forEach(({ element, text }) => (element.hidden = !wanted(element) || !text.includes(words)));
+    document.getElementById("count").textContent = `${all(".test:not([hidden])").length} of ${tests.length} tests`;
+  };
+  search.addEventListener("input", update);
+  const buttons = all("button", bar);
+  buttons.forEach((button) =>
+    button.addEventListener("click", () => {
+      show = button.dataset.show;
+      buttons.forEach((other) => other.setAttribute("aria-pressed", String(other === button)));
       update();
-    };
-    let waiting = 0;
-    search.addEventListener("input", () => {
-      clearTimeout(waiting);
-      waiting = setTimeout(update, 120);
-    });
-    marked.addEventListener("change", update);
-    buttons.forEach((button) =>
-      button.addEventListener("click", () => {
-        show = button.dataset.show;
-        buttons.forEach((other) => other.setAttribute("aria-pressed", String(other === button)));
-        update();
-      })
-    );
-    bar.addEventListener("submit", (event) => event.preventDefault());
-    document.addEventListener("keydown", (event) => {
-      if (event.key === "/" && !event.target.closest("input")) {
-        event.preventDefault();
-        search.focus();
-      }
-    });
-    bar.hidden = false;
-    update();
-  }
+    })
+  );
+  bar.addEventListener("submit", (event) => event.preventDefault());
+  bar.hidden = false;
+  update();
 })();

@@ -30,12 +30,10 @@ from pytest_modelprobe.record import (
 )
 from pytest_modelprobe.report.html import render, render_run
 from pytest_modelprobe.report.html.charts import activation_scale, gradient_flow
-from pytest_modelprobe.report.html.graph import MOST_NODES, graph
 from pytest_modelprobe.report.results import (
     Base,
     CaseResult,
     Figure,
-    Flow,
     Results,
     Run,
     ShownCause,
@@ -81,10 +79,7 @@ def layer(
     return Seen(made, **said)
 
 
-def run(*seen: Seen, flow: list[Flow] | None = None, **changed: Any) -> Run:
-    """Return a run. Without a flow each layer takes the output of the one before it."""
-    called = [one.layer.name for one in seen if one.layer.calls]
-    chain = [Flow(layer=name, sources=(i - 1,) if i else ()) for i, name in enumerate(called)]
+def run(*seen: Seen, **changed: Any) -> Run:
     costs = {one.layer.name: one.profile for one in seen if one.profile}
     of_record = {name: changed.pop(name) for name in ("model", "notes", "loss") if name in changed}
     record = Record(
@@ -92,7 +87,7 @@ def run(*seen: Seen, flow: list[Flow] | None = None, **changed: Any) -> Run:
         seed=0, profile=Profile(layers=costs) if costs else None,
     )  # fmt: skip
     return Run(
-        **{"name": "Net", **changed}, record=record, flow=tuple(chain if flow is None else flow),
+        **{"name": "Net", **changed}, record=record,
         status={one.layer.name: one.status for one in seen if one.status},
         units={one.layer.name: one.units for one in seen if one.units},
         before={one.layer.name: one.before for one in seen if one.before},
@@ -165,15 +160,6 @@ def test_a_run_that_stopped_early_says_why() -> None:
     assert "Not every test ran to its end: stopping after 2 failures." in text
 
 
-def test_calls_that_are_written_otherwise_are_shown_once_and_in_their_tests() -> None:
-    note = cause("*.attn: input[1] renamed to mask", layers=6)
-    same = snapshot(verdict="same", notes=(note,))
-    page = Page(render(results(*(checked(f"test_{i}", snapshots=(same,)) for i in "ab"))))
-    assert "2 models written otherwise, which alone fails no test" in page.text
-    assert page.text.count("*.attn: input[1] renamed to mask x6, in 2 models") == 1
-    assert page.text.count("*.attn: input[1] renamed to mask x6") == 3
-
-
 def test_a_cause_of_several_tests_is_shown_once() -> None:
     tests = [checked(f"test_{i}", outcome="failed", snapshots=(snapshot(cause("fc: own code changed")),)) for i in "ab"]
     text = Page(render(results(*tests))).text
@@ -207,7 +193,7 @@ def test_how_a_cause_was_found_is_said_in_plain_words() -> None:
         ("TypeError: fc is no layer", None),
     ],
 )
-def test_the_layer_that_a_failure_names_is_marked_in_graph_charts_and_table(message: str, named: str | None) -> None:
+def test_the_layer_that_a_failure_names_is_marked_in_the_table(message: str, named: str | None) -> None:
     layers = [layer("fc"), layer("1"), layer("fc.attn"), layer("head")]
     page = render(results(checked("a", run(*layers), outcome="failed", message=message, failure="-")))
     rows = {
@@ -215,11 +201,6 @@ def test_the_layer_that_a_failure_names_is_marked_in_graph_charts_and_table(mess
         for row in re.findall("<tr id=[^>]*>(.*)", page.replace("<tr", "\n<tr"))
     }
     assert [name for name, row in rows.items() if "◎ named" in row] == ([named] if named else [])
-    titles = re.findall(r"<title>([^<]*)</title>", page[page.index("class=graph") :])
-    assert [title for title in titles if title.endswith("named")] == (
-        [f"{named}, Linear, (2, 8), 72 parameters: named"] if named else []
-    )
-    assert titles.count("named: 1 layer") == (2 if named else 0)  # gradients, and activations
 
 
 def test_failed_tests_come_first_and_are_open() -> None:
@@ -237,14 +218,6 @@ def test_the_models_of_folded_tests_are_left_to_the_script() -> None:
     assert "id=l1.0" not in kept[0]
 
 
-def test_the_next_steps_of_a_snapshot_stand_apart() -> None:
-    text = "fc changed\n\nlayer\nfc\n\nIntended? pytest t.py --snapshot-update\nSince when? git bisect run pytest t.py"
-    page = Page(render(results(checked("a", outcome="failed", snapshots=(snapshot(text=text),)))))
-    assert (
-        "If it is intended Intended? pytest t.py --snapshot-update Since when? git bisect run pytest t.py" in page.text
-    )
-
-
 def test_what_was_compared_with_the_other_side_is_counted_and_what_was_not_is_listed() -> None:
     base = Base(
         ref="main", commit="e4798012e1b5", python=None, versions={"torch": ("2.15", "2.6")}, verdicts={"changed": 3},
@@ -255,11 +228,9 @@ def test_what_was_compared_with_the_other_side_is_counted_and_what_was_not_is_li
     assert "1 test only here t.py::new 1 did not pass there t.py::broken : no" in said
 
 
-def test_lines_of_a_failure_are_kept_and_those_of_a_table_are_not_wrapped() -> None:
-    text = "E       one\nE       layer   zeros\nE       fc         100\nE       two"
-    page = render(results(checked("a", outcome="failed", failure=text)))
-    table = "<span>E       layer   zeros\nE       fc         100</span>"
-    assert f"<pre tabindex=0>E       one\n{table}\nE       two</pre>" in page
+def test_the_lines_of_a_failure_are_kept() -> None:
+    page = render(results(checked("a", outcome="failed", failure="E  fc is dead\nE  <b>")))
+    assert "<pre tabindex=0>E  fc is dead\nE  &lt;b&gt;</pre>" in page
 
 
 def test_a_table_leaves_out_empty_columns() -> None:
@@ -274,9 +245,8 @@ def test_a_figure_is_embedded() -> None:
     assert images == [{"src": "data:image/png;base64,eA==", "alt": "maps"}]
 
 
-@pytest.mark.parametrize("change", [{"media": "text/html"}, {"data": '"><script>'}])
-def test_a_figure_of_another_kind_is_not(change: dict[str, str]) -> None:
-    figure = Figure(**{"title": "maps", "media": "image/png", "data": "eA==", **change})
+def test_a_figure_of_another_kind_is_not() -> None:
+    figure = Figure(title="maps", media="text/html", data="eA==")
     page = render(results(checked("a", figures=(figure,))))
     assert "<img" not in page
     assert "An image that cannot be shown." in page
@@ -284,15 +254,6 @@ def test_a_figure_of_another_kind_is_not(change: dict[str, str]) -> None:
 
 def steps(*ratios: dict[str, float]) -> tuple[StepResult, ...]:
     return tuple(StepResult(step=n, update_ratios=of) for n, of in enumerate(ratios))
-
-
-def test_update_ratios_are_a_line_for_each_layer_over_the_steps() -> None:
-    taken = steps({"a": 0.1, "b": 0.01}, {"a": 0.1, "b": 0.001}, {"a": 0.0, "b": 1e-3, "gone": float("nan")})
-    page = render_run(run(layer("a"), layer("b"), steps=taken))
-    [drawn] = re.findall(r'class=line d="([^"]*)"', page[page.index("Update ratio") :])
-    assert [line.count("L") for line in drawn.split("M")[1:]] == [1, 2]
-    said = "of each layer; about 0.001 is usual. In the last step smallest b 0.001, largest b 0.001."
-    assert said in Page(page).text
 
 
 def test_of_many_update_ratios_the_range_and_the_median_are_drawn() -> None:
@@ -466,120 +427,6 @@ def test_a_gradient_of_zero_is_marked() -> None:
 def test_of_many_layers_those_without_a_box_have_a_dot() -> None:
     layers = [plain(str(i), histogram=Histogram(negative=(1,), positive=(1,)) if i < 60 else None) for i in range(100)]
     assert len(points(chart_of(gradient_flow, *layers), "dots")) == 40
-
-
-def test_a_layer_with_a_cause_is_marked_and_one_that_moved_is_not() -> None:
-    chart = scale(plain("a"), plain("b", status=("dead",)), plain("c", status=("moved",)))
-    ((css, title, path),) = re.findall(r'<g class="?(mark \w+)"?><title>([^<]*)</title><path d="([^"]*)"', chart)
-    assert (css, title, path.count("M")) == ("mark dead", "dead: 1 layer", 1)
-    assert path.startswith(f"M{points(chart, 'line')[1][0]} ")
-
-
-def test_the_mark_of_a_module_stands_at_the_last_layer_in_it() -> None:
-    chart = scale(plain("x"), plain("block.a"), plain("block", leaf=False, status=("named",)), plain("head"))
-    (x,) = re.findall(r'class="mark named"><title>named: 1 layer</title><path d="M(\d+)', chart)
-    assert int(x) == points(chart, "line")[1][0]
-
-
-def test_of_a_layer_with_several_words_the_first_in_the_legend_is_the_mark() -> None:
-    chart = scale(plain("a", status=("dead", "named")), plain("b"))
-    assert re.findall(r'class="mark (\w+)"', chart) == ["named"]
-
-
-def test_a_thousand_marks_are_one_short_path() -> None:
-    chart = scale(*(plain(str(i), status=("no gradient",)) for i in range(1000)))
-    (path,) = re.findall(r'<g class="mark nograd"><title>[^<]*</title><path d="([^"]*)"', chart)
-    assert path.count("v5") == 1000
-    assert "∅" not in chart
-
-
-# --- the graph --------------------------------------------------------------------------------------------------------
-
-
-def call(layer: str, *sources: int, after: int | None = None, number: int = 1, more: int = 0) -> Flow:
-    return Flow(layer=layer, call=number, more=more, sources=sources, after=after)
-
-
-def drawn(*seen: Seen, flow: list[Flow] | None = None) -> str:
-    return graph(run(*seen, flow=flow), lambda name: None)
-
-
-def labels(svg: str) -> list[str]:
-    return [re.sub("<[^>]+>", "", text) for text in re.findall(r"<text[^>]*>(.*?)</text>", svg)]
-
-
-def blocks(n: int) -> list[Seen]:
-    return [layer(f"h.{i}.{name}") for i in range(n) for name in ("fc", "act")]
-
-
-def test_blocks_that_repeat_are_one_with_their_number() -> None:
-    assert labels(drawn(*blocks(12))) == ["h.0 … 11 ×12", "fc Linear", "act Linear"]
-
-
-def test_a_block_with_another_status_is_not_folded() -> None:
-    layers = blocks(5)
-    layers[4].status = ("dead",)
-    assert labels(drawn(*layers)) == ["h", "0 … 1 ×2", "fc Linear", "act Linear", "2", "fc Linear ×", "act Linear",
-                                      "3 … 4 ×2", "fc Linear", "act Linear"]  # fmt: skip
-
-
-def edges(svg: str) -> tuple[int, int]:
-    """Return how many lines are solid, and how many dotted."""
-    found = dict(re.findall(r'<path class="?(edge(?: likely)?)"? d="([^"]*)"', svg))
-    return found.get("edge", "").count("M"), found.get("edge likely", "").count("M")
-
-
-def test_a_recorded_source_is_a_solid_line_and_a_guess_is_dotted_and_says_so() -> None:
-    flow = [call("q"), call("k"), call("norm", 0), call("out", after=2)]
-    svg = drawn(layer("q"), layer("k"), layer("norm"), layer("out"), flow=flow)
-    assert edges(svg) == (1, 2)  # the guess starts at k and norm, which no other layer takes
-    assert "<title>a guess: code computed the input" in svg
-
-
-def test_layers_that_take_one_tensor_of_which_the_source_is_not_known_have_the_same_guess() -> None:
-    flow = [call("a"), call("b"), call("q", after=1), call("k", after=1), call("out", 2, 3)]
-    assert edges(drawn(*map(layer, "abqk"), layer("out"), flow=flow)) == (2, 4)
-
-
-def test_each_call_of_a_layer_is_a_node_between_what_it_takes_and_what_takes_it() -> None:
-    flow = [call("a"), call("relu", 0), call("b", 1), call("relu", 2, number=2), call("out", 3)]
-    svg = drawn(layer("a"), layer("relu", calls=2), layer("b"), layer("out"), flow=flow)
-    assert labels(svg) == ["a Linear", "relu Linear", "b Linear", "relu (call 2) Linear", "out Linear"]
-    assert edges(svg) == (4, 0)
-    assert "<title>relu, call 2, Linear, 72 parameters, 2 calls</title>" in svg
-
-
-def test_the_last_call_that_is_told_apart_stands_for_the_others() -> None:
-    flow = [call("cell"), call("cell", 0, number=2, more=998), call("out", 1)]
-    svg = drawn(layer("cell", calls=1000), layer("out"), flow=flow)
-    assert labels(svg) == ["cell Linear", "cell (calls 2 to 1,000) Linear", "out Linear"]
-
-
-def test_an_edge_over_a_level_goes_around_the_node_on_it() -> None:
-    svg = drawn(layer("a"), layer("b"), layer("c"), flow=[call("a"), call("b", 0), call("c", 0, 1)])
-    width = float(re.search(r"width=([\d.]+)", svg)[1])
-    lane = [float(x) for x in re.findall(r"C[\d.]+ [\d.]+ ([\d.]+)", svg)]
-    node = max(float(w) for w in re.findall(r"<rect width=([\d.]+)", svg))
-    assert node + 10 < lane[0] < width
-
-
-def test_of_a_large_model_the_deepest_boxes_without_a_status_are_one_node_each() -> None:
-    layers = [layer(f"net.{i}.{j}", parameters=100 * i + j + 1) for i in range(100) for j in range(3)]
-    layers[31].status = ("dead",)
-    svg = drawn(*layers)
-    shown = labels(svg)
-    assert shown[:2] == ["net", "0 +3"]
-    assert shown[10:16] == ["9 +3", "10", "0 Linear", "1 Linear ×", "2 Linear", "11 +3"]
-    assert len(shown) <= MOST_NODES
-    assert "net.9, 3 layers in it" in re.findall("<title>(.*?)</title>", svg)
-
-
-def test_layers_side_by_side_that_are_too_many_are_not_drawn() -> None:
-    assert "2,000 layers side by side are too many" in drawn(*(layer(str(i), parameters=i) for i in range(2000)))
-
-
-def test_a_deep_tree_is_no_error() -> None:
-    assert labels(drawn(layer(".".join(map(str, range(3000))))))
 
 
 # --- a record ---------------------------------------------------------------------------------------------------------
