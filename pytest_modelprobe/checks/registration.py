@@ -316,19 +316,37 @@ def initialized(prepared: PreparedModel, *, factory: Callable[[], nn.Module] | N
     >>> print(checks.initialized.outcome(ModelProbe(), broken(), factory=broken).layer)
     scale
     """
-    rows = _padding_rows(prepared.model)
+    model = prepared.model
+    numbers = _numbers(model)
+    if not numbers:
+        raise NotApplicableError("the model has no parameters or buffers of numbers")
+    found: Violation | str = (
+        f"{count(len(numbers), 'parameters and buffer')}, as far as values show; not looked at, whether each was "
+        "written to: no factory="
+    )
     if factory is not None:
-        found = _never_written(prepared.model, factory)
-    else:
-        built, found = prepared.probe.built.get(prepared.model), ""
-        if built is not None:
-            with contextlib.suppress(UsageError):  # it makes no model again
-                found = _never_written(prepared.model, built.factory, built.versions)
-        if isinstance(found, str):
-            by_values = _by_values(prepared.model)
-            found = by_values if isinstance(by_values, Violation) else found or by_values
+        found = _never_written(model, factory)
+    elif built := prepared.probe.built.get(model):
+        with contextlib.suppress(UsageError):  # it makes no model again
+            found = _never_written(model, built.factory, built.versions)
     if isinstance(found, Violation):
         return found
+    values = [(name, t, plain(t.detach())) for name, t in numbers if is_rounded(t)]
+    bad = [
+        (name, int((~x.isfinite()).sum()), t.numel())
+        for name, t, x in values
+        if (~x.isfinite() if isinstance(t, nn.Parameter) else x.isnan()).any()  # masks are made of -inf
+    ]
+    if bad:
+        _, missing, numel = bad[0]
+        return Violation.first_of(
+            bad,
+            f"is not finite: {missing:,} of {numel:,} elements are NaN or infinite",
+            columns=("name", "not finite", "elements"),
+            advice="Either they were never initialized (look for torch.empty without an nn.init after it), or training "
+            "diverged: factory= tells which.",
+        )
+    rows = _padding_rows(model)
     filled = [(name, index, row.abs().max().item()) for name, index, row in rows if bool(row.any())]
     if not filled:
         held = found + (f"; {count(len(rows), 'row')} for padding" if rows else "")
@@ -421,8 +439,6 @@ def _never_written(
         made = [(n, t) for n, t in made if n in here and n not in left and here[n].shape == t.shape]
         if not made:
             raise UsageError("all parameters and buffers were written to since the model was built")
-    if not made:
-        raise NotApplicableError("the model has no parameters or buffers of numbers")
     found = []
     for name, t in made:
         if is_rounded(t):
@@ -442,32 +458,6 @@ def _never_written(
         f"is not initialized: {missing:,} of {numel:,} elements were never written to",
         columns=("name", "never written to", "elements"),
         advice="Look for torch.empty without an nn.init after it, and for modules that the model's own init skips.",
-    )
-
-
-def _by_values(model: nn.Module) -> Violation | str:
-    """Return the tensors that hold what no initialization gives: uninitialized memory, or the result of training."""
-    floating = [(name, t) for name, t in _numbers(model) if is_rounded(t)]
-    if not floating:
-        raise NotApplicableError("the model has no floating parameters or buffers")
-    found = []
-    for name, t in floating:
-        values = plain(t.detach())
-        wrong = ~values.isfinite() if isinstance(t, nn.Parameter) else values.isnan()  # masks are made of -inf
-        if bool(wrong.any()):
-            found.append((name, int((~values.isfinite()).sum()), t.numel()))
-    if not found:
-        return (
-            f"{count(len(floating), 'parameters and buffer')}, as far as values show; not looked at, whether each was "
-            "written to: no factory="
-        )
-    _, missing, numel = found[0]
-    return Violation.first_of(
-        found,
-        f"is not finite: {missing:,} of {numel:,} elements are NaN or infinite",
-        columns=("name", "not finite", "elements"),
-        advice="Either they were never initialized (look for torch.empty without an nn.init after it), or training "
-        "diverged: factory= tells which.",
     )
 
 

@@ -320,7 +320,7 @@ def test_a_model_that_is_cached_by_its_shape_alone_is_clean(probe: ModelProbe, r
         ),
         ("permutation_equivariant", nn.Linear(6, 2), (6,), "no input has more than one position"),
         ("permutation_invariant", nn.Linear(6, 2), (6,), "no input has more than one position"),
-        ("initialized", nn.ReLU(), (3, 6), "no floating parameters or buffers"),
+        ("initialized", nn.ReLU(), (3, 6), "no parameters or buffers of numbers"),
         ("layout_parity", Layer(lambda x: x + 1), (), "no input has a layout"),
         ("checkpoint_parity", nn.Linear(6, 2), (3, 6), "no children"),
         ("gradient_accumulation", nn.Linear(6, 2), (3, 6), "without loss="),
