@@ -244,27 +244,6 @@ def test_an_infinity_that_is_meant_is_so_for_the_check_and_the_assertion(probe: 
         assert_finite(probe.run(model, x))
 
 
-def test_where_an_infinity_comes_from_is_looked_for_once_in_each_mode(probe: ModelProbe) -> None:
-    counted = []
-
-    class Counted(MaskedLogits):
-        def forward(self, x: Tensor) -> Tensor:
-            counted.append(self.training)
-            return super().forward(x) if self.masks else nn.functional.linear(x, self.weight)
-
-        masks = True
-
-    model = Counted(8, 4)
-    checks.any_batch_size(probe, model, probe.randn(6, 8))
-    checks.finite(probe, model, probe.randn(6, 8))
-    masked = len(counted)
-    counted.clear()
-    model.masks = False
-    checks.any_batch_size(probe, model, probe.randn(6, 8))
-    checks.finite(probe, model, probe.randn(6, 8))
-    assert masked - len(counted) == 1 + 2
-
-
 # --- masks of chunks --------------------------------------------------------------------------------------------------
 
 
