@@ -320,7 +320,7 @@ def _weights_changed(weights: Mapping[str, Tensor], change: Callable[[str, Tenso
     A parameter that is used in several places is changed once. All changes are computed before one is written, so that
     an error leaves all weights as they are.
     """
-    once = {id(weight): (name, weight) for name, weight in reversed(weights.items())}
+    once = {id(weight): (name, weight) for name, weight in reversed([*weights.items()])}
     planned = []
     for name, weight in once.values():
         with torch.no_grad():
