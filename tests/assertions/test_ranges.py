@@ -94,6 +94,15 @@ def test_a_function_is_seen_where_it_is_recorded() -> None:
         assert_not_saturated(record(model, functionals=True))
 
 
+@pytest.mark.parametrize(("name", "slope"), [("sigmoid", lambda y: 4 * y * (1 - y)), ("tanh", lambda y: 1 - y * y)])
+def test_the_slope_is_that_of_the_function(name: str, slope: object) -> None:
+    model = net(ACTIVATIONS[name], scale=5.0)
+    exact = slope(model[:2](X).double()).mean().item()
+    assert_not_saturated(record(model), min_slope=exact * 0.999)
+    with pytest.raises(AssertionError):
+        assert_not_saturated(record(model), min_slope=exact * 1.001)
+
+
 def test_without_such_a_function_there_is_nothing_to_look_at() -> None:
     with pytest.raises(NothingObservedError, match="none of the selected layers is a sigmoid, tanh or softmax"):
         assert_not_saturated(record(nn.Linear(16, 2)))
