@@ -287,15 +287,6 @@ def test_features_that_reach_nothing_are_named(probe: ModelProbe, rows: Tensor) 
     )
 
 
-def test_where_features_are_seen_last_is_said(probe: ModelProbe, rows: Tensor) -> None:
-    first = nn.Linear(WIDTH, WIDTH)
-    with torch.no_grad():
-        first.weight[:, 2] = 0
-    found = checks.inputs_used.outcome(probe, nn.Sequential(nn.Tanh(), first), rows)
-    assert str(found).startswith("input is not used at feature 2 of 8: ")
-    assert str(found).endswith("\n\nThe values reach 0 output and no further.")
-
-
 def test_an_input_that_reaches_nothing_is_named(probe: ModelProbe, rows: Tensor) -> None:
     found = checks.inputs_used.outcome(probe, Towers(torch.zeros_like), user=rows, item=rows + 1)
     assert str(found).startswith("user is not used: no gradient arrives there, ")
@@ -314,14 +305,6 @@ def test_a_channel_that_reaches_nothing_is_named(probe: ModelProbe) -> None:
 def test_what_strides_leave_over_is_not_lost(probe: ModelProbe) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4, 2))
     assert checks.inputs_used(probe, model, probe.randn(2, 3, 8, 8)).text == "1 input"
-
-
-def test_gates_and_maxima_lose_nothing(probe: ModelProbe) -> None:
-    class Gated(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).relu().amax(1)
-
-    assert checks.inputs_used(probe, Gated(WIDTH, 3), probe.randn(2, 3, WIDTH)).text == "1 input"
 
 
 def test_what_counts_by_its_values_alone_is_said(probe: ModelProbe, rows: Tensor) -> None:
