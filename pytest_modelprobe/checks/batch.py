@@ -19,7 +19,6 @@ from pytest_modelprobe.text import count, listed
 from .agreement import (
     Disagreement,
     Pairs,
-    axes_of_length,
     axes_that_follow,
     check_not_random,
     compare_runs,
@@ -59,16 +58,15 @@ def batch_independent(prepared: PreparedModel, *, axis: int = 0, tolerance: floa
         raise NotApplicableError("the batch has one row: give it two or more")
     one = prepared.reference(mode="eval")
     resized = _resized(prepared, size, axis, (size + 1, 2 * size))
-    rows = _Rows.of(prepared, one, size, axis, resized)
     if resized is None:
         _check_items_are_no_rows(prepared)
+        raise NotApplicableError("the model accepts no other batch size, which shows the axes of the batch")
+    rows = _Rows.of(one, size, resized)
     rows.check_known()
     inside = None
     for row, which in (0, "first"), (size - 1, "last"):
         found, hidden = _mixed(prepared, one, rows, axis, tolerance, row)
         if found:
-            if resized is None:
-                raise _no_batch(axis)
             check_not_random(prepared)
             check_rows_go_together(prepared, axis)
             return violation_of(
@@ -106,17 +104,13 @@ def any_batch_size(prepared: PreparedModel, *, axis: int = 0, tolerance: float |
     for n, two in runs.items():
         if two.error is not None:
             check_rows_go_together(prepared, axis)
-            known = _Rows.of(prepared, one, size, axis, None)
-            mixes = (_mixed(prepared, one, known, axis, tolerance, row)[0] for row in (0, size - 1))
-            if size > 1 and known.final and any(mixes):
-                raise _no_batch(axis)
             return Violation.at(
                 two.raised_in,
                 f"takes no batch of {n}, only of {size}: {two.failure}",
                 advice="Look for a size that is written into a view, a buffer or a loop.",
             )
     assert resized is not None
-    rows = _Rows.of(prepared, one, size, axis, resized)
+    rows = _Rows.of(one, size, resized)
     rows.check_known()
     inside = None
     for n, two in runs.items():
@@ -187,12 +181,6 @@ def _check_items_are_no_rows(prepared: PreparedModel) -> None:
         raise NotApplicableError("the inputs are lists with an item for each row, and have no axis of a batch")
 
 
-def _no_batch(axis: int) -> NotApplicableError:
-    return NotApplicableError(
-        f"axis {axis} does not seem to be a batch axis: its rows depend on each other, and their number cannot change"
-    )
-
-
 def batched(prepared: PreparedModel, size: int, axis: int) -> set[str]:
     """Return the paths of the inputs that have the batch axis."""
     return {path for path, x in prepared.dense if -x.dim() <= axis < x.dim() and x.shape[axis] == size}
@@ -227,17 +215,10 @@ class _Rows:
     """Outputs of integers, which may depend on rounding and are not compared."""
     number: bool = False
     """Whether all outputs are single numbers, as losses are."""
-    guessed: bool = False
-    """Whether the model accepts no other batch size: each axis as long as the batch may be the batch axis."""
 
     @classmethod
-    def of(cls, prepared: PreparedModel, one: Trace, size: int, axis: int, resized: _Resized | None) -> _Rows:
-        """Return the axes that are longer in a longer batch; without one, all that are as long as the batch."""
-        if resized is None:
-            axes = {g.where: axes_of_length(g.tensor, size) for g in one.tensors if is_rounded(g.tensor)}
-            axes = {where: found for where, found in axes.items() if found}
-            along = [given for given in one.tensors if given.where in axes]
-            return cls(size, batched(prepared, size, axis), axes, along, guessed=True)
+    def of(cls, one: Trace, size: int, resized: _Resized) -> _Rows:
+        """Return the axes that are longer in a longer batch."""
         follow = axes_that_follow(one, resized.trace, size, resized.n)
         there = {given.where for given in resized.trace.tensors}
         # With another number of axes it is compared as a whole.
@@ -273,12 +254,11 @@ class _Rows:
             if axes is None:
                 return []
             # A matrix of rows by rows has two batch axes: of a row, its diagonal element is taken.
-            meant = [[axis] for axis in axes] if self.guessed else [axes]
-            rows = [(_taken(one, each, row, self.size), _taken(other, each, row, n)) for each in meant]
-            found = [(x, y) for x, y in rows if x is not None and y is not None]
-            if found or (one.dim() == other.dim() and not given.is_final):
-                return found  # an expert may receive as many tokens as there are rows
-            return [(one, other)]
+            x, y = _taken(one, axes, row, self.size), _taken(other, axes, row, n)
+            if x is not None and y is not None:
+                return [(x, y)]
+            # An expert may receive as many tokens as there are rows.
+            return [] if one.dim() == other.dim() and not given.is_final else [(one, other)]
 
         return pairs
 
@@ -304,10 +284,7 @@ class _Rows:
         text = f"{count(len(self.axes), 'value')} of {count(len({given.layer for given in self.along}), 'layer')}"
         for what, paths in ("not along the batch", self.elsewhere), ("not compared, as integers", self.integers):
             text += f"; {what}: {listed(list(paths))}" if paths else ""
-        text += inside_note(inside)
-        if self.guessed:
-            text += f"; the model accepts no other batch size: each axis of {self.size} is assumed to be the batch"
-        return text
+        return text + inside_note(inside)
 
 
 def _resized(prepared: PreparedModel, size: int, axis: int, sizes: tuple[int, ...]) -> _Resized | None:

@@ -137,12 +137,6 @@ def test_a_model_for_one_number_of_rows_takes_no_other(modelprobe: ModelProbe) -
     assert outcome.text.startswith("(root) takes no batch of 1, only of 4: (root) raised ValueError: four rows only")
 
 
-def test_an_axis_whose_rows_know_of_each_other_in_one_number_is_no_batch(modelprobe: ModelProbe) -> None:
-    picture = modelprobe.randn(3, 8, 8)
-    for check in (checks.batch_independent, checks.any_batch_size):
-        assert "does not seem to be a batch axis" in check.outcome(modelprobe, nn.Conv2d(3, 3, 3), picture).text
-
-
 def test_inputs_that_are_all_the_same_leave_the_others_to_be_replaced(modelprobe: ModelProbe) -> None:
     model = Calling(lambda linear, types, x: linear(x).softmax(0) + types[:, :2])
     types = torch.zeros(4, 3, dtype=torch.long)

@@ -285,8 +285,7 @@ def test_a_model_that_is_cached_by_its_shape_alone_is_clean(probe: ModelProbe, r
                 self.ramp = torch.arange(x.shape[1], device=x.device)
             return x + self.ramp
 
-    found = checks.state_unchanged_by_forward(probe, between(Cached()), rows)
-    assert found.text.endswith(", 3 forwards; attributes that it set without a change of an output: 2.ramp")
+    assert checks.state_unchanged_by_forward(probe, between(Cached()), rows).text.endswith(", 3 forwards")
 
 
 # --- where a check means nothing ----------------------------------------------------------------------------------
@@ -550,37 +549,6 @@ def test_a_counter_of_forwards_is_named(probe: ModelProbe, rows: Tensor) -> None
 
     found = checks.state_unchanged_by_forward.outcome(probe, between(Counter()), rows)
     assert named(found) == "2"
-    assert "2.count" in found.text
-
-
-class Cache:
-    """An object that may hold anything."""
-
-
-class Keeping(nn.Module):
-    """Keeps something in its attribute."""
-
-    def __init__(self, kept: Any, keep: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
-        self.kept, self.keep = kept, keep
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.keep(self.kept, x.detach().clone())
-        return x
-
-
-@pytest.mark.parametrize(
-    ("kept", "keep"),
-    [
-        ({}, lambda kept, x: kept.update(last=x)),
-        (([],), lambda kept, x: kept[0].append(x)),
-        (Cache(), lambda kept, x: setattr(kept, "last", x)),
-    ],
-    ids=["dict", "list in a tuple", "object"],
-)
-def test_what_a_forward_keeps_and_never_uses_is_said(probe: ModelProbe, rows: Tensor, kept: Any, keep: Any) -> None:
-    found = checks.state_unchanged_by_forward(probe, between(Keeping(kept, keep)), rows)
-    assert found.text.endswith("; attributes that it set without a change of an output: 2.kept")
 
 
 def test_a_mask_kept_of_another_batch_is_named(

@@ -221,25 +221,20 @@ class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fc, self.bn = nn.Linear(3, 3), nn.BatchNorm1d(3)
-        self.register_buffer("scale", torch.tensor(2.0))
-        self.register_buffer("seen", torch.zeros(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.seen += x.detach().mean(0)
-        return self.bn(self.fc(x)) * self.scale
+        return self.bn(self.fc(x))
 
 
-def test_an_average_with_its_buffers_tracks(probe: ModelProbe, x: Tensor) -> None:
+def test_an_average_with_its_buffers_tracks(probe: ModelProbe) -> None:
     model = probe.build(Normed)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     ema.update_parameters(model)
     options: dict[str, Any] = {"average": ema, "decay": 0.9, "updates": lambda: ema.update_parameters(model)}
     assert checks.ema_tracks(probe, model, **options).text == "4 parameters, 2 buffers"
-    assert checks.ema_tracks(probe, model, x, **options).text == "4 parameters, 3 buffers"
 
 
-def test_an_average_whose_running_statistics_stay_is_told(probe: ModelProbe, x: Tensor) -> None:
+def test_an_average_whose_running_statistics_stay_is_told(probe: ModelProbe) -> None:
     model = probe.build(Normed)
     average = copy.deepcopy(model)
 
@@ -254,8 +249,6 @@ def test_an_average_whose_running_statistics_stay_is_told(probe: ModelProbe, x: 
     assert columns == "parameter         what"
     assert [row.split()[0] for row in rows] == ["bn.running_mean", "bn.running_var"]
     assert "update_bn" in advice
-    found = checks.ema_tracks.outcome(probe, model, x, average=average, decay=0.9, updates=updates)
-    assert found.layer == "seen"
 
 
 # --- padding that is found by its id ------------------------------------------------------------------------------

@@ -29,39 +29,6 @@ def probe() -> ModelProbe:
     return ModelProbe()
 
 
-# --- initialized: rows for padding ---------------------------------------------------------------------------------
-
-
-class Padded(nn.Module):
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(WORDS, WIDTH, padding_idx=2), nn.Linear(WIDTH, WORDS, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.embed(ids))
-
-
-def test_a_row_for_padding_that_an_initialization_wrote_over_is_named(probe: ModelProbe) -> None:
-    def factory() -> nn.Module:
-        model = Padded()
-        nn.init.constant_(model.embed.weight, 0.5)
-        return model
-
-    for options in {}, {"factory": factory}:
-        found = checks.initialized.outcome(probe, factory(), **options)
-        assert named(found) == "embed.weight"
-        first = str(found).splitlines()[0]
-        assert first == "embed.weight is not zero in row 2, its padding_idx: up to 0.5, which no gradient changes"
-
-
-def test_a_row_for_padding_that_a_tied_head_trains_may_hold_anything(probe: ModelProbe) -> None:
-    model = Padded(tied=True)
-    nn.init.ones_(model.embed.weight)
-    assert checks.initialized(probe, model).verdict == "holds"
-
-
 # --- modes_agree --------------------------------------------------------------------------------------------------
 
 

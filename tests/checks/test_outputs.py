@@ -95,9 +95,8 @@ def test_similarities_of_all_rows_with_all_are_not_mixed(probe: ModelProbe) -> N
 
 def test_a_model_of_one_batch_size_is_told(probe: ModelProbe) -> None:
     model = Model(lambda model, x: model.fc(x.view(4, 3)), fc=nn.Linear(3, 5))
-    assert checks.batch_independent(probe, model, probe.randn(4, 3)).text == (
-        "the first and the last of 4 rows, in 3 values of 2 layers; the model accepts no other batch size: each axis "
-        "of 4 is assumed to be the batch"
+    assert checks.batch_independent.outcome(probe, model, probe.randn(4, 3)).text == (
+        "the model accepts no other batch size, which shows the axes of the batch"
     )
 
 
