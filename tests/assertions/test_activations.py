@@ -306,11 +306,6 @@ def test_units_that_dropout_zeroes_by_chance_are_not_counted() -> None:
     assert_no_dead_layers(run(model, X[:1], mode="train"), max_dead_units=0)
 
 
-def test_units_of_a_zero_initialized_layer_are_not_counted() -> None:
-    model = Net(lambda m, x: m.fc(x) + m.zero(x), fc=linear(), zero=linear(weight=0.0))
-    assert_no_dead_layers(run(model), max_dead_units=0)
-
-
 def test_unknown_units_are_an_error_and_not_a_pass() -> None:
     model = Net(lambda m, x: x * 2)
     with pytest.raises(NothingObservedError, match="the units of none of the 1 layer looked at are known"):

@@ -137,19 +137,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]] = {
         {"input_ids": IDS},
     ),
     "MixtralForCausalLM": ("MixtralConfig", TEXT | {"num_key_value_heads": 2}, {"input_ids": IDS}),
-    "T5ForConditionalGeneration": (
-        "T5Config",
-        {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
-        {"input_ids": IDS, "decoder_input_ids": (2, 5)},
-    ),
-    "MambaForCausalLM": (
-        "MambaConfig",
-        {"vocab_size": 64, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "eos_token_id": 2},
-        {"input_ids": IDS},
-    ),
-    "ConvNextForImageClassification": (
-        "ConvNextConfig", {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 2, 1]}, {"pixel_values": (2, 3, 64, 64)},
-    ),
     "Wav2Vec2ForCTC": (
         "Wav2Vec2Config",
         {

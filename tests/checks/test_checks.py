@@ -217,13 +217,6 @@ def test_a_message_lists_all_that_is_broken_the_first_one_first(
     ]
 
 
-def test_other_keywords_go_to_the_model(probe: ModelProbe, net: Any, ids: Tensor, mask: Tensor) -> None:
-    seen = []
-    planted(net, forward=lambda self, ids, attention_mask: seen.append(attention_mask) or Net.forward(self, ids))
-    checks.deterministic(probe, net, ids, attention_mask=mask)
-    assert all(torch.equal(one, mask) for one in seen)
-
-
 def test_keywords_of_the_model_that_a_check_uses_itself_are_given_apart(probe: ModelProbe, rows: Tensor) -> None:
     class Model(nn.Module):
         def forward(self, x: Tensor, axis: int) -> Tensor:
@@ -325,11 +318,6 @@ def test_it_says_why_a_check_means_nothing(
     assert why in found.text
 
 
-def test_a_loss_below_zero_has_no_share_to_be_brought_down_to(probe: ModelProbe, rows: Tensor) -> None:
-    found = checks.overfits_batch.outcome(probe, nn.Linear(6, 2), rows, loss=lambda y: -y.square().mean())
-    assert found.verdict == "not applicable"
-
-
 def test_several_masks_have_to_be_told_apart(probe: ModelProbe, rows: Tensor) -> None:
     class Two(nn.Module):
         def forward(self, x: Tensor, mask: Tensor, other_mask: Tensor) -> Tensor:
@@ -365,16 +353,6 @@ def test_a_generator_of_its_own_does_not_go_by_the_seed(probe: ModelProbe, rows:
     assert named(checks.seeded.outcome(probe, between(OwnNoise()), rows)) == "2"
 
 
-def test_one_seed_for_all_workers_is_named(probe: ModelProbe, rows: Tensor) -> None:
-    class Fixed(nn.Dropout):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.random.fork_rng():
-                torch.manual_seed(0)
-                return super().forward(x)
-
-    assert named(checks.seeded.outcome(probe, between(Fixed()), rows)) == "2"
-
-
 def test_attention_that_drops_out_in_evaluation_is_random(
     probe: ModelProbe, net: Any, attn: Attention, ids: Tensor
 ) -> None:
@@ -399,22 +377,6 @@ def test_an_encoder_that_nests_its_padded_rows_is_healthy(probe: ModelProbe) -> 
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.3, batch_first=True), 2)
     padded = torch.tensor([[False, False, False], [False, False, True]])
     assert checks.seeded(probe, model, probe.randn(2, 3, WIDTH), src_key_padding_mask=padded).verdict == "holds"
-
-
-def test_an_error_of_what_follows_the_layers_is_not_the_models(probe: ModelProbe, rows: Tensor) -> None:
-    def before(call: ModuleCall, args: Any, kwargs: Any) -> None:
-        raise NotImplementedError("no such operation")
-
-    with PreparedModel(probe, nn.Linear(6, 2), (rows,)).ready() as prepared:
-        tracer = CallTracer(prepared.layers.modules, ModuleCall, before=before)
-        said = r"^the layers cannot be followed: NotImplementedError: no such operation$"
-        with tracer, pytest.raises(checks.NotApplicableError, match=said):
-            prepared.reference()
-
-
-def test_dropout_that_is_always_on_is_no_other_in_training(probe: ModelProbe, net: Any, ids: Tensor) -> None:
-    planted(net.blocks[1].drop, forward=lambda self, x: F.dropout(x, 1e-9, False))
-    assert named(checks.train_eval_differ.outcome(probe, net, ids)) == "blocks.1.drop"
 
 
 def test_dropout_that_an_evaluation_switches_off_for_good_is_named(probe: ModelProbe, net: Any, ids: Tensor) -> None:
@@ -453,31 +415,7 @@ def test_a_batch_size_in_a_view_is_named(probe: ModelProbe, rows: Tensor) -> Non
     assert found.text.startswith("layer '2' (Layer) takes no batch of 1, only of 5: layer '2' raised RuntimeError")
 
 
-def test_a_mean_over_the_batch_depends_on_its_size(probe: ModelProbe, rows: Tensor) -> None:
-    assert named(checks.any_batch_size.outcome(probe, between(lambda x: x - x.mean(0)), rows)) == "2"
-
-
 # --- sequence -----------------------------------------------------------------------------------------------------
-
-
-def test_a_causal_mask_left_out_is_named(probe: ModelProbe, net: Any, attn: Attention, ids: Tensor) -> None:
-    planted(attn, masked=lambda self, s, mask: s)
-    assert named(checks.causal.outcome(probe, net, ids)) == "blocks.1.attn"
-
-
-def test_a_mask_that_shows_the_next_token_is_named(probe: ModelProbe, net: Any, attn: Attention, ids: Tensor) -> None:
-    def masked(self: Any, s: Tensor, mask: Tensor | None) -> Tensor:
-        return s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(1), float("-inf"))
-
-    planted(attn, masked=masked)
-    assert named(checks.causal.outcome(probe, net, ids)) == "blocks.1.attn"
-
-
-def test_a_softmax_over_the_queries_knows_of_later_ones(
-    probe: ModelProbe, net: Any, attn: Attention, ids: Tensor
-) -> None:
-    planted(attn, softmax=lambda self, s: s.softmax(-2))
-    assert named(checks.causal.outcome(probe, net, ids)) == "blocks.1.attn"
 
 
 def test_attention_transposed_knows_of_later_positions(
@@ -487,43 +425,12 @@ def test_attention_transposed_knows_of_later_positions(
     assert named(checks.causal.outcome(probe, net, ids)) == "blocks.1.attn"
 
 
-def test_heads_split_by_view_know_of_later_positions(probe: ModelProbe, net: Any, attn: Attention, ids: Tensor) -> None:
-    def forward(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (f(x).reshape(len(x), HEADS, x.shape[1], -1) for f in (self.q, self.k, self.v))
-        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-        return self.out((self.softmax(self.masked(scores, mask)) @ v).transpose(1, 2).flatten(2))
-
-    planted(attn, forward=forward)
-    assert named(checks.causal.outcome(probe, net, ids)) == "blocks.1.attn"
-
-
-def test_heads_merged_without_a_transpose_know_of_later_positions(
-    probe: ModelProbe, net: Any, attn: Attention, ids: Tensor
-) -> None:
-    def forward(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-        return self.out((self.softmax(self.masked(scores, mask)) @ v).reshape(x.shape))
-
-    planted(attn, forward=forward)
-    assert named(checks.causal.outcome(probe, net, ids)) == "blocks.1.attn"
-
-
 def test_a_head_that_starts_from_zero_hides_no_fault(probe: ModelProbe, rows: Tensor) -> None:
     model = between(lambda x: x - x.mean(0))
     nn.init.zeros_(model[4].weight)
     found = checks.batch_independent.outcome(probe, model, rows)
     assert named(found) == "2"
     assert "(root) output" in found.text
-
-
-def test_a_padding_mask_that_is_ignored_is_named(
-    probe: ModelProbe, attn: Attention, net: Any, ids: Tensor, mask: Tensor
-) -> None:
-    for block in net.blocks:
-        block.attn.causal = False  # or the later positions would not be seen anyway
-    planted(attn, masked=lambda self, s, mask: s)
-    assert named(checks.padding_invariant.outcome(probe, net, ids, attention_mask=mask)) == "blocks.1.attn"
 
 
 def test_positions_in_the_middle_break_equivariance(probe: ModelProbe) -> None:
@@ -685,13 +592,6 @@ def test_a_tie_lost_in_loading_is_named(probe: ModelProbe, net: Any, ids: Tensor
     net.head.weight = net.embed.weight
     planted(net, load_state_dict=load_state_dict)
     assert named(checks.state_dict_round_trip.outcome(probe, net, ids)) == "head.weight"
-
-
-def test_a_state_dict_that_is_not_taken_back_is_told(probe: ModelProbe, net: Any, ids: Tensor) -> None:
-    planted(net, state_dict=lambda self, *args, **kwargs: {"more": torch.ones(1)})
-    found = checks.state_dict_round_trip.outcome(probe, net, ids)
-    assert found.layer == "(root)"
-    assert str(found).startswith("(root) cannot load its own state_dict: RuntimeError")
 
 
 def test_a_lambda_that_cannot_be_pickled_is_named(probe: ModelProbe, net: Any, ids: Tensor) -> None:
@@ -1056,3 +956,26 @@ def test_the_message_of_an_assertion_in_a_check_of_ones_own_names_the_type_of_a_
             checks.standard(probe, model, torch.ones(2, 4), only="alive")
     finally:
         remove()
+
+
+def test_a_loss_below_zero_has_no_share_to_be_brought_down_to(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.overfits_batch.outcome(probe, nn.Linear(6, 2), rows, loss=lambda y: -y.square().mean())
+    assert found.verdict == "not applicable"
+
+
+def test_an_error_of_what_follows_the_layers_is_not_the_models(probe: ModelProbe, rows: Tensor) -> None:
+    def before(call: ModuleCall, args: Any, kwargs: Any) -> None:
+        raise NotImplementedError("no such operation")
+
+    with PreparedModel(probe, nn.Linear(6, 2), (rows,)).ready() as prepared:
+        tracer = CallTracer(prepared.layers.modules, ModuleCall, before=before)
+        said = r"^the layers cannot be followed: NotImplementedError: no such operation$"
+        with tracer, pytest.raises(checks.NotApplicableError, match=said):
+            prepared.reference()
+
+
+def test_a_state_dict_that_is_not_taken_back_is_told(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    planted(net, state_dict=lambda self, *args, **kwargs: {"more": torch.ones(1)})
+    found = checks.state_dict_round_trip.outcome(probe, net, ids)
+    assert found.layer == "(root)"
+    assert str(found).startswith("(root) cannot load its own state_dict: RuntimeError")
