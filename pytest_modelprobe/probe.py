@@ -287,7 +287,6 @@ class ModelProbe:
         metric: Metric,
         *,
         layers: Selector = "**",
-        heads: Mapping[str, int] | None = None,
         by: Change = faults.zero,
     ) -> Ablation:
         """Return how a metric of the model changes when each layer is ablated; see `ablation`.
@@ -297,7 +296,7 @@ class ModelProbe:
         >>> sorted(row.layer for row in probe.ablation(model, torch.ones(4, 2), lambda output: output.sum()).rows)
         ['0', '1']
         """
-        return ablation(model, inputs, metric, layers=layers, heads=heads, by=by, seed=self.seed)
+        return ablation(model, inputs, metric, layers=layers, by=by, seed=self.seed)
 
     if TYPE_CHECKING:  # of extras
         feature_maps = _drawing.feature_maps

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,7 +26,6 @@ from pytest_modelprobe.comparison import (
 from pytest_modelprobe.comparison.text import text
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import (
-    Histogram,
     Layer,
     Reading,
     Record,
@@ -150,33 +149,25 @@ def assert_same_behavior(
 
 # --- distributions ----------------------------------------------------------------------------------------------------
 
-_BINS = 10  # The usual limits of the index, 0.1 and 0.25, are for this number of bins.
 
-
-def assert_same_distribution(
-    a: Subject, b: Subject, *, layers: Selector = "**", max_shift: float = 0.25, max_psi: float = 0.25
-) -> None:
+def assert_same_distribution(a: Subject, b: Subject, *, layers: Selector = "**", max_shift: float = 0.25) -> None:
     """Assert that layers see the same distribution in two records: of train and test data, a model and its twin.
 
     The *shift* of a layer is that of the mean and standard deviation of all its outputs together, in standard
     deviations: ``sqrt((mean_a - mean_b)² + (std_a - std_b)²) / sqrt((std_a² + std_b²) / 2)``, the 2-Wasserstein
-    distance of normal distributions over their pooled standard deviation. Where both records have histograms
-    (``histograms=True``), the population stability index is looked at too, ``sum((p - q) ln(p / q))`` over about 10
-    bins of as many elements each: below 0.1 is commonly called stable, above 0.25 a change (N. Siddiqi, Credit Risk
-    Scorecards, 2006). Both are of the finite elements: `assert_finite` looks at the others. Layers are paired by name;
-    the inputs of the model are looked at first.
+    distance of normal distributions over their pooled standard deviation. It is of the finite elements: `assert_finite`
+    looks at the others. Layers are paired by name; the inputs of the model are looked at first.
 
     Args:
         a: A record, a watch, or a probe with one run or watch.
         b: The other.
         layers: Which layers of ``a`` to look at.
         max_shift: The largest shift allowed.
-        max_psi: The largest population stability index allowed.
 
     Raises:
         AssertionError: A layer sees another distribution. The first in order of execution is named first.
         NothingObservedError: No selected layer is in both records with numbers.
-        UsageError: A limit is negative.
+        UsageError: The limit is negative.
 
     >>> import torch
     >>> from pytest_modelprobe import ModelProbe
@@ -184,9 +175,8 @@ def assert_same_distribution(
     >>> train, test = (probe.run(model, probe.randn(1024, 2, name=name)) for name in ("train", "test"))
     >>> assert_same_distribution(train, test)
     """
-    for name, limit in {"max_shift": max_shift, "max_psi": max_psi}.items():
-        if not limit >= 0:
-            raise UsageError(f"{name} is a number, 0 or more; got {limit!r}")
+    if not max_shift >= 0:
+        raise UsageError(f"max_shift is a number, 0 or more; got {max_shift!r}")
     mine, theirs = record_of(a), record_of(b)
     pairs = list(_pairs(mine, theirs, called(mine, layers)))
     if all(pair.side == "it" for pair in pairs):  # the inputs alone say nothing of the layers
@@ -194,16 +184,13 @@ def assert_same_distribution(
             f"{printable(mine.model)} and {printable(theirs.model)} have no layer of the same name with floating-point "
             "outputs among those selected: nothing was looked at"
         )
-    moved = [pair for pair in pairs if pair.shift > max_shift or (pair.psi or 0.0) > max_psi]
+    moved = [pair for pair in pairs if pair.shift > max_shift]
     if not moved:
         for name in (layer.name for layer in called(mine, layers) if layer.name in theirs):
             for layer in (mine[name], theirs[name]):
                 reject_unread_values(layer, (value for _, value in layer.outputs))
         return
     first = moved[0]
-    what, limit = f"by {first.shift:.3g} standard deviations", max_shift
-    if not first.shift > max_shift:
-        what, limit = f"with a stability index of {first.psi:.3g}", max_psi
     advice = "The data differ before the first layer: compare how they are read, normalized and augmented."
     if first.side != "it":
         at = pairs.index(first)
@@ -215,13 +202,13 @@ def assert_same_distribution(
     rows: list[list[Cell]] = []
     for pair in moved:
         (mean, std), (other_mean, other_std) = _moments(pair.a), _moments(pair.b)
-        index = "-" if pair.psi is None else f"{pair.psi:.3g}"
         columns = [number(value) for value in (mean, other_mean, std, other_std)]
-        rows.append([pair.label, pair.type, f"{pair.shift:.3g}", index, *columns])
+        rows.append([pair.label, pair.type, f"{pair.shift:.3g}", *columns])
     raise failed(
-        f"{first.label} is the first with another distribution: {first.side} moved {what}, more than {limit:g}; "
+        f"{first.label} is the first with another distribution: {first.side} moved by {first.shift:.3g} standard "
+        f"deviations, more than {max_shift:g}; "
         f"{out_of(len(moved), len(pairs), 'value')} moved",
-        ["value", "type", "shift", "index", "mean of a", "mean of b", "std of a", "std of b"],
+        ["value", "type", "shift", "mean of a", "mean of b", "std of a", "std of b"],
         rows,
         advice,
     )
@@ -245,12 +232,6 @@ class _Pair:
             return math.inf  # one has no finite element, or elements that mean and std leave out
         return in_pooled_deviations(math.hypot(mean - other_mean, std - other_std), std, other_std)
 
-    @functools.cached_property
-    def psi(self) -> float | None:
-        if self.a.histogram is None or self.b.histogram is None:
-            return None
-        return stability_index(self.a.histogram, self.b.histogram)
-
 
 def in_pooled_deviations(distance: float, std: float, other_std: float) -> float:
     """Return a distance in standard deviations of two distributions together.
@@ -260,40 +241,6 @@ def in_pooled_deviations(distance: float, std: float, other_std: float) -> float
     """
     scale = math.sqrt((std**2 + other_std**2) / 2)
     return distance / scale if scale else 0.0 if distance == 0 else math.inf
-
-
-def stability_index(a: Histogram, b: Histogram) -> float:
-    """Return the population stability index of two distributions, in 10 bins with about as many elements each.
-
-    Half an element is added to each bin, so that an empty one counts as a small one.
-
-    >>> same = Histogram(first=0, negative=(0, 0), positive=(50, 50))
-    >>> stability_index(same, same)
-    0.0
-    >>> round(stability_index(same, Histogram(first=0, negative=(0, 0), positive=(90, 10))), 2)
-    0.85
-    """
-    wide = a.merge(b)
-    blank = Histogram(first=wide.first, negative=(0,) * len(wide.negative), positive=(0,) * len(wide.positive))
-    mine, theirs = (blank.merge(one).bins()[1] for one in (a, b))
-    if not (sum(mine) and sum(theirs)):
-        return 0.0
-    bins = list(_grouped(mine, theirs))
-    share = [(n + 0.5) / (sum(mine) + 0.5 * len(bins)) for n, _ in bins]
-    other = [(n + 0.5) / (sum(theirs) + 0.5 * len(bins)) for _, n in bins]
-    return math.fsum((p - q) * math.log(p / q) for p, q in zip(share, other, strict=True))
-
-
-def _grouped(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the counts of neighboring bins together, of each group a tenth of both distributions or more."""
-    mine, theirs, held = 0, 0, 0.0
-    for n, m in zip(a, b, strict=True):
-        mine, theirs, held = mine + n, theirs + m, held + n / sum(a) + m / sum(b)
-        if held >= 2 / _BINS:
-            yield mine, theirs
-            mine, theirs, held = 0, 0, 0.0
-    if mine or theirs:
-        yield mine, theirs
 
 
 def _pairs(a: Record, b: Record, layers: Iterable[Layer]) -> Iterator[_Pair]:
@@ -316,11 +263,7 @@ def _merged(values: Iterable[Value]) -> Reading | None:
     if not found:
         return None
     merged = functools.reduce(Statistics.merge, (one.statistics for one in found if one.statistics is not None))
-    histograms = [one.histogram for one in found]
-    whole = None
-    if all(one is not None for one in histograms):
-        whole = functools.reduce(Histogram.merge, (one for one in histograms if one is not None))
-    return Reading(statistics=merged, histogram=whole)
+    return Reading(statistics=merged)
 
 
 def _moments(reading: Reading) -> tuple[float, float]:

@@ -15,7 +15,6 @@ from itertools import accumulate
 from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.record import (
     CallTree,
-    ForwardKind,
     Layer,
     Parameter,
     Reading,
@@ -327,8 +326,7 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
         AssertionError: The gradient of a layer is missing, zero, not finite, or vanishing; or the gradients of outputs
             explode. Zeros are looked at twice, and may be a `HintWarning`, see `assert_no_dead_layers`. Experts in one
             parameter of which some get no gradient in several backwards fail where there were 16 tokens or more for
-            each; else they are a `HintWarning`. So is a call at whose output no gradient arrives, though one does at
-            another call of the same layer, and a parameter that has none, though others of its layer have.
+            each; else they are a `HintWarning`. So is a parameter that has none, though others of its layer have.
         NothingObservedError: No backward was seen, no selected layer takes part in it, or no gradient can be read.
         UsageError: ``max_ratio`` is not above 1.
 
@@ -393,17 +391,6 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
             "what is added up.",
         )
         fail_or_hint(text, hint=not seen)
-    lost = [step for step in find_lost_calls(record) if step.layer in looked_at]
-    if lost:
-        label = lost[0].label
-        text = failure(
-            f"{label} gets no gradient, unlike other calls of it; {count(len(lost), 'such call')}",
-            ["call", "type", "calls of the layer"],
-            [[step.name, step.layer.type_name, len(step.layer.calls)] for step in lost],
-            f"Nothing that is trained depends on the output of {label}: is its result used? It may be meant, as for a "
-            "target that is detached.",
-        )
-        fail_or_hint(text, hint=True)
     trained = [(layer, p) for layer in looked_at for p in layer.parameters if p.requires_grad]
     without = [(layer, p) for layer, p in trained if p.gradient is None and any(o.gradient for o in layer.parameters)]
     if without:
@@ -421,39 +408,6 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
             [row for *_, row in exploding],
             "Exploding gradients: look at the initialization, and at a missing norm or residual.",
         )
-
-
-def find_lost_calls(record: Record) -> list[Step]:
-    """Return the calls whose output is thrown away: no gradient arrives at it, but one does at another call.
-
-    Of calls inside each other, the outermost is returned. The call nearest to the loss comes first, because calls that
-    only feed it are lost too.
-
-    >>> find_lost_calls(Record(model="Net"))
-    []
-    """
-    lost: list[Step] = []
-    reached: set[tuple[ForwardKind, str]] = set()
-    lost_or_inside: set[int] = set()
-    for step in CallTree(record).started:
-        # Those at which a gradient should arrive, and would be seen.
-        values = [v for v in step.call.outputs if v.requires_grad and not v.overwritten and 0 not in v.shape]
-        if any(value.backward is not None for value in values):
-            reached.add(_layer_of(step))
-        if id(step.parent) in lost_or_inside:
-            lost_or_inside.add(id(step))
-        elif values and all(value.backward is None for value in values):
-            lost_or_inside.add(id(step))
-            lost.append(step)
-    own = [layer.name for layer in record.layers.values() if any(p.requires_grad for p in layer.parameters)]
-    trained = {*own, *(name for one in own for name in containers(one))}
-    found = [step for step in lost if _layer_of(step) in reached and step.layer.name in trained]
-    return sorted(found, key=lambda step: -step.call.finished)
-
-
-def _layer_of(step: Step) -> tuple[ForwardKind, str]:
-    """Return the kind of forward and the layer: a model may be trained in one kind of forward and used in another."""
-    return step.place[:2], step.layer.name
 
 
 _GROWTH_FACTOR = 100

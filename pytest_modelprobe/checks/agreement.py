@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pytest_modelprobe.comparison.text import percent
 from pytest_modelprobe.models import CallTracer, Layers, ModuleCall, flatten, run_eagerly
@@ -22,7 +22,7 @@ from pytest_modelprobe.runs import Mode, Source, SourceMode
 from pytest_modelprobe.text import Cell, listed
 
 from .outcome import NotApplicableError, Violation
-from .rounding import as_double, is_rounded, limit, plain, relative_error, same
+from .rounding import as_double, is_rounded, limit, plain, relative_error
 from .session import LayerTensor, PreparedModel, Trace, Vary
 
 Pairs = Callable[[LayerTensor, Tensor], list[tuple[Tensor, Tensor]]]
@@ -331,14 +331,11 @@ def not_finite(prepared: PreparedModel, trace: Trace, options: Mapping[str, Any]
 
 
 def _of_outputs(prepared: PreparedModel, trace: Trace, options: Mapping[str, Any], when: str) -> Violation | None:
-    where = {path: _infinite(tensor) for path, tensor in flatten("output", trace.output).tensors if _kinds(tensor)}
-    meant = prepared.meant.get(options.get("mode"), {})
-    if all(path in meant and same(x, meant[path]) for path, x in where.items()):
-        return None  # the operations were followed before, which takes long
+    if not any(_kinds(tensor) for _, tensor in flatten("output", trace.output).tensors):
+        return None
     sources = _sources(prepared, trace, options)
     bad = [kind for kind in _KINDS if kind in sources and not (sources[kind] or _UNKNOWN).given]
     if not bad:
-        prepared.meant[options.get("mode")] = where
         return None
     source = sources[bad[0]]
     rows = [(given.where, *_counted(given.tensor)) for given in trace.tensors if {*_kinds(given.tensor)} & {*bad}]
@@ -360,26 +357,22 @@ def _sources(prepared: PreparedModel, trace: Trace, options: Mapping[str, Any]) 
     model = options.get("model", prepared.model)
     layers = Layers(model)
     calls = CallTracer(layers.modules, ModuleCall)
-    mode = SourceMode(_held(prepared, model), lambda: calls.innermost)
-    with run_eagerly(layers), calls, mode:
-        again = prepared.run(**{**options, "backward": False, "traced": False})
-    found: dict[str, Source | None] = {}
-    for tensor in _tensors(trace.output):
-        found |= dict.fromkeys(_kinds(tensor))
-    for tensor in _tensors(again.output):
-        for kind, source in (mode.sources(tensor) if tensor.layout is torch.strided else {}).items():
-            if found.get(kind) is None or not (source or _UNKNOWN).given:
-                found[kind] = source
-    return found
-
-
-def _held(prepared: PreparedModel, model: nn.Module) -> dict[int, Source]:
-    """Return the tensors that exist before the run, by address, each as a source."""
     held = {x: Source(path, path, given=True) for path, x in prepared.inputs}
     held |= {x: Source(parent(name), name, given=True) for name, x in model.named_buffers()}
     held |= {x: Source(parent(name), name) for name, x in model.named_parameters()}
     strided = {x: source for x, source in held.items() if x.layout is torch.strided and not x.is_nested}
-    return {x.untyped_storage().data_ptr(): source for x, source in strided.items()}
+    places = {x.untyped_storage().data_ptr(): source for x, source in strided.items()}
+    mode = SourceMode(places, lambda: calls.innermost)
+    with run_eagerly(layers), calls, mode:
+        again = prepared.run(**{**options, "backward": False, "traced": False})
+    found: dict[str, Source | None] = {}
+    for _, tensor in flatten("output", trace.output).tensors:
+        found |= dict.fromkeys(_kinds(tensor))
+    for _, tensor in flatten("output", again.output).tensors:
+        for kind, source in (mode.sources(tensor) if tensor.layout is torch.strided else {}).items():
+            if found.get(kind) is None or not (source or _UNKNOWN).given:
+                found[kind] = source
+    return found
 
 
 def _of_loss(prepared: PreparedModel, trace: Trace, when: str) -> Violation | None:
@@ -402,10 +395,6 @@ def _of_gradients(trace: Trace, when: str) -> Violation | None:
     )
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    return [tensor for _, tensor in flatten("output", output).tensors]
-
-
 def _kinds(tensor: Tensor) -> list[str]:
     """Return which of NaN, inf and -inf occur in a tensor.
 
@@ -416,12 +405,6 @@ def _kinds(tensor: Tensor) -> list[str]:
     if x.isfinite().all():
         return []
     return [kind for kind, there in zip(_KINDS, (x.isnan(), x == math.inf, x == -math.inf), strict=True) if there.any()]
-
-
-def _infinite(tensor: Tensor) -> Tensor:
-    """Return a tensor with zeros in place of what is finite."""
-    x = _values(tensor)
-    return x.where(~x.isfinite(), torch.zeros_like(x))
 
 
 def _counted(tensor: Tensor) -> tuple[Cell, ...]:

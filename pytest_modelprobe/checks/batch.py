@@ -7,7 +7,6 @@ are left as they are.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pytest_modelprobe.models import as_real
 from pytest_modelprobe.text import count, listed
 
 from .agreement import (
     Disagreement,
     Pairs,
-    axes_of_length,
     axes_that_follow,
     check_not_random,
     compare_runs,
@@ -30,7 +27,7 @@ from .agreement import (
 )
 from .check import check
 from .outcome import NotApplicableError, Violation
-from .rounding import as_double, differing_bits, is_rounded, limit, relative_error
+from .rounding import is_rounded
 from .sequence import replacement
 from .session import LayerTensor, PreparedModel, Trace, Vary, keep_input
 
@@ -61,18 +58,15 @@ def batch_independent(prepared: PreparedModel, *, axis: int = 0, tolerance: floa
         raise NotApplicableError("the batch has one row: give it two or more")
     one = prepared.reference(mode="eval")
     resized = _resized(prepared, size, axis, (size + 1, 2 * size))
-    rows = _Rows.of(prepared, one, size, axis, resized)
     if resized is None:
         _check_items_are_no_rows(prepared)
-    elif collapse := _collapse(prepared, one, resized, rows, axis):
-        return collapse
+        raise NotApplicableError("the model accepts no other batch size, which shows the axes of the batch")
+    rows = _Rows.of(one, size, resized)
     rows.check_known()
     inside = None
     for row, which in (0, "first"), (size - 1, "last"):
         found, hidden = _mixed(prepared, one, rows, axis, tolerance, row)
         if found:
-            if resized is None:
-                raise _no_batch(axis)
             check_not_random(prepared)
             check_rows_go_together(prepared, axis)
             return violation_of(
@@ -86,24 +80,13 @@ def batch_independent(prepared: PreparedModel, *, axis: int = 0, tolerance: floa
 
 
 @check
-def any_batch_size(
-    prepared: PreparedModel, *, axis: int = 0, tolerance: float | None = None, bitwise: bool = False
-) -> Violation | str:
+def any_batch_size(prepared: PreparedModel, *, axis: int = 0, tolerance: float | None = None) -> Violation | str:
     """Check that in evaluation mode batches of one row, and of one row more, give the same first row.
-
-    An output that depends on the inputs but whose shape does not depend on the batch size breaks it, unless it is a
-    single number for all rows, such as a loss.
-
-    With ``bitwise=True`` the first row also has to be the same bit for bit: alone, and at the beginning, in the middle
-    and at the end of batches of up to 64 rows, among rows of the batch and among others. Few models pass: kernels of
-    matrix products add in another order for another number of rows. It is for inference that has to repeat, whatever
-    else is in the batch.
 
     Args:
         prepared: The model and its inputs.
         axis: Batch axis of the inputs.
         tolerance: The largest relative change that passes. By default it follows from the dtype: 1e-4 in float32.
-        bitwise: Whether the bits have to be the same too, in batches of more sizes and at other places.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -112,8 +95,6 @@ def any_batch_size(
     any_batch_size holds for Linear: batches of 1, 4 and 5, in 1 value of 1 layer
     >>> print(checks.any_batch_size.outcome(probe, nn.Unflatten(0, (2, 2)), probe.randn(4, 3)).layer)
     (root)
-    >>> print(checks.any_batch_size(probe, nn.LayerNorm(3), probe.randn(4, 3), bitwise=True).text)
-    the same bits in batches of 1, 2, 3, 4, 5, 8, 16, 32 and 64 at up to 3 places, in 1 value of 1 layer
     """
     size = size_of(prepared, axis)
     one = prepared.reference(mode="eval")
@@ -123,19 +104,13 @@ def any_batch_size(
     for n, two in runs.items():
         if two.error is not None:
             check_rows_go_together(prepared, axis)
-            known = _Rows.of(prepared, one, size, axis, None)
-            mixes = (_mixed(prepared, one, known, axis, tolerance, row)[0] for row in (0, size - 1))
-            if size > 1 and known.final and any(mixes):
-                raise _no_batch(axis)
             return Violation.at(
                 two.raised_in,
                 f"takes no batch of {n}, only of {size}: {two.failure}",
                 advice="Look for a size that is written into a view, a buffer or a loop.",
             )
     assert resized is not None
-    rows = _Rows.of(prepared, one, size, axis, resized)
-    if collapse := _collapse(prepared, one, resized, rows, axis):
-        return collapse
+    rows = _Rows.of(one, size, resized)
     rows.check_known()
     inside = None
     for n, two in runs.items():
@@ -151,8 +126,6 @@ def any_batch_size(
             )
         rows.check_inside(hidden, f"in a batch of {n}")
         inside = inside or hidden
-    if bitwise:
-        return _bit_for_bit(prepared, one, rows, axis)
     return f"batches of {', '.join(str(n) for n in sorted({1, size}))} and {size + 1}, in {rows.summary(inside)}"
 
 
@@ -208,108 +181,9 @@ def _check_items_are_no_rows(prepared: PreparedModel) -> None:
         raise NotApplicableError("the inputs are lists with an item for each row, and have no axis of a batch")
 
 
-def _no_batch(axis: int) -> NotApplicableError:
-    return NotApplicableError(
-        f"axis {axis} does not seem to be a batch axis: its rows depend on each other, and their number cannot change"
-    )
-
-
 def batched(prepared: PreparedModel, size: int, axis: int) -> set[str]:
     """Return the paths of the inputs that have the batch axis."""
     return {path for path, x in prepared.dense if -x.dim() <= axis < x.dim() and x.shape[axis] == size}
-
-
-# --- bit for bit --------------------------------------------------------------------------------------------------
-
-_SIZES = (1, 2, 3, 5, 8, 16, 32, 64)
-"""Batch sizes for which kernels are known to choose other tiles and other splits of a sum."""
-
-
-def _bit_for_bit(prepared: PreparedModel, one: Trace, rows: _Rows, axis: int) -> Violation | str:
-    """Return where the first row has other bits in another batch, or a summary."""
-    again = prepared.reference(mode="eval")
-    for x, y in zip(one.tensors, again.tensors, strict=False):
-        if x.where != y.where or _ulps(x.tensor, y.tensor):
-            raise NotApplicableError(f"the same batch does not repeat bit for bit: {x.where} differs")
-    sizes = sorted({*_SIZES, rows.size})
-    batches = [(n, place) for n in sizes for place in sorted({0, n // 2, n - 1})]
-    most: dict[str, float] = {}
-    seen_in: dict[str, list[int]] = {}
-    outputs = 0
-    for n, place in batches:
-        vary = _placed(prepared, rows.inputs, rows.size, n, place, axis, replaced=0 < place < n - 1)
-        there = {given.where: given.tensor for given in prepared.variation(mode="eval", vary=vary).tensors}
-        pairs, reaches_output = rows.pairs(n, place=place), False
-        for given in one.tensors:
-            compared = pairs(given, there[given.where]) if given.where in there else []
-            if ulps := min((_ulps(x, y) for x, y in compared), default=0.0):
-                most[given.where] = max(most.get(given.where, 0.0), ulps)
-                seen_in.setdefault(given.where, []).append(n)
-                reaches_output |= given.is_final
-        outputs += reaches_output
-    found = [given for given in rows.along if given.where in most]
-    told = f"batches of {listed([str(n) for n in sizes], len(sizes))} at up to 3 places"
-    if not outputs:
-        inside = f"; layers inside differ, but the output agrees: first {found[0].where}" if found else ""
-        return f"the same bits in {told}, in {rows.summary(None)}{inside}"
-    first = found[0]
-    n = seen_in[first.where][0]
-    return Violation.at(
-        first.layer,
-        f"returns other bits for the same row in a batch of {n} instead of {rows.size}: {first.path} differs by up to "
-        f"{_ulps_text(most[first.where])}; so does the output, in {outputs} of {count(len(batches), 'batch')}",
-        columns=("tensor", "differs by up to", "in batches of"),
-        rows=tuple(
-            (g.where, _ulps_text(most[g.where]), listed([str(n) for n in dict.fromkeys(seen_in[g.where])], len(sizes)))
-            for g in found
-        ),
-        advice="A matrix product, a convolution or a reduction adds in another order for another number of rows. Fix "
-        "the order: compute row by row or in tiles of one size, or use batch-invariant kernels.",
-    )
-
-
-def _placed(
-    prepared: PreparedModel, inputs: set[str], size: int, n: int, place: int, axis: int, *, replaced: bool
-) -> Vary:
-    """Return a function that resizes a batch to n rows, with the first one at another place.
-
-    The other rows are those of the batch, or others if they are ``replaced``.
-    """
-    order = torch.arange(n) % size
-    order[[0, place]] = order[[place, 0]]
-    others = _replacing(prepared, inputs, axis, place) if replaced else keep_input
-
-    def vary(path: str, x: Tensor) -> Tensor:
-        return others(path, x.index_select(axis, order.to(x.device))) if path in inputs else x
-
-    return vary
-
-
-def _ulps(x: Tensor, y: Tensor) -> float:
-    """Return the largest distance of two elements in units in the last place; inf if one alone is finite.
-
-    >>> one = torch.ones(1)
-    >>> _ulps(one, one + torch.finfo(torch.float32).eps), _ulps(torch.zeros(1), -torch.zeros(1)), _ulps(one, one)
-    (1.0, 0.5, 0.0)
-    """
-    if x.shape != y.shape or x.dtype != y.dtype:
-        return math.inf
-    x, y = as_real(x), as_real(y).to(x.device)
-    differs = differing_bits(x, y)
-    if not differs.any():
-        return 0.0
-    if not x.is_floating_point():
-        return math.inf
-    info = torch.finfo(x.dtype)
-    wide, other = as_double(x[differs]), as_double(y[differs])
-    exponent = torch.frexp(torch.maximum(wide.abs(), other.abs()))[1] - 1
-    unit = (info.eps * torch.exp2(exponent.double())).clamp(min=info.tiny * info.eps)
-    ulps = ((wide - other).abs() / unit).max().item()
-    return max(ulps, 0.5) if math.isfinite(ulps) else math.inf  # zeros of other signs are not apart
-
-
-def _ulps_text(ulps: float) -> str:
-    return "its sign of zero" if ulps == 0.5 else f"{count(round(ulps), 'ulp')}" if math.isfinite(ulps) else "∞ ulps"
 
 
 # --- the batch axes of each tensor --------------------------------------------------------------------------------
@@ -341,17 +215,10 @@ class _Rows:
     """Outputs of integers, which may depend on rounding and are not compared."""
     number: bool = False
     """Whether all outputs are single numbers, as losses are."""
-    guessed: bool = False
-    """Whether the model accepts no other batch size: each axis as long as the batch may be the batch axis."""
 
     @classmethod
-    def of(cls, prepared: PreparedModel, one: Trace, size: int, axis: int, resized: _Resized | None) -> _Rows:
-        """Return the axes that are longer in a longer batch; without one, all that are as long as the batch."""
-        if resized is None:
-            axes = {g.where: axes_of_length(g.tensor, size) for g in one.tensors if is_rounded(g.tensor)}
-            axes = {where: found for where, found in axes.items() if found}
-            along = [given for given in one.tensors if given.where in axes]
-            return cls(size, batched(prepared, size, axis), axes, along, guessed=True)
+    def of(cls, one: Trace, size: int, resized: _Resized) -> _Rows:
+        """Return the axes that are longer in a longer batch."""
         follow = axes_that_follow(one, resized.trace, size, resized.n)
         there = {given.where for given in resized.trace.tensors}
         # With another number of axes it is compared as a whole.
@@ -379,24 +246,19 @@ class _Rows:
         """Whether an output of the model has a batch axis."""
         return any(given.is_final for given in self.along)
 
-    def pairs(self, n: int, row: int = 0, place: int | None = None) -> Pairs:
-        """Return a function that takes one row of a tensor, and of another with a batch of n.
-
-        In the other batch the row is at ``place``, by default where it is in the first.
-        """
-        there = row if place is None else place
+    def pairs(self, n: int, row: int = 0) -> Pairs:
+        """Return a function that takes one row of a tensor, and of another with a batch of n."""
 
         def pairs(given: LayerTensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
             one, axes = given.tensor, self.axes.get(given.where)
             if axes is None:
                 return []
             # A matrix of rows by rows has two batch axes: of a row, its diagonal element is taken.
-            meant = [[axis] for axis in axes] if self.guessed else [axes]
-            rows = [(_taken(one, each, row, self.size), _taken(other, each, there, n)) for each in meant]
-            found = [(x, y) for x, y in rows if x is not None and y is not None]
-            if found or (one.dim() == other.dim() and not given.is_final):
-                return found  # an expert may receive as many tokens as there are rows
-            return [(one, other)]
+            x, y = _taken(one, axes, row, self.size), _taken(other, axes, row, n)
+            if x is not None and y is not None:
+                return [(x, y)]
+            # An expert may receive as many tokens as there are rows.
+            return [] if one.dim() == other.dim() and not given.is_final else [(one, other)]
 
         return pairs
 
@@ -422,10 +284,7 @@ class _Rows:
         text = f"{count(len(self.axes), 'value')} of {count(len({given.layer for given in self.along}), 'layer')}"
         for what, paths in ("not along the batch", self.elsewhere), ("not compared, as integers", self.integers):
             text += f"; {what}: {listed(list(paths))}" if paths else ""
-        text += inside_note(inside)
-        if self.guessed:
-            text += f"; the model accepts no other batch size: each axis of {self.size} is assumed to be the batch"
-        return text
+        return text + inside_note(inside)
 
 
 def _resized(prepared: PreparedModel, size: int, axis: int, sizes: tuple[int, ...]) -> _Resized | None:
@@ -455,39 +314,6 @@ def _is_number(x: Tensor) -> bool:
     return x.numel() == 1 and x.dim() <= 1
 
 
-def _collapse(prepared: PreparedModel, one: Trace, resized: _Resized, rows: _Rows, axis: int) -> Violation | None:
-    """Return the violation of a model whose outputs depend on the inputs, but their shapes not on the batch."""
-    outputs, again = one.final, resized.trace.final
-    if not outputs or outputs.keys() != again.keys():  # a list may hold one for each row
-        return None
-    if any(x.shape != again[path].shape for path, x in outputs.items()):
-        return None
-    if any(_is_number(x) for x in outputs.values()):  # a loss, and what else is taken over the whole batch
-        return None
-    two = prepared.variation(mode="eval", vary=_replacing(prepared, rows.inputs))
-    there = {given.where: given.tensor for given in two.tensors}
-    changed = {
-        given.where
-        for given in one.tensors
-        if (new := there.get(given.where)) is not None and not relative_error(given.tensor, new) <= limit(given.tensor)
-    }
-    if not any(given.is_final and given.where in changed for given in one.tensors):
-        return None
-    check_not_random(prepared)
-    check_rows_go_together(prepared, axis)
-    last = max((i for i, given in enumerate(one.tensors) if given.where in rows.axes), default=-1)
-    first = next((given for given in one.tensors[last + 1 :] if given.where in changed), one.tensors[-1])
-    shape = tuple(first.tensor.shape)
-    return Violation.at(
-        first.layer,
-        f"loses the batch: {first.path} is {shape} for a batch of {rows.size} and of {resized.n}",
-        columns=("tensor", "shape"),
-        rows=tuple((g.where, str(tuple(g.tensor.shape))) for g in one.tensors[last + 1 :] if g.where in changed),
-        advice="Look for a first row that is taken (out[:1], out[0]), a squeeze, and a mean over axis 0. If axis "
-        f"{axis} of the inputs is no batch, name the one that is: axis=.",
-    )
-
-
 # --- other rows, and other batch sizes ----------------------------------------------------------------------------
 
 
@@ -500,34 +326,26 @@ def _sized(inputs: set[str], size: int, n: int, axis: int) -> Vary:
     return vary
 
 
-def _replacing(prepared: PreparedModel, inputs: set[str], axis: int = 0, row: int | None = None) -> Vary:
-    """Return a function that replaces all rows but one.
+def _mixed(
+    prepared: PreparedModel, one: Trace, rows: _Rows, axis: int, tolerance: float | None, row: int
+) -> tuple[list[Disagreement], Disagreement | None]:
+    """Return how the output of a row changes when all other rows are replaced; see `compare_runs`.
 
     Masks and single integers, as of lengths, become those of the row that stays: other numbers may not be valid.
     """
 
     def vary(path: str, x: Tensor) -> Tensor:
-        is_mask = x.dtype == torch.bool or path.endswith("mask")
-        if path not in inputs or (is_mask and row is None):
+        if path not in rows.inputs:
             return x
-        if row is not None and (is_mask or (x.dim() == 1 and not x.is_floating_point())):
+        if x.dtype == torch.bool or path.endswith("mask") or (x.dim() == 1 and not x.is_floating_point()):
             return x.select(axis, row).unsqueeze(axis).expand_as(x).clone()
         try:
             others = replacement(prepared, x)
         except NotApplicableError:  # token types that are all 0, say
             return x
-        if row is not None:
-            others.select(axis, row).copy_(x.select(axis, row))
+        others.select(axis, row).copy_(x.select(axis, row))
         return others
 
-    return vary
-
-
-def _mixed(
-    prepared: PreparedModel, one: Trace, rows: _Rows, axis: int, tolerance: float | None, row: int
-) -> tuple[list[Disagreement], Disagreement | None]:
-    """Return how the output of a row changes when all other rows are replaced; see `compare_runs`."""
-    vary = _replacing(prepared, rows.inputs, axis, row)
     two = prepared.variation(mode="eval", vary=vary)
     if all(torch.equal(vary(path, x), x) for path, x in prepared.dense if path in rows.inputs):
         raise NotApplicableError("all elements of the inputs are equal: no other valid values are known")

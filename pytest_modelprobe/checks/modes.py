@@ -8,19 +8,15 @@ still differs is an error.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from pytest_modelprobe._torch import BatchNorm, Dropout
 from pytest_modelprobe.comparison.text import percent
@@ -33,6 +29,7 @@ from pytest_modelprobe.models import (
     has_dense_storage,
     map_tensors,
     seeding,
+    version,
 )
 from pytest_modelprobe.record import ROOT, Operation
 from pytest_modelprobe.runs import Mode, find_gradient_origin
@@ -41,7 +38,7 @@ from pytest_modelprobe.text import count, listed
 from .agreement import Disagreement, changed, check_repeats, disagreements, not_finite, violation_of
 from .check import check, check_nonfinite
 from .outcome import NotApplicableError, Violation
-from .rounding import limit, plain, relative_error
+from .rounding import limit, plain, relative_error, same
 from .session import PreparedModel, Trace, copy_of, set_mode
 
 _MODES: tuple[tuple[Literal["eval", "train"], str], ...] = (("eval", "evaluation"), ("train", "training"))
@@ -270,16 +267,13 @@ def seeded(prepared: PreparedModel) -> Violation | str:
                 "sets the random seed itself: ranks and workers then draw the same numbers",
                 advice="Look for torch.manual_seed, np.random.seed or random.seed in the forward.",
             )
-    changed = {d.layer_tensor.layer for d in disagreements(one, other, tolerance=0.0, integers=True)}
     drawing = {layer for (_, before), (layer, after) in pairwise(states) if before != after}
-    dropping = [name for name, module in prepared.layers.modules.items() if _drops(module)]
-    called = {given.layer for given in one.outputs if bool(given.tensor.any())}
-    alike = {
+    fixed = [
         name
-        for name in dropped.keys() & others_dropped.keys()
-        if _drop_alike(dropped[name], others_dropped[name], prepared.layers.modules[name])
-    }
-    fixed = [name for name in dropping if name in called and name not in drawing and name not in changed - alike]
+        for name, (given, zero) in dropped.items()
+        if name not in drawing and name in others_dropped and given.shape == others_dropped[name][0].shape
+        if torch.equal(zero[both := given & others_dropped[name][0]], others_dropped[name][1][both])
+    ]
     if fixed:
         return Violation.first_of(
             ((name,) for name in fixed),
@@ -288,24 +282,14 @@ def seeded(prepared: PreparedModel) -> Violation | str:
             advice="Look for torch.manual_seed in the forward.",
         )
     # A generator of its own that is seeded from torch's seed does not advance the global ones.
-    drawing = drawing or {name for name in changed if prepared.layers.is_leaf(name)} or changed
+    drawing = drawing or {d.layer_tensor.layer for d in disagreements(one, other, tolerance=0.0, integers=True)}
     if not drawing:
         raise NotApplicableError("no layer draws random numbers: there is nothing to check")
     return f"{count(len(drawing), 'layer')} that {'draws' if len(drawing) == 1 else 'draw'} random numbers"
 
 
 _Dropped = tuple[Tensor, Tensor]
-"""Masks of the nonzero inputs, and of the zero outputs, of a dropout."""
-
-
-def _drop_alike(one: _Dropped, other: _Dropped, module: nn.Module) -> bool:
-    """Whether two runs dropped the same elements, which has a probability of at most one in ten million by chance."""
-    assert isinstance(module, nn.Dropout)
-    if one[0].shape != other[0].shape:
-        return False
-    both = one[0] & other[0]
-    chance = int(both.sum()) * math.log(module.p**2 + (1 - module.p) ** 2)
-    return chance < -16 and torch.equal(one[1][both], other[1][both])
+"""Masks of the nonzero inputs, and of the zero outputs, of a dropout that dropped something."""
 
 
 def _followed(
@@ -321,8 +305,10 @@ def _followed(
 
     def end(call: ModuleCall, args: Any, output: Any) -> None:
         states.append((call.layer, seeding.generator_states(prepared.probe.device)))
-        if isinstance(call.module, nn.Dropout) and args and _drops(call.module) and has_dense_storage(args[0]):
-            dropped[call.layer] = args[0] != 0, output == 0
+        if isinstance(call.module, nn.Dropout) and args and has_dense_storage(args[0]):
+            given, zero = args[0] != 0, output == 0
+            if (given & zero).any():
+                dropped[call.layer] = given, zero
 
     with CallTracer(prepared.layers.modules, ModuleCall, before=begin, after=end):
         return prepared.reference(mode=mode, seed=seed), states, dropped
@@ -334,56 +320,13 @@ _ADVICE = (
 )
 
 
-class _AsInEvaluation(TorchFunctionMode):
-    """Calls the functions of torch that have a training mode, dropout and norms, in evaluation mode."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = dict(kwargs or {})
-        switch = _SWITCHES.get(func)
-        if switch is not None:
-            args, kwargs = switch(args, kwargs)
-        return func(*args, **kwargs)
-
-
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def _setting(function: Callable[..., Any], **values: Any) -> Callable[[Any, Any], _Arguments]:
-    """Return a function that sets arguments; those of norms only if there are running statistics."""
-    names = list(inspect.signature(function).parameters)
-
-    def switched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        if "running_mean" in names and given.get("running_mean") is None:
-            return args, kwargs
-        return (), given | values
-
-    return switched
-
-
-def _without_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
-    """Return the arguments of `scaled_dot_product_attention`, which has no signature, without its dropout."""
-    return (*args[:4], *(0.0 for _ in args[4:5]), *args[5:]), kwargs | ({"dropout_p": 0.0} if len(args) < 5 else {})
-
-
-_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "rrelu")
-
-_SWITCHES: dict[Any, Callable[[Any, Any], _Arguments]] = {
-    **{getattr(F, name): _setting(getattr(F, name), training=False) for name in _DROPOUTS},
-    F.multi_head_attention_forward: _setting(F.multi_head_attention_forward, dropout_p=0.0),
-    F.batch_norm: _setting(F.batch_norm, training=False),
-    F.instance_norm: _setting(F.instance_norm, use_input_stats=False),
-    F.scaled_dot_product_attention: _without_dropout,
-}
-
-
 class _Run:
-    """A run without dropout of torch and with the running statistics of norms: what each call took and returned.
+    """A run: what each call took and returned.
 
     Args:
         prepared: The model and its inputs.
         mode: Mode of the model.
-        stand_in: A run whose outputs replace those of layers that are random in another way.
+        stand_in: A run whose outputs replace those of layers that are random, or use statistics of the batch.
     """
 
     def __init__(self, prepared: PreparedModel, mode: Mode, stand_in: _Run | None = None) -> None:
@@ -392,30 +335,12 @@ class _Run:
         self.outputs: dict[tuple[str, int], Any] = {}
         self.excluded: set[str] = set()
         """Layers whose own code drew random numbers or wrote into their parameters or buffers."""
-        self.losses: dict[str, None] = {}
-        """Outputs of one number that is 0 in the run that stands in: a loss that exists in training alone."""
         self._stand_in = {} if stand_in is None else stand_in.outputs
         self._model, self._device = prepared.model, prepared.probe.device
         self._states = seeding.generator_states(self._device)
-        self._versions: dict[int, int] = {}
-        # Before all other hooks, of which some write into a weight, and after eval(), which may too.
-        root = prepared.layers.modules[ROOT]
-        handle = root.register_forward_pre_hook(lambda *_: self._note_versions(), prepend=True)
-        tracer = CallTracer(prepared.layers.modules, _RandomCall, before=self._begin, after=self._end)
-        try:
-            with tracer, _AsInEvaluation():
-                prepared.reference(mode=mode)
-        finally:
-            handle.remove()
-
-    @property
-    def calls(self) -> Counter[str]:
-        """Number of calls of each layer."""
-        return Counter(name for name, _ in self.outputs)
-
-    def _note_versions(self) -> None:
-        tensors = (*nn.Module.parameters(self._model), *nn.Module.buffers(self._model))
-        self._versions = {id(t): t._version for t in tensors}
+        self._before: dict[int, Tensor] = {}
+        with CallTracer(prepared.layers.modules, _RandomCall, before=self._begin, after=self._end):
+            prepared.reference(mode=mode)
 
     def _note_draws(self, running: _RandomCall | None) -> None:
         """Note in the running call whether its own code drew since the last time."""
@@ -424,35 +349,28 @@ class _Run:
             running.drew |= before != self._states
 
     def _begin(self, call: _RandomCall, args: Any, kwargs: Any) -> None:
+        if call.parent is None:  # after eval(), which may write too
+            tensors = (*nn.Module.parameters(self._model), *nn.Module.buffers(self._model))
+            self._before = {id(t): t.detach().clone() for t in tensors}
         given = flatten_call(args, kwargs)
-        call.originals = [x for _, x in given.tensors]
+        call.originals = [(x, version(x)) for _, x in given.tensors]
         given.tensors = [(path, copy_of(x)) for path, x in given.tensors]
         call.given = given
         self._note_draws(call.parent)
 
     def _end(self, call: _RandomCall, args: Any, output: Any) -> Any:
         self._note_draws(call)
-        name, given = call.layer, call.given
-        key = name, self.calls[name]
+        name, key = call.layer, (call.layer, call.index)
         own = [t for t in (*call.module._parameters.values(), *call.module._buffers.values()) if t is not None]
-        if call.drew or any(self._versions.get(id(t)) != t._version for t in own if t.is_floating_point()):
+        if call.drew or any(not same(t, self._before.get(id(t))) for t in own if t.is_floating_point()):
             self.excluded.add(name)
         replaced = key in self._stand_in and name in self.excluded
         if replaced:
             output = self._stand_in[key]
-            for x, (_, before) in zip(call.originals, given.tensors, strict=True):
-                if not torch.equal(x, before):  # noise that is added in place
-                    x.copy_(before)
-        elif key in self._stand_in:
-            there = dict(flatten("output", self._stand_in[key]).tensors)
-            zeros = {
-                id(x): (path, there[path])
-                for path, x in flatten("output", output).tensors
-                if path in there and x.numel() == there[path].numel() == 1 and x.any() and not there[path].any()
-            }
-            self.losses.update((f"{name} {path}", None) for path, _ in zeros.values())
-            output, replaced = map_tensors(lambda x: zeros.get(id(x), ("", x))[1], output), bool(zeros)
-        self.inputs[key] = given
+            for (x, before), (_, copy) in zip(call.originals, call.given.tensors, strict=True):
+                if version(x) != before:  # noise that is added in place
+                    x.copy_(copy)
+        self.inputs[key] = call.given
         self.outputs[key] = map_tensors(copy_of, output)
         return map_tensors(torch.clone, output) if replaced else None
 
@@ -472,12 +390,11 @@ class _RandomCall(ModuleCall):
 def modes_agree(prepared: PreparedModel, *, tolerance: float | None = None) -> Violation | str:
     """Check that a forward in training mode returns the same as in evaluation mode, apart from randomness.
 
-    Dropout of torch is off in both, and a BatchNorm uses its running statistics. The output of a layer that draws
-    random numbers in other ways, or updates statistics of its own, is replaced by its output in evaluation mode.
-    So is a single number that is 0 in evaluation mode, which is a loss of training.
-    A layer is compared where its inputs are the same in both modes and its output has the same structure. A difference
-    that the code around a layer compensates, as for a weight that is merged for evaluation, is only mentioned. Then
-    eval() is called twice in a row, and eval() and train(): neither may change the output.
+    The output of a layer that draws random numbers, as dropout does, or that updates statistics, as a BatchNorm does,
+    is replaced by its output in evaluation mode; the outcome names these layers. The others are compared where their
+    inputs are the same in both modes and their output has the same structure. Single numbers that are 0 in evaluation
+    mode are left out, as a loss of training alone is. Then eval() is called twice in a row, and eval() and train():
+    neither may change the output.
 
     Args:
         prepared: The model and its inputs.
@@ -487,35 +404,33 @@ def modes_agree(prepared: PreparedModel, *, tolerance: float | None = None) -> V
     >>> from pytest_modelprobe import ModelProbe, checks
     >>> probe, model = ModelProbe(), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
     >>> print(checks.modes_agree(probe, model, probe.randn(4, 3)))
-    modes_agree holds for Sequential: 4 layers
+    modes_agree holds for Sequential: 2 layers; left out: 1 and 2, random or with statistics of their own
     """
     evaluated = _Run(prepared, "eval")
     train = _Run(prepared, "train", evaluated)
-    found, looked_at, inside = _differences(evaluated, train, tolerance)
-    if found:
+    found, looked_at = _differences(evaluated, train, tolerance)
+    compensated = ROOT in looked_at and ROOT not in {name for name, *_ in found} and not train.excluded
+    if found and not compensated:
         return _broken(prepared, found, "in training mode than in evaluation mode, without randomness")
+    excluded = sorted(train.excluded)
     if not looked_at:
-        raise NotApplicableError(
-            f"{listed(sorted(train.excluded)) or 'each layer'} cannot be compared between the modes"
-        )
+        raise NotApplicableError(f"{listed(excluded) or 'each layer'} cannot be compared between the modes")
     orders: list[tuple[list[Mode], _Run]] = [(["eval", "eval"], evaluated), (["train", "eval", "train"], train)]
     for modes, before in orders:
         with prepared.keep_changes():
             for mode in modes[:-1]:
                 set_mode(prepared.model, mode)
             again = _Run(prepared, modes[-1], evaluated)
-        found, _, _ = _differences(before, again, tolerance)
-        if found:
+        later, _ = _differences(before, again, tolerance)
+        if later:
             order = ", ".join(f"{mode}()" for mode in modes)
-            return _broken(prepared, found, f"after {order} than after {modes[-1]}() alone")
-    excluded = sorted(train.excluded & {name for name, _ in train.outputs})
+            return _broken(prepared, later, f"after {order} than after {modes[-1]}() alone")
     left = f"; left out: {listed(excluded)}, random or with statistics of their own" if excluded else ""
     called = dict.fromkeys(name for name, _ in train.outputs)
     others = [name for name in called if name not in looked_at and name not in excluded]
     left += f"; not compared: {listed(others)}, called otherwise or with other outputs" if others else ""
-    left += f"; not compared: {listed(list(train.losses))}, 0 in evaluation mode" if train.losses else ""
-    if inside:
-        layer, path, far = inside[0]
+    if found:
+        layer, path, far = found[0]
         left += f"; layers inside differ, but those around them agree: first {layer} {path}, {changed(far)}"
     return f"{count(len(looked_at), 'layer')}{left}"
 
@@ -537,38 +452,27 @@ def _broken(prepared: PreparedModel, found: list[_Difference], when: str) -> Vio
     )
 
 
-def _differences(
-    one: _Run, other: _Run, tolerance: float | None
-) -> tuple[list[_Difference], set[str], list[_Difference]]:
-    """Return the differences for equal inputs, the layers compared, and differences that code around compensates."""
+def _differences(one: _Run, other: _Run, tolerance: float | None) -> tuple[list[_Difference], set[str]]:
+    """Return the differences for equal inputs, and the layers compared."""
     found: list[_Difference] = []
-    excluded = one.excluded | other.excluded
-    calls, others_calls = one.calls, other.calls
-    compared, alike = Counter[str](), Counter[str]()
+    looked_at: set[str] = set()
+    calls, others_calls = (Counter(name for name, _ in run.outputs) for run in (one, other))
     for key, output in other.outputs.items():
         layer = key[0]
-        if layer in excluded or calls[layer] != others_calls[layer] or not _same(one.inputs[key], other.inputs[key]):
+        excluded = layer in one.excluded | other.excluded or calls[layer] != others_calls[layer]
+        if excluded or not _same(one.inputs[key], other.inputs[key]):
             continue
         before, now = (
             {path: plain(x) for path, x in flatten("output", given).tensors} for given in (one.outputs[key], output)
         )
         common = [path for path in before if path in now and now[path].is_floating_point()]
+        common = [path for path in common if before[path].numel() > 1 or before[path].any()]
         if not common or any(before[path].shape != now[path].shape for path in common):
             continue
+        looked_at.add(layer)
         changes = [(layer, path, relative_error(before[path], now[path])) for path in common]
-        differ = [(layer, path, by) for layer, path, by in changes if not by <= limit(before[path], tolerance)]
-        found += differ
-        compared[layer] += 1
-        alike[layer] += not differ and before.keys() == now.keys()
-    # A layer with a replaced output inside it shows nothing about the others.
-    sound = {layer for layer in alike if alike[layer] == calls[layer] and not any(_within(n, layer) for n in excluded)}
-    inside = [one for one in found if any(_within(one[0], layer) for layer in sound)]
-    return [one for one in found if one not in inside], set(compared), inside
-
-
-def _within(name: str, layer: str) -> bool:
-    """Whether a layer is another, or inside it."""
-    return layer == ROOT or name == layer or name.startswith(f"{layer}.")
+        found += [(layer, path, by) for layer, path, by in changes if not by <= limit(before[path], tolerance)]
+    return found, looked_at
 
 
 def _same(one: Flat, other: Flat) -> bool:

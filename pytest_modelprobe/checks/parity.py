@@ -2,7 +2,7 @@
 
 Each check runs a copy of the model in the other way and compares it with a reference run. Kernels may sum in another
 order, so the tolerance is wider than between two runs of the same kind. What a compiler makes of a model in half
-precision rounds otherwise: it may differ by several times the distance to a run in float32, and hardly in float32.
+precision rounds otherwise, so such a model is compared in float32.
 """
 
 from __future__ import annotations
@@ -46,16 +46,13 @@ from .agreement import (
 from .check import check, check_native
 from .outcome import NotApplicableError, Violation, line_of
 from .rounding import TOLERANCE, is_rounded, limit, relative_error, rms, same
-from .session import ROUNDED, LayerTensor, PreparedModel, Trace, Vary, set_mode
+from .session import LayerTensor, PreparedModel, Trace, Vary, set_mode
 
 _Only: TypeAlias = Callable[[list[Disagreement]], list[Disagreement]]
 """Leaves out some of what differs."""
 
 ELSEWHERE = 1e-3
 """Relative error between kernels that sum in another order; TensorFloat-32 rounds to 1e-3."""
-
-_TIMES = 4
-"""How many times its distance to float32 another run in half precision may be away."""
 
 _DEVICE = "Look for code that depends on the device, and for tensors that are created without device=."
 _DTYPE = "Look for what amplifies rounding: a difference of large numbers, a division by a small one, an exp."
@@ -263,7 +260,7 @@ def compile_parity(
         prepared: The model and its inputs.
         backend: Backend of `torch.compile`; ``"aot_eager"`` needs no compiler.
         tolerance: The largest relative change that passes, by default 1e-3. A model in half precision is compiled in
-            float32 too; as it is, four times its distance to float32 passes as well.
+            float32.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -277,12 +274,10 @@ def compile_parity(
     except Exception as error:
         raise UsageError(f"backend= is a backend of torch.compile; got {backend!r}: {line_of(error)}") from error
     beside = functools.partial(_beside_compiled, compiled=compiled, tolerance=tolerance)
-    return _in_each_precision(prepared, beside, backward=True)
+    return _in_float32(prepared, beside)
 
 
-def _beside_compiled(
-    prepared: PreparedModel, precise: Trace | None, compiled: Callable[..., Any], tolerance: float | None
-) -> Violation | str:
+def _beside_compiled(prepared: PreparedModel, compiled: Callable[..., Any], tolerance: float | None) -> Violation | str:
     one, other = prepared.reference(mode="eval", backward=True), prepared.copied()
     torch.compiler.reset()
     try:
@@ -302,7 +297,7 @@ def _beside_compiled(
         with torch.compiler.set_stance("default"):
             return prepared.run(model=compiled(model), traced=False).output
 
-    found = _in_program(prepared, one, two, precise, told, "when compiled", tolerance)
+    found = _in_program(prepared, one, two, told, "when compiled", tolerance)
     torch.compiler.reset()
     return found or f"{count(len(one.final), 'output')}, {count(len(one.gradients), 'parameter')}"
 
@@ -321,10 +316,10 @@ def export_parity(prepared: PreparedModel, *, tolerance: float | None = None) ->
     export_parity holds for Linear: 1 output
     """
     beside = functools.partial(_beside_exported, tolerance=tolerance)
-    return _in_each_precision(prepared, beside, backward=False)
+    return _in_float32(prepared, beside)
 
 
-def _beside_exported(prepared: PreparedModel, precise: Trace | None, tolerance: float | None) -> Violation | str:
+def _beside_exported(prepared: PreparedModel, tolerance: float | None) -> Violation | str:
     one, other = prepared.reference(mode="eval"), prepared.copied()
     set_mode(other, "eval")
     try:
@@ -346,29 +341,17 @@ def _beside_exported(prepared: PreparedModel, precise: Trace | None, tolerance: 
     def told(model: nn.Module) -> Any:
         return prepared.run(model=_exported(prepared, model, strict=False), traced=False).output
 
-    found = _in_program(prepared, one, two, precise, told, "when exported", tolerance)
+    found = _in_program(prepared, one, two, told, "when exported", tolerance)
     return found or count(len(one.final), "output")
 
 
-def _in_each_precision(
-    prepared: PreparedModel, compared: Callable[[PreparedModel, Trace | None], Violation | str], *, backward: bool
-) -> Violation | str:
-    """Return what a comparison finds of a model as it is and, if that rounds to half precision, converted to float32.
-
-    The comparison is given a run that computes all of the model in float32.
-    """
-    if not prepared.is_rounded:
-        return compared(prepared, None)
-    with prepared.in_float32():
-        precise = prepared.reference(mode="eval", backward=backward)
-    found = compared(prepared, precise)
-    if isinstance(found, Violation):
-        return found
-    try:
-        with prepared.converted() as wide:
-            return compared(wide, precise)
-    except NotApplicableError:  # its code may cast to half precision what meets the weights
-        return found
+def _in_float32(prepared: PreparedModel, compared: Callable[[PreparedModel], Violation | str]) -> Violation | str:
+    """Return what a comparison finds of a model, converted to float32 if it rounds to half precision."""
+    if prepared.is_rounded:
+        # Its code may cast to half precision what meets the weights.
+        with contextlib.suppress(NotApplicableError), prepared.converted() as wide:
+            return compared(wide)
+    return compared(prepared)
 
 
 def _exported(prepared: PreparedModel, model: nn.Module, **options: Any) -> nn.Module:
@@ -381,7 +364,6 @@ def _in_program(
     prepared: PreparedModel,
     one: Trace,
     two: Trace,
-    precise: Trace | None,
     told_by: Callable[[nn.Module], Any],
     how: str,
     tolerance: float | None,
@@ -392,20 +374,18 @@ def _in_program(
         prepared: The model and its inputs.
         one: A run of the model.
         two: The run of the program.
-        precise: A run of the model in float32, if it rounds to half precision.
         told_by: Makes a program of a model and returns its output.
         how: What was done with the model.
         tolerance: The largest relative change that passes.
     """
-    exact = precise.final if precise else {}
     far = {
         path: relative_error(x, two.final[path]) if path in two.final else math.inf
         for path, x in one.final.items()
         if x.is_floating_point()
     }
-    path = next((path for path in far if not far[path] <= _beside(exact.get(path), one.final[path], tolerance)), None)
+    path = next((path for path in far if not far[path] <= limit(one.final[path], tolerance, least=ELSEWHERE)), None)
     if path is None:
-        found = other_gradients(one, two, tolerance, how, _COMPILED, precise) if two.gradients else None
+        found = other_gradients(one, two, tolerance, how, _COMPILED) if two.gradients else None
         if found is not None:
             check_not_random(prepared)
         return found
@@ -488,23 +468,14 @@ def agreeing(
     return violation_of(found, f"returns another {{path}} {how}: {{changed}}", advice)
 
 
-def _beside(exact: Tensor | None, tensor: Tensor | None, tolerance: float | None) -> float:
-    """Return the largest relative error that passes, where a run in float32 returned what is ``exact``."""
-    rounding = 0.0 if exact is None or tensor is None or tolerance is not None else relative_error(tensor, exact)
-    rounding = rounding if rounding <= ROUNDED else 0.0
-    return max(ELSEWHERE if tensor is None else limit(tensor, tolerance, least=ELSEWHERE), _TIMES * rounding)
-
-
-def other_gradients(
-    one: Trace, two: Trace, tolerance: float | None, how: str, advice: str, precise: Trace | None = None
-) -> Violation | None:
+def other_gradients(one: Trace, two: Trace, tolerance: float | None, how: str, advice: str) -> Violation | None:
     """Return the parameters that get another gradient in another run."""
     found = []
-    zero, exact = negligible(one), precise.gradients if precise else {}
+    zero = negligible(one)
     for name, gradient in one.gradients.items():
         other = two.gradients.get(name)
         far = gradient_error(gradient, other, zero)
-        if not far <= _beside(exact.get(name), gradient, tolerance):
+        if not far <= (ELSEWHERE if gradient is None else limit(gradient, tolerance, least=ELSEWHERE)):
             what = "none arrives" if other is None else "one arrives" if gradient is None else percent(far)
             found.append((name, what))
     if not found:

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from pytest_modelprobe.models import (
     seeding,
 )
 from pytest_modelprobe.record import ROOT, containers
-from pytest_modelprobe.text import count, listed
+from pytest_modelprobe.text import count
 
 from .agreement import (
     Disagreement,
@@ -134,9 +133,9 @@ def checkpoint_parity(prepared: PreparedModel, *, tolerance: float | None = None
     `ModuleList`, each of its modules; for a child that returns something else, which reentrant checkpoints do not
     support, its own children. If there are none, single layers are checkpointed, or the whole model if one of them
     works in place. They run again in the backward and write to their state twice. Therefore a model of transformers
-    runs without its cache of keys and values, as when it checkpoints itself, unless ``use_cache=True`` is given. A
-    layer that takes tensors inside a tuple, as an `LSTMCell` does, is not checkpointed in the reentrant way, which does
-    not see these; the outcome names it.
+    runs without its cache of keys and values, as when it checkpoints itself, unless ``use_cache=True`` is given. Where
+    a part takes tensors inside a tuple, as an `LSTMCell` does, nothing is checkpointed in the reentrant way, which does
+    not see these.
 
     If something differs, each part is checkpointed alone, and the first with which it differs is named.
 
@@ -161,7 +160,6 @@ def checkpoint_parity(prepared: PreparedModel, *, tolerance: float | None = None
     parts = _parts(prepared, model)
     if not parts:
         raise NotApplicableError("the model has no children that could be checkpointed")
-    nested: dict[str, None] = {}
 
     def differs(names: list[str], *, reentrant: bool) -> Violation | None:
         """Return how the model differs if these parts are checkpointed."""
@@ -170,14 +168,13 @@ def checkpoint_parity(prepared: PreparedModel, *, tolerance: float | None = None
         root = Layers(again).modules[ROOT]
         for name in names:
             module = root.get_submodule(name)
-            note = functools.partial(nested.setdefault, name)
-            module.forward = functools.partial(_checkpointed, module.forward, note, use_reentrant=reentrant)
+            module.forward = functools.partial(_checkpointed, module.forward, use_reentrant=reentrant)
         with warnings.catch_warnings(action="ignore"):
             try:
                 two = prepared.run(backward=True, input_gradients=wanted, model=again)
             except NotApplicableError:  # no gradient is left
                 two = Trace()
-        if reentrant and _TAKES_GRADIENTS in two.failure:
+        if reentrant and (_TAKES_GRADIENTS in two.failure or isinstance(two.error, _NotReentrantError)):
             raise _NotReentrantError
         if two.in_backward:
             return Violation.at(ROOT, f"cannot be checkpointed {how}: {line_of(two.error)}", advice=_CHECKPOINT)
@@ -188,23 +185,22 @@ def checkpoint_parity(prepared: PreparedModel, *, tolerance: float | None = None
         return found if isinstance(found, Violation) else other_gradients(one, two, tolerance, under, _CHECKPOINT)
 
     how = "not reentrant"
-    with contextlib.suppress(_NotReentrantError):  # its forward takes gradients itself, as of an energy
+    with contextlib.suppress(_NotReentrantError):
         for reentrant in (False, True):
             if found := differs(parts, reentrant=reentrant):
                 check_repeats(prepared)
                 each = ((name, differs([name], reentrant=reentrant)) for name in parts)
                 return next((_of_part(name, alone) for name, alone in each if alone), found)
-        how = "not reentrant" if {*parts} <= {*nested} else "reentrant and not"
+        how = "reentrant and not"
     told = f"{count(len(one.gradients), 'parameter')}, {count(len(parts), 'module')} checkpointed, {how}"
-    left = [f"not reentrant: {listed(list(nested))}, given tensors inside a tuple or the like"] if nested else []
-    return "; ".join([told, *stopped, *left])
+    return "; ".join([told, *stopped])
 
 
 _TAKES_GRADIENTS = "incompatible with .grad()"
 
 
 class _NotReentrantError(Exception):
-    """Reentrant checkpoints refuse the model."""
+    """Reentrant checkpoints refuse the model, whose forward may take gradients itself, or do not see what it takes."""
 
 
 def _of_part(part: str, found: Violation) -> Violation:
@@ -234,7 +230,7 @@ def _stopped(prepared: PreparedModel) -> tuple[nn.Module, list[str]]:
     return model, ["without a cache (config.use_cache)"] if any(not config.use_cache for config in caching) else []
 
 
-def _checkpointed(forward: Any, note: Callable[[], object], *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:
+def _checkpointed(forward: Any, *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:
     given = (*args, *kwargs.values())  # reentrant checkpoints see gradients of positional arguments alone
 
     def call(*again: Any) -> Any:
@@ -244,8 +240,7 @@ def _checkpointed(forward: Any, note: Callable[[], object], *args: Any, use_reen
     if use_reentrant and not trained:
         return forward(*args, **kwargs)  # an embedding, which is never checkpointed: its ids have no gradient
     if use_reentrant and not {id(x) for x in trained} <= {id(x) for x in given}:
-        note()
-        return forward(*args, **kwargs)  # such a checkpoint does not see what is inside a tuple
+        raise _NotReentrantError  # such a checkpoint does not see what is inside a tuple
     return checkpoint(call, *given, use_reentrant=use_reentrant)
 
 

@@ -13,7 +13,7 @@ import pickle
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +24,16 @@ from pytest_modelprobe.models import (
     ModuleCall,
     check_supported,
     detached_copy,
-    flatten,
     flatten_call,
     has_dense_storage,
     is_persistent,
-    own_parameters,
     seeding,
     unexpanded,
     version,
 )
 from pytest_modelprobe.record import ROOT, qualified
 from pytest_modelprobe.runs import graph_nodes
-from pytest_modelprobe.text import count, listed, number, pattern
+from pytest_modelprobe.text import count, listed, pattern
 
 from .agreement import check_repeats, disagreements, violation_of
 from .check import check, check_unmodified
@@ -50,8 +48,7 @@ from .session import PreparedModel, Trace, all_named, place
 def state_unchanged_by_forward(prepared: PreparedModel) -> Violation | str:
     """Check that a forward in evaluation mode changes no parameter, no buffer and no output of the next forward.
 
-    Other attributes of a module, such as a cache of positions, may change as long as the outputs do not; the outcome
-    names them. The contents of dicts, lists and objects among the attributes are compared too.
+    Other attributes of a module, such as a cache of positions, may change as long as the outputs do not.
 
     >>> from torch import nn
     >>> from pytest_modelprobe import ModelProbe, checks
@@ -67,7 +64,6 @@ def state_unchanged_by_forward(prepared: PreparedModel) -> Violation | str:
     fresh = prepared.run(mode="eval", vary=rolled)
     with prepared.keep_changes():
         before = {name: tensor.detach().clone() for name, tensor in all_named(prepared.model)}
-        kept = attributes(prepared)
         one = prepared.reference(mode="eval")
         changed = [name for name, tensor in all_named(prepared.model) if not same(tensor, before.get(name))]
         if changed:
@@ -78,21 +74,17 @@ def state_unchanged_by_forward(prepared: PreparedModel) -> Violation | str:
                 advice="Look for running statistics that ignore self.training, and for writes to a buffer.",
             )
         two = prepared.variation(mode="eval")
-        now = attributes(prepared)
         found = disagreements(one, two, tolerance=0.0, integers=True)
         if not found and fresh.error is None:  # state of the first inputs may fit these alone
             found = disagreements(fresh, prepared.run(mode="eval", vary=rolled), tolerance=0.0, integers=True)
-    changed = changed_attributes(kept, now)
     if found:
         check_repeats(prepared, "eval", tolerance=0.0)
-        what = f"; attributes that it set: {', '.join(changed)}" if changed else ""
         return violation_of(
             found,
             "returns another {path} after a forward: {changed}",
-            f"Look for state that it keeps of its last forward: a cache, a counter, a hidden state{what}.",
+            "Look for state that it keeps of its last forward: a cache, a counter, a hidden state.",
         )
-    without = f"; attributes that it set without a change of an output: {listed(changed)}" if changed else ""
-    return f"{count(len(before), 'parameters and buffer')}, 3 forwards{without}"
+    return f"{count(len(before), 'parameters and buffer')}, 3 forwards"
 
 
 @check
@@ -166,37 +158,6 @@ def _written(now: _Contents, before: _Contents) -> list[str]:
 
 OF_ANY_MODULE = frozenset(vars(nn.Module()))
 """Attributes of every module: its parameters, buffers and hooks."""
-
-Attributes: TypeAlias = dict[str, dict[str, Any]]
-"""Name of an attribute of a module → path → tensor or plain value."""
-
-
-def attributes(prepared: PreparedModel) -> Attributes:
-    """Return copies of the attributes of all modules, without parameters and buffers."""
-    found = {}
-    for layer, module in prepared.layers.modules.items():
-        for key in vars(module).keys() - OF_ANY_MODULE:
-            name, value = qualified(layer, key), vars(module)[key]
-            flat = flatten(name, list(value) if isinstance(value, (deque, set)) else value)
-            tensors = {path: x.detach().clone() if has_dense_storage(x) else x for path, x in flat.tensors}
-            found[name] = {**flat.plain, **tensors}
-    return found
-
-
-def changed_attributes(before: Attributes, now: Attributes) -> list[str]:
-    """Return the names of the attributes that are not the same in both."""
-    return [name for name in sorted(before | now) if not _alike(before.get(name), now.get(name))]
-
-
-def _alike(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
-    if one is None or other is None or one.keys() != other.keys():
-        return one is other
-    pairs = [(value, other[path]) for path, value in one.items()]
-    return all(
-        same(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) and has_dense_storage(x) else repr(x) == repr(y)
-        for x, y in pairs
-    )
-
 
 _DEEPEST = 3
 """How many containers inside each other are searched for tensors."""
@@ -289,16 +250,13 @@ def _kind(value: Any) -> str:
 
 @check_unmodified
 def initialized(prepared: PreparedModel, *, factory: Callable[[], nn.Module] | None = None) -> Violation | str:
-    """Check that every parameter and buffer is initialized, and that rows of embeddings for padding are zero.
+    """Check that every parameter and buffer is initialized.
 
     The model is built again while new memory is filled with NaN, or with the largest integer; elements that keep this
     value were never written to. `ModelProbe.build` remembers the factory; tensors of such a model that were written to
     since, as by loading, are left out.
 
     Without a factory only values are looked at: NaN and infinity.
-
-    The row of an embedding at ``padding_idx`` gets no gradient, so values that an initialization wrote there are never
-    changed. Frozen weights, and weights that another layer trains, such as a tied head, are left out.
 
     Layers of one list with the same random weights are a hint: they are copies that were not initialized anew.
 
@@ -316,32 +274,37 @@ def initialized(prepared: PreparedModel, *, factory: Callable[[], nn.Module] | N
     >>> print(checks.initialized.outcome(ModelProbe(), broken(), factory=broken).layer)
     scale
     """
-    rows = _padding_rows(prepared.model)
+    model = prepared.model
+    numbers = _numbers(model)
+    if not numbers:
+        raise NotApplicableError("the model has no parameters or buffers of numbers")
+    found: Violation | str = (
+        f"{count(len(numbers), 'parameters and buffer')}, as far as values show; not looked at, whether each was "
+        "written to: no factory="
+    )
     if factory is not None:
-        found = _never_written(prepared.model, factory)
-    else:
-        built, found = prepared.probe.built.get(prepared.model), ""
-        if built is not None:
-            with contextlib.suppress(UsageError):  # it makes no model again
-                found = _never_written(prepared.model, built.factory, built.versions)
-        if isinstance(found, str):
-            by_values = _by_values(prepared.model)
-            found = by_values if isinstance(by_values, Violation) else found or by_values
+        found = _never_written(model, factory)
+    elif built := prepared.probe.built.get(model):
+        with contextlib.suppress(UsageError):  # it makes no model again
+            found = _never_written(model, built.factory, built.versions)
     if isinstance(found, Violation):
         return found
-    filled = [(name, index, row.abs().max().item()) for name, index, row in rows if bool(row.any())]
-    if not filled:
-        held = found + (f"; {count(len(rows), 'row')} for padding" if rows else "")
-        return _copied(prepared) or held
-    _, index, most = filled[0]
-    return Violation.first_of(
-        filled,
-        f"is not zero in row {index}, its padding_idx: up to {number(most)}, which no gradient changes",
-        columns=("embedding", "padding_idx", "largest there"),
-        advice="Look for an initialization of the whole weight, and zero the row after it: "
-        "weight[padding_idx].zero_() under torch.no_grad(). Pretrained values do no harm if everything at padding is "
-        "masked.",
-    )
+    values = [(name, t, plain(t.detach())) for name, t in numbers if is_rounded(t)]
+    bad = [
+        (name, int((~x.isfinite()).sum()), t.numel())
+        for name, t, x in values
+        if (~x.isfinite() if isinstance(t, nn.Parameter) else x.isnan()).any()  # masks are made of -inf
+    ]
+    if bad:
+        _, missing, numel = bad[0]
+        return Violation.first_of(
+            bad,
+            f"is not finite: {missing:,} of {numel:,} elements are NaN or infinite",
+            columns=("name", "not finite", "elements"),
+            advice="Either they were never initialized (look for torch.empty without an nn.init after it), or training "
+            "diverged: factory= tells which.",
+        )
+    return _copied(prepared) or found
 
 
 _LOOKED_AT = 1024
@@ -376,24 +339,6 @@ def _copied(prepared: PreparedModel) -> Violation | None:
     )
 
 
-def _padding_rows(model: nn.Module) -> list[tuple[str, int, Tensor]]:
-    """Return the rows of embeddings for padding that are never trained: name of the weight, index, row."""
-    homes: dict[int, set[int | None]] = {}
-    for module in model.modules():
-        for _, parameter in own_parameters(module, atomic=False):
-            homes.setdefault(id(parameter), set()).add(getattr(module, "padding_idx", None))
-    rows, known = [], set()
-    for name, module in model.named_modules():
-        index = module.padding_idx if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else None
-        weight = module._parameters.get("weight")  # a parametrized one is computed
-        if index is None or weight is None or not weight.requires_grad or not has_dense_storage(weight):
-            continue
-        if id(weight) not in known and homes[id(weight)] == {index}:
-            known.add(id(weight))
-            rows.append((qualified(name or ROOT, "weight"), index, plain(weight.detach())[index]))
-    return rows
-
-
 def _never_written(
     model: nn.Module, factory: Callable[[], nn.Module], versions: Mapping[str, int | None] | None = None
 ) -> Violation | str:
@@ -421,8 +366,6 @@ def _never_written(
         made = [(n, t) for n, t in made if n in here and n not in left and here[n].shape == t.shape]
         if not made:
             raise UsageError("all parameters and buffers were written to since the model was built")
-    if not made:
-        raise NotApplicableError("the model has no parameters or buffers of numbers")
     found = []
     for name, t in made:
         if is_rounded(t):
@@ -442,32 +385,6 @@ def _never_written(
         f"is not initialized: {missing:,} of {numel:,} elements were never written to",
         columns=("name", "never written to", "elements"),
         advice="Look for torch.empty without an nn.init after it, and for modules that the model's own init skips.",
-    )
-
-
-def _by_values(model: nn.Module) -> Violation | str:
-    """Return the tensors that hold what no initialization gives: uninitialized memory, or the result of training."""
-    floating = [(name, t) for name, t in _numbers(model) if is_rounded(t)]
-    if not floating:
-        raise NotApplicableError("the model has no floating parameters or buffers")
-    found = []
-    for name, t in floating:
-        values = plain(t.detach())
-        wrong = ~values.isfinite() if isinstance(t, nn.Parameter) else values.isnan()  # masks are made of -inf
-        if bool(wrong.any()):
-            found.append((name, int((~values.isfinite()).sum()), t.numel()))
-    if not found:
-        return (
-            f"{count(len(floating), 'parameters and buffer')}, as far as values show; not looked at, whether each was "
-            "written to: no factory="
-        )
-    _, missing, numel = found[0]
-    return Violation.first_of(
-        found,
-        f"is not finite: {missing:,} of {numel:,} elements are NaN or infinite",
-        columns=("name", "not finite", "elements"),
-        advice="Either they were never initialized (look for torch.empty without an nn.init after it), or training "
-        "diverged: factory= tells which.",
     )
 
 

@@ -170,8 +170,6 @@ class PreparedModel:
         self.name = type(next(iter(self.layers.modules.values()))).__name__
         self.numbers: dict[str, None] = {}
         """Paths of outputs that are numbers of Python, which no check compares."""
-        self.meant: dict[Mode | None, dict[str, Tensor]] = {}
-        """By mode and path, the infinities in the output that the model is known not to have computed."""
         self._loss: Loss = "random" if loss is None else loss
         self._check_reference: ReferenceCheck | None = None
         self._wide = False

@@ -480,8 +480,7 @@ def ema_tracks(
 ) -> Violation | str:
     """Check that an update of an averaged model is ``average += (1 - decay) (model - average)`` for each parameter.
 
-    Each buffer that training changes, such as running statistics, has to be averaged too, or copied. With inputs, a
-    forward in training mode shows which buffers these are; without, they are the running statistics of norms.
+    The running statistics of norms have to be averaged too, or copied.
 
     Parameters and buffers of the model are changed at random, the average is updated once, and all are restored.
 
@@ -508,7 +507,12 @@ def ema_tracks(
     if dict(average.named_parameters()).keys().isdisjoint(dict(prepared.model.named_parameters())):
         inner = getattr(average, "module", average)  # a wrapper
     parameters = dict(prepared.model.named_parameters())
-    buffers = _changing(prepared)
+    norms = [name for name, module in prepared.model.named_modules() if isinstance(module, BatchOrInstanceNorm)]
+    buffers = {
+        name: x
+        for name, x in prepared.model.named_buffers()
+        if x.is_floating_point() and name.rpartition(".")[0] in norms
+    }
     with preserved(average):
         before = {name: x.detach().clone() for name, x in (*inner.named_parameters(), *inner.named_buffers())}
         with torch.no_grad():
@@ -542,16 +546,3 @@ def ema_tracks(
         advice="Check from which model the average is updated, and when; and whether buffers are averaged or copied: "
         "AveragedModel(use_buffers=True) averages them, update_bn recomputes those of a BatchNorm.",
     )
-
-
-def _changing(prepared: PreparedModel) -> dict[str, Tensor]:
-    """Return the floating buffers that training changes."""
-    buffers = {name: x for name, x in prepared.model.named_buffers() if x.is_floating_point()}
-    if not prepared.inputs:
-        norms = [n for n, m in prepared.model.named_modules() if isinstance(m, BatchOrInstanceNorm)]
-        return {name: x for name, x in buffers.items() if name.rpartition(".")[0] in norms}
-    with prepared.keep_changes():
-        before = {name: x.clone() for name, x in buffers.items()}
-        prepared.reference(mode="train")
-        changed = [name for name, x in buffers.items() if not torch.equal(x, before[name])]
-    return {name: buffers[name] for name in changed}

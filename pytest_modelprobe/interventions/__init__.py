@@ -12,7 +12,6 @@ from .ablations import Ablation as Ablation
 from .ablations import Metric as Metric
 from .ablations import ablation as ablation
 from .ablations import assert_layer_matters as assert_layer_matters
-from .faults import Swap as Swap
 from .intervention import CallHook as CallHook
 from .intervention import Change as Change
 from .intervention import Intervention as Intervention

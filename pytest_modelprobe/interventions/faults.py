@@ -6,9 +6,8 @@ Faults that need a number or a tensor are made by a call, such as ``scale(2)``. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +16,8 @@ from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.models import seeding
 
 __all__ = [
-    "Fault", "Swap", "clamp", "clip_gradient", "detach", "drop_gradient", "flip_sign", "inf", "nan", "noise",
-    "normalize_input", "prune", "scale", "shift_sequence", "shuffle_batch", "stuck", "swap", "zero",
+    "Fault", "clamp", "clip_gradient", "detach", "drop_gradient", "flip_sign", "inf", "nan", "noise",
+    "normalize_input", "prune", "scale", "shift_sequence", "shuffle_batch", "stuck", "zero",
 ]  # fmt: skip
 
 
@@ -46,26 +45,6 @@ class Fault:
 
     def __repr__(self) -> str:
         return self.name
-
-
-class Swap:
-    """Outputs of another run in place of those of this one, made by `swap`."""
-
-    def __init__(self, kept: Mapping[str, Sequence[Any]]) -> None:
-        self._kept = {layer: list(calls) for layer, calls in kept.items()}
-
-    def __repr__(self) -> str:
-        return "swap"
-
-    def output(self, layer: str, call: int) -> Any:
-        """Return the output of a call in the other run; raise `UsageError` if it was not kept."""
-        if layer not in self._kept:
-            names = ", ".join(map(repr, self._kept)) or "none"
-            raise UsageError(f"the other run kept no output of {layer}: name it in keep=; kept are {names}")
-        calls = self._kept[layer]
-        if call >= len(calls):
-            raise UsageError(f"the other run kept {len(calls)} outputs of {layer}, and this is call {call}")
-        return calls[call]
 
 
 # --- without arguments ------------------------------------------------------------------------------------------------
@@ -191,18 +170,3 @@ def normalize_input(mean: float | Sequence[float], std: float | Sequence[float])
 def prune(mask: Tensor) -> Fault:
     """Return a fault that multiplies by ``mask``, whose shape is that of the tensor or broadcasts to it."""
     return Fault(f"prune({'x'.join(map(str, mask.shape))})", lambda tensor: tensor * mask.to(tensor).expand_as(tensor))
-
-
-def swap(other: Any) -> Swap:
-    """Return a change, for ``output=``, to the outputs of another run: activation patching.
-
-    Args:
-        other: A watch with ``keep=``, a probe whose newest run had ``keep=``, or their `kept`.
-    """
-    kept = getattr(other, "kept", other)
-    if not kept:
-        raise UsageError(
-            "swap takes the tensors of another run, and none was kept: modelprobe.run(..., keep='fc1'), or a watch "
-            "with keep=, keeps them"
-        )
-    return Swap(kept)

@@ -16,8 +16,6 @@ from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.nn.utils import parametrize
 
 from pytest_modelprobe._torch import graph_task
 from pytest_modelprobe.exceptions import UsageError
@@ -35,8 +33,6 @@ from pytest_modelprobe.models import (
 from pytest_modelprobe.record import ROOT, Selector, label_of, select
 from pytest_modelprobe.text import count
 
-from .faults import Swap
-
 __tracebackhide__ = True  # of all functions here: an error is told at the line of the user's own code
 
 Change: TypeAlias = Callable[[Tensor], Tensor | None]
@@ -50,7 +46,7 @@ def intervene(
     layers: Selector,
     *,
     input: Change | None = None,  # noqa: A002 - torch's name for it
-    output: Change | Swap | None = None,
+    output: Change | None = None,
     gradient: Change | None = None,
     weight: Change | None = None,
     calls: Collection[int] | None = None,
@@ -68,7 +64,7 @@ def intervene(
         model: The model.
         layers: Which of its layers, see the documentation of ``layers=``.
         input: Changes what the layer is called with, but not tensors inside objects such as a cache.
-        output: Changes what the layer returns. It may also be `faults.swap`.
+        output: Changes what the layer returns.
         gradient: Changes the gradient of the output, as it arrives from the layers after it.
         weight: Changes the parameters of the layer itself, except biases, at the beginning of the block. At the end
             they get the bits back that they had, even if an optimizer stepped meanwhile. A weight that is used in
@@ -88,7 +84,7 @@ def intervene(
     >>> intervention.fired
     1
     """
-    given: dict[What, Change | Swap | None] = {"input": input, "output": output, "gradient": gradient, "weight": weight}
+    given: dict[What, Change | None] = {"input": input, "output": output, "gradient": gradient, "weight": weight}
     return Intervention(model, layers, {what: change for what, change in given.items() if change is not None}, calls)
 
 
@@ -99,19 +95,14 @@ class Intervention:
         self,
         model: nn.Module,
         layers: Selector,
-        changes: Mapping[What, Change | Swap],
+        changes: Mapping[What, Change],
         calls: Collection[int] | None = None,
     ) -> None:
         if not changes:
             raise UsageError("nothing to change: give input=, output=, gradient= or weight=")
-        misplaced = next(
-            (what for what, change in changes.items() if isinstance(change, Swap) and what != "output"), ""
-        )
-        if misplaced:
-            raise UsageError(f"swap is for output=, not for {misplaced}=")
         if calls is not None and "weight" in changes:
             raise UsageError("weight= changes weights for the whole block: leave out calls=")
-        self._changes: dict[What, Any] = dict(changes)
+        self._changes = dict(changes)
         self._layers = Layers(model)
         self._root = next(iter(self._layers.modules.values()))
         self._names = select(self._layers.modules, layers)
@@ -124,7 +115,6 @@ class Intervention:
         self._fired = 0
         self._forwards = 0
         self._inside = 0
-        self._writes = False
         self._counts = Counter[str]()  # calls of each layer in this forward
         self._most = Counter[str]()  # the most calls of each layer in any forward
         self._running: dict[str, list[int]] = defaultdict(list)
@@ -182,19 +172,15 @@ class Intervention:
 
     def _change_weights(self, stack: contextlib.ExitStack) -> None:
         found: dict[str, nn.Parameter] = {}
-        computed = []
         for name in self._names:
-            module, prefix = self._layers.modules[name], "" if name == ROOT else f"{name}."
-            found |= {prefix + own: weight for own, weight in weights_of(self._layers, name).items()}
-            computed += parametrized_weights_of(module)
-        if not (found or computed):
+            prefix = "" if name == ROOT else f"{name}."
+            own = own_parameters(self._layers.modules[name], atomic=self._layers.is_leaf(name))
+            found |= {prefix + key: weight for key, weight in own if "bias" not in key.rpartition(".")[2]}
+        if not found:
             raise UsageError(
                 f"{self._described().partition(':')[0]} has no weight of its own: select layers that have one"
             )
-        stack.enter_context(weights_changed(found, lambda name, weight: self._tensor("weight", name, weight)))
-        self._writes = bool(found)
-        for module in computed:
-            _add(stack, module.register_forward_hook, CallHook(module, self._computed_weight))
+        stack.enter_context(_weights_changed(found, lambda name, weight: self._tensor("weight", name, weight)))
 
     # --- what the hooks call ----------------------------------------------------------------------------------------
 
@@ -236,26 +222,11 @@ class Intervention:
         call = self._running[name].pop() if self._running[name] else 0
         if self._only is not None and call not in self._only:
             return output
-        change = self._changes.get("output")
-        if isinstance(change, Swap):
-            new = change.output(name, call)
-            old, other = ([(p, tuple(t.shape)) for p, t in flatten("output", one).tensors] for one in (output, new))
-            if old != other:
-                raise UsageError(
-                    f"{name}: the output of the other run has other shapes, {dict(other)}, not {dict(old)}"
-                )
-            self._fired += 1
-            output = map_tensors(torch.clone, new)  # a later layer that works in place would write to what was kept
-        elif change is not None:
+        if "output" in self._changes:
             output = self._values("output", name, output, flatten("output", output).tensors)
         if "gradient" in self._changes:
             output = map_tensors(lambda tensor: self._with_gradient(name, tensor), output)
         return output
-
-    def _computed_weight(self, module: nn.Module, args: tuple[Any, ...], weight: Tensor) -> Tensor:
-        """Return what replaces a parametrized weight, which is computed in each forward."""
-        self._fired += 1
-        return self._tensor("weight", "", weight)
 
     def _note(self, module: nn.Module) -> None:
         """Add a note to the records of all watches on a layer and on the model, which now are of a changed model."""
@@ -271,7 +242,7 @@ class Intervention:
         call = self._counts[name]
         # In a backward pass, activation checkpointing calls layers again. Its order may be the reverse one.
         if graph_task() != -1:
-            if call > 1 and (self._only is not None or isinstance(self._changes.get("output"), Swap)):
+            if call > 1 and self._only is not None:
                 raise UsageError(
                     f"{name} is called {call} times in a forward, and again in the backward for activation "
                     "checkpointing, where its calls cannot be told apart: leave out calls=, or checkpointing"
@@ -282,7 +253,7 @@ class Intervention:
         return call
 
     def _use_weights(self) -> None:
-        if self._writes:
+        if "weight" in self._changes:
             self._fired += 1
             self._note(self._root)
 
@@ -339,50 +310,19 @@ class Intervention:
 
 # --- weights ------------------------------------------------------------------------------------------------------
 
-# They are written in place, because a parameter may be tied, or an optimizer may hold it. Blocks may end in a different
-# order than the reverse of their beginning, so the bits of a weight are kept until the last block that changed it ends.
-
-
-def weights_of(layers: Layers, layer: str) -> dict[str, nn.Parameter]:
-    """Return the parameters of a layer itself except biases, by name, and those of its children too if it is atomic.
-
-    Parameters below ``parametrizations`` are left out: a weight is computed from them, and that weight is changed.
-    """
-    module = layers.modules[layer]
-    return {
-        name: parameter
-        for name, parameter in own_parameters(module, atomic=layers.is_leaf(layer))
-        if "bias" not in name.rpartition(".")[2] and not name.startswith("parametrizations.")
-    }
-
-
-def parametrized_weights_of(module: nn.Module) -> list[nn.Module]:
-    """Return the modules that compute the parametrized weights of a module itself."""
-    if not parametrize.is_parametrized(module):
-        return []
-    found = module.get_submodule("parametrizations").named_children()
-    return [computes for name, computes in found if "bias" not in name]
-
-
-_written: list[list[Tensor]] = []
-"""The weights that blocks change now, each with its values before, in the order in which they were written."""
+# They are written in place, because a parameter may be tied, or an optimizer may hold it.
 
 
 @contextlib.contextmanager
-def weights_changed(weights: Mapping[str, Tensor], change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+def _weights_changed(weights: Mapping[str, Tensor], change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
     """Write ``change(name, weight)`` into each weight, and on exit the bits that it had before.
 
     A parameter that is used in several places is changed once. All changes are computed before one is written, so that
-    an error leaves all weights as they are. If another block changed a weight meanwhile and has not ended, the bits
-    come back when that block ends.
+    an error leaves all weights as they are.
     """
-    once: dict[int, tuple[str, Tensor]] = {}
-    for name, weight in weights.items():
-        once.setdefault(id(weight), (name, weight))
+    once = {id(weight): (name, weight) for name, weight in reversed([*weights.items()])}
     planned = []
     for name, weight in once.values():
-        if is_lazy(weight):
-            raise UsageError(f"{name} has no shape before the first forward: run the model once before the block")
         with torch.no_grad():
             before = weight.detach().clone()
             after = change(name, before.clone())
@@ -392,20 +332,9 @@ def weights_changed(weights: Mapping[str, Tensor], change: Callable[[str, Tensor
             planned.append((weight, before, after))
     with contextlib.ExitStack() as stack:
         for weight, before, after in planned:
-            stack.callback(_restore, one := [weight, before])
-            _written.append(one)
+            stack.callback(_write, weight, before)
             _write(weight, after)
         yield
-
-
-def _restore(one: list[Tensor]) -> None:
-    at = next(i for i, other in enumerate(_written) if other is one)
-    del _written[at]
-    later = next((other for other in _written[at:] if other[0] is one[0]), None)
-    if later is None:
-        _write(*one)
-    else:  # the block that wrote later now restores the bits from before both
-        later[1] = one[1]
 
 
 def _write(weight: Tensor, values: Tensor) -> None:

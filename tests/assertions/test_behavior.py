@@ -139,14 +139,6 @@ def test_records_that_came_from_nowhere_are_compared_by_fixed_tolerances() -> No
     assert failure_of(new, old).startswith("norm.eps 1e-05 → 0.01")
 
 
-def test_the_models_are_left_as_they_were() -> None:
-    model = reference()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    model.norm.eps = 1e-2
-    failure_of(run(model), run(reference()))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
 def test_a_watch_is_compared_with_a_watch() -> None:
     with ModelProbe() as probe:
         old, new = reference(), reference()
@@ -201,52 +193,14 @@ class Two(nn.Module):
         return self.head(self.a(x).relu() + self.b(y).relu())
 
 
-def test_an_input_with_its_elements_in_another_order_is_the_only_cause() -> None:
-    model = PROBE.build(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 4)))
-    images = PROBE.randn(4, 8, 8)
-    upright, upside_down = PROBE.run(model, images), PROBE.run(model, images.flip(1))
-    with pytest.raises(AssertionError, match=r"^input changed by \d+ %; 1 cause, "):
-        assert_same_behavior(upside_down, upright)
-
-
-@pytest.mark.parametrize(
-    ("moved", "first_line", "after"),
-    [
-        ((0.0, 1.0), r"input\[1\] changed by \d+ %; 1 cause, 2 layers after it moved", "b and head"),
-        ((1.0, 0.0), r"input\[0\] changed by \d+ %; 1 cause, 2 layers after it moved", "a and head"),
-    ],
-    ids=["the second", "the first"],
-)
-def test_of_two_inputs_the_one_that_changed_is_named_alone(
-    moved: tuple[float, float], first_line: str, after: str
-) -> None:
+def test_of_two_inputs_the_one_that_changed_is_named_alone() -> None:
     model, x, y = PROBE.build(Two).eval(), PROBE.randn(3, 4), PROBE.randn(3, 4, name="y")
     expected = PROBE.run(model, x, y, loss="random")
     with pytest.raises(AssertionError) as failure:
-        assert_same_behavior(PROBE.run(model, x + moved[0], y + moved[1], loss="random"), expected)
+        assert_same_behavior(PROBE.run(model, x, y + 1.0, loss="random"), expected)
     first, *rest = str(failure.value).splitlines()
-    assert re.fullmatch(first_line, first)
-    assert f"Moved after that: {after}." in rest
-
-
-class Cast(Two):
-    """Hands on a copy of what it is given."""
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.clone(), y.clone())
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_a_copy_of_an_input_that_is_handed_on_is_the_same_input(grad: bool) -> None:
-    one, two = PROBE.build(Two), PROBE.build(Cast)
-    x, y = PROBE.randn(3, 4), PROBE.randn(3, 4, name="y")
-    if grad:
-        x, y = x.exp().requires_grad_().log(), y.exp().requires_grad_().log()
-    copied, given = PROBE.run(two, x, y), PROBE.run(one, x, y)
-    for name in ("a", "b"):
-        now, then = (record[name].calls[0].inputs[0].forward for record in (copied, given))
-        assert now.fingerprint == then.fingerprint
-    assert_same_behavior(copied, given, structure=False)
+    assert re.fullmatch(r"input\[1\] changed by \d+ %; 1 cause, 2 layers after it moved", first)
+    assert "Moved after that: b and head." in rest
 
 
 class Rnn(nn.Module):
@@ -260,13 +214,12 @@ class Rnn(nn.Module):
         return self.out(h), h * (1 + self.growth)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
-def test_a_state_that_a_loop_feeds_back_is_not_named_before_the_code_that_made_it(mode: Any) -> None:
+def test_a_state_that_a_loop_feeds_back_is_not_named_before_the_code_that_made_it() -> None:
     records = []
     for growth in (0.0, 0.1):
         model = PROBE.build(Rnn).eval()
         model.growth = growth
-        with PROBE.watch(model) as watch, mode():
+        with PROBE.watch(model) as watch, torch.no_grad():
             h = None
             for t in range(4):
                 _, h = model(PROBE.randint(0, 9, (3,), name=f"t{t}"), h)
@@ -277,11 +230,6 @@ def test_a_state_that_a_loop_feeds_back_is_not_named_before_the_code_that_made_i
     first, *rest = str(failure.value).splitlines()
     assert re.fullmatch(r"growth 0\.0 → 0\.1: the model's output changed by \d+ %; 1 cause, 2 layers .*", first)
     assert "input[1]" not in "".join(rest)
-    attribute = {"growth": 0.0}
-    root = dataclasses.replace(records[1]["(root)"], attributes=attribute)  # as if the code had the number
-    written = dataclasses.replace(records[1], layers={**records[1].layers, "(root)": root})
-    with pytest.raises(AssertionError, match=r"^input\[1\] changed by \d+ %; (?s:.*)an earlier forward returned"):
-        assert_same_behavior(written, records[0])
 
 
 class Batched(nn.Module):

@@ -137,19 +137,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]] = {
         {"input_ids": IDS},
     ),
     "MixtralForCausalLM": ("MixtralConfig", TEXT | {"num_key_value_heads": 2}, {"input_ids": IDS}),
-    "T5ForConditionalGeneration": (
-        "T5Config",
-        {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
-        {"input_ids": IDS, "decoder_input_ids": (2, 5)},
-    ),
-    "MambaForCausalLM": (
-        "MambaConfig",
-        {"vocab_size": 64, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "eos_token_id": 2},
-        {"input_ids": IDS},
-    ),
-    "ConvNextForImageClassification": (
-        "ConvNextConfig", {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 2, 1]}, {"pixel_values": (2, 3, 64, 64)},
-    ),
     "Wav2Vec2ForCTC": (
         "Wav2Vec2Config",
         {
@@ -242,7 +229,7 @@ def test_gradients_that_cancel_are_said_to_be_rounding_where_their_noise_is_know
     assert found.startswith("rounding: gradients cancel from (root) back, and are not compared there: use ")
 
 
-def test_many_dead_units_and_equal_attention_are_hints() -> None:
+def test_many_dead_units_are_a_hint() -> None:
     probe = ModelProbe()
     for bias, found in ((-100.0, ["dead units: layer '1' (ReLU) 3 of 8"]), (0.0, [])):
         model = probe.build(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)))
@@ -251,94 +238,3 @@ def test_many_dead_units_and_equal_attention_are_hints() -> None:
         record = probe.run(model, probe.randn(64, 8))
         assert (hints(record), findings(record)) == (found, [])
         assert hints(probe.run(model, probe.randn(4, 8))) == []  # too few rows
-    x = probe.randn(2, 6, 8)
-    for scale, found in ((1e-3, ["attention close to uniform: (root)"]), (30.0, [])):
-        attention = probe.build(lambda: nn.MultiheadAttention(8, 2, batch_first=True))
-        assert hints(probe.run(attention, x * scale, x, x, attention=True)) == found
-
-
-# --- the batch, and frozen norms: each hint beside a healthy twin -------------------------------------------------
-
-
-def hinted_of(model: nn.Module, x: torch.Tensor = X, **kwargs: Any) -> list[str]:
-    return hints(ModelProbe().run(model, x, **kwargs))
-
-
-def net(*, bias: float = 0.0) -> nn.Sequential:
-    model = ModelProbe().build(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
-    nn.init.constant_(model[0].bias, bias)
-    model[0].bias.data[0] += 1e-3  # of zeros alone it would begin from zero
-    return model
-
-
-def test_an_output_that_is_the_same_for_every_row_is_a_hint() -> None:
-    said = "output the same for every row: (root), from layer '1' (ReLU) on"
-    assert said in hinted_of(net(bias=-100.0))
-
-
-@pytest.mark.parametrize(
-    ("model", "x"),
-    [
-        (net(), X),
-        (net(), X[:1].expand(4, 6)),
-        (net(bias=-100.0), X[:1]),
-        (
-            nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)),
-            torch.ones(4, 1, 4, 4),
-        ),
-    ],
-    ids=["varies", "rows alike", "one row", "one number"],
-)
-def test_an_output_that_varies_or_may_not_is_none(model: nn.Module, x: torch.Tensor) -> None:
-    assert not any("every row" in line for line in hinted_of(model, x))
-
-
-def test_a_head_that_begins_with_zeros_is_no_constant_output() -> None:
-    model = net()
-    nn.init.zeros_(model[2].weight)
-    nn.init.zeros_(model[2].bias)
-    assert not any("every row" in line for line in hinted_of(model))
-
-
-def backbone(*, frozen: bool, evaluates: bool = False) -> nn.Sequential:
-    """A pretrained part with a norm, and a head."""
-
-    class Backbone(nn.Sequential):
-        def train(self, mode: bool = True) -> Backbone:
-            return super().train(mode and not evaluates)
-
-    model = nn.Sequential(Backbone(nn.Linear(6, 6), nn.BatchNorm1d(6)), nn.Linear(6, 2))
-    model[0].requires_grad_(not frozen)
-    return model
-
-
-def test_a_frozen_norm_whose_running_statistics_move_is_a_hint() -> None:
-    said = "frozen, but running statistics move: 1 norm, 0.1; eval() stops them"
-    assert hinted_of(backbone(frozen=True), loss="random", mode="train") == [said]
-
-
-@pytest.mark.parametrize(
-    ("model", "mode"),
-    [
-        (backbone(frozen=True, evaluates=True), "train"),
-        (backbone(frozen=False), "train"),
-        (backbone(frozen=True), "eval"),
-    ],
-    ids=["frozen and in evaluation", "trained", "not trained at all"],
-)
-def test_a_norm_that_is_really_frozen_or_trained_is_none(model: nn.Module, mode: Any) -> None:
-    assert hinted_of(model, loss="random", mode=mode) == []
-
-
-def test_a_teacher_may_keep_statistics_of_its_own() -> None:
-    class Taught(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.student, self.teacher = backbone(frozen=False), backbone(frozen=True)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                target = self.teacher(x)
-            return F.mse_loss(self.student(x), target)
-
-    assert hinted_of(Taught(), loss=lambda loss: loss, mode="train") == []

@@ -21,7 +21,6 @@ from pytest_modelprobe import (
     NothingObservedError,
     Record,
     SelectionError,
-    UsageError,
     Watch,
     assert_all_params_have_grad,
     assert_grad_finite,
@@ -135,11 +134,6 @@ def test_a_gradient_that_is_bad_in_a_parameter_alone_is_named() -> None:
     assert "inf of 1 element, those around it are finite; 1 of 3 layers looked at\n" in text
 
 
-def test_the_first_of_several_calls_that_the_backward_meets_is_named() -> None:
-    model = Net(lambda m, x: m.sqrt(m.fc(x).square() + 1) + m.sqrt(m.zero(x)), fc=linear(), zero=Zero(), sqrt=Sqrt())
-    assert failure_of(assert_grad_finite, run(model)).startswith("gradient of sqrt (call 2) input is not finite: ")
-
-
 def test_of_several_forwards_the_first_bad_one_decides() -> None:
     model = Net(lambda m, x, s: m.tail(torch.sqrt(m.fc(x) * 0 + 1 - s)), fc=linear(), tail=linear())
     with Watch(model) as watch:
@@ -233,17 +227,9 @@ def hint_of(model: nn.Module, **kwargs: Any) -> str:
 CUT = "look for .detach(), .data, .item() or no_grad there."
 
 
-@pytest.mark.parametrize(
-    "forward",
-    [
-        lambda m, x: m.b(m.a(x).detach()),
-        lambda m, x: m.b(torch.exp(m.a(x)).detach()),
-        lambda m, x: m.b(m.a(x).data * 2 + x),
-    ],
-    ids=["the tensor itself", "glue", "data in glue"],
-)
-def test_a_cut_in_the_graph_is_placed(forward: Callable[..., Any]) -> None:
-    assert hint_of(Net(forward, a=linear(), b=linear())) == f"The graph is cut between a and b: {CUT}"
+def test_a_cut_in_the_graph_is_placed() -> None:
+    model = Net(lambda m, x: m.b(torch.exp(m.a(x)).detach()), a=linear(), b=linear())
+    assert hint_of(model) == f"The graph is cut between a and b: {CUT}"
 
 
 def test_a_cut_at_the_end_of_a_container_is_placed_after_its_last_layer() -> None:
@@ -296,18 +282,6 @@ def test_a_gradient_that_fades_on_the_way_is_named_with_all_others() -> None:
     assert hint.startswith("Vanishing or exploding gradients: look at activations")
 
 
-class Sine(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sin(100 * x)
-
-
-def test_a_gradient_that_grows_on_the_way_is_named() -> None:
-    model = nn.Sequential(*(layer for _ in range(6) for layer in (linear(), Sine())), linear())
-    text = failure_of(assert_grad_flow, run(model))
-    assert text.startswith("layer '12' (Linear) gets a gradient ")
-    assert " times smaller than layer '0' (Linear), 1e+06 is allowed; " in text
-
-
 def scaled(n: int, by: float) -> nn.Module:
     model = nn.Sequential(*(linear(weight=0.0) for _ in range(n)))
     for layer in model:
@@ -324,13 +298,6 @@ def test_gradients_of_activations_that_explode_where_those_of_weights_are_alike_
     )
     assert table.splitlines()[0].split() == ["layer", "type", "gradient", "norm", "times", "larger", "output", "rms"]
     assert hint.startswith("Exploding gradients: look at the initialization")
-
-
-def test_a_norm_after_one_layer_that_makes_them_explode_takes_the_scale_out_again() -> None:
-    model = nn.Sequential(linear(), *scaled(1, 1e9), linear())
-    assert failure_of(assert_grad_flow, run(model), layers="0").startswith("layer '0' (Linear) gets a gradient")
-    model.append(nn.LayerNorm(6))
-    assert_grad_flow(run(model), layers="0")
 
 
 def test_growth_within_the_ratio_passes() -> None:
@@ -385,17 +352,6 @@ def test_a_zero_gradient_is_named_nearest_to_the_loss() -> None:
     assert text.endswith(
         "The layers after b do not depend on it, or have a zero derivative there: dead, saturated, zero-initialized, "
         "times zero."
-    )
-
-
-def test_a_zero_gradient_before_a_zero_initialized_layer_says_so() -> None:
-    model = Net(lambda m, x: m.b(m.a(x)), a=linear(), b=linear(weight=0.0))
-    with pytest.warns(HintWarning) as hints:
-        assert_grad_flow(run(model))
-    (text,) = (str(one.message) for one in hints)
-    assert text.startswith("a gets a zero gradient; ")
-    assert text.endswith(
-        "A hint, because of what is zero-initialized: b. Other layers get a gradient after its first step."
     )
 
 
@@ -482,14 +438,6 @@ def test_a_layer_that_a_zero_head_hides_in_the_first_step_alone_is_dead_after_it
         AssertionError, match=r"(?s)^a.weight was not updated; 3 of 6 .*\n\nIts gradient is all zero: [^.]*.$"
     ):
         assert_params_updated(watch)
-
-
-def test_a_layer_that_is_not_in_the_optimizer_is_no_hint_though_it_is_behind_what_was_zero() -> None:
-    model = Net(lambda m, x: m.head(m.a(x)), a=linear(), head=linear(weight=0.0))
-    with pytest.raises(
-        AssertionError, match=r"(?s)^a.weight was not updated; 2 of 4 .* it is in no group of the optim"
-    ):
-        assert_params_updated(steps(model, 3, model.head.parameters()))
 
 
 def test_one_parameter_without_a_gradient_in_a_layer_that_has_others_is_a_hint() -> None:
@@ -592,11 +540,6 @@ def test_nothing_that_takes_part_is_an_error() -> None:
         assert_grad_flow(run(model), layers="a")
 
 
-def test_a_ratio_that_is_none_is_refused() -> None:
-    with pytest.raises(UsageError, match="max_ratio is how many times smaller"):
-        assert_grad_flow(run(linear()), max_ratio=1)
-
-
 def test_a_layer_with_one_gradient_that_is_not_finite_fails() -> None:
     def spoilt(gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.clone()
@@ -642,16 +585,6 @@ def test_training_steps_pass() -> None:
                 model.eval()(X)
     for assertion in ASSERTIONS:
         assertion(watch)
-
-
-def test_shared_and_checkpointed_layers_pass() -> None:
-    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        y = torch.utils.checkpoint.checkpoint(model.fc, model.fc(x), use_reentrant=False)
-        return model.head(y)
-
-    record = run(Net(forward, fc=linear(), head=linear()))
-    for assertion in ASSERTIONS:
-        assertion(record)
 
 
 def test_a_leaf_that_detaches_its_output_is_named(modelprobe: ModelProbe) -> None:

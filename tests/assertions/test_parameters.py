@@ -97,11 +97,6 @@ def test_the_innermost_tensor_elsewhere_is_named() -> None:
         assert_devices(PROBE.run(model, X), "cuda")
 
 
-def test_a_lazy_parameter_cannot_be_counted() -> None:
-    with pytest.raises(UsageError, match="weight has no shape yet: run the model once"):
-        assert_param_count(nn.LazyLinear(3), 3)
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_any_cuda_device_is_cuda() -> None:
@@ -392,50 +387,12 @@ def test_parameters_that_a_gradient_made_nan_are_named_as_such(assertion: Callab
     )
 
 
-def test_one_that_the_step_alone_made_infinite_blames_the_step() -> None:
-    watch = trained(normless(), lambda m: torch.optim.SGD(m.parameters(), float("inf")), steps=1)
-    with pytest.raises(AssertionError, match=r"(?s)^0.weight is not finite after training.* the learning rate"):
-        assert_params_updated(watch)
-
-
 def test_a_step_skipped_for_its_gradients_blames_these() -> None:
     watch = spoilt(steps=False)
     with pytest.raises(AssertionError, match="Its gradient is not finite, and such steps are skipped"):
         assert_params_updated(watch)
     with pytest.raises(AssertionError, match=r"(?s)changed by 0 of its norm, .*\n\nassert_params_updated says why\.$"):
         assert_update_ratio(watch)
-
-
-def test_a_frozen_parameter_that_became_nan_says_so() -> None:
-    with pytest.raises(AssertionError, match=r"^0.weight is not frozen: it changed; 2 of 2"):
-        assert_frozen(spoilt(), layers="0")
-
-
-class WithChild(nn.Module):
-    def __init__(self, child: nn.Module) -> None:
-        super().__init__()
-        self.fc, self.child = nn.Linear(4, 4), child
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(x)  # type: ignore[no-any-return]
-
-
-def after_one_step(model: WithChild) -> Watch:
-    optimizer = torch.optim.SGD(model.fc.parameters(), lr=0.1)
-    with ModelProbe() as probe, probe.watch(model) as watch:
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-    return watch
-
-
-def test_a_lazy_layer_that_is_never_called_is_recorded_without_numbers() -> None:
-    watch = after_one_step(WithChild(nn.LazyLinear(2)))
-    assert_params_updated(watch, layers="fc")
-    assert [p.shape for p in watch.first["child"].parameters] == [(), ()]
-
-
-def test_a_parameter_without_elements_cannot_be_updated() -> None:
-    assert_params_updated(after_one_step(WithChild(nn.ParameterList([torch.empty(0)]))))
 
 
 def step_of(rate: float, *, trained: int = 2, norm: bool = False) -> Record:

@@ -88,9 +88,8 @@ def test_one_that_is_at_either_bound_is_named(activation: nn.Module) -> None:
         assert_not_saturated(record(net(activation, scale=1e6)))
 
 
-@pytest.mark.parametrize("function", [torch.tanh, lambda x: F.softmax(x, dim=-1)])
-def test_functional_ones_are_seen_where_they_are_recorded(function: object) -> None:
-    model = PROBE.build(lambda: Functional(function, scale=1000.0))
+def test_a_function_is_seen_where_it_is_recorded() -> None:
+    model = PROBE.build(lambda: Functional(lambda x: F.softmax(x, dim=-1), scale=1000.0))
     with pytest.raises(AssertionError, match="is saturated"):
         assert_not_saturated(record(model, functionals=True))
 
@@ -209,13 +208,6 @@ def test_a_large_output_overflows_where_the_dtype_ends(dtype: str, fits: bool) -
             AssertionError, match=r"^layer '0' \(Identity\) output overflows in float16: its output is up to 4e\+04,"
         ):
             assert_fits_dtype(found, dtype)
-
-
-def test_room_to_spare_is_asked_for() -> None:
-    found = record(nn.Identity(), torch.full((4, 4), 40_000.0))
-    assert_fits_dtype(found, "float16", headroom=1.5)
-    with pytest.raises(AssertionError, match="overflows"):
-        assert_fits_dtype(found, "float16", headroom=1.7)
 
 
 def test_gradients_that_vanish_are_named_as_gradients() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pytest_modelprobe.assertions.structure import Bindings, match, parse
 from pytest_modelprobe.exceptions import ShapeSpecError
@@ -123,31 +121,6 @@ def test_a_name_with_a_star_is_another_name() -> None:
     bindings = Bindings()
     match(parse("n *n"), (1, 2, 3), bindings, "fc1 output")
     assert bindings == {"n": (1, "fc1 output"), "*n": ((2, 3), "fc1 output")}
-
-
-names = st.from_regex(r"[a-z_][a-z0-9_]{0,4}", fullmatch=True).filter(lambda name: name != "_")
-single = st.integers(0, 1000) | names | st.just("_")
-variadic = st.just("...") | names.map(lambda name: f"*{name}")
-sizes = st.integers(0, 3)
-
-
-@given(
-    tokens=st.tuples(st.lists(single, max_size=4), st.lists(variadic, max_size=1), st.lists(single, max_size=4)).map(
-        lambda parts: (*parts[0], *parts[1], *parts[2])
-    ),
-    data=st.data(),
-)
-def test_a_shape_made_from_a_spec_matches_it_again_and_again(tokens: Any, data: Any) -> None:
-    values = data.draw(st.lists(sizes, min_size=6, max_size=6))
-    shape: list[int] = []
-    for token in tokens:
-        if token == "..." or str(token).startswith("*"):
-            shape += data.draw(st.lists(sizes, max_size=3))
-        else:
-            shape.append(token if isinstance(token, int) else values[len(str(token))])
-    bindings = Bindings()
-    assert parse(" ".join(map(str, tokens))) == tokens
-    assert match(tokens, shape, bindings, "first") == match(tokens, shape, bindings, "second") == []
 
 
 @pytest.mark.parametrize(

@@ -167,11 +167,6 @@ def test_what_is_no_dtype_is_refused(dtype: Any) -> None:
         assert_dtypes(two_layers(), dtype)
 
 
-def test_layers_beside_a_dict_are_refused() -> None:
-    with pytest.raises(UsageError, match="a dict of dtypes names its layers itself"):
-        assert_dtypes(two_layers(), {"fc1": torch.float32}, layers="fc1")
-
-
 def test_nothing_to_compare_is_an_error() -> None:
     with pytest.raises(NothingObservedError, match="returned no tensor of that kind: nothing was compared"):
         assert_dtypes(two_layers(), torch.int64)
@@ -208,12 +203,6 @@ def test_another_number_of_calls_is_reported() -> None:
     )
 
 
-def test_never_can_be_asserted() -> None:
-    record = run(Net(lambda m, x: m.a(x), a=nn.Linear(6, 6), b=nn.Linear(6, 6)))
-    assert_called(record, "b", per_forward=0)
-    assert failure_of(assert_called, record, "a", per_forward=0).startswith("a was called 1 time in a forward, not 0;")
-
-
 def test_calls_are_counted_in_each_forward() -> None:
     def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         for _ in range(len(x)):
@@ -226,14 +215,6 @@ def test_calls_are_counted_in_each_forward() -> None:
     assert failure_of(assert_called, watch, "a", per_forward=4).startswith(
         "a was called 2 to 4 times in a forward, not 4;"
     )
-
-
-def test_forwards_in_two_modes_are_counted_apart() -> None:
-    model = Net(lambda m, x: m.a(m.a(x)) if m.training else m.a(x), a=nn.Linear(6, 6))
-    with Watch(model) as watch:
-        model.train()(X)
-        model.eval()(X)
-    assert "a was called 1 to 2 times in a forward, not 2;" in failure_of(assert_called, watch, "a", per_forward=2)
 
 
 def test_what_only_holds_layers_counts_as_called_with_them() -> None:
@@ -249,11 +230,6 @@ def test_what_only_holds_layers_counts_as_called_with_them() -> None:
     record = run(Holder())
     assert_called(record)
     assert_called(record, per_forward=1)
-
-
-def test_an_empty_sequential_must_be_called() -> None:
-    model = Net(lambda m, x: x, shortcut=nn.Sequential())
-    assert failure_of(assert_called, run(model), "**").startswith("shortcut was never called")
 
 
 def test_weights_that_are_used_without_a_call_or_tied_are_spoken_of() -> None:
@@ -296,11 +272,6 @@ def test_a_failure_names_those_that_lose_nothing_too() -> None:
     assert text.endswith("\n\nAlso not called, without unused weights: 0.dropout and 0.used.")
 
 
-def test_what_is_no_number_of_calls_is_refused() -> None:
-    with pytest.raises(UsageError, match="per_forward is the number of calls in each forward, 0 or more; got"):
-        assert_called(two_layers(), per_forward=-1)
-
-
 # --- hooks --------------------------------------------------------------------------------------------------------
 
 
@@ -321,31 +292,16 @@ def test_a_hook_is_named_with_its_layer() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("register", "kind"),
-    [
-        ("register_forward_pre_hook", "forward pre-hook"),
-        ("register_full_backward_pre_hook", "backward pre-hook"),
-        ("register_full_backward_hook", "backward hook"),
-    ],
-)
-def test_every_kind_of_hook_is_found(register: str, kind: str) -> None:
+def test_a_hook_of_the_backward_is_found() -> None:
     model = nn.Linear(2, 2)
-    getattr(model, register)(leave)
-    assert failure_of(assert_no_leftover_hooks, model).startswith(f"(root) has a {kind} left on it: ")
+    model.register_full_backward_hook(leave)
+    assert failure_of(assert_no_leftover_hooks, model).startswith("(root) has a backward hook left on it: ")
 
 
 def test_hooks_on_parameters_are_found() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].weight.register_hook(leave)
     assert failure_of(assert_no_leftover_hooks, model).startswith("layer '0' (Linear) has a hook on weight left on it")
-
-
-def test_the_hooks_of_an_open_watch_do_not_count() -> None:
-    model = nn.Sequential(nn.Linear(6, 2))
-    with Watch(model) as watch:
-        assert_no_leftover_hooks(model)
-        assert_no_leftover_hooks(watch)
 
 
 def test_of_a_watch_only_hooks_that_came_since_count() -> None:
@@ -369,12 +325,6 @@ def test_hooks_that_a_torch_keeps_elsewhere_are_not_taken_for_none() -> None:
         match=r"^torch \S+ has no Linear\._forward_hooks, without which it is not known whether a forward hook",
     ):
         assert_no_leftover_hooks(model)
-
-
-def test_layers_whose_hooks_belong_to_them_can_be_left_out() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[0].register_forward_hook(leave)
-    assert_no_leftover_hooks(model, layers="!0")
 
 
 def test_a_record_has_no_model() -> None:

@@ -17,7 +17,6 @@ from pytest_modelprobe import (
     HintWarning,
     ModelProbe,
     NothingObservedError,
-    Record,
     UsageError,
     Watch,
     assert_params_updated,
@@ -90,29 +89,6 @@ def test_gradients_that_are_reset_before_the_step_are_said(to_none: bool) -> Non
         assert_training_loop(watch)
 
 
-def test_gradients_that_are_reset_before_a_scaler_steps_are_said() -> None:
-    def loop(model: nn.Module) -> None:
-        optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1, fused=True), torch.amp.GradScaler("cpu")
-        for _ in range(STEPS):
-            scaler.scale(loss(model)).backward()
-            optimizer.zero_grad(set_to_none=False)
-            scaler.step(optimizer)
-            scaler.update()
-
-    text = failure_of(loop, net())
-    assert text.startswith("gradients were reset between the backward and the step: 3 of 3 times")
-
-
-def test_gradients_that_arrive_as_zeros_are_not_taken_for_reset() -> None:
-    model = net()
-    optimizer = sgd(model)
-    with watched(model):
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            (loss(model) * 0.0).backward()
-            optimizer.step()
-
-
 def test_a_reset_that_comes_every_other_step_is_too_seldom() -> None:
     def loop(model: nn.Module) -> None:
         optimizer = sgd(model)
@@ -142,22 +118,6 @@ def test_gradients_may_be_accumulated_between_steps(passes: int, at_the_end: boo
     training = watch.record.training
     assert (training.steps, training.passes, training.stale) == (STEPS, STEPS * passes, 0)
     assert training.accumulated == (STEPS if passes > 1 else 0)
-
-
-def test_gradients_that_autograd_gives_out_are_added_to_nothing() -> None:
-    model = net(norm=True)
-    optimizer, parameters = sgd(model), [*model.parameters()]
-    with watched(model) as watch:
-        for _ in range(STEPS):
-            given = torch.autograd.grad(loss(model), parameters, create_graph=True)
-            optimizer.zero_grad()
-            (loss(model) + sum(gradient.square().sum() for gradient in given)).backward()
-            optimizer.step()
-        for _ in range(STEPS):
-            for parameter, gradient in zip(parameters, torch.autograd.grad(loss(model), parameters), strict=True):
-                parameter.grad = gradient
-            optimizer.step()
-    assert (watch.record.training.steps, watch.record.training.passes) == (2 * STEPS, STEPS)
 
 
 def test_a_closure_without_a_reset_is_said() -> None:
@@ -223,25 +183,6 @@ def test_adversaries_that_are_reset_or_detached_are_sound(reset: str, detach: bo
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_training_loop(adversaries(reset=reset, detach=detach, watch=watch, to_none=to_none))
-
-
-@pytest.mark.parametrize("watch", ["generator", "both"])
-def test_adversaries_whose_passes_come_before_both_steps_are_sound(watch: str) -> None:
-    generator, discriminator = net(), net()[3]
-    models = {"generator": generator, "discriminator": nn.Sequential(nn.Linear(2, 4), discriminator)}
-    both = nn.ModuleList(models.values())
-    optimizers = {name: sgd(model) for name, model in models.items()}
-    with ModelProbe() as probe, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        seen = probe.watch({**models, "both": both}[watch])
-        for _ in range(STEPS):
-            optimizers["generator"].zero_grad()
-            models["discriminator"][0](generator(X)).mean().backward()
-            optimizers["discriminator"].zero_grad()
-            models["discriminator"][0](X[:, :2]).mean().backward()
-            optimizers["generator"].step()
-            optimizers["discriminator"].step()
-        assert_training_loop(seen)
 
 
 def test_several_optimizers_that_share_a_backward_are_sound() -> None:
@@ -353,13 +294,6 @@ def test_evaluation_between_epochs_is_sound() -> None:
         epochs(model)
 
 
-def test_modes_that_no_layer_distinguishes_do_not_matter() -> None:
-    for settings in ({"back": False}, {"out": False}):
-        model = net()
-        with watched(model):
-            epochs(model, **settings)
-
-
 def test_forwards_without_gradients_that_every_step_has_are_part_of_the_loop() -> None:
     model = net(norm=True)
     optimizer = sgd(model)
@@ -390,20 +324,6 @@ def test_a_norm_over_the_parts_of_an_accumulated_batch_is_said() -> None:
     (text,) = (str(one.message) for one in hints)
     assert text.startswith("1 sees an accumulated batch in parts: 3 of 3 times")
     assert "BatchNorm1d computes mean and variance of each part separately" in text
-
-
-def test_a_fault_stands_before_what_sound_loops_do_too() -> None:
-    def loop(model: nn.Module) -> None:
-        optimizer = sgd(model)
-        for _ in range(STEPS):
-            for part in X.chunk(2):
-                loss(model, part).backward()
-            optimizer.step()
-
-    lines = failure_of(loop, net(norm=True)).splitlines()
-    assert [line.split("  ")[0] for line in lines[3:5]] == [
-        "gradients are never reset", "1 sees an accumulated batch in parts",
-    ]  # fmt: skip
 
 
 def test_accumulation_with_other_norms_or_a_frozen_one_is_sound() -> None:
@@ -469,14 +389,3 @@ def test_a_record_of_one_forward_has_no_steps() -> None:
             optimizer.step()
     with pytest.raises(UsageError, match="the record has no optimizer step"):
         assert_training_loop(watch.last)
-
-
-def test_a_record_with_steps_survives_json() -> None:
-    with ModelProbe() as probe:
-        watch = probe.watch(model := net())
-        never_reset(model)
-        again = Record.from_dict(watch.record.to_dict())
-    assert again.training == watch.record.training
-    assert again.training.stale == 2
-    with pytest.raises(AssertionError, match="never reset"):
-        assert_training_loop(again)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import types
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import ModelProbe, UsageError, assert_no_dead_layers, checks
-from pytest_modelprobe.checks import Check, Outcome, battery, rounding
+from pytest_modelprobe.checks import Check, Outcome, battery
 from pytest_modelprobe.checks.check import StateCheck
 from pytest_modelprobe.checks.positions import masked_out
 from pytest_modelprobe.checks.session import PreparedModel
@@ -153,7 +151,6 @@ def attn(net: Any) -> Attention:
 
 # --- of every check -----------------------------------------------------------------------------------------------
 
-OF_THE_MODEL_ALONE = {"registered", "initialized", "deferred_initialization", "optimizer_covers", "ema_tracks"}
 OPTIONS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "optimizer_covers": lambda model: {"optimizer": torch.optim.SGD(model.parameters(), 0.1)},
     "ema_tracks": lambda model: {"average": model, "decay": 0.9, "updates": lambda: None},
@@ -176,13 +173,13 @@ def test_no_check_means_anything_for_a_model_on_meta(probe: ModelProbe, ids: Ten
     assert str(found) == "causal is not applicable to Net: the model is on the meta device and has no numbers"
 
 
-@pytest.mark.parametrize("name", sorted(ALL.keys() - OF_THE_MODEL_ALONE))
+@pytest.mark.parametrize("name", ["finite", "padding_invariant", "train_eval_differ", "incremental"])
 def test_the_layer_that_raised_is_told(name: str, probe: ModelProbe, net: Any, ids: Tensor) -> None:
     planted(net.blocks[1].fc1, forward=lambda self, x: x.no_such_method())
     net.dropless = nn.BatchNorm1d(2)  # something for train_eval_differ to look for
     found = ALL[name].outcome(probe, net, ids, **options_of(name, net))
     assert found.verdict == "not applicable"
-    assert ("blocks.1.fc1 raised AttributeError" in found.text) or name in ("overfits_batch", "export_parity")
+    assert "blocks.1.fc1 raised AttributeError" in found.text
 
 
 def test_as_an_assertion_it_raises_the_text_of_the_outcome(
@@ -218,13 +215,6 @@ def test_a_message_lists_all_that_is_broken_the_first_one_first(
         "blocks.1.attn.out output",
         "blocks.1.attn output",
     ]
-
-
-def test_other_keywords_go_to_the_model(probe: ModelProbe, net: Any, ids: Tensor, mask: Tensor) -> None:
-    seen = []
-    planted(net, forward=lambda self, ids, attention_mask: seen.append(attention_mask) or Net.forward(self, ids))
-    checks.deterministic(probe, net, ids, attention_mask=mask)
-    assert all(torch.equal(one, mask) for one in seen)
 
 
 def test_keywords_of_the_model_that_a_check_uses_itself_are_given_apart(probe: ModelProbe, rows: Tensor) -> None:
@@ -267,7 +257,7 @@ FOR_TEXT = [
     "registered", "initialized", "deterministic", "eval_stable", "seeded", "train_eval_differ", "batch_independent",
     "any_batch_size", "causal", "padding_invariant", "state_unchanged_by_forward", "inputs_unchanged_by_forward",
     "state_dict_round_trip", "copy_and_pickle", "dtype_parity", "layout_parity", "checkpoint_parity",
-    "compile_parity", "export_parity", "gradcheck", "optimizer_covers",
+    "optimizer_covers",
 ]  # fmt: skip
 
 
@@ -281,13 +271,6 @@ def test_a_clean_convolutional_net_has_the_standard_properties(probe: ModelProbe
     assert {outcome.verdict for outcome in outcomes} == {"holds", "not applicable"}
 
 
-def test_training_brings_a_clean_model_s_loss_down(probe: ModelProbe, net: Any, ids: Tensor) -> None:
-    found = checks.overfits_batch(
-        probe, net.eval(), ids, loss=lambda y: F.cross_entropy(y.flatten(0, 1), ids.flatten())
-    )
-    assert found.text.startswith("loss ")
-
-
 def test_a_model_that_is_cached_by_its_shape_alone_is_clean(probe: ModelProbe, rows: Tensor) -> None:
     class Cached(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -295,8 +278,7 @@ def test_a_model_that_is_cached_by_its_shape_alone_is_clean(probe: ModelProbe, r
                 self.ramp = torch.arange(x.shape[1], device=x.device)
             return x + self.ramp
 
-    found = checks.state_unchanged_by_forward(probe, between(Cached()), rows)
-    assert found.text.endswith(", 3 forwards; attributes that it set without a change of an output: 2.ramp")
+    assert checks.state_unchanged_by_forward(probe, between(Cached()), rows).text.endswith(", 3 forwards")
 
 
 # --- where a check means nothing ----------------------------------------------------------------------------------
@@ -320,7 +302,7 @@ def test_a_model_that_is_cached_by_its_shape_alone_is_clean(probe: ModelProbe, r
         ),
         ("permutation_equivariant", nn.Linear(6, 2), (6,), "no input has more than one position"),
         ("permutation_invariant", nn.Linear(6, 2), (6,), "no input has more than one position"),
-        ("initialized", nn.ReLU(), (3, 6), "no floating parameters or buffers"),
+        ("initialized", nn.ReLU(), (3, 6), "no parameters or buffers of numbers"),
         ("layout_parity", Layer(lambda x: x + 1), (), "no input has a layout"),
         ("checkpoint_parity", nn.Linear(6, 2), (3, 6), "no children"),
         ("gradient_accumulation", nn.Linear(6, 2), (3, 6), "without loss="),
@@ -334,16 +316,6 @@ def test_it_says_why_a_check_means_nothing(
     found = ALL[name].outcome(probe, model, probe.randn(*shape) if shape else torch.tensor(1.0))
     assert found.verdict == "not applicable"
     assert why in found.text
-
-
-def test_ids_that_are_all_the_same_do_not_tell_which_others_there_are(probe: ModelProbe, net: Any) -> None:
-    found = checks.causal.outcome(probe, net, torch.ones(2, LENGTH, dtype=torch.long))
-    assert "no other valid values are known" in found.text
-
-
-def test_a_loss_below_zero_has_no_share_to_be_brought_down_to(probe: ModelProbe, rows: Tensor) -> None:
-    found = checks.overfits_batch.outcome(probe, nn.Linear(6, 2), rows, loss=lambda y: -y.square().mean())
-    assert found.verdict == "not applicable"
 
 
 def test_several_masks_have_to_be_told_apart(probe: ModelProbe, rows: Tensor) -> None:
@@ -381,16 +353,6 @@ def test_a_generator_of_its_own_does_not_go_by_the_seed(probe: ModelProbe, rows:
     assert named(checks.seeded.outcome(probe, between(OwnNoise()), rows)) == "2"
 
 
-def test_one_seed_for_all_workers_is_named(probe: ModelProbe, rows: Tensor) -> None:
-    class Fixed(nn.Dropout):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.random.fork_rng():
-                torch.manual_seed(0)
-                return super().forward(x)
-
-    assert named(checks.seeded.outcome(probe, between(Fixed()), rows)) == "2"
-
-
 def test_attention_that_drops_out_in_evaluation_is_random(
     probe: ModelProbe, net: Any, attn: Attention, ids: Tensor
 ) -> None:
@@ -411,27 +373,10 @@ def test_a_path_that_is_rarely_dropped_in_evaluation_is_random(probe: ModelProbe
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.parametrize("name", ["seeded", "modes_agree"])
-def test_an_encoder_that_nests_its_padded_rows_is_healthy(probe: ModelProbe, name: str) -> None:
+def test_an_encoder_that_nests_its_padded_rows_is_healthy(probe: ModelProbe) -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.3, batch_first=True), 2)
     padded = torch.tensor([[False, False, False], [False, False, True]])
-    assert ALL[name](probe, model, probe.randn(2, 3, WIDTH), src_key_padding_mask=padded).verdict == "holds"
-
-
-def test_an_error_of_what_follows_the_layers_is_not_the_models(probe: ModelProbe, rows: Tensor) -> None:
-    def before(call: ModuleCall, args: Any, kwargs: Any) -> None:
-        raise NotImplementedError("no such operation")
-
-    with PreparedModel(probe, nn.Linear(6, 2), (rows,)).ready() as prepared:
-        tracer = CallTracer(prepared.layers.modules, ModuleCall, before=before)
-        said = r"^the layers cannot be followed: NotImplementedError: no such operation$"
-        with tracer, pytest.raises(checks.NotApplicableError, match=said):
-            prepared.reference()
-
-
-def test_dropout_that_is_always_on_is_no_other_in_training(probe: ModelProbe, net: Any, ids: Tensor) -> None:
-    planted(net.blocks[1].drop, forward=lambda self, x: F.dropout(x, 1e-9, False))
-    assert named(checks.train_eval_differ.outcome(probe, net, ids)) == "blocks.1.drop"
+    assert checks.seeded(probe, model, probe.randn(2, 3, WIDTH), src_key_padding_mask=padded).verdict == "holds"
 
 
 def test_dropout_that_an_evaluation_switches_off_for_good_is_named(probe: ModelProbe, net: Any, ids: Tensor) -> None:
@@ -464,43 +409,13 @@ def test_a_norm_over_the_batch_mixes_it(probe: ModelProbe, net: Any, ids: Tensor
     assert named(checks.batch_independent.outcome(probe, net, ids)) == "blocks.1.norm2"
 
 
-def test_a_norm_that_stays_in_training_mode_mixes_the_batch(probe: ModelProbe, images: Tensor) -> None:
-    model = Vision()
-    planted(model[4], train=lambda self, mode=True: self)
-    assert named(checks.batch_independent.outcome(probe, model, images)) == "4"
-
-
 def test_a_batch_size_in_a_view_is_named(probe: ModelProbe, rows: Tensor) -> None:
     found = checks.any_batch_size.outcome(probe, between(lambda x: x.view(5, 6)), rows)
     assert named(found) == "2"
     assert found.text.startswith("layer '2' (Layer) takes no batch of 1, only of 5: layer '2' raised RuntimeError")
 
 
-def test_a_mean_over_the_batch_depends_on_its_size(probe: ModelProbe, rows: Tensor) -> None:
-    assert named(checks.any_batch_size.outcome(probe, between(lambda x: x - x.mean(0)), rows)) == "2"
-
-
 # --- sequence -----------------------------------------------------------------------------------------------------
-
-
-def test_a_causal_mask_left_out_is_named(probe: ModelProbe, net: Any, attn: Attention, ids: Tensor) -> None:
-    planted(attn, masked=lambda self, s, mask: s)
-    assert named(checks.causal.outcome(probe, net, ids)) == "blocks.1.attn"
-
-
-def test_a_mask_that_shows_the_next_token_is_named(probe: ModelProbe, net: Any, attn: Attention, ids: Tensor) -> None:
-    def masked(self: Any, s: Tensor, mask: Tensor | None) -> Tensor:
-        return s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(1), float("-inf"))
-
-    planted(attn, masked=masked)
-    assert named(checks.causal.outcome(probe, net, ids)) == "blocks.1.attn"
-
-
-def test_a_softmax_over_the_queries_knows_of_later_ones(
-    probe: ModelProbe, net: Any, attn: Attention, ids: Tensor
-) -> None:
-    planted(attn, softmax=lambda self, s: s.softmax(-2))
-    assert named(checks.causal.outcome(probe, net, ids)) == "blocks.1.attn"
 
 
 def test_attention_transposed_knows_of_later_positions(
@@ -510,45 +425,12 @@ def test_attention_transposed_knows_of_later_positions(
     assert named(checks.causal.outcome(probe, net, ids)) == "blocks.1.attn"
 
 
-def test_heads_split_by_view_know_of_later_positions(probe: ModelProbe, net: Any, attn: Attention, ids: Tensor) -> None:
-    def forward(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (f(x).reshape(len(x), HEADS, x.shape[1], -1) for f in (self.q, self.k, self.v))
-        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-        return self.out((self.softmax(self.masked(scores, mask)) @ v).transpose(1, 2).flatten(2))
-
-    planted(attn, forward=forward)
-    assert named(checks.causal.outcome(probe, net, ids)) == "blocks.1.attn"
-
-
-def test_heads_merged_without_a_transpose_know_of_later_positions(
-    probe: ModelProbe, net: Any, attn: Attention, ids: Tensor
-) -> None:
-    def forward(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-        return self.out((self.softmax(self.masked(scores, mask)) @ v).reshape(x.shape))
-
-    planted(attn, forward=forward)
-    assert named(checks.causal.outcome(probe, net, ids)) == "blocks.1.attn"
-
-
-@pytest.mark.parametrize("bias", [True])
-def test_a_head_that_starts_from_zero_hides_no_fault(bias: bool, probe: ModelProbe, rows: Tensor) -> None:
+def test_a_head_that_starts_from_zero_hides_no_fault(probe: ModelProbe, rows: Tensor) -> None:
     model = between(lambda x: x - x.mean(0))
-    model[4] = nn.Linear(6, 3, bias=bias)
     nn.init.zeros_(model[4].weight)
     found = checks.batch_independent.outcome(probe, model, rows)
     assert named(found) == "2"
     assert "(root) output" in found.text
-
-
-def test_a_padding_mask_that_is_ignored_is_named(
-    probe: ModelProbe, attn: Attention, net: Any, ids: Tensor, mask: Tensor
-) -> None:
-    for block in net.blocks:
-        block.attn.causal = False  # or the later positions would not be seen anyway
-    planted(attn, masked=lambda self, s, mask: s)
-    assert named(checks.padding_invariant.outcome(probe, net, ids, attention_mask=mask)) == "blocks.1.attn"
 
 
 def test_positions_in_the_middle_break_equivariance(probe: ModelProbe) -> None:
@@ -564,12 +446,6 @@ def test_an_order_that_comes_out_is_named(probe: ModelProbe) -> None:
 # --- what a forward leaves behind ---------------------------------------------------------------------------------
 
 
-def test_running_statistics_that_run_on_in_evaluation_are_named(probe: ModelProbe, images: Tensor) -> None:
-    model = Vision()
-    planted(model[4], train=lambda self, mode=True: self)
-    assert named(checks.state_unchanged_by_forward.outcome(probe, model, images)) == "4.running_mean"
-
-
 def test_a_counter_of_forwards_is_named(probe: ModelProbe, rows: Tensor) -> None:
     class Counter(nn.Module):
         count = 0
@@ -580,39 +456,6 @@ def test_a_counter_of_forwards_is_named(probe: ModelProbe, rows: Tensor) -> None
 
     found = checks.state_unchanged_by_forward.outcome(probe, between(Counter()), rows)
     assert named(found) == "2"
-    assert "2.count" in found.text
-
-
-class Cache:
-    """An object that may hold anything."""
-
-
-class Keeping(nn.Module):
-    """Keeps something in its attribute."""
-
-    def __init__(self, kept: Any, keep: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
-        self.kept, self.keep = kept, keep
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.keep(self.kept, x.detach().clone())
-        return x
-
-
-@pytest.mark.parametrize(
-    ("kept", "keep"),
-    [
-        ({}, lambda kept, x: kept.update(last=x)),
-        ({"of": [{}]}, lambda kept, x: kept["of"][0].update(last=x)),
-        (([],), lambda kept, x: kept[0].append(x)),
-        (deque(), lambda kept, x: kept.append(x)),
-        (Cache(), lambda kept, x: setattr(kept, "last", x)),
-    ],
-    ids=["dict", "nested", "list in a tuple", "deque", "object"],
-)
-def test_what_a_forward_keeps_and_never_uses_is_said(probe: ModelProbe, rows: Tensor, kept: Any, keep: Any) -> None:
-    found = checks.state_unchanged_by_forward(probe, between(Keeping(kept, keep)), rows)
-    assert found.text.endswith("; attributes that it set without a change of an output: 2.kept")
 
 
 def test_a_mask_kept_of_another_batch_is_named(
@@ -751,13 +594,6 @@ def test_a_tie_lost_in_loading_is_named(probe: ModelProbe, net: Any, ids: Tensor
     assert named(checks.state_dict_round_trip.outcome(probe, net, ids)) == "head.weight"
 
 
-def test_a_state_dict_that_is_not_taken_back_is_told(probe: ModelProbe, net: Any, ids: Tensor) -> None:
-    planted(net, state_dict=lambda self, *args, **kwargs: {"more": torch.ones(1)})
-    found = checks.state_dict_round_trip.outcome(probe, net, ids)
-    assert found.layer == "(root)"
-    assert str(found).startswith("(root) cannot load its own state_dict: RuntimeError")
-
-
 def test_a_lambda_that_cannot_be_pickled_is_named(probe: ModelProbe, net: Any, ids: Tensor) -> None:
     net.blocks[1].act.function = lambda x: x
     assert named(checks.copy_and_pickle.outcome(probe, net, ids)) == "blocks.1.act"
@@ -780,17 +616,6 @@ def test_a_layer_that_is_another_after_a_copy_is_named(probe: ModelProbe, rows: 
 
 
 # --- elsewhere and otherwise --------------------------------------------------------------------------------------
-
-
-def test_what_a_device_without_float64_holds_is_compared_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[torch.dtype] = []
-    cpu = Tensor.cpu
-    monkeypatch.setattr(rounding, "widest", lambda device: torch.float32)
-    monkeypatch.setattr(Tensor, "cpu", lambda tensor: moved.append(tensor.dtype) or cpu(tensor))
-    assert rounding.relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])) == 0.1
-    assert rounding.relative_error(torch.tensor([3, 4]), torch.tensor([3, 9])) == 1.0
-    assert rounding.as_double(torch.ones(1)).dtype == torch.float64
-    assert moved == [torch.float32] * 2 + [torch.int64] * 2 + [torch.float32]
 
 
 @pytest.mark.cuda
@@ -907,32 +732,8 @@ class Stepwise(nn.Module):
 
 
 def test_what_takes_its_state_in_a_tuple_is_not_checkpointed_reentrant(probe: ModelProbe) -> None:
-    x = probe.randn(3, 5, 4)
-    assert checks.checkpoint_parity(probe, Stepwise(), x).text == (
-        "6 parameters, 2 modules checkpointed, reentrant and not; "
-        "not reentrant: cell, given tensors inside a tuple or the like"
-    )
-    model = Stepwise()
-    del model.out
-    model.out = torch.relu
-    assert checks.checkpoint_parity(probe, model, x).text == (
-        "4 parameters, 1 module checkpointed, not reentrant; "
-        "not reentrant: cell, given tensors inside a tuple or the like"
-    )
-
-
-@pytest.mark.parametrize("name", ["compile_parity", "checkpoint_parity", "device_parity"])
-def test_rounding_of_bfloat16_is_no_change(name: str, probe: ModelProbe, rows: Tensor) -> None:
-    class Otherwise(nn.Module):
-        calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            Otherwise.calls += 1
-            return ((x.float() if Otherwise.calls % 2 else x) + 20 - 20).to(x.dtype)
-
-    model = between(Otherwise()).bfloat16()
-    found = ALL[name].outcome(probe, model, rows.bfloat16(), **options_of(name, model))
-    assert found.verdict == "holds", found
+    found = checks.checkpoint_parity(probe, Stepwise(), probe.randn(3, 5, 4))
+    assert found.text == "6 parameters, 2 modules checkpointed, not reentrant"
 
 
 @pytest.mark.parametrize(
@@ -989,18 +790,12 @@ class HalfAlone(nn.Module):
         return self.fc(x)
 
 
-@pytest.mark.parametrize("make", [Casting, HalfAlone])
-@pytest.mark.parametrize("name", ["checkpoint_parity", "compile_parity"])
+@pytest.mark.parametrize(("name", "make"), [("checkpoint_parity", HalfAlone), ("compile_parity", Casting)])
 def test_a_model_that_is_made_for_half_precision_is_checked(
     name: str, make: Callable[[], nn.Module], probe: ModelProbe, rows: Tensor
 ) -> None:
     model = nn.Sequential(make(), nn.ReLU()).bfloat16()
     assert ALL[name].outcome(probe, model, rows.bfloat16()).verdict == "holds"
-
-
-def test_code_for_the_compiler_alone_is_seen(probe: ModelProbe, rows: Tensor) -> None:
-    model = between(lambda x: x * 2 if torch.compiler.is_compiling() else x)
-    assert named(checks.compile_parity.outcome(probe, model, rows)) == "2"
 
 
 def test_the_first_layer_that_a_compiler_computes_otherwise_is_named(probe: ModelProbe, rows: Tensor) -> None:
@@ -1023,6 +818,7 @@ def test_the_first_layer_that_a_compiler_computes_otherwise_is_named(probe: Mode
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
+    assert checks.compile_parity(probe, model, rows).text == "1 output, 4 parameters"
     found = checks.compile_parity.outcome(probe, model, torch.ones_like(rows), backend=without_relu)
     assert found.text.startswith("""\
 act returns another output when compiled: changed by 200 %
@@ -1036,7 +832,7 @@ head output     191 %
 
 def test_a_gradient_that_the_compiler_alone_cuts_off_is_named(probe: ModelProbe, rows: Tensor) -> None:
     model = between(lambda x: x.detach() if torch.compiler.is_compiling() else x)
-    assert named(checks.compile_parity.outcome(probe, model, rows)) == "0.weight"
+    assert named(checks.compile_parity.outcome(probe, model, rows, backend="eager")) == "0.weight"
 
 
 def test_control_flow_on_contents_cannot_be_exported(probe: ModelProbe, rows: Tensor) -> None:
@@ -1044,11 +840,6 @@ def test_control_flow_on_contents_cannot_be_exported(probe: ModelProbe, rows: Te
     found = checks.export_parity.outcome(probe, model, rows)
     assert named(found) == "(root)"
     assert found.text.startswith("(root) cannot be exported: ")
-
-
-def test_code_for_the_exporter_alone_is_seen(probe: ModelProbe, rows: Tensor) -> None:
-    model = between(lambda x: x * 2 if torch.compiler.is_compiling() else x)
-    assert named(checks.export_parity.outcome(probe, model, rows)) == "2"
 
 
 # --- training -----------------------------------------------------------------------------------------------------
@@ -1084,23 +875,6 @@ def test_a_detach_in_the_middle_is_a_wrong_gradient_of_what_is_before_it(probe: 
     assert found.text.startswith("1.weight has a wrong gradient: backward computes none, finite differences ")
 
 
-class WrongBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return 1.1 * gradient
-
-
-def test_a_function_with_a_wrong_backward_is_a_wrong_gradient_of_what_is_before_it(
-    probe: ModelProbe, rows: Tensor
-) -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Layer(WrongBackward.apply), nn.Linear(6, 3))
-    assert named(checks.gradcheck.outcome(probe, model, rows)) in ("1.weight", "1.bias")
-
-
 def test_a_layer_made_after_the_optimizer_is_named(probe: ModelProbe, net: Any) -> None:
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     net.blocks[1].fc1.bias = nn.Parameter(torch.zeros(2 * WIDTH))
@@ -1126,11 +900,9 @@ def test_a_part_that_never_moves_is_named(probe: ModelProbe, rows: Tensor) -> No
     assert "4 parameters never moved" in found.text
 
 
-@pytest.mark.parametrize("dtype", [torch.float16])
-def test_a_model_of_a_narrow_dtype_is_trained(probe: ModelProbe, rows: Tensor, dtype: torch.dtype) -> None:
-    model = probe.build(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)).to(dtype))
-    found = checks.overfits_batch.outcome(probe, model, rows.to(dtype), loss=lambda y: y.float().square().mean())
-    assert found.verdict == "holds", found.text
+def test_a_model_of_a_narrow_dtype_is_trained(probe: ModelProbe, rows: Tensor) -> None:
+    model = probe.build(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)).half())
+    assert checks.overfits_batch(probe, model, rows.half(), loss=lambda y: y.float().square().mean())
 
 
 def test_a_step_that_does_nothing_does_not_learn(probe: ModelProbe, rows: Tensor) -> None:
@@ -1159,28 +931,17 @@ def test_an_average_that_leaves_out_a_part_is_named(probe: ModelProbe) -> None:
     assert named(checks.ema_tracks.outcome(probe, model, average=average, decay=0.9, updates=updates)) == "2.weight"
 
 
-def test_a_model_with_checkpoints_of_its_own_is_checked_too(probe: ModelProbe, net: Any, ids: Tensor) -> None:
-    def forward(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return checkpoint(Block.forward, self, x, mask, use_reentrant=False)
-
-    planted(net.blocks[1], forward=forward)
-    assert checks.checkpoint_parity(probe, net, ids).verdict == "holds"
-
-
-@pytest.mark.parametrize("name", ["batch_independent"])
-@pytest.mark.parametrize("of", [lambda f: f, lambda f: torch.func.grad(lambda x: f(x).sum())], ids=["vmap", "of grad"])
-def test_a_layer_inside_a_transform_is_not_compared(name: str, of: Callable[..., Any]) -> None:
+def test_a_layer_inside_a_transform_is_not_compared(probe: ModelProbe) -> None:
     class Mapped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.fc = nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            mapped: Tensor = torch.func.vmap(of(self.fc))(x)
+            mapped: Tensor = torch.func.vmap(self.fc)(x)
             return mapped
 
-    with ModelProbe() as probe:
-        assert ALL[name](probe, Mapped(), torch.randn(5, 4)).verdict == "holds"
+    assert checks.batch_independent(probe, Mapped(), torch.randn(5, 4)).verdict == "holds"
 
 
 def test_the_message_of_an_assertion_in_a_check_of_ones_own_names_the_type_of_a_layer_once(probe: ModelProbe) -> None:
@@ -1195,3 +956,26 @@ def test_the_message_of_an_assertion_in_a_check_of_ones_own_names_the_type_of_a_
             checks.standard(probe, model, torch.ones(2, 4), only="alive")
     finally:
         remove()
+
+
+def test_a_loss_below_zero_has_no_share_to_be_brought_down_to(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.overfits_batch.outcome(probe, nn.Linear(6, 2), rows, loss=lambda y: -y.square().mean())
+    assert found.verdict == "not applicable"
+
+
+def test_an_error_of_what_follows_the_layers_is_not_the_models(probe: ModelProbe, rows: Tensor) -> None:
+    def before(call: ModuleCall, args: Any, kwargs: Any) -> None:
+        raise NotImplementedError("no such operation")
+
+    with PreparedModel(probe, nn.Linear(6, 2), (rows,)).ready() as prepared:
+        tracer = CallTracer(prepared.layers.modules, ModuleCall, before=before)
+        said = r"^the layers cannot be followed: NotImplementedError: no such operation$"
+        with tracer, pytest.raises(checks.NotApplicableError, match=said):
+            prepared.reference()
+
+
+def test_a_state_dict_that_is_not_taken_back_is_told(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    planted(net, state_dict=lambda self, *args, **kwargs: {"more": torch.ones(1)})
+    found = checks.state_dict_round_trip.outcome(probe, net, ids)
+    assert found.layer == "(root)"
+    assert str(found).startswith("(root) cannot load its own state_dict: RuntimeError")

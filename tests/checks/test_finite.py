@@ -23,12 +23,9 @@ ALL: dict[str, Check] = {name: one for name in checks.__all__ if isinstance(one 
 # --- what is shown of a check -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["causal", "overfits_batch"])
-def test_the_signature_of_a_check_shows_what_a_user_passes(name: str) -> None:
-    shown = str(inspect.signature(ALL[name]))
-    assert shown.startswith("(probe, model, /, *inputs, ")
-    assert shown.endswith("loss=None, kwargs=None, **model_kwargs)")
-    assert all(f" {option}" in shown for option in ALL[name].options)
+def test_the_signature_of_a_check_shows_what_a_user_passes() -> None:
+    shown = str(inspect.signature(checks.causal))
+    assert shown == "(probe, model, /, *inputs, axis=1, tolerance=None, loss=None, kwargs=None, **model_kwargs)"
 
 
 # --- numbers that are not finite ----------------------------------------------------------------------------------
@@ -85,7 +82,7 @@ def test_the_message_of_a_violation_says_where_and_what(probe: ModelProbe) -> No
     assert table[-1].startswith("Look for a division by 0, ")
 
 
-SEES_VALUES = ["deterministic", "seeded", "padding_invariant", "overfits_batch", "compile_parity"]
+SEES_VALUES = ["seeded", "padding_invariant"]
 
 
 @pytest.mark.parametrize("name", SEES_VALUES)
@@ -98,12 +95,7 @@ def test_no_other_check_judges_what_is_not_finite(name: str, probe: ModelProbe) 
         def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
             return self.drop(self.net(x))
 
-    options: dict[str, Any] = {"loss": lambda y: y.square().mean()}
-    if name == "padding_invariant":
-        options["attention_mask"] = torch.ones(4, 6)
-    if name == "device_parity":
-        options["device"] = "cpu"
-    found = ALL[name].outcome(probe, Whole(), probe.randn(4, 6, 3), **options)
+    found = ALL[name].outcome(probe, Whole(), probe.randn(4, 6, 3), attention_mask=torch.ones(4, 6))
     assert str(found) == f"{name} is not applicable to Whole: not finite at net.last"
 
 
@@ -186,14 +178,8 @@ def test_a_model_without_gradients_is_looked_at(probe: ModelProbe, x: Tensor) ->
     assert checks.finite(probe, nn.Linear(3, 2).requires_grad_(False), x).text == said
 
 
-@pytest.mark.parametrize("kind", ["nested", "complex"])
-def test_nan_of_any_kind_of_tensor_is_seen(kind: str, probe: ModelProbe, x: Tensor) -> None:
-    made: dict[str, Callable[[Tensor], Tensor]] = {
-        "sparse": lambda y: (y * math.nan).to_sparse(),
-        "nested": lambda y: torch.nested.as_nested_tensor(list(y * math.nan), layout=torch.strided),
-        "complex": lambda y: torch.complex(y, y * math.nan),
-    }
-    assert checks.finite.outcome(probe, Code(made[kind]), x).verdict == "broken"
+def test_nan_of_a_complex_tensor_is_seen(probe: ModelProbe, x: Tensor) -> None:
+    assert checks.finite.outcome(probe, Code(lambda y: torch.complex(y, y * math.nan)), x).verdict == "broken"
 
 
 # --- what is checkpointed -----------------------------------------------------------------------------------------
@@ -235,46 +221,34 @@ class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fc, self.bn = nn.Linear(3, 3), nn.BatchNorm1d(3)
-        self.register_buffer("scale", torch.tensor(2.0))
-        self.register_buffer("seen", torch.zeros(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.seen += x.detach().mean(0)
-        return self.bn(self.fc(x)) * self.scale
+        return self.bn(self.fc(x))
 
 
-def followed(model: nn.Module, average: nn.Module, buffers: Callable[[Tensor, Tensor], None]) -> None:
-    """Update an average of one's own: parameters are averaged, of buffers what is given."""
-    with torch.no_grad():
-        for mean, p in zip(average.parameters(), model.parameters(), strict=True):
-            mean.lerp_(p, 0.1)
-        for mean, b in zip(average.buffers(), model.buffers(), strict=True):
-            buffers(mean, b)
-
-
-@pytest.mark.parametrize("use_buffers", [True])
-def test_an_average_with_its_buffers_tracks(use_buffers: bool, probe: ModelProbe, x: Tensor) -> None:
+def test_an_average_with_its_buffers_tracks(probe: ModelProbe) -> None:
     model = probe.build(Normed)
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     ema.update_parameters(model)
     options: dict[str, Any] = {"average": ema, "decay": 0.9, "updates": lambda: ema.update_parameters(model)}
     assert checks.ema_tracks(probe, model, **options).text == "4 parameters, 2 buffers"
-    assert checks.ema_tracks(probe, model, x, **options).text == "4 parameters, 3 buffers"
 
 
-def test_an_average_whose_running_statistics_stay_is_told(probe: ModelProbe, x: Tensor) -> None:
+def test_an_average_whose_running_statistics_stay_is_told(probe: ModelProbe) -> None:
     model = probe.build(Normed)
     average = copy.deepcopy(model)
-    updates = lambda: followed(model, average, lambda mean, b: None)  # noqa: E731
+
+    def updates() -> None:
+        with torch.no_grad():
+            for mean, p in zip(average.parameters(), model.parameters(), strict=True):
+                mean.lerp_(p, 0.1)
+
     found = checks.ema_tracks.outcome(probe, model, average=average, decay=0.9, updates=updates)
     first, _, columns, *rows, _, advice = found.text.splitlines()
     assert first == "bn.running_mean is updated in the average with an error of 100 %"
     assert columns == "parameter         what"
     assert [row.split()[0] for row in rows] == ["bn.running_mean", "bn.running_var"]
     assert "update_bn" in advice
-    found = checks.ema_tracks.outcome(probe, model, x, average=average, decay=0.9, updates=updates)
-    assert found.layer == "seen"
 
 
 # --- padding that is found by its id ------------------------------------------------------------------------------
@@ -311,19 +285,9 @@ class PooledOverAll(Pooled):
         return x.mean(1)
 
 
-class PooledOfTheLast(Pooled):
-    def pooled(self, x: Tensor, ids: Tensor) -> Tensor:
-        return x[:, -1]
-
-
 class Seeing(Pooled):
     def unseen(self, ids: Tensor) -> Tensor:
         return ids < PAD
-
-
-class SeeingPaddingAlone(Pooled):
-    def unseen(self, ids: Tensor) -> Tensor:
-        return (ids != PAD) & (ids == PAD).any(1, keepdim=True)
 
 
 @pytest.fixture
@@ -344,7 +308,7 @@ def test_the_config_may_name_the_id_of_padding(probe: ModelProbe, words: Tensor)
 
 @pytest.mark.parametrize(
     ("kind", "layer"),
-    [(PooledOverAll, "head"), (PooledOfTheLast, "head"), (Seeing, "attn"), (SeeingPaddingAlone, "attn")],
+    [(PooledOverAll, "head"), (Seeing, "attn")],
 )
 def test_a_model_that_does_not_find_its_padding_is_named(
     kind: type[nn.Module], layer: str, probe: ModelProbe, words: Tensor
@@ -389,9 +353,8 @@ class Translating(Pooled):
         return self.head(self.attn(begun, x, x, key_padding_mask=self.unseen(ids))[0])
 
 
-@pytest.mark.parametrize("length", [6])
-def test_a_sequence_that_is_not_padded_keeps_its_length(length: int, probe: ModelProbe, words: Tensor) -> None:
-    labels = probe.randint(1, 9, (3, length), name="labels")
+def test_a_sequence_that_is_not_padded_keeps_its_length(probe: ModelProbe, words: Tensor) -> None:
+    labels = probe.randint(1, 9, (3, 6), name="labels")
     found = checks.padding_invariant.outcome(probe, probe.build(Translating), words, pad_id=PAD, labels=labels)
     assert found.verdict == "holds", found.text
 
@@ -412,21 +375,11 @@ def bert() -> Any:
     return transformers.BertModel(transformers.BertConfig(**TINY))
 
 
-def gpt2() -> Any:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=30, n_positions=40, n_embd=16, n_layer=2, n_head=2, pad_token_id=0)
-    return transformers.GPT2ForSequenceClassification(config)
-
-
-@pytest.mark.parametrize("factory", [bert, gpt2])
-def test_models_of_transformers_find_their_padding(factory: Callable[[], Any], probe: ModelProbe) -> None:
-    model, ids = probe.build(factory), probe.randint(3, 30, (3, 8))
-    found = checks.padding_invariant(probe, model, input_ids=ids, attention_mask=torch.ones_like(ids))
-    assert f"masked by 0 in attention_mask, padded by {model.config.pad_token_id}" in found.text
-
-
-def test_a_model_that_wants_a_mask_is_given_one(probe: ModelProbe) -> None:
-    found = checks.padding_invariant(probe, probe.build(bert), input_ids=probe.randint(3, 30, (3, 8)))
+@pytest.mark.parametrize("given", [True, False])
+def test_a_model_of_transformers_finds_its_padding_with_a_mask_or_is_given_one(probe: ModelProbe, given: bool) -> None:
+    ids = probe.randint(3, 30, (3, 8))
+    mask = {"attention_mask": torch.ones_like(ids)} if given else {}
+    found = checks.padding_invariant(probe, probe.build(bert), input_ids=ids, **mask)
     assert "masked by 0 in attention_mask, padded by 0" in found.text
 
 
@@ -439,12 +392,3 @@ def test_a_mask_that_a_model_of_transformers_ignores_is_named(
     monkeypatch.setattr(attention, "forward", lambda x, *args, **kwargs: forward(x))
     found = checks.padding_invariant.outcome(probe, model, input_ids=ids, attention_mask=torch.ones_like(ids))
     assert found.layer == "encoder.layer.1.attention.self"
-
-
-def test_a_classifier_that_takes_the_last_position_whatever_stands_there_is_named(
-    probe: ModelProbe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, ids = probe.build(gpt2), probe.randint(3, 30, (3, 8))
-    monkeypatch.setattr(model.score, "forward", lambda x: x[:, -1:, :2].expand(-1, x.shape[1], -1))
-    found = checks.padding_invariant.outcome(probe, model, input_ids=ids, attention_mask=torch.ones_like(ids))
-    assert found.verdict == "broken"

@@ -46,13 +46,6 @@ def test_images_that_are_scaled_are_none() -> None:
     assert found.text.endswith(" for 64 targets of 10 classes, where equal guesses have 2.303")
 
 
-def test_a_last_layer_that_is_too_large_is_a_hint() -> None:
-    model = net()
-    with torch.no_grad():
-        model[2].weight.mul_(100)
-    assert first_loss(model, loss=entropy).verdict == "hint"
-
-
 def test_a_model_that_has_seen_the_targets_is_a_hint() -> None:
     class Leaking(nn.Module):
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
@@ -66,10 +59,8 @@ def test_a_model_that_has_seen_the_targets_is_a_hint() -> None:
 ALIKE: dict[str, Callable[[Tensor], Tensor]] = {
     "a sum": lambda y: F.cross_entropy(y, LABELS, reduction="sum"),
     "weights and smoothing": lambda y: F.cross_entropy(y, LABELS, torch.full((CLASSES,), 50.0), label_smoothing=0.1),
-    "a factor": lambda y: 100 * F.cross_entropy(y, LABELS) + 50,
     "log probabilities": lambda y: F.nll_loss(y.log_softmax(-1), LABELS),
     "probabilities as targets": lambda y: F.cross_entropy(y, F.one_hot(LABELS, CLASSES).float()),
-    "a module": lambda y: nn.CrossEntropyLoss(ignore_index=0)(y, LABELS),
     "yes or no": lambda y: F.binary_cross_entropy_with_logits(y, F.one_hot(LABELS, CLASSES).float()),
 }
 
@@ -95,25 +86,10 @@ def test_a_detector_may_say_no_from_the_beginning() -> None:
     assert first_loss(model, loss=lambda y: F.binary_cross_entropy_with_logits(y, no)).verdict == "holds"
 
 
-def test_a_language_model_returns_its_loss() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=1, n_head=2)
-    model = ModelProbe().build(lambda: transformers.GPT2LMHeadModel(config))
-    ids = ModelProbe().randint(0, 50, (4, 8))
-    found = checks.initial_loss(ModelProbe(), model, input_ids=ids, labels=ids)
-    assert found.text.endswith(" of 50 classes, where equal guesses have 3.912")
-    with torch.no_grad():
-        model.transformer.wte.weight.mul_(300)
-    found = checks.initial_loss.outcome(ModelProbe(), model, input_ids=ids, labels=ids)
-    assert found.verdict == "hint"
-
-
 NOT_APPLICABLE: dict[str, Callable[[Tensor], Tensor] | None] = {
     "another loss": lambda y: y.square().mean(),
     "no loss": None,
-    "two targets": lambda y: F.cross_entropy(y[:2], LABELS[:2]),
     "no probabilities": lambda y: F.nll_loss(y, LABELS),
-    "one class": lambda y: F.cross_entropy(y[:, :1], LABELS * 0),
 }
 
 

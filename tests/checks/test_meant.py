@@ -96,6 +96,8 @@ FAULTS = {
     "mask of one query for all": "causal",
     "mask after the softmax": "causal",
     "heads split by a view": "causal",
+    "heads merged by a view": "causal",
+    "softmax over queries": "causal",
     "scaled by the number of keys": "incremental",
     "mask that ignores the cache": "incremental",
     "padding ignored": "padding_invariant",
@@ -105,8 +107,6 @@ LIKE_OTHERS = {
     "diagonal masked": "causal",
     "mask inverted": "causal",
     "scores of 0 for masked keys": "causal",
-    "softmax over queries": "causal",
-    "heads merged by a view": "causal",
     "padding inverted": "padding_invariant",
 }
 CASES = [*FAULTS.items(), *(pytest.param(*one, marks=pytest.mark.long) for one in LIKE_OTHERS.items())]

@@ -29,39 +29,6 @@ def probe() -> ModelProbe:
     return ModelProbe()
 
 
-# --- initialized: rows for padding ---------------------------------------------------------------------------------
-
-
-class Padded(nn.Module):
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(WORDS, WIDTH, padding_idx=2), nn.Linear(WIDTH, WORDS, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.embed(ids))
-
-
-def test_a_row_for_padding_that_an_initialization_wrote_over_is_named(probe: ModelProbe) -> None:
-    def factory() -> nn.Module:
-        model = Padded()
-        nn.init.constant_(model.embed.weight, 0.5)
-        return model
-
-    for options in {}, {"factory": factory}:
-        found = checks.initialized.outcome(probe, factory(), **options)
-        assert named(found) == "embed.weight"
-        first = str(found).splitlines()[0]
-        assert first == "embed.weight is not zero in row 2, its padding_idx: up to 0.5, which no gradient changes"
-
-
-def test_a_row_for_padding_that_a_tied_head_trains_may_hold_anything(probe: ModelProbe) -> None:
-    model = Padded(tied=True)
-    nn.init.ones_(model.embed.weight)
-    assert checks.initialized(probe, model).verdict == "holds"
-
-
 # --- modes_agree --------------------------------------------------------------------------------------------------
 
 
@@ -158,18 +125,15 @@ def rows(probe: ModelProbe) -> Tensor:
 
 HEALTHY: dict[str, Any] = {
     "dropout": nn.Dropout,
-    "alpha dropout": nn.AlphaDropout,
     "dropout by a function": lambda: Own(lambda self, x: nn.functional.dropout(x, 0.3, self.training)),
     "batch norm": lambda: nn.BatchNorm1d(WIDTH),
     "a norm by hand": Statistics,
     "drop path": DropPath,
     "noise in place": lambda: Noise(),
-    "rrelu": nn.RReLU,
     "lora": LoRA,
     "checkpointed": lambda: Own(
         lambda self, x: checkpoint(torch.tanh, x, use_reentrant=False) if self.training else torch.tanh(x)
     ),
-    "further heads in training": lambda: Own(lambda self, x: x),
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
     "old spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)),
 }
@@ -179,7 +143,6 @@ HEALTHY: dict[str, Any] = {
 @pytest.mark.parametrize("name", HEALTHY)
 def test_without_randomness_the_modes_of_a_healthy_model_agree(probe: ModelProbe, rows: Tensor, name: str) -> None:
     assert checks.modes_agree(probe, between(HEALTHY[name]()), rows).verdict == "holds"
-    assert checks.modes_agree.outcome(probe, HEALTHY[name](), rows).verdict != "broken"
 
 
 def test_what_gives_out_something_else_in_training_is_said_not_to_be_compared(probe: ModelProbe, rows: Tensor) -> None:
@@ -204,13 +167,6 @@ def test_a_layer_that_takes_another_way_in_training_is_named(probe: ModelProbe, 
     assert first.startswith(
         "layer '2' (Own) computes something else from the same inputs in training mode than in evaluation"
     )
-
-
-def test_dropout_that_is_scaled_twice_by_hand_is_named(probe: ModelProbe, rows: Tensor) -> None:
-    def scaled(self: Any, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x, 0.5, self.training) * (2 if self.training else 1)
-
-    assert named(checks.modes_agree.outcome(probe, between(Own(scaled)), rows)) == "2"
 
 
 class Adapter(nn.Module):
@@ -298,15 +254,6 @@ def test_features_that_reach_nothing_are_named(probe: ModelProbe, rows: Tensor) 
     )
 
 
-def test_where_features_are_seen_last_is_said(probe: ModelProbe, rows: Tensor) -> None:
-    first = nn.Linear(WIDTH, WIDTH)
-    with torch.no_grad():
-        first.weight[:, 2] = 0
-    found = checks.inputs_used.outcome(probe, nn.Sequential(nn.Tanh(), first), rows)
-    assert str(found).startswith("input is not used at feature 2 of 8: ")
-    assert str(found).endswith("\n\nThe values reach 0 output and no further.")
-
-
 def test_an_input_that_reaches_nothing_is_named(probe: ModelProbe, rows: Tensor) -> None:
     found = checks.inputs_used.outcome(probe, Towers(torch.zeros_like), user=rows, item=rows + 1)
     assert str(found).startswith("user is not used: no gradient arrives there, ")
@@ -325,14 +272,6 @@ def test_a_channel_that_reaches_nothing_is_named(probe: ModelProbe) -> None:
 def test_what_strides_leave_over_is_not_lost(probe: ModelProbe) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4, 2))
     assert checks.inputs_used(probe, model, probe.randn(2, 3, 8, 8)).text == "1 input"
-
-
-def test_gates_and_maxima_lose_nothing(probe: ModelProbe) -> None:
-    class Gated(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).relu().amax(1)
-
-    assert checks.inputs_used(probe, Gated(WIDTH, 3), probe.randn(2, 3, WIDTH)).text == "1 input"
 
 
 def test_what_counts_by_its_values_alone_is_said(probe: ModelProbe, rows: Tensor) -> None:

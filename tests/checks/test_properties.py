@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,10 +56,9 @@ def test_a_recurrence_over_the_batch_is_named(probe: ModelProbe) -> None:
     assert str(found).startswith("lstm mixes the batch: the last row changed by ")
 
 
-@pytest.mark.parametrize("rows", [5])
-def test_a_sum_of_the_rows_so_far_is_named(probe: ModelProbe, rows: int) -> None:
+def test_a_sum_of_the_rows_so_far_is_named(probe: ModelProbe) -> None:
     model = nn.Sequential(nn.Linear(3, 3), Code(lambda self, x: x.cumsum(0)))
-    assert checks.batch_independent.outcome(probe, model, probe.randn(rows, 3)).layer == "1"
+    assert checks.batch_independent.outcome(probe, model, probe.randn(5, 3)).layer == "1"
 
 
 class Graph(nn.Module):
@@ -73,27 +72,16 @@ class Graph(nn.Module):
         return nodes.index_add(0, edges[1], self.fc(nodes)[edges[0]])
 
 
-@pytest.mark.parametrize("check", [checks.batch_independent])
-def test_nodes_that_edges_point_to_are_no_batch(probe: ModelProbe, check: checks.Check) -> None:
+def test_nodes_that_edges_point_to_are_no_batch(probe: ModelProbe) -> None:
     edges = torch.tensor([[0, 1, 2, 3, 1], [1, 0, 3, 2, 3]])
-    found = check.outcome(probe, Graph(), probe.randn(4, 3), edges)
+    found = checks.batch_independent.outcome(probe, Graph(), probe.randn(4, 3), edges)
     assert found.text.startswith("the inputs differ in size along axis 0: input[0] has 4 and input[1] has 2")
 
 
-@pytest.mark.parametrize("check", [checks.batch_independent])
-@pytest.mark.parametrize(
-    ("size", "code"),
-    [
-        ((3, 8, 8), lambda self, images: [self.conv(image).amax((1, 2)) for image in images]),
-        ((5, 4), lambda self, sequences: [x.softmax(0) for x in sequences]),
-    ],
-    ids=["images", "sequences"],
-)
-def test_items_of_a_list_that_are_the_rows_have_no_batch(
-    probe: ModelProbe, check: checks.Check, size: tuple[int, ...], code: Any
-) -> None:
-    items = [probe.randn(*size), probe.randn(*size, name="second")]
-    found = check.outcome(probe, Code(code, conv=nn.Conv2d(3, 6, 3)), items)
+def test_items_of_a_list_that_are_the_rows_have_no_batch(probe: ModelProbe) -> None:
+    items = [probe.randn(3, 8, 8), probe.randn(3, 8, 8, name="second")]
+    model = Code(lambda self, images: [self.conv(image).amax((1, 2)) for image in images], conv=nn.Conv2d(3, 6, 3))
+    found = checks.batch_independent.outcome(probe, model, items)
     assert found.text == "the inputs are lists with an item for each row, and have no axis of a batch"
 
 
@@ -108,10 +96,9 @@ def targets(probe: ModelProbe) -> Tensor:
     "loss",
     [
         lambda o: F.cross_entropy(o, torch.tensor([0, 1, 2])),
-        lambda o: F.mse_loss(o, targets(ModelProbe())),
         lambda o: (o - targets(ModelProbe())).square().mean(),
     ],
-    ids=["raises", "is broadcast", "is broadcast without a warning"],
+    ids=["raises", "is broadcast"],
 )
 def test_targets_of_the_loss_itself_go_with_no_part_of_the_batch(probe: ModelProbe, loss: Any) -> None:
     found = checks.gradient_accumulation.outcome(probe, nn.Linear(4, 5), probe.randn(3, 4), loss=loss)
@@ -154,7 +141,6 @@ def denoiser(combine: Any) -> nn.Module:
     return Code(combine, timesteps=Timesteps(), time=nn.Linear(4, 4), stem=nn.Linear(4, 4), act=nn.Tanh())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64])
 @pytest.mark.parametrize(
     "combine",
     [
@@ -164,14 +150,11 @@ def denoiser(combine: Any) -> nn.Module:
     ],
     ids=["cast before a layer", "cast after an addition", "a layer in float32"],
 )
-def test_what_is_computed_in_float32_and_cast_afterwards_is_meant(
-    probe: ModelProbe, combine: Any, dtype: torch.dtype
-) -> None:
-    found = checks.dtype_parity(probe, denoiser(combine), probe.randn(3, 4), probe.randn(3, name="t"), dtype=dtype)
+def test_what_is_computed_in_float32_and_cast_afterwards_is_meant(probe: ModelProbe, combine: Any) -> None:
+    found = checks.dtype_parity(probe, denoiser(combine), probe.randn(3, 4), probe.randn(3, name="t"))
     assert found.verdict == "holds"
 
 
-@pytest.mark.parametrize("dtype", [torch.float64])
 @pytest.mark.parametrize(
     ("combine", "layer"),
     [
@@ -181,12 +164,8 @@ def test_what_is_computed_in_float32_and_cast_afterwards_is_meant(
     ],
     ids=["added", "given to a layer", "the output is cast"],
 )
-def test_float32_that_reaches_the_output_or_a_layer_is_named(
-    probe: ModelProbe, combine: Any, layer: str, dtype: torch.dtype
-) -> None:
-    found = checks.dtype_parity.outcome(
-        probe, denoiser(combine), probe.randn(3, 4), probe.randn(3, name="t"), dtype=dtype
-    )
+def test_float32_that_reaches_the_output_or_a_layer_is_named(probe: ModelProbe, combine: Any, layer: str) -> None:
+    found = checks.dtype_parity.outcome(probe, denoiser(combine), probe.randn(3, 4), probe.randn(3, name="t"))
     assert found.layer == layer
 
 
@@ -222,7 +201,6 @@ def test_of_gradients_that_do_not_add_up_the_one_next_to_the_loss_is_named(probe
     assert found.text.endswith("The other gradients agree, so a layer between those and these may be the cause too.")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32])
 @pytest.mark.parametrize(
     ("last", "loss"),
     [
@@ -232,19 +210,10 @@ def test_of_gradients_that_do_not_add_up_the_one_next_to_the_loss_is_named(probe
     ids=["squares of a norm", "squares of normalized rows"],
 )
 def test_gradients_that_cancel_everywhere_are_rounding_in_parts_too(
-    probe: ModelProbe, last: nn.Module, loss: Any, dtype: torch.dtype
+    probe: ModelProbe, last: nn.Module, loss: Any
 ) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 5), last).to(dtype)
-    assert checks.gradient_accumulation(probe, model, probe.randn(3, 4).to(dtype), loss=loss).verdict == "holds"
-
-
-def test_a_sum_over_rows_shows_where_other_gradients_cancel(probe: ModelProbe) -> None:
-    model = Code(lambda self, x: (self.fc(x).softmax(-1), self.other(x)), fc=nn.Linear(4, 5), other=nn.Linear(4, 1))
-    found = checks.gradient_accumulation.outcome(
-        probe, model, probe.randn(3, 4), loss=lambda o: o[0].mean() + o[1].square().sum()
-    )
-    assert found.layer in ("other.weight", "other.bias")
-    assert "fc.weight" not in found.text
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 5), last)
+    assert checks.gradient_accumulation(probe, model, probe.randn(3, 4), loss=loss).verdict == "holds"
 
 
 def test_a_loss_that_raises_is_refused_with_the_whole_batch(probe: ModelProbe) -> None:
@@ -291,12 +260,6 @@ def test_another_dtype_means_nothing_for_complex_parameters(probe: ModelProbe) -
     assert found.text == "the model has complex parameters or buffers, which Module.to makes real"
 
 
-def test_parameters_that_never_move_are_told_of_a_model_that_learns(probe: ModelProbe) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Code(lambda self, x: x.detach()), nn.Linear(4, 1))
-    found = checks.overfits_batch(probe, model, probe.randn(3, 4), loss=lambda y: y.square().mean())
-    assert found.text.endswith("; 2 parameters never moved: 0.weight and 0.bias")
-
-
 def test_a_loss_that_is_nan_ends_the_steps(probe: ModelProbe) -> None:
     def root(parameters: Any) -> torch.optim.Optimizer:
         with torch.no_grad():
@@ -317,17 +280,6 @@ def test_an_average_that_was_never_updated_copies_first(probe: ModelProbe) -> No
     )
     assert found.verdict == "not applicable"
     assert "its first update copies the model" in found.text
-
-
-def test_a_parameter_that_is_not_in_the_average_is_told(probe: ModelProbe) -> None:
-    model, average = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
-
-    def updates() -> None:
-        with torch.no_grad():
-            average.weight.lerp_(model.weight, 0.1)
-
-    found = checks.ema_tracks.outcome(probe, model, average=average, decay=0.9, updates=updates)
-    assert found.text.startswith("bias is not in the average\n")
 
 
 # --- sequence -----------------------------------------------------------------------------------------------------
@@ -359,11 +311,8 @@ class Masked(nn.Module):
         return x - (x * keep).sum(1, keepdim=True) / keep.sum(1, keepdim=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool])
-def test_a_mask_of_positions_by_positions_is_none_of_padding(
-    probe: ModelProbe, encoder: nn.Module, dtype: torch.dtype
-) -> None:
-    mask = torch.zeros(8, 8, dtype=dtype)
+def test_a_mask_of_positions_by_positions_is_none_of_padding(probe: ModelProbe, encoder: nn.Module) -> None:
+    mask = torch.zeros(8, 8, dtype=torch.bool)
     found = checks.padding_invariant.outcome(probe, encoder, probe.randn(2, 8, 8), src_mask=mask)
     assert found.text.startswith("no argument of shape (2, 8), the batch and axis 1 of input, is called a mask")
 
@@ -390,13 +339,6 @@ def test_a_tensor_under_mask_hides_no_fault(probe: ModelProbe) -> None:
     assert found.layer == "(root)"
 
 
-def test_a_mask_of_another_shape_is_none_of_padding(probe: ModelProbe) -> None:
-    found = checks.padding_invariant.outcome(
-        probe, Blind(), probe.randn(2, 8, 3), mask="weights", weights=torch.ones(2, 3)
-    )
-    assert found.text == "weights has the shape (2, 3), not (batch, positions), here (2, 8)"
-
-
 def test_a_mask_that_is_not_there_is_refused(probe: ModelProbe) -> None:
     with pytest.raises(UsageError, match="mask= names an argument 'maks' that is not given: there are input, mask"):
         checks.padding_invariant(probe, Masked(), probe.randn(2, 8, 3), mask="maks", kwargs={"mask": torch.ones(2, 8)})
@@ -416,22 +358,18 @@ def test_code_that_seeds_the_random_numbers_itself_is_named(probe: ModelProbe) -
     assert found.text.startswith("layer '1' (Code) sets the random seed itself: ")
 
 
-@pytest.mark.parametrize(("length", "chunk"), [(6, 2), (8, 3), (5, 4)])
-def test_what_leaks_within_a_chunk_knows_of_later_positions(probe: ModelProbe, length: int, chunk: int) -> None:
+def test_what_leaks_within_a_chunk_knows_of_later_positions(probe: ModelProbe) -> None:
     def code(self: Any, x: Tensor) -> Tensor:
-        parts = [part.mean(1, keepdim=True).expand_as(part) for part in x.split(chunk, 1)]
+        parts = [part.mean(1, keepdim=True).expand_as(part) for part in x.split(3, 1)]
         return torch.cat(parts, 1)
 
     model = nn.Sequential(nn.Linear(4, 4), Code(code), nn.Linear(4, 4))
-    assert checks.causal.outcome(probe, model, probe.randn(2, length, 4)).layer == "1"
+    assert checks.causal.outcome(probe, model, probe.randn(2, 8, 4)).layer == "1"
 
 
 NEIGHBORS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "distances": ("permutation_invariant", lambda x: x.diff(dim=1).abs().mean(1)),
-    "both ends": ("permutation_invariant", lambda x: x[:, 0] + x[:, -1]),
-    "products around a ring": ("permutation_invariant", lambda x: (x * x.roll(1, 1)).mean(1)),
     "sums around a ring": ("permutation_equivariant", lambda x: x + x.roll(1, 1).tanh() + x.roll(-1, 1).tanh()),
-    "pairs": ("permutation_equivariant", lambda x: x + x.unflatten(1, (-1, 2)).mean(2).repeat_interleave(2, 1)),
 }
 
 
@@ -449,23 +387,16 @@ class Drawing(nn.Module):
 
     generator = np.random.default_rng(0)
 
-    def __init__(self, always: bool = True, pooled: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
-        self.always, self.pooled = always, pooled
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        if self.training or self.always:
-            x = x + torch.from_numpy(self.generator.standard_normal(x.shape)).to(x.dtype)
-        x = self.last(x)
-        return x.mean(0, keepdim=True) if self.pooled else x
+        return self.last(x + torch.from_numpy(self.generator.standard_normal(x.shape)).to(x.dtype))
 
 
-@pytest.mark.parametrize("check", [
-    checks.modes_agree, checks.batch_independent, checks.causal, checks.state_unchanged_by_forward,
-    checks.state_dict_round_trip, checks.copy_and_pickle, checks.checkpoint_parity, checks.gradcheck,
-])  # fmt: skip
+@pytest.mark.parametrize("check", [checks.modes_agree, checks.batch_independent, checks.copy_and_pickle])
 def test_what_does_not_repeat_is_a_fault_of_that_alone(probe: ModelProbe, check: checks.Check) -> None:
     found = check.outcome(probe, Drawing(), probe.randn(3, 6, 4))
     assert found.verdict == "not applicable"
@@ -527,11 +458,6 @@ def test_a_cache_that_is_on_by_default_is_off_beside_a_checkpoint(probe: ModelPr
         ("dtype_parity", lambda self, x: (1 + 1e-9 * self.fc(x)) - 1, "Look for what amplifies rounding"),
         ("dtype_parity", lambda self, x: self.fc(x) @ torch.eye(3), "Look for a hard-coded dtype, and for"),
         ("layout_parity", lambda self, x: x.as_strided((2, 3), (3, 1)), "Look for as_strided"),
-        (
-            "compile_parity",
-            lambda self, x: self.fc(x) * (1 + torch.compiler.is_compiling()),
-            "Look for code that depends",
-        ),
         # Older versions of torch refuse to export it: that has another step next.
         ("export_parity", lambda self, x: self.fc(x) * (1 + torch.compiler.is_compiling()), "Look for co"),
     ],
@@ -552,20 +478,11 @@ def test_an_output_that_is_missing_is_said_to_be(probe: ModelProbe) -> None:
 # --- what a model is made of --------------------------------------------------------------------------------------
 
 
-class Pair(NamedTuple):
-    one: nn.Module
-    other: nn.Module
-
-
 @pytest.mark.parametrize(
     ("key", "value", "where"),
     [
         ("parts", OrderedDict(a=nn.Linear(2, 2)), "parts['a']"),
-        ("parts", defaultdict(list, a=[nn.Linear(2, 2)]), "parts['a'][0]"),
-        ("parts", {nn.Linear(2, 2)}, "parts[0]"),
-        ("parts", Pair(nn.Linear(2, 2), nn.Linear(2, 2)), "parts[0]"),
         ("parts", deque([torch.ones(3)]), "parts[0]"),
-        ("webhooks", {"a": nn.Linear(2, 2)}, "webhooks['a']"),
         ("_mean", torch.ones(3), "_mean"),
     ],
 )
@@ -584,27 +501,15 @@ def test_a_map_that_a_forward_keeps_needs_no_registering(probe: ModelProbe) -> N
     assert checks.registered(probe, model, x).verdict == "holds"
 
 
-def test_a_state_that_evaluation_replaces_too_needs_no_registering(probe: ModelProbe) -> None:
-    def code(self: Any, x: Tensor) -> Tensor:
-        self.hidden = torch.tanh(x + self.hidden)
-        return self.hidden
-
-    model = nn.Sequential(Code(code, hidden=torch.zeros(2, 3)))
-    assert checks.registered(probe, model, probe.randn(2, 3)).verdict == "holds"
-
-
 def test_a_parameter_that_was_cast_after_it_was_made_is_named(probe: ModelProbe) -> None:
     model = nn.Sequential(Code(lambda self, x: x * self.scale, scale=nn.Parameter(torch.ones(3)).double()))
     outcome = checks.registered.outcome(probe, model, probe.randn(2, 3).double())
     assert outcome.text.startswith("0.scale is a tensor computed from a parameter that the model has not registered")
 
 
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.spectral_norm`:FutureWarning")
-@pytest.mark.parametrize("norm", [nn.utils.spectral_norm])
-def test_weights_that_a_norm_computes_need_no_registering(probe: ModelProbe, norm: Any) -> None:
-    model = nn.Sequential(norm(nn.Linear(3, 3)))
-    assert checks.registered(probe, model).verdict == "holds"
+def test_weights_that_a_norm_computes_need_no_registering(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 3)))
     with torch.no_grad():
         model(torch.ones(2, 3))
     assert checks.registered(probe, model).verdict == "holds"
@@ -632,9 +537,7 @@ class Forgetful(nn.Module):
     "state",
     [
         nn.Parameter(torch.tensor([1 + 2j, 3 - 1j, 2j])),
-        torch.tensor([1, 0, 5]),
         torch.tensor([True, False, True]),
-        torch.tensor([1, 0, 5], dtype=torch.uint8),
     ],
     ids=lambda state: str(state.dtype),
 )
@@ -678,33 +581,18 @@ def by_numpy(self: nn.Module, x: Tensor) -> Tensor:
     return x + 1
 
 
-@pytest.mark.parametrize("code", [lambda self, x: x.data.mul_(2), by_numpy], ids=["data", "numpy"])
-def test_writes_into_the_input_are_seen_past_autograd(probe: ModelProbe, code: Any) -> None:
-    model = nn.Sequential(nn.Identity(), Code(code), nn.Identity())
+def test_writes_into_the_input_are_seen_past_autograd(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Identity(), Code(by_numpy), nn.Identity())
     found = checks.inputs_unchanged_by_forward.outcome(probe, model, probe.randn(2, 3))
     assert found.layer == "1"
     assert found.text.startswith("layer '1' (Code) writes into input, which the caller may use again\n")
 
 
-def popping(self: Any, given: dict[str, Any]) -> Tensor:
-    return self.fc(given.pop("x"))
-
-
-def adding(self: Any, given: dict[str, Any]) -> Tensor:
-    given["y"] = self.fc(given["x"])
-    return given["y"]
-
-
-@pytest.mark.parametrize(("code", "path"), [(popping, "input.x"), (adding, "input.y")])
-def test_a_dict_that_is_written_to_is_an_input(probe: ModelProbe, code: Any, path: str) -> None:
-    found = checks.inputs_unchanged_by_forward.outcome(probe, Code(code, fc=nn.Linear(3, 3)), {"x": probe.randn(2, 3)})
+def test_a_dict_that_is_written_to_is_an_input(probe: ModelProbe) -> None:
+    model = Code(lambda self, given: self.fc(given.pop("x")), fc=nn.Linear(3, 3))
+    found = checks.inputs_unchanged_by_forward.outcome(probe, model, {"x": probe.randn(2, 3)})
     assert found.layer == "(root)"
-    assert found.text.startswith(f"(root) writes into {path}, ")
-
-
-def test_a_dropout_that_is_never_called_is_said_to_be(probe: ModelProbe) -> None:
-    model = Code(lambda self, x: x, drop=nn.Dropout(0.5))
-    assert checks.train_eval_differ.outcome(probe, model, probe.randn(2, 3)).text == "drop is never called"
+    assert found.text.startswith("(root) writes into input.x, ")
 
 
 # --- padding that is pooled ---------------------------------------------------------------------------------------

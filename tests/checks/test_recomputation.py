@@ -55,13 +55,10 @@ def net(block: type[Block], **options: Any) -> nn.Module:
     return ModelProbe().build(lambda: nn.Sequential(nn.Linear(4, 4), block(**options), nn.Linear(4, 2)))
 
 
-@pytest.mark.parametrize("check", [checks.checkpoint_parity])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_layer_that_drops_other_elements_when_it_runs_again_is_named(
-    modelprobe: ModelProbe, check: checks.Check, reentrant: bool
-) -> None:
+def test_a_layer_that_drops_other_elements_when_it_runs_again_is_named(modelprobe: ModelProbe, reentrant: bool) -> None:
     model = net(Block, use_reentrant=reentrant, preserve_rng_state=False).eval()
-    found = check.outcome(modelprobe, model, modelprobe.randn(3, 4))
+    found = checks.checkpoint_parity.outcome(modelprobe, model, modelprobe.randn(3, 4))
     assert found.layer == "1.drop"
     assert found.text.startswith("1.drop computes something else when a checkpoint runs it again, so gradients are ")
     assert "Look for preserve_rng_state=False" in found.text
@@ -76,15 +73,14 @@ def test_code_without_a_layer_that_draws_other_numbers_when_it_runs_again_is_nam
     assert "so gradients are wrong: input of 1.down changed by" in found.text
 
 
-@pytest.mark.parametrize("check", [checks.checkpoint_parity])
 @pytest.mark.parametrize(
     ("block", "options"),
     [(Block, {}), (Block, {"use_reentrant": True}), (Functional, {}), (Sure, {"preserve_rng_state": False})],
 )
 def test_a_model_that_draws_the_same_numbers_again_passes(
-    modelprobe: ModelProbe, check: checks.Check, block: type[Block], options: dict[str, Any]
+    modelprobe: ModelProbe, block: type[Block], options: dict[str, Any]
 ) -> None:
-    assert check(modelprobe, net(block, **options), modelprobe.randn(3, 4)).verdict == "holds"
+    assert checks.checkpoint_parity(modelprobe, net(block, **options), modelprobe.randn(3, 4)).verdict == "holds"
 
 
 class Adjoint(torch.autograd.Function):

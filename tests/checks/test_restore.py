@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pytest_modelprobe import ModelProbe, UsageError, checks
@@ -185,38 +183,36 @@ def options(check: Check, model: nn.Module, kind: Callable[[str], nn.Module]) ->
     return fast.get(check.__name__, {})
 
 
+STATES: list[tuple[Callable[[str], nn.Module], str, str]] = [
+    (Everything, "writes", "mixed"),
+    (Everything, "seed", "train"),
+    (Sequence, "mode", "eval"),
+    (Images, "raises", "train"),
+]
+
+
 @pytest.mark.parametrize("check", ALL, ids=lambda check: check.__name__)
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    kind=st.sampled_from([Everything, Sequence, Images]),
-    fault=st.sampled_from(["", "raises", "writes", "input", "seed", "mode", "settings"]),
-    mode=st.sampled_from(["train", "eval", "mixed"]),
-    masked=st.booleans(),
-    graph=st.booleans(),
-)
-def test_a_check_leaves_all_as_it_was(
-    check: Check, kind: Any, fault: str, mode: str, masked: bool, graph: bool
-) -> None:
-    model = build(kind, fault, mode)
-    x = torch.randn(BATCH, LENGTH, WIDTH)
-    more = {"attention_mask": torch.ones(BATCH, LENGTH)} if masked else {}
-    more |= options(check, model, kind)
-    given_in = x.clone()
-    with torch.set_grad_enabled(graph):
-        before, shared = all_of(model), around()
-        check.outcome(ModelProbe(), model, x, **more)
-        assert around() == shared
-    assert all_of(model) == before
-    assert torch.equal(x, given_in)
-    assert not x.requires_grad
+def test_a_check_leaves_all_as_it_was(check: Check) -> None:
+    for i, (kind, fault, mode) in enumerate(STATES):
+        model = build(kind, fault, mode)
+        x = torch.randn(BATCH, LENGTH, WIDTH)
+        more = {"attention_mask": torch.ones(BATCH, LENGTH)} if i % 2 else {}
+        more |= options(check, model, kind)
+        given_in = x.clone()
+        with torch.set_grad_enabled(i < 2):
+            before, shared = all_of(model), around()
+            check.outcome(ModelProbe(), model, x, **more)
+            assert around() == shared
+        assert all_of(model) == before
+        assert torch.equal(x, given_in)
+        assert not x.requires_grad
 
 
-@pytest.mark.parametrize("name", sorted(SLOW))
-def test_a_compiler_leaves_all_as_it_was(name: str) -> None:
+def test_a_compiler_leaves_all_as_it_was() -> None:
     model = build(Sequence, "", "mixed")
     x = torch.randn(BATCH, LENGTH, WIDTH)
     before, shared = all_of(model), around()
-    getattr(checks, name).outcome(ModelProbe(), model, x)
+    checks.compile_parity.outcome(ModelProbe(), model, x, backend="eager")
     assert around() == shared
     assert all_of(model) == before
 
@@ -288,15 +284,6 @@ def test_an_average_is_left_as_it_was() -> None:
     before = all_of(average)
     checks.ema_tracks(ModelProbe(), model, average=average, decay=0.5, updates=updates)
     assert all_of(average) == before
-
-
-def test_the_whole_battery_leaves_all_as_it_was() -> None:
-    model, x = build(Everything, "seed", "mixed"), torch.randn(BATCH, LENGTH, WIDTH)
-    before, shared = all_of(model), around()
-    with pytest.raises(AssertionError):
-        checks.standard(ModelProbe(), model, x, loss=lambda y: y.square().mean())
-    assert around() == shared
-    assert all_of(model) == before
 
 
 def test_what_is_looked_at_here_sees_a_change() -> None:

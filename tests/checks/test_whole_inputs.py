@@ -62,8 +62,6 @@ ONES, ZEROS = torch.ones(3, 6, dtype=torch.long), torch.zeros(3, 6, dtype=torch.
     [
         (alone, {}, "1 input; input replaced by others that occur in it"),
         (pooled, {"mask": ONES}, "; mask flipped at its middle position"),
-        (pooled, {"mask": ONES.bool()}, "; mask flipped at its middle position"),
-        (pooled, {"mask": ONES.float()}, "; mask flipped at its middle position"),
         (with_loss, {"labels": ONES}, "; labels replaced by integers from 0 to 1"),
         (with_loss, {"labels": ZEROS}, "; labels replaced by 1"),
         (conditioned, {"kind": torch.zeros(3, dtype=torch.long)}, "; kind replaced by 1"),

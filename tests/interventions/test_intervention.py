@@ -6,11 +6,9 @@ import io
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from pytest_modelprobe import (
-    SelectionError,
     UsageError,
     faults,
     intervene,
@@ -65,13 +63,6 @@ def test_a_gradient_is_changed_where_it_arrives_at_the_output():
     with intervene(nn.Sequential(nn.ReLU()), "0", gradient=lambda g: g * 5) as intervention:
         intervention._root(x).sum().backward()
     assert x.grad.tolist() == [5, 5, 5]
-
-
-def test_a_gradient_is_changed_before_a_layer_that_works_in_place():
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
-    with intervene(model, "0", gradient=faults.zero):
-        model(torch.ones(1, 2)).sum().backward()
-    assert not model[0].weight.grad.any()
 
 
 def test_a_weight_is_changed_within_the_block_and_a_bias_is_not():
@@ -167,22 +158,10 @@ def test_no_layer_is_called_alone_after_the_block(modelprobe):
     )
 
 
-def test_no_layer_of_a_watch_is_called_alone_after_the_block(modelprobe):
-    model = net(modelprobe)
-    watch = modelprobe.watch(model)
-    with intervene(model, "1.fc1", output=faults.scale(2)):
-        model(modelprobe.randn(4, 8))
-    record = watch.record
-    assert record.live_run.isolated(record).notes[1] == (
-        "no layer was called alone in forward 1 of (root): "
-        "an intervention began or ended since: compare the record within its block"
-    )
-
-
 # --- nothing stays ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["input", "output", "gradient", "weight"])
+@pytest.mark.parametrize("what", ["input", "weight"])
 def test_no_hook_and_no_changed_bit_stays_after_an_error(modelprobe, what):
     model = net(modelprobe)
     before, plain = copy.deepcopy(model.state_dict()), model(modelprobe.randn(4, 8))
@@ -214,19 +193,6 @@ def test_weights_get_their_bits_back_after_a_step_of_an_optimizer():
     assert model.weight.detach().numpy().tobytes() == before
 
 
-@pytest.mark.parametrize("first_to_end", [0, 1])
-def test_weights_get_their_bits_back_in_either_order_of_ending(first_to_end):
-    model = nn.Linear(2, 2)
-    before = model.weight.detach().clone()
-    blocks = [intervene(model, "(root)", weight=faults.scale(k)) for k in (2, 3)]
-    for block in blocks:
-        block.__enter__()
-    blocks[first_to_end].close()
-    assert not torch.equal(model.weight, before)
-    blocks[1 - first_to_end].close()
-    assert torch.equal(model.weight, before)
-
-
 def test_a_block_within_itself_is_refused_and_no_hook_stays():
     model = nn.Sequential(nn.ReLU())
     block = intervene(model, "0", output=faults.zero)
@@ -246,17 +212,6 @@ def test_a_tied_weight_is_changed_once_and_restored():
         model(torch.ones(1, 2))
         assert torch.equal(model[1].weight, 3 * before)
     assert torch.equal(model[1].weight, before)
-
-
-def test_a_parametrized_weight_is_changed_as_the_layer_sees_it():
-    model = parametrizations.weight_norm(nn.Linear(2, 3))
-    plain, state = model.weight.detach().clone(), copy.deepcopy(model.state_dict())
-    with intervene(model, "(root)", weight=faults.zero) as intervention:
-        assert model(torch.ones(1, 2)).tolist() == [model.bias.tolist()]
-    assert intervention.fired
-    assert torch.equal(model.weight, plain)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
-    assert hooks_of(model) == []
 
 
 def test_inference_tensors_are_changed_and_restored():
@@ -350,18 +305,12 @@ def test_an_exception_in_the_block_is_not_replaced():
     [
         ({}, "nothing to change: give input=, output=, gradient= or weight="),
         ({"weight": faults.zero, "calls": [0]}, "weight= changes weights for the whole block: leave out calls="),
-        ({"input": faults.swap({"used": [torch.ones(1)]})}, "swap is for output=, not for input="),
     ],
 )
 def test_misuse_is_told_before_anything_runs(given, message):
     with pytest.raises(UsageError) as error:
         intervene(Idle(), "used", **given)
     assert str(error.value) == message
-
-
-def test_a_layer_that_does_not_exist_is_told_at_the_call():
-    with pytest.raises(SelectionError, match="'uesd' matches none of 3 layers; nearest: 'used'"):
-        intervene(Idle(), "uesd", output=faults.zero)
 
 
 def test_a_layer_without_weights_is_told():
@@ -409,27 +358,3 @@ def test_recomputed_calls_that_cannot_be_told_apart_are_refused():
         intervene(model, "fc", output=faults.scale(3), calls=[0]),
     ):
         model(torch.ones(1, 2)).sum().backward()
-
-
-def test_an_error_is_told_at_the_line_of_the_test(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(
-        """
-        import torch
-        from torch import nn
-        from pytest_modelprobe import faults, intervene
-
-        def test_layer():
-            with intervene(nn.ReLU(), "relu", output=faults.stuck(7)):
-                pass
-
-        def test_change():
-            model = nn.Sequential(nn.ReLU())
-            with intervene(model, "0", output=lambda x: x.no_such):
-                model(torch.ones(1, 2))
-        """
-    )
-    result = pytester.runpytest("-p", "no:cacheprovider", "-p", "no:randomly")
-    result.stdout.fnmatch_lines(["*SelectionError: 'relu' matches none of *", "*AttributeError: *no_such*"])
-    result.stdout.no_fnmatch_line("*raised in repr()*")
-    result.stdout.no_fnmatch_line("*intervention.py:*")
-    result.stdout.no_fnmatch_line("*flatten.py:*")

@@ -130,7 +130,7 @@ def test_interventions(modelprobe: ModelProbe) -> None:
     assert_type(intervention.fired, int)
     assert_sparsity(record, 0.5, layers="fc1")
     assert_same_distribution(record, modelprobe.run(model, x), max_shift=0.1)
-    result = modelprobe.ablation(model, x, lambda output: output.square().mean(), heads={"attn.proj": 4})
+    result = modelprobe.ablation(model, x, lambda output: output.square().mean())
     assert_type(result.rows[0].change, float)
     assert_layer_matters(result, "blocks.*", min_change=0.1)
     with modelprobe.watch(model) as watch:
