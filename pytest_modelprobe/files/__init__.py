@@ -16,10 +16,8 @@ from .storage import PROBE as PROBE
 from .storage import REMOVED as REMOVED
 from .storage import file_name as file_name
 from .storage import read as read
-from .storage import read_text as read_text
 from .storage import read_texts as read_texts
 from .storage import write as write
-from .storage import write_text as write_text
 from .texts import MOST_BYTES as MOST_BYTES
 from .texts import RESTORE as RESTORE
 from .texts import Removal as Removal

@@ -59,17 +59,6 @@ def read_texts(path: Path, numbers: Path | None = None) -> Texts | None:
     return None if architecture is None else Texts(architecture, read_text(_numbers_path(path, numbers)))
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write another file beside snapshots, atomically, and create its directory.
-
-    Raises:
-        SnapshotError: The file cannot be written.
-    """
-    _make_directory(path.parent)
-    with held():
-        _write(path, text)
-
-
 def write(path: Path, texts: Texts, numbers: Path | None = None) -> None:
     """Write both files, each atomically, and create their directory.
 

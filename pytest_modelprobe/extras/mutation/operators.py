@@ -81,14 +81,6 @@ def _has_elements(tensor: Tensor) -> bool:
     return tensor.numel() > 0
 
 
-def _rounded(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.bfloat16).to(tensor.dtype)
-
-
-def _rolled(tensor: Tensor) -> Tensor:
-    return tensor.roll(1, -1) if tensor.dim() > 1 else tensor
-
-
 def _exploding(tensor: Tensor) -> Tensor:
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
@@ -105,10 +97,6 @@ def _input_of(call: LayerCall) -> Tensor | None:
     return given if (given.shape, given.dtype) == (output.shape, output.dtype) else None
 
 
-def _may_be_left_out(call: LayerCall) -> bool:
-    return _input_of(call) is not None and not isinstance(call.module, nn.Identity)
-
-
 def _of_input(change: Callable[[LayerCall, Tensor], Tensor]) -> Callable[[LayerCall], Any]:
     """Return a function from a call to its new output. If the input has another form, the output stays as it is."""
 
@@ -117,10 +105,6 @@ def _of_input(change: Callable[[LayerCall, Tensor], Tensor]) -> Callable[[LayerC
         return call.output if given is None else change(call, given)
 
     return output
-
-
-def _is_block(call: LayerCall) -> bool:
-    return _input_of(call) is not None and any(True for _ in call.module.children())
 
 
 _OTHER: dict[str, Callable[[Tensor], Tensor]] = {
@@ -219,10 +203,6 @@ def _has_matrix(call: LayerCall) -> bool:
     return weight is not None and weight.dim() > 1 and min(weight.shape[-2:]) > 1
 
 
-def _transposed(weight: Tensor) -> Tensor:
-    return weight.transpose(-1, -2).reshape(weight.shape)
-
-
 class _ShiftsMask(ChangingHook):
     """Shifts a mask by one, so that each position attends to one more position, or to a different one."""
 
@@ -237,14 +217,6 @@ def _shifted(mask: Any) -> Any:
     return mask.roll(1, -1) if isinstance(mask, Tensor) and mask.dim() else mask
 
 
-def _has_mask(call: LayerCall) -> bool:
-    return any("mask" in key and isinstance(value, Tensor) for key, value in call.kwargs.items())
-
-
-def _with_mask_shifted(module: nn.Module) -> AbstractContextManager[object]:
-    return module.register_forward_pre_hook(_ShiftsMask(module), with_kwargs=True, prepend=True)
-
-
 _SNAPSHOT = "modelprobe_snapshot"
 
 OPERATORS: dict[str, Operator] = {
@@ -254,23 +226,30 @@ OPERATORS: dict[str, Operator] = {
         _of_values("zero", "assert_no_dead_layers", _has_elements, faults.zero),
         _of_values("scale(1.1)", _SNAPSHOT, _has_elements, faults.scale(1.1)),
         _of_values("flip_sign", _SNAPSHOT, _has_elements, faults.flip_sign),
-        _of_values("round_to_bfloat16", _SNAPSHOT, lambda t: t.dtype != torch.bfloat16, _rounded),
+        _of_values(
+            "round_to_bfloat16", _SNAPSHOT, lambda t: t.dtype != torch.bfloat16, lambda t: t.bfloat16().to(t.dtype)
+        ),
         _of_values("to_float64", "assert_dtypes", lambda t: t.dtype != torch.float64, torch.Tensor.double),
         _of_values(
             "shuffle_batch", "checks.batch_independent", lambda t: t.dim() > 1 and len(t) > 1, faults.shuffle_batch,
         ),
         _of_values("shift_sequence", _SNAPSHOT, lambda t: t.dim() == 3 and t.shape[1] > 1, faults.shift_sequence),
-        _of_values("roll_features", _SNAPSHOT, lambda t: t.dim() > 1 and t.shape[-1] > 1, _rolled),
+        _of_values(
+            "roll_features", _SNAPSHOT, lambda t: t.dim() > 1 and t.shape[-1] > 1,
+            lambda t: t.roll(1, -1) if t.dim() > 1 else t,
+        ),
         _of_values(
             "detach", "assert_all_params_have_grad", lambda t: t.requires_grad, faults.detach, of_gradient=True
         ),
         _of_values("explode_gradient", "assert_grad_flow", lambda t: t.requires_grad, _exploding, of_gradient=True),
         Operator(
-            name="leave_out", noticed_by=_SNAPSHOT, fits=_may_be_left_out,
+            name="leave_out", noticed_by=_SNAPSHOT,
+            fits=lambda call: _input_of(call) is not None and not isinstance(call.module, nn.Identity),
             output=_of_input(lambda call, given: given.clone()),
         ),
         Operator(
-            name="drop_residual", noticed_by=_SNAPSHOT, fits=_is_block,
+            name="drop_residual", noticed_by=_SNAPSHOT,
+            fits=lambda call: _input_of(call) is not None and any(True for _ in call.module.children()),
             output=_of_input(lambda call, given: call.output - given),
         ),
         Operator(
@@ -301,7 +280,7 @@ OPERATORS: dict[str, Operator] = {
         ),
         Operator(
             name="transpose_weight", noticed_by=_SNAPSHOT, fits=_has_matrix,
-            plant=lambda module: _with_parameter(module, "weight", _transposed),
+            plant=lambda module: _with_parameter(module, "weight", lambda w: w.transpose(-1, -2).reshape(w.shape)),
         ),
         Operator(
             name="drop_bias", noticed_by=_SNAPSHOT, fits=lambda call: _own(call.module, "bias") is not None,
@@ -312,7 +291,11 @@ OPERATORS: dict[str, Operator] = {
             fits=lambda call: getattr(_own(call.module, "weight"), "requires_grad", False), of_gradient=True,
             plant=lambda module: _with_parameter(module, "weight", torch.Tensor.detach),
         ),
-        Operator(name="shift_mask", noticed_by="checks.causal", fits=_has_mask, plant=_with_mask_shifted),
+        Operator(
+            name="shift_mask", noticed_by="checks.causal",
+            fits=lambda call: any("mask" in key and isinstance(value, Tensor) for key, value in call.kwargs.items()),
+            plant=lambda module: module.register_forward_pre_hook(_ShiftsMask(module), with_kwargs=True, prepend=True),
+        ),
     )
 }  # fmt: skip
 """All operators by name."""
@@ -406,16 +389,10 @@ def _exchange(call: ProgramCall) -> None:
 
 
 def _leave_out(call: ProgramCall) -> None:
-    """Leave the parameters of the last group out, or the second half of those of the only one."""
+    """Leave out the second half of the parameters of the last group."""
     call.run()
-    groups = call.optimizer.param_groups
-    parameters = groups[-1]["params"]
-    del parameters[0 if len(groups) > 1 else (len(parameters) + 1) // 2 :]
-
-
-def _has_more(call: ProgramCall) -> bool:
-    groups = call.optimizer.param_groups
-    return len(groups) > 1 or len(groups[0]["params"]) > 1
+    parameters = call.optimizer.param_groups[-1]["params"]
+    del parameters[(len(parameters) + 1) // 2 :]
 
 
 # --- a step of an optimizer -------------------------------------------------------------------------------------------
@@ -467,15 +444,7 @@ def _has_labels(call: ProgramCall) -> bool:
     return isinstance(target, Tensor) and target.dim() > 0 and len(target) > 1
 
 
-def _other_reduction(call: ProgramCall) -> Any:
-    return call.run_with("reduction", _OTHER_REDUCTION[call.argument("reduction")])
-
-
 _OTHER_REDUCTION = {"mean": "sum", "sum": "mean", "batchmean": "sum"}
-
-
-def _other_mode(call: ProgramCall) -> Any:
-    return call.run_with("mode", not call.argument("mode"))
 
 
 def _contains_modes(call: ProgramCall) -> bool:
@@ -511,8 +480,8 @@ TRAINING: dict[str, TrainingFault] = {
             run=_option("weight_decay", lambda decay: decay * 10),
         ),
         TrainingFault(
-            name="leave_out_parameters", noticed_by="assert_params_updated", at="optimizer", fits=_has_more,
-            run=_leave_out,
+            name="leave_out_parameters", noticed_by="assert_params_updated", at="optimizer", run=_leave_out,
+            fits=lambda call: len(call.optimizer.param_groups[-1]["params"]) > 1,
         ),
         TrainingFault(
             name="step_before_backward", noticed_by=_STEP, at="step", run=_with_earlier_gradients,
@@ -529,10 +498,12 @@ TRAINING: dict[str, TrainingFault] = {
         TrainingFault(name="shuffle_labels", noticed_by=_STEP, at="loss", fits=_has_labels, run=_shuffled),
         TrainingFault(
             name="other_reduction", noticed_by=_STEP, at="loss",
-            fits=lambda call: call.argument("reduction") in _OTHER_REDUCTION, run=_other_reduction,
+            fits=lambda call: call.argument("reduction") in _OTHER_REDUCTION,
+            run=lambda call: call.run_with("reduction", _OTHER_REDUCTION[call.argument("reduction")]),
         ),
         TrainingFault(
-            name="swap_mode", noticed_by="assert_training_loop", at="mode", fits=_contains_modes, run=_other_mode
+            name="swap_mode", noticed_by="assert_training_loop", at="mode", fits=_contains_modes,
+            run=lambda call: call.run_with("mode", not call.argument("mode")),
         ),
     )
 }  # fmt: skip

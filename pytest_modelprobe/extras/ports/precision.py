@@ -224,10 +224,9 @@ def precision(
 
     Both models run in eval mode without gradients, and are restored afterwards, as by `ModelProbe.run`. There are three
     forwards, and one more for each layer with an error of its own; the outputs of all layers in one forward are in
-    memory. A layer is called on
-    the inputs of the reference in the dtype that they have in the run of the model and under the autocast there, so
-    that rounding them is part of its own error. Floating-point inputs of the model are cast if all its parameters have
-    one dtype and those of the reference another.
+    memory. A layer is called on the inputs of the reference in the dtype that they have in the run of the model and
+    under the autocast there, so that rounding them is part of its own error. Floating-point inputs of the model are
+    cast if all its parameters have one dtype and those of the reference another.
 
     Args:
         model: The model of lower precision, such as what `quantize_dynamic` returned, or a copy in bfloat16. Autocast

@@ -62,14 +62,15 @@ _MOVES = {
 Cause = Literal["kept", "random", "constant", "memory", "meta", "read"]
 """Why a value does not come from the checkpoint, the surest first."""
 
-_SAID: Mapping[Cause, tuple[str, str]] = {
-    "kept": ("stays as it was", "stay as they were"),
-    "random": ("is drawn at random", "are drawn at random"),
-    "constant": ("is set to a constant", "are set to a constant"),
-    "memory": ("is memory that nothing wrote to", "are memory that nothing wrote to"),
-    "meta": ("is still on the meta device", "are still on the meta device"),
-    "read": ("depends on what it held before", "depend on what they held before"),
+_SAID: Mapping[Cause, str] = {
+    "kept": "stay as they were",
+    "random": "are drawn at random",
+    "constant": "are set to a constant",
+    "memory": "are memory that nothing wrote to",
+    "meta": "are still on the meta device",
+    "read": "depend on what they held before",
 }
+"""What the elements of a parameter or buffer do then."""
 
 
 @StateCheck
@@ -481,50 +482,37 @@ def _is_constant(x: Tensor) -> Tensor:
 
 def _broken(one: _Loaded, found: Mapping[str, Mapping[Cause, Tensor]], declared: list[str]) -> Outcome:
     """Return the outcome with all that does not come from the checkpoint."""
-    order = get_args(Cause)
     sure = [name for name, causes in found.items() if causes.keys() != {"read"}]
-    names = sure + [name for name in found if name not in sure]
-    rows = [
-        (name, f"{_missing(one, name, causes[cause]):,}", f"{_numel(one, name):,}", _SAID[cause][1])
-        for name in names
-        for cause in order
-        if cause in (causes := found[name])
-    ]
-    first = names[0]
-    cause = next(cause for cause in order if cause in found[first])
-    missing, numel = _missing(one, first, found[first][cause]), _numel(one, first)
-    how = _SAID[cause][missing != 1]
+    counted: list[tuple[str, Cause, int, int]] = []
+    for name in sure + [name for name in found if name not in sure]:
+        numel = one.meta[name] if name in one.meta else one.after[name].numel()
+        missing = {cause: numel if name in one.meta else int(where.sum()) for cause, where in found[name].items()}
+        counted += [(name, cause, missing[cause], numel) for cause in get_args(Cause) if cause in missing]
+    first, cause, n, numel = counted[0]
+    how = f"{n:,} of {numel:,} elements {_SAID[cause]}"
     if cause == "meta":
-        said = _SAID[cause][0]
+        said = "is still on the meta device"
     elif first in one.temporary:
-        said = f"lost its values: {missing:,} of {numel:,} elements {how}"
+        said = f"lost its values: {how}"
     elif cause == "read":
-        said = f"may not be loaded: {missing:,} of {numel:,} elements {how}"
-    elif missing < numel:
-        said = f"is not wholly loaded: {missing:,} of {numel:,} elements {how}"
+        said = f"may not be loaded: {how}"
+    elif n < numel:
+        said = f"is not wholly loaded: {how}"
     else:
-        said = f"is not loaded: {'all ' if numel > 1 else ''}{numel:,} {'elements' if numel > 1 else 'element'} {how}"
+        said = f"is not loaded: all {numel:,} elements {_SAID[cause]}"
     looked_at = [name for name in (*one.after, *one.meta) if name in found or name not in {*one.temporary, *declared}]
     said += f"; {out_of(len(found), len(looked_at), 'parameters and buffer')}"
     violation = Violation.at(
         first,
         said,
         columns=("name", "not loaded", "elements", "they"),
-        rows=rows,
+        rows=[(name, f"{n:,}", f"{of:,}", _SAID[cause]) for name, cause, n, of in counted],
         advice=_advice(one, first, cause, nothing=len(found) == len(looked_at) and cause == "kept"),
         level="broken" if sure else "hint",
     )
     return Outcome(
         check="wholly_loaded", model=one.model, verdict=violation.level, text=message_of(violation), layer=first
     )
-
-
-def _missing(one: _Loaded, name: str, where: Tensor) -> int:
-    return one.meta[name] if name in one.meta else int(where.sum())
-
-
-def _numel(one: _Loaded, name: str) -> int:
-    return one.meta[name] if name in one.meta else one.after[name].numel()
 
 
 def _advice(one: _Loaded, first: str, cause: Cause, *, nothing: bool) -> str:

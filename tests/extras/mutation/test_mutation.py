@@ -189,6 +189,8 @@ def test_interrupts():
     result = mutate(pytester, tests, no_reraise_ctrlc=True)
     assert result.ret == pytest.ExitCode.INTERRUPTED
     result.stdout.fnmatch_lines(["*not tried: the run was interrupted; the next run goes on there"])
+    result = mutate(pytester, tests, no_reraise_ctrlc=True)
+    result.stdout.fnmatch_lines(["* from an earlier run: --cache-clear forgets them"])
 
 
 SUBTESTS_OF_PYTEST = """

@@ -141,3 +141,10 @@ def test_the_score_is_the_share_of_faults_that_were_noticed(noticed: int) -> Non
     verdicts = [NOTICED, CRASHED, TIMED_OUT][:noticed] + [SURVIVED] * (4 - noticed)
     mutants = [Mutant("test_a.py", FC, operator) for operator in ("nan", "zero", "detach", "flip_sign")]
     assert Results(verdicts=dict(zip(mutants, verdicts, strict=True))).score == 25 * noticed
+
+
+def test_without_a_cache_nothing_is_kept(tmp_path: Path) -> None:
+    known = Known(None)
+    known.add("a", NOTICED)
+    assert known.read() == {}
+    assert not known.is_kept

@@ -211,3 +211,10 @@ def test_gradient():
     pytester.makepyfile(test_it=MODEL + tests)
     result = pytester.runpytest_inprocess("--modelprobe-mutate", "--modelprobe-mutate-faults=shuffle_labels")
     result.stdout.fnmatch_lines(["cross_entropy in test_gradient, 1 test: shuffle_labels"])
+
+
+@pytest.mark.usefixtures("_plugin_alone", "_forked")
+def test_a_test_without_a_step_of_an_optimizer_has_no_training(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_it=MODEL + "def test_shape():\n    assert train(0).weight.shape == (3, 4)\n")
+    result = pytester.runpytest_inprocess("--modelprobe-mutate", "--modelprobe-mutate-faults=training")
+    result.stdout.fnmatch_lines(["no fault was tried that has an effect*"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -59,20 +58,6 @@ def test_workers_of_xdist_give_their_tests_and_no_fault_ends_one(pytester: pytes
     result.assert_outcomes(passed=2)
     result.stdout.re_match_lines([r"test_it\.py +6 +5 +83 %", r"test_other\.py +6 +0 +0 %"])
     result.stdout.fnmatch_lines(["1 fault crashed in test_it.py::test_value"])
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system has no SIGKILL")
-def test_the_verdicts_of_a_run_that_is_killed_are_kept(pytester: pytest.Pytester) -> None:
-    kills = """
-def test_shape():
-    if output().isnan().any() and not Path("killed").exists():
-        Path("killed").touch()
-        os.kill(multiprocessing.parent_process().pid, signal.SIGKILL)
-"""
-    pytester.makepyfile(test_it=LAYER + kills)
-    assert pytester.runpytest_subprocess("--modelprobe-mutate").ret == -signal.SIGKILL
-    result = pytester.runpytest_inprocess("--modelprobe-mutate")
-    result.stdout.fnmatch_lines(["* results from an earlier run: *"])
 
 
 def test_a_test_that_ends_the_process_without_a_fault_is_left_out(pytester: pytest.Pytester) -> None:

@@ -263,3 +263,29 @@ def test_another_word_for_mode_is_refused(probe: ModelProbe) -> None:
         probe.feature_maps(nn.Conv2d(1, 1, 1), "(root)", images, mode="test")
     with pytest.raises(UsageError, match="mode is 'train', 'eval' or None for the model's own; got 'test'"):
         probe.grad_cam(nn.Conv2d(1, 1, 1), "(root)", 0, images, mode="test")
+
+
+def test_a_function_of_the_output_is_a_target(probe: ModelProbe) -> None:
+    cam = probe.grad_cam(net(), "norm", lambda scores: scores[:, 1].sum(), X)
+    torch.testing.assert_close(cam, by_autograd(net(), [1, 1]))
+
+
+def test_a_small_map_has_the_size_of_the_images(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, stride=2), nn.Flatten(), nn.LazyLinear(3))
+    assert probe.grad_cam(model, "0", 0, X).shape == (2, 8, 6)
+
+
+@needs_matplotlib
+def test_names_are_text_and_no_formula(probe: ModelProbe) -> None:
+    figure = probe.plot_distributions(record("$\\frac{a$", 0.0), record("$\\frac{a$", 1.0))
+    probe.take_figures()  # a formula that is none would raise here
+    assert "\\$" in figure.axes[0].get_title()
+
+
+@needs_matplotlib
+def test_a_gradient_below_what_a_histogram_tells_apart_has_no_box(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    nn.init.constant_(model[1].weight, 1e-20)
+    figure = probe.plot_gradients(probe.run(model, torch.ones(2, 4), loss="random", histograms=True))
+    (whiskers, _, _) = figure.axes[0].collections
+    assert len(whiskers.get_segments()) == 1

@@ -212,3 +212,12 @@ def raising(documents: Sequence[Tensor]) -> Tensor:
 def test_options_are_checked(options: Any, said: str, probe: ModelProbe) -> None:
     with pytest.raises(UsageError, match=said):
         checks.packed_documents(probe, nn.Linear(4, 2), probe.randn(1, 12, 4), **{"pack": in_a_row, **options})
+
+
+def test_a_model_that_is_random_in_evaluation_is_not_applicable(probe: ModelProbe) -> None:
+    class Random(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.randn_like(x)
+
+    found = checks.packed_documents.outcome(probe, Random(), probe.randn(1, 12, 4), pack=in_a_row)
+    assert found.text == "random in evaluation: another seed changes what (root) returns"

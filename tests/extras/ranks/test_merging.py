@@ -285,3 +285,16 @@ def test_equal_inputs_in_all_ranks_are_noted() -> None:
 def test_what_cannot_be_merged_is_refused(records: list[Record], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         Record.merge(records)
+
+
+def test_a_stage_whose_optimizer_never_stepped_is_told() -> None:
+    merged = Record.merge(
+        [stepped(OptimizerGroup(optimizer="SGD")), dataclasses.replace(stepped(), layers={}, step=None)]
+    )
+    assert (merged.step, merged.notes) == (0, ("[rank 1] took no step: all its forwards are merged with step 0",))
+
+
+def test_a_parameter_that_one_rank_gives_to_no_optimizer_is_named() -> None:
+    sgd = OptimizerGroup(optimizer="SGD")
+    with pytest.raises(AssertionError, match=r"fc\.weight has another optimizer in \[rank 1\].*: none, not SGD\. All"):
+        Record.merge([stepped(sgd), stepped(group=None)])

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing.forkserver
-import multiprocessing.popen_forkserver  # one fork server for all runs
 import os
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
-
-QUIET = ("-p", "no:randomly", "-p", "no:cacheprovider")
 
 # Each starts processes, a second for two: all run in `tox -e ranks`, a few by default.
 slow = pytest.mark.skipif("MODELPROBE_RANKS" not in os.environ, reason="starts many processes: tox -e ranks")
@@ -23,16 +21,6 @@ two = pytest.mark.modelprobe(world_size=2)
 """
 
 
-@pytest.fixture(autouse=True)
-def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, _plugin_alone: None, _forked: None) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-
-
-def run(pytester: pytest.Pytester, tests: str, *options: str) -> pytest.RunResult:
-    pytester.makepyfile(HEADER + tests)
-    return pytester.runpytest(*QUIET, *options)
-
-
 def children() -> list[str]:
     """Return the commands of the processes that the fork server started and that run."""
     server = multiprocessing.forkserver._forkserver._forkserver_pid
@@ -40,10 +28,10 @@ def children() -> list[str]:
     return found.stdout.splitlines()
 
 
-def test_each_rank_runs_the_test_with_its_fixtures_in_one_process_group(pytester: pytest.Pytester) -> None:
+def test_each_rank_runs_the_test_with_its_fixtures_in_one_process_group(run: Any, pytester: pytest.Pytester) -> None:
     result = run(
-        pytester,
-        """
+        HEADER
+        + """
         @pytest.fixture
         def mine(tmp_path):
             return torch.full((1,), float(dist.get_rank() + 1))
@@ -63,10 +51,10 @@ def test_each_rank_runs_the_test_with_its_fixtures_in_one_process_group(pytester
     assert (pytester.path / "results.xml").read_text().count('<property name="sum" value="3.0"') == 1
 
 
-def test_a_failure_is_that_of_the_first_rank_that_failed(pytester: pytest.Pytester) -> None:
+def test_a_failure_is_that_of_the_first_rank_that_failed(run: Any) -> None:
     result = run(
-        pytester,
-        """
+        HEADER
+        + """
 @two
 def test_one_rank(modelprobe):
     print("said by", dist.get_rank())
@@ -94,10 +82,10 @@ def test_one_rank(modelprobe):
 
 
 @slow
-def test_a_hang_names_the_line_at_which_each_rank_stands(pytester: pytest.Pytester) -> None:
+def test_a_hang_names_the_line_at_which_each_rank_stands(run: Any) -> None:
     result = run(
-        pytester,
-        """
+        HEADER
+        + """
 @pytest.mark.modelprobe(world_size=2, timeout=4)
 def test_hang(modelprobe):
     if dist.get_rank() == 0:
@@ -124,10 +112,10 @@ def test_hang(modelprobe):
 
 
 @slow
-def test_what_ends_a_rank_is_told(pytester: pytest.Pytester) -> None:
+def test_what_ends_a_rank_is_told(run: Any) -> None:
     result = run(
-        pytester,
-        """
+        HEADER
+        + """
 @pytest.fixture
 def broken():
     if dist.get_rank() == 1:
@@ -160,10 +148,10 @@ def test_dies(end):
 
 
 @slow
-def test_skips_and_expected_failures_are_those_of_the_ranks(pytester: pytest.Pytester) -> None:
+def test_skips_and_expected_failures_are_those_of_the_ranks(run: Any) -> None:
     result = run(
-        pytester,
-        """
+        HEADER
+        + """
 @two
 def test_skipped_in_all(): pytest.skip("nowhere")
 @two
@@ -186,7 +174,7 @@ def test_passes_unexpectedly(): pass
 
 
 @slow
-def test_what_earlier_tests_set_up_is_torn_down_before_the_next_module(pytester: pytest.Pytester) -> None:
+def test_what_earlier_tests_set_up_is_torn_down_before_the_next_module(run: Any, pytester: pytest.Pytester) -> None:
     module = """
 import pytest
 @pytest.fixture(scope="module")
@@ -197,13 +185,13 @@ def test_first(shared): pass
 @pytest.mark.modelprobe(world_size=1)
 def test_in_a_rank(): pass
 """
-    pytester.makepyfile(test_a=module, test_b=module)
-    pytester.runpytest(*QUIET).assert_outcomes(passed=4)
+    pytester.makepyfile(test_other=module)
+    run(module).assert_outcomes(passed=4)
 
 
 @slow
 @pytest.mark.usefixtures("_installed_plugins")
-def test_xdist_and_warnings_as_errors_change_nothing(pytester: pytest.Pytester) -> None:
+def test_xdist_and_warnings_as_errors_change_nothing(run: Any, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         HEADER + "\n@two\n@pytest.mark.parametrize('i', [1, 2])\ndef test_ok(modelprobe, i): dist.barrier()\n"
     )
@@ -212,10 +200,10 @@ def test_xdist_and_warnings_as_errors_change_nothing(pytester: pytest.Pytester) 
 
 
 @slow
-def test_imports_do_not_count_as_time_of_the_test(pytester: pytest.Pytester) -> None:
+def test_imports_do_not_count_as_time_of_the_test(run: Any) -> None:
     result = run(
-        pytester,
-        """
+        HEADER
+        + """
 if "RANK" in __import__("os").environ:
     time.sleep(5)
 @pytest.mark.modelprobe(world_size=2, timeout=4)
@@ -226,10 +214,10 @@ def test_reduce(modelprobe): dist.all_reduce(torch.ones(1))
 
 
 @slow
-def test_what_a_passing_test_started_is_ended_too(pytester: pytest.Pytester) -> None:
+def test_what_a_passing_test_started_is_ended_too(run: Any, pytester: pytest.Pytester) -> None:
     result = run(
-        pytester,
-        """
+        HEADER
+        + """
 import subprocess
 @pytest.mark.modelprobe(world_size=1)
 def test_starts():
@@ -254,7 +242,7 @@ def test_starts():
         ("timeout=3", "takes timeout= with world_size= only: it is the time that the ranks have"),
     ],
 )
-def test_a_wrong_argument_is_an_error_of_the_test(pytester: pytest.Pytester, arguments: str, why: str) -> None:
-    result = run(pytester, f"\n@pytest.mark.modelprobe({arguments})\ndef test_it(modelprobe): pass\n")
+def test_a_wrong_argument_is_an_error_of_the_test(run: Any, arguments: str, why: str) -> None:
+    result = run(HEADER + f"\n@pytest.mark.modelprobe({arguments})\ndef test_it(modelprobe): pass\n")
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines([f"*.py:5: @pytest.mark.modelprobe {why}"])

@@ -300,3 +300,14 @@ def test_the_line_of_an_assertion_without_a_text_tells_what_to_try(
 def test_inputs_that_do_not_fit_are_refused_with_what_the_model_raised() -> None:
     with pytest.raises(UsageError, match=r"^Linear does not run on 4x5: RuntimeError: "):
         ScannedModel(Target("", lambda: nn.Linear(3, 2), "", "", ""), ModelProbe(), [Input((4, 5))]).record  # noqa: B018
+
+
+def test_some_inputs_by_name_and_some_without_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"^4x5 b=4x5: name every input, or none$"):
+        ScannedModel(
+            Target("", lambda: nn.Linear(5, 2), "", "", ""), ModelProbe(), [Input((4, 5)), Input((4, 5), name="b")]
+        )
+
+
+def test_no_input_is_guessed_from_a_layer_that_is_lazy() -> None:
+    assert shapes(nn.LazyLinear(3)) == []

@@ -265,3 +265,14 @@ def test_a_trainable_model_whose_output_has_no_gradient_is_a_finding(name: str, 
     found = ScannedModel(load(f"small_net:{name}"), ModelProbe(), [Input((4, 8))]).findings()
     assert len(found) == len(expected)
     assert all(map(str.startswith, found, expected))
+
+
+def test_a_default_configuration_of_billions_of_parameters_is_refused() -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(UsageError, match=r"^LlamaModel has [\d,]{13} parameters by its default configuration: name a"):
+        load("transformers:LlamaModel").make()
+
+
+def test_compare_tells_the_command_to_start_from(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compare", "small_net:Refuses", "small_net:Net"]) == 2
+    assert "start from: modelprobe compare small_net:Refuses small_net:Net --input 4x8." in capsys.readouterr().err

@@ -319,3 +319,18 @@ def test_what_cannot_be_changed_is_not_taken_for_loaded(probe: ModelProbe) -> No
     assert found.text == (
         "no parameter or persistent buffer of Linear is left to look at: weight and bias cannot be compared"
     )
+
+
+def test_loading_another_model_is_said(probe: ModelProbe, saved: dict[str, Tensor]) -> None:
+    mine = Net()
+    with pytest.raises(AssertionError, match="Nothing was loaded: load has to write into the model that it is given"):
+        checks.wholly_loaded(probe, Net, lambda model: mine.load_state_dict(saved))
+    found = checks.wholly_loaded(probe, Net, lambda model: mine.requires_grad_() if without(saved)(mine) else None)
+    assert found.verdict == "holds"
+
+
+def test_a_tie_counts_by_either_of_its_names(probe: ModelProbe, saved: dict[str, Tensor]) -> None:
+    assert checks.wholly_loaded(probe, Net(), without(saved, "head.weight")).verdict == "holds"
+    assert checks.wholly_loaded(probe, Net(), without(saved, "embed.weight")).verdict == "holds"
+    found = checks.wholly_loaded.outcome(probe, Net(), without(saved, "embed.weight", "head.weight"))
+    assert found.layer == "embed.weight"

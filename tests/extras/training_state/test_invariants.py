@@ -316,3 +316,23 @@ def test_parameters_of_another_model_are_named(healthy: Invariants) -> None:
     assert first_line(train(1, model=Wider()), healthy) == (
         "scale is held by an optimizer in all 5 steps; in the healthy run it is no parameter"
     )
+
+
+def test_two_optimizers_that_step_in_turn_are_healthy() -> None:
+    def in_turn(seed: int, rate: float = 0.1) -> Watch:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        optimizers = [torch.optim.SGD(layer.parameters(), lr) for layer, lr in zip(model, (0.1, rate), strict=True)]
+        with Watch(model, steps=6) as watch:
+            for step in range(6):
+                model.zero_grad()
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizers[step % 2].step()
+        return watch
+
+    healthy = in_turn(0).invariants
+    assert [group.every_step for group in healthy.groups] == [False, False]
+    assert_invariants(in_turn(1), healthy)
+    assert first_line(in_turn(1, rate=1.0), healthy) == (
+        "group 1 (SGD) has lr 1 in steps 1, 3, 5; in the healthy run it has lr 0.1"
+    )

@@ -433,3 +433,12 @@ def test_an_error_of_the_user_says_where_it_was_raised(modelprobe: ModelProbe) -
     with pytest.raises(KeyError) as error:
         checks.resume(modelprobe, make, train, save=all_but()["save"], load=load)
     assert error.value.__notes__ == ["raised in load(state, saved), which checks.resume called"]
+
+
+def test_load_may_return_another_state(modelprobe: ModelProbe) -> None:
+    def load(state: State, saved: State) -> State:
+        state = make()
+        all_but()["load"](state, saved)
+        return state
+
+    assert checks.resume(modelprobe, make, train, save=all_but()["save"], load=load).verdict == "holds"
