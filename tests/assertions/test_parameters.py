@@ -17,7 +17,6 @@ from pytest_modelprobe import (
     SelectionError,
     UsageError,
     Watch,
-    assert_devices,
     assert_frozen,
     assert_param_count,
     assert_params_updated,
@@ -88,20 +87,6 @@ def test_a_parameter_that_is_not_there_names_the_nearest() -> None:
         assert_tied(tied(), "0.wieght", "2.weight")
     with pytest.raises(UsageError, match="two or more"):
         assert_tied(tied(), "0.weight")
-
-
-def test_the_innermost_tensor_elsewhere_is_named() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
-    assert_devices(PROBE.run(model, X), "cpu:0")
-    with pytest.raises(AssertionError, match=r"^1\.0\.weight is on cpu, not on cuda"):
-        assert_devices(PROBE.run(model, X), "cuda")
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_any_cuda_device_is_cuda() -> None:
-    probe = ModelProbe(device="cuda")
-    assert_devices(probe.run(net(), X), "cuda")
 
 
 # --- training -----------------------------------------------------------------------------------------------------
