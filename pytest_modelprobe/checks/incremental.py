@@ -140,9 +140,8 @@ def incremental(
 
     Args:
         prepared: The model and its inputs. The first input, or ``decoder_input_ids``, is split into chunks, and so are
-            other inputs of this length. Masks of this length are given up to the end of each chunk or, if that differs,
-            of the chunk alone; to state space models of the chunk alone. The outcome says which. Positions that a mask
-            leaves out are not compared.
+            other inputs of this length. Masks of this length are given up to the end of each chunk; to state space
+            models of the chunk alone. The outcome says which. Positions that a mask leaves out are not compared.
         step: Takes the model, a chunk of the first input, and the state, at first None; returns the output and the
             state. By default the forward is called, as above.
         chunks: The lengths of the chunks; they add up to the sequence.
@@ -192,8 +191,6 @@ def incremental(
         alone = name == "cache_params" or is_recurrent(state)
     sizes = _sizes(length, chunks, alone=alone)
     found = attempt(sizes, past=not alone)  # padding is in no state of a recurrence
-    if masked and not found.ok and not alone and (other := attempt(sizes, past=False)).ok:
-        found = other
     if not found.raised or chunks is not None or max(sizes[1:]) == 1:
         return found.verdict(name)
     single = attempt((sizes[0], *[1] * (length - sizes[0])), past=True)
