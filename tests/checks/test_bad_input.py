@@ -137,12 +137,6 @@ def test_a_model_for_one_number_of_rows_takes_no_other(modelprobe: ModelProbe) -
     assert outcome.text.startswith("(root) takes no batch of 1, only of 4: (root) raised ValueError: four rows only")
 
 
-def test_inputs_that_are_all_the_same_leave_the_others_to_be_replaced(modelprobe: ModelProbe) -> None:
-    model = Calling(lambda linear, types, x: linear(x).softmax(0) + types[:, :2])
-    types = torch.zeros(4, 3, dtype=torch.long)
-    assert checks.batch_independent.outcome(modelprobe, model, types, X).verdict == "broken"
-
-
 @pytest.mark.parametrize(
     ("loss", "said"),
     [(lambda y: y.nothing, "loss= raised AttributeError"), (lambda y: 1.0, "got float"), (lambda y: y, r"\(4, 2\)")],
@@ -163,14 +157,6 @@ def test_a_packed_sequence_is_one_argument(modelprobe: ModelProbe) -> None:
 def test_a_model_whose_backward_raises_cannot_be_trained(modelprobe: ModelProbe, name: str) -> None:
     outcome = checks.overfits_batch.outcome(modelprobe, MODELS[name][0](), X, loss=lambda y: y.square().mean())
     assert outcome.text.startswith("(root) cannot be trained: in step 1 its backward raised RuntimeError: ")
-
-
-@pytest.mark.parametrize("name", ["checkpoint_parity", "gradcheck"])
-def test_a_backward_that_raises_leaves_no_gradients_to_compare(modelprobe: ModelProbe, name: str) -> None:
-    model = nn.Sequential(MODELS["its backward raises"][0]())
-    outcome = getattr(checks, name).outcome(modelprobe, model, X, loss=lambda y: y.square().mean())
-    assert outcome.verdict == "not applicable"
-    assert outcome.text.endswith(": its backward raised RuntimeError: no backward of it")
 
 
 def test_a_model_made_in_inference_mode_cannot_change(modelprobe: ModelProbe) -> None:
@@ -220,17 +206,6 @@ def test_the_probe_comes_first(modelprobe: ModelProbe, name: str) -> None:
 # --- the battery --------------------------------------------------------------------------------------------------
 
 
-class OfOneMode(nn.Linear):
-    """Its `train` lacks an argument: `eval()` raises."""
-
-    def train(self) -> Self:
-        return super().train()
-
-
-def exported() -> nn.Module:
-    return torch.export.export(nn.Linear(3, 2), (X,)).module()
-
-
 DOES_NOT_RUN: list[tuple[Callable[[], nn.Module], tuple[Any, ...], str]] = [
     (lambda: nn.Linear(4, 2), (X,), "the model does not run on these inputs: (root) raised RuntimeError: "),
     (lambda: nn.Linear(3, 2), (), "missing 1 required positional argument"),
@@ -241,16 +216,6 @@ DOES_NOT_RUN: list[tuple[Callable[[], nn.Module], tuple[Any, ...], str]] = [
         lambda: Calling(lambda linear, x: linear(x).tolist()),
         (X,),
         "the model returns no tensor with elements: there is",
-    ),
-    (
-        lambda: OfOneMode(3, 2),
-        (X,),
-        "the mode of the model cannot be set: train(False) raised TypeError: OfOneMode.tra",
-    ),
-    (
-        exported,
-        (X,),
-        "the mode of the model cannot be set: train(False) raised NotImplementedError: Calling train() is",
     ),
 ]
 IN_CONTAINERS: list[tuple[Callable[[], nn.Module], Any, str]] = [

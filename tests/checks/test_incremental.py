@@ -326,23 +326,6 @@ def test_an_encoder_that_gives_out_no_cache_has_no_such_property(probe: ModelPro
     assert checks.incremental.outcome(probe, model, ids).text == said
 
 
-def test_a_state_in_another_form_is_stepped_as_the_reason_says(probe: ModelProbe, ids: Tensor) -> None:
-    class Presents(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
-
-        def forward(self, ids: Tensor, past_key_values: Any = None) -> Any:
-            x = self.embed(ids)
-            total = x.cumsum(1) if past_key_values is None else past_key_values[0] + x.cumsum(1)
-            return self.head(total), (total[:, -1:],)
-
-    model = probe.build(Presents)
-    assert checks.incremental.outcome(probe, model, ids).text.endswith("give step=")
-    found = checks.incremental.outcome(probe, model, ids, step=lambda model, chunk, state: model(chunk, state))
-    assert found.verdict == "holds"
-
-
 def test_a_model_that_is_not_causal_has_no_such_property(probe: ModelProbe) -> None:
     model = nn.LSTM(4, 8, batch_first=True, bidirectional=True)
     found = checks.incremental.outcome(probe, model, probe.randn(3, LENGTH, 4))

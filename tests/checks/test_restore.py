@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pytest_modelprobe import ModelProbe, UsageError, checks
+from pytest_modelprobe import ModelProbe, checks
 from pytest_modelprobe.checks import Check
 from pytest_modelprobe.models.restoring import preserved
 
@@ -231,17 +231,6 @@ def test_settings_of_torch_that_a_forward_changes_are_put_back(check: Check) -> 
 
 
 @pytest.mark.parametrize("check", SOME, ids=lambda check: check.__name__)
-def test_under_autocast_the_model_computes_afterwards_with_its_own_weights(check: Check) -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
-    nn.init.zeros_(model[1].weight)
-    nn.init.zeros_(model[1].bias)
-    x = torch.randn(BATCH, LENGTH, WIDTH)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        check.outcome(ModelProbe(), model, x, **options(check, model, lambda _: nn.Linear(2, 2)))
-        assert not model(x).any()
-
-
-@pytest.mark.parametrize("check", SOME, ids=lambda check: check.__name__)
 def test_an_interrupt_leaves_all_as_it_was(check: Check) -> None:
     class Stopped(Everything):
         def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -254,19 +243,6 @@ def test_an_interrupt_leaves_all_as_it_was(check: Check) -> None:
     more = {**options(check, model, Stopped), "attention_mask": torch.ones(BATCH, LENGTH)}
     with suppress(KeyboardInterrupt):
         check.outcome(ModelProbe(), model, x, **more)
-    assert around() == shared
-    assert all_of(model) == before
-
-
-@pytest.mark.parametrize("name", ["checkpoint_parity", "overfits_batch"])
-def test_a_loss_that_raises_leaves_all_as_it_was(name: str) -> None:
-    def loss(output: Tensor) -> Tensor:
-        raise ZeroDivisionError
-
-    model, x = build(Everything, "writes", "train"), torch.randn(BATCH, LENGTH, WIDTH)
-    before, shared = all_of(model), around()
-    with suppress(ZeroDivisionError, UsageError):
-        getattr(checks, name).outcome(ModelProbe(), model, x, loss=loss)
     assert around() == shared
     assert all_of(model) == before
 
@@ -296,3 +272,14 @@ def test_what_is_looked_at_here_sees_a_change() -> None:
     with preserved(model):
         model(torch.randn(BATCH, LENGTH, WIDTH))
     assert all_of(model) == after
+
+
+@pytest.mark.parametrize("check", SOME, ids=lambda check: check.__name__)
+def test_under_autocast_the_model_computes_afterwards_with_its_own_weights(check: Check) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
+    nn.init.zeros_(model[1].weight)
+    nn.init.zeros_(model[1].bias)
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check.outcome(ModelProbe(), model, x, **options(check, model, lambda _: nn.Linear(2, 2)))
+        assert not model(x).any()
