@@ -21,6 +21,7 @@ from pytest_modelprobe import (
     NothingObservedError,
     Record,
     SelectionError,
+    UsageError,
     Watch,
     assert_all_params_have_grad,
     assert_grad_finite,
@@ -651,3 +652,8 @@ def test_the_quantiles_of_elic2022_chandelier_of_compressai_are_named_and_not_th
         "The layers after bottleneck.quantiles do not depend on it, or have a zero derivative there: dead, saturated, "
         "zero-initialized, times zero."
     )
+
+
+def test_a_ratio_that_is_none_is_refused() -> None:
+    with pytest.raises(UsageError, match="max_ratio is how many times smaller"):
+        assert_grad_flow(run(linear()), max_ratio=1)

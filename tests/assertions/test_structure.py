@@ -330,3 +330,19 @@ def test_hooks_that_a_torch_keeps_elsewhere_are_not_taken_for_none() -> None:
 def test_a_record_has_no_model() -> None:
     with pytest.raises(UsageError, match="a record has no model to look for hooks on: give the model itself"):
         assert_no_leftover_hooks(two_layers())
+
+
+def test_layers_beside_a_dict_are_refused() -> None:
+    with pytest.raises(UsageError, match="a dict of dtypes names its layers itself"):
+        assert_dtypes(two_layers(), {"fc1": torch.float32}, layers="fc1")
+
+
+def test_never_can_be_asserted() -> None:
+    record = run(Net(lambda m, x: m.a(x), a=nn.Linear(6, 6), b=nn.Linear(6, 6)))
+    assert_called(record, "b", per_forward=0)
+    assert failure_of(assert_called, record, "a", per_forward=0).startswith("a was called 1 time in a forward, not 0;")
+
+
+def test_what_is_no_number_of_calls_is_refused() -> None:
+    with pytest.raises(UsageError, match="per_forward is the number of calls in each forward, 0 or more; got"):
+        assert_called(two_layers(), per_forward=-1)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from pytest_modelprobe import ModelProbe, UsageError, assert_no_dead_layers, checks
-from pytest_modelprobe.checks import Check, Outcome, battery
+from pytest_modelprobe.checks import Check, Outcome, battery, rounding
 from pytest_modelprobe.checks.check import StateCheck
 from pytest_modelprobe.checks.positions import masked_out
 from pytest_modelprobe.checks.session import PreparedModel
@@ -925,3 +925,20 @@ def test_code_for_half_precision_alone_is_judged_as_it_is(probe: ModelProbe, row
 def test_parameters_of_another_model_in_the_optimizer_are_told(probe: ModelProbe, net: Any) -> None:
     optimizer = torch.optim.SGD([*net.parameters(), nn.Parameter(torch.ones(1))], 0.1)
     assert named(checks.optimizer_covers.outcome(probe, net, optimizer=optimizer)) == "(optimizer)"
+
+
+def test_running_statistics_that_run_on_in_evaluation_are_named(probe: ModelProbe, images: Tensor) -> None:
+    model = Vision()
+    planted(model[4], train=lambda self, mode=True: self)
+    assert named(checks.state_unchanged_by_forward.outcome(probe, model, images)) == "4.running_mean"
+
+
+def test_what_a_device_without_float64_holds_is_compared_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[torch.dtype] = []
+    cpu = Tensor.cpu
+    monkeypatch.setattr(rounding, "widest", lambda device: torch.float32)
+    monkeypatch.setattr(Tensor, "cpu", lambda tensor: moved.append(tensor.dtype) or cpu(tensor))
+    assert rounding.relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])) == 0.1
+    assert rounding.relative_error(torch.tensor([3, 4]), torch.tensor([3, 9])) == 1.0
+    assert rounding.as_double(torch.ones(1)).dtype == torch.float64
+    assert moved == [torch.float32] * 2 + [torch.int64] * 2 + [torch.float32]
