@@ -541,6 +541,11 @@ def test_nothing_that_takes_part_is_an_error() -> None:
         assert_grad_flow(run(model), layers="a")
 
 
+def test_a_ratio_that_is_none_is_refused() -> None:
+    with pytest.raises(UsageError, match="max_ratio is how many times smaller"):
+        assert_grad_flow(run(linear()), max_ratio=1)
+
+
 def test_a_layer_with_one_gradient_that_is_not_finite_fails() -> None:
     def spoilt(gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.clone()
@@ -652,8 +657,3 @@ def test_the_quantiles_of_elic2022_chandelier_of_compressai_are_named_and_not_th
         "The layers after bottleneck.quantiles do not depend on it, or have a zero derivative there: dead, saturated, "
         "zero-initialized, times zero."
     )
-
-
-def test_a_ratio_that_is_none_is_refused() -> None:
-    with pytest.raises(UsageError, match="max_ratio is how many times smaller"):
-        assert_grad_flow(run(linear()), max_ratio=1)

@@ -372,12 +372,23 @@ def test_parameters_that_a_gradient_made_nan_are_named_as_such(assertion: Callab
     )
 
 
+def test_one_that_the_step_alone_made_infinite_blames_the_step() -> None:
+    watch = trained(normless(), lambda m: torch.optim.SGD(m.parameters(), float("inf")), steps=1)
+    with pytest.raises(AssertionError, match=r"(?s)^0.weight is not finite after training.* the learning rate"):
+        assert_params_updated(watch)
+
+
 def test_a_step_skipped_for_its_gradients_blames_these() -> None:
     watch = spoilt(steps=False)
     with pytest.raises(AssertionError, match="Its gradient is not finite, and such steps are skipped"):
         assert_params_updated(watch)
     with pytest.raises(AssertionError, match=r"(?s)changed by 0 of its norm, .*\n\nassert_params_updated says why\.$"):
         assert_update_ratio(watch)
+
+
+def test_a_frozen_parameter_that_became_nan_says_so() -> None:
+    with pytest.raises(AssertionError, match=r"^0.weight is not frozen: it changed; 2 of 2"):
+        assert_frozen(spoilt(), layers="0")
 
 
 def step_of(rate: float, *, trained: int = 2, norm: bool = False) -> Record:
@@ -408,14 +419,3 @@ def test_whether_a_step_changed_buffers_is_not_known() -> None:
     assert_frozen(record, layers="0")
     with pytest.raises(NothingObservedError, match=r"1\.running_mean changed: the record of a step has buffers as"):
         assert_frozen(record, layers="1")
-
-
-def test_one_that_the_step_alone_made_infinite_blames_the_step() -> None:
-    watch = trained(normless(), lambda m: torch.optim.SGD(m.parameters(), float("inf")), steps=1)
-    with pytest.raises(AssertionError, match=r"(?s)^0.weight is not finite after training.* the learning rate"):
-        assert_params_updated(watch)
-
-
-def test_a_frozen_parameter_that_became_nan_says_so() -> None:
-    with pytest.raises(AssertionError, match=r"^0.weight is not frozen: it changed; 2 of 2"):
-        assert_frozen(spoilt(), layers="0")

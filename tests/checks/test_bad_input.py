@@ -153,6 +153,19 @@ def test_a_packed_sequence_is_one_argument(modelprobe: ModelProbe) -> None:
     assert {outcome.verdict for outcome in outcomes} == {"holds"}
 
 
+def test_inputs_that_are_all_the_same_leave_the_others_to_be_replaced(modelprobe: ModelProbe) -> None:
+    model = Calling(lambda linear, types, x: linear(x).softmax(0) + types[:, :2])
+    types = torch.zeros(4, 3, dtype=torch.long)
+    assert checks.batch_independent.outcome(modelprobe, model, types, X).verdict == "broken"
+
+
+def test_inputs_of_a_kind_that_cannot_be_varied_are_told(modelprobe: ModelProbe) -> None:
+    model = Calling(lambda linear, x: linear(x.float()))
+    outcome = checks.batch_independent.outcome(modelprobe, model, X.to(torch.float8_e5m2))
+    assert outcome.verdict == "not applicable"
+    assert outcome.text.startswith("input cannot be varied (float8_e5m2, strided): ")
+
+
 @pytest.mark.parametrize("name", ["its backward raises", "overwritten before the backward"])
 def test_a_model_whose_backward_raises_cannot_be_trained(modelprobe: ModelProbe, name: str) -> None:
     outcome = checks.overfits_batch.outcome(modelprobe, MODELS[name][0](), X, loss=lambda y: y.square().mean())
@@ -254,6 +267,15 @@ def test_a_model_without_a_training_mode_is_fit_for_the_battery(modelprobe: Mode
     }
 
 
+def test_a_model_that_runs_in_training_alone_is_fit_for_the_battery(modelprobe: ModelProbe) -> None:
+    class Trained(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.training
+            return super().forward(x)
+
+    assert checks.standard(modelprobe, Trained(3, 2), X, only="seeded")[0].verdict == "not applicable"
+
+
 def test_a_model_needs_no_inputs_for_checks_that_do_not_run_it(modelprobe: ModelProbe) -> None:
     assert [outcome.verdict for outcome in checks.standard(modelprobe, nn.Linear(3, 2), only="registered")] == ["holds"]
 
@@ -274,25 +296,3 @@ def test_a_choice_of_checks_that_are_not_there_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):
         checks.standard(modelprobe, nn.Linear(3, 2), X, **options)
-
-
-def test_inputs_that_are_all_the_same_leave_the_others_to_be_replaced(modelprobe: ModelProbe) -> None:
-    model = Calling(lambda linear, types, x: linear(x).softmax(0) + types[:, :2])
-    types = torch.zeros(4, 3, dtype=torch.long)
-    assert checks.batch_independent.outcome(modelprobe, model, types, X).verdict == "broken"
-
-
-def test_inputs_of_a_kind_that_cannot_be_varied_are_told(modelprobe: ModelProbe) -> None:
-    model = Calling(lambda linear, x: linear(x.float()))
-    outcome = checks.batch_independent.outcome(modelprobe, model, X.to(torch.float8_e5m2))
-    assert outcome.verdict == "not applicable"
-    assert outcome.text.startswith("input cannot be varied (float8_e5m2, strided): ")
-
-
-def test_a_model_that_runs_in_training_alone_is_fit_for_the_battery(modelprobe: ModelProbe) -> None:
-    class Trained(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            assert self.training
-            return super().forward(x)
-
-    assert checks.standard(modelprobe, Trained(3, 2), X, only="seeded")[0].verdict == "not applicable"

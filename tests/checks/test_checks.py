@@ -298,6 +298,21 @@ def test_it_says_why_a_check_means_nothing(
     assert why in found.text
 
 
+def test_several_masks_have_to_be_told_apart(probe: ModelProbe, rows: Tensor) -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor, other_mask: Tensor) -> Tensor:
+            return x
+
+    both = {"mask": torch.ones(5, 6), "other_mask": torch.ones(5, 6)}
+    found = checks.padding_invariant.outcome(probe, Two(), rows, kwargs=both)
+    assert found.text == "there are several masks, mask and other_mask: give mask= its name"
+
+
+def test_a_loss_below_zero_has_no_share_to_be_brought_down_to(probe: ModelProbe, rows: Tensor) -> None:
+    found = checks.overfits_batch.outcome(probe, nn.Linear(6, 2), rows, loss=lambda y: -y.square().mean())
+    assert found.verdict == "not applicable"
+
+
 def test_what_is_no_optimizer_is_refused(probe: ModelProbe) -> None:
     with pytest.raises(UsageError, match="got list"):
         checks.optimizer_covers(probe, nn.Linear(2, 2), optimizer=[])
@@ -340,6 +355,17 @@ def test_a_path_that_is_rarely_dropped_in_evaluation_is_random(probe: ModelProbe
     assert named(checks.eval_stable.outcome(probe, model, probe.randn(1, 4))) == "1"
     unused = nn.Sequential(nn.Linear(4, 4), Layer(lambda x: (torch.rand(1), x)[1]))
     assert checks.eval_stable(probe, unused, probe.randn(1, 4)).text.startswith("3 outputs in 53 runs")
+
+
+def test_an_error_of_what_follows_the_layers_is_not_the_models(probe: ModelProbe, rows: Tensor) -> None:
+    def before(call: ModuleCall, args: Any, kwargs: Any) -> None:
+        raise NotImplementedError("no such operation")
+
+    with PreparedModel(probe, nn.Linear(6, 2), (rows,)).ready() as prepared:
+        tracer = CallTracer(prepared.layers.modules, ModuleCall, before=before)
+        said = r"^the layers cannot be followed: NotImplementedError: no such operation$"
+        with tracer, pytest.raises(checks.NotApplicableError, match=said):
+            prepared.reference()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -428,6 +454,12 @@ def test_a_counter_of_forwards_is_named(probe: ModelProbe, rows: Tensor) -> None
     assert named(found) == "2"
 
 
+def test_running_statistics_that_run_on_in_evaluation_are_named(probe: ModelProbe, images: Tensor) -> None:
+    model = Vision()
+    planted(model[4], train=lambda self, mode=True: self)
+    assert named(checks.state_unchanged_by_forward.outcome(probe, model, images)) == "4.running_mean"
+
+
 def test_a_mask_kept_of_another_batch_is_named(
     probe: ModelProbe, attn: Attention, net: Any, ids: Tensor, mask: Tensor
 ) -> None:
@@ -444,6 +476,21 @@ def test_a_mask_kept_of_another_batch_is_named(
 
 def test_an_activation_that_writes_into_the_input_is_named(probe: ModelProbe, rows: Tensor) -> None:
     model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True), nn.Identity())
+    assert named(checks.inputs_unchanged_by_forward.outcome(probe, model, rows)) == "1"
+
+
+def test_code_between_two_layers_that_writes_into_the_input_is_named(probe: ModelProbe, rows: Tensor) -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.fc1(x)
+            x += 1
+            return self.fc2(h)
+
+    model = nn.Sequential(nn.Identity(), Inner(), nn.Identity())
     assert named(checks.inputs_unchanged_by_forward.outcome(probe, model, rows)) == "1"
 
 
@@ -549,6 +596,13 @@ def test_a_tie_lost_in_loading_is_named(probe: ModelProbe, net: Any, ids: Tensor
     assert named(checks.state_dict_round_trip.outcome(probe, net, ids)) == "head.weight"
 
 
+def test_a_state_dict_that_is_not_taken_back_is_told(probe: ModelProbe, net: Any, ids: Tensor) -> None:
+    planted(net, state_dict=lambda self, *args, **kwargs: {"more": torch.ones(1)})
+    found = checks.state_dict_round_trip.outcome(probe, net, ids)
+    assert found.layer == "(root)"
+    assert str(found).startswith("(root) cannot load its own state_dict: RuntimeError")
+
+
 def test_a_lambda_that_cannot_be_pickled_is_named(probe: ModelProbe, net: Any, ids: Tensor) -> None:
     net.blocks[1].act.function = lambda x: x
     assert named(checks.copy_and_pickle.outcome(probe, net, ids)) == "blocks.1.act"
@@ -568,6 +622,17 @@ def test_a_layer_that_is_another_after_a_copy_is_named(probe: ModelProbe, rows: 
     layer = CopiedWithoutScale()
     layer.scale = 2.0
     assert named(checks.copy_and_pickle.outcome(probe, between(layer), rows)) == "2"
+
+
+def test_what_a_device_without_float64_holds_is_compared_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[torch.dtype] = []
+    cpu = Tensor.cpu
+    monkeypatch.setattr(rounding, "widest", lambda device: torch.float32)
+    monkeypatch.setattr(Tensor, "cpu", lambda tensor: moved.append(tensor.dtype) or cpu(tensor))
+    assert rounding.relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])) == 0.1
+    assert rounding.relative_error(torch.tensor([3, 4]), torch.tensor([3, 9])) == 1.0
+    assert rounding.as_double(torch.ones(1)).dtype == torch.float64
+    assert moved == [torch.float32] * 2 + [torch.int64] * 2 + [torch.float32]
 
 
 # --- elsewhere and otherwise --------------------------------------------------------------------------------------
@@ -697,6 +762,11 @@ def test_an_error_below_the_rounding_of_half_precision_is_named(
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
+def test_code_for_half_precision_alone_is_judged_as_it_is(probe: ModelProbe, rows: Tensor) -> None:
+    model = between(lambda x: x - x.mean(0) if x.dtype == torch.bfloat16 else x).bfloat16()
+    assert named(checks.batch_independent.outcome(probe, model, rows.bfloat16())) == "2"
+
+
 class Casting(nn.Module):
     """Casts what meets its weights, and holds a tensor that is not registered."""
 
@@ -810,6 +880,11 @@ def test_a_layer_made_after_the_optimizer_is_named(probe: ModelProbe, net: Any) 
     assert named(checks.optimizer_covers.outcome(probe, net, optimizer=optimizer)) == "blocks.1.fc1.bias"
 
 
+def test_parameters_of_another_model_in_the_optimizer_are_told(probe: ModelProbe, net: Any) -> None:
+    optimizer = torch.optim.SGD([*net.parameters(), nn.Parameter(torch.ones(1))], 0.1)
+    assert named(checks.optimizer_covers.outcome(probe, net, optimizer=optimizer)) == "(optimizer)"
+
+
 def test_a_softmax_before_a_cross_entropy_does_not_learn(probe: ModelProbe, rows: Tensor) -> None:
     model, labels = probe.build(lambda: nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 10))), torch.arange(5)
     assert checks.overfits_batch(probe, model, rows, loss=lambda y: F.cross_entropy(y, labels)).verdict == "holds"
@@ -867,78 +942,3 @@ def test_the_message_of_an_assertion_in_a_check_of_ones_own_names_the_type_of_a_
             checks.standard(probe, model, torch.ones(2, 4), only="alive")
     finally:
         remove()
-
-
-def test_a_loss_below_zero_has_no_share_to_be_brought_down_to(probe: ModelProbe, rows: Tensor) -> None:
-    found = checks.overfits_batch.outcome(probe, nn.Linear(6, 2), rows, loss=lambda y: -y.square().mean())
-    assert found.verdict == "not applicable"
-
-
-def test_an_error_of_what_follows_the_layers_is_not_the_models(probe: ModelProbe, rows: Tensor) -> None:
-    def before(call: ModuleCall, args: Any, kwargs: Any) -> None:
-        raise NotImplementedError("no such operation")
-
-    with PreparedModel(probe, nn.Linear(6, 2), (rows,)).ready() as prepared:
-        tracer = CallTracer(prepared.layers.modules, ModuleCall, before=before)
-        said = r"^the layers cannot be followed: NotImplementedError: no such operation$"
-        with tracer, pytest.raises(checks.NotApplicableError, match=said):
-            prepared.reference()
-
-
-def test_a_state_dict_that_is_not_taken_back_is_told(probe: ModelProbe, net: Any, ids: Tensor) -> None:
-    planted(net, state_dict=lambda self, *args, **kwargs: {"more": torch.ones(1)})
-    found = checks.state_dict_round_trip.outcome(probe, net, ids)
-    assert found.layer == "(root)"
-    assert str(found).startswith("(root) cannot load its own state_dict: RuntimeError")
-
-
-def test_several_masks_have_to_be_told_apart(probe: ModelProbe, rows: Tensor) -> None:
-    class Two(nn.Module):
-        def forward(self, x: Tensor, mask: Tensor, other_mask: Tensor) -> Tensor:
-            return x
-
-    both = {"mask": torch.ones(5, 6), "other_mask": torch.ones(5, 6)}
-    found = checks.padding_invariant.outcome(probe, Two(), rows, kwargs=both)
-    assert found.text == "there are several masks, mask and other_mask: give mask= its name"
-
-
-def test_code_between_two_layers_that_writes_into_the_input_is_named(probe: ModelProbe, rows: Tensor) -> None:
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc1, self.fc2 = nn.Linear(6, 6), nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.fc1(x)
-            x += 1
-            return self.fc2(h)
-
-    model = nn.Sequential(nn.Identity(), Inner(), nn.Identity())
-    assert named(checks.inputs_unchanged_by_forward.outcome(probe, model, rows)) == "1"
-
-
-def test_code_for_half_precision_alone_is_judged_as_it_is(probe: ModelProbe, rows: Tensor) -> None:
-    model = between(lambda x: x - x.mean(0) if x.dtype == torch.bfloat16 else x).bfloat16()
-    assert named(checks.batch_independent.outcome(probe, model, rows.bfloat16())) == "2"
-
-
-def test_parameters_of_another_model_in_the_optimizer_are_told(probe: ModelProbe, net: Any) -> None:
-    optimizer = torch.optim.SGD([*net.parameters(), nn.Parameter(torch.ones(1))], 0.1)
-    assert named(checks.optimizer_covers.outcome(probe, net, optimizer=optimizer)) == "(optimizer)"
-
-
-def test_running_statistics_that_run_on_in_evaluation_are_named(probe: ModelProbe, images: Tensor) -> None:
-    model = Vision()
-    planted(model[4], train=lambda self, mode=True: self)
-    assert named(checks.state_unchanged_by_forward.outcome(probe, model, images)) == "4.running_mean"
-
-
-def test_what_a_device_without_float64_holds_is_compared_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[torch.dtype] = []
-    cpu = Tensor.cpu
-    monkeypatch.setattr(rounding, "widest", lambda device: torch.float32)
-    monkeypatch.setattr(Tensor, "cpu", lambda tensor: moved.append(tensor.dtype) or cpu(tensor))
-    assert rounding.relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])) == 0.1
-    assert rounding.relative_error(torch.tensor([3, 4]), torch.tensor([3, 9])) == 1.0
-    assert rounding.as_double(torch.ones(1)).dtype == torch.float64
-    assert moved == [torch.float32] * 2 + [torch.int64] * 2 + [torch.float32]

@@ -168,6 +168,11 @@ def test_an_input_that_holds_nan_is_named(probe: ModelProbe, x: Tensor) -> None:
     assert checks.finite.outcome(probe, nn.Linear(3, 2), x.masked_fill(x > 1, math.nan)).layer == "input"
 
 
+def test_a_mode_in_which_the_model_does_not_run_is_told(probe: ModelProbe) -> None:
+    found = checks.finite(probe, nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), probe.randn(1, 3))
+    assert found.text.startswith("1 output and 4 gradients in evaluation mode; the model does not run on these inputs")
+
+
 def test_a_model_without_gradients_is_looked_at(probe: ModelProbe, x: Tensor) -> None:
     said = "1 output and 0 gradients in evaluation and training mode"
     assert checks.finite(probe, nn.Linear(3, 2).requires_grad_(False), x).text == said
@@ -316,6 +321,29 @@ def test_a_model_that_does_not_find_its_padding_is_named(
     assert said.endswith("when the others, padded by 0, were removed")
 
 
+class OfOneLength(Pooled):
+    """It takes eight positions, and a mask that it may ignore."""
+
+    def __init__(self, ignored: bool) -> None:
+        super().__init__()
+        self.ignored, self.positions = ignored, nn.Parameter(torch.randn(8, 8))
+        self.config = types.SimpleNamespace(pad_token_id=PAD)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.embed(ids) + self.positions
+        return self.head(self.attn(x, x, x, key_padding_mask=None if self.ignored else mask == 0)[0])
+
+
+@pytest.mark.parametrize(("ignored", "verdict"), [(False, "holds"), (True, "broken")])
+def test_a_model_of_one_length_is_judged_by_its_mask(
+    ignored: bool, verdict: str, probe: ModelProbe, words: Tensor
+) -> None:
+    model = probe.build(lambda: OfOneLength(ignored))
+    found = checks.padding_invariant.outcome(probe, model, words, kwargs={"mask": torch.ones_like(words)})
+    assert found.verdict == verdict
+    assert "padded by" not in found.text
+
+
 class Translating(Pooled):
     """Its labels are another sequence, whose last id it begins with."""
 
@@ -364,31 +392,3 @@ def test_a_mask_that_a_model_of_transformers_ignores_is_named(
     monkeypatch.setattr(attention, "forward", lambda x, *args, **kwargs: forward(x))
     found = checks.padding_invariant.outcome(probe, model, input_ids=ids, attention_mask=torch.ones_like(ids))
     assert found.layer == "encoder.layer.1.attention.self"
-
-
-def test_a_mode_in_which_the_model_does_not_run_is_told(probe: ModelProbe) -> None:
-    found = checks.finite(probe, nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), probe.randn(1, 3))
-    assert found.text.startswith("1 output and 4 gradients in evaluation mode; the model does not run on these inputs")
-
-
-class OfOneLength(Pooled):
-    """It takes eight positions, and a mask that it may ignore."""
-
-    def __init__(self, ignored: bool) -> None:
-        super().__init__()
-        self.ignored, self.positions = ignored, nn.Parameter(torch.randn(8, 8))
-        self.config = types.SimpleNamespace(pad_token_id=PAD)
-
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
-        x = self.embed(ids) + self.positions
-        return self.head(self.attn(x, x, x, key_padding_mask=None if self.ignored else mask == 0)[0])
-
-
-@pytest.mark.parametrize(("ignored", "verdict"), [(False, "holds"), (True, "broken")])
-def test_a_model_of_one_length_is_judged_by_its_mask(
-    ignored: bool, verdict: str, probe: ModelProbe, words: Tensor
-) -> None:
-    model = probe.build(lambda: OfOneLength(ignored))
-    found = checks.padding_invariant.outcome(probe, model, words, kwargs={"mask": torch.ones_like(words)})
-    assert found.verdict == verdict
-    assert "padded by" not in found.text

@@ -160,6 +160,24 @@ def test_a_mask_that_does_not_fit_is_told_with_what_goes(probe: ModelProbe, deco
     assert checks.incremental(probe, decoder, ids, chunks=(5, 1, 1, 1, 1, 1)).verdict == "holds"
 
 
+@pytest.mark.parametrize(("returned", "verdict"), [("cache", "broken"), ("other", "not applicable")])
+def test_a_state_that_is_returned_by_name_has_to_be_taken(
+    probe: ModelProbe, decoder: Any, ids: Tensor, returned: str, verdict: str
+) -> None:
+    class WithoutPast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = decoder
+
+        def forward(self, ids: Tensor, cache: Any = None) -> Any:
+            if cache is not None:
+                raise ValueError("no past is supported")
+            output = self.decoder(ids)
+            return output if returned == "other" else {"logits": output[0], "cache": output[1]}
+
+    assert checks.incremental.outcome(probe, WithoutPast(), ids).verdict == verdict
+
+
 # --- models of transformers ---------------------------------------------------------------------------------------
 
 
@@ -188,6 +206,11 @@ def test_models_of_transformers_go_on(probe: ModelProbe, name: str, ids: Tensor)
     found = checks.incremental(probe, probe.build(HEALTHY[name]), ids)
     assert found.verdict == "holds"
     assert int(found.text.split()[0]) > 15
+
+
+def test_a_mask_and_labels_are_cut_as_the_ids_are(probe: ModelProbe, ids: Tensor) -> None:
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    assert checks.incremental(probe, probe.build(llama), **inputs).verdict == "holds"
 
 
 def test_of_an_encoder_and_a_decoder_the_decoder_goes_on(probe: ModelProbe, ids: Tensor) -> None:
@@ -369,26 +392,3 @@ def test_options_that_are_none_are_refused(
 def test_a_step_that_takes_something_else_is_an_error_of_the_test() -> None:
     with pytest.raises(UsageError, match="step= is called with the model, a chunk and the state: too many"):
         checks.incremental(ModelProbe(), nn.LSTM(4, 4, batch_first=True), torch.ones(2, 6, 4), step=lambda m, x: (x, x))
-
-
-@pytest.mark.parametrize(("returned", "verdict"), [("cache", "broken"), ("other", "not applicable")])
-def test_a_state_that_is_returned_by_name_has_to_be_taken(
-    probe: ModelProbe, decoder: Any, ids: Tensor, returned: str, verdict: str
-) -> None:
-    class WithoutPast(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.decoder = decoder
-
-        def forward(self, ids: Tensor, cache: Any = None) -> Any:
-            if cache is not None:
-                raise ValueError("no past is supported")
-            output = self.decoder(ids)
-            return output if returned == "other" else {"logits": output[0], "cache": output[1]}
-
-    assert checks.incremental.outcome(probe, WithoutPast(), ids).verdict == verdict
-
-
-def test_a_mask_and_labels_are_cut_as_the_ids_are(probe: ModelProbe, ids: Tensor) -> None:
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    assert checks.incremental(probe, probe.build(llama), **inputs).verdict == "holds"

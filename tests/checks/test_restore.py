@@ -231,6 +231,17 @@ def test_settings_of_torch_that_a_forward_changes_are_put_back(check: Check) -> 
 
 
 @pytest.mark.parametrize("check", SOME, ids=lambda check: check.__name__)
+def test_under_autocast_the_model_computes_afterwards_with_its_own_weights(check: Check) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
+    nn.init.zeros_(model[1].weight)
+    nn.init.zeros_(model[1].bias)
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check.outcome(ModelProbe(), model, x, **options(check, model, lambda _: nn.Linear(2, 2)))
+        assert not model(x).any()
+
+
+@pytest.mark.parametrize("check", SOME, ids=lambda check: check.__name__)
 def test_an_interrupt_leaves_all_as_it_was(check: Check) -> None:
     class Stopped(Everything):
         def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -272,14 +283,3 @@ def test_what_is_looked_at_here_sees_a_change() -> None:
     with preserved(model):
         model(torch.randn(BATCH, LENGTH, WIDTH))
     assert all_of(model) == after
-
-
-@pytest.mark.parametrize("check", SOME, ids=lambda check: check.__name__)
-def test_under_autocast_the_model_computes_afterwards_with_its_own_weights(check: Check) -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
-    nn.init.zeros_(model[1].weight)
-    nn.init.zeros_(model[1].bias)
-    x = torch.randn(BATCH, LENGTH, WIDTH)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        check.outcome(ModelProbe(), model, x, **options(check, model, lambda _: nn.Linear(2, 2)))
-        assert not model(x).any()
