@@ -10,10 +10,8 @@ from .gradients import assert_all_params_have_grad as assert_all_params_have_gra
 from .gradients import assert_grad_finite as assert_grad_finite
 from .gradients import assert_grad_flow as assert_grad_flow
 from .parameters import assert_activation_memory as assert_activation_memory
-from .parameters import assert_devices as assert_devices
 from .parameters import assert_flops as assert_flops
 from .parameters import assert_param_count as assert_param_count
-from .parameters import assert_sparsity as assert_sparsity
 from .parameters import assert_tied as assert_tied
 from .ranges import assert_activation_range as assert_activation_range
 from .ranges import assert_activation_scale as assert_activation_scale

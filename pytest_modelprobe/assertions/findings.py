@@ -50,7 +50,7 @@ def findings(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
     ]
     if without:
         found.append(f"no gradient: {count(len(without), 'parameter')}, {listed(without)}")
-    found += [f"experts without a gradient: {one}" for one in find_unreached(record.layers.values()) if one.is_certain]
+    found += [f"experts without a gradient: {one}" for one in find_unreached(record.layers.values())]
     if record.noise == "measured":
         largest = largest_gradient(record)
         for step in reversed(CallTree(record).returned):  # the first layer on the way back whose gradients cancel
@@ -79,8 +79,6 @@ def hints(record: Record, dead: Sequence[Dead] | None = None) -> list[str]:
     dead = find_dead(record, record.layers) if dead is None else dead
     chance = [d.label for d in dead if returns_drawn_zeros(d.step.call)]
     found = [f"dead, perhaps by chance: {listed(chance)}"] if chance else []
-    unreached = (one for one in find_unreached(record.layers.values()) if not one.is_certain)
-    found += [f"experts without a gradient: {one}" for one in unreached]
     units = [
         f"{label_of(one.where, one.layer.type_name)} {one.dead:,} of {one.units:,}"
         for one in find_dead_units(record, record.layers)

@@ -326,7 +326,7 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
         AssertionError: The gradient of a layer is missing, zero, not finite, or vanishing; or the gradients of outputs
             explode. Zeros are looked at twice, and may be a `HintWarning`, see `assert_no_dead_layers`. Experts in one
             parameter of which some get no gradient in several backwards fail where there were 16 tokens or more for
-            each; else they are a `HintWarning`. So is a parameter that has none, though others of its layer have.
+            each. A parameter that has none, though others of its layer have, is a `HintWarning`.
         NothingObservedError: No backward was seen, no selected layer takes part in it, or no gradient can be read.
         UsageError: ``max_ratio`` is not above 1.
 
@@ -376,11 +376,9 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
     bad, why = second_look(record, out_of_bounds, lambda found: found.layer.name, excuse)
     if bad:
         fail_or_hint(_flow_text(record, bad, flow, max_ratio), why)
-    unreached = list(find_unreached(looked_at))
+    unreached = list(find_unreached(looked_at)) if record.backwards > 1 else []
     if unreached:
-        seen = record.backwards > 1 and any(one.is_certain for one in unreached)
-        unreached.sort(key=lambda one: not one.is_certain)
-        text = failure(
+        raise failed(
             f"{unreached[0]} in {count(record.backwards, 'backward')}",
             ["parameter", "layer type", "shape", "no gradient"],
             [
@@ -390,7 +388,6 @@ def assert_grad_flow(subject: Subject, *, layers: Selector = "**", max_ratio: fl
             "Those slices along its first axis get nothing: look at the router, at which experts it may choose, and at "
             "what is added up.",
         )
-        fail_or_hint(text, hint=not seen)
     trained = [(layer, p) for layer in looked_at for p in layer.parameters if p.requires_grad]
     without = [(layer, p) for layer, p in trained if p.gradient is None and any(o.gradient for o in layer.parameters)]
     if without:

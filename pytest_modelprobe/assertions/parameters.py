@@ -1,4 +1,4 @@
-"""What a model has and costs: the number, devices, ties and zeros of its parameters, operations and memory.
+"""What a model has and costs: the number and ties of its parameters, operations and memory.
 
 All of it is the same in every run on one device. Time is not, so there is no assertion on time.
 """
@@ -15,24 +15,19 @@ from pytest_modelprobe.record import (
     Profile,
     Record,
     Selector,
-    address,
     containers,
-    label_of,
     nearest,
     parent,
     selected,
 )
-from pytest_modelprobe.text import Cell, count, failed, listed, out_of, printable
+from pytest_modelprobe.text import Cell, count, failed, listed
 
 from .sources import (
-    LEAVE_OUT,
     Subject,
     bounds,
-    by_selector,
     called,
     deviation,
     full_name,
-    is_watch,
     record_of,
     source_of,
 )
@@ -106,47 +101,6 @@ def assert_tied(subject: Subject | Any, *names: str) -> None:
             ["parameter", "elements", f"tied to {first}"],
             rows,
             "A copy, .to() on one of them, or a load that replaces parameters unties them: tie them again.",
-        )
-
-
-def assert_devices(subject: Subject, devices: str | Mapping[str, str], *, layers: Selector = "**") -> None:
-    """Assert the devices of layers' outputs, parameters and buffers.
-
-    Args:
-        subject: A probe with one run or watch, a watch, or a record.
-        devices: One device (``"cuda"`` means any CUDA device), or a dict of glob of layers → device.
-        layers: Which layers to look at, if one device is given.
-
-    Raises:
-        AssertionError: A tensor is on another device.
-        NothingObservedError: The layers were not called, or returned no tensor.
-        UsageError: ``layers`` is given with a dict.
-
-    >>> import torch
-    >>> from torch import nn
-    >>> from pytest_modelprobe import ModelProbe
-    >>> assert_devices(ModelProbe().run(nn.Linear(2, 3), torch.ones(4, 2)), "cpu")
-    """
-    record = record_of(subject)
-    rows: list[list[str]] = []
-    looked_at = 0
-    for selector, device in by_selector(devices, layers, "device"):
-        for layer in reversed(called(record, selector)):  # children before their parent
-            own = ((full_name(layer, one.name), one.device) for one in (*layer.parameters, *layer.buffers))
-            outputs = ((address(layer.name, call, value.path), value.device) for call, value in layer.outputs)
-            for where, actual in (*own, *outputs):
-                looked_at += 1
-                if str(device) not in (actual, actual.partition(":")[0]) and (actual, str(device)) != ("cpu", "cpu:0"):
-                    rows.append([where, layer.type_name, actual, str(device)])
-    if not looked_at:
-        raise NothingObservedError("the selected layers returned no tensor: nothing was looked at")
-    if rows:
-        where, kind, actual, expected = rows[0]
-        raise failed(
-            f"{label_of(where, kind)} is on {actual}, not on {expected}; {out_of(len(rows), looked_at, 'tensor')}",
-            ["tensor", "type", "actual", "expected"],
-            rows,
-            "Move the model with .to(), and create tensors in a forward with device=x.device.",
         )
 
 
@@ -254,66 +208,3 @@ def _rows(profile: Profile, names: Iterable[str], numbers: Mapping[str, int]) ->
     found = [(name, n) for name, n in numbers.items() if n and not inside.isdisjoint((name, *containers(name)))]
     found.sort(key=lambda pair: -pair[1])
     return [[name, profile.layers[name].type, profile.layers[name].calls, n] for name, n in found]
-
-
-# --- pruned weights ---------------------------------------------------------------------------------------------------
-
-
-def assert_sparsity(subject: Subject, least: float, *, layers: Selector = "**") -> None:
-    """Assert that enough elements of each weight are zero, as after pruning; biases are left out.
-
-    With a watch, the weights are read as they are now: after steps of an optimizer this holds only if the masks stay.
-    A weight under ``torch.nn.utils.prune`` is read through its mask.
-
-    Args:
-        subject: A watch, a record, or a probe with one run or watch.
-        least: The least share of zeros in each weight, from 0 to 1.
-        layers: Layers whose own weights are looked at; name those that are pruned.
-
-    Raises:
-        AssertionError: A weight has fewer zeros.
-        NothingObservedError: The layers have no weights with numbers.
-        UsageError: ``least`` is not from 0 to 1.
-
-    >>> import torch
-    >>> from torch.nn.utils import prune
-    >>> from pytest_modelprobe import ModelProbe
-    >>> model = torch.nn.Linear(4, 2)
-    >>> _ = prune.l1_unstructured(model, "weight", amount=0.5)
-    >>> assert_sparsity(ModelProbe().run(model, torch.ones(1, 4)), 0.5)
-    """
-    if not 0 <= least <= 1:
-        raise UsageError(f"least is a share of the elements, from 0 to 1; got {least!r}")
-    source: Any = source_of(subject)
-    if is_watch(source):
-        source.reread()
-    record: Record = source if isinstance(source, Record) else source.record
-    found: list[tuple[float, str, int, int]] = []
-    unknown = ""
-    for layer in selected(record, layers):
-        masks = {buffer.name: buffer for buffer in layer.buffers}
-        for parameter in layer.parameters:
-            own = parameter.name.removesuffix("_orig")
-            reading = (masks.get(f"{own}_mask", parameter) if own != parameter.name else parameter).reading
-            statistics = reading.statistics
-            if "bias" in own:
-                continue
-            if statistics is not None and statistics.count:
-                zeros, n = statistics.zeros, statistics.count
-                found.append((zeros / n, full_name(layer, own), zeros, n))
-            elif reading.reason:
-                unknown = unknown or f"{full_name(layer, own)}: {printable(reading.reason)}"
-    if not found:
-        raise NothingObservedError("the selected layers have no weights with numbers: select layers that have")
-    short = sorted(one for one in found if one[0] < least)
-    if short:
-        raise failed(
-            f"{short[0][1]} is {short[0][0]:.1%} zeros, not {least:.1%} or more; "
-            f"{out_of(len(short), len(found), 'weight')}",
-            ["weight", "zeros", "elements", "share"],
-            [[name, zeros, n, f"{share:.1%}"] for share, name, zeros, n in short],
-            "A step of an optimizer fills what was set to zero: multiply by the mask after each step, or use "
-            "torch.nn.utils.prune, which does it in each forward.",
-        )
-    if unknown:
-        raise NothingObservedError(f"no number is known of {unknown}; {LEAVE_OUT}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard, TypeVar, cast
 
@@ -155,15 +155,6 @@ def _never_called(source: WatchLike | Record, record: Record) -> str:
 
 
 # --- layers -------------------------------------------------------------------------------------------------------
-
-
-def by_selector(given: Any, layers: Selector, noun: str) -> Iterable[tuple[Selector, Any]]:
-    """Return what is given for which layers: one for all of ``layers``, or a dict by glob; UsageError for both."""
-    if not isinstance(given, Mapping):
-        return [(layers, given)]
-    if layers != "**":
-        raise UsageError(f"layers= goes with one {noun}; a dict of {noun}s names its layers itself")
-    return given.items()
 
 
 def called(record: Record, layers: Selector) -> list[Layer]:
@@ -432,26 +423,25 @@ class Unreached:
     slices: tuple[int, ...]
     of: int
     tokens: int
-    """How many rows the layer was given in all of its calls, or 0 if that is not known."""
+    """How many rows the layer was given in all of its calls."""
 
     @property
     def name(self) -> str:
         """Its full name."""
         return full_name(self.layer, self.parameter.name)
 
-    @property
-    def is_certain(self) -> bool:
-        """Whether there were so many tokens that each expert should have got some."""
-        return self.tokens >= _TOKENS * self.of
-
     def __str__(self) -> str:
-        given = f", with {count(self.tokens, 'token')}" if self.tokens else ""
-        who = f"expert {self.slices[0]}" if len(self.slices) == 1 else f"experts {listed(list(map(str, self.slices)))}"
-        return f"{self.name}: {who} of {self.of:,} {'gets' if len(self.slices) == 1 else 'get'} no gradient{given}"
+        one = len(self.slices) == 1
+        who = f"expert {self.slices[0]}" if one else f"experts {listed(list(map(str, self.slices)))}"
+        tokens = count(self.tokens, "token")
+        return f"{self.name}: {who} of {self.of:,} {'gets' if one else 'get'} no gradient, with {tokens}"
 
 
 def find_unreached(layers: Iterable[Layer]) -> Iterator[Unreached]:
-    """Yield the parameters of which some slices have a gradient of zeros in every backward, and others have not."""
+    """Yield the parameters of which some slices have a gradient of zeros in every backward, and others have not.
+
+    Left out are layers with so few tokens that an expert may have got none by chance.
+    """
     for layer in layers:
         given = [[value for value in call.inputs if len(value.shape) > 1] for call in layer.calls]
         widths = {value.shape[-1] for values in given for value in values}
@@ -463,7 +453,8 @@ def find_unreached(layers: Iterable[Layer]) -> Iterator[Unreached]:
             pairs = enumerate(zip(units.low, units.high, strict=True))
             zero = tuple(place for place, (low, high) in pairs if low == high == 0)
             tokens = sum(max(map(_rows, values), default=0) for values in given)
-            yield Unreached(layer, parameter, zero, len(units), tokens)
+            if tokens >= _TOKENS * len(units):
+                yield Unreached(layer, parameter, zero, len(units), tokens)
 
 
 def _rows(value: Value) -> int:

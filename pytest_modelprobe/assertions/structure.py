@@ -34,7 +34,7 @@ from pytest_modelprobe.record import (
 from pytest_modelprobe.text import Cell, collapsed, count, failed, failure, listed, out_of, pattern, printable
 from pytest_modelprobe.text import shape as shape_text
 
-from .sources import Subject, by_selector, called, fail_or_hint, full_name, is_watch, record_of, source_of
+from .sources import Subject, called, fail_or_hint, full_name, is_watch, record_of, source_of
 
 # --- specifications of shapes -----------------------------------------------------------------------------------------
 
@@ -310,7 +310,9 @@ def assert_dtypes(subject: Subject, dtypes: Any, *, layers: Selector = "**") -> 
     record = record_of(subject)
     rows: list[list[Cell]] = []
     checked = 0
-    for selector, dtype in by_selector(dtypes, layers, "dtype"):
+    if isinstance(dtypes, Mapping) and layers != "**":
+        raise UsageError("layers= goes with one dtype; a dict of dtypes names its layers itself")
+    for selector, dtype in dtypes.items() if isinstance(dtypes, Mapping) else [(layers, dtypes)]:
         expected = str(dtype).removeprefix("torch.")
         if not _DTYPE.fullmatch(expected):
             raise UsageError(f"a dtype is torch.float32 or 'float32'; got {dtype!r}")

@@ -327,7 +327,12 @@ def not_finite(prepared: PreparedModel, trace: Trace, options: Mapping[str, Any]
         options: Options of the run, to repeat it.
     """
     when = _MODES[options.get("mode")]
-    return _of_outputs(prepared, trace, options, when) or _of_loss(prepared, trace, when) or _of_gradients(trace, when)
+    if found := _of_outputs(prepared, trace, options, when):
+        return found
+    if prepared.has_loss and trace.loss is not None and not trace.loss.isfinite():
+        said = f"computes a loss of {trace.loss.item()}{when} from finite outputs"
+        return Violation.at(ROOT, said, advice="Look for a division or a logarithm in the loss.")
+    return _of_gradients(trace, when)
 
 
 def _of_outputs(prepared: PreparedModel, trace: Trace, options: Mapping[str, Any], when: str) -> Violation | None:
@@ -373,13 +378,6 @@ def _sources(prepared: PreparedModel, trace: Trace, options: Mapping[str, Any]) 
             if found.get(kind) is None or not (source or _UNKNOWN).given:
                 found[kind] = source
     return found
-
-
-def _of_loss(prepared: PreparedModel, trace: Trace, when: str) -> Violation | None:
-    if not prepared.has_loss or trace.loss is None or trace.loss.isfinite():
-        return None
-    said = f"computes a loss of {trace.loss.item()}{when} from finite outputs"
-    return Violation.at(ROOT, said, advice="Look for a division or a logarithm in the loss.")
 
 
 def _of_gradients(trace: Trace, when: str) -> Violation | None:

@@ -210,7 +210,7 @@ def standard(
     with progress("check", len(names)) as each:
         outcomes = Outcomes(STANDARD[name].judge(session) for name in each(names))
     if any(outcome.verdict == "not applicable" for outcome in outcomes):
-        check_runs(probe, model, inputs, given, _one_input(inputs))
+        check_runs(probe, model, inputs, given)
     if outcomes.broken:
         raise AssertionError(str(outcomes))
     if probe.shows_layers:
@@ -268,14 +268,13 @@ class CaseCheck:
         __tracebackhide__ = True
         import pytest
 
-        inputs = self.case.inputs(probe)
-        args, kwargs = arguments_of(inputs)
+        args, kwargs = arguments_of(self.case.inputs(probe))
         model = probe.build(self.case.factory)
         check = STANDARD[self.name]
         options = {"factory": self.case.factory} if "factory" in check.options else {}
         outcome = check.outcome(probe, model, *args, loss=self.case.loss, kwargs=kwargs, **options)
         if outcome.verdict == "not applicable":
-            check_runs(probe, model, args, kwargs, _one_argument(inputs))
+            check_runs(probe, model, args, kwargs)
             pytest.skip(str(outcome))
         if outcome.verdict == "broken":
             raise AssertionError(str(outcome))
@@ -347,9 +346,7 @@ def _check_name(name: str, what: str) -> None:
     raise UsageError(f"{what} names a check {name!r} that there is not: {hint}")
 
 
-def check_runs(
-    probe: ModelProbe, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], hint: str = ""
-) -> None:
+def check_runs(probe: ModelProbe, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise `UsageError` if the model returns a tensor for these inputs in neither mode: no check can judge it."""
     __tracebackhide__ = True
     try:
@@ -360,22 +357,4 @@ def check_runs(
                     return
             prepared.reference(mode="eval")
     except NotApplicableError as reason:
-        raise UsageError(f"{reason}{hint}") from reason
-
-
-def _one_input(inputs: tuple[Any, ...]) -> str:
-    """Return what to try with several inputs in a container, which is one input to the model."""
-    kind = next((kind for kind in (Mapping, tuple, list) if any(isinstance(one, kind) for one in inputs)), None)
-    if kind is None:
-        return ""
-    how, name = ("**inputs", "mapping") if kind is Mapping else ("*inputs", kind.__name__)
-    return f"; a {name} is one input: if the model takes its items, give {how}"
-
-
-def _one_argument(inputs: Inputs) -> str:
-    """Return the same of the inputs of a case."""
-    if isinstance(inputs, Mapping):
-        return "; inputs= is a mapping, of keyword arguments: if the model takes it as one, wrap it: ({...},)"
-    if isinstance(inputs, list):
-        return "; inputs= is a list, one argument: if the model takes its items, give a tuple"
-    return ""
+        raise UsageError(str(reason)) from reason

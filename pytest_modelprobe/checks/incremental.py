@@ -140,9 +140,8 @@ def incremental(
 
     Args:
         prepared: The model and its inputs. The first input, or ``decoder_input_ids``, is split into chunks, and so are
-            other inputs of this length. Masks of this length are given up to the end of each chunk or, if that differs,
-            of the chunk alone; to state space models of the chunk alone. The outcome says which. Positions that a mask
-            leaves out are not compared.
+            other inputs of this length. Masks of this length are given up to the end of each chunk; to state space
+            models of the chunk alone. The outcome says which. Positions that a mask leaves out are not compared.
         step: Takes the model, a chunk of the first input, and the state, at first None; returns the output and the
             state. By default the forward is called, as above.
         chunks: The lengths of the chunks; they add up to the sequence.
@@ -175,28 +174,27 @@ def incremental(
     excluded = masked_out(prepared, path, axis)
     unseen = functools.partial(later_unseen, prepared, path, axis, tolerance)
 
-    def called(*, past: bool) -> _Call:
-        if step is not None:
-            return _by_step(prepared, step, tensor, axis)
-        return _by_forward(prepared, name, _cut(prepared, path, length, axis, past=past))
-
-    def attempt(sizes: Sequence[int], *, past: bool) -> _Attempt:
-        return _Attempt(prepared, one, called(past=past), sizes, tolerance, excluded, unseen, _MASKS[past] * masked)
-
     if step is None:
-        (one,), state = _chunk_by_chunk(prepared, called(past=True), (length,))
+        call = _by_forward(prepared, name, _cut(prepared, path, length, axis, past=True))
+        (one,), state = _chunk_by_chunk(prepared, call, (length,))
         if one.error is not None:
             raise NotApplicableError(f"it returns no {name} to continue from: {one.failure}")
         if state is None:
             raise NotApplicableError(f"it returns no {name} to continue from: for a state in another form, give step=")
         alone = name == "cache_params" or is_recurrent(state)
+        if alone:  # padding is in no state of a recurrence
+            call = _by_forward(prepared, name, _cut(prepared, path, length, axis, past=False))
+    else:
+        call = _by_step(prepared, step, tensor, axis)
+
+    def attempt(sizes: Sequence[int]) -> _Attempt:
+        return _Attempt(prepared, one, call, sizes, tolerance, excluded, unseen, _MASKS[not alone] * masked)
+
     sizes = _sizes(length, chunks, alone=alone)
-    found = attempt(sizes, past=not alone)  # padding is in no state of a recurrence
-    if masked and not found.ok and not alone and (other := attempt(sizes, past=False)).ok:
-        found = other
+    found = attempt(sizes)
     if not found.raised or chunks is not None or max(sizes[1:]) == 1:
         return found.verdict(name)
-    single = attempt((sizes[0], *[1] * (length - sizes[0])), past=True)
+    single = attempt((sizes[0], *[1] * (length - sizes[0])))
     note = f"One position at a time it is right: if longer chunks are not supported, pass chunks=({sizes[0]}, 1, ...). "
     return found.verdict(name, note) if single.ok else single.verdict(name)
 

@@ -119,7 +119,7 @@ def inputs_used(prepared: PreparedModel) -> Violation | str:
 
     Integers, bools, masks, labels and targets are replaced as a whole, within their range: integers by others that
     occur in them or are below the largest, masks and bools by their opposite at the middle position, at random, and
-    everywhere. One that changes no output is unused, unless it is used as soon as another argument is left out.
+    everywhere. One that changes no output is unused.
     ``position_ids`` and ``token_type_ids`` that are not used are a hint: not every model needs them.
 
     Args:
@@ -189,15 +189,6 @@ def _use(prepared: PreparedModel, path: str, x: Tensor) -> Violation | str:
     changed, seen_by = _effect(prepared, varies)
     if changed is not None:
         return f"{path} {ways[changed][1]}"
-    given, parameters = prepared.kwargs, prepared.parameters
-    for other in given:
-        optional = other in parameters and parameters[other].default is None
-        if optional and path != other and not path.startswith((f"{other}.", f"{other}[")):
-            prepared.kwargs = {key: value for key, value in given.items() if key != other}
-            with_other_left_out, _ = _effect(prepared, varies)
-            prepared.kwargs = given
-            if with_other_left_out is not None:
-                return f"{path} is used if {other} is left out"
     how = listed(list(dict.fromkeys(said for _, said in ways)))
     found = _unused(path, f"is not used: {how}, it changes no output", seen_by)
     return dataclasses.replace(found, level="hint") if prepared.argument(path) in _MAY_BE_UNUSED else found

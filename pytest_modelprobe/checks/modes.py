@@ -180,7 +180,8 @@ def train_eval_differ(prepared: PreparedModel) -> Violation | str:
     wanted = [
         name
         for name, module in prepared.layers.modules.items()
-        if _drops(module) or (isinstance(module, BatchNorm) and module.track_running_stats)
+        if (isinstance(module, Dropout) and 0 < module.p < 1)
+        or (isinstance(module, BatchNorm) and module.track_running_stats)
     ]
     if not wanted:
         raise NotApplicableError("no Dropout with 0 < p < 1, and no BatchNorm with running statistics")
@@ -230,10 +231,6 @@ def _switched(prepared: PreparedModel, names: Collection[str]) -> Iterator[dict[
 
     with CallTracer({name: prepared.layers.modules[name] for name in names}, ModuleCall, before=begin, after=end):
         yield on
-
-
-def _drops(module: nn.Module) -> bool:
-    return isinstance(module, Dropout) and 0 < module.p < 1
 
 
 @check

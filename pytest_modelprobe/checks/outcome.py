@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pytest_modelprobe.exceptions import HintWarning, UsageError
 from pytest_modelprobe.record import label_of
@@ -55,21 +55,13 @@ class Violation:
         return cls(layer=layer, line=f"{layer} {said}", columns=columns, rows=tuple(rows), advice=advice, level=level)
 
     @classmethod
-    def first_of(
-        cls,
-        rows: Iterable[tuple[Cell, ...]],
-        said: str,
-        *,
-        columns: tuple[str, ...],
-        advice: str,
-        level: Literal["broken", "hint"] = "broken",
-    ) -> Violation:
+    def first_of(cls, rows: Iterable[tuple[Cell, ...]], said: str, **more: Any) -> Violation:
         """Return the violation at the first of some rows, each of which begins with the name of a layer or a parameter.
 
         There has to be a row. The other arguments are those of `at`.
         """
         all_rows = tuple(rows)
-        return cls.at(str(all_rows[0][0]), said, columns=columns, rows=all_rows, advice=advice, level=level)
+        return cls.at(str(all_rows[0][0]), said, rows=all_rows, **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,7 +240,13 @@ def causal_input(prepared: PreparedModel) -> CausalInput:
     if reason is None and attends and cache and state_of(output, cache) is not None:
         reason = f"it goes on from its {cache}"
     if reason is None and attends:
-        reason = next((f"{name} is triangular" for name in _triangular_tensors(prepared)), None)
+        kept = (
+            (qualified(layer, name), value)
+            for layer, module in prepared.layers.modules.items()
+            for name, value in (*module.named_buffers(recurse=False), *vars(module).items())
+        )
+        masks = (name for name, x in kept if isinstance(x, Tensor) and _size(x) >= _FEWEST and _is_triangular(x))
+        reason = next((f"{name} is triangular" for name in masks), None)
     if reason is None:
         what = "no triangular mask was seen" if attends else "no attention over positions was seen"
         raise NotApplicableError(f"nothing says that it is meant to be causal: {what}; if it is, call checks.causal")
@@ -293,14 +299,6 @@ def _said(prepared: PreparedModel) -> str | None:
         if _NAMED.search(type(module).__name__) and switch is not False:
             return f"it is called {type(module).__name__}" if module is root else f"it has a {type(module).__name__}"
     return None
-
-
-def _triangular_tensors(prepared: PreparedModel) -> Iterator[str]:
-    """Yield the names of triangular masks that layers keep: they may not be used."""
-    for layer, module in prepared.layers.modules.items():
-        for name, value in (*module.named_buffers(recurse=False), *vars(module).items()):
-            if isinstance(value, Tensor) and _size(value) >= _FEWEST and _is_triangular(value):
-                yield qualified(layer, name)
 
 
 class _Attention(TorchFunctionMode):

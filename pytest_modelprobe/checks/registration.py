@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
 import pickle
 import warnings
@@ -39,7 +40,7 @@ from .agreement import check_repeats, disagreements, violation_of
 from .check import check, check_unmodified
 from .outcome import NotApplicableError, Violation, line_of
 from .rounding import is_rounded, plain, same
-from .session import PreparedModel, Trace, all_named, place
+from .session import PreparedModel, Trace, all_named, place, set_mode
 
 # --- side effects of a forward ------------------------------------------------------------------------------------
 
@@ -106,8 +107,9 @@ def inputs_unchanged_by_forward(prepared: PreparedModel) -> Violation | str:
 
     def look(call: ModuleCall) -> None:
         now = _contents(*given)
-        written = [*_written(now, known), *sorted(known.keys() ^ now.keys())]
-        blamed.extend((call.layer, path) for path in written)
+        both = sorted(now.keys() & known.keys())
+        written = [path for path in both if not _same(now[path], known[path])]
+        blamed.extend((call.layer, path) for path in (*written, *sorted(known.keys() ^ now.keys())))
         known.clear()
         known.update(now)
 
@@ -134,26 +136,18 @@ def inputs_unchanged_by_forward(prepared: PreparedModel) -> Violation | str:
     return count(len(flatten_call(prepared.args, prepared.kwargs).tensors), "input")
 
 
-_Contents = dict[str, tuple[object, Tensor | None]]
-"""By path, which tensor in which version an input is, or its text; and a copy, as writes through .data count none."""
+_Contents = dict[str, object]
+"""By path, a copy of a tensor, or the text of another value: NaN is not equal to itself."""
 
 
 def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Contents:
     flat = flatten_call(args, kwargs)
-    copies = {path: x.detach().clone() if has_dense_storage(x) else None for path, x in flat.tensors}
-    tensors = {path: ((id(x), version(x)), copies[path]) for path, x in flat.tensors}
-    return {
-        **tensors,
-        **{path: (repr(value), None) for path, value in flat.plain.items()},
-    }  # NaN is not equal to itself
+    copies = {path: x.detach().clone() if has_dense_storage(x) else version(x) for path, x in flat.tensors}
+    return {**copies, **{path: repr(value) for path, value in flat.plain.items()}}
 
 
-def _written(now: _Contents, before: _Contents) -> list[str]:
-    """Return the paths at which two contents differ."""
-    both = now.keys() & before.keys()
-    changed = {path for path in both if now[path][0] != before[path][0]}
-    copies = {path: x for path in both - changed if (x := now[path][1]) is not None}
-    return sorted(changed | {path for path, x in copies.items() if not same(x, before[path][1])})
+def _same(now: object, before: object) -> bool:
+    return same(now, before) if isinstance(now, Tensor) and isinstance(before, Tensor) else now == before
 
 
 OF_ANY_MODULE = frozenset(vars(nn.Module()))
@@ -440,7 +434,8 @@ def state_dict_round_trip(
     """Check that another model with the state_dict of this one returns the same, and that tied parameters stay tied.
 
     The state_dict is saved by `torch.save` and loaded, strictly, into a model whose parameters and persistent buffers
-    were replaced by random numbers.
+    were replaced by random numbers. If a forward in training mode writes what it lacks, such as a flag, the next one
+    differs with a loaded model: that is a hint, as a hidden state may be meant to begin anew.
 
     Args:
         prepared: The model and its inputs.
@@ -486,7 +481,28 @@ def state_dict_round_trip(
             columns=("parameter", "was tied to"),
             advice="Tie the parameters again after loading, or keep one module for both.",
         )
-    return _of_copy(prepared, one, other, "a state_dict", f"{count(len(state), 'key')}, ")
+    found = _of_copy(prepared, one, other, "a state_dict", f"{count(len(state), 'key')}, ")
+    return found if isinstance(found, Violation) else _lost_of_training(prepared, other) or found
+
+
+def _lost_of_training(prepared: PreparedModel, other: nn.Module) -> Violation | None:
+    """Return a hint if a forward in training mode writes what the state_dict lacks: the next one differs without it."""
+    with contextlib.suppress(NotApplicableError):
+        check_repeats(prepared, "train", tolerance=0.0)
+        with prepared.keep_changes():
+            prepared.variation(mode="train")
+            set_mode(other, "train")
+            other.load_state_dict(prepared.model.state_dict())
+            one, two = (prepared.run(mode="train", vary=_moved, model=model) for model in (prepared.copied(), other))
+        if found := disagreements(one, two, tolerance=0.0):
+            said = "differs after a state_dict of a model that was trained: {path} {changed}"
+            advice = "Look for what a forward in training mode sets, such as self.initialized = True: make it a buffer."
+            return dataclasses.replace(violation_of(found, said, advice), level="hint")
+    return None
+
+
+def _moved(_: str, x: Tensor) -> Tensor:
+    return 2 * x + 1 if x.is_floating_point() else x
 
 
 @check_unmodified

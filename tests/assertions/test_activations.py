@@ -354,6 +354,16 @@ def test_glue_between_layers_is_named_by_its_neighbors() -> None:
     assert text.endswith("\n\nLook at the code between a and b.")
 
 
+def test_glue_after_the_last_layer_is_placed_after_it() -> None:
+    model = Net(lambda m, x: torch.log(m.a(x)), a=nn.Identity())
+    text = failure_of(assert_finite, run(model))
+    assert text.startswith(
+        "(root) is not finite: its output has 12 NaN of 24 elements, its input is finite from -1 to 1, the output of a "
+        "is finite; 1 of 2 layers looked at\n"
+    )
+    assert text.endswith("\n\nLook at the code after a in the forward.")
+
+
 def test_bad_data_is_blamed_on_the_data() -> None:
     x = X.clone()
     x[0, :2] = math.nan
@@ -448,3 +458,14 @@ def test_a_record_without_numbers() -> None:
 def test_a_model_in_place_of_a_record() -> None:
     with pytest.raises(UsageError, match=r"got Linear: record = modelprobe.run"):
         assert_finite(linear())
+
+
+def test_a_record_of_the_structure_alone_says_why() -> None:
+    class Item(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * x.sum().item().as_integer_ratio()[0]
+
+    with pytest.raises(NothingObservedError, match=r"Item was never called \(structure without shapes: .*architecture"):
+        assert_finite(ModelProbe().architecture(Item(), X))
+    with pytest.raises(NothingObservedError, match=r"^Linear was never called: run it on inputs$"):
+        assert_finite(ModelProbe().architecture(linear()))

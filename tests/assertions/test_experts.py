@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_modelprobe import HintWarning, ModelProbe, Record, assert_grad_flow
+from pytest_modelprobe import ModelProbe, Record, assert_grad_flow
 from pytest_modelprobe.assertions.findings import findings, hints
 
 EXPERTS, WIDTH = 4, 6
@@ -71,11 +71,9 @@ def test_experts_that_each_get_a_token_in_some_step_are_sound() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(4, 3), (256, 1)])
-def test_a_single_step_or_too_few_tokens_for_every_expert_give_a_hint(tokens: int, steps: int) -> None:
+def test_a_single_step_or_too_few_tokens_for_every_expert_show_nothing(tokens: int, steps: int) -> None:
     record = trained(mixture(reachable=2), X.flatten(0, 1)[:tokens], steps)
-    with pytest.warns(HintWarning, match=r"^up: experts .* of 4 get no gradient, with "):
-        assert_grad_flow(record)
-    assert len(findings(record)) + len(hints(record)) == 2
+    assert_grad_flow(record)
     assert bool(findings(record)) == (tokens == 256)
 
 

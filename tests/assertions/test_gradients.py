@@ -21,6 +21,7 @@ from pytest_modelprobe import (
     NothingObservedError,
     Record,
     SelectionError,
+    UsageError,
     Watch,
     assert_all_params_have_grad,
     assert_grad_finite,
@@ -538,6 +539,11 @@ def test_nothing_that_takes_part_is_an_error() -> None:
     model = Net(lambda m, x: m.b(m.a(x)), a=linear().requires_grad_(False), b=linear())
     with pytest.raises(NothingObservedError, match="none of the selected layers takes part in the backward"):
         assert_grad_flow(run(model), layers="a")
+
+
+def test_a_ratio_that_is_none_is_refused() -> None:
+    with pytest.raises(UsageError, match="max_ratio is how many times smaller"):
+        assert_grad_flow(run(linear()), max_ratio=1)
 
 
 def test_a_layer_with_one_gradient_that_is_not_finite_fails() -> None:

@@ -17,7 +17,6 @@ from pytest_modelprobe import (
     SelectionError,
     UsageError,
     Watch,
-    assert_devices,
     assert_frozen,
     assert_param_count,
     assert_params_updated,
@@ -88,20 +87,6 @@ def test_a_parameter_that_is_not_there_names_the_nearest() -> None:
         assert_tied(tied(), "0.wieght", "2.weight")
     with pytest.raises(UsageError, match="two or more"):
         assert_tied(tied(), "0.weight")
-
-
-def test_the_innermost_tensor_elsewhere_is_named() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
-    assert_devices(PROBE.run(model, X), "cpu:0")
-    with pytest.raises(AssertionError, match=r"^1\.0\.weight is on cpu, not on cuda"):
-        assert_devices(PROBE.run(model, X), "cuda")
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_any_cuda_device_is_cuda() -> None:
-    probe = ModelProbe(device="cuda")
-    assert_devices(probe.run(net(), X), "cuda")
 
 
 # --- training -----------------------------------------------------------------------------------------------------
@@ -387,12 +372,23 @@ def test_parameters_that_a_gradient_made_nan_are_named_as_such(assertion: Callab
     )
 
 
+def test_one_that_the_step_alone_made_infinite_blames_the_step() -> None:
+    watch = trained(normless(), lambda m: torch.optim.SGD(m.parameters(), float("inf")), steps=1)
+    with pytest.raises(AssertionError, match=r"(?s)^0.weight is not finite after training.* the learning rate"):
+        assert_params_updated(watch)
+
+
 def test_a_step_skipped_for_its_gradients_blames_these() -> None:
     watch = spoilt(steps=False)
     with pytest.raises(AssertionError, match="Its gradient is not finite, and such steps are skipped"):
         assert_params_updated(watch)
     with pytest.raises(AssertionError, match=r"(?s)changed by 0 of its norm, .*\n\nassert_params_updated says why\.$"):
         assert_update_ratio(watch)
+
+
+def test_a_frozen_parameter_that_became_nan_says_so() -> None:
+    with pytest.raises(AssertionError, match=r"^0.weight is not frozen: it changed; 2 of 2"):
+        assert_frozen(spoilt(), layers="0")
 
 
 def step_of(rate: float, *, trained: int = 2, norm: bool = False) -> Record:

@@ -210,6 +210,13 @@ def test_a_large_output_overflows_where_the_dtype_ends(dtype: str, fits: bool) -
             assert_fits_dtype(found, dtype)
 
 
+def test_room_to_spare_is_asked_for() -> None:
+    found = record(nn.Identity(), torch.full((4, 4), 40_000.0))
+    assert_fits_dtype(found, "float16", headroom=1.5)
+    with pytest.raises(AssertionError, match="overflows"):
+        assert_fits_dtype(found, "float16", headroom=1.7)
+
+
 def test_gradients_that_vanish_are_named_as_gradients() -> None:
     found = record(nn.Linear(16, 4), loss=lambda out: 1e-9 * out.mean())
     with pytest.raises(AssertionError, match=r"underflows in float16: its gradient is rms"):

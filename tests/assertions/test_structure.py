@@ -167,6 +167,11 @@ def test_what_is_no_dtype_is_refused(dtype: Any) -> None:
         assert_dtypes(two_layers(), dtype)
 
 
+def test_layers_beside_a_dict_are_refused() -> None:
+    with pytest.raises(UsageError, match="a dict of dtypes names its layers itself"):
+        assert_dtypes(two_layers(), {"fc1": torch.float32}, layers="fc1")
+
+
 def test_nothing_to_compare_is_an_error() -> None:
     with pytest.raises(NothingObservedError, match="returned no tensor of that kind: nothing was compared"):
         assert_dtypes(two_layers(), torch.int64)
@@ -201,6 +206,12 @@ def test_another_number_of_calls_is_reported() -> None:
     assert failure_of(assert_called, record, "a", per_forward=1).startswith(
         "a was called 2 times in a forward, not 1; 1 of "
     )
+
+
+def test_never_can_be_asserted() -> None:
+    record = run(Net(lambda m, x: m.a(x), a=nn.Linear(6, 6), b=nn.Linear(6, 6)))
+    assert_called(record, "b", per_forward=0)
+    assert failure_of(assert_called, record, "a", per_forward=0).startswith("a was called 1 time in a forward, not 0;")
 
 
 def test_calls_are_counted_in_each_forward() -> None:
@@ -270,6 +281,11 @@ def test_a_failure_names_those_that_lose_nothing_too() -> None:
     text = failure_of(assert_called, run(model, loss="random"))
     assert text.startswith("1.spare was never called in 1 forward; 2 of 5 layers looked at")
     assert text.endswith("\n\nAlso not called, without unused weights: 0.dropout and 0.used.")
+
+
+def test_what_is_no_number_of_calls_is_refused() -> None:
+    with pytest.raises(UsageError, match="per_forward is the number of calls in each forward, 0 or more; got"):
+        assert_called(two_layers(), per_forward=-1)
 
 
 # --- hooks --------------------------------------------------------------------------------------------------------

@@ -121,6 +121,27 @@ def test_a_target_that_shares_its_weights_fails_with_their_other_name():
     )
 
 
+def test_gradients_that_a_forward_computes_itself_do_not_count():
+    class Force(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.clone().requires_grad_()
+            return torch.autograd.grad(self.energy(x).sum(), x)[0]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student, self.teacher = nn.Linear(4, 4), Force()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return mse_loss(self.student(x), self.teacher(x))
+
+    assert_no_gradient(trained(PROBE.build(Model)), "teacher.**")
+
+
 def test_a_layer_that_was_never_called_was_not_seen():
     class Idle(Distilled):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -160,6 +160,24 @@ def test_a_mask_that_does_not_fit_is_told_with_what_goes(probe: ModelProbe, deco
     assert checks.incremental(probe, decoder, ids, chunks=(5, 1, 1, 1, 1, 1)).verdict == "holds"
 
 
+@pytest.mark.parametrize(("returned", "verdict"), [("cache", "broken"), ("other", "not applicable")])
+def test_a_state_that_is_returned_by_name_has_to_be_taken(
+    probe: ModelProbe, decoder: Any, ids: Tensor, returned: str, verdict: str
+) -> None:
+    class WithoutPast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = decoder
+
+        def forward(self, ids: Tensor, cache: Any = None) -> Any:
+            if cache is not None:
+                raise ValueError("no past is supported")
+            output = self.decoder(ids)
+            return output if returned == "other" else {"logits": output[0], "cache": output[1]}
+
+    assert checks.incremental.outcome(probe, WithoutPast(), ids).verdict == verdict
+
+
 # --- models of transformers ---------------------------------------------------------------------------------------
 
 
@@ -188,6 +206,11 @@ def test_models_of_transformers_go_on(probe: ModelProbe, name: str, ids: Tensor)
     found = checks.incremental(probe, probe.build(HEALTHY[name]), ids)
     assert found.verdict == "holds"
     assert int(found.text.split()[0]) > 15
+
+
+def test_a_mask_and_labels_are_cut_as_the_ids_are(probe: ModelProbe, ids: Tensor) -> None:
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    assert checks.incremental(probe, probe.build(llama), **inputs).verdict == "holds"
 
 
 def test_of_an_encoder_and_a_decoder_the_decoder_goes_on(probe: ModelProbe, ids: Tensor) -> None:
@@ -324,23 +347,6 @@ def test_an_encoder_that_gives_out_no_cache_has_no_such_property(probe: ModelPro
     model = probe.build(lambda: transformers.BertModel(transformers.BertConfig(**COMMON)))  # type: ignore[arg-type]
     said = f"it returns no {CACHE} to continue from: for a state in another form, give step="
     assert checks.incremental.outcome(probe, model, ids).text == said
-
-
-def test_a_state_in_another_form_is_stepped_as_the_reason_says(probe: ModelProbe, ids: Tensor) -> None:
-    class Presents(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
-
-        def forward(self, ids: Tensor, past_key_values: Any = None) -> Any:
-            x = self.embed(ids)
-            total = x.cumsum(1) if past_key_values is None else past_key_values[0] + x.cumsum(1)
-            return self.head(total), (total[:, -1:],)
-
-    model = probe.build(Presents)
-    assert checks.incremental.outcome(probe, model, ids).text.endswith("give step=")
-    found = checks.incremental.outcome(probe, model, ids, step=lambda model, chunk, state: model(chunk, state))
-    assert found.verdict == "holds"
 
 
 def test_a_model_that_is_not_causal_has_no_such_property(probe: ModelProbe) -> None:

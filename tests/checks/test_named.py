@@ -241,8 +241,6 @@ class Attention(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
         q, k, v = self.qkv(self.embed(ids)).chunk(3, -1)
-        if self.rule == "chunk":
-            k, v = k * mask.unsqueeze(-1), v * mask.unsqueeze(-1)
         if cache is not None:
             k, v = torch.cat([cache[0], k], 1), torch.cat([cache[1], v], 1)
         n, total = q.shape[1], k.shape[1]
@@ -254,15 +252,10 @@ class Attention(nn.Module):
         return self.out(scores.softmax(-1) @ v), (k, v)
 
 
-@pytest.mark.parametrize(
-    ("rule", "used"),
-    [("so far", "masks of all positions so far"), ("chunk", "masks of the chunk alone")],
-)
-def test_masks_of_chunks_are_given_in_both_ways(probe: ModelProbe, rule: str, used: str) -> None:
+def test_masks_of_all_positions_so_far_are_given(probe: ModelProbe) -> None:
     torch.manual_seed(0)
-    model, ids = Attention(rule), probe.randint(0, 9, (2, 10))
-    found = checks.incremental(probe, model, ids, torch.ones(2, 10))
-    assert found.text == f"4 layers in chunks of 5, 1, 2 and 2 positions, with {used}"
+    found = checks.incremental(probe, Attention("so far"), probe.randint(0, 9, (2, 10)), torch.ones(2, 10))
+    assert found.text == "4 layers in chunks of 5, 1, 2 and 2 positions, with masks of all positions so far"
 
 
 def test_a_mask_of_queries_and_keys_is_cut_along_both(probe: ModelProbe) -> None:

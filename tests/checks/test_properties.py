@@ -260,6 +260,12 @@ def test_another_dtype_means_nothing_for_complex_parameters(probe: ModelProbe) -
     assert found.text == "the model has complex parameters or buffers, which Module.to makes real"
 
 
+def test_parameters_that_never_move_are_told_of_a_model_that_learns(probe: ModelProbe) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Code(lambda self, x: x.detach()), nn.Linear(4, 1))
+    found = checks.overfits_batch(probe, model, probe.randn(3, 4), loss=lambda y: y.square().mean())
+    assert found.text.endswith("; 2 parameters never moved: 0.weight and 0.bias")
+
+
 def test_a_loss_that_is_nan_ends_the_steps(probe: ModelProbe) -> None:
     def root(parameters: Any) -> torch.optim.Optimizer:
         with torch.no_grad():
@@ -280,6 +286,17 @@ def test_an_average_that_was_never_updated_copies_first(probe: ModelProbe) -> No
     )
     assert found.verdict == "not applicable"
     assert "its first update copies the model" in found.text
+
+
+def test_a_parameter_that_is_not_in_the_average_is_told(probe: ModelProbe) -> None:
+    model, average = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+
+    def updates() -> None:
+        with torch.no_grad():
+            average.weight.lerp_(model.weight, 0.1)
+
+    found = checks.ema_tracks.outcome(probe, model, average=average, decay=0.9, updates=updates)
+    assert found.text.startswith("bias is not in the average\n")
 
 
 # --- sequence -----------------------------------------------------------------------------------------------------
@@ -337,6 +354,13 @@ def test_true_in_a_pad_mask_is_what_is_masked(probe: ModelProbe) -> None:
 def test_a_tensor_under_mask_hides_no_fault(probe: ModelProbe) -> None:
     found = checks.padding_invariant.outcome(probe, Blind(), probe.randn(2, 8, 3), mask=torch.ones(2, 8))
     assert found.layer == "(root)"
+
+
+def test_a_mask_of_another_shape_is_none_of_padding(probe: ModelProbe) -> None:
+    found = checks.padding_invariant.outcome(
+        probe, Blind(), probe.randn(2, 8, 3), mask="weights", weights=torch.ones(2, 3)
+    )
+    assert found.text == "weights has the shape (2, 3), not (batch, positions), here (2, 8)"
 
 
 def test_a_mask_that_is_not_there_is_refused(probe: ModelProbe) -> None:
@@ -418,18 +442,6 @@ class Cached(nn.Linear):
             cache.append(y)
             y = torch.stack(cache).prod(0)
         return y
-
-
-def test_a_cache_that_a_checkpoint_writes_to_twice_comes_with_a_way_out(probe: ModelProbe) -> None:
-    model = Code(lambda self, x, use_cache: self.fc(x, [] if use_cache else None), fc=Cached(3, 3))
-    found = checks.checkpoint_parity.outcome(probe, model, probe.randn(2, 3), use_cache=True)
-    assert found.layer
-    assert found.text.endswith(
-        "Look for state that the layers write to: a cache (pass use_cache=False), a counter, a hidden state; for an "
-        "input that is changed in place (inplace=True, x += ...); and for code that depends on whether gradients are "
-        "enabled."
-    )
-    assert checks.checkpoint_parity(probe, model, probe.randn(2, 3), use_cache=False).verdict == "holds"
 
 
 class Decoder(nn.Module):
@@ -645,6 +657,11 @@ def test_a_norm_that_stays_in_evaluation_is_meant_so_if_it_is_frozen(probe: Mode
     model = nn.Sequential(nn.Linear(3, 3), norm, nn.BatchNorm1d(3))
     found = checks.train_eval_differ.outcome(probe, model, probe.randn(4, 3))
     assert (found.verdict, found.layer) == (("broken", "1") if trained else ("holds", None))
+
+
+def test_a_dropout_that_is_never_called_is_said_to_be(probe: ModelProbe) -> None:
+    model = Code(lambda self, x: x, drop=nn.Dropout(0.5))
+    assert checks.train_eval_differ.outcome(probe, model, probe.randn(2, 3)).text == "drop is never called"
 
 
 # --- dropout of one seed ------------------------------------------------------------------------------------------

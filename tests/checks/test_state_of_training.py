@@ -56,16 +56,6 @@ def statistics(self: Momentum, x: Tensor) -> Tensor:
     return x - self.kept
 
 
-def annealed(self: Momentum, x: Tensor) -> Tensor:
-    self.calls += self.training
-    return x * 0.9**self.calls
-
-
-def counted(self: Momentum, x: Tensor) -> Tensor:
-    self.calls += 1
-    return x
-
-
 def drawn(self: Momentum, x: Tensor) -> Tensor:
     return x + torch.randn(x.shape, generator=self.generator) if self.training else x
 
@@ -101,6 +91,19 @@ HEALTHY: dict[str, Callable[[], nn.Module]] = {
 def test_a_model_whose_state_dict_is_all_that_training_writes_holds(probe: ModelProbe, name: str) -> None:
     model = nn.Sequential(nn.Linear(3, 3), HEALTHY[name]())
     assert checks.state_dict_round_trip(probe, model, probe.randn(6, 3)).verdict == "holds"
+
+
+def test_an_initialization_by_the_first_batch_that_a_loaded_model_does_again_is_a_hint(probe: ModelProbe) -> None:
+    found = checks.state_dict_round_trip.outcome(
+        probe, nn.Sequential(nn.Linear(3, 3), ActNorm(False)), probe.randn(6, 3)
+    )
+    assert (found.verdict, found.layer) == ("hint", "1")
+    assert found.text.startswith("layer '1' (ActNorm) differs after a state_dict of a model that was trained: output ")
+
+
+def test_a_hidden_state_of_sconv2dlstm_of_snntorch_that_begins_anew_is_a_hint(probe: ModelProbe) -> None:
+    found = checks.state_dict_round_trip.outcome(probe, Momentum(statistics), probe.randn(6, 3))
+    assert (found.verdict, found.layer) == ("hint", "(root)")
 
 
 def test_a_model_that_cannot_train_on_these_inputs_is_checked_in_evaluation(probe: ModelProbe) -> None:

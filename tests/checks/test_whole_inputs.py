@@ -108,22 +108,3 @@ def test_a_mask_may_be_given_by_its_position() -> None:
     assert outcome(pooled, ids, ONES).text == (
         "2 inputs; input[0] replaced by others that occur in it; input[1] flipped at its middle position"
     )
-
-
-class Either(nn.Module):
-    """Takes one or the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(10, 4), nn.Linear(4, 2)
-
-    def forward(self, ids: Tensor, embedded: Tensor | None = None) -> Tensor:
-        return self.head(self.words(ids) if embedded is None else embedded)  # type: ignore[no-any-return]
-
-
-def test_an_input_may_be_ignored_where_another_replaces_it() -> None:
-    probe = ModelProbe()
-    found = checks.inputs_used(
-        probe, probe.build(Either), ids=probe.randint(0, 10, (3, 6)), embedded=probe.randn(3, 6, 4)
-    )
-    assert found.text == "2 inputs; ids is used if embedded is left out"
