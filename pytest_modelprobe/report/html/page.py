@@ -41,7 +41,6 @@ from .elements import (
     folded,
     is_cause,
     legend,
-    naming,
     number,
     outputs_of,
     tag,
@@ -361,8 +360,7 @@ def _test(i: int, test: CaseResult, unfolded: bool) -> Markup:
         tag("span", " · ".join([*contents, f"{test.duration:.2f} s"]), class_="contents"),
         tag("span", _said(test), class_="message") if test.message else None,
     ]
-    runs = [naming(run, test.message) if test.failed else run for run in test.runs]
-    seen: list[Child] = [[_run(f"{i}.{n}" if n else f"{i}", run) for n, run in enumerate(runs)]]
+    seen: list[Child] = [[_run(f"{i}.{n}" if n else f"{i}", run) for n, run in enumerate(test.runs)]]
     seen += [tag("div", map(_figure, test.figures), class_="figures")] if test.figures else []
     body = [
         [_snapshot(snapshot) for snapshot in test.snapshots],
@@ -372,7 +370,7 @@ def _test(i: int, test: CaseResult, unfolded: bool) -> Markup:
         # A browser with scripts does not build these elements, a million in a large report, before the script asks.
         seen if unfolded or not any(seen) else tag("noscript", seen),
     ]
-    found = any(run.status or run.findings or run.error for run in runs)
+    found = any(run.status or run.findings or run.error for run in test.runs)
     css = "test bad" if test.failed or test.changed else "test"
     return folded(head, body, id=f"t{i}", class_=css, open=unfolded, data_found=found)
 
