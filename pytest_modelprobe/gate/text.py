@@ -17,7 +17,6 @@ from pytest_modelprobe.comparison.text import (
     grouped,
     known_change,
     moved_by,
-    noted,
     percent,
     rows,
 )
@@ -82,9 +81,7 @@ def finding_text(finding: Finding, change: SnapshotChange) -> str:
     if finding.kind == "calls":
         return _calls_text(finding, change)
     if change.comparison is None or finding.kind == "format":
-        notes = () if change.comparison is None else change.comparison.notes
-        same = f"the same architecture{', and numbers within tolerance' * bool(change.either.numbers)}"
-        return " ".join([same, *(f"({n})" for n in noted(notes))])
+        return f"the same architecture{', and numbers within tolerance' * bool(change.either.numbers)}"
     if finding.causes:
         return _causes_text(finding, change)
     if finding.differences and all(d.kind == "noise" for d in finding.differences):

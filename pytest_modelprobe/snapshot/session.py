@@ -72,7 +72,6 @@ def lines(
     for part in (
         _caught(caught),
         _written(results),
-        _shared_causes(results),
         _stale(results, details=details),
         _not_compared(results, policy),
         _unused_lines(unused, len(unused.unused) if details else _MOST),
@@ -105,20 +104,6 @@ def _written(results: Results) -> Iterator[str]:
         if result.verdict == "updated":
             yield f"updated {result.snapshot}: {result.first_line}"
             yield from (f"  {line}".rstrip() for line in result.text.splitlines()[1:])
-
-
-def _shared_causes(results: Results) -> Iterator[str]:
-    """Yield each cause that several tests share, once."""
-    tests: dict[object, dict[str, None]] = {}
-    texts: dict[object, str] = {}
-    for result in results:
-        for cause in result.causes:
-            texts.setdefault(cause.key, cause.said)
-            tests.setdefault(cause.key, {})[result.test] = None
-    for key, nodeids in tests.items():
-        if len(nodeids) > 1:
-            more = f" and {len(nodeids) - _MOST} more" if len(nodeids) > _MOST else ""
-            yield f"{len(nodeids)} tests: {texts[key]}: {', '.join(list(nodeids)[:_MOST])}{more}"
 
 
 def _unused_reason(results: Results, policy: Policy) -> Iterator[str]:
