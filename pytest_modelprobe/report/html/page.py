@@ -297,13 +297,6 @@ def _base_section(base: Base | None) -> Markup | None:
     if not base:
         return None
     versions = [f"{package}: {now} here, {then} there" for package, (now, then) in base.versions.items()]
-    lists = [
-        folded(f"{count(len(tests), 'test')} only {where}", bullets(tag("code", test) for test in tests))
-        for where, tests in (("here", base.only_here), ("there", base.only_there))
-        if tests
-    ]
-    failed = [[tag("code", test), f": {why}"] for test, why in base.failed.items()]
-    lists += [folded(f"{len(failed)} did not pass there", bullets(failed))] if failed else []
     facts = bullets(versions, class_="facts") if versions else None
     warned = "warning" if base.stopped else None
     return tag(
@@ -311,7 +304,6 @@ def _base_section(base: Base | None) -> Markup | None:
         tag("h2", f"Beside {base.name}"),
         tag("p", base.said, class_=warned),
         facts,
-        lists,
         id="base",
     )
 
