@@ -458,14 +458,6 @@ class Row:
         """``x6`` for several layers, else empty."""
         return f"x{len(self.layers)}" if len(self.layers) > 1 else ""
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """The cells of `CHANGE_COLUMNS`."""
-        return self.layer, self.times, self.what, self.now, self.was
-
-
-CHANGE_COLUMNS = ("layer", "layers", "change", "now", "was")
-
 
 def rows(differences: Sequence[Difference], actual: Record, expected: Record) -> list[Row]:
     """Return differences as rows: equal ones of repeated layers as one, changed values as one for each layer."""
