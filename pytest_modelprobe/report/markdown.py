@@ -65,7 +65,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], most: int = MO
     >>> table(["layer", "zeros"], [["fc|1", 3]])
     ['| layer | zeros |', '|---|---|', '| fc&#124;1 | 3 |']
     """
-    lines = [_line([escaped(_text(cell)) for cell in row]) for row in rows]
+    lines = [_line([escaped(cell if isinstance(cell, str) else number(cell)) for cell in row]) for row in rows]
     head = [_line(columns), "|" + "---|" * len(columns)]
     if len(lines) <= most:
         return [*head, *lines]
@@ -75,10 +75,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], most: int = MO
 
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def _text(cell: Cell) -> str:
-    return cell if isinstance(cell, str) else number(cell)
 
 
 def verdict(verdict: Verdict, most_bytes: int = MOST_SUMMARY_BYTES) -> str:

@@ -24,7 +24,7 @@ from pytest_modelprobe.interrupts import finished
 
 from .pairs import Pair, judged
 from .records import Written, read_written
-from .side import Job, Ran, Side, SideError
+from .side import Job, Side, SideError
 
 _git = functools.partial(run_git, apart=True)
 
@@ -281,7 +281,8 @@ class _Search:
         )
         ran = side.run([job], self._folder / "log")
         self.runs += 1
-        self.why = _why(ran)
+        told = [*ran.unread.values(), *ran.failed.values()]
+        self.why = told[0] if told else "no test has a probe that runs a model"
         self._tree.check(read_written(records))
 
     def _argument(self, argument: str) -> str:
@@ -301,8 +302,3 @@ def _tests(arguments: Sequence[str]) -> list[str] | None:
     """Return the tests that are named; None if one of the names is a folder."""
     named = [argument for argument in arguments if Path(argument.partition("::")[0]).is_absolute()]
     return None if not named or any(Path(argument).is_dir() for argument in named) else named
-
-
-def _why(ran: Ran) -> str:
-    told = [*ran.unread.values(), *ran.failed.values()]
-    return told[0] if told else "no test has a probe that runs a model"

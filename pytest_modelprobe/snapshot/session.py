@@ -302,14 +302,12 @@ class SnapshotSession:
     def _tests_of(self, module: Path) -> list[Test]:
         from .naming import Test
 
+        passed = dict.fromkeys(("setup", "call", "teardown"), "passed")
         return [
-            Test(stem, device or self._device(), passed=self._passed(nodeid))
+            Test(stem, device or self._device(), passed=self._phases.get(nodeid) == passed)
             for nodeid, (path, stem, device) in self._collected.tests.items()
             if path == str(module)
         ]
-
-    def _passed(self, nodeid: str) -> bool:
-        return self._phases.get(nodeid) == dict.fromkeys(("setup", "call", "teardown"), "passed")
 
     # --- the end --------------------------------------------------------------------------------------------------
 
