@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         "bisect",
         help="find the commit that changed what the model of a test does",
         description="Run tests at commits between GOOD and BAD, and find the first whose model differs from GOOD's.",
-        usage="modelprobe bisect GOOD [BAD] [--layer GLOB] [--class CLASS] -- TESTS [options of pytest]",
+        usage="modelprobe bisect GOOD [BAD] -- TESTS [options of pytest]",
     )
     bisect.add_argument("good", metavar="GOOD", help="a commit whose model is right")
     bisect.add_argument("bad", metavar="BAD", nargs="?", default="HEAD", help="a later one whose model is not (HEAD)")

@@ -34,8 +34,9 @@ def run_show(options: argparse.Namespace) -> int:
     elif options.format == "html":
         _write_page(shown, options.output)
     elif options.format == "markdown":
-        for pair in shown:
-            print("\n".join(_shown_as_markdown(*pair)))
+        for snapshot, record in shown:
+            lines = [f"### {markdown.escaped(headline(snapshot.record))}", "", *markdown.table(*layer_rows(record)), ""]
+            print("\n".join(lines))
     else:
         for i, pair in enumerate(shown):
             print(("\n" if i else "") + _shown_as_text(*pair))
@@ -69,7 +70,3 @@ def _shown_as_text(snapshot: SnapshotVersion, record: Record) -> str:
     lines = [headline(snapshot.record)]
     lines += [printable(f"Reason: {snapshot.reason}")] if snapshot.reason else []
     return "\n".join([*lines, "", *layer_table(record, most=None)])
-
-
-def _shown_as_markdown(snapshot: SnapshotVersion, record: Record) -> list[str]:
-    return [f"### {markdown.escaped(headline(snapshot.record))}", "", *markdown.table(*layer_rows(record)), ""]

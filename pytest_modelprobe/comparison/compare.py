@@ -195,9 +195,8 @@ class _Comparer:
                 yield from self._layer(layer, self.expected.layers[name])
         yield from self._order()
         self.pairs.sort(key=lambda pair: pair.actual.started)
-        for (
-            pair
-        ) in self.pairs:  # forwards of other samples, where no input says so: only a file that was edited has such
+        # forwards of other samples, where no input says so: only a file that was edited has such
+        for pair in self.pairs:
             changes = [self.changes.get((pair.layer, pair.key, "input", value.path)) for value in pair.actual.inputs]
             told = any(change is not None and change.differs for change in changes)
             if pair.has_signs_of_inputs and not (pair.same_signs or told):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -133,7 +132,6 @@ def text(diagnosis: Diagnosis, next_steps: Sequence[str] = ()) -> str:
     if diagnosis.unchanged and any(c.kind == "computation" and c.change is not None for c in diagnosis.causes):
         counts.append(_ROUNDED if is_narrow(diagnosis.comparison.expected) else _HIDDEN)
     counts += not_compared_sentence(diagnosis.comparison.unknown)
-    counts += noted(diagnosis.comparison.notes)
     if not diagnosis.same:  # else the first line says so
         counts += noted_calls(diagnosis.notes)
     notes = dict.fromkeys((*diagnosis.comparison.actual.notes, *diagnosis.comparison.expected.notes))
@@ -152,20 +150,6 @@ def not_compared_sentence(values: int) -> list[str]:
     those = "it" if values == 1 else "them"
     said = f"{count(values, 'value')} could not be compared: no numbers of {those} repeat, or the inputs are others."
     return [said] if values else []
-
-
-def noted(notes: Iterable[Difference]) -> list[str]:
-    """Return one sentence on added and removed attributes, which fail no test by themselves."""
-    told: dict[str, Counter[str]] = {"Also new": Counter(), "Also gone": Counter()}
-    for note in (note for note in notes if note.kind == "attribute"):
-        what, value = ("Also gone", note.expected) if note.actual is None else ("Also new", note.actual)
-        told[what][f"{qualified(pattern(note.layer), note.what)} {_value_text(value)}"] += 1
-    parts = [
-        f"{what}: {listed([_repeated(said, n) for said, n in found.items()], most=8)}"
-        for what, found in told.items()
-        if found
-    ]
-    return [f"{'. '.join(parts)}."] if parts else []
 
 
 def noted_calls(notes: Iterable[Cause]) -> list[str]:
@@ -473,14 +457,6 @@ class Row:
     def times(self) -> str:
         """``x6`` for several layers, else empty."""
         return f"x{len(self.layers)}" if len(self.layers) > 1 else ""
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """The cells of `CHANGE_COLUMNS`."""
-        return self.layer, self.times, self.what, self.now, self.was
-
-
-CHANGE_COLUMNS = ("layer", "layers", "change", "now", "was")
 
 
 def rows(differences: Sequence[Difference], actual: Record, expected: Record) -> list[Row]:

@@ -76,7 +76,7 @@ def unpacked_reading(data: Any, shape: Sequence[Dimension] | None) -> Reading:
         ValueError: The data is no such list.
     """
     columns = list(codec.decode(list, data))
-    more: dict[str, Any] = columns.pop() if columns and _is_rest(columns[-1]) else {}
+    more: dict[str, Any] = columns.pop() if columns and type(columns[-1]) is dict and "float" not in columns[-1] else {}
     numbers, fingerprint, noise, zeros = columns + [None] * (4 - len(columns))
     dead = more.pop("dead", None) if more else None
     counts: dict[str, Any] = {}
@@ -99,10 +99,6 @@ def unpacked_reading(data: Any, shape: Sequence[Dimension] | None) -> Reading:
         units=None if dead is None else _units(*dead),
         **rest,
     )
-
-
-def _is_rest(data: Any) -> bool:
-    return type(data) is dict and "float" not in data
 
 
 def _statistics(numbers: Any, counts: Statistics) -> Statistics:

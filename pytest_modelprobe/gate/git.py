@@ -133,10 +133,6 @@ class Repository:
             return True
         return False
 
-    def count(self, since: str, commit: str) -> int:
-        """Return the number of commits in the history of a commit that are not in that of another one."""
-        return int(self._text("rev-list", "--count", f"{since}..{commit}"))
-
     def parents(self, commit: str) -> list[str]:
         """Return the hashes of the parents.
 

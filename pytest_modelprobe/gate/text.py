@@ -17,7 +17,6 @@ from pytest_modelprobe.comparison.text import (
     grouped,
     known_change,
     moved_by,
-    noted,
     percent,
     rows,
 )
@@ -82,9 +81,7 @@ def finding_text(finding: Finding, change: SnapshotChange) -> str:
     if finding.kind == "calls":
         return _calls_text(finding, change)
     if change.comparison is None or finding.kind == "format":
-        notes = () if change.comparison is None else change.comparison.notes
-        same = f"the same architecture{', and numbers within tolerance' * bool(change.either.numbers)}"
-        return " ".join([same, *(f"({n})" for n in noted(notes))])
+        return f"the same architecture{', and numbers within tolerance' * bool(change.either.numbers)}"
     if finding.causes:
         return _causes_text(finding, change)
     if finding.differences and all(d.kind == "noise" for d in finding.differences):
@@ -233,14 +230,6 @@ def reasons(verdict: Verdict) -> list[str]:
     return [f"Declared for {listed(list(dict.fromkeys(models)))}: {reason}" for reason, models in given.items()]
 
 
-def details(change: SnapshotChange) -> list[Row]:
-    """Return all differences of one snapshot, the most severe class first."""
-    if change.comparison is None:
-        return []
-    actual, expected = change.comparison.actual, change.comparison.expected
-    return [row for finding in change.findings for row in rows(finding.differences, actual, expected)]
-
-
 def verdict_text(verdict: Verdict) -> str:
     """Return the verdict of the gate as plain text."""
     if not verdict.changes:
@@ -296,10 +285,8 @@ def _heading(same: Sequence[SnapshotChange]) -> str:
     return printable(f"{models} ({listed([change.path for change in same], most=2)})")
 
 
-def diff_text(verdict: Verdict) -> str:
+def diff_parts(verdict: Verdict) -> list[str]:
     """Return the changes and their causes as plain text; those of snapshots that changed alike once."""
-    if not verdict.changes:
-        return f"nothing changed in {count(verdict.unchanged, 'snapshot')}"
     alike: dict[tuple[str, ...], list[SnapshotChange]] = {}
     for change in verdict.changes:
         lines = [printable(f"{kind}: {said}") for kind, said in _whole(change)]
@@ -309,10 +296,15 @@ def diff_text(verdict: Verdict) -> str:
                 notes = note_rows(change.diagnosis.notes)
                 lines += ["", *table(NOTE_COLUMNS, notes, most=len(notes))]
         alike.setdefault(tuple(lines), []).append(change)
-    parts = ["\n".join([_heading(same), *lines]) for lines, same in alike.items()]
-    if verdict.unchanged:
-        parts.append(f"{count(verdict.unchanged, 'snapshot')} unchanged")
-    return "\n\n".join(parts)
+    return ["\n".join([_heading(same), *lines]) for lines, same in alike.items()]
+
+
+def diff_text(verdict: Verdict) -> str:
+    """Return what `diff_parts` returns as one text, and how many snapshots did not change."""
+    if not verdict.changes:
+        return f"nothing changed in {count(verdict.unchanged, 'snapshot')}"
+    unchanged = [f"{count(verdict.unchanged, 'snapshot')} unchanged"] if verdict.unchanged else []
+    return "\n\n".join([*diff_parts(verdict), *unchanged])
 
 
 def _whole(change: SnapshotChange) -> Iterator[tuple[str, str]]:

@@ -276,7 +276,6 @@ class Sides:
         return "; ".join([summary(self._pairs), *(f"{count(n, noun)} {what}" for n, noun, what in told if n)])
 
     def _lines(self) -> Iterator[str]:
-        from pytest_modelprobe.comparison.text import percent
         from pytest_modelprobe.revisions import changed_lines
         from pytest_modelprobe.text import printable
 
@@ -290,20 +289,10 @@ class Sides:
         failed = [*ran.unread.items(), *((test, why) for test, why in ran.failed.items() if test not in self._failed)]
         yield from _first(f"there {test}: {why}" for test, why in failed)
         yield from _first(
-            f"{pair.here.test}, {pair.here.key}: rounding, first in {pair.first.layer}, by {percent(pair.first.change)}"
-            for pair in self._pairs
-            if pair.verdict == "rounding" and pair.first is not None
-        )
-        yield from _first(
             f"{pair.here.test}, {pair.here.key}: not compared, for it is not repeatable "
             + " and ".join("here" if one is pair.here else f"at {self.name}" for one in pair.unrepeatable)
             for pair in self._pairs
             if pair.verdict == "not repeatable"
-        )
-        yield from _first(
-            f"{pair.here.test}, {pair.here.key}: never ran, so only its architecture was compared"
-            for pair in self._pairs
-            if pair.verdict == "not run"
         )
         yield from changed_lines(self._pairs)
 

@@ -11,7 +11,7 @@ import secrets
 from pathlib import Path
 
 from pytest_modelprobe.gate import SnapshotChange, Verdict
-from pytest_modelprobe.gate.text import details, finding_text
+from pytest_modelprobe.gate.text import finding_text
 from pytest_modelprobe.text import printable
 
 MOST_ANNOTATIONS = 9
@@ -58,8 +58,8 @@ def _annotation(name: str, change: SnapshotChange) -> str:
     reason = change.reason
     where: dict[str, str | int] = {}
     if change.now is not None:  # A deleted file has no line.
-        changed = details(change)
-        line = line_number_of(change.now.read_text(), changed[0].layers[0]) if changed else 1
+        layer = next((difference.layer for finding in change.findings for difference in finding.differences), None)
+        line = 1 if layer is None else line_number_of(change.now.read_text(), layer)
         where = {"file": change.path, "line": line}
     title = printable(f"{change.model}: {first.kind}")
     return command(name, said + (f"\ndeclared: {printable(reason)}" if reason else ""), **where, title=title)

@@ -8,16 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from pytest_modelprobe.comparison.text import CAUSE_COLUMNS, CHANGE_COLUMNS, cause_rows
 from pytest_modelprobe.gate import Verdict
 from pytest_modelprobe.gate.text import (
-    NOTE_COLUMNS,
     SHARED_CAUSE_COLUMNS,
     VERDICT_COLUMNS,
-    details,
-    finding_text,
+    diff_parts,
     next_steps,
-    note_rows,
     reasons,
     shared_cause_rows,
     verdict_line,
@@ -69,7 +65,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], most: int = MO
     >>> table(["layer", "zeros"], [["fc|1", 3]])
     ['| layer | zeros |', '|---|---|', '| fc&#124;1 | 3 |']
     """
-    lines = [_line([escaped(_text(cell)) for cell in row]) for row in rows]
+    lines = [_line([escaped(cell if isinstance(cell, str) else number(cell)) for cell in row]) for row in rows]
     head = [_line(columns), "|" + "---|" * len(columns)]
     if len(lines) <= most:
         return [*head, *lines]
@@ -79,10 +75,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], most: int = MO
 
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def _text(cell: Cell) -> str:
-    return cell if isinstance(cell, str) else number(cell)
 
 
 def verdict(verdict: Verdict, most_bytes: int = MOST_SUMMARY_BYTES) -> str:
@@ -136,20 +128,8 @@ def diff(verdict: Verdict) -> str:
     """Return the changes and their causes."""
     if not verdict.changes:
         return f"### modelprobe: nothing changed in {count(verdict.unchanged, 'snapshot')}\n"
-    blocks = []
-    for change in verdict.changes:
-        lines = [f"### {escaped(f'{change.model}: {change.path}')}", ""]
-        lines += [f"- {escaped(f'{finding.kind}: {finding_text(finding, change)}')}" for finding in change.findings]
-        diagnosis = change.diagnosis
-        if diagnosis is not None:
-            doubtful = [[f"possibly {said}", *cells] for said, *cells in cause_rows(diagnosis.possible)]
-            if not diagnosis.same:
-                lines += ["", *table(CAUSE_COLUMNS, cause_rows(diagnosis.causes) + doubtful)]
-            if diagnosis.notes:
-                lines += ["", *table(NOTE_COLUMNS, note_rows(diagnosis.notes))]
-            lines += ["", *_folded("all that differs", CHANGE_COLUMNS, [row.cells for row in details(change)])]
-        blocks.append([*lines, ""])
-    return bounded([], blocks, [f"{count(verdict.unchanged, 'snapshot')} unchanged."], MOST_SUMMARY_BYTES)
+    blocks = [[*_fenced(part), ""] for part in diff_parts(verdict)]
+    return bounded([], blocks, [f"{count(verdict.unchanged, 'snapshot')} unchanged."], MOST_SUMMARY_BYTES, "text")
 
 
 def render(results: Results) -> str:
@@ -192,9 +172,13 @@ def _beside(base: Base) -> list[str]:
 
 def _changed(name: str, found: Compared) -> list[str]:
     """Return the text of a snapshot or model that changed, folded under its first line."""
-    lines = [printable(line) for line in found.text.split("\n")]
-    # A fence is closed by one of as many backticks.
+    title = escaped(f"{name}: {found.first_line}")
+    return [f"<details><summary>{title}</summary>", "", *_fenced(found.text), "", "</details>", ""]
+
+
+def _fenced(text: str) -> list[str]:
+    """Return the lines of text between fences. A fence is closed by one of as many backticks."""
+    lines = [printable(line) for line in text.split("\n")]
     longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
     fence = "`" * max(3, longest + 1)
-    title = escaped(f"{name}: {found.first_line}")
-    return [f"<details><summary>{title}</summary>", "", fence, *lines, fence, "", "</details>", ""]
+    return [fence, *lines, fence]

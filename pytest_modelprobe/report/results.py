@@ -51,11 +51,6 @@ class ShownCause:
     source: Source | None = None
     """Where the layer's class is written, if that is a file of the project."""
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Equal for the same cause in two tests."""
-        return self.kind, self.layer, self.what, str(self.actual), str(self.expected)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:

@@ -174,7 +174,8 @@ print(json.dumps({{"python": platform.python_version(), "side": bool(side), **{{
     def _started(self, stack: contextlib.ExitStack, job: Job, folder: Path) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
         told, answer, log = folder / "job.json", folder / "ran.json", folder / "log"
-        told.write_text(json.dumps(_as_dict(job)), "ascii")
+        tests = None if job.tests is None else sorted(job.tests)
+        told.write_text(json.dumps({**dataclasses.asdict(job), "tests": tests}), "ascii")
         output = stack.enter_context(log.open("wb"))
         process = subprocess.Popen(
             [self._python, "-m", "pytest_modelprobe.revisions", str(told), str(answer)],
@@ -205,10 +206,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     if process.stdin is not None:
         process.stdin.close()
-
-
-def _as_dict(job: Job) -> dict[str, Any]:
-    return {**dataclasses.asdict(job), "tests": None if job.tests is None else sorted(job.tests)}
 
 
 def _last_line(text: str) -> str:

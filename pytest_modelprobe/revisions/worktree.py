@@ -24,7 +24,7 @@ from pytest_modelprobe.interrupts import finished
 
 from .pairs import Pair, judged
 from .records import Written, read_written
-from .side import Job, Ran, Side, SideError
+from .side import Job, Side, SideError
 
 _git = functools.partial(run_git, apart=True)
 
@@ -190,14 +190,8 @@ def bisect(
         search = _Search(repository, tree, Path(folder), arguments)
         if not search.good:
             raise SideError(f"the tests record nothing at {good}: {search.why}")
-        # GOOD, and a half of the commits each time. A merge or a commit that cannot be compared leaves more.
-        expected = 1 + max((repository.count(first, last) - 1).bit_length(), 1)
-
-        def told(runs: int, text: str) -> None:
-            tell(f"run {runs} of about {max(runs, expected)}, {text}")
-
-        told(1, f"good: {good}")
-        commit, pairs = search.search(first, last, told)
+        tell(f"run 1, good: {good}")
+        commit, pairs = search.search(first, last, tell)
         if pairs is None:
             raise SideError(f"the tests record nothing at {bad}, and nothing changed before it: {search.why}")
         if not any(map(differs, pairs)):
@@ -234,7 +228,7 @@ class _Search:
             return None
         return [judged(other[key], one) for key, one in self.good.items()]
 
-    def search(self, first: str, last: str, told: Callable[[int, str], None]) -> tuple[str, list[Pair] | None]:
+    def search(self, first: str, last: str, tell: Callable[[str], None]) -> tuple[str, list[Pair] | None]:
         """Let git choose the commits; return the one that it finds, and its pairs.
 
         The last commit is taken for a bad one. It is looked at if no other is.
@@ -246,7 +240,7 @@ class _Search:
             found[commit] = now = self.compared(commit)
             verdict = "skip" if now is None else "bad" if any(map(differs, now)) else "good"
             why = f" ({self.why})" if now is None else ""
-            told(self.runs, f"{verdict}: {self._subject(commit)}{why}")
+            tell(f"run {self.runs}, {verdict}: {self._subject(commit)}{why}")
             return verdict
 
         self._tree.clean()
@@ -287,7 +281,8 @@ class _Search:
         )
         ran = side.run([job], self._folder / "log")
         self.runs += 1
-        self.why = _why(ran)
+        told = [*ran.unread.values(), *ran.failed.values()]
+        self.why = told[0] if told else "no test has a probe that runs a model"
         self._tree.check(read_written(records))
 
     def _argument(self, argument: str) -> str:
@@ -307,8 +302,3 @@ def _tests(arguments: Sequence[str]) -> list[str] | None:
     """Return the tests that are named; None if one of the names is a folder."""
     named = [argument for argument in arguments if Path(argument.partition("::")[0]).is_absolute()]
     return None if not named or any(Path(argument).is_dir() for argument in named) else named
-
-
-def _why(ran: Ran) -> str:
-    told = [*ran.unread.values(), *ran.failed.values()]
-    return told[0] if told else "no test has a probe that runs a model"

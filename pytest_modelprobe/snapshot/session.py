@@ -72,7 +72,6 @@ def lines(
     for part in (
         _caught(caught),
         _written(results),
-        _shared_causes(results),
         _stale(results, details=details),
         _not_compared(results, policy),
         _unused_lines(unused, len(unused.unused) if details else _MOST),
@@ -105,20 +104,6 @@ def _written(results: Results) -> Iterator[str]:
         if result.verdict == "updated":
             yield f"updated {result.snapshot}: {result.first_line}"
             yield from (f"  {line}".rstrip() for line in result.text.splitlines()[1:])
-
-
-def _shared_causes(results: Results) -> Iterator[str]:
-    """Yield each cause that several tests share, once."""
-    tests: dict[object, dict[str, None]] = {}
-    texts: dict[object, str] = {}
-    for result in results:
-        for cause in result.causes:
-            texts.setdefault(cause.key, cause.said)
-            tests.setdefault(cause.key, {})[result.test] = None
-    for key, nodeids in tests.items():
-        if len(nodeids) > 1:
-            more = f" and {len(nodeids) - _MOST} more" if len(nodeids) > _MOST else ""
-            yield f"{len(nodeids)} tests: {texts[key]}: {', '.join(list(nodeids)[:_MOST])}{more}"
 
 
 def _unused_reason(results: Results, policy: Policy) -> Iterator[str]:
@@ -317,14 +302,12 @@ class SnapshotSession:
     def _tests_of(self, module: Path) -> list[Test]:
         from .naming import Test
 
+        passed = dict.fromkeys(("setup", "call", "teardown"), "passed")
         return [
-            Test(stem, device or self._device(), passed=self._passed(nodeid))
+            Test(stem, device or self._device(), passed=self._phases.get(nodeid) == passed)
             for nodeid, (path, stem, device) in self._collected.tests.items()
             if path == str(module)
         ]
-
-    def _passed(self, nodeid: str) -> bool:
-        return self._phases.get(nodeid) == dict.fromkeys(("setup", "call", "teardown"), "passed")
 
     # --- the end --------------------------------------------------------------------------------------------------
 

@@ -619,7 +619,7 @@ fc: input renamed to x        1
 """
     )
     _, out, _ = modelprobe("diff", "--base", "main", "--format", "markdown")
-    assert "| fc: input renamed to x | 1 |" in out
+    assert "fc: input renamed to x        1\n```\n" in out
     _, out, _ = modelprobe("diff", "--base", "main", "--format", "json")
     (change,) = json.loads(out)["changes"]
     assert [finding["class"] for finding in change["findings"]] == ["calls"]

@@ -119,12 +119,6 @@ class Stacked(nn.Module):
         return self.norm(self.lin(x), batch) if self._gives_batch[0] else self.norm(self.lin(x))
 
 
-def test_a_tensor_that_a_child_gets_now_is_the_doing_of_who_gives_it() -> None:
-    found = upgraded(Stacked(gives_batch=False), Stacked(gives_batch=True), *GRAPH)
-    assert first_line(found).startswith("(root): own code gives norm input[1]: output of norm changed by ")
-    assert not found.possible
-
-
 def test_a_tensor_that_a_child_gets_no_longer_is_the_doing_of_who_gave_it() -> None:
     found = upgraded(Stacked(gives_batch=True), Stacked(gives_batch=False), *GRAPH)
     assert first_line(found).startswith("(root): own code no longer gives norm input[1]: output of norm changed by ")
@@ -153,11 +147,6 @@ IMAGE = PROBE.randn(2, 3, 16, 16)
 def test_an_epsilon_is_named_before_the_shape_of_what_is_normed() -> None:
     found = upgraded(Patches(rows=True), Patches(rows=False, eps=1e-2), IMAGE)
     assert first_line(found).startswith("norm.eps 1e-05 → 0.01: its output changed by ")
-
-
-def test_an_epsilon_without_effect_is_named_before_the_shape_of_what_is_normed() -> None:
-    found = upgraded(Patches(rows=True), Patches(rows=False, eps=1.00001e-5), IMAGE)
-    assert first_line(found) == "output unchanged; structure differs in 1 place: norm.eps 1e-05 → 1.00001e-05"
 
 
 def test_another_shape_of_the_same_elements_fails_nothing() -> None:
@@ -234,11 +223,6 @@ def test_a_mask_in_another_form_fails_nothing() -> None:
     assert upgraded(block(), block(floats=True), IDS).same
 
 
-def test_an_output_that_was_removed_is_named_before_the_form_of_a_mask() -> None:
-    found = upgraded(block(), block(floats=True, hidden=False), IDS)
-    assert cause_text(found.causes[0]) == "(root): output.hidden removed"
-
-
 def test_code_is_named_before_a_factor_that_moved_and_the_form_of_a_mask() -> None:
     scaling = Block(Scaled(20, 8), scaled=True, floats=True, cap=1.0)
     found = upgraded(block(), scaling, IDS)
@@ -271,12 +255,7 @@ class Head(nn.Module):
         return x
 
 
-def test_another_activation_is_named() -> None:
-    found = upgraded(Head(nn.ELU()), Head(nn.ReLU()), GRAPH[0])
-    assert first_line(found).startswith("act: ELU → ReLU: its output changed by ")
-
-
-@pytest.mark.parametrize("more", [nn.Identity(), nn.Dropout(0.0), nn.ModuleList()], ids=["identity", "p=0", "empty"])
+@pytest.mark.parametrize("more", [nn.Dropout(0.0), nn.ModuleList()], ids=["p=0", "empty"])
 def test_a_layer_that_computes_nothing_fails_nothing(more: nn.Module) -> None:
     old, new = Head(nn.ReLU()), Head(nn.ReLU(), more=more)
     if isinstance(more, nn.ModuleList):
@@ -289,11 +268,6 @@ def test_a_layer_that_computes_nothing_fails_nothing(more: nn.Module) -> None:
 def test_dropout_that_drops_is_an_added_layer_also_in_evaluation() -> None:
     found = upgraded(Head(nn.ReLU()), Head(nn.ReLU(), more=nn.Dropout(0.1)), GRAPH[0])
     assert first_line(found) == "output unchanged; structure differs in 1 place: more added: Dropout"
-
-
-def test_dropout_that_drops_is_a_removed_layer_also_in_evaluation() -> None:
-    found = upgraded(Head(nn.ReLU(), more=nn.Dropout(0.1)), Head(nn.ReLU()), GRAPH[0])
-    assert first_line(found) == "output unchanged; structure differs in 1 place: more removed: it was Dropout"
 
 
 def test_a_layer_that_computes_nothing_and_holds_weights_is_told() -> None:

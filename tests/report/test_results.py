@@ -146,6 +146,7 @@ def test_a_run_that_is_cut_short_is_not_complete(
     assert len(results.tests[0].runs) == 1
 
 
+@pytest.mark.long
 def test_the_results_of_a_worker_that_dies_are_there_but_not_complete(run: Any) -> None:
     results = run("import os\n" + TWO.format("os._exit(1)"), "-p", "xdist", "-n1", subprocess=True)
     assert outcomes(results) == {"test_a": "passed", "test_b": "failed"}

@@ -196,6 +196,7 @@ def test_ctrl_c_leaves_no_worktree(project: Project) -> None:
     assert not (project.path / ".git/worktrees").exists()
 
 
+@pytest.mark.long
 def test_the_other_side_may_have_another_interpreter(
     project: Project, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

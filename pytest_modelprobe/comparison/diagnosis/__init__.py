@@ -85,9 +85,10 @@ def diagnose(comparison: Comparison) -> Diagnosis:
         causes, possible = ([*map(_without_effect, found)] for found in (causes, possible))
     causes, possible = _of_selected_layers(comparison, causes, possible)
     moved = _moved_layers(index, causes)
+    roots = {pair.layer for pair in comparison.calls if pair.outermost}
     return Diagnosis(
         comparison=comparison,
-        causes=tuple(by_importance(with_weights_folded(index, causes), _roots(comparison))),
+        causes=tuple(by_importance(with_weights_folded(index, causes), roots)),
         possible=tuple(_still_possible(causes, possible)),
         notes=tuple(notes),
         unchanged=unchanged,
@@ -203,7 +204,3 @@ def _changed_outputs(comparison: Comparison) -> Iterator[Difference]:
     """Yield the outputs of the model that differ."""
     outermost = {(pair.layer, pair.actual.index) for pair in comparison.calls if pair.outermost}
     return (d for d in comparison.found if d.kind == "output" and (d.layer, d.call) in outermost)
-
-
-def _roots(comparison: Comparison) -> set[str]:
-    return {pair.layer for pair in comparison.calls if pair.outermost}

@@ -192,9 +192,7 @@ def _with_attributes(index: ComparisonIndex, cause: Cause) -> Cause:
         return cause
     both = ((name, e.attributes[name], a.attributes[name]) for name in e.attributes if name in a.attributes)
     others = [f"{name} {then} → {now}" for name, then, now in both if then != now]
-    came = [f"{name} {value} is new" for name, value in a.attributes.items() if name not in e.attributes]
-    went = [f"{name} is gone" for name in e.attributes if name not in a.attributes]
-    return cause.with_hints(*others, *came, *went)
+    return cause.with_hints(*others)
 
 
 # --- how a container calls its children, as far as the exact part shows it ------------------------------------------

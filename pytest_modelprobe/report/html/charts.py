@@ -6,7 +6,6 @@ because the page has to work without a network. Coordinates are integers, becaus
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -93,21 +92,10 @@ class Axis:
 
 
 def sparkline(axis: Axis, histogram: Histogram) -> Markup:
-    """Return the picture of a histogram: an area, whose outline has coordinates of one digit."""
+    """Return the picture of a histogram: a bar for each column, so that one element among millions is seen too."""
     columns = axis.columns(histogram)
-    top = max(columns) or 1
-    # At least one level high, so that one element among millions is seen too.
-    heights = [0, *(max(1, round((_LEVELS - 1) * n / top)) if n else 0 for n in columns), 0]
-    while len(heights) > 2 and heights[-2] == 0:
-        heights.pop()
-    path, level = f"M0 {_LEVELS}", 0
-    for height, following in itertools.pairwise(heights):
-        if following == height:
-            level += 1
-        else:
-            path += (f"h{level}" if level else "") + f"l1{height - following:+d}".replace("+", " ")
-            level = 0
-    return tag("svg", tag("path", d=path))
+    bars = (f"M{i} {_LEVELS}v-{max(1, round(_LEVELS * n / max(columns)))}" for i, n in enumerate(columns) if n)
+    return tag("svg", tag("path", d="".join(bars)))
 
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 560, 176, 46, 14, 22

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pytest_modelprobe.record import Layer, Value
-from pytest_modelprobe.report.results import Run
 from pytest_modelprobe.text import html_escaped
 
 
@@ -120,7 +119,6 @@ class Status:
 STATUSES = {
     status.word: status
     for status in (
-        Status("named", "named", "◎", "the failure of the test names it"),
         Status("own code", "own", "●", "the layer's own code computes something else"),
         Status("structure", "structure", "▲", "a type, a shape or an attribute changed"),
         Status("weights", "weights", "◆", "the weights changed"),
@@ -132,7 +130,7 @@ STATUSES = {
         Status("not called", "uncalled", "–", "the forward does not call it"),
     )
 }
-"""Word → how it is shown, in the order of the legend. All are of the results, but ``named``, which the page adds."""
+"""Word → how it is shown, in the order of the legend. All are of the results."""
 
 
 def is_cause(word: str) -> bool:
@@ -149,23 +147,3 @@ def legend(words: Sequence[str]) -> Markup:
     """Return the list of the words that occur, and what they mean."""
     shown = [status for word, status in STATUSES.items() if word in words]
     return bullets(([badges([s.word]), f" {s.meaning}"] for s in shown), class_="legend") if shown else Markup()
-
-
-def naming(run: Run, message: str) -> Run:
-    """Return a run in which the layer that the message of a failed assertion begins with is marked as named.
-
-    A message begins with the layer, its value or its parameter, or with one of its heads.
-    """
-    assertion = _ASSERTION.match(message)
-    if not assertion:
-        return run
-    said = message[assertion.end() :]
-    number, word = _NUMBER.match(said), said.partition(" ")[0].rstrip(":,;")
-    names = [number[1]] if number else [word, word.rpartition(".")[0]]
-    name = next((name for name in names if name in run.record.layers), None)
-    return run if name is None else replace(run, status={**run.status, name: (*run.status.get(name, ()), "named")})
-
-
-_ASSERTION = re.compile(r"(?:AssertionError|pytest_modelprobe\.exceptions\.StoppedError): (?:head \d+ of )?")
-
-_NUMBER = re.compile(r"layer '(\d+)'")

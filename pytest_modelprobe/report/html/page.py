@@ -41,7 +41,6 @@ from .elements import (
     folded,
     is_cause,
     legend,
-    naming,
     number,
     outputs_of,
     tag,
@@ -298,13 +297,6 @@ def _base_section(base: Base | None) -> Markup | None:
     if not base:
         return None
     versions = [f"{package}: {now} here, {then} there" for package, (now, then) in base.versions.items()]
-    lists = [
-        folded(f"{count(len(tests), 'test')} only {where}", bullets(tag("code", test) for test in tests))
-        for where, tests in (("here", base.only_here), ("there", base.only_there))
-        if tests
-    ]
-    failed = [[tag("code", test), f": {why}"] for test, why in base.failed.items()]
-    lists += [folded(f"{len(failed)} did not pass there", bullets(failed))] if failed else []
     facts = bullets(versions, class_="facts") if versions else None
     warned = "warning" if base.stopped else None
     return tag(
@@ -312,7 +304,6 @@ def _base_section(base: Base | None) -> Markup | None:
         tag("h2", f"Beside {base.name}"),
         tag("p", base.said, class_=warned),
         facts,
-        lists,
         id="base",
     )
 
@@ -361,8 +352,7 @@ def _test(i: int, test: CaseResult, unfolded: bool) -> Markup:
         tag("span", " · ".join([*contents, f"{test.duration:.2f} s"]), class_="contents"),
         tag("span", _said(test), class_="message") if test.message else None,
     ]
-    runs = [naming(run, test.message) if test.failed else run for run in test.runs]
-    seen: list[Child] = [[_run(f"{i}.{n}" if n else f"{i}", run) for n, run in enumerate(runs)]]
+    seen: list[Child] = [[_run(f"{i}.{n}" if n else f"{i}", run) for n, run in enumerate(test.runs)]]
     seen += [tag("div", map(_figure, test.figures), class_="figures")] if test.figures else []
     body = [
         [_snapshot(snapshot) for snapshot in test.snapshots],
@@ -372,7 +362,7 @@ def _test(i: int, test: CaseResult, unfolded: bool) -> Markup:
         # A browser with scripts does not build these elements, a million in a large report, before the script asks.
         seen if unfolded or not any(seen) else tag("noscript", seen),
     ]
-    found = any(run.status or run.findings or run.error for run in runs)
+    found = any(run.status or run.findings or run.error for run in test.runs)
     css = "test bad" if test.failed or test.changed else "test"
     return folded(head, body, id=f"t{i}", class_=css, open=unfolded, data_found=found)
 

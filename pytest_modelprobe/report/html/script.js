@@ -54,7 +54,6 @@
     document.getElementById(location.hash.slice(1))?.scrollIntoView();
   };
   document.addEventListener("toggle", ({ target }) => target.matches(".test") && unfold(target), true);
-  addEventListener("beforeprint", () => all(".test").forEach(unfold));
   addEventListener("hashchange", follow);
   follow();
 
