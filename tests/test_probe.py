@@ -302,15 +302,6 @@ def test_another_word_for_loss_or_mode_is_refused(probe: ModelProbe) -> None:
         probe.run(nn.Linear(2, 2), torch.ones(3, 2), loss="sum")
 
 
-def test_an_option_misspelt_is_told_from_the_models_keywords(probe: ModelProbe) -> None:
-    with pytest.raises(TypeError) as caught:
-        probe.run(nn.Linear(2, 2), torch.ones(1, 2), layer="*")
-    assert caught.value.__notes__[-1] == "layer= went to the model: is run's own layers= meant?"
-    with pytest.raises(TypeError) as caught:
-        probe.run(nn.Linear(2, 2), torch.ones(1, 2), stop_on="nonfinite")
-    assert caught.value.__notes__[-1] == ("stop_on= went to the model: it is an option of ModelProbe.watch, not of run")
-
-
 def test_a_selector_that_matches_nothing_is_refused(probe: ModelProbe) -> None:
     for call in (probe.watch, lambda m, **k: probe.run(m, torch.ones(1, 1, 8, 8), **k)):
         with pytest.raises(SelectionError, match=r"'covn' .*conv"):

@@ -46,7 +46,7 @@ from .calls import CallRecorder, FunctionalMode
 from .forwards import ForwardCounts, ObservedForwards
 from .gradients import Gradients, ParameterHooks, Recomputation
 from .hooks import ForwardMode, HookGuard, ModuleHooks, enter, leave
-from .observation import Judge, RunningCall, RunningCalls, SetAttributes, StopCheck, input_keys
+from .observation import Judge, RunningCall, RunningCalls, SetAttributes, StopCheck
 from .profiler import Profiler
 from .tensors import ParameterReading, describe, may_draw, read_parameters, storage_keys
 from .training import Steps, TrainingSteps
@@ -257,8 +257,6 @@ class Capture:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         frame: FrameType,
-        *,
-        late: bool,
     ) -> None:
         """Begin a call of a hooked layer.
 
@@ -268,7 +266,6 @@ class Capture:
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
             frame: Python frame of the call.
-            late: Whether hooks that run after ours may still change the arguments.
         """
         outermost = not self._running.drop_abandoned(frame)
         inputs = flatten_call(args, kwargs)
@@ -286,8 +283,6 @@ class Capture:
             return
         assert self.observed.newest is not None
         running = RunningCall(name, frame, self.observed.newest, inputs)
-        if late:
-            running.input_keys = input_keys(inputs)
         if name in self.selected:
             self._calls.start(running, training=module.training, may_draw=may_draw(module))
         self._running.push(running)
@@ -309,8 +304,6 @@ class Capture:
         running = self._running.pop(name, frame)
         if running is None:
             return
-        if running.input_keys is not None and running.input_keys != input_keys(flatten_call(args, kwargs)):
-            self.guard.note_late(name, "inputs")
         error = sys.exc_info()[1]
         try:
             if error is not None and error is not running.error_before:
@@ -361,28 +354,14 @@ class Capture:
             self.read_parameters()
 
     def _keep(self, name: str, output: Any) -> None:
-        def copied(tensor: torch.Tensor) -> torch.Tensor | NotKept:
-            wrapped = is_wrapped(tensor)
-            copy = None if wrapped else detached_copy(tensor)
-            if copy is not None:
-                return copy
-            why = NotKept(
-                "a tensor inside a torch.func transform such as vmap is nothing outside of it"
-                if wrapped
-                else "its memory is gone, or torch cannot copy it"
-            )
-            self.notes[f"outputs of {name} are not kept: {why.reason}"] = None
-            return why
+        def copied(tensor: torch.Tensor) -> torch.Tensor | None:
+            copy = None if is_wrapped(tensor) else detached_copy(tensor)
+            if copy is None:
+                self.notes[f"outputs of {name} are not kept: torch cannot copy them, or not out of a transform"] = None
+            return copy
 
         with statistics.ambient_modes_disabled():
             self.kept.setdefault(name, []).append(map_tensors(copied, output))
-
-
-@dataclass(frozen=True, slots=True)
-class NotKept:
-    """Stands among the outputs that are kept for a tensor of which there is no copy."""
-
-    reason: str
 
 
 def _note_raising_layer(error: BaseException, name: str, module: nn.Module, inputs: Flat) -> None:

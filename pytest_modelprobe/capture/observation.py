@@ -15,7 +15,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -30,7 +29,7 @@ from pytest_modelprobe.statistics import Reduction, Samples
 
 from .hooks import HookGuard
 from .profiler import CallStart, Costs
-from .tensors import ContentKey, content_key, plain_name, shape_of
+from .tensors import ContentKey, plain_name, shape_of
 
 Merge = Callable[[Reduction, Reduction], Reduction]
 Sign = Callable[[Reduction], Reduction]
@@ -387,8 +386,6 @@ def merge_into(parts: Parts, forward: Forward | DoneForward, *, final: bool = Tr
 
 # --- the calls that run now -------------------------------------------------------------------------------------------
 
-InputKeys = list[tuple[int, ContentKey | None]]
-
 
 @dataclass(slots=True, eq=False)
 class RunningCall:
@@ -404,8 +401,6 @@ class RunningCall:
     """Unit axis of the outputs of the calls inside, by shape. The newest of each shape counts."""
     random_states: tuple[bytes, ...] = ()
     """States of the random generators when the call began, or empty if it cannot draw."""
-    input_keys: InputKeys | None = None
-    """Keys of the inputs as they were read. Set only if another hook runs after ours, which may change them."""
     start: CallStart | None = None
     """What was measured when the call began, or `None` if it is not profiled."""
     error_before: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
@@ -490,11 +485,6 @@ class RunningCalls:
         return bool(stack)
 
 
-def input_keys(inputs: Flat) -> InputKeys:
-    """Return the identity and the content key of each tensor."""
-    return [(id(tensor), content_key(tensor)) for _, tensor in inputs.tensors]
-
-
 def _is_on_stack(frame: FrameType, innermost: FrameType | None) -> bool:
     """Whether a frame is on the stack that ends with ``innermost``. The walk is short if it is."""
     while innermost is not None and innermost is not frame:
@@ -542,10 +532,6 @@ class SetAttributes:
 
 
 # --- ``stop_on=`` -----------------------------------------------------------------------------------------------------
-
-_BACKWARD = "torch.autograd.graph"
-"""Module in which a thread waits for a backward pass that runs in another thread, as it does on CUDA."""
-
 
 Rows = tuple[tuple[str, tuple[Dimension, ...], Statistics], ...]
 
@@ -628,12 +614,6 @@ class StopCheck:
             error = raised
         if error is not None:
             self.guard.let_through = error  # else the guard would keep it, as an error of our own
-            # Hide the frames of torch and of this package, so that a debugger stands at the call in the user's code.
-            waiting = (f for f in sys._current_frames().values() if f.f_globals.get("__name__") == _BACKWARD)
-            for top in (sys._getframe(), *waiting):
-                for frame, _ in walk_stack(top):
-                    if str(frame.f_globals.get("__name__")).partition(".")[0] in ("torch", "pytest_modelprobe"):
-                        frame.f_locals["__tracebackhide__"] = True
             raise error
 
 

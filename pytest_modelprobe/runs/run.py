@@ -49,7 +49,6 @@ from pytest_modelprobe.record import (
     Record,
     has_nonfinite,
     is_narrow,
-    nearest,
     qualified,
 )
 
@@ -443,28 +442,10 @@ class Run:
             return copy.to(self.device).requires_grad_(tensor.requires_grad)
 
         args, kwargs = map_tensors(copied, (self.args, self.kwargs))
-        try:
-            output = self.model(*args, **kwargs)
-        except TypeError as error:
-            self._note_misspelt(error)
-            raise
+        output = self.model(*args, **kwargs)
         if hidden := unseen(flatten("output", output)):
             raise UsageError(hidden)
         return output
-
-    def _note_misspelt(self, error: TypeError) -> None:
-        """Add a note to an error about an unknown keyword that is, or resembles, an option of the probe."""
-        options = (
-            "loss", "mode", "layers", "keep", "functionals", "attention", "profile", "isolate", "histograms", "kwargs",
-        )  # fmt: skip
-        of_watch = ("stop_on", "steps", "positions", "compiled")
-        for name in self.kwargs:
-            if f"unexpected keyword argument '{name}'" not in str(error):
-                continue
-            if name in of_watch:
-                error.add_note(f"{name}= went to the model: it is an option of ModelProbe.watch, not of run")
-            elif near := nearest(name, options, n=1):
-                error.add_note(f"{name}= went to the model: is run's own {near[0]}= meant?")
 
     def _step(self, move: Move | None = None) -> None:
         __tracebackhide__ = True

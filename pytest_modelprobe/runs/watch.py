@@ -212,8 +212,7 @@ class Watch:
     def kept(self) -> Mapping[str, list[Any]]:
         """Outputs of the layers in ``keep=`` in the newest forward, one entry a call; detached copies.
 
-        For a tensor inside a `torch.func` transform such as ``vmap``, and for one that torch cannot copy, there is a
-        ``NotKept`` with the reason.
+        For a tensor that torch cannot copy, or not out of a `torch.func` transform such as ``vmap``, there is `None`.
         """
         return self._capture.kept
 

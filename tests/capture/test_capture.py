@@ -1285,31 +1285,6 @@ def test_the_error_of_a_forward_passes_where_a_hook_was_registered_as_it_began()
             model(torch.ones(2))
 
 
-LATE = (
-    "(root): a hook was registered on it after the watch began, and what it did to the {} of the first call was not "
-    "seen"
-)
-
-
-def another(module, args):
-    return args[0] + 1
-
-
-def in_place(module, args):
-    args[0].add_(1)
-
-
-@pytest.mark.parametrize("change", [another, in_place])
-def test_of_a_hook_that_cannot_be_seen_in_its_first_call_a_note_says_so(change):
-    model = nn.Sequential(linear(4, 3))
-    with Watch(model) as watch:
-        model.register_forward_pre_hook(change)
-        model(torch.zeros(2, 4))
-        model(torch.zeros(2, 4))
-    assert watch.record.notes == (LATE.format("inputs"),)
-    assert value(watch.last, "(root)", "input").statistics.min == 1
-
-
 NESTED = {"jagged": torch.jagged, "strided": torch.strided}
 
 

@@ -12,46 +12,6 @@ from torch import nn
 from pytest_modelprobe import ModelProbe, StoppedError, UsageError
 from pytest_modelprobe.record import Statistics
 
-PDB = """
-    import linecache, pdb
-
-    class Stands(pdb.Pdb):
-        def interaction(self, frame, trace):
-            self.setup(frame, getattr(trace, "__traceback__", trace))  # an exception since Python 3.13
-            at = self.curframe
-            print("STANDS AT", linecache.getline(at.f_code.co_filename, self.stack[self.curindex][1]).strip())
-    """
-
-NET = """
-    import torch
-    from torch import nn
-
-    class Density(nn.Module):
-        def forward(self, x):
-            return torch.log(x - 10.0)
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encoder, self.density = nn.Linear(8, 8), Density()
-
-        def forward(self, x):
-            hidden = self.encoder(x)
-            logs = self.density(hidden)
-            return logs * 2
-
-    def test_forward(modelprobe):
-        model = modelprobe.build(Net)
-        modelprobe.watch(model, stop_on="nonfinite")
-        model(modelprobe.randn(4, 8))
-
-    def test_backward(modelprobe):
-        model = modelprobe.build(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
-        modelprobe.watch(model, stop_on="nonfinite")
-        loss = (model(modelprobe.randn(4, 8)) * 0).norm().sqrt()
-        loss.backward()
-    """
-
 
 class Log(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,16 +28,6 @@ def net(*layers: nn.Module) -> nn.Module:
 def hooks(model: nn.Module) -> list[Any]:
     tables = (t for m in model.modules() for t in (m._forward_hooks, m._forward_pre_hooks))
     return [*(h for t in tables for h in t), *(h for p in model.parameters() for h in p._backward_hooks or ())]
-
-
-@pytest.mark.parametrize(
-    ("test", "line"), [("test_forward", "logs = self.density(hidden)"), ("test_backward", "loss.backward()")]
-)
-@pytest.mark.usefixtures("_plugin_alone")
-def test_the_debugger_stands_at_the_line_of_the_user(pytester: pytest.Pytester, test: str, line: str):
-    pytester.makepyfile(stands=PDB, test_net=NET)
-    result = pytester.runpytest_inprocess("--pdb", "--pdbcls=stands:Stands", "-k", test)
-    result.stdout.fnmatch_lines([f"STANDS AT {line}"])
 
 
 def test_the_message_names_the_layer_its_output_and_its_inputs():
