@@ -31,10 +31,10 @@ from pytest_modelprobe.models import (
     attributes,
     autocast_states,
     changing_hooks,
+    check_not_lazy,
     detached_copy,
     flatten,
     flatten_call,
-    has_lazy,
     map_tensors,
     preserved,
     seeding,
@@ -108,6 +108,7 @@ class Run:
         seed: int,
         isolate: bool = False,
     ) -> None:
+        check_not_lazy(model)
         offloaded = Offloaded(model.modules())
         if any(parameter.is_meta and parameter not in offloaded for parameter in nn.Module.parameters(model)):
             raise UnsupportedModelError(
@@ -414,13 +415,6 @@ class Run:
                 self.model.train(self.mode == "train")
             if any(not (p.is_meta or is_same_device(p.device, self.device)) for p in nn.Module.parameters(self.model)):
                 self.model.to(self.device)
-            if has_lazy(self.model):  # its modules are initialized by a forward, of which everything else is restored
-                seeded = seeding.seeded(seeding.derive(self.seed, "run"))
-                with preserved(self.model, lazy=False), seeded, torch.no_grad():
-                    self.model.eval()
-                    # An error is not lost: the step raises it again, and says in which layer.
-                    with contextlib.suppress(Exception), interruptible():
-                        self._forward()
             for parameter in nn.Module.parameters(self.model):
                 parameter.grad = None
             yield state

@@ -259,68 +259,6 @@ def test_a_state_can_be_put_back_many_times():
         assert state(model) == before
 
 
-def test_a_lazy_module_keeps_the_shapes_it_gets_and_loses_the_mode():
-    model = nn.Sequential(nn.LazyLinear(2))
-    with preserved(model, lazy=False):
-        model.eval()
-        model(torch.ones(1, 5))
-    assert model[0].weight.shape == (2, 5)
-    assert model[0].in_features == 5
-    assert model[0].training
-
-
-class Asks(nn.Module):
-    """Waits for an input without `LazyModuleMixin`, as layers of PyTorch Geometric do."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.UninitializedParameter()
-        self._hook = self.register_forward_pre_hook(self.initialize)
-
-    def initialize(self, module, args):
-        self.weight.materialize((2, args[0].shape[-1]))
-        nn.init.ones_(self.weight)
-        module._hook.remove()
-        del self._hook
-
-    def forward(self, x):
-        return x @ self.weight.T
-
-
-LAZY = {
-    "linear": lambda: nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(2)),
-    "batch norm": lambda: nn.Sequential(nn.LazyBatchNorm1d(), nn.LazyLinear(2)),
-    "without a bias": lambda: nn.Sequential(nn.LazyLinear(2, bias=False)),
-    "its own": lambda: nn.Sequential(Asks()),
-}
-
-
-@pytest.mark.parametrize("make", LAZY.values(), ids=LAZY)
-def test_lazy_modules_are_lazy_again(make):
-    def everything():
-        modules = [(type(m), {k: v for k, v in vars(m).items() if not isinstance(v, dict)}) for m in model.modules()]
-        own = [value for m in model.modules() for key, value in vars(m).items() if "hook" in key]
-        hooks = [dict(value) for value in own if isinstance(value, dict)]
-        tensors = [(id(t), type(t), t.dtype, t.requires_grad) for _, t in named_tensors(model)]
-        return modules, hooks, tensors
-
-    model, fresh = make(), make()
-    before = everything()
-    with preserved(model):
-        loss = model.double()(torch.ones(3, 5).double()).sum()
-        if loss.requires_grad:
-            loss.backward()
-        assert not any(torch.nn.parameter.is_lazy(t) for _, t in named_tensors(model))
-    assert everything() == before
-    torch.manual_seed(0)
-    out = model(torch.ones(3, 7))
-    torch.manual_seed(0)
-    assert torch.equal(out, fresh(torch.ones(3, 7)))
-    if out.requires_grad:
-        out.sum().backward()
-        assert all(p.grad.shape == p.shape for p in model.parameters())
-
-
 def test_a_device_context_does_not_move_what_is_kept():
     model = nn.BatchNorm1d(3)
     before = bits(model.running_mean)

@@ -327,14 +327,6 @@ def test_where_there_are_too_many_objects_a_note_says_where_it_stops() -> None:
     )
 
 
-def test_a_lazy_module_says_so() -> None:
-    model = nn.Sequential(nn.LazyLinear(2))
-    record = ModelProbe().run(model, torch.ones(3, 4))
-    assert record.notes == ("0 is lazy and has seen no input: its shapes are those of this run",)
-    assert record.layers["0"].parameters[0].shape == (2, 4)
-    assert isinstance(model[0], nn.LazyLinear)
-
-
 def test_what_is_not_of_the_model_is_left_alone() -> None:
     seen = []
     logger = logging.getLogger("test_no_trace")

@@ -391,13 +391,6 @@ def test_what_cannot_be_changed_is_not_taken_for_loaded(probe: ModelProbe) -> No
     )
 
 
-def test_a_lazy_model_is_loaded_into(probe: ModelProbe) -> None:
-    saved, model = nn.Linear(3, 2).state_dict(), nn.LazyLinear(2)
-    assert checks.wholly_loaded(probe, model, lambda model: model.load_state_dict(saved)).verdict == "holds"
-    assert isinstance(model, nn.LazyLinear)
-    assert checks.wholly_loaded.outcome(probe, model, lambda model: None).verdict == "not applicable"
-
-
 def test_what_is_new_cannot_be_all(probe: ModelProbe) -> None:
     with pytest.raises(UsageError, match="no parameter or persistent buffer of Linear is left to look at"):
         checks.wholly_loaded(probe, nn.Linear(2, 2), lambda model: None, new="**")
