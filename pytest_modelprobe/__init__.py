@@ -44,7 +44,6 @@ if TYPE_CHECKING:
         NothingObservedError,
         SelectionError,
         ShapeSpecError,
-        StoppedError,
         UnsupportedModelError,
         UsageError,
     )
@@ -66,7 +65,6 @@ __all__ = [
     "Record",
     "SelectionError",
     "ShapeSpecError",
-    "StoppedError",
     "UnsupportedModelError",
     "UsageError",
     "Watch",

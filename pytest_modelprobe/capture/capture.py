@@ -46,7 +46,7 @@ from .calls import CallRecorder, FunctionalMode
 from .forwards import ForwardCounts, ObservedForwards
 from .gradients import Gradients, ParameterHooks, Recomputation
 from .hooks import ForwardMode, HookGuard, ModuleHooks, enter, leave
-from .observation import Judge, RunningCall, RunningCalls, SetAttributes, StopCheck
+from .observation import RunningCall, RunningCalls, SetAttributes
 from .profiler import Profiler
 from .tensors import ParameterReading, describe, may_draw, read_parameters, storage_keys
 from .training import Steps, TrainingSteps
@@ -86,7 +86,6 @@ class Capture:
         layers: The layers of the model.
         options: What is asked.
         on_forward: Called before each forward with its kind and its arguments.
-        judge: Is shown each output and gradient of a selected layer, and returns an error to raise there, or None.
     """
 
     def __init__(
@@ -95,7 +94,6 @@ class Capture:
         options: Options,
         *,
         on_forward: Callable[[ForwardKind, tuple[Any, ...], dict[str, Any]], None] | None = None,
-        judge: Judge | None = None,
     ) -> None:
         self.layers = layers
         self.selected = frozenset(select(layers.modules, options.layers))
@@ -110,12 +108,11 @@ class Capture:
         self._profiler = Profiler() if options.profile else None
         self.guard = HookGuard(self.notes, self._profiler)
         self._on_forward = on_forward
-        stop = None if judge is None else StopCheck(judge, self.guard)
         self.observed = ObservedForwards(options.steps)
         self._running = RunningCalls(on_abandoned=self._leave_forward)
         self.training = Steps(self.observed)
         self.gradients = Gradients(
-            self.guard, self.observed, self._running, self.training, stop, histograms=options.histograms
+            self.guard, self.observed, self._running, self.training, histograms=options.histograms
         )
         self._recomputation = Recomputation(self.gradients)
         self.set_attributes = SetAttributes(layers, self.selected)
@@ -123,7 +120,7 @@ class Capture:
         training = self._training_steps = TrainingSteps(layers, self.selected, self.observed, self.notes)
         self.parameter_hooks = ParameterHooks(layers, self.guard, self.gradients, self.training, training)
         attending = AttentionMode(self.guard, self._running) if options.attention else None
-        self._calls = CallRecorder(self.gradients, self._running, self.notes, self._profiler, stop)
+        self._calls = CallRecorder(self.gradients, self._running, self.notes, self._profiler)
         self.functionals = FunctionalMode(layers, self.selected, self.guard, self._running, self._calls)
         # Attention topmost: it comes first, while no pseudo-layer runs.
         modes: tuple[ForwardMode | None, ...] = (self.functionals if options.functionals else None, attending)

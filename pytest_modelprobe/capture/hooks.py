@@ -43,8 +43,8 @@ class HookGuard:
     """The context in which every hook runs. It keeps errors of hooks from the model.
 
     A watch must not change what the model does. The first error in our own code is therefore kept until a record is
-    made, and the model goes on. Only an error that ``stop_on=`` asks for reaches the model, and what the handler of a
-    signal raises. While a hook runs, the clock of a profiler stops.
+    made, and the model goes on. Only what the handler of a signal raises reaches the model. While a hook runs, the
+    clock of a profiler stops.
     """
 
     def __init__(self, notes: dict[str, None], profiler: Profiler | None = None) -> None:
@@ -55,8 +55,6 @@ class HookGuard:
         self.entered = 0
         """How many hooks ran."""
         self.notes = notes
-        self.let_through: BaseException | None = None
-        """An error that is meant for the user's code, and is not kept."""
         self._profiler = profiler
         self._failure: Exception | None = None
 
@@ -83,9 +81,6 @@ class HookGuard:
         if self._profiler is not None:
             self._profiler.resume()
         if error is None or not isinstance(error, Exception) or is_interrupt(error):  # nearly always None
-            return False
-        if error is self.let_through:
-            self.let_through = None  # its traceback has frames with the watch, which would never be freed
             return False
         if self._failure is None:
             # The frames of a traceback would keep the watch alive, so it is kept as text.

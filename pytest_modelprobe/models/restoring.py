@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from pytest_modelprobe import _torch
 from pytest_modelprobe._torch import is_view, storage_key, without_dispatch_modes, without_torch_function
-from pytest_modelprobe.exceptions import ModelProbeError, UsageError
+from pytest_modelprobe.exceptions import UsageError
 from pytest_modelprobe.interrupts import held
 
 from .tensors import as_bytes, has_dense_storage, is_strided, read_flags
@@ -82,7 +82,7 @@ def _read(one: Setting) -> Any:
     try:
         return one.get()
     # torch has two ways to set a precision. After the newer one the older one may raise instead of having a value.
-    except (RuntimeError, ModelProbeError):
+    except RuntimeError:
         return _NO_VALUE
 
 
@@ -137,38 +137,12 @@ def _set_autocast(before: tuple[Autocast, ...]) -> None:
         torch.set_autocast_dtype(device, dtype)
 
 
-_BACKENDS: list[Any] = [
-    operation
-    for backend in (torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn)
-    for operation in (getattr(backend, name, None) for name in ("matmul", "conv", "rnn"))
-    if hasattr(operation, "fp32_precision")  # torch 2.9 and newer
-]
-
-
-def _set_precisions(before: list[str]) -> None:
-    for operation, precision in zip(_BACKENDS, before, strict=True):
-        if operation.fp32_precision != precision:
-            operation.fp32_precision = precision
-
-
-def _stream() -> Any:
-    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-
-
-def _set_stream(before: Any) -> None:
-    if before is not None:
-        torch.cuda.set_stream(before)
-
-
 SETTINGS = (
     Setting("environment", _ENVIRONMENT.copy, _set_environment),
     Setting("warning filters", lambda: warnings.filters[:], _set_warning_filters),
-    Setting("function modes and default device", _torch.function_modes_now, _torch.set_function_modes),
-    Setting("dispatch modes", _torch.dispatch_modes_now, _torch.set_dispatch_modes),
     Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Setting("grad mode", torch.is_grad_enabled, lambda on: torch.set_grad_enabled(on)),
     Setting("autocast", lambda: autocast_states(("cpu", "cuda")), _set_autocast),
-    Setting("autocast cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     Setting(
         "deterministic algorithms",
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
@@ -183,9 +157,7 @@ SETTINGS = (
         for name in ("benchmark", "deterministic", "enabled")
     ),
     Setting("precision of float32 products", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    Setting("precision by backend", lambda: [one.fp32_precision for one in _BACKENDS], _set_precisions),
     Setting("threads", torch.get_num_threads, torch.set_num_threads),
-    Setting("stream of CUDA", _stream, _set_stream),
 )
 """The settings that `settings_preserved` puts back, in this order."""
 

@@ -11,31 +11,25 @@ import inspect
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
 
 from pytest_modelprobe import extension
 from pytest_modelprobe._torch import next_hook
-from pytest_modelprobe.capture import Capture, ForwardCounts, Options, SeenValue, Which, assemble
-from pytest_modelprobe.exceptions import NothingObservedError, StoppedError, UsageError
+from pytest_modelprobe.capture import Capture, ForwardCounts, Options, Which, assemble
+from pytest_modelprobe.exceptions import NothingObservedError, UsageError
 from pytest_modelprobe.interrupts import finished, held
 from pytest_modelprobe.models import Layers, original_class, version
 from pytest_modelprobe.record import (
     IsolatedResponse,
     Record,
     Selector,
-    Statistics,
-    label_of,
     with_live_run,
 )
-from pytest_modelprobe.text import Cell, count, failure, number, shape
 
 from .isolation import IsolationOptions, KeptForwards, isolate, merged, recipes_of
 from .live import IsolationRequest, Place, WeakLiveRun, modules_of, with_note, with_responses
-
-StopOn = Literal["nonfinite"] | Callable[[Statistics], object]
-
 
 _GONE = "the watch is gone: keep it in a variable until the record is compared"
 
@@ -60,7 +54,6 @@ class Watch:
             code changed. This copies the inputs of the first forwards.
         histograms: Whether to record the histogram of each value and gradient.
         steps: How many steps of training to keep, each in a record of its own.
-        stop_on: Condition at which to raise in the forward or backward, see `ModelProbe.watch`.
         seed: Stored in the record.
 
     >>> import torch
@@ -86,13 +79,8 @@ class Watch:
         isolate: bool = True,
         histograms: bool = False,
         steps: int = 1,
-        stop_on: StopOn | None = None,
         seed: int | None = None,
     ) -> None:
-        if stop_on is not None and stop_on != "nonfinite" and not callable(stop_on):
-            raise UsageError(
-                f"stop_on is 'nonfinite', a callable that takes the statistics of a value, or None; got {stop_on!r}"
-            )
         options = Options(
             layers=layers,
             keep=keep,
@@ -116,7 +104,6 @@ class Watch:
             found,
             options,
             on_forward=self._forwards.begins if self._forwards else None,
-            judge=None if stop_on is None else functools.partial(_judge, weakref.ref(self), stop_on),
         )
         try:
             with held():
@@ -307,39 +294,6 @@ class _StepRecords(Sequence[Record]):
         return [self._watch._record(n) for n in numbers] if isinstance(numbers, range) else self._watch._record(numbers)
 
 
-def _is_met(stop_on: StopOn, statistics: Statistics) -> bool:
-    """Return whether to stop at a value with these statistics."""
-    return bool(statistics.nonfinite) if stop_on == "nonfinite" else bool(stop_on(statistics))
-
-
-def _judge(watch: weakref.ref[Watch], stop_on: StopOn, seen: SeenValue) -> StoppedError | None:
-    open_watch = watch()
-    if open_watch is None or not _is_met(stop_on, seen.statistics):
-        return None
-    type_name = open_watch._capture.type_name(seen.layer)
-    open_watch.close()
-    s, value = seen.statistics, f"the gradient of its {seen.path}" if seen.is_gradient else f"its {seen.path}"
-    label = label_of(seen.layer, type_name)
-    if stop_on == "nonfinite":
-        first = f"{label}: {s.nonfinite:,} of {count(s.count, 'element')} of {value} are NaN or infinite"
-    else:
-        first = f"{label}: {value} meets stop_on={getattr(stop_on, '__qualname__', repr(stop_on))}"
-    if seen.call:
-        first += f", in call {seen.call} (from 0)"
-    rows: list[list[Cell]] = [
-        [path, shape(dimensions), t.nan, t.posinf + t.neginf, *map(number, (t.min, t.max, t.rms))]
-        for path, dimensions, t in seen.others
-    ]
-    columns = ["value", "shape", "NaN", "infinite", "min", "max", "rms"]
-    if seen.is_gradient:
-        next_step = "No gradient before it in the backward pass does: look at what uses this value, at last the loss."
-    elif any(_is_met(stop_on, s) for path, _, s in seen.others if path.startswith("input")):
-        next_step = "An input does too, and no recorded layer returned it: look at the code before this call."
-    else:
-        next_step = f"No output of a layer before it does, nor an input: look at the forward of {type_name}."
-    return StoppedError(failure(first, columns, rows, next_step))
-
-
 # --- `watched`: a watch in one word, for code that is no test --------------------------------------------------------
 
 
@@ -359,7 +313,7 @@ def watched(target: nn.Module | Callable[..., Any] | None = None, /, **options: 
 
     Args:
         target: A model, or a function to decorate. Without it, a decorator is returned.
-        **options: Options of `ModelProbe.watch`: ``steps=``, ``layers=``, ``stop_on=``.
+        **options: Options of `ModelProbe.watch`: ``steps=``, ``layers=``.
 
     Raises:
         UsageError: The target is neither, or the decorated function is called without a model, or it is asynchronous or

@@ -78,7 +78,7 @@ def test_one_number(modelprobe: ModelProbe) -> None:
 
 def test_watch(modelprobe: ModelProbe) -> None:
     model = Net().to(modelprobe.device)
-    with modelprobe.watch(model, keep="fc1", functionals=True, isolate=False, stop_on="nonfinite") as watch:
+    with modelprobe.watch(model, keep="fc1", functionals=True, isolate=False) as watch:
         model(modelprobe.randn(2, 3))
     assert_type(watch, Watch)
     assert_type(watch.first, Record)

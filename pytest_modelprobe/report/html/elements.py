@@ -198,6 +198,6 @@ def naming(run: Run, message: str) -> Run:
     return run if name is None else replace(run, status={**run.status, name: (*run.status.get(name, ()), "named")})
 
 
-_ASSERTION = re.compile(r"(?:AssertionError|pytest_modelprobe\.exceptions\.StoppedError): (?:head \d+ of )?")
+_ASSERTION = re.compile(r"AssertionError: (?:head \d+ of )?")
 
 _NUMBER = re.compile(r"layer '(\d+)'")
