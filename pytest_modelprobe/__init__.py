@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from .extras.training_state.assertion import assert_invariants as assert_invariants
     from .extras.training_state.invariants import Invariants as Invariants
     from .interventions import ablation, assert_layer_matters, faults, intervene
-    from .probe import ModelProbe, Watch, watched
+    from .probe import ModelProbe, Watch
     from .record import Record
     from .snapshot.snapshot import ModelProbeSnapshot
 
@@ -100,12 +100,11 @@ __all__ = [
     "ablation",
     "faults",
     "intervene",
-    "watched",
     *extension.modules("names"),
 ]
 
 _MODULES = {
-    **dict.fromkeys(["ModelProbe", "Watch", "watched"], "probe"),
+    **dict.fromkeys(["ModelProbe", "Watch"], "probe"),
     "Record": "record",
     "ModelProbeSnapshot": "snapshot.snapshot",
     **{name: "assertions" for name in __all__ if name.startswith("assert_") and name not in extension.modules("names")},

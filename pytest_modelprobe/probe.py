@@ -30,7 +30,6 @@ from .runs import (
     architecture,
     check_loss,
     is_same_device,
-    watched,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from .extras.ports import precision as _precision
     from .extras.ranks import merging as _exchange
 
-__all__ = ["Loss", "Mode", "ModelProbe", "Watch", "watched"]
+__all__ = ["Loss", "Mode", "ModelProbe", "Watch"]
 
 M = TypeVar("M", bound=nn.Module)
 

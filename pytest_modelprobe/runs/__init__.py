@@ -29,4 +29,3 @@ from .run import Mode as Mode
 from .run import Run as Run
 from .run import is_same_device as is_same_device
 from .watch import Watch as Watch
-from .watch import watched as watched

@@ -34,7 +34,6 @@ from pytest_modelprobe import (
     assert_training_loop,
     checks,
     faults,
-    watched,
 )
 
 
@@ -82,7 +81,6 @@ def test_watch(modelprobe: ModelProbe) -> None:
         model(modelprobe.randn(2, 3))
     assert_type(watch, Watch)
     assert_type(watch.first, Record)
-    assert_type(watched(model, steps=2), Watch)
     assert_type(watch.others, Record)
     assert_type(watch.counts.in_steps + watch.counts.evaluations + watch.counts.others, int)
     assert_grad_flow(watch)
