@@ -167,6 +167,10 @@ class _Hook(ModuleHook):
         self._module = ref(module)
         self.guard, self.receive, self.name = guard, receive, name
 
+    def note(self, text: str) -> None:
+        """Add a note to the records of the watch."""
+        self.guard.notes[text] = None
+
     def stay_last(self, hooks: dict[int, Any]) -> None:
         """Move behind hooks that were registered since."""
         if self.key in hooks and next(reversed(hooks)) != self.key:

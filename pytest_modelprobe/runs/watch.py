@@ -27,7 +27,7 @@ from pytest_modelprobe.record import (
     with_live_run,
 )
 
-from .isolation import IsolationOptions, KeptForwards, isolate, merged, recipes_of
+from .isolation import IsolationOptions, KeptForwards, isolate
 from .live import IsolationRequest, Place, WeakLiveRun, modules_of, with_note, with_responses
 
 _GONE = "the watch is gone: keep it in a variable until the record is compared"
@@ -241,14 +241,14 @@ class Watch:
         assert self._forwards is not None
         one = {"first": self._forwards.first, "last": self._forwards.newest}
         alone = one.get(which) if which in one else None
-        kept = [[alone]] if alone else [] if which in one else self._forwards.kept.values()
-        reason = self._forwards.obstacle() if kept else "only the first two forwards of a kind can be run again"
+        kept = [alone] if alone else [] if which in one else self._forwards.kept.values()
+        reason = self._forwards.obstacle() if kept else "only the first forward of a kind can be run again"
         if reason is not None:
             return with_note(record, f"no layer was called alone: {reason}")
-        found: dict[Place, dict[int, IsolatedResponse]] = {}
-        for nth, again in (pair for forwards in kept for pair in enumerate(forwards, 1)):
+        found: dict[Place, IsolatedResponse] = {}
+        for again in kept:
             recipes = {
-                (layer.name, call.index): recipes_of(call.response, nth)
+                (layer.name, call.index): call.response.recipes
                 for layer, call in request.like.calls
                 if call.response is not None and (call.root, call.root_training) == again.kind
             }
@@ -265,13 +265,13 @@ class Watch:
                     responses = isolate(self.model, functools.partial(self._forwards.run, again), options)
             except Exception as error:  # noqa: BLE001 - whatever a model does that is not as it was
                 what = again.reason or f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                record = with_note(record, f"no layer was called alone in forward {nth} of {again.kind[0]}: {what}")
+                record = with_note(record, f"no layer was called alone in the forward of {again.kind[0]}: {what}")
                 continue
             for key, response in responses.items():
                 if key[0] in changed:
                     response = IsolatedResponse(reason="tensors that it keeps were changed since")
-                found.setdefault((*again.kind, *key), {})[nth] = response
-        return with_responses(record, {place: merged(numbered) for place, numbered in found.items()})
+                found[*again.kind, *key] = response
+        return with_responses(record, found)
 
 
 class _StepRecords(Sequence[Record]):

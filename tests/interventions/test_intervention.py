@@ -174,7 +174,7 @@ def test_no_layer_of_a_watch_is_called_alone_after_the_block(modelprobe):
         model(modelprobe.randn(4, 8))
     record = watch.record
     assert record.live_run.isolated(record).notes[1] == (
-        "no layer was called alone in forward 1 of (root): "
+        "no layer was called alone in the forward of (root): "
         "an intervention began or ended since: compare the record within its block"
     )
 
